@@ -12,7 +12,7 @@ from agentrl_sandbox.runner.isolation.seccomp import DENIED, DENIED_WITHOUT_OWN_
 from agentrl_sandbox.runner.isolation.syscalls import LAST_KNOWN, MACHINES, number
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-REFUSED_WITHOUT_ARGUMENTS = ("personality", "socketpair", "ioprio_set")
+REFUSED_WITHOUT_ARGUMENTS = ("personality", "socketpair", "ioprio_set", "prctl")
 PERMISSION, UNKNOWN = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
 
 
@@ -81,6 +81,7 @@ def test_calls_with_the_bit_of_x32_end_the_process():
         ("socketpair", (2, 1), PERMISSION),
         ("clone", (0x3D0F00,), bpf.ALLOW),
         ("clone", (0x10000000 | 17,), PERMISSION),
+        ("clone", (0x10900,), PERMISSION),
         ("clone", (0x8000 | 17,), PERMISSION),
         ("prlimit64", (0, 7), bpf.ALLOW),
         ("prlimit64", (1, 7), PERMISSION),
@@ -93,8 +94,22 @@ def test_calls_with_the_bit_of_x32_end_the_process():
         ("ioctl", (0, 0x5401), bpf.ALLOW),
         ("ioctl", (0, 0x5412), PERMISSION),
         ("ioctl", (0, 0x1_0000_5412), PERMISSION),
-        ("prctl", (4,), bpf.ALLOW),
+        ("prctl", (15,), bpf.ALLOW),
         ("prctl", (1,), PERMISSION),
+        ("prctl", (4,), PERMISSION),
+        ("prctl", (78,), PERMISSION),
+        ("fcntl", (0, 6), bpf.ALLOW),
+        ("fcntl", (0, 37), PERMISSION),
+        ("fcntl", (0, 1031), PERMISSION),
+        ("setsockopt", (0, 1, 2), bpf.ALLOW),
+        ("setsockopt", (0, 6, 7), bpf.ALLOW),
+        ("setsockopt", (0, 1, 7), PERMISSION),
+        ("setsockopt", (0, 1, 33), PERMISSION),
+        ("mmap", (0, 4096, 3, 0x22), bpf.ALLOW),
+        ("mmap", (0, 4096, 3, 0x01), bpf.ALLOW),
+        ("mmap", (0, 4096, 3, 0x21), PERMISSION),
+        ("mmap", (0, 4096, 3, 0x8021), PERMISSION),
+        ("mmap", (0, 4096, 3, 0x40022), PERMISSION),
     ],
 )
 def test_arguments_decide(machine, name, arguments, expected):

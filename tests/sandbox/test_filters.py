@@ -102,6 +102,15 @@ async def test_arguments_that_reach_others_are_not_permitted(run):
         "type into a terminal": at("ioctl", 0, 0x5412, 0),
         "outlive the parent": at("prctl", 1, 0),
         "leave orphans to the zygote": at("prctl", 36, 0),
+        "hide from the watch": at("prctl", 4, 0),
+        "a hash of futexes": at("prctl", 78, 1, 1 << 22),
+        "a large send buffer": at("setsockopt", 0, 1, 7),
+        "a large receive buffer": at("setsockopt", 0, 1, 8),
+        "a large pipe": at("fcntl", 1, 1031, 1 << 20),
+        "a lease": at("fcntl", 0, 1024, 0),
+        "a lock of an open file": at("fcntl", 0, 37, 0),
+        "memory without a file": at("mmap", 0, 4096, 3, 0x21, -1),
+        "reserved huge pages": at("mmap", 0, 4096, 3, 0x40022, -1),
         "another's limits": at("prlimit64", parent, 0),
         "another's priority": at("setpriority", 0, parent, 19),
         "all of a user's priorities": at("setpriority", 2, 0, 19),
@@ -221,7 +230,26 @@ STANDARD = {
         "    os.rename(d + '/a/b', d + '/c')\n    os.symlink('c', d + '/l')\n    print(sorted(os.listdir(d)))",
         "['a', 'c', 'l']",
     ),
-    "memory maps": ("import mmap\nm = mmap.mmap(-1, 1 << 20)\nm[:3] = b'abc'\nprint(m[:3])", "b'abc'"),
+    "asyncio streams": (
+        "import asyncio, socket\nasync def main():\n    a, b = socket.socketpair()\n"
+        "    r, w = await asyncio.open_connection(sock=a)\n    s, t = await asyncio.open_connection(sock=b)\n"
+        "    w.writelines([bytes(1 << 20)] * 2)\n    print(len(await s.readexactly(2 << 20)))\nasyncio.run(main())",
+        "2097152",
+    ),
+    "memory maps": (
+        "import mmap, os\nm = mmap.mmap(-1, 1 << 20)\nif os.fork() == 0:\n    m[:3] = b'abc'\n    os._exit(0)\n"
+        "os.wait()\nm.resize(2 << 20)\nprint(m[:3], len(m), mmap.mmap(-1, 1, access=mmap.ACCESS_COPY)[:])",
+        "b'abc' 2097152 b'\\x00'",
+    ),
+    "locks": (
+        "import fcntl\nwith open('l', 'w') as f:\n    fcntl.lockf(f, fcntl.LOCK_EX)\n    print('locked')\n",
+        "locked",
+    ),
+    "a database": (
+        "import sqlite3\nwith sqlite3.connect('d') as d:\n    d.execute('create table t (a)')\n"
+        "    d.execute('insert into t values (7)')\nprint(sqlite3.connect('d').execute('select a from t').fetchone())",
+        "(7,)",
+    ),
     "own limits": (
         "import resource as r\nr.setrlimit(r.RLIMIT_CPU, (1, 1))\nprint(r.getrlimit(r.RLIMIT_CPU))",
         "(1, 1)",

@@ -6,6 +6,7 @@ import zlib
 
 import pytest
 
+from agentrl_sandbox.check.resources import RESOURCES
 from agentrl_sandbox.client import Outcome
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -36,7 +37,7 @@ SHARED = (
 
 @pytest.mark.parametrize("science", ["", "import numpy\n"])
 async def test_memory_that_forks_share_counts_once(everywhere, settings, science):
-    program = science + SHARED.format(megabytes=settings.memory_mb // 2)
+    program = science + SHARED.format(megabytes=settings.memory_mb // 2 - 2)  # made from as much again
     done = await everywhere.execute(program)
     assert (done.outcome, done.stdout) == (Outcome.OK, "whole\n")
     session = await everywhere.open_session()
@@ -78,6 +79,30 @@ async def test_a_bomb_of_zeros_ends_for_its_memory(everywhere, settings):
 async def test_an_exit_status_that_the_program_chose_is_an_error(everywhere, ending, exit_code):
     done = await everywhere.execute(f"import os, sys\n{ending}")
     assert (done.outcome, done.exit_code) == (Outcome.ERROR, exit_code)
+
+
+KERNEL_MEMORY = {case.name: case for case in RESOURCES if case.name in ("full sockets", "page tables", "file locks")}
+
+
+@pytest.mark.parametrize("in_session", [False, True], ids=["alone", "session"])
+@pytest.mark.parametrize("what", KERNEL_MEMORY)
+async def test_memory_that_the_kernel_holds_counts(everywhere, what, in_session):
+    session = await everywhere.open_session() if in_session else None
+    done = await everywhere.execute(KERNEL_MEMORY[what].program, session=session)
+    assert (done.outcome, done.stdout) == (Outcome.MEMORY_LIMIT, ""), done
+    if session is not None:
+        await everywhere.close_session(session)
+
+
+async def test_buffers_of_an_ordinary_size_are_no_offence(everywhere):
+    program = (
+        "import socket, select, os, time\nkept = [socket.socketpair() for _ in range(40)]\n"
+        "pipes = [os.pipe() for _ in range(40)]\np = select.epoll()\n"
+        "for a, b in kept:\n    a.send(bytes(1 << 16))\n    p.register(b, 1)\n"
+        "time.sleep(0.5)\nprint(len(p.poll()))"
+    )
+    done = await everywhere.execute(program)
+    assert (done.outcome, done.stdout) == (Outcome.OK, "40\n"), done
 
 
 SCRATCH_BOMBS = {

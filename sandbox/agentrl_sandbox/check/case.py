@@ -77,7 +77,7 @@ def attempts(guards: str, name: str, body: str, *, prologue: str = "", after: st
 _CALLS = """
 ptrace keyctl add_key bpf io_uring_setup userfaultfd perf_event_open process_vm_readv pidfd_getfd open_by_handle_at
 kexec_load init_module mount unshare setns pivot_root chroot swapon reboot clock_settime fsopen open_tree move_mount
-kcmp shmget semget msgget mq_open acct syslog
+kcmp shmget semget msgget mq_open acct syslog landlock_create_ruleset seccomp
 """
 _NUMBERS = {machine: {name: number(name, machine) for name in _CALLS.split()} for machine in MACHINES}
 _HELPERS = (

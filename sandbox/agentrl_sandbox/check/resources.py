@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl_sandbox.check.case import Case, Judge, ends, fails_with, prints, survives
+from agentrl_sandbox.check.case import Case, Judge, attempts, ends, fails_with, prints, survives
 from agentrl_sandbox.types import Execution, Outcome
 
 _GIB = 1 << 30
@@ -97,6 +97,116 @@ except OSError:
 print("reached" if made == {_MOST_FILES} else "bounded")
 """
 
+# Memory that the kernel holds for a program. Each stops at about a gigabyte.
+_C = """
+import ctypes, fcntl, mmap, os, resource, select, socket, time
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_size_t, ctypes.c_size_t] + 3 * [ctypes.c_int] + [ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+FAILED = ctypes.c_size_t(-1).value
+kept = []
+"""
+_FULL_SOCKETS = f"""{_C}
+full, fills = os.pipe()
+children = []
+try:
+    while len(children) < 14 and (child := os.fork()):
+        children.append(child)
+except OSError:
+    print("bounded", flush=True)
+    os._exit(0)
+if len(children) == 14:
+    for _ in children:
+        os.read(full, 1)
+    time.sleep(3)
+    print("reached", flush=True)
+    os._exit(0)
+try:
+    while len(kept) < 100:
+        kept.append(socket.socketpair())
+        for end in kept[-1]:
+            end.setblocking(False)
+            try:
+                while True:
+                    end.send(bytes(65536))
+            except BlockingIOError:
+                pass
+finally:
+    os.write(fills, b"x")
+    time.sleep(30)
+"""
+_PAGE_TABLES = f"""{_C}
+os.fork()
+try:
+    for index in range(50_000):
+        if libc.mmap(0x1000_0000_0000 + (index << 30), 4096, mmap.PROT_READ, 0x108022, -1, 0) == FAILED:
+            raise OSError("no further mapping")
+except OSError:
+    print("bounded", flush=True)
+    os._exit(0)
+time.sleep(2)
+print("reached", flush=True)
+"""
+_UNMAPPED = f"""{_C}
+try:
+    for _ in range(16):
+        kept.append(mmap.mmap(-1, 64 << 20))
+        kept[-1][::4096] = bytes(len(kept[-1]) // 4096)
+        libc.munmap(ctypes.addressof(ctypes.c_char.from_buffer(kept[-1])) + 4096, (64 << 20) - 4096)
+    print("reached", flush=True)
+except OSError:
+    print("bounded", flush=True)
+os._exit(0)
+"""
+_WATCHED = f"""{_C}
+watched = [end for _ in range(40) for end in os.pipe()]
+pollers = [select.epoll() for _ in range(40)]
+free = range(max(watched[-1], pollers[-1].fileno()) + 1, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 256))
+for end in watched:
+    for number in free:
+        os.dup2(end, number)
+        for poller in pollers:
+            poller.register(number, 0)
+for number in free:
+    os.close(number)
+time.sleep(2)
+print("reached")
+"""
+_LOCKS = f"""{_C}
+for name in range(200):
+    kept.append(open(str(name), "wb", buffering=0))
+    for index in range(400):
+        fcntl.lockf(kept[-1], fcntl.LOCK_EX, 1, 2 * index)
+time.sleep(2)
+print("reached")
+"""
+_TIMERS = f"""{_C}
+timer, made = ctypes.c_void_p(), 0
+while made < 20_000 and libc.timer_create(1, None, ctypes.byref(timer)) == 0:
+    made += 1
+print("reached" if made == 20_000 else "bounded")
+"""
+_ENLARGED = attempts(
+    "bounded_memory",
+    "kernel memory of a chosen size",
+    """
+    socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 20)
+    socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 20)
+    call("setsockopt", pair[0].fileno(), 1, 32, b"    ", 4)
+    call("fcntl", os.pipe()[1], 1031, 1 << 20)
+    call("prctl", 78, 1, ctypes.c_ulong(1 << 10), ctypes.c_ulong(0), ctypes.c_ulong(0))
+    call("mmap", None, ctypes.c_size_t(4096), 3, 0x21, -1, ctypes.c_long(0))
+    call("mmap", None, ctypes.c_size_t(4096), 1, 1, os.open("/dev/zero", 0), ctypes.c_long(0))
+    system("landlock_create_ruleset", struct.pack("Q", 4), 8, 0)
+    system("seccomp", 1, 0, struct.pack("HxxxxxxP", 1, ctypes.addressof(rule)))
+    """,
+    prologue="""
+pair = socket.socketpair()
+rule = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0x7FFF0000))
+""",
+)
+
 
 def _bounded(run: Execution) -> bool:
     return run.stdout == "bounded\n" or run.outcome in (Outcome.MEMORY_LIMIT, Outcome.OUTPUT_LIMIT, Outcome.TIMEOUT)
@@ -150,6 +260,13 @@ RESOURCES = (
     Case("memory bomb in NumPy", _NUMPY, _stopped_for_memory, "bounded_memory"),
     Case("memory bomb by mmap", _MMAP, _not_reached, "bounded_memory"),
     Case("memory spread over processes", _SPREAD, _stopped_for_memory, "bounded_memory"),
+    _ENLARGED,
+    Case("full sockets", _FULL_SOCKETS, _not_reached, "bounded_memory"),
+    Case("page tables", _PAGE_TABLES, _not_reached, "bounded_memory"),
+    Case("shared memory that no process maps", _UNMAPPED, _not_reached, "bounded_memory"),
+    Case("descriptors watched by epoll", _WATCHED, _not_reached, "bounded_memory"),
+    Case("file locks", _LOCKS, _not_reached, "bounded_memory"),
+    Case("timers", _TIMERS, _not_reached, "bounded_memory"),
     Case("spin that ignores every signal", _IGNORING, ends(Outcome.TIMEOUT), "bounded_time", 1.0),
     Case("10 ** 10 ** 9", "x = 10 ** 10 ** 9", ends(Outcome.TIMEOUT, Outcome.MEMORY_LIMIT), "bounded_time", 1.0),
     Case(

@@ -27,6 +27,7 @@ import signal
 import socket
 import sys
 from types import ModuleType
+from typing import Any, Self
 
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.runner.cleanup import processes, scratch
@@ -67,6 +68,7 @@ def main() -> None:
 def warm_up(*, science: bool) -> None:
     """Import what programs use. A module that cannot be imported here is not available to programs."""
     _add_site_builtins()
+    _put_shared_memory_into_files()
     for name in (*BARE_MODULES, "linecache", "traceback"):
         importlib.import_module(name)
     if not science:
@@ -106,6 +108,36 @@ def _add_site_builtins() -> None:
     for name in ("exit", "quit"):
         setattr(builtins, name, site_builtins.Quitter(name, "Ctrl-D (i.e. EOF)"))
     setattr(builtins, "help", site_builtins._Helper())  # noqa: B010 - an attribute that the type lacks
+
+
+def _put_shared_memory_into_files() -> None:
+    """Have ``mmap.mmap(-1, length)`` map a file in the scratch directory, whose limit then counts it.
+
+    The filter of system calls denies shared memory without a file: it would stay while no process maps it.
+    """
+    plain = importlib.import_module("mmap")
+
+    class Mapping(plain.mmap):  # type: ignore[misc, name-defined]
+        def __new__(
+            cls,
+            fileno: int,
+            length: int,
+            flags: int = plain.MAP_SHARED,
+            prot: int = plain.PROT_READ | plain.PROT_WRITE,
+            access: int = plain.ACCESS_DEFAULT,
+            **more: Any,
+        ) -> Self:
+            rest = {"prot": prot, "access": access, **more}
+            if fileno != -1 or not flags & plain.MAP_SHARED or access == plain.ACCESS_COPY:
+                return super().__new__(cls, fileno, length, flags, **rest)
+            with importlib.import_module("tempfile").TemporaryFile() as file:
+                if length > 0:
+                    os.posix_fallocate(file.fileno(), 0, length)
+                return super().__new__(cls, file.fileno(), length, flags & ~plain.MAP_ANONYMOUS, **rest)
+
+    Mapping.__name__ = Mapping.__qualname__ = "mmap"
+    Mapping.__module__ = "mmap"
+    plain.mmap = Mapping  # type: ignore[attr-defined]
 
 
 def merge_heap_pages() -> None:

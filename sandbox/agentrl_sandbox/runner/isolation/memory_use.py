@@ -2,33 +2,48 @@
 
 RLIMIT_AS bounds each process; this measures their sum. A program adopts its own orphans, as the first process of its
 PID namespace or as a subreaper, so its process tree is complete.
+
+Memory that the kernel holds for a program has no limit of its own, and a memory cgroup cannot be had in most places
+where the sandbox runs. So page tables are measured, and buffers are counted at their full size: the filter of system
+calls keeps programs from enlarging them (``seccomp``).
 """
 
 from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 _PAGE = resource.getpagesize()
 _MOST_PROCESSES = 8192  # twice what max_processes may be
+_INTERPRETERS_TABLES = 1 << 20  # what a warm interpreter starts with
+_PIPE = 16 * _PAGE  # the data that fits in a pipe
+_MAPPING = 256  # the kernel's record of a mapped range
+_MAPPINGS_READ = 256 << 10  # bytes of a list of mappings, of which ordinary programs have 50 kB
+_MOST_MAPPINGS = 65_530  # vm.max_map_count
+# A lock, or a descriptor that epoll watches. It takes 200 bytes, but a long list of them takes the watch too much time.
+_RECORD = 16 << 10
+_RECORDS_READ = 1 << 20  # bytes of one descriptor's list of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """Of a process tree: bytes of resident memory, tasks (processes and threads), and its processes.
+    """Of a process tree: bytes of resident memory and page tables, tasks (processes and threads), and its processes.
 
-    Memory that processes share, as after a fork, counts once per process in ``resident``: it is an upper bound.
+    Memory that processes share, as after a fork, counts once per process in ``resident``: it is an upper bound. Page
+    tables are never shared, and may be far larger than the memory they map, if that lies far apart.
     """
 
     resident: int = 0
+    tables: int = 0
     tasks: int = 0
     processes: list[int] = field(default_factory=list)
 
     def add(self, other: Usage) -> Usage:
         return Usage(
             resident=self.resident + other.resident,
+            tables=self.tables + other.tables,
             tasks=self.tasks + other.tasks,
             processes=self.processes + other.processes,
         )
@@ -37,8 +52,13 @@ class Usage:
 def usage(pid: int, beyond: int = 0) -> Usage:
     """The usage of a process tree, counting of each process only memory above ``beyond``. Dead processes count as 0."""
     processes = tree(pid)
-    resident = sum(max(0, resident_bytes(process) - beyond) for process in processes)
-    return Usage(resident=resident, tasks=sum(len(tasks(process)) for process in processes), processes=processes)
+    found = [_resident_and_tables(process) for process in processes]
+    return Usage(
+        resident=sum(max(0, resident - beyond) for resident, _ in found),
+        tables=sum(max(0, tables - _INTERPRETERS_TABLES) for _, tables in found),
+        tasks=sum(len(tasks(process)) for process in processes),
+        processes=processes,
+    )
 
 
 def proportional_bytes(processes: list[int], beyond: int) -> int:
@@ -53,7 +73,7 @@ def proportional_bytes(processes: list[int], beyond: int) -> int:
 
 def _proportional(pid: int) -> int:
     """One process's proportional memory, or its resident memory if the kernel shows no more."""
-    for path in (f"/proc/{pid}/smaps_rollup", *(f"/proc/{pid}/task/{task}/smaps_rollup" for task in tasks(pid))):
+    for path in _views(pid, "smaps_rollup"):
         try:
             with open(path, encoding="ascii") as file:
                 return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
@@ -64,18 +84,86 @@ def _proportional(pid: int) -> int:
 
 def resident_bytes(pid: int) -> int:
     """Resident memory of one process; 0 for one that is gone."""
-    found = _resident(f"/proc/{pid}/statm")
-    if found == 0:  # if its first thread ended before the others, that one shows nothing
-        found = max((_resident(f"/proc/{pid}/task/{task}/statm") for task in tasks(pid)), default=0)
-    return found
+    return _resident_and_tables(pid)[0]
 
 
-def _resident(path: str) -> int:
-    try:
-        with open(path, encoding="ascii") as file:
-            return int(file.read().split()[1]) * _PAGE
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
+def _resident_and_tables(pid: int) -> tuple[int, int]:
+    for path in _views(pid, "status"):
+        try:
+            with open(path, encoding="ascii", errors="replace") as file:
+                found = {line[:6]: int(line.split()[1]) << 10 for line in file if line.startswith(("VmRSS:", "VmPTE:"))}
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if found:
+            return found.get("VmRSS:", 0), found.get("VmPTE:", 0)
+    return 0, 0
+
+
+def _views(pid: int, name: str) -> Iterator[str]:
+    """A file of a process in /proc. If its first thread ended before the others, only theirs show anything."""
+    yield f"/proc/{pid}/{name}"
+    yield from (f"/proc/{pid}/task/{task}/{name}" for task in tasks(pid))
+
+
+@dataclass(kw_only=True, slots=True)
+class KernelMemory:
+    """Counts what the kernel may hold for processes besides their pages, up to ``room`` bytes.
+
+    Needs the rights of the processes' user: what may not be seen is not counted. Descriptors in flight between sockets
+    are not seen; the kernel limits a user to twice RLIMIT_NOFILE of them.
+    """
+
+    room: int
+    socket_bytes: int  # what fits into a socket's send buffer
+    _seen: set[str] = field(default_factory=set)
+
+    @property
+    def is_over(self) -> bool:
+        return self.room < 0
+
+    def add(self, processes: list[int]) -> None:
+        for pid in processes:
+            self._add_descriptors(pid)
+            if len(processes) > 1:  # one process has at most 16 MB of mappings
+                self._add_mappings(pid)
+            if self.is_over:
+                return
+
+    def _add_descriptors(self, pid: int) -> None:
+        for directory in _views(pid, "fd"):
+            try:
+                names = os.listdir(directory)
+            except OSError:
+                continue
+            for name in names:
+                try:
+                    self._add_descriptor(f"{directory}/{name}", f"{directory}info/{name}")
+                except OSError:  # closed meanwhile
+                    continue
+                if self.is_over:
+                    return
+            if names:
+                return
+
+    def _add_descriptor(self, path: str, details: str) -> None:
+        target = os.readlink(path)
+        if target.startswith(("socket:", "pipe:")):
+            if target not in self._seen:  # processes share what they inherit
+                self._seen.add(target)
+                self.room -= self.socket_bytes if target.startswith("socket:") else _PIPE
+            return
+        with open(details, "rb", buffering=0) as file:
+            text = file.read(_RECORDS_READ)
+        self.room -= _RECORD * (text.count(b"\nlock:") + text.count(b"\ntfd:"))
+
+    def _add_mappings(self, pid: int) -> None:
+        try:
+            with open(f"/proc/{pid}/maps", "rb") as file:
+                text = file.read(_MAPPINGS_READ)
+        except OSError:
+            return
+        count = _MOST_MAPPINGS if len(text) == _MAPPINGS_READ else text.count(b"\n")
+        self.room -= _MAPPING * count
 
 
 def children(pid: int) -> list[int]:

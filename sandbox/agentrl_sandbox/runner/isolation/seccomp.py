@@ -33,6 +33,7 @@ ipc: mq_open mq_unlink mq_timedsend mq_timedreceive mq_notify mq_getsetattr
 users: setuid setgid setreuid setregid setresuid setresgid setgroups setfsuid setfsgid capset
 watching: inotify_init inotify_init1 inotify_add_watch fanotify_init fanotify_mark
 unwatched memory: memfd_create memfd_secret
+filters: seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self
 attributes: setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
 """
 _TEXT_WITHOUT_OWN_USER = """
@@ -53,8 +54,9 @@ def _groups(text: str) -> dict[str, tuple[str, ...]]:
 DENIED = _groups(_TEXT)
 """Calls that fail with EPERM in every mode, by purpose."""
 
-MISSING = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register")
-"""Calls that fail with ENOSYS, so that libraries use their predecessors."""
+MISSING = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register", "flock")
+"""Calls that fail with ENOSYS, so that libraries use their predecessors. A ``flock`` on a file of the interpreter would
+be shared with all programs; ``lockf`` works."""
 
 DENIED_WITHOUT_OWN_USER = _groups(_TEXT_WITHOUT_OWN_USER)
 """Also denied if programs share the server's user: changes of files that Landlock does not prevent, and leaving the
@@ -63,7 +65,22 @@ process group, by which a fork bomb is killed."""
 _ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
 _NEW_NAMESPACES = 0x7E02_0000  # every CLONE_NEW* that clone(2) knows
 _AS_SIBLING = 0x8000  # CLONE_PARENT would leave the watched process tree
-_PRCTL = (1, 35, 36, 62)  # PR_SET_PDEATHSIG, PR_SET_MM, PR_SET_CHILD_SUBREAPER, PR_SCHED_CORE
+_AS_THREAD, _SHARING_FILES = 0x10000, 0x400  # CLONE_THREAD, CLONE_FILES
+# Names, timer slack, huge pages, no_new_privs, vector lengths, and questions. New options are added to prctl all the
+# time; some allocate kernel memory (PR_FUTEX_HASH took 256 MB in one call).
+_PRCTL = (2, 3, 15, 16, 21, 23, 25, 27, 29, 30, 37, 38, 39, 40, 41, 42, 51, 56)
+_FCNTL = (
+    1024,  # F_SETLEASE
+    1026,  # F_NOTIFY
+    1031,  # F_SETPIPE_SZ: pipes keep the default size, by which the watch counts them
+    36,  # F_OFD_GETLK, F_OFD_SETLK and F_OFD_SETLKW: such locks survive in files that are in flight
+    37,
+    38,
+)
+_SOL_SOCKET = 1
+_BUFFER_SIZES = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBUFFORCE
+_SHARED_ANONYMOUS, _MAP_KIND = 0x21, 0x2F  # flags of mmap
+_MAP_HUGETLB = 0x40000
 _IOCTL = (
     0x5412,  # TIOCSTI: typing into a terminal
     0x541C,  # TIOCLINUX
@@ -127,14 +144,27 @@ def _by_argument() -> dict[str, Code]:
     connected = bpf.only_if_one_of(1, (_SOCK_STREAM, _SOCK_SEQPACKET), bpf.allow(), refuse, mask=_SOCK_KIND)
     this_process = bpf.only_if_one_of(1, (0,), bpf.allow(), refuse)
     return {
-        "clone": bpf.unless_any_bit(0, _NEW_NAMESPACES | _AS_SIBLING, refuse),
+        # A thread with descriptors of its own would hide them from the watch.
+        "clone": bpf.only_if_one_of(
+            0,
+            (_AS_THREAD,),
+            refuse,
+            bpf.unless_any_bit(0, _NEW_NAMESPACES | _AS_SIBLING, refuse),
+            mask=_AS_THREAD | _SHARING_FILES,
+        ),
         "mknod": bpf.only_if_one_of(1, node, bpf.allow(), refuse, mask=0o170000),
         "mknodat": bpf.only_if_one_of(2, node, bpf.allow(), refuse, mask=0o170000),
         "ioctl": bpf.unless_one_of(1, _IOCTL, refuse),
+        "fcntl": bpf.unless_one_of(1, _FCNTL, refuse),
+        # Memory that neither a process's size nor the scratch directory's limit counts. The interpreter replaces it.
+        "mmap": bpf.only_if_one_of(
+            3, (_SHARED_ANONYMOUS,), refuse, bpf.unless_any_bit(3, _MAP_HUGETLB, refuse), mask=_MAP_KIND
+        ),
         "personality": bpf.only_if_one_of(0, (_QUERY_PERSONALITY,), bpf.allow(), refuse),
-        "prctl": bpf.unless_one_of(0, _PRCTL, refuse),
+        "prctl": bpf.only_if_one_of(0, _PRCTL, bpf.allow(), refuse),
         # A pair of datagram sockets could still send to a name, so only connected kinds are made.
         "socketpair": bpf.only_if_one_of(0, (_AF_UNIX,), connected, refuse),
+        "setsockopt": bpf.only_if_one_of(1, (_SOL_SOCKET,), bpf.unless_one_of(2, _BUFFER_SIZES, refuse), bpf.allow()),
         "sendto": bpf.only_if_null(4, refuse),
         "setpriority": bpf.only_if_one_of(0, (0,), this_process, refuse),
         "ioprio_set": bpf.only_if_one_of(0, (1,), this_process, refuse),

@@ -1,4 +1,4 @@
-"""Checks what the kernel does not bound: the total memory of a program's processes, and files without their own mount.
+"""Checks what the kernel does not bound: the memory of a program's processes, and files without their own mount.
 
 A program decides how much there is to check, so expensive checks take at most a tenth of the server's time.
 """
@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.runner.cleanup.scratch import SHARED_MEMORY
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.runner.isolation.lockdown import has_own_users
-from agentrl_sandbox.runner.isolation.memory_use import Usage, proportional_bytes, tree
+from agentrl_sandbox.runner.isolation.memory_use import KernelMemory, Usage, proportional_bytes, tree
 from agentrl_sandbox.runner.isolation.scratch_use import INODES, ScratchUse
 from agentrl_sandbox.runner.program.program import Program
 
 _PERIOD = 10.0  # time between checks, as a multiple of a check's duration
+_SOCKET_BYTES = "/proc/sys/net/core/wmem_default"
+_USUAL_SOCKET_BYTES = 212_992  # where a network namespace does not show it
 
 
 class Watch:
@@ -25,14 +28,27 @@ class Watch:
     def __init__(self, config: RunnerConfig, scratch: str = "") -> None:
         self._memory = config.memory_mb << 20
         self._scratch = scratch
+        try:
+            self._socket_bytes = int(Path(_SOCKET_BYTES).read_text("ascii"))
+        except OSError:
+            self._socket_bytes = _USUAL_SOCKET_BYTES
         self._scratch_bytes = config.scratch_mb << 20
         self._first_user = config.first_user if has_own_users(config) else None
 
     def memory_is_over(self, program: Program, used: Usage, beyond: int) -> bool:
         """Whether it uses more than ``memory_mb``, counting pages that its processes share once."""
-        if used.resident <= self._memory or len(used.processes) == 1:
-            return used.resident > self._memory
-        return self._seldom(program, "memory", lambda: proportional_bytes(used.processes, beyond) > self._memory)
+        unshared = used.tables + (used.resident if len(used.processes) == 1 else 0)
+        if unshared > self._memory:
+            return True
+        return self._seldom(program, "memory", lambda: self._memory_left(used, beyond) < 0)
+
+    def _memory_left(self, used: Usage, beyond: int) -> int:
+        resident = used.resident
+        if resident + used.tables > self._memory:
+            resident = proportional_bytes(used.processes, beyond)
+        kernels = KernelMemory(room=self._memory - used.tables - resident, socket_bytes=self._socket_bytes)
+        kernels.add(used.processes)
+        return kernels.room
 
     def scratch_is_over(self, program: Program) -> bool:
         """Whether its files exceed ``scratch_mb`` or are too many. With namespaces its mount enforces that."""
