@@ -40,6 +40,9 @@ class GatewaySettings(BaseModel):
         "", description="accepted names in the Host header besides 127.0.0.1 and localhost, comma-separated"
     )
     max_body_mb: int = Field(32, ge=1, le=60, description="maximum size of a request body in megabytes")
+    receive_seconds: float = Field(
+        60.0, gt=0, description="seconds in which a request's body must arrive; its headers have 10"
+    )
     queue_limit: int = Field(4096, ge=0, description="calls that may wait for a runner; further calls get 429")
     queue_seconds: float = Field(
         300.0, gt=0, description="seconds that a call may wait for a runner before it gets 503"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -12,13 +13,12 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-import uvicorn
 
 from agentrl_sandbox.call import Call, CallSandbox
 from agentrl_sandbox.client import Execution, Isolation, Outcome, SandboxSettings, UnknownSessionError
 from agentrl_sandbox.service.gateway.app import Gateway, build_app
 from agentrl_sandbox.service.gateway.guard import Guard
-from agentrl_sandbox.service.gateway.serve import DrainingServer
+from agentrl_sandbox.service.gateway.serve import DrainingServer, server_config
 from agentrl_sandbox.service.pool import messages
 from agentrl_sandbox.service.pool.pool import RunnerPool
 from agentrl_sandbox.service.runner import RunnerService, listening
@@ -155,18 +155,21 @@ class RunningGateway:
 
 
 @asynccontextmanager
-async def running_gateway(sockets: Path, *, queue_limit: int = 64, runners: int = 1) -> AsyncIterator[RunningGateway]:
+async def running_gateway(
+    sockets: Path, *, queue_limit: int = 64, runners: int = 1, receive_seconds: float = 60.0
+) -> AsyncIterator[RunningGateway]:
     pool = RunnerPool(sockets, queue_limit=queue_limit, queue_seconds=60.0)
     gateway = Gateway(pool, batch_limit=16)
     hosts = frozenset({"127.0.0.1", "localhost"})
     app = Guard(build_app(gateway), token=TOKEN, hosts=hosts, max_body=100_000)
-    config = uvicorn.Config(app, port=0, lifespan="on", log_level="error", timeout_graceful_shutdown=1)
+    config = server_config(app, receive_seconds=receive_seconds, max_body=100_000)
     server = DrainingServer(config, gateway, drain_seconds=30.0)
-    serving = asyncio.ensure_future(server.serve())
+    listener = socket.create_server(("127.0.0.1", 0))
+    serving = asyncio.ensure_future(server.serve([listener]))
     try:
         while not server.started:
             await asyncio.sleep(0.005)
-        port = server.servers[0].sockets[0].getsockname()[1]
+        port = listener.getsockname()[1]
         headers = {"Authorization": f"Bearer {TOKEN}"}
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60) as client:
             if runners:

@@ -27,6 +27,7 @@ async def test_a_program_goes_to_a_runner_and_its_end_comes_back(gateway):
         "seconds": 0.5,
         "truncated": False,
         "files": {"a": "AA=="},
+        "session_ended": False,
     }
 
 
@@ -56,6 +57,39 @@ async def test_a_batch_beyond_the_limit_is_refused_whole(gateway, runner):
 )
 async def test_impossible_arguments_are_422(gateway, body):
     assert (await gateway.client.post("/v1/execute", json=body)).status_code == 422
+
+
+@pytest.mark.parametrize("path", ["/v1/execute", "/run_code", "/run_jupyter"])
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", "-1e999"])
+async def test_times_that_are_no_numbers_are_422(gateway, runner, path, value):
+    names = {"/v1/execute": ("program", "timeout"), "/run_code": ("code", "run_timeout")}
+    text, seconds = names.get(path, ("cells", "total_timeout"))
+    body = f'{{"{text}": "p", "language": "python", "{seconds}": {value}}}'
+    if path == "/v1/execute":
+        body = body.replace('"language": "python", ', "")
+    answer = await gateway.client.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422
+    assert seconds in answer.json()["detail"][-1]["loc"]
+    assert runner.sandbox.started == []
+
+
+@pytest.mark.parametrize("path", ["/v1/execute", "/run_code"])
+@pytest.mark.parametrize(
+    "fields",
+    [r'"files": {"\ud800": ""}', r'"files": {"\ud800": 1}', r'"fetch_files": ["\ud800"]', '"files": {"a": NaN}'],
+)
+async def test_names_that_no_encoding_has_are_422(gateway, runner, path, fields):
+    program = '"program": "p"' if path == "/v1/execute" else '"code": "p", "language": "python"'
+    body = f"{{{program}, {fields}}}"
+    answer = await gateway.client.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422
+    assert runner.sandbox.started == []
+
+
+async def test_bodies_that_break_parsers_are_refused(gateway):
+    for body in (b"[" * 50_000, b'{"timeout": ' + b"9" * 10_000 + b"}", b"\xff", b""):
+        answer = await gateway.client.post("/v1/execute", content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code in (400, 422), body[:20]
 
 
 async def test_text_that_no_encoding_has_reaches_the_runner(gateway, runner):

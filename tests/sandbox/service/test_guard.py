@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import stat
 
 import pytest
@@ -99,6 +100,54 @@ async def test_a_body_too_large_is_413_by_its_length_and_by_what_comes(gateway):
             yield big[:10_000]
 
     assert (await gateway.client.post("/v1/execute", content=pieces(), headers=JSON)).status_code == 413
+
+
+async def closed(reader: asyncio.StreamReader) -> bytes:
+    """All that arrives until the gateway closes the connection."""
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
+
+
+@pytest.mark.parametrize("start", [b"", b"POST /v1/ex", b"\r\n"])
+async def test_a_head_that_does_not_arrive_closes_its_connection(sockets, runner, running_gateway, start):
+    async with running_gateway(sockets, receive_seconds=0.2) as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(start)
+        assert await asyncio.wait_for(closed(reader), 30) == b""
+        writer.close()
+
+
+@pytest.mark.parametrize("token", [b"the-token", b"wrong"])
+async def test_a_body_that_does_not_arrive_closes_its_connection(sockets, runner, running_gateway, token, until):
+    async with running_gateway(sockets, receive_seconds=0.2) as gateway:
+        waiting = asyncio.ensure_future(gateway.run("wait"))  # a program may take longer than its request
+        await until(lambda: runner.sandbox.started)
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        head = b"POST /v1/execute HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        writer.write(head + b"Authorization: Bearer " + token + b"\r\nContent-Length: 99\r\n\r\n{")
+        answer = await asyncio.wait_for(closed(reader), 30)
+        assert answer.startswith(b"HTTP/1.1 401") if token == b"wrong" else answer == b""
+        writer.close()
+        runner.sandbox.release.set()
+        assert (await waiting).json()["stdout"] == "wait"
+    assert runner.sandbox.started == ["wait"]
+
+
+@pytest.mark.parametrize("part", [b"GET /" + b"x" * 65_536, b"GET / HTTP/1.1\r\nA: " + b"x" * 65_536])
+async def test_a_head_without_an_end_is_not_kept(gateway, part):
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        writer.write(part)
+        while sent < 30 << 20:
+            writer.write(b"x" * 65_536)
+            await writer.drain()
+            sent += 65_536
+    assert sent < 16 << 20  # what the two sockets hold
+    assert await closed(reader) == b""
+    writer.close()
 
 
 async def test_two_hosts_in_one_request_are_refused(gateway, runner):

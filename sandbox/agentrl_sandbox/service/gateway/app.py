@@ -10,6 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from agentrl_sandbox.call import Call, ImpossibleCallError
@@ -36,6 +37,7 @@ from agentrl_sandbox.service.gateway.metrics import CONTENT_TYPE, Metrics
 from agentrl_sandbox.service.pool.pool import RunnerPool
 from agentrl_sandbox.types import Execution
 
+_MOST_NAMED = 16  # wrong fields that an answer names
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": meaning}
     for status, meaning in {
@@ -127,8 +129,16 @@ def _add_errors(app: FastAPI, gateway: Gateway) -> None:
         body = {"detail": str(error), "error": type(error).__name__}
         return JSONResponse(body, status, {"Retry-After": str(after)} if again else None)
 
+    async def refuse_body(request: Request, error: Exception) -> Response:
+        """Name the first wrong fields. Their values are left out: NaN and lone surrogates cannot be sent back."""
+        assert isinstance(error, RequestValidationError)
+        gateway.metrics.refused(HTTPStatus.UNPROCESSABLE_ENTITY)
+        wrong = [{key: field[key] for key in ("loc", "msg", "type")} for field in error.errors()[:_MOST_NAMED]]
+        return _json({"detail": wrong}, HTTPStatus.UNPROCESSABLE_ENTITY)
+
     for kind in _STATUS:
         app.add_exception_handler(kind, refuse)
+    app.add_exception_handler(RequestValidationError, refuse_body)
 
 
 def _add_state(app: FastAPI, gateway: Gateway) -> None:

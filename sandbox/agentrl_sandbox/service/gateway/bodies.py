@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from agentrl_sandbox.call import Call, to_base64
+from agentrl_sandbox.local.file_names import LONGEST_NAME
 from agentrl_sandbox.types import Execution, Outcome
 
 
@@ -38,7 +39,7 @@ Text = Annotated[str, PlainValidator(_any_text), WithJsonSchema({"type": "string
 Content = Annotated[
     bytes, BeforeValidator(from_base64), WithJsonSchema({"type": "string", "contentEncoding": "base64"})
 ]
-Path = Annotated[str, Field(min_length=1, max_length=4096)]
+Path = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
 
 
 class _Body(BaseModel):
@@ -85,6 +86,7 @@ class ExecutionAnswer(BaseModel):
     seconds: float
     truncated: bool = Field(description="whether the middle of an output was dropped")
     files: dict[str, str] = Field(description="base64 contents of those fetch_files that exist")
+    session_ended: bool = Field(description="whether the program's session ended with it")
 
 
 class BatchAnswer(BaseModel):

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentrl_sandbox.errors import StartError
 from agentrl_sandbox.service.gateway.app import Gateway, build_app
@@ -22,6 +24,72 @@ from agentrl_sandbox.service.pool.pool import RunnerPool
 
 _log = logging.getLogger(__name__)
 _KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close first
+_HEAD_SECONDS = 10.0  # from the first byte of a request to the end of its headers
+_HEAD_BYTES = 65_536
+_CHUNKS_BYTES = 1 << 20  # what the division of a body into chunks may add to it
+
+
+def bounded_protocol(*, receive_seconds: float, max_body: int) -> type[HttpToolsProtocol]:
+    """A protocol that closes connections whose request takes too long to arrive or is too large.
+
+    uvicorn has no such limits, and what comes before the end of the headers reaches no application.
+    """
+
+    class BoundedProtocol(HttpToolsProtocol):
+        _closing: asyncio.TimerHandle | None = None
+        _received = 0  # bytes of the request under way
+        _in_body = False
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)  # type: ignore[arg-type]
+            self._close_in(min(_HEAD_SECONDS, receive_seconds))
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self._closing is None:  # the next request of a connection that was idle
+                self._close_in(min(_HEAD_SECONDS, receive_seconds))
+            self._received += len(data)
+            super().data_received(data)
+            if self._received > (max_body + _CHUNKS_BYTES if self._in_body else 0) + _HEAD_BYTES:
+                self.transport.abort()
+
+        def on_headers_complete(self) -> None:
+            self._in_body = True
+            self._close_in(receive_seconds)
+            super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            self._stop()
+            self._received, self._in_body = 0, False
+            super().on_message_complete()
+
+        def _close_in(self, seconds: float) -> None:
+            self._stop()
+            self._closing = self.loop.call_later(seconds, self.transport.abort)
+
+        def _stop(self) -> None:
+            if self._closing is not None:
+                self._closing.cancel()
+                self._closing = None
+
+    return BoundedProtocol
+
+
+def server_config(app: ASGIApp, *, receive_seconds: float, max_body: int) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ws="none",
+        http=bounded_protocol(receive_seconds=receive_seconds, max_body=max_body),
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=5,
+    )
 
 
 class DrainingServer(uvicorn.Server):
@@ -67,23 +135,15 @@ async def serve_gateway(
     token = settings.token or kept_token(settings.token_file)
     pool = RunnerPool(sockets, queue_limit=settings.queue_limit, queue_seconds=settings.queue_seconds)
     gateway = Gateway(pool, batch_limit=settings.batch_limit)
+    max_body = settings.max_body_mb << 20
     app = Guard(
         build_app(gateway),
         token=None if token == NO_TOKEN else token,
         hosts=settings.hosts,
-        max_body=settings.max_body_mb << 20,
+        max_body=max_body,
     )
     with _listening(settings.host, settings.port) as listener:
-        config = uvicorn.Config(
-            app,
-            lifespan="on",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            ws="none",
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=5,
-        )
+        config = server_config(app, receive_seconds=settings.receive_seconds, max_body=max_body)
         on_listening(listener.getsockname()[1])
         server = DrainingServer(config, gateway, settings.drain_seconds)
         serving = asyncio.ensure_future(server.serve([listener]))
