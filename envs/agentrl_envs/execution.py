@@ -27,9 +27,6 @@ from agentrl_sandbox.client import Execution, Outcome, Sandbox, SandboxError, Un
 PRINTED = 4096
 """Characters of a program's output that are kept beside the conversation."""
 
-KILLED = frozenset({Outcome.TIMEOUT, Outcome.MEMORY_LIMIT, Outcome.OUTPUT_LIMIT, Outcome.KILLED})
-"""Outcomes that end a session together with the program."""
-
 traced: Callable[[], AbstractContextManager[object]] = nullcontext
 """What surrounds the run of each program; a trace of rollouts puts its own here."""
 
@@ -47,7 +44,7 @@ class _InfrastructureError(Exception):
 class EpisodeSandbox:
     """Runs an episode's programs: each in a fresh interpreter or, with ``interpreter=session``, all in one.
 
-    A program that is killed (by its deadline, say) ends the session; the next program starts a new one.
+    A program that is killed or leaves the interpreter (``os._exit``) ends the session; the next one starts another.
     Belongs to the event loop in which it is made.
     """
 
@@ -98,8 +95,8 @@ class EpisodeSandbox:
             return execution
 
         execution = await self._within_deadline(run)
-        if execution.outcome in KILLED:
-            self._session = None  # it has ended with its program
+        if execution.session_ended:
+            self._session = None
         return execution
 
     def run(

@@ -16,7 +16,7 @@ from dataclasses import replace
 from agentrl_envs.adapters.blocking import BlockingCalls
 from agentrl_envs.chat.chat_format import ChatFormat
 from agentrl_envs.episode import EpisodeUsageError, UnavailableError
-from agentrl_envs.execution import KILLED, EpisodeSandbox, call_of, failed_call
+from agentrl_envs.execution import EpisodeSandbox, call_of, failed_call
 from agentrl_envs.grading import Grader, GraderError, GraderSettings
 from agentrl_envs.protocols.base import MalformedCall, Protocol, ToolRequest
 from agentrl_envs.protocols.factory import TITLES, make_protocol
@@ -189,8 +189,7 @@ class SimpleTIREpisode:
 
     def _shown(self, execution: Execution) -> str:
         """What the model reads of a program, that its session has ended included."""
-        lost = self._settings.interpreter == "session" and execution.outcome in KILLED
-        return self._protocol.result(execution) + (_RESTARTED if lost else "")
+        return self._protocol.result(execution) + (_RESTARTED if execution.session_ended else "")
 
     def _goes_on(self, observation: str, calls: tuple[ToolCall, ...]) -> Step:
         ended = Ended.TURN_LIMIT if self._turns >= self._settings.max_turns else None

@@ -38,6 +38,7 @@ class ExecutionHeader(TypedDict, total=False):
     seconds: float
     truncated: bool
     files: Sequence[str]
+    session_ended: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +135,7 @@ def execution_frame(operation: str, identifier: int, execution: Execution) -> Fr
         "seconds": execution.seconds,
         "truncated": execution.truncated,
         "files": list(execution.files),
+        "session_ended": execution.session_ended,
     }
     texts = (execution.stdout, execution.stderr)
     return header, [*(text.encode("utf-8", "replace") for text in texts), *execution.files.values()]
@@ -150,6 +152,7 @@ def read_execution(header: ExecutionHeader, blobs: Sequence[bytes]) -> Execution
         seconds=header["seconds"],
         truncated=header["truncated"],
         files=dict(zip(header["files"], blobs[2:], strict=True)),
+        session_ended=header["session_ended"],
     )
 
 

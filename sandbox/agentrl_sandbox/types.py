@@ -33,6 +33,7 @@ class Execution:
     ``exit_code`` is the exit status, minus the signal's number when a signal ended the program, and None for
     infrastructure failures. ``seconds`` is wall time. ``truncated``: a stream was longer than
     ``output_limit``, and only its head and tail were kept. ``files`` are those ``fetch_files`` that exist.
+    ``session_ended``: the program's session ended with it.
     """
 
     outcome: Outcome
@@ -42,6 +43,7 @@ class Execution:
     seconds: float
     truncated: bool
     files: Mapping[str, bytes] = field(default_factory=dict)
+    session_ended: bool = False
 
 
 def failed_execution(why: str, started: float) -> Execution:

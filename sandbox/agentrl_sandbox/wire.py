@@ -26,7 +26,9 @@ class FrameError(ValueError):
 
 
 def pack(header: Mapping[str, object], *blobs: bytes) -> bytes:
-    text = json.dumps({**header, "blobs": [len(blob) for blob in blobs]} if blobs else header).encode()
+    whole = {**header, "blobs": [len(blob) for blob in blobs]} if blobs else header
+    # Escaped, the names of files would take three times the bytes that the limits of messages allow for.
+    text = json.dumps(whole, ensure_ascii=False).encode("utf-8", "surrogatepass")
     size = len(text) + sum(len(blob) for blob in blobs)
     if size > _MAX_FRAME:
         raise FrameError(f"a frame of {size} bytes exceeds {_MAX_FRAME}")

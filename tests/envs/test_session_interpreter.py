@@ -63,6 +63,18 @@ async def test_a_killed_program_takes_the_state_along_and_says_so(environment: S
     await episode.close()
 
 
+async def test_a_program_that_leaves_the_interpreter_cannot_leave_the_data(environment: SimpleTIREnvironment) -> None:
+    episode = environment.episode(PROBLEM)
+    await episode.start()
+    restarted = "; the interpreter was restarted and its variables are gone"
+    assert (await run(episode, "x = 1\nimport os\nos.write(1, b'left')\nos._exit(0)")).endswith(f"left{restarted}")
+    assert await run(episode, "print('x' in globals(), reveal())") == "False 40"
+    # An uncaught MemoryError has the same outcome as a kill, but the interpreter lives.
+    assert (await run(episode, "y = 1\nbytearray(10**12)")).endswith("needs more memory than it may use")
+    assert await run(episode, "print(y)") == "1"
+    await episode.close()
+
+
 async def test_a_lost_session_is_an_infrastructure_failure(environment: SimpleTIREnvironment) -> None:
     episode = environment.episode(replace(PROBLEM, setup=""))
     await episode.start()

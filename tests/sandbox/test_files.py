@@ -56,6 +56,7 @@ async def test_no_files_come_back_after_a_kill(run):
 
 
 BAD = ["", "/etc/passwd", "../x", "a/../../x", "a/./b", ".", "..", "a//b", "a/", "a\0b", "\ud800", "x" * 256, "a/" * 40]
+BAD.append("/".join(["x" * 255] * 17))
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -79,6 +80,27 @@ async def test_a_scratch_full_of_files_still_runs(run, settings):
     whole = {str(i): bytes(1 << 20) for i in range(settings.scratch_mb)}
     done = await run("import os\nprint(len(os.listdir()))", files=whole)
     assert done.stdout == f"{settings.scratch_mb}\n"
+
+
+@pytest.mark.parametrize("in_session", [False, True], ids=["alone", "session"])
+async def test_files_that_exhaust_inodes_are_the_programs_error(sandbox, in_session):
+    """Names are often a policy's choice: an infrastructure failure would take its rollout out of the data."""
+    deep = {f"{index}/" + "d/" * 30 + "f": b"" for index in range(1024)}  # 32,768 inodes, of which there are 16,384
+    session = await sandbox.open_session() if in_session else None
+    done = await sandbox.execute("print('ran')", files=deep, fetch_files=list(deep), session=session)
+    assert (done.outcome, done.stdout, done.session_ended) == (Outcome.ERROR, "", False)
+    assert done.stderr.startswith("the files cannot be written: [Errno 28] No space left on device")
+    if session is not None:
+        await sandbox.close_session(session)
+
+
+@pytest.mark.parametrize("in_session", [False, True], ids=["alone", "session"])
+async def test_a_program_larger_than_its_memory_is_a_memory_limit(in_session):
+    sandbox = await open_sandbox(SandboxSettings(memory_mb=16, workers=4))
+    session = await sandbox.open_session() if in_session else None
+    done = await sandbox.execute("#" + "x" * (40 << 20), session=session)
+    assert (done.outcome, done.stdout) == (Outcome.MEMORY_LIMIT, "")
+    await sandbox.close()
 
 
 @pytest.mark.parametrize(

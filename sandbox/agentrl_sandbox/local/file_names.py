@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 MOST_FILES = 1024
 _DEEPEST = 32
 _LONGEST = 255  # bytes of a component
+LONGEST_NAME = 4096
+"""Characters of a whole name."""
 _PAGE = 4096
 
 
@@ -48,6 +50,8 @@ def _fault(name: str) -> str:
         return "it holds a NUL"
     if name.startswith("/"):
         return "it is absolute"
+    if len(name) > LONGEST_NAME:
+        return f"it is longer than {LONGEST_NAME} characters"
     parts = name.split("/")
     if len(parts) > _DEEPEST:
         return f"it is deeper than {_DEEPEST}"

@@ -20,8 +20,7 @@ from agentrl_sandbox.runner.isolation.rootfs import SCRATCH, become_namespace_ro
 from agentrl_sandbox.runner.isolation.scratch_use import INODES
 from agentrl_sandbox.runner.program import interpreter
 from agentrl_sandbox.runner.program.fetched import Fetched
-from agentrl_sandbox.runner.program.files import fetch_files, write_files
-from agentrl_sandbox.runner.program.order import Task, read_task
+from agentrl_sandbox.runner.program.files import fetch_files
 
 FILE_NAME = "<program>"
 STARTED = b"R"
@@ -29,6 +28,7 @@ OUT_OF_MEMORY = b"M"
 _STATUS_DESCRIPTOR = 200
 _FETCHED_DESCRIPTOR = 201
 _OPEN_FILES = 256
+_QUEUED_SIGNALS = 256  # also timers, of which the kernel would hold 100,000
 _NICENESS = 5  # so that busy programs cannot keep the server from killing them
 _SPARE_MEMORY = 16 << 20  # extra bytes for reporting a MemoryError
 _OTHER_TASKS = 256  # tasks that the server's user may add later, where programs share that user
@@ -85,6 +85,7 @@ def limit_children(limits: ChildLimits) -> None:
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_FSIZE, limits.scratch_bytes, limits.scratch_bytes),
         (resource.RLIMIT_NOFILE, _OPEN_FILES, _OPEN_FILES),
+        (resource.RLIMIT_SIGPENDING, _QUEUED_SIGNALS, _QUEUED_SIGNALS),
         (resource.RLIMIT_AS, limits.address_space, limits.address_space + _SPARE_MEMORY),
     ):
         resource.setrlimit(kind, (soft, hard))
@@ -94,18 +95,17 @@ def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: lis
     """Isolate this process, run the program, exit. Never returns, whatever the program does."""
     exit_code, leave, write = 70, os._exit, os.write  # programs may replace them
     try:
-        task = _take_descriptors(descriptors)
+        _take_descriptors(descriptors)
         scratch, pid = isolate(limits, slot), os.getpid()
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
         resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_processes, limits.max_processes))
         limits.lockdown.close(scratch)
-        close_descriptors_but(_STATUS_DESCRIPTOR, *([_FETCHED_DESCRIPTOR] if task.fetch else []))
-        write_files(scratch, 0, task.files)
+        close_descriptors_but(_STATUS_DESCRIPTOR, *([_FETCHED_DESCRIPTOR] if len(descriptors) > 4 else []))
         limits.reseed()
-        os.write(_STATUS_DESCRIPTOR, STARTED)
-        exit_code, mark = _run(task)
-        if task.fetch and os.getpid() == pid:  # not a forked child of the program, which also returns here
-            _fetch(scratch, task)
+        os.write(_STATUS_DESCRIPTOR, STARTED)  # from here on a failure is the call's, not the sandbox's
+        exit_code, mark, names = _run(scratch)
+        if names and os.getpid() == pid:  # not a forked child of the program, which also returns here
+            _fetch(scratch, names)
         if os.getpid() == pid:
             with contextlib.suppress(OSError):  # the program closed it: then the outcome is an ordinary error
                 write(_STATUS_DESCRIPTOR, mark)
@@ -115,8 +115,8 @@ def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: lis
         leave(exit_code)
 
 
-def _take_descriptors(descriptors: list[int]) -> Task:
-    """Install the standard streams, the status pipe and the fetch file, then read the task."""
+def _take_descriptors(descriptors: list[int]) -> None:
+    """Install the standard streams, the status pipe and the fetch file."""
     program, stdout, stderr, status, *fetched = descriptors
     os.dup2(program, 0)
     os.dup2(stdout, 1)
@@ -124,7 +124,6 @@ def _take_descriptors(descriptors: list[int]) -> Task:
     os.dup2(status, _STATUS_DESCRIPTOR, inheritable=False)
     if fetched:
         os.dup2(fetched[0], _FETCHED_DESCRIPTOR, inheritable=False)
-    return read_task(0)
 
 
 def close_descriptors_but(*kept: int) -> None:
@@ -169,19 +168,27 @@ def isolate(limits: ChildLimits, slot: int) -> str:
     return directory
 
 
-def _run(task: Task) -> tuple[int, bytes]:
-    """Run the program as ``__main__``. Returns its exit status and the mark to write to the status pipe.
+def _run(scratch: str) -> tuple[int, bytes, tuple[str, ...]]:
+    """Run the program as ``__main__``. Returns its exit status, the mark for the status pipe, and the files to fetch.
 
     Only this mark counts, not what others write to the pipe, such as a fork that ran out of memory.
     """
     sys.path.insert(0, "")
     gc.enable()
     marks: list[bytes] = []
-    exit_code = interpreter.run(task, FILE_NAME, interpreter.make_main(), lambda: marks.append(OUT_OF_MEMORY))
-    return interpreter.finish(exit_code, lambda: marks.append(OUT_OF_MEMORY), leaves=True), b"".join(marks[:1])
+
+    def on_out_of_memory() -> None:
+        marks.append(OUT_OF_MEMORY)
+
+    task = interpreter.take_task(scratch, on_out_of_memory)
+    if task is None:
+        return interpreter.UNCAUGHT, b"".join(marks), ()
+    exit_code = interpreter.run(task, FILE_NAME, interpreter.make_main(), on_out_of_memory)
+    exit_code = interpreter.finish(exit_code, on_out_of_memory, leaves=True)
+    return exit_code, b"".join(marks[:1]), task.fetch
 
 
-def _fetch(scratch: str, task: Task) -> None:
+def _fetch(scratch: str, names: tuple[str, ...]) -> None:
     """Fetch files. A program may have broken what this needs; the outcome is unchanged."""
     with contextlib.suppress(BaseException):
-        fetch_files(scratch, task.fetch, Fetched(_FETCHED_DESCRIPTOR, task.fetch))
+        fetch_files(scratch, names, Fetched(_FETCHED_DESCRIPTOR, names))

@@ -13,7 +13,8 @@ from types import ModuleType, TracebackType
 
 from agentrl_sandbox.runner.program import echo
 from agentrl_sandbox.runner.program.echo import compile_with_echo
-from agentrl_sandbox.runner.program.order import Task
+from agentrl_sandbox.runner.program.files import write_files
+from agentrl_sandbox.runner.program.order import Task, read_task
 
 UNCAUGHT = 1
 """The exit status of a program that an exception ended."""
@@ -27,6 +28,24 @@ def make_main() -> ModuleType:
     main.__dict__.update(__builtins__=sys.modules["builtins"])
     sys.modules["__main__"] = main
     return main
+
+
+def take_task(scratch: str, on_out_of_memory: Callable[[], None]) -> Task | None:
+    """Read the task behind descriptor 0 and write its files. Returns None, with the reason on stderr, if that fails.
+
+    Names, number and sizes are chosen by the caller, often a policy: what they exhaust is the program's error.
+    """
+    try:
+        task = read_task(0)
+        write_files(scratch, 0, task.files)
+    except OSError as error:
+        print(f"the files cannot be written: {error}", file=sys.stderr, flush=True)
+        return None
+    except MemoryError:
+        print("MemoryError: the program and its files need more than memory_mb", file=sys.stderr, flush=True)
+        on_out_of_memory()
+        return None
+    return task
 
 
 def run(task: Task, name: str, main: ModuleType, on_out_of_memory: Callable[[], None]) -> int:

@@ -44,8 +44,9 @@ def to_memory_file(call: Call) -> int:
     }
     text = json.dumps(header).encode()
     file = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    for part in (len(text).to_bytes(8, "big"), text, source, *contents, stdin):
-        os.write(file, part)
+    with open(file, "wb", closefd=False) as whole:
+        for part in (len(text).to_bytes(8, "big"), text, source, *contents, stdin):
+            whole.write(part)
     fcntl.fcntl(file, _F_ADD_SEALS, _SEALS)
     os.lseek(file, 0, os.SEEK_SET)
     return file

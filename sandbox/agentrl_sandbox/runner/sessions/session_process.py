@@ -29,8 +29,7 @@ from agentrl_sandbox.runner.isolation.lockdown import Lockdown
 from agentrl_sandbox.runner.program import interpreter
 from agentrl_sandbox.runner.program.child import close_descriptors_but
 from agentrl_sandbox.runner.program.fetched import Fetched
-from agentrl_sandbox.runner.program.files import fetch_files, write_files
-from agentrl_sandbox.runner.program.order import Task, read_task
+from agentrl_sandbox.runner.program.files import fetch_files
 from agentrl_sandbox.runner.sessions.scratch_copy import copy_scratch
 
 DONE = struct.Struct("!QB?i")
@@ -100,28 +99,22 @@ class SessionProcess:
         self._out_of_memory = False
         self._programs += 1
         self._restore_streams()
-        task = read_task(0)
-        exit_code = self._run_task(task)
+        task = interpreter.take_task(self._scratch, self._on_out_of_memory)
+        exit_code = interpreter.UNCAUGHT
+        if task is not None:
+            exit_code = interpreter.run(task, f"<program {self._programs}>", self._main, self._on_out_of_memory)
+            exit_code = interpreter.finish(exit_code, self._on_out_of_memory, leaves=False)
         if os.getpid() != self._pid:  # a forked child of the program also returns here
             os._exit(interpreter.finish(exit_code, self._on_out_of_memory, leaves=True))
         resource.setrlimit(resource.RLIMIT_AS, self._address_space)
         if fetched:
-            self._fetch(task, fetched[0])
+            self._fetch(task.fetch if task is not None else (), fetched[0])
         self._take_streams_away()
         return exit_code
 
-    def _run_task(self, task: Task) -> int:
+    def _fetch(self, names: tuple[str, ...], file: int) -> None:
         try:
-            write_files(self._scratch, 0, task.files)
-        except OSError as error:
-            print(f"the files cannot be written: {error}", file=sys.stderr, flush=True)
-            return 1
-        exit_code = interpreter.run(task, f"<program {self._programs}>", self._main, self._on_out_of_memory)
-        return interpreter.finish(exit_code, self._on_out_of_memory, leaves=False)
-
-    def _fetch(self, task: Task, file: int) -> None:
-        try:
-            fetch_files(self._scratch, task.fetch, Fetched(file, task.fetch))
+            fetch_files(self._scratch, names, Fetched(file, names))
         except Exception:  # noqa: BLE001 - programs may have broken what this needs; the outcome is unchanged
             return
         finally:

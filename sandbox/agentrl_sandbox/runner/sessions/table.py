@@ -96,6 +96,9 @@ class SessionTable:
             self._server.reply({"op": "refused", "id": session.request, "kind": "start", "why": why})
         session.program = None
         self._server.reply({"op": "ended", "number": session.identifier, "why": why})
+        if session.answer is not None:  # of the program with which it ends
+            header, blobs = session.answer
+            session.answer = {**header, "session_ended": True}, blobs
         self.answer(session)
         self.leave(session)
 

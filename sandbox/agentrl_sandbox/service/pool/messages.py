@@ -84,6 +84,7 @@ class Ran(_Message):
     seconds: Annotated[float, Field(ge=0, le=1e6)]
     truncated: bool
     files: Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(max_length=4096)]
+    session_ended: bool
 
 
 class SessionMessage(_Message):
