@@ -18,7 +18,7 @@ from agentrl.algorithms import estimator_needs
 from agentrl.algorithms.errors import AlgorithmError
 from agentrl.errors import AgentRLError, SettingsError
 from agentrl.inspection.explain import explain
-from agentrl.inspection.json_values import drawn_places, finite
+from agentrl.inspection.json_values import drawn_places, finite, to_json
 from agentrl.inspection.run_settings import load_run_plugins
 from agentrl.inspection.what_if import WhatIf, all_options, estimator_forms, what_if
 from agentrl.telemetry.run_directory import RunDirectory
@@ -36,7 +36,7 @@ class Answers:
     def to(self, line: str) -> str:
         """The answer to a line. What a plug-in's estimator raises is a message as well."""
         try:
-            return json.dumps({"answer": self._answer(json.loads(line))})
+            return to_json({"answer": self._answer(json.loads(line))})
         except (AgentRLError, AlgorithmError, PluginError) as error:
             return json.dumps({"error": "; ".join([str(error), *self._problems])})
         except Exception as error:  # noqa: BLE001  (whatever a user's estimator raises)

@@ -12,7 +12,7 @@ import torch
 from agentrl.algorithms import ESTIMATORS, LOSSES, compute_advantages, policy_loss
 from agentrl.errors import SettingsError
 from agentrl.inspection.recompute import facts_of, recomputed, stored_inputs
-from agentrl.inspection.run_settings import load_run_plugins, model_path, run_settings
+from agentrl.inspection.run_settings import load_run_plugins
 from agentrl.inspection.token_text import token_text
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import StoredStep, StoredTrajectory, read_step
@@ -144,7 +144,7 @@ def explain(run: RunDirectory, *, step: int, trajectory: int, token: int) -> Exp
     if found.tokens is None:
         reasons = "; ".join(stored.problems) or "the filters left it out (see groups/... in metrics.jsonl)"
         raise SettingsError(f"step {step} did not train on trajectory {trajectory}: {reasons}")
-    text = token_text(run, model_path(run_settings(run)))
+    text = token_text(run)
     return Explanation(
         step=stored,
         trajectory=found,

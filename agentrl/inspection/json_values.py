@@ -1,10 +1,34 @@
-"""Arrays as JSON can hold them, and curves with few enough points to draw."""
+"""Values as JSON can hold them, and curves with few enough points to draw."""
 
 from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
 
 import numpy as np
 
 _POINTS = 1_000  # of a curve, at most: every second, third, ... token of a longer one
+
+
+def to_json(value: object) -> str:
+    """JSON that browsers read: the texts "NaN", "Infinity" and "-Infinity" for numbers that JSON cannot express.
+
+    Texts may hold lone surrogates, which UTF-8 cannot express and JSON's escapes can. Dates and other values that a
+    file may hold and JSON cannot are written as text.
+    """
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"), default=str)
+    except ValueError:
+        return json.dumps(_spelled(value), separators=(",", ":"), default=str)
+
+
+def _spelled(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _spelled(inner) for key, inner in value.items()}
+    return [_spelled(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def finite(values: np.ndarray) -> list[object]:

@@ -7,26 +7,37 @@ from pathlib import Path
 
 import yaml
 
+from agentrl.errors import WorldError
+from agentrl.telemetry.files import contained, world_errors
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl_envs.plugins import load_plugins
 from agentrl_envs.registry import PluginError
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where libyaml is there
+_MOST_BYTES, _DEEPEST = 1 << 20, 32  # a resolved config.yaml has about 10 kB and a depth of 5
 
 
 def run_settings(run: RunDirectory) -> Mapping[str, object]:
-    """``config.yaml`` as it stands; empty where it is damaged."""
+    """Return ``config.yaml`` as it is stored. Raises WorldError where it is damaged or not one that training writes.
+
+    Bounded in size and depth, and without aliases: some hundred bytes of them can stand for gigabytes of settings.
+    """
+    with world_errors(run.config, "read"), contained(run.config, run.path).open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise WorldError(f"{run.config}: damaged, over {_MOST_BYTES >> 20} MB")
     try:
-        settings = yaml.load(run.config.read_bytes(), Loader=_LOADER)
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return settings if isinstance(settings, Mapping) else {}
-
-
-def model_path(settings: Mapping[str, object]) -> object:
-    """The model that a run began with: a folder, a name of the Hugging Face hub, or None."""
-    model = settings.get("model")
-    return model.get("path") if isinstance(model, Mapping) else None
+        depth = 0
+        for event in yaml.parse(content, Loader=_LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
+                raise WorldError(f"{run.config}: damaged, it has aliases or is nested deeper than {_DEEPEST} levels")
+        settings = yaml.load(content, Loader=_LOADER)
+    except (ValueError, yaml.YAMLError) as error:
+        raise WorldError(f"{run.config}: damaged, no YAML ({error})") from error
+    if not isinstance(settings, Mapping):
+        raise WorldError(f"{run.config}: damaged, no settings")
+    return settings
 
 
 def load_run_plugins(run: RunDirectory) -> list[str]:
@@ -35,7 +46,10 @@ def load_run_plugins(run: RunDirectory) -> list[str]:
     A plug-in that is gone matters only to a run that took its estimator or loss from it, so it is no error here. A file
     that came with the run is not loaded: whoever opens the run of someone else must not run their code.
     """
-    named = run_settings(run).get("plugins")
+    try:
+        named = run_settings(run).get("plugins")
+    except WorldError as error:
+        return [str(error)]
     folder = run.path.resolve()
     problems = []
     for name in map(str, named if isinstance(named, list) else []):

@@ -9,17 +9,23 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from agentrl.errors import WorldError
+from agentrl.telemetry.files import contained
 from agentrl.telemetry.run_directory import RunDirectory
 
 _FILE = "tokenizer.json"
+_MOST_BYTES = 1 << 28  # the largest vocabularies take about 40 MB
 
 
 class TokenText:
-    """Cuts a run's token ids into pieces of text. Without the run's tokenizer, every piece is unknown."""
+    """Cuts a run's token ids into pieces of text. Without the run's tokenizer, every piece is unknown.
 
-    def __init__(self, path: Path | None) -> None:
-        self._tokenizer = None if path is None else Tokenizer.from_file(str(path))
-        added = {} if self._tokenizer is None else self._tokenizer.get_added_tokens_decoder()
+    ``problem`` tells why a tokenizer that is there cannot be used.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, problem: str = "") -> None:
+        self._tokenizer, self.problem = tokenizer, problem
+        added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, about in added.items() if about.special)
 
     @property
@@ -38,27 +44,22 @@ class TokenText:
         return [place for place, token in enumerate(token_ids) if token in self._special]
 
 
-def token_text(run: RunDirectory, model: object) -> TokenText:
-    """The tokenizer of a run: its own file, that of a policy it wrote, or that of the model it began with."""
-    folders = [run.path, run.path / "policy", run.path / "best"]
-    if isinstance(model, str) and model:
-        folders.append(Path(model))
-    for folder in folders:
+def token_text(run: RunDirectory) -> TokenText:
+    """The tokenizer of a run: the file that training writes at its start, or that of a policy it wrote."""
+    for folder in (run.path, run.path / "policy", run.path / "best"):
         if (folder / _FILE).is_file():
-            return _opened(folder / _FILE, (folder / _FILE).stat().st_mtime_ns)
-    return _opened(_in_the_cache(model), 0)
+            return _opened(folder / _FILE, run.path, (folder / _FILE).stat().st_mtime_ns)
+    return TokenText(None)
 
 
 @lru_cache(maxsize=4)
-def _opened(path: Path | None, _changed: int) -> TokenText:
-    return TokenText(path)
-
-
-def _in_the_cache(model: object) -> Path | None:
-    """The file of a model of the Hugging Face hub, if it was downloaded earlier."""
-    if not isinstance(model, str) or model.count("/") != 1 or model.startswith((".", "/")):
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(model, _FILE)
-    return Path(found) if isinstance(found, str) else None
+def _opened(path: Path, folder: Path, _changed: int) -> TokenText:
+    try:
+        path = contained(path, folder)
+        if path.stat().st_size > _MOST_BYTES:
+            return TokenText(None, f"{path}: damaged, over {_MOST_BYTES >> 20} MB")
+        return TokenText(Tokenizer.from_file(str(path)))
+    except (WorldError, OSError) as error:
+        return TokenText(None, str(error))
+    except Exception as error:  # noqa: BLE001  (tokenizers raises nothing more exact for a damaged file)
+        return TokenText(None, f"{path}: damaged, no tokenizer ({error})")

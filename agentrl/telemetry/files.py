@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import platform
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +32,15 @@ def world_errors(path: Path, doing: str) -> Iterator[None]:
         raise WorldError(f"cannot {doing} {path}: {error}") from error
 
 
+@contextmanager
+def wrong_shape(where: str) -> Iterator[None]:
+    """Turn what a value of unexpected shape raises (a missing field, a text for a number) into a WorldError."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise WorldError(f"{where}: damaged ({type(error).__name__}: {error})") from error
+
+
 def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Have ``write`` fill a temporary file beside ``path``, then put it in place, durable, in one step."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -45,11 +56,30 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         _sync_folder(path.parent)
 
 
+def contained(path: Path, folder: Path) -> Path:
+    """Return ``path`` without links. Raises WorldError if a link leads out of ``folder``, or to no regular file.
+
+    Directories of runs and evaluations are sent from person to person: a link in one of them must not show a file of
+    the reader's machine. A missing file is returned as it is; opening it raises FileNotFoundError.
+    """
+    with world_errors(path, "read"):
+        found, root = path.resolve(), folder.resolve()
+        if not found.is_relative_to(root):
+            raise WorldError(
+                f"{path} is a link that leads out of {folder}, so it is not read: put the file itself there"
+            )
+        # A pipe or a device would block its reader or never end.
+        if found.exists() and not stat.S_ISREG(found.stat().st_mode):
+            raise WorldError(f"{path} is not a regular file, so it is not read")
+    return found
+
+
 def take_lock(path: Path, busy: str, *, deadline: float) -> int:
     """Lock the file ``path``, made if missing. Returns the open handle; closing it releases the lock.
 
-    Raises SettingsError with the message ``busy`` after ``deadline`` seconds, OSError if the file cannot be made. Not
-    guarded: file systems without ``flock``.
+    The file then holds the identity of this machine, for :func:`lock_is_held`. Raises SettingsError with the message
+    ``busy`` after ``deadline`` seconds, OSError if the file cannot be made. Not guarded: file systems without
+    ``flock``.
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     end = time.monotonic() + deadline
@@ -62,7 +92,37 @@ def take_lock(path: Path, busy: str, *, deadline: float) -> int:
                 continue
             os.close(lock)
             raise SettingsError(f"{busy} (waited {deadline:.0f} s)") from error
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, _machine().encode(), 0)
         return lock
+
+
+def lock_is_held(path: Path) -> bool | None:
+    """True while a process holds the lock ``path``, False if none does, and None if that cannot be determined.
+
+    Some remote file systems keep locks on one machine only. A free lock is proof only where this machine took it last.
+    """
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing releases it; take_lock waits that long
+        return False if os.read(lock, 256).decode(errors="replace") == _machine() else None
+    except BlockingIOError:
+        return True
+    except OSError:  # no flock here
+        return None
+    finally:
+        os.close(lock)
+
+
+def _machine() -> str:
+    """The identity of the running kernel, which is what keeps locks: containers on one machine share it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
 
 
 def json_line(row: Mapping[str, object]) -> bytes:

@@ -22,7 +22,9 @@ from agentrl.telemetry.files import (
     LOCK_DEADLINE,
     append_line,
     atomic_write,
+    contained,
     json_line,
+    lock_is_held,
     repair_torn_line,
     take_lock,
     world_errors,
@@ -31,6 +33,7 @@ from agentrl.telemetry.frames import frame_is_whole
 from agentrl.telemetry.records import JsonRecord, Metrics, Summary
 
 _READ = 1 << 20  # bytes of trajectories that are decompressed at a time
+_LONGEST_LINE = 1 << 26  # bytes of one trajectory: 20 times a trajectory of 100,000 tokens
 
 
 class RunDirectory:
@@ -102,6 +105,10 @@ class RunDirectory:
             self._unlock()
             self._unlock = None
 
+    def in_use(self) -> bool | None:
+        """True while a process continues the run, False if none does, None if that cannot be determined from here."""
+        return lock_is_held(self.path / "lock")
+
     def write_text(self, name: str, text: str) -> None:
         """Write the file ``name`` whole."""
         atomic_write(self.path / name, lambda out: out.write(text.encode()))
@@ -167,12 +174,15 @@ class RunDirectory:
         """
         import zstandard
 
-        path = self.trajectory_file(step)
+        path = contained(self.trajectory_file(step), self.path)
         try:
             if not frame_is_whole(path):
                 raise WorldError(f"cannot read the trajectories {path}: the file is cut off or damaged")
             with path.open("rb") as packed, zstandard.ZstdDecompressor().stream_reader(packed) as plain:
-                for number, line in enumerate(io.BufferedReader(plain, _READ)):
+                lines = io.BufferedReader(plain, _READ)
+                for number, line in enumerate(iter(lambda: lines.readline(_LONGEST_LINE), b"")):
+                    if len(line) == _LONGEST_LINE:
+                        raise WorldError(f"{path}, line {number + 1}: damaged, over {_LONGEST_LINE >> 20} MB")
                     if wanted(number, line):
                         yield number, _row(line, f"{path}, line {number + 1}")
         except (OSError, zstandard.ZstdError) as error:
@@ -180,7 +190,7 @@ class RunDirectory:
 
     def trajectory_steps(self) -> list[int]:
         """The steps whose trajectories are there, ascending."""
-        return sorted(int(path.name.split(".")[0]) for path in self.trajectories.glob("[0-9]*.jsonl.zst"))
+        return _steps(self.trajectories.glob("*.jsonl.zst"))
 
     def check_stored(self, step: int) -> None:
         """Raise SettingsError unless the trajectories of ``step`` are there."""
@@ -195,11 +205,12 @@ class RunDirectory:
 
     def token_files(self, step: int) -> list[Path]:
         """The files of token statistics that are there for ``step``, by rank."""
-        return sorted(self.tokens.glob(f"{step:08d}.*.parquet"), key=lambda path: int(path.name.split(".")[1]))
+        files = (path for path in self.tokens.glob(f"{step:08d}.*.parquet") if path.name.split(".")[1].isdecimal())
+        return sorted(files, key=lambda path: int(path.name.split(".")[1]))
 
     def token_steps(self) -> list[int]:
         """The steps whose token statistics are there, ascending."""
-        return sorted({int(path.name.split(".")[0]) for path in self.tokens.glob("[0-9]*.parquet")})
+        return _steps(self.tokens.glob("*.parquet"))
 
     def damaged_trajectories(self) -> list[Path]:
         """The truncated trajectory files."""
@@ -255,10 +266,15 @@ def _is_debris(name: str) -> bool:
     return name == "lock" or (name.startswith(".") and name.endswith(".partial"))
 
 
+def _steps(files: Iterable[Path]) -> list[int]:
+    """The steps that file names begin with, ascending."""
+    return sorted({int(start) for path in files if (start := path.name.split(".")[0]).isdecimal()})
+
+
 def _row(line: bytes, place: str) -> JsonRecord:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WorldError(f"{place}: damaged, no JSON ({error})") from error
     if not isinstance(row, dict):
         raise WorldError(f"{place}: damaged, not an object")

@@ -6,8 +6,8 @@ travel as JSON, and the page shows them as text nodes; its security policy forbi
 
 from __future__ import annotations
 
-import json
 import secrets
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -22,16 +22,18 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl.errors import AgentRLError, SettingsError
+from agentrl.inspection.json_values import to_json
 from agentrl.telemetry.metrics.catalogue import defined_metrics
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.viewer.calculator import Calculator
 from agentrl.viewer.evaluation_page import comparison_page, evaluation_page, evaluation_summary, rollout_page
 from agentrl.viewer.library import Library
-from agentrl.viewer.metrics_file import read_new_rows
+from agentrl.viewer.metrics_file import metrics_of, read_new_rows
 from agentrl.viewer.queries import QueryError, asked_steps, position_of, search_of, what_if_question, whole
 from agentrl.viewer.run_facts import run_facts, run_summary
 from agentrl.viewer.step_table import find_rows
 from agentrl.viewer.trajectory_page import trajectory_page
+from agentrl_envs.registry import describe_error
 
 STATIC = Path(__file__).parent / "static"
 SEARCH_SECONDS = 2.0  # a search of many steps answers after this time, and says where it goes on
@@ -95,6 +97,7 @@ class _Answers:
             "/metrics": lambda _request: defined_metrics(),
             "/runs/{id}": lambda request: run_facts(self._run(request)),
             "/runs/{id}/metrics": self.metrics,
+            "/runs/{id}/series": self.series,
             "/runs/{id}/trajectories": self.trajectories,
             "/runs/{id}/estimators": lambda request: self._calculated(request, {"ask": "estimators"}),
             trajectory: self.trajectory,
@@ -110,18 +113,31 @@ class _Answers:
         }
 
     def places(self, _request: Request) -> object:
+        """Every run (:func:`run_summary`) and evaluation; ``problem`` alone tells why one cannot be shown."""
         found = {"run": list[object](), "evaluation": list[object]()}
         for place in self._library.places():
             try:
                 is_run = place.kind == "run"
                 about = run_summary(RunDirectory(place.path)) if is_run else evaluation_summary(place.path)
-            except (AgentRLError, OSError) as error:
-                about = {"problem": str(error)}
+                to_json(about)  # what cannot be sent is this run's problem as well
+            except Exception as error:  # noqa: BLE001  (whatever is wrong with one run must not hide the others)
+                about = {"problem": str(error) if isinstance(error, AgentRLError) else describe_error(error)}
             found[place.kind].append({"id": place.id, "name": place.name, **about})
         return {"runs": found["run"], "evaluations": found["evaluation"]}
 
     def metrics(self, request: Request) -> object:
-        return vars(read_new_rows(self._run(request).metrics_file, request.query_params.get("position", "")))
+        run = self._run(request)
+        return read_new_rows(run.metrics_file, run.path, request.query_params.get("position", ""))
+
+    def series(self, request: Request) -> object:
+        """The curves of a run (:meth:`MetricsColumns.series`); several ``names`` are repeated in the query."""
+        run, given = self._run(request), request.query_params
+        return metrics_of(run.metrics_file, run.path).series(
+            names=given.getlist("names"),
+            points=min(max(whole(given, "points") or 800, 2), 10_000),
+            window=whole(given, "window") or 1,
+            since=given.get("since", ""),
+        )
 
     def trajectories(self, request: Request) -> object:
         run, given = self._run(request), request.query_params
@@ -158,7 +174,7 @@ def _named(request: Request) -> dict[str, object]:
 
 
 def _endpoint(answer: Answer, token: str) -> Callable[[Request], Response]:
-    """Answers in a thread of starlette's; the errors of files and of what was asked are one message each."""
+    """Answers in a thread of starlette's; every failure is one message, which the page shows."""
 
     def endpoint(request: Request) -> Response:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -172,13 +188,15 @@ def _endpoint(answer: Answer, token: str) -> Callable[[Request], Response]:
             return _json({"error": str(error)}, 503)
         except QueryError as error:
             return _json({"error": str(error)}, 400)
+        except Exception as error:  # noqa: BLE001  (a damaged file or a bug: the page names it, the terminal traces it)
+            traceback.print_exc()
+            return _json({"error": f"{request.url.path} cannot be answered: {describe_error(error)}"}, 500)
 
     return endpoint
 
 
 def _json(value: object, status: int) -> Response:
-    # Texts may hold lone surrogates, which UTF-8 cannot express and JSON's escapes can.
-    return Response(json.dumps(value, separators=(",", ":")), status_code=status, media_type="application/json")
+    return Response(to_json(value), status_code=status, media_type="application/json")
 
 
 class _Headers:

@@ -13,7 +13,10 @@ import zstandard
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.formats import JSONObject, Results
 from agentrl.evaluation.results.differences import compare, comparison_notes
-from agentrl.viewer.metrics_file import read_new_rows
+from agentrl.telemetry.files import contained, wrong_shape
+from agentrl.viewer.metrics_file import json_lines
+
+_LONGEST_LINE = 1 << 26  # bytes of one rollout
 
 
 def evaluation_summary(path: Path) -> dict[str, object]:
@@ -30,7 +33,7 @@ def evaluation_summary(path: Path) -> dict[str, object]:
 def evaluation_page(path: Path) -> dict[str, object]:
     """Results, provenance and one row per rollout, in the order written."""
     results = read_object(path / "results.json")
-    gold = {(row["benchmark"], row["id"]): row.get("answer") for row in read_new_rows(path / "problems.jsonl").rows}
+    gold = {(row["benchmark"], row["id"]): row.get("answer") for row in json_lines(path / "problems.jsonl", path)}
     rows = [_row(place, record, gold) for place, record in enumerate(_records(path))]
     return {
         "path": str(path),
@@ -44,7 +47,7 @@ def rollout_page(path: Path, place: int) -> dict[str, object]:
     """One rollout with its problem. Raises SettingsError if there is none at ``place``."""
     for found, record in enumerate(_records(path)):
         if found == place:
-            problems = read_new_rows(path / "problems.jsonl").rows
+            problems = json_lines(path / "problems.jsonl", path)
             key = (record["benchmark"], record["problem"])
             problem = next((row for row in problems if (row["benchmark"], row["id"]) == key), {})
             return {"rollout": record, "problem": problem}
@@ -80,12 +83,12 @@ def _paired(name: str, before: Results, after: Results) -> Iterator[dict[str, ob
 
 
 def read_object(path: Path) -> JSONObject:
-    """A JSON file, or nothing while it is missing. Raises WorldError where it is damaged."""
+    """A JSON file of an evaluation, or nothing while it is missing. Raises WorldError where it is damaged."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(contained(path, path.parent).read_bytes())
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WorldError(f"{path}: damaged, no JSON ({error})") from error
     return value if isinstance(value, dict) else {}
 
@@ -101,7 +104,7 @@ def _row(place: int, record: JSONObject, gold: Mapping[tuple[object, object], ob
 
 def _records(path: Path) -> Iterator[JSONObject]:
     """Every rollout that is whole; one that is being written ends the list."""
-    file = path / "rollouts.jsonl.zst"
+    file = contained(path / "rollouts.jsonl.zst", path)
     if not file.is_file():
         return
     with file.open("rb") as packed:
@@ -110,6 +113,9 @@ def _records(path: Path) -> Iterator[JSONObject]:
         try:
             while piece := reader.read(1 << 20):
                 *lines, rest = (rest + piece).split(b"\n")
-                yield from (json.loads(line) for line in lines)
+                if len(rest) > _LONGEST_LINE:
+                    raise WorldError(f"{file}: damaged, a line over {_LONGEST_LINE >> 20} MB")
+                with wrong_shape(str(file)):
+                    yield from (json.loads(line) for line in lines)
         except zstandard.ZstdError:
             return

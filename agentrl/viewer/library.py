@@ -34,6 +34,7 @@ class Library:
     def __init__(self, paths: Sequence[Path]) -> None:
         """Raises SettingsError where a path is missing or holds nothing to view."""
         self._paths = tuple(paths)
+        self._known: dict[str, ViewedFolder] = {}
         for path in self._paths:
             if not path.exists():
                 raise SettingsError(f"{path} does not exist; give the directory of a run, an evaluation, or a folder")
@@ -51,6 +52,7 @@ class Library:
                 name = path.resolve().name if path == root else path.relative_to(root).as_posix()
                 place = ViewedFolder(id=_id(path), kind=kind, name=name, path=path)
                 found.setdefault(place.id, place)
+        self._known = found
         return sorted(found.values(), key=lambda place: place.name)
 
     def run(self, place_id: str) -> RunDirectory:
@@ -62,9 +64,11 @@ class Library:
         return self._path(place_id, "evaluation")
 
     def _path(self, place_id: str, kind: Kind) -> Path:
-        for place in self.places():
-            if (place.id, place.kind) == (place_id, kind):
-                return place.path
+        if place_id not in self._known:
+            self.places()
+        place = self._known.get(place_id)
+        if place is not None and place.kind == kind == _kind(place.path):
+            return place.path
         raise SettingsError(f"there is no {kind} {place_id} here any more")
 
 

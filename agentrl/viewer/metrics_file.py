@@ -1,50 +1,278 @@
-"""Reads ``metrics.jsonl`` and ``alerts.jsonl`` piece by piece, while a run appends to them."""
+"""``metrics.jsonl`` as columns that follow the growing file, and other files of JSON lines, read within bounds."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+import os
+import statistics
+import sys
+from array import array
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from threading import Lock
+from typing import IO
+
+import numpy as np
+
+from agentrl.inspection.json_values import finite
+from agentrl.telemetry.files import contained
+
+_LONGEST_LINE = 1 << 24  # bytes; a row of metrics has some thousand
+_KEPT_RUNS = 16  # runs whose columns stay in memory: 8 MB each with 5,000 steps of 100 metrics
+_RECENT = 15  # steps behind a mean of the present
+_MOST_STEP = 1 << 53  # JavaScript's integers end there
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewRows:
-    """``rows`` that follow the position of an earlier read; ``whole`` where the file was read from its start.
+class Progress:
+    """What a run has reached. ``seconds``: the sum of its steps'. ``step_seconds``: the median of the last steps.
 
-    ``position`` is given to the next read. A file that was cut or replaced (``--resume``) is read from its start.
+    ``result``: the newest held-out score with its 95 % interval, or the mean reward of the last 15 steps where there is
+    no evaluation: ``{"metric", "step", "value", "low", "high"}``, with None for a bound that is not known.
     """
 
-    rows: list[dict[str, object]]
-    position: str
-    whole: bool
+    step: int
+    seconds: float
+    step_seconds: float | None
+    result: dict[str, object] | None
+    problems: tuple[str, ...]
 
 
-def read_new_rows(path: Path, position: str = "") -> NewRows:
-    """The rows behind ``position``; a torn last line is left for the next read, and a damaged one is passed over."""
+@dataclass(frozen=True)
+class _Column:
+    """The values of a metric, and the numbers of the rows that have them."""
+
+    rows: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+
+class MetricsColumns:
+    """The numbers of one ``metrics.jsonl`` by metric. Reads only what was appended since the last call.
+
+    A damaged line is passed over and counted; values that are no numbers are left out.
+    """
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        self._path, self._folder = path, folder
+        self._lock = Lock()
+        self._clear(0)
+
+    def progress(self) -> Progress:
+        """What the run has reached by now."""
+        with self._lock:
+            self._refresh()
+            seconds = [value for value in self._values("time/step_s") if math.isfinite(value)]
+            return Progress(
+                step=self._steps[-1] if self._steps else 0,
+                seconds=math.fsum(seconds),
+                step_seconds=statistics.median(seconds[-_RECENT:]) if seconds else None,
+                result=self._score() or self._reward(),
+                problems=tuple(self._problems()),
+            )
+
+    def series(
+        self, *, names: Collection[str] = (), points: int = 800, window: int = 1, since: str = ""
+    ) -> dict[str, object]:
+        """The curves of the metrics ``names`` (default: all), each with ``points`` points at most.
+
+        Returns ``{"version", "changed", "rows", "names", "axes", "series"}``. ``version`` names the state of the file:
+        if it is given as ``since`` and still holds, the answer is ``version`` and ``changed: False`` alone. ``names``
+        are all metrics of the run, and ``rows`` counts its rows.
+
+        ``series[name]`` is ``{"axis", "value", "low", "high", "last"}``. ``axes[axis]`` holds ``step``, ``tokens``
+        (trained so far) and ``hours`` (of steps so far), one number for each ``value``. A metric with more than
+        ``points`` values is cut into so many spans of consecutive rows: ``value`` is the mean of a span, ``low`` and
+        ``high`` its least and greatest value, and the axes are those of its last row. Otherwise ``value`` holds the
+        exact values, and ``low`` and ``high`` are None. ``last`` is the newest value, exact. ``window`` smooths before
+        that: each value becomes the mean of itself and its neighbours, ``window`` in all, fewer at the ends. What is no
+        finite number is None.
+        """
+        with self._lock:
+            self._refresh()
+            version = f"{self._inode}:{self._end}"
+            if since == version:
+                return {"version": version, "changed": False}
+            axes = {"step": np.array(self._steps), "tokens": self._sums("policy/tokens")}
+            axes["hours"] = self._sums("time/step_s") / 3600
+            places: dict[bytes, int] = {}
+            drawn_axes: list[dict[str, object]] = []
+            series = {}
+            for name in sorted(self._columns.keys() & set(names) if names else self._columns):
+                rows = np.array(self._columns[name].rows)
+                values = smoothed(np.array(self._columns[name].values), window)
+                ends, mean, low, high = _spans(values, points)
+                key = rows[ends].tobytes()
+                if key not in places:  # most metrics are in the same rows
+                    places[key] = len(drawn_axes)
+                    drawn_axes.append({kind: finite(axis[rows[ends]]) for kind, axis in axes.items()})
+                series[name] = {
+                    "axis": places[key],
+                    "value": finite(mean),
+                    "low": None if low is None else finite(low),
+                    "high": None if high is None else finite(high),
+                    "last": finite(np.array(self._columns[name].values[-1:]))[0],
+                }
+            return {
+                "version": version,
+                "changed": True,
+                "rows": len(self._steps),
+                "names": sorted(self._columns),
+                "axes": drawn_axes,
+                "series": series,
+            }
+
+    def _clear(self, inode: int) -> None:
+        self._inode, self._end, self._damaged = inode, 0, 0
+        self._steps: list[int] = []
+        self._columns: dict[str, _Column] = {}
+
+    def _refresh(self) -> None:
+        """Read what was appended. A file that was cut or replaced (``--resume``) is read from its start."""
+        try:
+            with contained(self._path, self._folder).open("rb") as file:
+                inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
+                if inode != self._inode or size < self._end:
+                    self._clear(inode)
+                file.seek(self._end)
+                for line in _lines(file):
+                    self._end += len(line)
+                    self._add(line)
+        except FileNotFoundError:
+            self._clear(0)
+
+    def _add(self, line: bytes) -> None:
+        row = _object(line)
+        step = row.get("step")
+        if not isinstance(step, int) or isinstance(step, bool) or abs(step) > _MOST_STEP:
+            self._damaged += bool(line.strip())
+            return
+        number = len(self._steps)
+        self._steps.append(step)
+        for name, value in row.items():
+            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+                column = self._columns.setdefault(name, _Column())
+                column.rows.append(number)
+                column.values.append(value if abs(value) <= sys.float_info.max else math.nan)
+
+    def _values(self, name: str) -> array[float]:
+        return self._columns.get(name, _Column()).values
+
+    def _sums(self, name: str) -> np.ndarray:
+        """The sum of a metric up to each row."""
+        column = self._columns.get(name, _Column())
+        whole = np.zeros(len(self._steps))
+        whole[np.array(column.rows, dtype=np.int64)] = np.nan_to_num(np.array(column.values), posinf=0.0, neginf=0.0)
+        return np.cumsum(whole)
+
+    def _score(self) -> dict[str, object] | None:
+        column = self._columns.get("eval/avg_at_k")
+        if column is None:
+            return None
+        row = column.rows[-1]
+        bounds = {side: self._at(f"eval/{side}", row) for side in ("low", "high")}
+        return {"metric": "eval/avg_at_k", "step": self._steps[row], "value": column.values[-1], **bounds}
+
+    def _reward(self) -> dict[str, object] | None:
+        column = self._columns.get("reward/mean")
+        if column is None:
+            return None
+        recent = column.values[-_RECENT:]
+        mean = sum(recent) / len(recent)
+        errors = [self._at("reward/stderr", row) for row in column.rows[-_RECENT:]]
+        known = [error for error in errors if error is not None]
+        half = 1.96 * math.hypot(*known) / len(recent) if len(known) == len(recent) else None
+        bounds = {"low": None, "high": None} if half is None else {"low": mean - half, "high": mean + half}
+        return {"metric": "reward/mean", "step": self._steps[column.rows[-1]], "value": mean, **bounds}
+
+    def _at(self, name: str, row: int) -> float | None:
+        """The value of a metric in one of the last rows."""
+        column = self._columns.get(name, _Column())
+        recent = dict(zip(column.rows[-_RECENT:], column.values[-_RECENT:], strict=True))
+        return recent.get(row)
+
+    def _problems(self) -> Iterator[str]:
+        if self._damaged:
+            yield f"{self._path.name}: {self._damaged} damaged lines are left out"
+        for name, column in self._columns.items():
+            wrong = next(
+                (row for row, value in zip(column.rows, column.values, strict=True) if not math.isfinite(value)), None
+            )
+            if wrong is not None:
+                yield f"{self._path.name}: {name} is not a finite number at step {self._steps[wrong]}"
+
+
+@lru_cache(maxsize=_KEPT_RUNS)
+def metrics_of(path: Path, folder: Path) -> MetricsColumns:
+    """The columns of the file ``path`` in ``folder``, the same object from call to call."""
+    return MetricsColumns(path, folder)
+
+
+def smoothed(values: np.ndarray, window: int) -> np.ndarray:
+    """The mean of each value and its neighbours, ``window`` (odd) in all, fewer at the ends.
+
+    Numbers that are not finite are left out.
+
+    >>> smoothed(np.array([1.0, 3.0, 8.0, 1.0]), 3).tolist()
+    [2.0, 4.0, 4.0, 4.5]
+    """
+    half = window // 2
+    if half == 0 or not len(values):
+        return values
+    known = np.isfinite(values)
+    sums, counts = (np.concatenate([[0.0], np.cumsum(each)]) for each in (np.where(known, values, 0.0), known))
+    places = np.arange(len(values))
+    low, high = np.maximum(places - half, 0), np.minimum(places + half + 1, len(values))
+    found = counts[high] - counts[low]
+    return np.where(found > 0, (sums[high] - sums[low]) / np.maximum(found, 1), np.nan)
+
+
+def _spans(values: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """Last places, means, and least and greatest values of at most ``points`` spans; None where all values remain."""
+    if len(values) <= points:
+        return np.arange(len(values)), values, None, None
+    edges = np.linspace(0, len(values), points + 1).astype(np.int64)
+    starts = edges[:-1]
+    means = np.add.reduceat(values, starts) / np.diff(edges)
+    return edges[1:] - 1, means, np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
+
+
+def json_lines(path: Path, folder: Path) -> list[dict[str, object]]:
+    """The objects of a file of JSON lines in ``folder``; a torn last line and damaged ones are passed over."""
     try:
-        with path.open("rb") as file:
-            inode = path.stat().st_ino
-            start = _offset(position, inode, file.seek(0, 2))
-            file.seek(start)
-            content = file.read()
+        with contained(path, folder).open("rb") as file:
+            return [row for line in _lines(file) if (row := _object(line))]
     except FileNotFoundError:
-        return NewRows(rows=[], position="", whole=True)
-    end = content.rfind(b"\n") + 1
-    parsed = (_row(line) for line in content[:end].splitlines())
-    return NewRows(rows=[row for row in parsed if row], position=f"{inode}:{start + end}", whole=start == 0)
+        return []
 
 
-def _offset(position: str, inode: int, size: int) -> int:
-    """Where to read on, 0 for another file than the one that ``position`` speaks of."""
-    known, _, offset = position.partition(":")
-    if known != str(inode) or not offset.isdigit() or int(offset) > size:
-        return 0
-    return int(offset)
+def read_new_rows(path: Path, folder: Path, position: str = "") -> dict[str, object]:
+    """The rows behind ``position``, the position of the next read, and whether the file was read from its start."""
+    try:
+        with contained(path, folder).open("rb") as file:
+            inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
+            known, _, offset = position.partition(":")
+            start = int(offset) if known == str(inode) and offset.isdecimal() and int(offset) <= size else 0
+            file.seek(start)
+            lines = list(_lines(file))
+    except FileNotFoundError:
+        return {"rows": [], "position": "", "whole": True}
+    rows = [row for line in lines if (row := _object(line))]
+    return {"rows": rows, "position": f"{inode}:{start + sum(map(len, lines))}", "whole": start == 0}
 
 
-def _row(line: bytes) -> dict[str, object]:
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Whole lines. One that is too long comes in pieces, none of which is an object."""
+    while (line := file.readline(_LONGEST_LINE)).endswith(b"\n") or len(line) == _LONGEST_LINE:
+        yield line
+
+
+def _object(line: bytes) -> dict[str, object]:
+    """The object of a line; empty for a damaged one, also where it is nested too deep."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return row if isinstance(row, dict) else {}

@@ -1,57 +1,151 @@
-"""What a run says of itself: settings, stored steps, alerts, and whether it is going on."""
+"""What a run's files show of it: settings, progress, result, alerts, stored steps, and whether it is running."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import TypeVar
 
+from agentrl.errors import AgentRLError
 from agentrl.inspection.run_settings import run_settings
+from agentrl.telemetry.files import contained
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.viewer.metrics_file import read_new_rows
+from agentrl.viewer.metrics_file import Progress, json_lines, metrics_of
 
 _NOTES = "notes.md"
 _MOST_NOTES = 20_000  # bytes
-_LIVE = 120.0  # seconds since the last row of a run that counts as going on
+_KEPT = 4_096  # runs whose facts stay in memory until their files change
+_COLLAPSES = ("reward_collapse", "entropy_collapse")
+_QUIET = 120.0  # seconds; a run of shorter steps also saves checkpoints and evaluates
+_QUIET_STEPS = 10  # step times without a new row, after which a run counts as stopped
+_START = 900.0  # seconds that a run may take to its first step
+_UNKNOWN = Progress(step=0, seconds=0.0, step_seconds=None, result=None, problems=())
+
+Part = TypeVar("Part")
 
 
 def run_summary(run: RunDirectory) -> dict[str, object]:
-    """A run in the table of runs: where it stands, without its curves."""
-    steps = run.trajectory_steps()
+    """A run in the table of runs.
+
+    - ``state``: ``"running"``, ``"finished"`` (summary.json is written) or ``"stopped"``.
+    - ``step`` of ``steps``: the newest step, 0 before the first, and the steps that the run will have (None if the
+      settings do not say). ``seconds``: the sum of the steps' times.
+    - ``result``: ``{"metric", "step", "value", "low", "high"}``, the newest held-out score with its 95 % interval or,
+      without evaluations, the mean reward of the last 15 steps; None before the first step. ``low`` and ``high`` may
+      be None.
+    - ``alerts``: ``{"alert", "step", "message"}`` of the newest alert of each name, newest first. ``collapsed``: True
+      if one of them says that the reward or the entropy collapsed.
+    - ``problems``: sentences about files of the run that could not be read; what depends on them is missing.
+    - ``modified`` (seconds since 1970), ``stored_steps`` (how many steps have trajectories), ``notes``, ``settings``
+      by dotted key.
+    """
+    problems: list[str] = []
+
+    def read(part: Callable[[], Part], missing: Part) -> Part:
+        """A part of the summary; a damaged file costs its own part alone."""
+        try:
+            return part()
+        except (AgentRLError, OSError) as error:
+            problems.append(str(error))
+            return missing
+
+    settings: dict[str, object] = read(lambda: flat_settings(run), {})
+    progress = read(lambda: _progress(run.metrics_file, run.path, *_signature(run.metrics_file)), _UNKNOWN)
+    alerts: list[dict[str, object]] = read(lambda: _alerts(run.alerts_file, run.path, *_signature(run.alerts_file)), [])
+    notes = read(lambda: _notes(run), "")
+    newest = {str(alert["alert"]): alert for alert in alerts}
+    steps = settings.get("training.steps")
     return {
+        "state": _state(run, progress),
+        "step": progress.step,
+        "steps": steps if isinstance(steps, int) else None,
+        "seconds": progress.seconds,
+        "result": progress.result,
+        "alerts": [{key: alert.get(key) for key in ("alert", "step", "message")} for alert in newest.values()][::-1],
+        "collapsed": any(name in newest for name in _COLLAPSES),
+        "problems": [*problems, *progress.problems],
+        "modified": _modified(run.metrics_file),
+        "stored_steps": len(_stored_steps(run.path, _modified(run.trajectories))),
+        "notes": notes,
+        "settings": settings,
+        # The page of earlier versions reads these two.
         "finished": run.summary.is_file(),
-        "live": not run.summary.is_file() and time.time() - run.metrics_file.stat().st_mtime < _LIVE,
-        "modified": run.metrics_file.stat().st_mtime,
-        "stored_steps": len(steps),
-        "notes": _notes(run),
-        "settings": flat_settings(run),
+        "live": _state(run, progress) == "running",
     }
 
 
 def run_facts(run: RunDirectory) -> dict[str, object]:
-    """A run's own page, without its curves."""
+    """A run's own page, without its curves: :func:`run_summary` with all alerts and the steps that are stored."""
     return {
         **run_summary(run),
         "path": str(run.path),
-        "trajectory_steps": run.trajectory_steps(),
+        "trajectory_steps": list(_stored_steps(run.path, _modified(run.trajectories))),
         "token_steps": run.token_steps(),
-        "alerts": read_new_rows(run.alerts_file).rows,
+        "alerts": json_lines(run.alerts_file, run.path),
     }
+
+
+def _state(run: RunDirectory, progress: Progress) -> str:
+    """The lock decides where it can be seen. A run on another machine is running while its steps come in as usual."""
+    in_use = run.in_use()
+    if in_use is None and not run.summary.is_file():
+        usual = _START if progress.step_seconds is None else max(_QUIET, _QUIET_STEPS * progress.step_seconds)
+        in_use = time.time() - max(_modified(run.metrics_file), _modified(run.config)) < usual
+    return "running" if in_use else "finished" if run.summary.is_file() else "stopped"
+
+
+@lru_cache(maxsize=_KEPT)
+def _progress(path: Path, folder: Path, *_changed: int) -> Progress:
+    return metrics_of(path, folder).progress()
+
+
+@lru_cache(maxsize=_KEPT)
+def _alerts(path: Path, folder: Path, *_changed: int) -> list[dict[str, object]]:
+    """The alerts in order, those that have a name."""
+    return [alert for alert in json_lines(path, folder) if isinstance(alert.get("alert"), str)]
+
+
+@lru_cache(maxsize=_KEPT)
+def _stored_steps(path: Path, _changed: float) -> tuple[int, ...]:
+    return tuple(RunDirectory(path).trajectory_steps())
+
+
+def _signature(path: Path) -> tuple[int, int, int]:
+    """Changes when the file does; zeros for a missing one."""
+    try:
+        about = os.stat(path)
+    except OSError:
+        return 0, 0, 0
+    return about.st_ino, about.st_size, about.st_mtime_ns
+
+
+def _modified(path: Path) -> float:
+    """When the file was changed, in seconds since 1970; 0 for a missing one."""
+    return _signature(path)[2] / 1e9
 
 
 def _notes(run: RunDirectory) -> str:
     """The user's own notes: the file ``notes.md`` in the run's directory, its beginning at least."""
     try:
-        with (run.path / _NOTES).open("rb") as file:
+        with contained(run.path / _NOTES, run.path).open("rb") as file:
             return file.read(_MOST_NOTES).decode(errors="replace")
-    except OSError:
+    except FileNotFoundError:
         return ""
 
 
 def flat_settings(run: RunDirectory) -> dict[str, object]:
-    """Every setting by its key, as on the command line; empty where ``config.yaml`` is damaged."""
+    """Every setting by its key, as on the command line. Raises WorldError where ``config.yaml`` is damaged."""
+    return _flat_settings(run.path, *_signature(run.config))
+
+
+@lru_cache(maxsize=_KEPT)
+def _flat_settings(path: Path, *_changed: int) -> dict[str, object]:
     flat: dict[str, object] = {}
-    for name, value in run_settings(run).items():
-        _flatten(value, name, flat)
+    for name, value in run_settings(RunDirectory(path)).items():
+        _flatten(value, str(name), flat)
     return flat
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from agentrl.errors import AgentRLError
 from agentrl.evaluation.formats import JSONObject
+from agentrl.telemetry.files import contained, wrong_shape
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import key_of
 from agentrl.telemetry.tokens.token_file import TokenFile
@@ -114,8 +115,9 @@ def _cached_rows(path: Path, step: int, _changed: tuple[int, ...]) -> tuple[JSON
     version, powers = _trained(run, step)
     rows, keys = [], []
     for number, record in enumerate(run.read_trajectories(step)):
-        rows.append(_row(step, number, record, version))
-        keys.append(key_of(record))
+        with wrong_shape(f"{run.trajectory_file(step)}, line {number + 1}"):
+            rows.append(_row(step, number, record, version))
+            keys.append(key_of(record))
     if version is not None:
         total = sum(powers.values())
         for row, key in zip(rows, keys, strict=True):
@@ -131,8 +133,9 @@ def _trained(run: RunDirectory, step: int) -> tuple[int | None, dict[RowKey, flo
     version, powers = None, dict[RowKey, float]()
     for path in run.token_files(step):
         try:
-            file = TokenFile(path)
-            powers |= dict(file.gradient_powers())
+            file = TokenFile(contained(path, run.path))
+            with wrong_shape(str(path)):
+                powers |= dict(file.gradient_powers())
         except AgentRLError:
             continue  # the page of a trajectory names the damaged file
         version = file.facts.version

@@ -12,8 +12,8 @@ import numpy as np
 from agentrl.errors import SettingsError
 from agentrl.evaluation.formats import JSONObject
 from agentrl.inspection.json_values import drawn_places, finite
-from agentrl.inspection.run_settings import model_path, run_settings
 from agentrl.inspection.token_text import TokenText, token_text
+from agentrl.telemetry.files import wrong_shape
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import StoredStep, StoredTrajectory, read_step
 from agentrl.viewer.step_table import step_rows
@@ -28,7 +28,8 @@ def trajectory_page(run: RunDirectory, step: int, number: int) -> dict[str, obje
         raise SettingsError(f"{run.path} has trajectories 0 to {len(rows) - 1} at step {step}, and no {number}")
     files = (run.trajectory_file(step), *run.token_files(step))
     stored = _cached_group(run.path, step, rows[number]["group"], tuple(path.stat().st_mtime_ns for path in files))
-    return page_of(run, stored, rows, number, token_text(run, model_path(run_settings(run))))
+    with wrong_shape(f"{run.trajectory_file(step)}, line {number + 1}"):
+        return page_of(run, stored, rows, number, token_text(run))
 
 
 def page_of(
@@ -49,7 +50,7 @@ def page_of(
         "fields": {name: finite(values) for name, values in _fields(stored, chosen, rows).items()},
         "facts": None if stored.facts is None else asdict(stored.facts),
         "siblings": [_sibling(stored, item, rows[item.number]) for item in group],
-        "problems": list(stored.problems),
+        "problems": [*stored.problems, *([text.problem] if text.problem else [])],
         "tokenizer": text.known,
     }
 

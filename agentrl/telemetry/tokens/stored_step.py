@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from agentrl.errors import WorldError
+from agentrl.telemetry.files import contained, wrong_shape
 from agentrl.telemetry.records import JsonRecord
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.token_file import TokenFacts, TokenFile
@@ -107,11 +108,11 @@ def read_step(run: RunDirectory, step: int, *, groups: Collection[int] | None = 
     def may_belong(_number: int, line: bytes) -> bool:
         return marks is None or any(mark in line for mark in marks)
 
-    trajectories = [
-        StoredTrajectory(number=number, record=record, tokens=rows.get(key_of(record)))
-        for number, record in run.chosen_trajectories(step, may_belong)
-        if groups is None or record["group"] in groups
-    ]
+    trajectories = []
+    for number, record in run.chosen_trajectories(step, may_belong):
+        with wrong_shape(f"{run.trajectory_file(step)}, line {number + 1}"):
+            if groups is None or record["group"] in groups:
+                trajectories.append(StoredTrajectory(number=number, record=record, tokens=rows.get(key_of(record))))
     return StoredStep(step=step, trajectories=tuple(trajectories), facts=facts, rows=rows, problems=tuple(problems))
 
 
@@ -129,7 +130,7 @@ def _tokens(
     problems = []
     for path in run.token_files(step):
         try:
-            file = TokenFile(path)
+            file = TokenFile(contained(path, run.path))
             wanted = None if groups is None else {key for key in file.stored_keys() if key.group in groups}
             found = list(file.rows(wanted))
         except WorldError as error:

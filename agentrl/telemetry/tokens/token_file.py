@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.telemetry.files import atomic_write
+from agentrl.telemetry.files import atomic_write, wrong_shape
 from agentrl.telemetry.tokens.trajectory_tokens import LISTS, NUMBERS, RowKey, TrajectoryTokens, kept_of, power_of
 
 if TYPE_CHECKING:
@@ -76,13 +76,15 @@ class TokenFile:
             self._file: pq.ParquetFile = pq.ParquetFile(path)
         except (OSError, pa.ArrowInvalid) as error:
             raise WorldError(f"cannot read the token statistics {path}: {error}") from error
-        given = json.loads((self._file.schema_arrow.metadata or {}).get(_FACTS, b"{}"))
+        with wrong_shape(str(path)):
+            given = dict(json.loads((self._file.schema_arrow.metadata or {}).get(_FACTS, b"{}")))
         if given.get("format") != FORMAT:
             raise SettingsError(
                 f"{path} has format {given.get('format')} and this version of agentrl reads format {FORMAT}: "
                 "use the version that wrote the run"
             )
-        self.facts = TokenFacts(**given)
+        with wrong_shape(str(path)):
+            self.facts = TokenFacts(**given)
 
     def stored_keys(self) -> list[RowKey]:
         """The trajectories in the file, in its order."""

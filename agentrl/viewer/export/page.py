@@ -10,21 +10,20 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 from agentrl.errors import SettingsError
-from agentrl.inspection.run_settings import model_path, run_settings
+from agentrl.inspection.json_values import to_json
 from agentrl.inspection.token_text import token_text
-from agentrl.telemetry.files import atomic_write
+from agentrl.telemetry.files import atomic_write, wrong_shape
 from agentrl.telemetry.metrics.catalogue import defined_metrics
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import read_step
 from agentrl.viewer.app import STATIC
 from agentrl.viewer.export.bundle import bundle
-from agentrl.viewer.metrics_file import read_new_rows
+from agentrl.viewer.metrics_file import metrics_of, read_new_rows
 from agentrl.viewer.run_facts import run_facts
 from agentrl.viewer.step_table import step_rows
 from agentrl.viewer.trajectory_page import page_of
@@ -74,7 +73,7 @@ def _page(run: RunDirectory, steps: Sequence[int], groups: int | None, charts: P
     before, _, after = page.partition("</body>")
     yield before
     for address, answer in _answers(run, steps, groups):
-        packed = base64.b64encode(gzip.compress(json.dumps(answer).encode(), compresslevel=6, mtime=0)).decode()
+        packed = base64.b64encode(gzip.compress(to_json(answer).encode(), compresslevel=6, mtime=0)).decode()
         yield f'<script type="text/plain" data-answer="{address}">{packed}</script>\n'
     for text in scripts:
         yield f"<script>{text}</script>\n"
@@ -88,8 +87,9 @@ def _answers(run: RunDirectory, steps: Sequence[int], groups: int | None) -> Ite
     yield "/places", {"runs": [facts], "evaluations": []}
     yield "/metrics", defined_metrics()
     yield f"/runs/{RUN_ID}", facts
-    yield f"/runs/{RUN_ID}/metrics", vars(read_new_rows(run.metrics_file))
-    text = token_text(run, model_path(run_settings(run)))
+    yield f"/runs/{RUN_ID}/metrics", read_new_rows(run.metrics_file, run.path)
+    yield f"/runs/{RUN_ID}/series", metrics_of(run.metrics_file, run.path).series()
+    text = token_text(run)
     found = []
     for step in steps:
         rows, stored = step_rows(run, step), read_step(run, step)
@@ -97,5 +97,7 @@ def _answers(run: RunDirectory, steps: Sequence[int], groups: int | None) -> Ite
         chosen = [row for row in rows if row["group"] in kept]
         found += chosen
         for row in chosen:
-            yield f"/runs/{RUN_ID}/steps/{step}/{row['number']}", page_of(run, stored, rows, row["number"], text)
+            with wrong_shape(f"{run.trajectory_file(step)}, line {row['number'] + 1}"):
+                page = page_of(run, stored, rows, row["number"], text)
+            yield f"/runs/{RUN_ID}/steps/{step}/{row['number']}", page
     yield f"/runs/{RUN_ID}/trajectories", {"rows": found, "next": None, "problems": []}
