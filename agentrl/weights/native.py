@@ -28,7 +28,8 @@ class TransferTarget:
     their GPU workers.
 
     ``form``: whether it takes all parameters, or of a policy with adapters the merged model or the adapters alone.
-    ``kept``: how many versions before the newest one keep their files.
+    ``kept``: how many versions before the newest one keep their files. ``starts``: how often each server was started;
+    a restarted one has left the group of the transfer.
     """
 
     backend: Literal["file", "nccl", "ipc"]
@@ -36,6 +37,7 @@ class TransferTarget:
     kept: int = 1
     addresses: tuple[str, ...] = ()
     world_sizes: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
 
 
 class ServersClient:

@@ -107,7 +107,7 @@ async def test_without_files_a_server_that_comes_back_waits_for_the_next_transfe
         await first.start()
         await eventually(lambda: engine._members[0].stale)
         assert not is_up(engine, 0)
-        assert engine.targets() == [(first.address, 2), (second.address, 2)]
+        assert engine.targets() == [(first.address, 2, 0), (second.address, 2, 0)]
         await engine.pause()
         await engine.install(None, 2)
         engine.resume()
@@ -361,7 +361,7 @@ async def test_servers_sleep_while_the_trainer_has_the_gpus() -> None:
 
 
 async def test_a_server_that_dies_while_weights_change_is_left_behind() -> None:
-    async with fakes(CODEC, 2) as (first, second), opened([first, second]) as engine:
+    async with fakes(CODEC, 2) as (first, second), opened([first, second], outage_deadline=0.5) as engine:
         await engine.pause()
         await first.die()
         await engine.install(Path("/weights/1"), 1)
@@ -369,5 +369,36 @@ async def test_a_server_that_dies_while_weights_change_is_left_behind() -> None:
         assert (await ask(engine)).version_spans == ((1, 4),)
         assert await engine.health() == f"vLLM 0.32.0, 1 servers, 1 down: {second.address}; version 1"
         await second.die()
-        with pytest.raises(WorldError, match="no vLLM server is left to take the weights"):
+        with pytest.raises(WorldError, match=r"no vLLM server works .*outage_deadline=0.5.*cannot be reached"):
             await engine.pause()
+
+
+@pytest.mark.parametrize("moment", ["before", "paused", "installed"])
+async def test_the_only_server_is_waited_for_and_gets_the_weights(moment: str) -> None:
+    """It dies before the weights change, while it is paused, and before it is verified."""
+
+    async def die_and_return() -> None:
+        await server.die()
+        server.version, server.loaded = "default", []  # a fresh start
+        returning.append(asyncio.get_running_loop().call_later(0.3, lambda: returns.append(create(server.start()))))
+
+    create, returning, returns = asyncio.create_task, list[asyncio.TimerHandle](), list[asyncio.Task[None]]()
+    async with fakes(CODEC) as (server,), opened([server]) as engine:
+        server.scores = lambda version, place: -3.0 if version == "2" else -1.0
+        await engine.pause()
+        await engine.install(Path("/weights/1"), 1)
+        engine.resume()
+        if moment == "before":
+            await die_and_return()
+        await engine.pause()
+        if moment == "paused":
+            await die_and_return()
+        waiting = asyncio.create_task(ask(engine))
+        await engine.install(Path("/weights/2"), 2)
+        if moment == "installed":
+            await die_and_return()
+        assert await engine.problems(scores_minus_three) == []
+        assert not waiting.done()  # nothing is sampled before the weights are verified
+        engine.resume(scores_minus_three)
+        assert (await waiting).version_spans == ((2, 4),)
+        assert (server.version, server.loaded[-1]) == ("2", "/weights/2")

@@ -219,8 +219,9 @@ class ManagedVLLM:
             backend=self._backend,
             form=self._form,
             kept=max(1, self._adapters),
-            addresses=tuple(address for address, _ in targets),
-            world_sizes=tuple(workers for _, workers in targets),
+            addresses=tuple(address for address, _, _ in targets),
+            world_sizes=tuple(workers for _, workers, _ in targets),
+            starts=tuple(starts for _, _, starts in targets),
         )
 
     async def verify(self, version: int, probe: Probe) -> str | None:

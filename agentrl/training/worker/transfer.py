@@ -105,7 +105,8 @@ class WeightSender:
         directory = None if native else on_every_rank(partial(self._export, target, version))[0]
         self._service.pause(zero_weights=zero_weights)
         if native:
-            self._native_to(target).send()
+            now = self._service.transfer_target()  # servers may have been lost or restarted until they paused
+            self._native_to(target if now is None else now).send()
         return self._service.install(directory, version, self._with_checksums(probe))
 
     def _source_of(self, target: TransferTarget) -> ParameterSource:

@@ -66,6 +66,7 @@ class VLLMEngine:
         self._weights = served(version, recompute=settings.kv_on_update == "recomputed")
         self._balancer = Balancer(len(servers))
         self._gate = asyncio.Event()  # closed while weights change
+        self._revival = asyncio.Event()  # likewise, but open if no server is left to take them
         self._members = [
             Member(served, place, load, self._gate, settings.vllm)
             for place, (served, load) in enumerate(zip(servers, self._balancer.loads, strict=True))
@@ -79,7 +80,7 @@ class VLLMEngine:
         """Start the servers to be started and check every server. Raises SettingsError or WorldError."""
         await asyncio.gather(*(member.start() for member in self._members))
         await asyncio.gather(*(self._open(member) for member in self._members))
-        self._gate.set()
+        self._open_gate()
 
     async def close(self) -> None:
         await asyncio.gather(*(member.close() for member in self._members))
@@ -157,7 +158,6 @@ class VLLMEngine:
 
     async def _member_for(self, trajectory_id: str, context: int, avoid: frozenset[int]) -> Member:
         """Choose a server for a request; waits while weights change and while all servers are full or down."""
-        loop = asyncio.get_running_loop()
         while True:
             await self._gate.wait()
             place = self._balancer.choose(trajectory_id, context=context, avoid=avoid)
@@ -166,19 +166,27 @@ class VLLMEngine:
                 return self._members[place]
             if self._up:
                 await self._balancer.changed()
-                continue
-            if self._nobody_since is None:
-                self._nobody_since = loop.time()
-            left = self._nobody_since + self._vllm.outage_deadline - loop.time()
-            hopeless = all(member.reviving is None or member.reviving.done() for member in self._members)
-            if left <= 0 or hopeless:
-                raise WorldError(
-                    f"no vLLM server works (waited {loop.time() - self._nobody_since:.0f} s of "
-                    f"rollout.vllm.outage_deadline={self._vllm.outage_deadline:g}): {self._lost}"
-                )
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await self._balancer.changed()
+            else:
+                await self._wait_in_outage()
+
+    async def _wait_in_outage(self) -> None:
+        """Return when something has changed while no server works.
+
+        Raises WorldError ``outage_deadline`` seconds after the outage began, or at once if no server can come back.
+        """
+        loop = asyncio.get_running_loop()
+        if self._nobody_since is None:
+            self._nobody_since = loop.time()
+        left = self._nobody_since + self._vllm.outage_deadline - loop.time()
+        hopeless = all(member.reviving is None or member.reviving.done() for member in self._members)
+        if left <= 0 or hopeless:
+            raise WorldError(
+                f"no vLLM server works (waited {loop.time() - self._nobody_since:.0f} s of "
+                f"rollout.vllm.outage_deadline={self._vllm.outage_deadline:g}): {self._lost}"
+            )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(left):
+                await self._balancer.changed()
 
     def release(self, trajectory_id: str) -> None:
         self._balancer.release(trajectory_id)
@@ -224,7 +232,8 @@ class VLLMEngine:
             member.load.up = False
             self._balancer.forget_prefixes(member.place)
         if member.reviving is None or member.reviving.done():
-            member.reviving = asyncio.create_task(member.revive(self._weights), name=f"revive {member.address}")
+            work = member.revive(self._weights, self._revival)
+            member.reviving = asyncio.create_task(work, name=f"revive {member.address}")
             member.reviving.add_done_callback(self._revived)
         return True
 
@@ -244,10 +253,14 @@ class VLLMEngine:
         """Whether the servers hold the weights they were started with."""
         return self._weights.untouched
 
-    def targets(self) -> list[tuple[str, int]]:
-        """The address and the number of GPU workers of every server that answers."""
+    def targets(self) -> list[tuple[str, int, int]]:
+        """The address, the number of GPU workers and the number of starts of every server that answers."""
         return [
-            (member.address, member.identity.workers if member.identity is not None else 1)
+            (
+                member.address,
+                member.identity.workers if member.identity is not None else 1,
+                member.server.starts if member.server is not None else 0,
+            )
             for member in self._members
             if member.answers
         ]
@@ -257,7 +270,7 @@ class VLLMEngine:
 
         Running requests go on where servers load adapters: each keeps its own.
         """
-        self._gate.clear()
+        self._close_gate()
         if self._asleep:
             await self._on_all(lambda replica: replica.wake("weights"))
         elif self._weights.replaced:
@@ -305,7 +318,7 @@ class VLLMEngine:
         for member in self._members:
             if member.stale:
                 member.stale, member.load.up = False, True
-        self._gate.set()
+        self._open_gate()
         self._balancer.wake()
 
     async def adopt(self) -> None:
@@ -315,13 +328,44 @@ class VLLMEngine:
 
     async def sleep(self) -> None:
         """Release the GPUs to the trainer until the next :meth:`install`; weights that it replaces are lost."""
-        self._gate.clear()
+        self._close_gate()
         self._asleep = True
         self._balancer.forget_prefixes()
         await self._on_all(lambda replica: replica.sleep(keep_weights=not self._weights.replaced))
 
+    def _open_gate(self) -> None:
+        self._gate.set()
+        self._revival.set()
+
+    def _close_gate(self) -> None:
+        self._gate.clear()
+        self._revival.clear()
+
     async def _on_all(self, call: Callable[[Replica], Awaitable[_Result]]) -> list[_Result]:
-        """Call every server that answers; mark those that fail as down. Raises WorldError if none is left."""
+        """Call every server that answers; mark those that fail as down.
+
+        If none is left, wait for one to come back and call it. Raises WorldError if none does in time.
+        """
+        while not (results := await self._on_answering(call)):
+            await self._await_return()
+        return results
+
+    async def _await_return(self) -> None:
+        """Return when a server answers again, even while weights change. Raises WorldError."""
+        logger.warning(
+            "no vLLM server is left to take the weights: waiting for one to return, at most %g s "
+            "(rollout.vllm.outage_deadline)", self._vllm.outage_deadline,
+        )  # fmt: skip
+        self._revival.set()
+        try:
+            while not any(member.answers for member in self._members):
+                await self._wait_in_outage()
+        finally:
+            if not self._gate.is_set():
+                self._revival.clear()
+        self._nobody_since = None
+
+    async def _on_answering(self, call: Callable[[Replica], Awaitable[_Result]]) -> list[_Result]:
         asked = [member for member in self._members if member.answers]
         outcomes = await asyncio.gather(*(call(member.replica) for member in asked), return_exceptions=True)
         results: list[_Result] = []
@@ -334,8 +378,6 @@ class VLLMEngine:
                 raise outcome
             else:
                 results.append(outcome)
-        if not results:
-            raise WorldError(f"no vLLM server is left to take the weights: {self._lost}")
         return results
 
     # -- about ----------------------------------------------------------------------------------------------------

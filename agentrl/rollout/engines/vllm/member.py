@@ -36,7 +36,7 @@ class Member:
         self.stale = False
         self.failure = ""
         self.reviving: asyncio.Task[None] | None = None
-        self._gate = gate
+        self._gate = gate  # of the heartbeats: nothing is computed while it is closed
         self._settings = settings
         self._reach(served if isinstance(served, str) else served.plan.address)
 
@@ -116,14 +116,15 @@ class Member:
             await asyncio.sleep(pause)
             pause = min(LONGEST_LOOK, 2 * pause)
 
-    async def revive(self, weights: ServedWeights) -> None:
+    async def revive(self, weights: ServedWeights, allowed: asyncio.Event) -> None:
         """Bring the server back: restart it if it was started here, and prove that it holds the current weights.
 
-        If only a transfer can supply them, it is stale from now on. Raises WorldError after too many restarts.
+        ``allowed`` is closed while weights change that other servers take. If only a transfer can supply the current
+        weights, the server is stale from now on. Raises WorldError after too many restarts.
         """
         pause = FIRST_LOOK
         while True:
-            await self._gate.wait()
+            await allowed.wait()
             version = weights.version
             try:
                 if self.server is not None and self.server.ended:
@@ -133,7 +134,7 @@ class Member:
                     self.stale = True
                     return
                 await self._prove(weights)
-                if self._gate.is_set() and version == weights.version:
+                if allowed.is_set() and version == weights.version:
                     break
             except ServerCallError as error:
                 self.failure = str(error)

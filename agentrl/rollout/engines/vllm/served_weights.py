@@ -22,7 +22,7 @@ class ServedWeights:
     """``directory``: the files of this ``version``, if they are transferred by files.
 
     ``untouched``: the servers hold the weights they were started with. ``check``: what a server must pass that comes
-    back; before the first one it must answer.
+    back; without one it must answer.
     """
 
     def __init__(self, version: int, *, recompute: bool) -> None:
@@ -53,6 +53,7 @@ class ServedWeights:
     def replace(self, directory: Path | None, version: int) -> None:
         """Note the weights of ``version``, which servers load from ``directory`` or (None) have already received."""
         self.version, self.directory, self.untouched = version, directory, False
+        self.check = None  # the last one was for other weights; the next one comes once these are verified
 
     async def install(self, replica: Replica) -> None:
         """Make a server hold the current version. Raises ServerCallError."""
