@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import subprocess
@@ -20,6 +21,9 @@ TWO = ["--num-processes", "2", "rollout.problems_per_step=4", "algorithm.estimat
 TWO += ["training.zero_stage=3", "training.persistence_threshold=0"]
 SLOW = ["environment.kwargs.seconds=0.05", "rollout.concurrency=2", "training.steps=3"]
 
+CONTINUE = "agentrl train --resume name=two runs_dir=runs"
+ONE_STEP = "1 step is trained, and saved in a checkpoint"
+
 
 def family(pid: int) -> dict[str, list[psutil.Process]]:
     """The processes under ``pid`` by what they are."""
@@ -37,6 +41,19 @@ def wait_for_rollouts(command_line: CommandLine, process: subprocess.Popen[str],
     wait_until(lambda: command_line.tallied() >= wanted, process)
 
 
+def wait_for_process(process: subprocess.Popen[str], module: str) -> dict[str, list[psutil.Process]]:
+    """Return the processes of the run as soon as one of them runs ``module``."""
+    found: dict[str, list[psutil.Process]] = {}
+
+    def started() -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):  # a short-lived child
+            found.update(family(process.pid))
+        return bool(found.get(module))
+
+    wait_until(started, process)
+    return found
+
+
 def assert_all_end(processes: dict[str, list[psutil.Process]]) -> None:
     _, alive = psutil.wait_procs([one for kind in processes.values() for one in kind], timeout=60)
     assert not alive
@@ -44,9 +61,22 @@ def assert_all_end(processes: dict[str, list[psutil.Process]]) -> None:
 
 def test_two_ranks_go_on_after_every_end(command_line: CommandLine, random_policy: Path) -> None:
     run = command_line.folder / "runs" / "two"
+    started = command_line.counting(random_policy, "name=two", "checkpoint.every=1", *TWO, *SLOW)
+    for module, number in (("run.rank", signal.SIGTERM), ("worker.process", signal.SIGINT)):
+        # The run is asked to stop as soon as such a process is there.
+        process = command_line.start(*started)
+        processes = wait_for_process(process, module)
+        process.send_signal(number)
+        said = process.communicate(timeout=DEADLINE)[0]
+        assert process.returncode == 130, said
+        assert "Traceback" not in said, said
+        assert said.endswith(f"stopped on request; no step is trained. To continue: {CONTINUE}\n"), said
+        assert_all_end(processes)
+        started = ["train", "--resume", "name=two"]
+
     # The worker is killed while both ranks wait for the plan of step 2. Two steps of the environment a trajectory: 2
     # trajectories of the evaluation and 16 of step 1 are over.
-    process = command_line.start(*command_line.counting(random_policy, "name=two", "checkpoint.every=1", *TWO, *SLOW))
+    process = command_line.start(*started)
     wait_for_rollouts(command_line, process, 2 * (2 + 16) + 3)
     processes = family(process.pid)
     assert [len(processes["run.rank"]), len(processes["worker.process"])] == [2, 1]
@@ -54,6 +84,7 @@ def test_two_ranks_go_on_after_every_end(command_line: CommandLine, random_polic
     said = process.communicate(timeout=DEADLINE)[0]
     assert process.returncode == 1
     assert "error: rollout worker: the connection ended while waiting for the plan of step 2" in said
+    assert said.endswith(f"has lost the rollout worker\n{ONE_STEP}. To continue: {CONTINUE}\n"), said
     assert_all_end(processes)
 
     # A rank is killed.
@@ -63,7 +94,9 @@ def test_two_ranks_go_on_after_every_end(command_line: CommandLine, random_polic
     next(one for one in processes["run.rank"] if one.environ()["RANK"] == "1").kill()
     said = process.communicate(timeout=DEADLINE)[0]
     assert process.returncode == 1
-    assert re.search(r"error: training rank 1 on \S+ was ended by SIGKILL; continue from the last checkpoint", said)
+    end = rf"error: training rank 1 on \S+ was ended by SIGKILL\n{ONE_STEP}. To continue: {CONTINUE}\n$"
+    assert re.search(end, said), said
+    assert "stopping at the next safe point" not in said  # nobody has asked for that
     assert_all_end(processes)
 
     # The run is asked to stop.
@@ -73,7 +106,9 @@ def test_two_ranks_go_on_after_every_end(command_line: CommandLine, random_polic
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=DEADLINE)[0]
     assert process.returncode == 130, said
-    assert said.count("stopped after step 1; checkpoint saved") == 1
+    assert said.count("stopping at the next safe point (repeat to stop at once)") == 1
+    again = f"agentrl train --resume name=two runs_dir={run.parent}\n"
+    assert said.endswith(f"stopped after step 1; checkpoint saved. To continue: {again}"), said
     assert "Traceback" not in said, said
     assert_all_end(processes)
 

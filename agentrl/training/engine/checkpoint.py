@@ -173,6 +173,11 @@ def open_newest(root: Path, ranks: Ranked, *, keep: int, warn: Callable[[str], N
     return None
 
 
+def newest_step(root: Path) -> int:
+    """The step of the newest complete checkpoint, 0 without one. Reads no weights and changes nothing."""
+    return max((_step(path) for path in _complete(root)), default=0)
+
+
 def prune(root: Path, keep: int) -> None:
     """Delete all but the newest ``keep``."""
     for old in _complete(root)[:-keep]:

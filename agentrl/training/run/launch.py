@@ -22,7 +22,7 @@ from agentrl.evaluation.options import quoted
 from agentrl.rollout.engines.table import servers_on_nodes
 from agentrl.rollout.engines.vllm.placed import server_bundles
 from agentrl.telemetry.console import Console
-from agentrl.training.run.rank_group import RankEnd, RankGroup
+from agentrl.training.run.rank_group import FOLLOWED, RankEnd, RankGroup
 from agentrl.training.run.signals import INTERRUPTED, stop_requests
 from agentrl.training.run.sizes import RunSizes
 
@@ -43,7 +43,8 @@ def launched(settings: Settings) -> bool:
 def launch(settings: Settings, run_path: Path, *, resume: bool) -> int:
     """Run ``training.num_processes`` ranks on the run directory until they end, and return the exit code.
 
-    Raises WorldError if a rank was killed or a node lost, and ``cluster.restarts`` does not allow another attempt.
+    Raises WorldError if a rank failed or a node was lost, and ``cluster.restarts`` does not allow another attempt.
+    Raises KeyboardInterrupt if the run was stopped and no rank has reported it.
     """
     console = Console(settings.telemetry)
     cluster = open_cluster(settings.cluster, _own_gpus())
@@ -52,39 +53,43 @@ def launch(settings: Settings, run_path: Path, *, resume: bool) -> int:
         if settings.cluster.kind == "ray":
             _table(settings, nodes)  # what cannot be placed ends the run here
         sizes = RunSizes(settings, lambda size: bundles_of(size, nodes), run_path / "checkpoints")
-        for attempt in range(settings.cluster.restarts + 1):
-            last = attempt == settings.cluster.restarts
-            code, loss = _attempt(cluster, sizes, settings, run_path, resume=resume or attempt > 0, again=attempt > 0)
-            if code is not None and (code in _FINAL or last):
-                return code if code in _FINAL else WorldError.exit_code
-            if last:
-                raise WorldError(f"{loss}; continue from the last checkpoint with --resume")
-            console.warning(f"restart {attempt + 1} of {settings.cluster.restarts} from the last checkpoint: {loss}")
+        attempt = 0
+        while True:
+            try:
+                return _attempt(cluster, sizes, settings, run_path, resume=resume or attempt > 0, again=attempt > 0)
+            except (NodeLostError, _RanksLostError) as error:
+                if attempt == settings.cluster.restarts:
+                    raise
+                attempt += 1
+                console.warning(f"restart {attempt} of {settings.cluster.restarts} from the last checkpoint: {error}")
             cluster.release()
-        raise AssertionError("the last attempt returns or raises")
     finally:
         cluster.close()
 
 
+class _RanksLostError(WorldError):
+    """A rank failed in a way that a restart may mend."""
+
+
 def _attempt(
     cluster: Cluster, sizes: RunSizes, settings: Settings, run_path: Path, *, resume: bool, again: bool
-) -> tuple[int | None, str]:
-    """The ranks' exit code and what it was; without a code, why ranks were lost."""
+) -> int:
+    """Run the ranks to their end and return their exit code, one of :data:`_FINAL`.
+
+    Raises NodeLostError or _RanksLostError if another attempt may succeed, and what :func:`launch` raises.
+    """
     console = Console(settings.telemetry)
     began = time.monotonic()
-    try:
-        patience = settings.cluster.restart_deadline if again else 0.0
-        size, places = sizes.reserve(cluster, patience=patience, say=console.note)
-        _check_folder(cluster, places, run_path)
-        sandboxes = _sandboxes(cluster, places, size, run_path, console)
-        ranks = start_ranks(cluster, places, size, run_path, resume=resume, sandboxes=sandboxes)
-    except NodeLostError as error:
-        return None, str(error)
+    patience = settings.cluster.restart_deadline if again else 0.0
+    size, places = sizes.reserve(cluster, patience=patience, say=console.note)
+    _check_folder(cluster, places, run_path)
+    sandboxes = _sandboxes(cluster, places, size, run_path, console)
+    ranks = start_ranks(cluster, places, size, run_path, resume=resume, sandboxes=sandboxes)
     if again:
         full, nodes = settings.training.num_processes, ", ".join(place.node for place in places)
         console.note(f"{len(ranks)} of {full} training ranks start on {nodes} after {time.monotonic() - began:.0f} s")
     group = RankGroup(ranks, lambda end: console.warning(f"{end}; the other ranks end"))
-    with stop_requests(group.ask, group.insist):
+    with stop_requests(group.ask, group.insist, announce=True):
         end = group.end()
     if sandboxes is not None:
         sandboxes.close()
@@ -93,12 +98,13 @@ def _attempt(
     return _outcome(group, end)
 
 
-def _outcome(group: RankGroup, end: RankEnd | None) -> tuple[int | None, str]:
-    if group.insisted or (group.asked and end is not None and end.killed):
-        return INTERRUPTED, ""  # forced, or before the ranks could catch the signal
-    if end is None:
-        return 0, ""
-    return (None if end.killed else end.code), str(end)
+def _outcome(group: RankGroup, end: RankEnd | None) -> int:
+    code = 0 if end is None else end.code
+    if group.insisted or (group.asked and (code < 0 or code == FOLLOWED)):
+        raise KeyboardInterrupt  # forced, or before the ranks could catch the signal: none has reported it
+    if code in _FINAL:
+        return code
+    raise (WorldError if group.asked else _RanksLostError)(str(end))
 
 
 def start_ranks(

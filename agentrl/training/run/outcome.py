@@ -1,7 +1,8 @@
-"""The output of a finished run: the exported policy, plots, a summary and a table of scores."""
+"""What a run leaves behind: how far it came; once finished, the exported policy, plots, a summary and scores."""
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from agentrl.telemetry.console import Console
 from agentrl.telemetry.plots import draw_plots
 from agentrl.telemetry.records import EvaluationRecord
 from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.training.engine.checkpoint import newest_step
 from agentrl.training.run.best import BestPolicy
 
 if TYPE_CHECKING:
@@ -23,6 +25,30 @@ if TYPE_CHECKING:
 
 ADAPTER = "adapter"
 """The folder of an exported policy with its adapters alone."""
+
+
+def resume_command(settings: Settings) -> str:
+    """The command that continues a run."""
+    places = [f"name={settings.name}", f"runs_dir={settings.runs_dir}"]
+    return shlex.join(["agentrl", "train", "--resume", *places])
+
+
+def progress_of(settings: Settings) -> str:
+    """How many steps a run has trained and saved, and the command that continues it: the end of the last message."""
+    run = RunDirectory(settings.run_path)
+    if not run.config.is_file():
+        return "no step is trained, and nothing was written"
+    trained = max((int(row["step"]) for row in run.metrics() if "policy/updates" in row), default=0)
+    saved = newest_step(run.checkpoints)
+    if not trained:
+        done = "no step is trained"
+    else:
+        done = f"{trained} step{' is' if trained == 1 else 's are'} trained, "
+        if saved >= trained:
+            done += "and saved in a checkpoint"
+        else:
+            done += f"the newest checkpoint is of step {saved}" if saved else "none is saved in a checkpoint"
+    return f"{done}. To continue: {resume_command(settings)}"
 
 
 def evaluation_record(report: EvaluationReport) -> EvaluationRecord:

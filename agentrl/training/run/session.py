@@ -28,7 +28,7 @@ from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_policy
 from agentrl.training.engine.memory import MicroBatchBudget
 from agentrl.training.engine.recovery import ShortageError
 from agentrl.training.run.best import BestPolicy, best_evaluation
-from agentrl.training.run.outcome import Export, evaluation_record, finish_run
+from agentrl.training.run.outcome import Export, evaluation_record, finish_run, resume_command
 from agentrl.training.run.signals import INTERRUPTED
 from agentrl.training.run.token_writer import TokenWriter
 from agentrl.training.step.batching import RankPlan, due
@@ -422,8 +422,7 @@ class Session:
             self._save()
         self._writer.settle()
         self._console.note(
-            f"stopped after step {self._done.step}; checkpoint saved. To continue: "
-            f"agentrl train --resume name={self._settings.name} runs_dir={self._settings.runs_dir}"
+            f"stopped after step {self._done.step}; checkpoint saved. To continue: {resume_command(self._settings)}"
         )
         self._service.barrier("the end of the run")
         return INTERRUPTED

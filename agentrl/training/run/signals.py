@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,11 +23,20 @@ _SAME = 1.0
 
 
 @contextmanager
-def stop_requests(ask: Callable[[], None], insist: Callable[[], None]) -> Iterator[None]:
-    """Call ``ask`` at the first signal and ``insist`` at later ones, in a thread. Enter it in the main thread only."""
+def stop_requests(ask: Callable[[], None], insist: Callable[[], None], *, announce: bool) -> Iterator[None]:
+    """Call ``ask`` at the first signal and ``insist`` at later ones, in a thread. Enter it in the main thread only.
+
+    ``announce``: tell the user that the first signal has arrived. Of all processes of a run, one does.
+    """
+
+    def first() -> None:
+        if announce:
+            print("stopping at the next safe point (repeat to stop at once)", file=sys.stderr, flush=True)
+        ask()
+
     heard, signalled = os.pipe()
     os.set_blocking(signalled, False)
-    listener = threading.Thread(target=_listen, args=(heard, ask, insist), daemon=True, name="stop-requests")
+    listener = threading.Thread(target=_listen, args=(heard, first, insist), daemon=True, name="stop-requests")
     listener.start()
     wakeup = signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
     handlers = {name: signal.signal(name, _leave_to_thread) for name in _SIGNALS}

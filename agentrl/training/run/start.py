@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
 import torch
@@ -15,7 +14,7 @@ from agentrl.cluster.local import HERE
 from agentrl.cluster.logs import keep_log, log_file
 from agentrl.cluster.processes import STARTED_BY
 from agentrl.config import dump_yaml
-from agentrl.errors import SettingsError
+from agentrl.errors import AgentRLError, SettingsError
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
 from agentrl.telemetry.run_directory import RunDirectory
@@ -24,6 +23,7 @@ from agentrl.training.engine.deepspeed_engine import from_rank_zero, start_distr
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.engine.shared_folder import check_shared_folder
 from agentrl.training.run.launch import launch, launched
+from agentrl.training.run.outcome import progress_of
 from agentrl.training.run.preflight import check_inputs, machine_problems
 from agentrl.training.run.session import Session
 from agentrl.training.run.signals import INTERRUPTED, sigterm_as_ctrl_c, stop_requests
@@ -33,16 +33,28 @@ if TYPE_CHECKING:
 
 
 def train(settings: Settings, resume: bool) -> int:
-    """Train and return the exit code. Under a launcher this process is one of its ranks (``cluster.kind``)."""
-    kind = settings.cluster.kind
-    if under_a_launcher(kind):
-        if kind == "environment":
-            adopt_slurm()
-            check_launcher()
-        run = _open_run(settings, resume) if os.environ["RANK"] == "0" else None
-        return run_rank(settings, run, resume=resume)
+    """Train and return the exit code. Under a launcher this process is one of its ranks (``cluster.kind``).
+
+    However the run ends early, the last message contains its progress and the command that continues it.
+    """
+    kind, first = settings.cluster.kind, True
     with sigterm_as_ctrl_c():
-        return _train(settings, resume)
+        try:
+            if not under_a_launcher(kind):
+                return _train(settings, resume)
+            if kind == "environment":
+                adopt_slurm()
+                check_launcher()
+            first = os.environ["RANK"] == "0"
+            return run_rank(settings, _open_run(settings, resume) if first else None, resume=resume)
+        except KeyboardInterrupt:
+            if first:
+                Console(settings.telemetry).note(f"stopped on request; {progress_of(settings)}")
+            return INTERRUPTED
+        except AgentRLError as error:
+            if first and not isinstance(error, SettingsError):
+                error.args = (f"{error}\n{progress_of(settings)}",)
+            raise
 
 
 def _train(settings: Settings, resume: bool) -> int:
@@ -52,17 +64,13 @@ def _train(settings: Settings, resume: bool) -> int:
     if here and (lacking := machine_problems(settings)):
         raise SettingsError("\n".join(lacking))
     run = _open_run(settings, resume)
-    try:
-        for line in describe_machine().lines():
-            console.note(line)
-        if not launched(settings):
-            return run_rank(settings, run, resume=resume)
-        starting_policy(_here(settings), console, say_found=False)  # rank 0 reports it
-        run.close()
-        return launch(settings, run.path, resume=resume)
-    except KeyboardInterrupt:
-        console.note("stopped before training began")
-        return INTERRUPTED
+    for line in describe_machine().lines():
+        console.note(line)
+    if not launched(settings):
+        return run_rank(settings, run, resume=resume)
+    starting_policy(_here(settings), console, say_found=False)  # rank 0 reports it
+    run.close()
+    return launch(settings, run.path, resume=resume)
 
 
 def _here(settings: Settings) -> Settings:
@@ -93,11 +101,18 @@ def run_rank(settings: Settings, run: RunDirectory | None, *, resume: bool) -> i
     settings = settings.model_copy(update={"name": name, "runs_dir": runs_dir, "training": training})
     if world > 1:
         check_shared_folder(settings.run_path, rank=rank)
+    reports = rank == 0 and STARTED_BY not in os.environ  # otherwise the command that started the ranks does
+
+    def end_at_once() -> None:
+        if reports:
+            print(f"stopped at once; {progress_of(settings)}", file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED)
+
     with contextlib.ExitStack() as opened:
         own = None if rank == 0 else opened.enter_context(open(os.devnull, "w"))
         console = Console(settings.telemetry, own, opened.enter_context(_kept_log(settings, rank)))
         session = Session(settings, run, console, rank=rank, world=world)
-        with stop_requests(partial(_ask_to_stop, session), partial(os._exit, INTERRUPTED)):
+        with stop_requests(session.request_stop, end_at_once, announce=reports):
             try:
                 session.start(resume=resume)
                 return session.loop()
@@ -116,9 +131,3 @@ def _kept_log(settings: Settings, rank: int) -> contextlib.AbstractContextManage
             return contextlib.nullcontext()
         keep_log(log, draws=rank == 0)
     return log.open("a", buffering=1) if rank == 0 and sys.stdout.isatty() else contextlib.nullcontext()
-
-
-def _ask_to_stop(session: Session) -> None:
-    if session.rank == 0:
-        print("stopping at the next safe point (repeat to stop at once)", file=sys.stderr, flush=True)
-    session.request_stop()

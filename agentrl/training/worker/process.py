@@ -69,8 +69,9 @@ class Server:
                 caller, connection = arrived.get(timeout=max(0.0, min(1.0, deadline - time.monotonic())))
                 (self._controls if caller.control else self._connections)[caller.rank] = connection
             except queue.Empty:
-                # Rank 0 sends nothing before it has an answer: anything readable is the end of its connection.
-                if time.monotonic() >= deadline or self._connections[0].poll():
+                if self._connections[0].poll():  # it sends nothing before it has an answer: this is its end
+                    sys.exit(1)  # silently: whoever started rank 0 reports it
+                if time.monotonic() >= deadline:
                     missing = sorted(set(range(startup.ranks)) - set(self._connections))
                     raise _RankGoneError(f"ranks {missing} did not connect") from None
         threading.Thread(target=self._hear, daemon=True, name="hear").start()
@@ -200,7 +201,10 @@ def main() -> None:
         signal.signal(name, signal.SIG_IGN)
     first, control = (Connection(int(handle)) for handle in sys.argv[1:3])
     door = socket.socket(fileno=int(sys.argv[3]))
-    startup: Startup = first.recv()
+    try:
+        startup: Startup = first.recv()
+    except EOFError:  # rank 0 has ended, for example by a signal to stop
+        sys.exit(1)
     set_determinism(startup.settings.training)
     # It may use every core, because the ranks wait for it.
     resting = startup.settings.rollout.schedule == "synchronous"

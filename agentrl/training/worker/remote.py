@@ -157,10 +157,7 @@ class RemoteService:
             return ""
         if code >= 0:
             return f" (it ended with exit code {code})"
-        return (
-            f" (it was ended by {signal.Signals(-code).name}, as the system does when memory runs out; continue from "
-            "the last checkpoint with --resume)"
-        )
+        return f" (it was ended by {signal.Signals(-code).name}, as the system does when memory runs out)"
 
 
 def _error_of(failure: Failure) -> Exception:
