@@ -96,8 +96,9 @@ class Trajectory:
     A rollout of an agent program may have several ``branches``, each a trajectory of the same ``group`` and ``sample``.
     Every sampled token is a model token of one of them. A branch whose prompt continues another one's conversation
     names it as its ``parent``, with its ``fork``: how many of that one's model tokens the prompt holds. ``weight`` is a
-    branch's share of the rollout's model tokens, and the last branch carries the rollout's reward. ``reward_parts`` are
-    the values of users' reward functions, each over all turns and without its weight.
+    branch's share of the rollout's model tokens. The tokens of the last branch carry the rollout's reward;
+    ``reward_elsewhere`` is the reward that tokens of the rollout's other branches carry, so ``reward`` is the same on
+    each branch. ``reward_parts`` are the values of users' reward functions, each over all turns and without its weight.
     """
 
     problem: Problem
@@ -117,6 +118,7 @@ class Trajectory:
     parent: int = -1  # -1: it begins a conversation
     fork: int = 0
     weight: float = 1.0
+    reward_elsewhere: float = 0.0
 
     def __str__(self) -> str:
         """The conversation to read; ``repr`` has its tokens."""
@@ -161,8 +163,8 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        """The undiscounted total."""
-        return math.fsum(segment.reward for segment in self.segments)
+        """The rollout's undiscounted total. Each branch of a rollout has the same."""
+        return math.fsum([self.reward_elsewhere, *(segment.reward for segment in self.segments)])
 
     @property
     def turns(self) -> int:
@@ -196,7 +198,7 @@ class Trajectory:
 
     def alone(self) -> Trajectory:
         """A copy that is the whole of its rollout."""
-        return replace(self, branch=0, branches=1, parent=-1, fork=0, weight=1.0)
+        return replace(self, branch=0, branches=1, parent=-1, fork=0, weight=1.0, reward_elsewhere=0.0)
 
     def with_rewards(self, turns: Sequence[float], parts: Mapping[str, float]) -> Trajectory:
         """A copy with these rewards, one for each turn of the model, and the functions' values that they come from."""

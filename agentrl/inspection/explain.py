@@ -58,7 +58,8 @@ class Explanation:
         branch = f", branch {key.branch}" if record.get("branches", 1) > 1 else ""
         number = self.trajectory.number
         yield f"step {self.step.step}, trajectory {number}: group {key.group}, sample {key.sample}{branch}"
-        yield f"  it ended {record['ended']} with reward {sum(item['reward'] for item in record['segments']):.9g}"
+        reward = record.get("reward_elsewhere", 0.0) + sum(item["reward"] for item in record["segments"])
+        yield f"  it ended {record['ended']} with reward {reward:.9g}"
         yield (
             f"token {self.position} of the response: model token {self.index} of {len(self.tokens)}, "
             f"turn {columns['turn'][self.index]}, id {columns['token_id'][self.index]}{self._text()}"

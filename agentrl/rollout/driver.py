@@ -348,7 +348,9 @@ class Driver:
             )
         self.last_failure = failure or self.last_failure
         last = await self._rewarded(branches[-1], running, earlier=branches[:-1])
-        return (last.alone(),) if last.no_data else (*branches[:-1], last)
+        if last.no_data:
+            return (last.alone(),)
+        return (*(replace(item, reward_elsewhere=last.reward) for item in branches[:-1]), last)
 
     def _name(self, job: Job) -> str:
         # Zero-padded, so that names sort in the order of requests, samples and turns.

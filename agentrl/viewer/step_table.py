@@ -155,7 +155,7 @@ def _row(step: int, number: int, record: JSONObject, version: int | None) -> JSO
         "group": record["group"],
         "sample": record["sample"],
         "branch": record.get("branch", 0),
-        "reward": math.fsum(segment["reward"] for segment in model),
+        "reward": math.fsum([record.get("reward_elsewhere", 0.0), *(segment["reward"] for segment in model)]),
         "ended": record["ended"],
         "verdict": record["verdict"] or "",
         "answer": record["answer"],

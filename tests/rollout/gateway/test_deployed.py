@@ -71,7 +71,8 @@ async def test_a_turn_without_its_thoughts_begins_a_sequence_of_its_own() -> Non
     assert all(after.response_mask)
     assert [(row.branch, row.branches) for row in (before, after)] == [(0, 2), (1, 2)]
     assert sum(row.weight for row in (before, after)) == pytest.approx(1.0)
-    assert (before.reward, after.reward, after.answer) == (0.0, 1.0, "5")
+    assert (before.reward, after.reward, after.answer) == (1.0, 1.0, "5")
+    assert (sum(before.rewards), sum(after.rewards)) == (0.0, 1.0)
     (kept,), _ = await rows(played, [first, last], history="keep")
     assert kept.response_ids[: len(first.token_ids)] == first.token_ids
 

@@ -99,13 +99,16 @@ async def test_functions_and_commands_play_and_give_the_reward(agent: str, monke
     assert metrics["gateway/branches_mean"] == 1.0
 
 
-async def test_branches_stand_together_and_one_carries_the_reward() -> None:
+async def test_branches_stand_together_with_the_rollouts_reward_which_the_last_one_carries() -> None:
     groups, metrics, _ = await play(f"{AGENTS}:branching", saying("one", "two", "three"), samples=3, problems=2)
     for group in groups:
         assert [(item.sample, item.branch) for item in group.trajectories] == [
             (s, b) for s in range(3) for b in range(2)
         ]
-        assert [item.reward for item in group.rollouts] == [float(group.index == 0)] * 3
+        reward = float(group.index == 0)
+        assert [item.reward for item in group.trajectories] == [reward] * 6
+        assert [sum(item.rewards) for item in group.trajectories] == [0.0, reward] * 3
+        assert [sum(item.weight for item in group.trajectories if item.sample == s) for s in range(3)] == [1.0] * 3
         assert [item.turns for item in group.trajectories] == [2, 1] * 3
     assert (metrics["gateway/branches_mean"], metrics["gateway/miss_edited"]) == (2.0, 6)
 
@@ -129,10 +132,9 @@ async def test_a_reward_sees_all_sequences_of_a_rollout() -> None:
     name = "rollout.gateway.test_environment:sequences_told"
     rewards = Rewards({name: 1.0}, deadline=60.0, sandbox=SandboxSettings())
     (group,), _, _ = await play(f"{AGENTS}:branching", saying("one", "two", "three"), rewards=rewards)
-    assert [item.reward for item in group.trajectories] == [
-        0.0,
-        204.0,
-    ]  # reply, question, reply; and the branch's reply
+    # reply, question, reply; and the branch's reply
+    assert [item.reward for item in group.trajectories] == [204.0, 204.0]
+    assert [sum(item.rewards) for item in group.trajectories] == [0.0, 204.0]
 
 
 @pytest.mark.parametrize(

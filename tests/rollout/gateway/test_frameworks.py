@@ -72,7 +72,7 @@ async def test_a_history_that_is_sent_back_is_one_sequence() -> None:
 @pytest.mark.parametrize(("name", "said"), [("smolagents_tools", (CALL, FINAL)), ("smolagents_code", CODE)])
 async def test_a_glued_history_is_a_branch_for_each_step(name: str, said: tuple[str, str]) -> None:
     rows, metrics, _ = await rollout_of(name, saying(*said))
-    assert [(row.branch, row.turns, row.reward) for row in rows] == [(0, 1, 0.0), (1, 1, 1.0)]
+    assert [(row.branch, row.turns, row.reward) for row in rows] == [(0, 1, 1.0), (1, 1, 1.0)]
     assert sum(row.weight for row in rows) == pytest.approx(1.0)
     assert metrics["gateway/miss_edited"] == 1
 
