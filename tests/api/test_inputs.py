@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from agentrl.api.inputs import Names, problem_file
 from agentrl.errors import SettingsError
 from agentrl_envs.plugins import load_plugins
 from agentrl_envs.registry import import_attribute
+from agentrl_envs.tools.loading import methods_as_tools
 from agentrl_envs.types import Problem
 
 
@@ -105,6 +108,55 @@ def test_a_reward_of_ones_own_is_pickled_once(tmp_path: Path) -> None:
     (override,) = _rewards(rewards, names)
     assert json.loads(override.partition("=")[2]) == {names.of(reward): 1.0 for reward in rewards}
     assert len(set(names.plugins)) == 1
+
+
+def test_a_pickled_class_has_its_tools_in_order_of_definition(tmp_path: Path) -> None:
+    class Shop:
+        def search(self) -> str:
+            """Find items."""
+            return ""
+
+        def look(self) -> str:
+            """Describe an item."""
+            return ""
+
+    class Bookshop(Shop):
+        def order(self) -> str:
+            """Order an item."""
+            return ""
+
+        def cancel(self) -> str:
+            """Cancel an order."""
+            return ""
+
+    names = Names(tmp_path)
+    name = names.of(Bookshop)
+    # In another process: in this one cloudpickle returns the class itself.
+    code = f"""
+from agentrl_envs.plugins import load_plugins
+from agentrl_envs.registry import import_attribute
+from agentrl_envs.tools.loading import methods_as_tools
+
+load_plugins({names.plugins!r})
+print(*(tool.schema.name for tool in methods_as_tools(import_attribute({name!r}, "class"), "Bookshop", frozenset())))
+"""
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout.split() == ["search", "look", "order", "cancel"]
+
+
+def test_a_method_from_outside_the_class_body_keeps_its_place() -> None:
+    def look(self: object) -> str:
+        """Describe an item."""
+        return ""
+
+    class Shop:
+        def search(self) -> str:
+            """Find items."""
+            return ""
+
+    setattr(Shop, "look", look)  # noqa: B010  (mypy: no such attribute)
+    tools = methods_as_tools(Shop, "Shop", frozenset())
+    assert [tool.schema.name for tool in tools] == ["search", "look"]
 
 
 def test_plugins_are_a_list(tmp_path: Path) -> None:

@@ -109,12 +109,12 @@ def load_tools(names: Sequence[str], *, interpreter: str = "fresh", mcp_sessions
 
 
 def methods_as_tools(made: type, path: str, reserved: frozenset[str]) -> list[ToolEntry]:
-    """The public methods of a class as tools, in the order in which they are written."""
+    """The public methods of a class as tools, in order of definition, those of its bases first."""
     methods = {
         name: member
         for base in reversed(made.__mro__)
-        for name, member in vars(base).items()
-        if inspect.isfunction(member) and not name.startswith("_") and name not in reserved
+        for name, member in _public_functions(base).items()
+        if name not in reserved
     }
     return [
         ToolEntry(
@@ -122,6 +122,24 @@ def methods_as_tools(made: type, path: str, reserved: frozenset[str]) -> list[To
         )
         for name, method in methods.items()
     ]
+
+
+def _public_functions(base: type) -> dict[str, Callable[..., object]]:
+    """The public functions of a class body, in order of definition.
+
+    The order of ``vars`` is not enough: cloudpickle restores the classes of a notebook with their attributes sorted by
+    name. The lines of the functions say the order, unless one of them comes from outside the class body.
+    """
+    functions = {
+        name: member for name, member in vars(base).items() if inspect.isfunction(member) and not name.startswith("_")
+    }
+    originals = {name: inspect.unwrap(member) for name, member in functions.items()}
+    for name, one in originals.items():
+        # The end of the qualified name: cloudpickle does not restore that of a class within a function.
+        if not inspect.isfunction(one) or one.__qualname__.split(".")[-2:] != [base.__name__, name]:
+            return functions
+    order = sorted(originals, key=lambda name: originals[name].__code__.co_firstlineno)
+    return {name: functions[name] for name in order}
 
 
 def _of_server(name: str, sessions: str) -> list[ToolEntry]:
