@@ -220,7 +220,11 @@ def read_body(kind: type[_Model], body: bytes) -> _Model:
 def read_request(body: bytes, *, model: str, header_train: str | None = None) -> ChatRequest:
     """Read the body of a chat request for ``model``. Raises WireError that names the field at fault."""
     request = read_body(ChatRequest, body)
-    for name, value in (request.model_extra or {}).items():
+    extra = request.model_extra or {}
+    if "max_tokens" in extra:  # the limit was read from max_completion_tokens
+        message = "max_tokens and max_completion_tokens are two names of one limit: send only one of them"
+        raise WireError(message, param="max_tokens")
+    for name, value in extra.items():
         if name not in _UNUSED and value not in _SAYS_NOTHING:
             hint = did_you_mean(name, {*ChatRequest.model_fields, *_UNUSED})
             raise WireError(f"the field {name} is not supported by this gateway{hint}", param=name)

@@ -113,6 +113,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"extra_body": {"prompt_token_ids": [1, 2]}}, "the field prompt_token_ids is not supported"),
     ({"extra_body": {"top_k": 5}}, "the field top_k is not supported"),
     ({"logprobs": True, "top_logprobs": 5}, "the field top_logprobs is not supported"),
+    (
+        {"max_tokens": 7, "max_completion_tokens": 7},
+        "max_tokens and max_completion_tokens are two names of one limit: send only one of them",
+    ),
     ({"max_tokens": 0}, "max_tokens=0: Input should be greater than or equal to 1"),
     ({"messages": []}, "messages=[]: it must hold at least one entry"),
     ({"messages": [{"role": "robot", "content": "x"}]}, 'messages[0].role="robot"'),
