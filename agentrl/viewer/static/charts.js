@@ -1,91 +1,405 @@
-// Charts by plotly, in the page's colours.
+// Charts as SVG. A line is one path and a stack is one path per part, both reduced to the pixels they cover, so a run of
+// any length draws at the same cost. Charts with the same Link share the range and the cursor of their x axis.
+//
+// A chart is described by:
+//   series: [{ name, x, y, low, high, color, dash, width, points, held, custom }]   ascending x; gaps in y are null;
+//           `low` and `high` draw a band, `points` draws no line, `held` keeps each value until the next one,
+//           `custom[i]` is passed to `onpoint`; `unnamed` keeps a second line of a name out of the legend
+//   stacked, share: series are stacked as bars, in absolute values or in shares; `left` and `right` of the first series
+//           give the bars' edges where they are not centred on x
+//   x, y:   { title, log, ticks, zero, whole }; `extent`: [least, most] of x if other charts share it
+//   marks:  x of dotted vertical lines;  link, height, onpoint(custom, x)
 
-let library;
+import { el, number } from "./dom.js";
 
-function loaded() {
-  library ??= new Promise((resolve, reject) => {
-    if (window.Plotly) return resolve(window.Plotly); // an exported page holds it
-    const script = document.createElement("script");
-    script.src = "/plotly.min.js";
-    script.onload = () => resolve(window.Plotly);
-    script.onerror = () => reject(new Error("plotly.min.js could not be loaded"));
-    return document.head.append(script);
+const FEW = 60; // points of a line that are marked each
+const FONT = 6.4; // pixels of a digit
+const MARGIN = { top: 16, right: 10, bottom: 32 };
+const DASHES = ["", "7 3", "1.5 2.5", "9 3 1.5 3"];
+
+// The look of the n-th line: eight colours, the second four dashed as well; more lines repeat them in other dashes.
+export function lineStyle(place) {
+  return { color: `var(--line-${(place % 8) + 1})`, dash: DASHES[Math.floor(place / 4) % DASHES.length] };
+}
+
+// The mean of each value and its neighbours, `window` in all, fewer at the ends.
+export function smoothed(values, window) {
+  const half = Math.floor(window / 2);
+  if (half === 0) return values;
+  const sums = [0];
+  for (const value of values) sums.push(sums.at(-1) + value);
+  return values.map((_, place) => {
+    const low = Math.max(0, place - half);
+    const high = Math.min(values.length, place + half + 1);
+    return (sums[high] - sums[low]) / (high - low);
   });
-  return library;
 }
 
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+// The x range and cursor that charts share.
+export class Link {
+  constructor(range = null, onzoom = () => {}) {
+    this.range = range;
+    this.onzoom = onzoom;
+    this.charts = new Set();
+  }
 
-export const palette = () => [1, 2, 3, 4, 5, 6, 7, 8].map((place) => colour(`--line-${place}`));
+  // Shows a range of x in every chart; null: all of it.
+  zoom(range) {
+    if (range === this.range) return;
+    this.range = range;
+    this.onzoom(range);
+    this.each((chart) => chart.render());
+  }
 
-// What is to be drawn once its element is about to be seen; only the newest of several.
-const waiting = new WeakMap();
-const seen = new WeakSet();
-const watch = new IntersectionObserver(
-  (entries) => {
-    for (const { target, isIntersecting } of entries) {
-      if (!isIntersecting) continue;
-      watch.unobserve(target);
-      seen.add(target);
-      drawNow(target, ...waiting.get(target));
+  point(x) {
+    this.each((chart) => chart.point(x));
+  }
+
+  each(act) {
+    for (const chart of this.charts) chart.element.isConnected ? act(chart) : this.charts.delete(chart);
+  }
+}
+
+const drawn = new WeakMap();
+const sizes = new ResizeObserver((entries) => entries.forEach(({ target }) => drawn.get(target).resized()));
+
+// Draws a chart into `element`, or draws it anew; an element that is not on the page yet is drawn once it is.
+export function draw(element, spec) {
+  if (!drawn.has(element)) {
+    drawn.set(element, new Chart(element));
+    sizes.observe(element);
+  }
+  drawn.get(element).show(spec);
+}
+
+class Chart {
+  constructor(element) {
+    this.element = element;
+    this.hidden = new Set(); // names of series
+    this.own = new Link();
+    this.width = 0;
+    this.legend = el("div", { class: "legend" });
+    this.svg = svg("svg", {});
+    this.svg.addEventListener("pointerdown", (event) => (this.from = event.pointerType === "mouse" ? this.at(event) : null));
+    this.svg.addEventListener("pointermove", (event) => this.moved(event));
+    this.svg.addEventListener("pointerleave", () => ((this.from = null), this.select(null), this.link.point(null)));
+    this.svg.addEventListener("pointerup", (event) => this.released(event));
+    this.svg.addEventListener("dblclick", () => this.link.zoom(null));
+    element.replaceChildren(this.legend, this.svg);
+  }
+
+  get link() {
+    return this.spec.link ?? this.own;
+  }
+
+  show(spec) {
+    this.spec = spec;
+    this.link.charts.add(this);
+    this.height = spec.height ?? 190;
+    this.svg.setAttribute("height", this.height);
+    if (this.width) this.render();
+  }
+
+  resized() {
+    const width = this.element.clientWidth;
+    if (!width || width === this.width) return;
+    this.width = width;
+    this.render();
+  }
+
+  render() {
+    const { spec, width, height } = this;
+    const { x = {}, y = {} } = spec;
+    const shown = spec.series.filter((series) => !this.hidden.has(series.name));
+    const all = spec.extent ?? extent(spec.series.flatMap((series) => [...(series.left ?? []), ...(series.right ?? []), ...series.x]));
+    this.range = this.link.range ?? all ?? [0, 1];
+    if (this.range[0] === this.range[1]) this.range = [this.range[0] - 0.5, this.range[1] + 0.5];
+    const plot = width - MARGIN.right;
+    // Reduced for a plot without labels; the labels of y need its values.
+    const parts = spec.stacked ? stack(shown, this.range, plot, spec.share) : shown.map((series) => reduced(series, this.range, plot, y.log));
+    const scaleY = axis(valuesOf(parts, spec), { ...y, zero: y.zero || spec.stacked }, height - MARGIN.bottom, MARGIN.top, Math.max(2, Math.floor(height / 42)));
+    const left = Math.max(24, 10 + FONT * Math.max(...scaleY.ticks.map(([, text]) => text.length), 1));
+    const scaleX = axis(this.range, { ...x, tight: true }, left, width - MARGIN.right, Math.max(2, Math.floor(width / 90)));
+    Object.assign(this, { left, scaleX, scaleY, shown });
+    const bottom = height - MARGIN.bottom;
+    const clip = `clip-${(this.name ??= Math.random().toString(36).slice(2))}`;
+    this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    this.svg.replaceChildren(
+      svg("clipPath", { id: clip }, svg("rect", { x: left - 2, y: MARGIN.top - 4, width: width - left, height: bottom - MARGIN.top + 8 })),
+      svg("path", { class: "rule", d: scaleY.ticks.map(([place]) => `M${left} ${place}H${width - MARGIN.right}`).join("") }),
+      ...scaleY.ticks.map(([place, text]) => svg("text", { x: left - 5, y: place + 4, "text-anchor": "end" }, text)),
+      ...scaleX.ticks.map(([place, text]) => svg("text", { x: Math.min(place, width - (FONT * text.length) / 2), y: bottom + 14, "text-anchor": "middle" }, text)),
+      svg("text", { class: "unit", x: 0, y: 10 }, y.title ?? ""),
+      svg("text", { class: "unit", x: width - MARGIN.right, y: height - 3, "text-anchor": "end" }, x.title ?? ""),
+      svg("g", { "clip-path": `url(#${clip})` }, parts.flatMap((part) => this.paths(part)), svg("path", { class: "mark", d: (spec.marks ?? []).map((place) => `M${scaleX.at(place)} ${MARGIN.top}V${bottom}`).join("") })),
+      (this.cursor = svg("path", { class: "cursor" })),
+      (this.selection = svg("rect", { class: "selection", y: MARGIN.top, height: bottom - MARGIN.top, width: 0 })),
+      svg("rect", { class: "plot", x: left, y: 0, width: Math.max(0, width - left - MARGIN.right), height: bottom }),
+    );
+    this.describe();
+    this.point(null);
+  }
+
+  paths({ series, x, y, low, high, right, base }) {
+    const across = x.map((value) => round(this.scaleX.at(value)));
+    const up = (values) => values.map((value) => (value === null ? null : round(this.scaleY.at(value))));
+    const tops = up(y);
+    if (right) {
+      const ends = right.map((value) => round(this.scaleX.at(value)));
+      const feet = up(base);
+      const bars = across.map((from, place) => (tops[place] === feet[place] ? "" : `M${from} ${feet[place]}V${tops[place]}H${ends[place]}V${feet[place]}Z`));
+      return [styled(svg("path", { class: "bars", d: bars.join("") }), { fill: series.color })];
     }
-  },
-  { rootMargin: "300px" },
-);
+    const made = [];
+    if (low) {
+      const [upper, lower] = [up(high), up(low)];
+      const edge = across.map((place, index) => `${place} ${upper[index]}`).concat(across.map((place, index) => `${place} ${lower[index]}`).reverse());
+      made.push(styled(svg("path", { class: "band", d: edge.length ? `M${edge.join("L")}Z` : "" }), { fill: series.color }));
+    }
+    const line = [];
+    across.forEach((place, index) => {
+      if (tops[index] === null) return;
+      const before = index > 0 && tops[index - 1] !== null;
+      line.push(!before ? `M${place} ${tops[index]}` : series.held ? `H${place}V${tops[index]}` : `L${place} ${tops[index]}`);
+    });
+    const stroke = { stroke: series.color, strokeWidth: series.width ?? 1.8, strokeDasharray: series.dash ?? "" };
+    if (!series.points) made.push(styled(svg("path", { class: "line", d: line.join("") }), stroke));
+    if (series.points || (x.length < FEW && !series.held)) {
+      const dots = across.map((place, index) => (tops[index] === null ? "" : `M${place} ${tops[index]}h0`)).join("");
+      made.push(styled(svg("path", { class: "dots", d: dots }), { stroke: series.color, strokeWidth: series.points ? 8 : 4.5, strokeOpacity: series.points ? 0.4 : 1 }));
+    }
+    return made;
+  }
 
-// Draws `traces` into `element`, or draws them anew; as soon as it is on the page and near what is seen of it. `onpoint`
-// gets the x of a point that was clicked.
-export function draw(element, traces, options = {}) {
-  if (seen.has(element)) return drawNow(element, traces, options);
-  waiting.set(element, [traces, options]);
-  return watch.observe(element);
+  // The names of the series with their values at the cursor; a click hides one.
+  describe() {
+    this.values = new Map();
+    const entries = this.spec.series.filter((series) => series.name && !series.unnamed).map((series) => {
+      const value = el("b", {});
+      this.values.set(series, value);
+      const shape = this.spec.stacked || series.points ? svg("rect", { width: 10, height: 10, x: 4, y: 1, rx: 2 }) : svg("path", { d: "M0 6H18" });
+      const style = this.spec.stacked || series.points ? { fill: series.color } : { stroke: series.color, strokeWidth: 2.4, strokeDasharray: series.dash ?? "" };
+      const mark = svg("svg", { width: 18, height: 12, "aria-hidden": "true" }, styled(shape, style));
+      const toggle = () => {
+        if (!this.hidden.delete(series.name)) this.hidden.add(series.name);
+        this.render();
+      };
+      return el("button", { type: "button", "aria-pressed": String(!this.hidden.has(series.name)), onclick: toggle }, mark, `${series.name} `, value);
+    });
+    this.where = el("span", { class: "where" });
+    this.legend.replaceChildren(...(entries.length ? [...entries, this.where] : []));
+  }
+
+  // Shows the values at `x`; without one, the last values.
+  point(x) {
+    if (!this.scaleX) return;
+    for (const [series, shown] of this.values) {
+      const place = x === null ? series.x.length - 1 : nearest(series.x, x);
+      shown.textContent = series.points ? "" : number(series.y[place] ?? null, series.y);
+    }
+    const found = x === null ? null : this.snap(x);
+    this.cursor.setAttribute("d", found === null ? "" : `M${round(this.scaleX.at(found))} ${MARGIN.top}V${this.height - MARGIN.bottom}`);
+    this.where.textContent = found === null ? "" : `${this.spec.x?.title ?? ""} ${number(found)}`;
+  }
+
+  // The x of a value that is nearest to `x`.
+  snap(x) {
+    const places = this.shown.filter((series) => series.x.length).map((series) => series.x[nearest(series.x, x)]);
+    return places.reduce((best, place) => (best === null || Math.abs(place - x) < Math.abs(best - x) ? place : best), null);
+  }
+
+  at(event) {
+    return this.scaleX.from(event.clientX - this.svg.getBoundingClientRect().left);
+  }
+
+  moved(event) {
+    const x = this.at(event);
+    this.select(this.from === null || this.from === undefined ? null : [this.from, x]);
+    this.link.point(x);
+  }
+
+  select(range) {
+    const [from, to] = (range ?? [0, 0]).map((x) => this.scaleX.at(x)).sort((a, b) => a - b);
+    this.selection.setAttribute("x", from);
+    this.selection.setAttribute("width", range ? to - from : 0);
+  }
+
+  released(event) {
+    const x = this.at(event);
+    const from = this.from ?? x;
+    this.from = null;
+    this.select(null);
+    const dragged = Math.abs(this.scaleX.at(from) - this.scaleX.at(x)) > 6;
+    if (dragged) return this.link.zoom([Math.max(this.range[0], Math.min(from, x)), Math.min(this.range[1], Math.max(from, x))]);
+    const found = this.spec.onpoint ? this.hit(x, event.clientY - this.svg.getBoundingClientRect().top) : null;
+    if (found) this.spec.onpoint(found.custom, found.x);
+  }
+
+  // The value nearest to a place: by x first, then by y.
+  hit(x, down) {
+    const x0 = this.snap(x);
+    let best = null;
+    for (const series of this.shown) {
+      series.x.forEach((value, place) => {
+        if (value !== x0 || series.y[place] === null || !series.custom) return;
+        const far = Math.abs(this.scaleY.at(series.y[place]) - down);
+        if (!best || far < best.far) best = { far, x: value, custom: series.custom[place] };
+      });
+    }
+    return best;
+  }
 }
 
-function drawNow(element, traces, options) {
-  drawn(element, traces, options).catch((error) => element.replaceChildren(error.message));
-}
-
-async function drawn(element, traces, { layout = {}, onpoint }) {
-  const plotly = await loaded();
-  if (!element.isConnected) return;
-  const axis = { gridcolor: colour("--rule"), zerolinecolor: colour("--rule"), linecolor: colour("--rule"), automargin: true, exponentformat: "power" };
-  const axes = Object.fromEntries(
-    ["xaxis", "yaxis", ...Object.keys(layout).filter((name) => /^[xy]axis\d?$/.test(name))].map((name) => [
-      name,
-      { ...axis, ...(layout[name] ?? {}) },
-    ]),
-  );
-  const whole = {
-    height: 240,
-    margin: { l: 48, r: 12, t: 8, b: 36 },
-    paper_bgcolor: "transparent",
-    plot_bgcolor: "transparent",
-    font: { family: "inherit", size: 12, color: colour("--quiet") },
-    colorway: palette(),
-    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 }, traceorder: "normal" },
-    hovermode: "closest",
-    ...layout,
-    ...axes,
+// A series within a range of x, at most four values for each pixel: the first, the least, the greatest and the last.
+function reduced(series, [from, to], pixels, log) {
+  const { low: lows, high: highs } = series;
+  const start = Math.max(0, first(series.x, from) - 1);
+  const end = Math.min(series.x.length, first(series.x, to) + 2);
+  const value = (values, place) => (values[place] === null || (log && !(values[place] > 0)) ? null : values[place]);
+  const made = { series, x: [], y: [], ...(lows ? { low: [], high: [] } : {}) };
+  const keep = (place, low, high) => {
+    made.x.push(series.x[place]);
+    made.y.push(value(series.y, place));
+    if (lows) made.low.push(low), made.high.push(high);
   };
-  await plotly.react(element, traces, whole, { displayModeBar: false, responsive: true });
-  element.removeAllListeners("plotly_click");
-  if (onpoint) element.on("plotly_click", (event) => onpoint(event.points[0].x, event.points[0]));
+  if (end - start <= 2 * pixels) {
+    for (let place = start; place < end; place++) keep(place, lows?.[place], highs?.[place]);
+    return made;
+  }
+  const column = (place) => Math.floor(((series.x[place] - from) / (to - from)) * pixels);
+  for (let place = start; place < end; ) {
+    const here = column(place);
+    let [least, most, last, low, high] = [place, place, place, Infinity, -Infinity];
+    for (; place < end && column(place) === here; last = place++) {
+      if (series.y[place] < series.y[least]) least = place;
+      if (series.y[place] > series.y[most]) most = place;
+      if (lows) (low = Math.min(low, lows[place])), (high = Math.max(high, highs[place]));
+    }
+    const kept = [...new Set([last, least, most])].sort((a, b) => a - b);
+    for (const each of kept) keep(each, low, high);
+  }
+  return made;
 }
 
-// Traces of a line with a 95 % band between `low` and `high`, where they are given.
-export function lineWithBand({ name, x, y, low, high, color, custom, hidden = false }) {
-  const band = low && {
-    x: [...x, ...[...x].reverse()],
-    y: [...high, ...[...low].reverse()],
-    fill: "toself",
-    mode: "lines",
-    line: { width: 0 },
-    fillcolor: color,
-    opacity: 0.15,
-    hoverinfo: "skip",
-    showlegend: false,
+// Series as stacked bars; where bars are narrower than two pixels, neighbours become one bar of their mean.
+function stack(shown, [from, to], pixels, share) {
+  const byX = new Map();
+  shown.forEach((series, part) => {
+    series.x.forEach((x, place) => {
+      if (!byX.has(x)) byX.set(x, { x, left: series.left?.[place], right: series.right?.[place], values: shown.map(() => 0) });
+      byX.get(x).values[part] = series.y[place] ?? 0;
+    });
+  });
+  const bars = [...byX.values()].sort((a, b) => a.x - b.x);
+  const gap = bars.length > 1 ? Math.min(...bars.slice(1).map((bar, place) => bar.x - bars[place].x).filter((width) => width > 0)) : 1;
+  for (const bar of bars) {
+    bar.left ??= bar.x - 0.45 * gap;
+    bar.right ??= bar.x + 0.45 * gap;
+  }
+  const inside = bars.filter((bar) => bar.right >= from && bar.left <= to);
+  const together = Math.max(1, Math.ceil((2 * inside.length) / pixels));
+  const parts = shown.map((series) => ({ series, x: [], right: [], y: [], base: [] }));
+  for (let place = 0; place < inside.length; place += together) {
+    const some = inside.slice(place, place + together);
+    const sums = shown.map((_, part) => some.reduce((sum, bar) => sum + bar.values[part], 0) / some.length);
+    const whole = share ? sums.reduce((sum, value) => sum + value, 0) || 1 : 1;
+    let foot = 0;
+    parts.forEach((part, index) => {
+      part.x.push(some[0].left);
+      part.right.push(some.at(-1).right);
+      part.base.push(foot);
+      part.y.push((foot += sums[index] / whole));
+    });
+  }
+  return parts;
+}
+
+function valuesOf(parts, { share, stacked }) {
+  if (share) return [0, 1];
+  const found = parts.flatMap((part) => [extent(part.y), part.low && extent(part.low), part.high && extent(part.high)]).filter(Boolean);
+  const whole = extent(found.flat()) ?? [0.1, 1];
+  return stacked ? [0, whole[1]] : whole;
+}
+
+// A scale from values to pixels, with labelled ticks at round values.
+function axis([least, most], { log, ticks, zero, whole, tight }, start, end, count) {
+  if (log) least = Math.max(least, Number.MIN_VALUE);
+  if (zero && !log) [least, most] = [Math.min(0, least), Math.max(0, most)];
+  if (least === most) [least, most] = log ? [least / 2, most * 2] : [least - (Math.abs(least) || 1) / 2, most + (Math.abs(most) || 1) / 2];
+  let [low, high] = log ? [Math.log10(least), Math.log10(most)] : [least, most];
+  if (!tight) {
+    const room = 0.05 * (high - low);
+    [low, high] = [zero && low === 0 ? 0 : low - room, high + room];
+  }
+  if (tight && log) [low, high] = [low - 0.05, high + 0.05];
+  const at = (value) => start + (((log ? Math.log10(value) : value) - low) / (high - low)) * (end - start);
+  const from = (pixel) => {
+    const value = low + ((pixel - start) / (end - start)) * (high - low);
+    return log ? 10 ** value : value;
   };
-  const mode = x.length < 60 ? "lines+markers" : "lines";
-  const line = { name, x, y, mode, line: { color, width: 1.8 }, marker: { size: 4 }, customdata: custom, showlegend: !hidden };
-  return band ? [band, line] : [line];
+  const chosen = ticks ?? (log ? decades(low, high, count) : steps(low, high, count, whole));
+  return { at, from, ticks: chosen.map((value) => [round(at(value)), tick(value, log ? value : (chosen[1] ?? value) - chosen[0])]) };
+}
+
+function steps(low, high, count, whole) {
+  const rough = (high - low) / count;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = Math.max(whole ? 1 : 0, power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999));
+  const first = Math.ceil(low / step - 1e-9);
+  return Array.from({ length: Math.max(0, Math.floor(high / step + 1e-9) - first + 1) }, (_, place) => (first + place) * step);
+}
+
+function decades(low, high, count) {
+  const factors = high - low < 1.5 ? [1, 2, 5] : [1];
+  const every = Math.max(1, Math.ceil((high - low) / count / 1.5));
+  const found = [];
+  for (let power = Math.floor(low); power <= high; power++) for (const factor of factors) if (power % every === 0) found.push(factor * 10 ** power);
+  return found.filter((value) => Math.log10(value) >= low - 1e-9 && Math.log10(value) <= high + 1e-9);
+}
+
+// A tick's label, with the digits that tell it from the next one, `step` away.
+function tick(value, step) {
+  const size = Math.abs(value);
+  if (size >= 1e6 || (size > 0 && size < 1e-3)) return value.toExponential(1).replace(".0e", "e").replace("e+", "e");
+  return value.toLocaleString("en", { maximumFractionDigits: Math.max(0, Math.min(6, Math.ceil(-Math.log10(Math.abs(step) || 1)) + 1)) });
+}
+
+function extent(values) {
+  let [least, most] = [Infinity, -Infinity];
+  for (const value of values) {
+    if (value === null || value === undefined) continue;
+    if (value < least) least = value;
+    if (value > most) most = value;
+  }
+  return least <= most ? [least, most] : null;
+}
+
+// The first place whose x is at least `value`.
+function first(x, value) {
+  let [low, high] = [0, x.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (x[middle] < value) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+function nearest(x, value) {
+  const after = first(x, value);
+  return after > 0 && (after === x.length || value - x[after - 1] <= x[after] - value) ? after - 1 : after;
+}
+
+const round = (value) => Math.round(value * 10) / 10;
+
+function styled(element, style) {
+  Object.assign(element.style, style);
+  return element;
+}
+
+function svg(tag, attributes, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children.flat());
+  return element;
 }

@@ -1,4 +1,4 @@
-// Elements. Content is always a text node; nothing of a run is ever parsed as markup.
+// Elements, numbers and tables. Content is always a text node; nothing of a run is ever parsed as markup.
 
 export function el(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
@@ -28,13 +28,37 @@ export function notices(problems) {
   return problems.map((text) => el("p", { class: "notice", role: "status" }, text));
 }
 
-// A number to read; exact values stand in titles and in the panel of a token.
-export function short(value) {
+// [term, description] pairs in a line.
+export function factList(pairs) {
+  return el("dl", { class: "facts" }, pairs.map(([term, text]) => el("div", {}, el("dt", {}, term), el("dd", {}, text))));
+}
+
+const counts = new Intl.NumberFormat("en");
+const decimals = new Intl.NumberFormat("en", { minimumFractionDigits: 3, maximumFractionDigits: 3 });
+
+// A number as every page writes it: three decimals, or none if all of `among`, the numbers it is read beside, are whole.
+// Numbers that three decimals cannot show get an exponent. Exact values are in titles.
+export function number(value, among = [value]) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
-  if (Number.isInteger(value)) return value.toLocaleString("en");
   const size = Math.abs(value);
-  return size >= 1000 || size < 0.001 ? value.toExponential(2) : value.toPrecision(4).replace(/\.?0+$/, "");
+  if (size >= 1e9 || (size > 0 && size < 5e-4)) return value.toExponential(2);
+  return (among.every((each) => typeof each !== "number" || Number.isInteger(each)) ? counts : decimals).format(value);
+}
+
+// Both ends of an interval.
+export const interval = ({ low, high }) => `${number(low, [low, high])} to ${number(high, [low, high])}`;
+
+// Seconds as 45 s, 12 min 5 s, 3 h 20 min or 2 d 4 h.
+export function duration(seconds) {
+  if (typeof seconds !== "number") return "–";
+  const whole = Math.round(seconds);
+  for (const [size, unit, smaller, name] of [[86_400, "d", 3_600, "h"], [3_600, "h", 60, "min"], [60, "min", 1, "s"]]) {
+    if (whole < size) continue;
+    const rest = Math.floor((whole % size) / smaller);
+    return `${Math.floor(whole / size)} ${unit}${rest ? ` ${rest} ${name}` : ""}`;
+  }
+  return `${whole} s`;
 }
 
 export function words(name) {
@@ -49,3 +73,56 @@ const code = (character) => `‹U+${character.codePointAt(0).toString(16).toUppe
 
 // Text with what cannot be seen made visible: marks of direction, controls.
 export const visible = (text) => text.replace(CONTROLS, code);
+
+const SHOWN = 250; // rows that are drawn at first, and with every "Show more"
+
+// A table whose columns sort. Columns: { title, value(row), cell(row), number }; `fill` draws the rows again.
+export function table(columns, rows, { caption, order = null, mark } = {}) {
+  const body = el("tbody");
+  let sorted = order;
+  let most = SHOWN;
+  const more = el("button", { class: "act", type: "button", onclick: () => ((most += SHOWN), fill()) });
+  const heads = columns.map((column, place) => {
+    const sort = () => {
+      sorted = { place, down: sorted?.place === place ? !sorted.down : Boolean(column.number) };
+      fill();
+    };
+    return el("th", { scope: "col", class: column.number ? "number" : "" }, el("button", { type: "button", onclick: sort }, column.title));
+  });
+  function fill() {
+    heads.forEach((head, place) =>
+      head.setAttribute("aria-sort", sorted?.place !== place ? "none" : sorted.down ? "descending" : "ascending"),
+    );
+    const shown = [...rows];
+    if (sorted) {
+      const { value } = columns[sorted.place];
+      shown.sort((a, b) => compare(value(a), value(b)) * (sorted.down ? -1 : 1));
+    }
+    more.hidden = shown.length <= most;
+    more.textContent = `Show more: ${Math.min(most, shown.length)} of ${shown.length} rows are shown`;
+    const cells = columns.map((column) => cellsOf(column, rows));
+    body.replaceChildren(...shown.slice(0, most).map((row) => el("tr", { class: mark?.(row) ?? "" }, cells.map((cell) => cell(row)))));
+  }
+  fill();
+  const head = el("thead", {}, el("tr", {}, heads));
+  const whole = el("table", {}, caption ? el("caption", {}, caption) : null, head, body);
+  return { element: el("div", { class: "wide", tabIndex: 0, role: "region", "aria-label": caption ?? "Table" }, whole, more), fill };
+}
+
+// From a row to its cell in a column, whose numbers all have the same decimals.
+function cellsOf(column, rows) {
+  const style = column.number ? "number" : (column.class ?? "");
+  if (column.cell) return (row) => el("td", { class: style }, column.cell(row));
+  const among = rows.map(column.value);
+  return (row) => {
+    const value = column.value(row);
+    return el("td", { class: style, title: typeof value === "number" && !Number.isInteger(value) ? String(value) : "" }, visible(number(value, among)));
+  };
+}
+
+function compare(a, b) {
+  if (a === b) return 0;
+  if (a === null || a === undefined) return -1;
+  if (b === null || b === undefined) return 1;
+  return a < b ? -1 : 1;
+}

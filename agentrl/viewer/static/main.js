@@ -1,15 +1,16 @@
-// Shows the screen that the address's end names, and lets go of the one before.
+// Shows the screen that the address's end names. The end is `#PATH?VIEW`: the view is what the user chose on the screen,
+// and how far the page is scrolled, so an address that is sent to someone opens at the same place.
 
-import { comparisonScreen } from "./comparison.js";
+import { ask, every, isExported } from "./data.js";
 import { el } from "./dom.js";
-import { evaluationScreen, rolloutScreen } from "./evaluations.js";
+import { comparisonScreen, evaluationScreen, rolloutScreen } from "./evaluations.js";
 import { runScreen } from "./run.js";
 import { runsScreen } from "./runs.js";
 import { trajectoriesScreen } from "./trajectories.js";
 import { trajectoryScreen } from "./trajectory.js";
 
 const screens = [
-  [/^\/$/, runsScreen],
+  [/^\/$/, isExported ? ({ ...given }) => runScreen({ ...given, parts: ["run"] }) : runsScreen], // an export holds one run
   [/^\/run\/(\w+)$/, runScreen],
   [/^\/run\/(\w+)\/trajectories$/, trajectoriesScreen],
   [/^\/run\/(\w+)\/(\d+)\/(\d+)$/, trajectoryScreen],
@@ -17,25 +18,37 @@ const screens = [
   [/^\/evaluation\/(\w+)\/(\d+)$/, rolloutScreen],
   [/^\/comparison\/(\w+)\/(\w+)$/, comparisonScreen],
 ];
+const SETTLED = 200; // milliseconds without a change before a view is written into the address: browsers limit the rate
+const CHECKED = 10; // seconds between two looks at whether the run of a page that does not change still exists
 
 let current = new AbortController();
+let remember = () => {};
 
 async function show(event) {
   current.abort();
+  remember = () => {};
   const mine = (current = new AbortController());
-  const [path, query = ""] = (location.hash.slice(1) || "/").split("?");
+  const [path, view = ""] = (location.hash.slice(1) || "/").split("?");
+  const query = new URLSearchParams(view);
   const [pattern, screen] = screens.find(([each]) => each.test(path)) ?? screens[0];
   const parts = (pattern.exec(path) ?? []).slice(1);
   const page = document.getElementById("page");
+  const keep = rememberer(path, query, mine.signal, page);
   try {
-    const { title, trail = [], content } = await screen(parts, new URLSearchParams(query), mine.signal);
+    const { title, trail = [], content, ready } = await screen({ parts, query: new URLSearchParams(query), signal: mine.signal, remember: keep });
     if (mine.signal.aborted) return;
     document.title = `${title} · agentrl`;
-    const links = trail.map(([text, address]) => el("a", { href: address }, text));
+    const links = trail.filter(([, address]) => !isExported || address !== "#/").map(([text, address]) => el("a", { href: address }, text));
     document.getElementById("trail").replaceChildren(...links, el("span", { "aria-current": "page" }, title));
     page.replaceChildren(...content.filter(Boolean));
-    window.scrollTo(0, 0);
+    await framed(); // charts get their heights
+    if (mine.signal.aborted) return;
+    window.scrollTo(0, Number(query.get("at") ?? 0));
     if (event) page.focus({ preventScroll: true }); // keys and screen readers go on in the new screen
+    ready?.();
+    remember = keep;
+    const [, id] = /^\/run\/(\w+)\//.exec(path) ?? [];
+    if (id) every(CHECKED, mine.signal, () => ask(`/runs/${id}`));
   } catch (error) {
     if (mine.signal.aborted) return;
     document.getElementById("trail").replaceChildren(el("a", { href: "#/" }, "Runs"));
@@ -44,5 +57,24 @@ async function show(event) {
   page.dataset.ready = location.hash;
 }
 
+// Writes what a screen gives it into the address, in place of the entry that is there; null removes a name.
+function rememberer(path, query, signal, page) {
+  let timer;
+  return (values) => {
+    for (const [name, value] of Object.entries(values)) value === null || value === "" ? query.delete(name) : query.set(name, value);
+    clearTimeout(timer);
+    timer = setTimeout(() => {
+      const place = `#${path}${String(query) ? `?${query}` : ""}`;
+      if (signal.aborted || place === (location.hash || "#/")) return;
+      history.replaceState(null, "", place);
+      page.dataset.ready = place;
+    }, SETTLED);
+  };
+}
+
+const framed = () => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
+
+history.scrollRestoration = "manual";
+window.addEventListener("scroll", () => remember({ at: Math.round(window.scrollY) || null }));
 window.addEventListener("hashchange", show); // calls it with its event
 show();

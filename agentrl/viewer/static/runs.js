@@ -1,139 +1,173 @@
-// All runs side by side: a table, overlaid curves, and the settings in which they differ; below, the evaluations.
+// All runs side by side: overlaid curves, a table, and the settings in which they differ; below, the evaluations.
 
-import { ask } from "./api.js";
-import { loadCatalogue, meanings, metricOf } from "./catalogue.js";
-import { draw, lineWithBand, palette } from "./charts.js";
-import { choice, el, notices, section, short } from "./dom.js";
-import { AXES, Series, smoothed } from "./series.js";
-import { every } from "./timer.js";
-import { table } from "./table.js";
+import { draw, lineStyle } from "./charts.js";
+import { ask, every, loadCatalogue, meanings, Series, unitOf } from "./data.js";
+import { choice, duration, el, interval, notices, number, section, table, visible, words } from "./dom.js";
+import { axisTitle, curveChoices, curveState, metricLine, progress, stateTag } from "./run.js";
 
 const FIRST = "reward/mean";
-const SHOWN_AT_FIRST = 8;
-const INTERVALS = { "reward/mean": "reward/stderr" };
+const SHOWN_AT_FIRST = 8; // as many as there are colours
+const REFRESH = 5; // seconds
+const STORED_PLACES = "places of runs among the colours";
 
-export async function runsScreen(_parts, _query, signal) {
+export async function runsScreen({ query, signal, remember }) {
   await loadCatalogue();
-  const { runs, evaluations } = await ask("/places");
-  const readable = runs.filter((run) => !run.problem);
-  const state = { metric: FIRST, axis: "step", window: 1, search: "", chosen: new Set() };
-  const newest = [...readable].sort((a, b) => b.modified - a.modified).slice(0, SHOWN_AT_FIRST);
-  newest.forEach((run) => state.chosen.add(run.id));
-  const series = new Map(readable.map((run) => [run.id, new Series(run.id)]));
-  const colours = new Map(readable.map((run, place) => [run.id, place]));
+  const state = { ...curveState(query), search: query.get("search") ?? "" };
+  state.metric ||= FIRST;
+  const asked = query.get("runs")?.split("~");
+  const chosen = new Set(asked); // in the order in which they were chosen: earlier ones keep their colours
+  const places = storedPlaces();
+  const series = new Map();
+  const [runs, rows, evaluations] = [[], [], []];
   const chart = el("div", { class: "chart", role: "img", "aria-label": "Curves of the chosen runs" });
-  const metrics = el("div");
-  const about = el("div");
-  const runTable = el("div");
-  const differing = el("div");
+  const [metrics, about, differing, troubles, scores] = [el("div"), el("div"), el("div"), el("div"), el("div")];
+  const color = (run) => `var(--line-${(places.get(run.id) % 8) + 1})`;
+  const style = (run) => lineStyle(places.get(run.id));
+  const shown = () => [...chosen].map((id) => runs.find((run) => run.id === id)).filter(Boolean);
+  const toggle = (run) => (event) => {
+    if (event.target.checked) chosen.add(run.id);
+    else chosen.delete(run.id);
+    state.picked = true;
+    remember({ runs: [...chosen].join("~") });
+    assignPlaces(places, shown());
+    list();
+    settings();
+    return curves();
+  };
+  const columns = [
+    { title: "Curve", value: (run) => chosen.has(run.id), cell: (run) => el("input", { type: "checkbox", checked: chosen.has(run.id), "aria-label": `Show ${run.name}`, onchange: toggle(run) }) },
+    { title: "Run", value: (run) => run.name, class: "name", cell: (run) => [chosen.has(run.id) ? swatch(color(run)) : swatch("transparent"), el("a", { href: `#/run/${run.id}` }, run.name), run.notes ? el("div", { class: "hint" }, visible(run.notes.split("\n")[0])) : null].filter(Boolean) },
+    { title: "Result", number: true, value: (run) => run.result, cell: null },
+    { title: "State", value: (run) => run.state, cell: (run) => [stateTag(run), alertMark(run)].filter(Boolean) },
+    { title: "Step", number: true, value: (run) => run.step, cell: progress },
+    { title: "Duration", number: true, value: (run) => run.seconds, cell: (run) => duration(run.seconds) },
+    { title: "Estimator", value: (run) => run.settings["algorithm.estimator"] },
+    { title: "Environment", value: (run) => run.settings.env },
+    { title: "Seed", value: (run) => run.settings.seed },
+    { title: "Last change", value: (run) => run.modified, cell: (run) => new Date(run.modified * 1000).toLocaleString() },
+  ];
+  const runTable = table(columns, rows, { caption: "All runs", mark: (run) => (run.alerts?.length ? "troubled" : "") });
 
-  async function curves() {
-    const shown = readable.filter((run) => state.chosen.has(run.id));
-    await Promise.all(shown.filter((run) => !series.get(run.id).position).map((run) => series.get(run.id).refresh()));
-    const names = [...new Set(shown.flatMap((run) => series.get(run.id).names()))].sort();
-    const pick = (value) => ((state.metric = value), curves());
-    metrics.replaceChildren(choice("Metric", names.map((name) => [name, name]), state.metric, pick));
-    const lines = palette();
-    const traces = shown.flatMap((run) => {
-      const { x, y, rows } = series.get(run.id).line(state.metric, state.axis);
-      const error = INTERVALS[state.metric];
-      const means = smoothed(y, state.window);
-      const half = rows.map((row) => 1.96 * (row[error] ?? 0));
-      const band = error && state.window === 1;
-      const low = band ? means.map((mean, place) => mean - half[place]) : null;
-      const high = band ? means.map((mean, place) => mean + half[place]) : null;
-      return lineWithBand({ name: run.name, x, y: means, low, high, color: lines[colours.get(run.id) % lines.length] });
-    });
-    const title = AXES.find(([kind]) => kind === state.axis)[1];
+  // Reads which runs there are. True if anything about them is new.
+  async function read() {
+    const before = JSON.stringify([runs, evaluations]);
+    const found = await ask("/places");
+    runs.splice(0, Infinity, ...found.runs.filter((run) => !run.problem));
+    evaluations.splice(0, Infinity, ...found.evaluations);
+    runs.filter((run) => !series.has(run.id)).forEach((run) => series.set(run.id, new Series(run.id)));
+    if (!asked && !state.picked) {
+      const newest = [...runs].sort((a, b) => b.modified - a.modified).slice(0, SHOWN_AT_FIRST).map((run) => run.id);
+      [...chosen].filter((id) => !newest.includes(id)).forEach((id) => chosen.delete(id));
+      newest.sort().forEach((id) => chosen.add(id));
+    }
+    assignPlaces(places, shown());
+    troubles.replaceChildren(...notices([...found.runs, ...found.evaluations].filter((one) => one.problem).map((one) => `${one.name}: ${one.problem}`)));
+    return JSON.stringify([runs, evaluations]) !== before;
+  }
+
+  async function curves(fresh = () => false) {
+    const lines = shown();
+    await Promise.all(lines.filter((run) => !series.get(run.id).position || fresh(run)).map((run) => series.get(run.id).refresh()));
+    const names = [...new Set(lines.flatMap((run) => series.get(run.id).names()))].sort();
+    const pick = (value) => ((state.metric = value), remember({ metric: value === FIRST ? null : value }), curves());
+    if (!metrics.contains(document.activeElement)) metrics.replaceChildren(choice("Metric", names.map((name) => [name, name]), state.metric, pick));
     about.replaceChildren(...[meanings([state.metric])].filter(Boolean));
-    draw(chart, traces, { layout: { height: 340, showlegend: true, xaxis: { title: { text: title } }, yaxis: { title: { text: metricOf(state.metric).unit } } } });
+    const drawn = lines.map((run) => ({ name: run.name, ...metricLine(state.metric, series.get(run.id), state), ...style(run) }));
+    draw(chart, { series: drawn, height: 250, x: { title: axisTitle(state), whole: state.axis === "step" }, y: { title: unitOf([state.metric]) } });
   }
 
   function list() {
-    const lines = palette();
-    const rows = readable.filter((run) => `${run.name}\n${run.notes}`.toLowerCase().includes(state.search.toLowerCase()));
-    const toggle = (run) => (event) => {
-      if (event.target.checked) state.chosen.add(run.id);
-      else state.chosen.delete(run.id);
-      curves();
-      settings();
-    };
-    const columns = [
-      {
-        title: "Curve",
-        value: (run) => state.chosen.has(run.id),
-        cell: (run) => el("input", { type: "checkbox", checked: state.chosen.has(run.id), "aria-label": `Show ${run.name}`, onchange: toggle(run) }),
-      },
-      { title: "Run", value: (run) => run.name, cell: (run) => [swatch(lines[colours.get(run.id) % lines.length]), el("a", { href: `#/run/${run.id}` }, run.name)] },
-      { title: "State", value: stateOf, cell: (run) => el("span", { class: run.live ? "tag good" : "tag" }, stateOf(run)) },
-      ...(readable.some((run) => run.notes) ? [{ title: "Notes", value: (run) => run.notes.split("\n")[0], class: "text" }] : []),
-      { title: "Estimator", value: (run) => run.settings["algorithm.estimator"] },
-      { title: "Environment", value: (run) => run.settings.env },
-      { title: "Seed", number: true, value: (run) => run.settings.seed },
-      { title: "Stored steps", number: true, value: (run) => run.stored_steps },
-      { title: "Last change", value: (run) => run.modified, cell: (run) => new Date(run.modified * 1000).toLocaleString() },
-    ];
-    runTable.replaceChildren(table(columns, rows, { caption: `${rows.length} of ${runs.length} runs` }).element);
+    rows.splice(0, Infinity, ...runs.filter((run) => `${run.name}\n${run.notes}`.toLowerCase().includes(state.search.toLowerCase())));
+    runTable.element.querySelector("caption").textContent = `${rows.length} of ${runs.length} runs`;
+    runTable.fill();
   }
 
   function settings() {
-    const shown = readable.filter((run) => state.chosen.has(run.id));
-    const keys = [...new Set(shown.flatMap((run) => Object.keys(run.settings)))].sort();
+    const some = shown();
+    const keys = [...new Set(some.flatMap((run) => Object.keys(run.settings)))].sort();
     const text = (run, key) => JSON.stringify(run.settings[key] ?? null);
-    const rows = keys.filter((key) => key !== "name" && new Set(shown.map((run) => text(run, key))).size > 1);
-    if (shown.length < 2) return differing.replaceChildren();
-    const columns = [{ title: "Setting", value: (key) => key }];
-    shown.forEach((run) => columns.push({ title: run.name, value: (key) => text(run, key), class: "brief" }));
-    const content = rows.length ? table(columns, rows, {}).element : el("p", { class: "quiet" }, "The chosen runs have the same settings.");
+    const differ = keys.filter((key) => key !== "name" && new Set(some.map((run) => text(run, key))).size > 1);
+    if (some.length < 2) return differing.replaceChildren();
+    const heads = [{ title: "Setting", value: (key) => key }, ...some.map((run) => ({ title: run.name, value: (key) => text(run, key), class: "brief" }))];
+    const content = differ.length ? table(heads, differ, {}).element : el("p", { class: "quiet" }, "The chosen runs have the same settings.");
     return differing.replaceChildren(section("Settings that differ", content));
   }
 
-  list();
-  settings();
+  const scored = () => scores.replaceChildren(...(evaluations.length ? [section("Evaluations", evaluationTable(evaluations.filter((one) => !one.problem)))] : []));
+  const fill = () => (list(), settings(), scored());
+  await read();
+  fill();
   await curves();
-  every(5, signal, async () => {
-    const live = readable.filter((run) => run.live && state.chosen.has(run.id));
-    const changed = await Promise.all(live.map((run) => series.get(run.id).refresh()));
-    if (changed.some(Boolean)) await curves();
+  every(REFRESH, signal, async () => {
+    const seen = new Map(runs.map((run) => [run.id, run.modified]));
+    if (!(await read())) return;
+    fill();
+    await curves((run) => run.modified !== seen.get(run.id));
   });
+  const search = (event) => ((state.search = event.target.value), remember({ search: state.search }), list());
   const controls = el(
     "div",
     { class: "bar" },
     metrics,
-    choice("Over", AXES, state.axis, (value) => ((state.axis = value), curves())),
-    smoothing(state, curves),
-    el("label", { class: "field grow" }, el("span", {}, "Search runs"), el("input", { type: "search", oninput: (event) => ((state.search = event.target.value), list()) })),
+    ...curveChoices(state, remember, () => curves()),
   );
-  const problems = notices(runs.filter((run) => run.problem).map((run) => `${run.name}: ${run.problem}`));
-  const page = [...problems];
-  if (runs.length) page.push(section("Runs", controls, chart, about, runTable), differing);
-  if (evaluations.length) page.push(section("Evaluations", evaluationTable(evaluations)));
-  return { title: "Runs", content: page };
+  const find = el("label", { class: "field" }, el("span", {}, "Search runs"), el("input", { type: "search", value: state.search, oninput: search }));
+  const all = el("section", { class: "card" }, el("div", { class: "bar" }, find), runTable.element);
+  const card = el("section", { class: "card", "aria-label": "Curves" }, controls, chart, about);
+  return { title: "Runs", content: [el("h1", {}, "Runs"), troubles, card, all, differing, scores] };
 }
 
-export function smoothing(state, redraw) {
-  const windows = [[1, "off"], [5, "5 steps"], [15, "15 steps"], [51, "51 steps"]].map(([value, label]) => [String(value), label]);
-  return choice("Smoothing", windows, String(state.window), (value) => ((state.window = Number(value)), redraw()));
+// Gives every run of `shown` a place among the colours, its own one if no earlier run has it: of up to eight runs no two
+// have the same colour, and a run that is added takes a free one.
+function assignPlaces(places, shown) {
+  const taken = new Set();
+  const most = Math.max(SHOWN_AT_FIRST, shown.length);
+  const keeps = (run) => places.get(run.id) < most && !taken.has(places.get(run.id)) && taken.add(places.get(run.id));
+  for (const run of shown.filter((each) => !keeps(each))) {
+    let place = 0;
+    while (taken.has(place)) place++;
+    places.set(run.id, place);
+    taken.add(place);
+  }
+  try {
+    localStorage.setItem(STORED_PLACES, JSON.stringify([...places]));
+  } catch {
+    // A browser that stores nothing assigns colours anew at the next visit.
+  }
 }
 
-const stateOf = (run) => (run.live ? "going on" : run.finished ? "finished" : "stopped");
+function storedPlaces() {
+  try {
+    return new Map(JSON.parse(localStorage.getItem(STORED_PLACES)) ?? []);
+  } catch {
+    return new Map();
+  }
+}
+
 const swatch = (color) => {
   const mark = el("span", { class: "swatch" });
   mark.style.backgroundColor = color;
   return mark;
 };
 
+function alertMark({ alerts }) {
+  if (!alerts?.length) return null;
+  const names = [...new Set(alerts.map((alert) => words(alert)))];
+  return el("span", { class: "tag bad", title: names.join(", ") }, `⚠ ${names.at(-1)}${names.length > 1 ? ` +${names.length - 1}` : ""}`);
+}
+
 function evaluationTable(evaluations) {
   const names = [...new Set(evaluations.flatMap((one) => Object.keys(one.benchmarks ?? {})))].sort();
   const score = (one, name) => one.benchmarks?.[name];
   const columns = [
-    { title: "Evaluation", value: (one) => one.name, cell: (one) => el("a", { href: `#/evaluation/${one.id}` }, one.name) },
-    { title: "Model", value: (one) => one.model },
+    { title: "Evaluation", value: (one) => one.name, class: "name", cell: (one) => el("a", { href: `#/evaluation/${one.id}` }, one.name) },
+    ...names.map((name) => ({
+      title: name,
+      number: true,
+      value: (one) => score(one, name)?.mean,
+      cell: (one) => (score(one, name) ? [number(score(one, name).mean, [0.5]), el("div", { class: "hint" }, interval(score(one, name).problems_like_these))] : "–"),
+    })),
+    { title: "Model", value: (one) => one.model, class: "text" },
   ];
-  for (const name of names) {
-    const interval = ({ low, high }) => ` (${short(low)} to ${short(high)})`;
-    const cell = (one) => (score(one, name) ? `${short(score(one, name).mean)}${interval(score(one, name).problems_like_these)}` : "–");
-    columns.push({ title: name, number: true, value: (one) => score(one, name)?.mean, cell });
-  }
   return table(columns, evaluations, { caption: "Mean score with its 95 % interval for problems like these" }).element;
 }

@@ -1,14 +1,13 @@
 // The trajectories of a step or of many: filters, full-text search, a histogram of rewards, a table.
 
-import { ask } from "./api.js";
-import { draw } from "./charts.js";
-import { el, notices, section, words } from "./dom.js";
-import { table } from "./table.js";
+import { draw, lineStyle } from "./charts.js";
+import { ask } from "./data.js";
+import { el, notices, section, table, words } from "./dom.js";
 
 const FIELDS = [
+  ["text", "Text in the conversation", "search"],
   ["first", "From step", "number"],
   ["last", "To step", "number"],
-  ["text", "Text in the conversation", "search"],
   ["problem", "Problem", "search"],
   ["ended", "Ended", ["answered", "stopped", "void_turn", "turn_limit", "token_limit", "deadline", "cancelled", "infrastructure_failure"]],
   ["verdict", "Verdict", ["correct", "incorrect", "no_answer", "unparsable_answer", "answer_timeout", "unparsable_gold", "grader_timeout"]],
@@ -22,11 +21,11 @@ const FIELDS = [
   ["group", "Group", "number"],
 ];
 
-const ALWAYS = 4; // fields that are shown before "More filters"
+const ALWAYS = 3; // fields that are shown before "More filters"
 
-export async function trajectoriesScreen([id], query) {
+export async function trajectoriesScreen({ parts: [id], query }) {
   const facts = await ask(`/runs/${id}`);
-  const asked = Object.fromEntries(query);
+  const asked = Object.fromEntries([...query].filter(([name]) => FIELDS.some(([field]) => field === name)));
   const rows = [];
   const problems = el("div");
   const chart = el("div", { class: "chart", role: "img", "aria-label": "Histogram of rewards" });
@@ -45,46 +44,47 @@ export async function trajectoriesScreen([id], query) {
     more.hidden = !after;
     status.textContent = `${rows.length} trajectories${after ? `, so far: searched up to step ${after.split(":")[0]}` : ""}`;
     shown.fill();
-    await histogram();
-    await overSteps();
-  }
-
-  async function histogram() {
-    const rewards = rows.map((row) => row.reward);
-    const bar = { type: "histogram", x: rewards, nbinsx: 20, marker: { color: "#5b8fd0" } };
-    const onpoint = (x, point) => {
-      const inside = point.pointNumbers.map((place) => rewards[place]);
-      go(id, { ...asked, least_reward: Math.min(...inside), most_reward: Math.max(...inside) });
-    };
-    const layout = { height: 140, bargap: 0.05, xaxis: { title: { text: "reward", standoff: 2 } }, showlegend: false };
-    draw(chart, rewards.length ? [bar] : [], { layout, onpoint });
+    draw(chart, histogram(rows.map((row) => row.reward), ([low, high]) => go(id, { ...asked, least_reward: low, most_reward: high })));
+    overSteps();
   }
 
   // The rewards of one problem along the steps.
-  async function overSteps() {
+  function overSteps() {
     if (!asked.problem || new Set(rows.map((row) => row.problem)).size !== 1) return;
-    const byStep = grouped(rows);
-    const steps = [...byStep.keys()].sort((a, b) => a - b);
-    const means = steps.map((step) => byStep.get(step).reduce((sum, row) => sum + row.reward, 0) / byStep.get(step).length);
-    const points = { name: "trajectory", x: rows.map((row) => row.step), y: rows.map((row) => row.reward), customdata: rows.map((row) => row.number), mode: "markers", marker: { size: 7, opacity: 0.35 } };
-    const line = { name: "mean", x: steps, y: means, mode: "lines+markers" };
-    const onpoint = (step, { customdata }) => (location.hash = customdata === undefined ? `#/run/${id}/trajectories?${new URLSearchParams({ ...asked, first: step, last: step })}` : `#/run/${id}/${step}/${customdata}`);
+    const ordered = [...rows].sort((a, b) => a.step - b.step);
+    const steps = [...new Set(ordered.map((row) => row.step))];
+    const mean = (step) => {
+      const rewards = ordered.filter((row) => row.step === step).map((row) => row.reward);
+      return rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
+    };
+    const points = { name: "trajectories", points: true, color: lineStyle(0).color, x: ordered.map((row) => row.step), y: ordered.map((row) => row.reward), custom: ordered.map((row) => `${row.step}/${row.number}`) };
+    const line = { name: "mean", color: lineStyle(1).color, x: steps, y: steps.map(mean) };
     course.hidden = false;
-    draw(course.querySelector(".chart"), [points, line], { layout: { height: 200, showlegend: true, xaxis: { title: { text: "step" } }, yaxis: { title: { text: "reward" } } }, onpoint });
+    draw(course.querySelector(".chart"), { series: [points, line], x: { title: "step", whole: true }, y: { title: "reward" }, onpoint: (place) => (location.hash = `#/run/${id}/${place}`) });
   }
 
   await next();
   const steps = asked.first && asked.first === asked.last ? `Step ${asked.first}` : "Trajectories";
   const name = facts.path.split("/").at(-1);
-  const hint = el("p", { class: "hint" }, "A click on a bar shows its trajectories alone.");
-  const content = [el("h1", {}, `${steps} of ${name}`), neighbours(id, asked, facts.trajectory_steps), filters(id, asked), problems, course, section("Rewards", chart, hint), section("Found", shown.element, status, more)];
-  return { title: steps, trail: [["Runs", "#/"], [name, `#/run/${id}`]], content };
+  const found = section("Found", el("div", { class: "found" }, el("div", {}, status, more), chart), shown.element);
+  const heading = el("div", { class: "heading" }, el("h1", {}, `${steps} of ${name}`), neighbours(id, asked, facts.trajectory_steps));
+  return { title: steps, trail: [["Runs", "#/"], [name, `#/run/${id}`]], content: [heading, filters(id, asked), problems, course, found] };
 }
 
-function grouped(rows) {
-  const found = new Map();
-  rows.forEach((row) => found.set(row.step, [...(found.get(row.step) ?? []), row]));
-  return found;
+// Rewards in at most twenty bars; `onbar` gets the least and the greatest reward of a bar that is clicked.
+function histogram(rewards, onbar) {
+  const least = rewards.reduce((a, b) => Math.min(a, b), Infinity);
+  const width = (rewards.reduce((a, b) => Math.max(a, b), -Infinity) - least) / 20 || 1;
+  const bins = new Map();
+  for (const reward of rewards) {
+    const bin = Math.min(19, Math.floor((reward - least) / width));
+    bins.set(bin, [...(bins.get(bin) ?? []), reward]);
+  }
+  const bars = [...bins].sort(([a], [b]) => a - b);
+  const at = (offset) => bars.map(([bin]) => least + (bin + offset) * width);
+  const ends = bars.map(([, inside]) => [Math.min(...inside), Math.max(...inside)]);
+  const series = { color: lineStyle(0).color, x: at(0.5), left: at(0.05), right: at(0.95), y: bars.map(([, inside]) => inside.length), custom: ends };
+  return { series: bars.length ? [series] : [], stacked: true, height: 96, x: { title: "reward: a click shows a bar alone" }, y: { whole: true }, onpoint: onbar };
 }
 
 function go(id, values) {
@@ -99,7 +99,7 @@ function neighbours(id, asked, steps) {
   const before = steps.findLast((step) => step < here);
   const after = steps.find((step) => step > here);
   const links = [before !== undefined ? link(before, `← step ${before}`) : null, after !== undefined ? link(after, `step ${after} →`) : null];
-  return el("p", { class: "bar" }, links);
+  return el("p", { class: "steps" }, links);
 }
 
 function filters(id, asked) {
@@ -110,16 +110,14 @@ function filters(id, asked) {
       : el("input", { name, type: kind, value, step: "any", size: kind === "number" ? 6 : 20 });
     return el("label", { class: kind === "search" ? "field grow" : "field" }, el("span", {}, label), input);
   });
-  const plain = FIELDS.slice(0, ALWAYS).map(([name]) => name);
-  const wide = window.matchMedia("(min-width: 60rem)").matches;
-  const open = wide || FIELDS.some(([name]) => !plain.includes(name) && asked[name]);
-  const more = el("details", { class: "all", open }, el("summary", {}, "More filters"), el("div", { class: "filters" }, inputs.slice(ALWAYS)));
+  const used = FIELDS.slice(ALWAYS).filter(([name]) => asked[name]).map(([name, label]) => `${label}: ${words(asked[name])}`);
+  const more = el("details", { class: "all" }, el("summary", {}, used.length ? `More filters (${used.join(", ")})` : "More filters"), el("div", { class: "filters" }, inputs.slice(ALWAYS)));
   const submit = (event) => {
     event.preventDefault();
     go(id, Object.fromEntries(new FormData(event.target)));
   };
   const buttons = [el("button", { class: "act", type: "submit" }, "Search"), el("a", { href: `#/run/${id}/trajectories` }, "clear")];
-  return el("form", { class: "card filters", onsubmit: submit, role: "search" }, inputs.slice(0, ALWAYS), more, buttons);
+  return el("form", { class: "card search", onsubmit: submit, role: "search" }, el("div", { class: "bar" }, inputs.slice(0, ALWAYS), buttons), more);
 }
 
 function columnsOf(id) {

@@ -1,64 +1,69 @@
 // One trajectory: the conversation with its tokens, what training made of each, and the siblings of its group.
 
-import { ask } from "./api.js";
-import { choice, el, notices, said, section, short, visible, words } from "./dom.js";
-import { isExported } from "./exported.js";
-import { siblingCards, siblingChart } from "./siblings.js";
-import { fieldName, TOKEN_FIELDS } from "./token_fields.js";
-import { TokenView } from "./token_view.js";
+import { draw, lineStyle, Link } from "./charts.js";
+import { ask, isExported } from "./data.js";
+import { choice, el, factList, notices, number, said, section, visible, words } from "./dom.js";
+import { gradientOf, isConstant, TOKEN_FIELDS, TokenView } from "./tokens.js";
 import { verdict } from "./trajectories.js";
 import { whatIf } from "./what_if.js";
 
-export async function trajectoryScreen([id, step, number]) {
-  const page = await ask(`/runs/${id}/steps/${step}/${number}`);
+const fieldName = (name) => TOKEN_FIELDS[name]?.[0] ?? name;
+
+export async function trajectoryScreen({ parts: [id, step, place], query, remember }) {
+  const page = await ask(`/runs/${id}/steps/${step}/${place}`);
   const { row, fields } = page;
   const known = () => Object.keys(TOKEN_FIELDS).filter((name) => name in fields);
-  const names = known();
-  const state = { field: names[0], rank: 0, down: true };
-  const panel = el("aside", { class: "card panel", "aria-live": "off" }, el("p", { class: "quiet" }, "Point at a token, or move with the arrow keys."));
+  const label = (name) => `${fieldName(name)}${isConstant(fields[name]) ? " (constant)" : ""}`;
+  const asked = known().find((name) => name === query.get("field"));
+  const state = { field: asked ?? known().find((name) => !isConstant(fields[name])) ?? known()[0], rank: 0, down: true };
+  const panel = el("aside", { class: "card panel idle", "aria-live": "off" }, el("p", { class: "quiet" }, "Point at a token, or move with the arrow keys."));
   const legend = el("div", { class: "scale" });
-  const explain = explainer(page, `/runs/${id}/steps/${step}/${number}`);
-  const view = new TokenView((index, token) => describe(panel, page, state, index, token, explain));
+  const explain = explainer(page, `/runs/${id}/steps/${step}/${place}`);
+  const view = new TokenView((index, token, passing) => {
+    describe(panel, page, state, index, token, explain);
+    if (!passing) remember({ token: index });
+  });
   const conversation = conversationOf(page, view);
 
   const colour = (name) => {
     state.field = name;
     state.rank = 0;
-    scaleLegend(legend, view.colour(fields[name]));
-    if (view.current >= 0) view.choose(view.current);
+    scaleLegend(legend, view.colour(name, fields[name]), isConstant(fields[name]));
+    if (view.current >= 0) view.choose(view.current, { passing: true });
   };
   const jump = (down) => {
     const order = fields[state.field].map((value, index) => [value, index]).filter(([value]) => value !== null);
     order.sort(([a], [b]) => (down ? b - a : a - b));
     state.rank = down === state.down ? state.rank % order.length : 0;
     state.down = down;
-    if (order.length) view.choose(order[state.rank++][1], true);
+    if (order.length) view.choose(order[state.rank++][1], { scroll: "center" });
   };
-  const button = (label, down) => el("button", { class: "act", type: "button", onclick: () => jump(down) }, label);
-  const fieldChoice = choice("Colour by", names.map((name) => [name, fieldName(name)]), state.field, colour);
+  const button = (text, down) => el("button", { class: "act", type: "button", onclick: () => jump(down) }, text);
+  const fieldChoice = choice("Colour by", known().map((name) => [name, label(name)]), state.field, (name) => (colour(name), remember({ field: name })));
   const take = (found) => {
     Object.assign(fields, found);
-    const options = known().map((name) => el("option", { value: name }, fieldName(name)));
+    const options = known().map((name) => el("option", { value: name }, label(name)));
     fieldChoice.querySelector("select").replaceChildren(...options);
     fieldChoice.querySelector("select").value = "what_if_advantages";
     colour("what_if_advantages");
   };
   const controls = el("div", { class: "bar" }, fieldChoice, button("Largest", true), button("Smallest", false), legend);
-  colour(state.field);
+  if (state.field) colour(state.field);
 
   const untold = page.tokenizer ? [] : ["The run's tokenizer is not here: tokens are shown by their ids."];
   const without = page.fields.advantages || page.problems.length ? [] : [reasonFor(row)];
-  const title = `${step} / ${number}`;
+  const title = `${step} / ${place}`;
   const content = [
-    el("h1", {}, `Trajectory ${number} of step ${step}`),
+    el("h1", {}, `Trajectory ${place} of step ${step}`),
     aboutTrajectory(page, id),
     ...notices([...page.problems, ...untold, ...without]),
     el("div", { class: "reading" }, section("Conversation", controls, conversation), panel),
-    section("Siblings along their tokens", siblingChart(page, number)),
-    whatIf(page, { id, step, number }, take),
-    section("The group side by side", siblingCards(page, id, step, number)),
+    section("Siblings along their tokens", siblingCharts(page, place)),
+    whatIf(page, { id, step, number: place }, take),
+    section("The group side by side", siblingCards(page, id, step, place)),
   ];
-  return { title, trail: [["Runs", "#/"], [page.run, `#/run/${id}`], [`Step ${step}`, `#/run/${id}/trajectories?first=${step}&last=${step}`]], content };
+  const ready = () => query.get("token") && view.choose(Number(query.get("token")), { scroll: "center" });
+  return { title, trail: [["Runs", "#/"], [page.run, `#/run/${id}`], [`Step ${step}`, `#/run/${id}/trajectories?first=${step}&last=${step}`]], content, ready };
 }
 
 function reasonFor(row) {
@@ -72,13 +77,13 @@ function aboutTrajectory({ row, problem, facts }, id) {
     ["Gold answer", visible(String(problem.answer ?? "–"))],
     ["Answer", visible(String(row.answer ?? "–"))],
     ["Verdict", verdict(row)],
-    ["Reward", short(row.reward)],
+    ["Reward", number(row.reward)],
     ["Ended", words(row.ended)],
     ["Turns", row.turns],
-    ["Seconds", short(row.seconds)],
+    ["Seconds", number(row.seconds)],
     ["Estimator", facts ? said(facts.estimator, facts.estimator_options) : "–"],
   ];
-  return el("dl", { class: "facts" }, pairs.map(([key, value]) => el("div", {}, el("dt", {}, key), el("dd", {}, value))));
+  return factList(pairs);
 }
 
 function conversationOf(page, view) {
@@ -87,9 +92,9 @@ function conversationOf(page, view) {
   let turn = 0;
   return segments.map((segment) => {
     const heading = segment.origin === "model" ? `model, turn ${turn++}` : segment.origin;
-    const count = `${segment.token_ids.length} tokens`;
+    const count = `${number(segment.token_ids.length)} tokens`;
     const call = segment.origin === "observation" ? calls.shift() : undefined;
-    const tool = call ? [" · ", el("span", { class: call.outcome === "ok" ? "tag good" : "tag bad" }, words(call.outcome)), ` ${short(call.seconds)} s${exitStatus(call.exit_code)}${call.truncated ? ", trimmed" : ""}`] : [];
+    const tool = call ? [" · ", el("span", { class: call.outcome === "ok" ? "tag good" : "tag bad" }, words(call.outcome)), ` ${number(call.seconds)} s${exitStatus(call.exit_code)}${call.truncated ? ", trimmed" : ""}`] : [];
     const body = segment.origin === "model" ? view.segment(segment) : el("pre", { class: "said" }, visible(textOf(segment)));
     return el("article", { class: `segment ${segment.origin}` }, el("h3", {}, `${heading} · ${count}`, ...tool), body);
   });
@@ -128,23 +133,62 @@ function explainer(page, address) {
   };
 }
 
+// What training made of one token; exact values are in titles.
 function describe(panel, page, state, index, token, explain) {
-  const exact = (value) => (value === null ? "not finite" : String(value));
   const rows = Object.keys(TOKEN_FIELDS).filter((name) => name in page.fields).map((name) => {
+    const value = page.fields[name][index];
     const label = el("th", { scope: "row", title: TOKEN_FIELDS[name][1] }, fieldName(name));
-    return el("tr", { class: name === state.field ? "chosen" : "", "data-field": name }, label, el("td", { class: "number" }, exact(page.fields[name][index])));
+    const text = value === null ? "not finite" : typeof value === "number" ? number(value, page.fields[name]) : String(value);
+    return el("tr", { class: name === state.field ? "chosen" : "", "data-field": name }, label, el("td", { class: "number", title: String(value) }, text));
   });
   const kind = token.special ? "special token" : token.past ? "token past the stop" : "token";
   const title = el("h2", {}, `${kind} ${index}: `, el("code", {}, JSON.stringify(visible(token.piece ?? ""))));
-  const formula = el("p", { class: "hint" }, `${fieldName(state.field)}: ${TOKEN_FIELDS[state.field][1]}`);
-  panel.replaceChildren(title, el("p", { class: "hint" }, `id ${token.id}`), el("table", {}, el("tbody", {}, rows)), formula, ...(page.fields.advantages && !isExported ? [explain(index)] : []));
+  const close = el("button", { class: "close", type: "button", "aria-label": "Close", onclick: () => panel.classList.add("idle") }, "×");
+  const formula = el("p", { class: "hint" }, `${fieldName(state.field)}: ${TOKEN_FIELDS[state.field]?.[1] ?? ""}`);
+  panel.classList.remove("idle");
+  panel.replaceChildren(close, title, el("p", { class: "hint" }, `id ${token.id}`), el("table", {}, el("tbody", {}, rows)), formula, ...(page.fields.advantages && !isExported ? [explain(index)] : []));
 }
 
-function scaleLegend(legend, { low, high, signed, below }) {
+function scaleLegend(legend, scale, constant) {
   const bar = el("b");
-  const strong = (name) => `rgb(var(${name}) / .75)`;
-  const colours = below ? [strong("--down"), "transparent"] : ["transparent", strong("--up")];
-  if (signed) colours.unshift(strong("--down"));
-  bar.style.background = `linear-gradient(to right, ${colours.join(", ")})`;
-  legend.replaceChildren(el("span", {}, short(low)), bar, el("span", {}, short(high)));
+  bar.style.background = gradientOf(scale);
+  const ends = [scale.low, scale.high];
+  legend.replaceChildren(el("span", {}, number(scale.low, ends)), bar, el("span", {}, number(scale.high, ends)), ...(constant ? [el("span", {}, "the same for all tokens")] : []));
+}
+
+const CURVES = [
+  ["realized_energy", "realized energy"],
+  ["baselines", "baseline"],
+  ["advantages", "advantage"],
+];
+
+// Energy, baseline and advantage along the model's tokens, for every trajectory of the group.
+function siblingCharts(page, place) {
+  const trained = page.siblings.filter((sibling) => sibling.curves);
+  if (!trained.length) return el("p", { class: "quiet" }, "No trajectory of the group has statistics of its tokens.");
+  const link = new Link();
+  const most = Math.max(...trained.map((sibling) => sibling.index.at(-1) ?? 0));
+  return CURVES.map(([name, title], row) => {
+    const chart = el("div", { class: "chart", role: "img", "aria-label": `${title} of the siblings` });
+    const series = trained.map((sibling, at) => ({
+      name: `${sibling.number}: reward ${number(sibling.reward)}`,
+      x: sibling.index,
+      y: sibling.curves[name],
+      held: true,
+      width: sibling.number === Number(place) ? 3 : 1.2,
+      ...lineStyle(at),
+    }));
+    draw(chart, { series, link, extent: [0, most], height: 150, x: { title: row === CURVES.length - 1 ? "token of the model" : "", whole: true }, y: { title } });
+    return chart;
+  });
+}
+
+function siblingCards(page, id, step, place) {
+  const cards = page.siblings.map((sibling) => {
+    const here = sibling.number === Number(place);
+    const title = el("a", { href: `#/run/${id}/${step}/${sibling.number}`, "aria-current": here ? "true" : null }, `Trajectory ${sibling.number}`);
+    const facts = `reward ${number(sibling.reward)} · ${words(sibling.ended)} · ${sibling.tokens} tokens${sibling.dropped ? ` · not trained: ${sibling.dropped}` : ""}`;
+    return el("article", { class: here ? "here" : "" }, title, el("div", { class: "hint" }, facts), el("pre", {}, visible(sibling.text)));
+  });
+  return el("div", { class: "siblings", tabIndex: 0, role: "group", "aria-label": "The group" }, cards);
 }

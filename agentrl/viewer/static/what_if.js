@@ -1,19 +1,17 @@
 // The stored group under another estimator, computed by the viewer's machine: curves beside those of training, and the
 // chosen trajectory's tokens to colour.
 
-import { ask } from "./api.js";
-import { draw, palette } from "./charts.js";
-import { choice, el, notices, said, section, short, words } from "./dom.js";
-import { isExported } from "./exported.js";
-import { table } from "./table.js";
+import { draw, lineStyle, Link } from "./charts.js";
+import { ask, isExported } from "./data.js";
+import { choice, el, notices, number, said, section, table, words } from "./dom.js";
 
-const ROWS = [
+const CURVES = [
   ["baselines", "baseline"],
   ["advantages", "advantage"],
 ];
 
 // `onfound` gets the columns of the trajectory's tokens, by the names of TOKEN_FIELDS.
-export function whatIf(page, { id, step, number }, onfound) {
+export function whatIf(page, { id, step, number: place }, onfound) {
   if (!page.fields.advantages || isExported) return null;
   const body = el("div", {}, el("p", { class: "hint" }, "The first computation takes some seconds: it loads torch and the run's plug-ins."));
   const button = el("button", { class: "act", type: "button", onclick: () => open() }, "Choose an estimator");
@@ -46,8 +44,8 @@ export function whatIf(page, { id, step, number }, onfound) {
       try {
         const name = estimator.querySelector("select").value;
         const query = { estimator: name, options: JSON.stringify(valuesOf(options)), size: rollouts.querySelector("select").value };
-        const found = await ask(`/runs/${id}/steps/${step}/${number}/what_if`, query);
-        result.replaceChildren(...shown(page, found, number));
+        const found = await ask(`/runs/${id}/steps/${step}/${place}/what_if`, query);
+        result.replaceChildren(...shown(page, found, place));
         onfound(found.fields);
       } catch (error) {
         result.replaceChildren(...notices([error.message]));
@@ -81,31 +79,28 @@ function valuesOf(options) {
   return found;
 }
 
-function shown(page, found, number) {
+function shown(page, found, place) {
   const before = new Map(page.siblings.map((sibling) => [sibling.number, sibling]));
-  const chart = el("div", { class: "chart", role: "img", "aria-label": "Baseline and advantage under the other estimator and in training" });
-  const lines = palette();
-  const width = (sibling) => (sibling.number === Number(number) ? 2.6 : 1.1);
-  const trace = (sibling, place, name, row, dash) => ({
-    x: dash ? before.get(sibling.number).index : sibling.index,
-    y: dash ? before.get(sibling.number).curves[name] : sibling[name],
-    name: `${sibling.number}${dash ? " in training" : ""}`,
-    legendgroup: String(sibling.number),
-    showlegend: row === 0 && !dash,
-    mode: "lines",
-    yaxis: row === 0 ? "y" : "y2",
-    line: { color: lines[place % lines.length], width: width(sibling), shape: "hv", dash },
+  const link = new Link();
+  const charts = CURVES.map(([name, title], row) => {
+    const chart = el("div", { class: "chart", role: "img", "aria-label": `${title} under the other estimator and in training` });
+    const series = found.siblings.flatMap((sibling, at) => {
+      const look = { color: lineStyle(at).color, width: sibling.number === Number(place) ? 2.6 : 1.1, held: true };
+      const trained = before.get(sibling.number);
+      return [
+        { name: String(sibling.number), unnamed: true, x: trained.index, y: trained.curves[name], ...look, dash: "1.5 2.5" },
+        { name: String(sibling.number), x: sibling.index, y: sibling[name], ...look },
+      ];
+    });
+    draw(chart, { series, link, height: 180, x: { title: row === CURVES.length - 1 ? "token of the model" : "", whole: true }, y: { title } });
+    return chart;
   });
-  const traces = ROWS.flatMap(([name], row) => found.siblings.flatMap((sibling, place) => [trace(sibling, place, name, row, "dot"), trace(sibling, place, name, row)]));
-  const axis = ([, title], row) => ({ title: { text: title }, domain: row === 0 ? [0.53, 1] : [0, 0.45] });
-  const layout = { height: 400, xaxis: { title: { text: "token of the model" }, anchor: "y2" }, yaxis: axis(ROWS[0], 0), yaxis2: axis(ROWS[1], 1) };
-  draw(chart, traces, { layout });
   const columns = [
     { title: "Trajectory", number: true, value: (sibling) => sibling.number },
     { title: "Reward", number: true, value: (sibling) => before.get(sibling.number).reward },
     { title: "Mean advantage in training", number: true, value: (sibling) => before.get(sibling.number).mean_advantage },
     { title: `Mean advantage by ${found.estimator}`, number: true, value: (sibling) => sibling.mean },
   ];
-  const power = `Gradient power of these trajectories: ${short(found.power)}, in training ${short(found.power_before)} (the diagonal proxy of the variance). Solid: ${said(found.estimator, found.options)}; dotted: training.`;
-  return [el("p", { class: "hint", "data-power": found.power }, power), chart, table(columns, found.siblings, { caption: "The group under both" }).element];
+  const power = `Gradient power of these trajectories: ${number(found.power)}, in training ${number(found.power_before)} (the diagonal proxy of the variance). Solid: ${said(found.estimator, found.options)}; dotted: training.`;
+  return [el("p", { class: "hint", "data-power": found.power }, power), ...charts, table(columns, found.siblings, { caption: "The group under both" }).element];
 }

@@ -1,0 +1,135 @@
+// The model's tokens as elements: their fields, how a value becomes a colour, and the choice of a token by pointer or keys.
+
+import { el, visible } from "./dom.js";
+
+// Name, how it is made, and the value without a colour: 0 unless given, "least" for numbers that only count.
+export const TOKEN_FIELDS = {
+  advantages: ["Advantage", "A = G − b, as the estimator gives it"],
+  baselines: ["Baseline", "b, the estimator's: for token-level optimal baselines Σ W G / Σ W over the siblings"],
+  returns: ["Return", "G, the sum of rewards from this token on"],
+  gradient_share: ["Share of the gradient", "w (loss weight × A × weight)², over its sum in the step (without cross terms)"],
+  energy: ["Energy", "w = 1 − 2p + Σ p², the squared norm of the gradient with respect to the logits"],
+  realized_energy: ["Realized energy", "W, the sum of (weight × mask)² × w up to this token"],
+  rewards: ["Reward", "at the last token of a turn, with penalties"],
+  log_probs: ["Log-prob, trainer", "of the policy before the step's updates"],
+  engine_log_probs: ["Log-prob, engine", "of the distribution that the token was sampled from"],
+  difference: ["Trainer − engine", "difference of the two log-probabilities"],
+  ratio: ["Ratio", "probability under the policy that was updated over that before the step", 1],
+  entropy: ["Entropy", "nats, of the policy before the step's updates"],
+  loss_mask: ["Loss mask", "false where a filter or the rollout correction rejects the token"],
+  weights: ["Weight", "of the rollout correction"],
+  policy_version: ["Policy version", "the number of updates behind the weights that sampled the token", "least"],
+  turn: ["Turn", "of the model, from 0", "least"],
+  values: ["Value", "the critic's"],
+  reference_log_probs: ["Log-prob, reference", "of the reference policy"],
+  update_log_probs: ["Log-prob, updated", "of the policy that an update of the step changed"],
+  hidden_norm_squared: ["Hidden norm²", "of the head's input, for head-exact energy"],
+  loss_weight: ["Loss weight", "the factor of the token in the loss, before the correction's weight"],
+  what_if_advantages: ["What if: advantage", "under the estimator chosen below"],
+  what_if_baselines: ["What if: baseline", "under the estimator chosen below"],
+  what_if_returns: ["What if: return", "under the estimator chosen below"],
+  update: ["Update", "which update of the step trained on it", "least"],
+};
+
+const numbersOf = (values) => values.filter((value) => value !== null && value !== undefined).map(Number).filter(Number.isFinite);
+
+export function isConstant(values) {
+  const numbers = numbersOf(values);
+  return numbers.every((value) => value === numbers[0]);
+}
+
+// The scale of a field: { low, high, below, above, shade(value) }. Blue is above the origin and orange below it, both as
+// strong as the value is far from it; the two per cent farthest away share the strongest colour. A constant field is
+// painted too: with the colour of its value.
+export function scaleOf(name, values) {
+  const numbers = numbersOf(values).sort((a, b) => a - b);
+  if (!numbers.length) return { low: 0, high: 0, shade: () => "" };
+  const [least, most] = [numbers[0], numbers.at(-1)];
+  const anchor = TOKEN_FIELDS[name]?.[2] ?? 0;
+  const origin = anchor !== "least" ? anchor : least < most ? least : 0;
+  const far = numbers.map((value) => Math.abs(value - origin)).sort((a, b) => a - b);
+  const end = far[Math.min(far.length - 1, Math.floor(0.98 * far.length))] || far.at(-1);
+  const [below, above] = [least < origin, most > origin];
+  const shade = (value) => (end ? ink(value < origin ? "--down" : "--up", Math.abs(value - origin) / end) : "");
+  return { low: below ? origin - end : origin, high: above ? origin + end : origin, below, above, shade };
+}
+
+const STRONGEST = 0.75;
+const ink = (name, strength) => `rgb(var(${name}) / ${(STRONGEST * Math.min(1, Math.max(0, strength))).toFixed(3)})`;
+
+// The colours of a scale from its low end to its high one, as a background.
+export function gradientOf({ below, above }) {
+  const colours = [...(below ? [ink("--down", 1)] : []), "transparent", ...(above ? [ink("--up", 1)] : [])];
+  return `linear-gradient(to right, ${colours.length > 1 ? colours : "transparent, transparent"})`;
+}
+
+// The text of a token. Marks of white space are drawn by the style sheet, so that copied text is the model's own.
+function textOf(piece, id) {
+  if (piece === null) return [`⟨${id}⟩ `];
+  return visible(piece).split(/(\n|\t|^ +$)/).filter(Boolean).map((part) => {
+    if (part === "\n") return el("s", { "data-mark": "↵" }, part);
+    if (part === "\t") return el("s", { "data-mark": "⇥", class: "over" }, part);
+    return /^ +$/.test(piece) ? el("s", { "data-mark": "·".repeat(part.length), class: "over" }, part) : part;
+  });
+}
+
+export class TokenView {
+  // `onchoose` gets the index of the token that is pointed at or moved to, the token, and whether it was only pointed at.
+  constructor(onchoose) {
+    this.items = [];
+    this.onchoose = onchoose;
+    this.current = -1;
+  }
+
+  // The tokens of one segment; they continue the indices of those before.
+  segment({ pieces, token_ids: ids, special, text }) {
+    const specials = new Set(special);
+    const whole = pieces.every((piece) => piece !== null) && pieces.join("").startsWith(text);
+    const box = el("div", { class: "said tokens", tabIndex: 0, role: "group", "aria-label": "Tokens of the model; arrow keys move from one to the next" });
+    let length = 0;
+    pieces.forEach((piece, place) => {
+      const past = whole && length >= text.length && piece !== "";
+      const kind = specials.has(place) ? "special" : past ? "past" : "";
+      length += (piece ?? "").length;
+      const item = document.createElement("i");
+      item.append(...textOf(piece, ids[place]));
+      if (kind) item.className = kind;
+      item.dataset.index = this.items.length;
+      this.items.push({ item, piece, id: ids[place], past, special: specials.has(place) });
+      box.append(item);
+    });
+    const first = this.items.length - pieces.length;
+    const of = (event) => event.target.closest?.("i[data-index]");
+    box.addEventListener("pointerover", (event) => event.pointerType === "mouse" && of(event) && this.choose(Number(of(event).dataset.index), { passing: true }));
+    box.addEventListener("click", (event) => of(event) && this.choose(Number(of(event).dataset.index)));
+    box.addEventListener("focus", () => this.current < 0 && this.choose(first));
+    box.addEventListener("keydown", (event) => {
+      const all = this.items.length;
+      const move = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -all, End: all }[event.key];
+      if (!move) return;
+      event.preventDefault();
+      this.choose(Math.min(this.items.length - 1, Math.max(0, this.current + move)), { scroll: "nearest" });
+    });
+    return box;
+  }
+
+  choose(index, { passing = false, scroll = null } = {}) {
+    if (!this.items[index]) return;
+    this.items[this.current]?.item.classList.remove("current");
+    this.current = index;
+    const { item } = this.items[index];
+    item.classList.add("current");
+    if (scroll) item.scrollIntoView({ block: scroll });
+    this.onchoose(index, this.items[index], passing);
+  }
+
+  // Colours every token by its value of a field; returns the scale.
+  colour(name, values) {
+    const scale = scaleOf(name, values);
+    this.items.forEach(({ item }, index) => {
+      const value = values[index];
+      item.style.backgroundColor = value === null || value === undefined ? "" : scale.shade(Number(value));
+    });
+    return scale;
+  }
+}
