@@ -42,7 +42,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Styles may stand in elements because the charts' library writes them there; no content of a run becomes a style."""
+"""Inline styles are allowed because charts and tokens set colours; no content of a run becomes a style."""
 
 HEADERS = {
     "content-security-policy": POLICY,
@@ -54,11 +54,8 @@ HEADERS = {
 Answer = Callable[[Request], object]
 
 
-def make_app(library: Library, *, token: str, charts: Path, calculator: Calculator) -> Starlette:
-    """The application. ``charts``: the file of the charts' library, served as it was installed."""
-
-    def chart_library(_request: Request) -> Response:
-        return FileResponse(charts, media_type="text/javascript", headers={"cache-control": "max-age=86400"})
+def make_app(library: Library, *, token: str, calculator: Calculator) -> Starlette:
+    """Return the application."""
 
     def page(_request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
@@ -70,7 +67,6 @@ def make_app(library: Library, *, token: str, charts: Path, calculator: Calculat
     return Starlette(
         routes=[
             Route("/", page),
-            Route("/plotly.min.js", chart_library),
             *api,
             Mount("/static", StaticFiles(directory=STATIC)),
         ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import secrets
 import socket
@@ -20,18 +19,16 @@ from agentrl.viewer.export.page import export_page
 from agentrl.viewer.library import Library
 
 HOST = "127.0.0.1"
-_CHARTS = "package_data/plotly.min.js"
 
 
 def view_command(paths: Sequence[Path], *, port: int | None, browse: bool, echo: Callable[[str], object]) -> None:
     """Serve until Ctrl-C. Raises SettingsError where there is nothing to view, or the port is in use."""
     library = Library(paths)
-    charts = chart_library()
     listener = listen(port)
     token = secrets.token_urlsafe(16)
     calculator = Calculator()
     config = uvicorn.Config(
-        make_app(library, token=token, charts=charts, calculator=calculator),
+        make_app(library, token=token, calculator=calculator),
         lifespan="off",
         log_level="warning",
         access_log=False,
@@ -57,17 +54,8 @@ def export_command(
         raise SettingsError("--steps and --groups choose what --export FILE writes: give --export as well")
     if len(paths) != 1 or not (paths[0] / "config.yaml").is_file():
         raise SettingsError("--export writes one run: give the run's directory, for example runs/NAME")
-    export_page(RunDirectory(paths[0]), out, charts=chart_library(), steps=steps, groups=groups)
+    export_page(RunDirectory(paths[0]), out, steps=steps, groups=groups)
     echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB, opens in any browser without a network")
-
-
-def chart_library() -> Path:
-    """The JavaScript of plotly, as its package ships it. Raises SettingsError if it is not installed."""
-    found = importlib.util.find_spec("plotly")
-    charts = Path(found.origin).parent / _CHARTS if found is not None and found.origin is not None else None
-    if charts is None or not charts.is_file():
-        raise SettingsError("agentrl view draws with plotly, which is not installed: pip install 'agentrl[view]'")
-    return charts
 
 
 def listen(port: int | None) -> socket.socket:

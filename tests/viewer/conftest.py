@@ -12,7 +12,6 @@ from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.viewer.app import make_app
 from agentrl.viewer.calculator import Calculator
 from agentrl.viewer.library import Library
-from agentrl.viewer.serve import chart_library
 
 TOKEN = "secret"
 
@@ -28,5 +27,5 @@ def client(run: RunDirectory) -> TestClient:
 
 
 def client_of(*paths: Path) -> TestClient:
-    app = make_app(Library(paths), token=TOKEN, charts=chart_library(), calculator=Calculator())
+    app = make_app(Library(paths), token=TOKEN, calculator=Calculator())
     return TestClient(app, base_url="http://127.0.0.1", headers={"Authorization": f"Bearer {TOKEN}"})

@@ -29,10 +29,10 @@ END = "<|endoftext|>"
 
 
 def make_run(
-    folder: Path, *, steps: int = 3, groups: int = 2, size: int = 4, said: str = "", words: int = 1, seed: int = 0
+    folder: Path, *, steps: int = 3, groups: int = 2, size: int = 4, said: str = "", words: int = 1, seed: int = 0, estimator: str = "tir_otb"
 ) -> RunDirectory:
     """A run of ``steps`` steps. ``said`` stands in every first turn, ``words`` times."""
-    settings = {"name": folder.name, "seed": seed, "model": {"path": None}, "algorithm": {"estimator": "tir_otb"}}
+    settings = {"name": folder.name, "seed": seed, "model": {"path": None}, "algorithm": {"estimator": estimator}}
     run = RunDirectory.create(folder, yaml.safe_dump(settings))
     run.tokens.mkdir(exist_ok=True)
     tokenizer = make_tokenizer()
@@ -46,9 +46,9 @@ def make_run(
         ]
         run.write_trajectories(step, records)
         facts = TokenFacts(
-            step=step, version=step - 1, rank=0, ranks=1, estimator="tir_otb", loss="reinforce", aggregation="token_sum"
+            step=step, version=step - 1, rank=0, ranks=1, estimator=estimator, loss="reinforce", aggregation="token_sum"
         )
-        write_tokens(run.token_file(step, 0), facts, _statistics(records, draw))
+        write_tokens(run.token_file(step, 0), facts, _statistics(records, draw, estimator))
         run.append_metrics(metrics_row(step, draw))
     run.append_alert(Alert(step=2, alert="entropy_collapse", message="entropy fell below 0.1", advice="explore more"))
     run.close()
@@ -134,7 +134,7 @@ def _segment(origin: str, ids: list[int], text: str, step: int, draw: np.random.
     }
 
 
-def _statistics(records: Sequence[dict[str, Any]], draw: np.random.Generator) -> list[TrajectoryTokens]:
+def _statistics(records: Sequence[dict[str, Any]], draw: np.random.Generator, estimator: str) -> list[TrajectoryTokens]:
     """What the step made of every record but the void ones; the advantages are the estimator's."""
     kept = [record for record in records if record["ended"] != "void_turn"]
     model = [[item for item in record["segments"] if item["origin"] == "model"] for record in kept]
@@ -147,7 +147,7 @@ def _statistics(records: Sequence[dict[str, Any]], draw: np.random.Generator) ->
         rewards[row, len(values) - 1] = model[row][-1]["reward"]
     groups = torch.tensor([record["group"] for record in kept])
     made = compute_advantages(
-        "tir_otb",
+        estimator,
         AdvantageInputs(rewards=rewards, response_mask=mask, groups=groups, token_energy=energy, loss_mask=mask),
     )
     return [

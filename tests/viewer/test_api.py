@@ -24,7 +24,7 @@ from agentrl.telemetry.tokens.stored_step import read_step
 from agentrl.viewer.app import make_app
 from agentrl.viewer.calculator import Calculator
 from agentrl.viewer.library import Library
-from agentrl.viewer.serve import chart_library, listen
+from agentrl.viewer.serve import listen
 
 
 def get(client: TestClient, path: str, status: int = 200) -> Any:
@@ -184,8 +184,8 @@ def test_folders_without_runs_are_refused(tmp_path: Path) -> None:
 
 def test_the_viewer_needs_no_torch() -> None:
     code = "import sys, json, agentrl.viewer.serve; print(json.dumps([name in sys.modules for name in sys.argv[1:]]))"
-    command = [sys.executable, "-c", code, "torch", "transformers", "plotly"]
-    assert json.loads(subprocess.check_output(command, text=True, timeout=120)) == [False, False, False]
+    command = [sys.executable, "-c", code, "torch", "transformers"]
+    assert json.loads(subprocess.check_output(command, text=True, timeout=120)) == [False, False]
 
 
 def test_a_port_in_use_is_said_in_one_message() -> None:
@@ -196,7 +196,7 @@ def test_a_port_in_use_is_said_in_one_message() -> None:
 
 def test_a_process_of_its_own_computes_what_if_and_explains(run: RunDirectory) -> None:
     calculator = Calculator()
-    app = make_app(Library([run.path]), token=TOKEN, charts=chart_library(), calculator=calculator)
+    app = make_app(Library([run.path]), token=TOKEN, calculator=calculator)
     client = TestClient(app, base_url="http://127.0.0.1", headers={"Authorization": f"Bearer {TOKEN}"})
     path = f"/runs/{run_id(client)}/steps/2/1"
     try:

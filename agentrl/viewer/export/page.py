@@ -1,8 +1,8 @@
 """`agentrl view RUN --export page.html`: a run with chosen steps as one file that needs no server and no network.
 
-The page is the viewer's own, with its modules, styles and charts' library inside. What the server would answer stands
-in the page packed and in letters of base64, so nothing that a run holds is ever read as markup; the page's security
-policy runs its two scripts and nothing else, and lets them fetch nothing.
+The page is the viewer's own, with its modules and styles inside. The server's answers are stored in the page compressed
+and base64-encoded, so no content of a run is read as markup. The page's security policy runs its one script only, and
+lets it fetch nothing.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from agentrl.viewer.trajectory_page import page_of
 RUN_ID = "run"
 _MOST = 100_000_000  # bytes; browsers open larger files slowly, and mails do not carry them
 _POLICY = (
-    "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
+    "default-src 'none'; script-src 'sha256-{hash}'; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
 )
 
 
 def export_page(
-    run: RunDirectory, out: Path, *, charts: Path, steps: Sequence[int] = (), groups: int | None = None
+    run: RunDirectory, out: Path, *, steps: Sequence[int] = (), groups: int | None = None
 ) -> None:
     """Write the page: the run's curves, and the trajectories of ``steps`` (default: the newest that is stored).
 
@@ -47,7 +47,7 @@ def export_page(
     chosen = list(steps) or run.trajectory_steps()[-1:]
     for step in chosen:
         run.check_stored(step)
-    atomic_write(out, lambda file: _write(file, _page(run, chosen, groups, charts)))
+    atomic_write(out, lambda file: _write(file, _page(run, chosen, groups)))
 
 
 def _write(file: IO[bytes], parts: Iterator[str]) -> None:
@@ -60,11 +60,9 @@ def _write(file: IO[bytes], parts: Iterator[str]) -> None:
             )
 
 
-def _page(run: RunDirectory, steps: Sequence[int], groups: int | None, charts: Path) -> Iterator[str]:
-    library, viewer = charts.read_text(encoding="utf-8"), bundle(STATIC, "main.js")
-    scripts = [text.replace("</script", "<\\/script") for text in (library, viewer)]
-    hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts)
-    policy = _POLICY.format(scripts=" ".join(f"'sha256-{one}'" for one in hashes))
+def _page(run: RunDirectory, steps: Sequence[int], groups: int | None) -> Iterator[str]:
+    script = bundle(STATIC, "main.js").replace("</script", "<\\/script")
+    policy = _POLICY.format(hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode())
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     style = (STATIC / "style.css").read_text(encoding="utf-8")
     page = page.replace("<head>", f'<head>\n<meta http-equiv="content-security-policy" content="{policy}">')
@@ -75,8 +73,7 @@ def _page(run: RunDirectory, steps: Sequence[int], groups: int | None, charts: P
     for address, answer in _answers(run, steps, groups):
         packed = base64.b64encode(gzip.compress(to_json(answer).encode(), compresslevel=6, mtime=0)).decode()
         yield f'<script type="text/plain" data-answer="{address}">{packed}</script>\n'
-    for text in scripts:
-        yield f"<script>{text}</script>\n"
+    yield f"<script>{script}</script>\n"
     yield f"</body>{after}"
 
 

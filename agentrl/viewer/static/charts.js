@@ -4,7 +4,7 @@
 // A chart is described by:
 //   series: [{ name, x, y, low, high, color, dash, width, points, held, custom }]   ascending x; gaps in y are null;
 //           `low` and `high` draw a band, `points` draws no line, `held` keeps each value until the next one,
-//           `custom[i]` is passed to `onpoint`; `unnamed` keeps a second line of a name out of the legend
+//           `custom[i]` is passed to `onpoint`; `last` is the newest value where y holds means; `unnamed` keeps a second line of a name out of the legend
 //   stacked, share: series are stacked as bars, in absolute values or in shares; `left` and `right` of the first series
 //           give the bars' edges where they are not centred on x
 //   x, y:   { title, log, ticks, zero, whole }; `extent`: [least, most] of x if other charts share it
@@ -20,19 +20,6 @@ const DASHES = ["", "7 3", "1.5 2.5", "9 3 1.5 3"];
 // The look of the n-th line: eight colours, the second four dashed as well; more lines repeat them in other dashes.
 export function lineStyle(place) {
   return { color: `var(--line-${(place % 8) + 1})`, dash: DASHES[Math.floor(place / 4) % DASHES.length] };
-}
-
-// The mean of each value and its neighbours, `window` in all, fewer at the ends.
-export function smoothed(values, window) {
-  const half = Math.floor(window / 2);
-  if (half === 0) return values;
-  const sums = [0];
-  for (const value of values) sums.push(sums.at(-1) + value);
-  return values.map((_, place) => {
-    const low = Math.max(0, place - half);
-    const high = Math.min(values.length, place + half + 1);
-    return (sums[high] - sums[low]) / (high - low);
-  });
 }
 
 // The x range and cursor that charts share.
@@ -195,7 +182,7 @@ class Chart {
     if (!this.scaleX) return;
     for (const [series, shown] of this.values) {
       const place = x === null ? series.x.length - 1 : nearest(series.x, x);
-      shown.textContent = series.points ? "" : number(series.y[place] ?? null, series.y);
+      shown.textContent = series.points ? "" : number((x === null ? series.last : undefined) ?? series.y[place], series.y);
     }
     const found = x === null ? null : this.snap(x);
     this.cursor.setAttribute("d", found === null ? "" : `M${round(this.scaleX.at(found))} ${MARGIN.top}V${this.height - MARGIN.bottom}`);
@@ -344,7 +331,7 @@ function axis([least, most], { log, ticks, zero, whole, tight }, start, end, cou
 function steps(low, high, count, whole) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = Math.max(whole ? 1 : 0, power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999));
+  const step = Math.max(whole ? 1 : 0, power * [1, 2, 5, 10].reduce((best, factor) => (Math.abs(Math.log((factor * power) / rough)) < Math.abs(Math.log((best * power) / rough)) ? factor : best)));
   const first = Math.ceil(low / step - 1e-9);
   return Array.from({ length: Math.max(0, Math.floor(high / step + 1e-9) - first + 1) }, (_, place) => (first + place) * step);
 }

@@ -9,7 +9,8 @@ export const isExported = held.size > 0;
 
 export async function ask(path, query = {}) {
   if (isExported) return answerFromPage(path, query);
-  const given = Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+  const pairs = Object.entries(query).flatMap(([name, value]) => (Array.isArray(value) ? value : [value]).map((each) => [name, each]));
+  const given = pairs.filter(([, value]) => value !== "" && value !== null && value !== undefined);
   const tail = given.length ? `?${new URLSearchParams(given)}` : "";
   let answer;
   try {
@@ -53,7 +54,6 @@ export function every(seconds, signal, task) {
 
 async function answerFromPage(path, query) {
   const found = await unpacked(path);
-  if (path.endsWith("/metrics") && query.position) return { rows: [], position: query.position, whole: false };
   if (!path.endsWith("/trajectories")) return found;
   const rows = found.rows.filter((row) => accepts(row, query));
   return { ...found, rows: query.text ? await withText(path, rows, query.text.toLowerCase()) : rows };
@@ -95,60 +95,92 @@ async function withText(path, rows, text) {
   return kept;
 }
 
-// The metrics of a run: read piece by piece, as columns over steps, tokens or hours.
+const POINTS = 1000; // of a curve; a longer run's are means of consecutive steps
+const ALL_POINTS = 10_000; // of a curve that is looked at closely
+
+// The curves of a run over steps, tokens or hours, as the server reduces them (MetricsColumns.series).
 export class Series {
   constructor(id) {
     this.id = id;
-    this.rows = [];
-    this.known = new Set();
-    this.position = "";
+    this.version = "";
+    this.points = POINTS;
+    this.names = [];
+    this.axes = [];
+    this.curves = {};
   }
 
-  // Reads what is new. True if anything is.
-  async refresh() {
-    const found = await ask(`/runs/${this.id}/metrics`, { position: this.position });
-    if (found.whole) this.rows = [];
-    for (const row of found.rows) {
-      this.rows.push(row);
-      for (const name in row) this.known.add(name);
-    }
-    this.position = found.position;
-    return found.rows.length > 0 || found.whole;
+  // Reads the curves of the metrics that `wanted` chooses among the run's. True if anything is new.
+  async refresh(wanted) {
+    if (!this.names.length) this.names = (await this.ask({ names: ["step"], points: 2 })).names;
+    const names = wanted(this.names);
+    if (!names.length) return false;
+    const found = await this.ask({ names, points: this.points, since: names.every((name) => name in this.curves) ? this.version : "" });
+    if (!found.changed) return false;
+    Object.assign(this, { version: found.version, rows: found.rows, names: found.names, axes: found.axes, curves: found.series });
+    return true;
   }
 
-  names() {
-    return [...this.known].filter((name) => name !== "step").sort();
+  ask(query) {
+    return ask(`/runs/${this.id}/series`, query);
   }
 
-  // x, y and steps of the rows that have `name`, less the metrics `less` of the same row.
-  line(name, axis = "step", less = []) {
-    const places = this.axis(axis);
-    const x = [];
-    const y = [];
-    const steps = [];
-    const rows = [];
-    this.rows.forEach((row, place) => {
-      if (typeof row[name] !== "number") return;
-      x.push(places[place]);
-      y.push(less.reduce((rest, part) => rest - (row[part] ?? 0), row[name]));
-      steps.push(row.step);
-      rows.push(row);
-    });
-    return { x, y, steps, rows };
+  // Reads every step where the run has more than a chart shows. True if that is more than before.
+  async closely(wanted) {
+    if (this.points === ALL_POINTS || !(this.rows > POINTS)) return false;
+    this.points = ALL_POINTS;
+    this.version = "";
+    return this.refresh(wanted);
+  }
+
+  // A curve: x, y and steps; for means of several steps also the least and greatest values; the newest value. `window`
+  // smooths over so many steps; the metrics `less` are taken off.
+  line(name, kind = "step", window = 1, less = []) {
+    const { axis, value, low, high, last } = this.curves[name];
+    const places = this.axes[axis];
+    const parts = less.map((part) => this.beside(part, axis));
+    const rest = value.map((whole, place) => (whole === null ? null : parts.reduce((sum, part) => sum - (part[place] ?? 0), whole)));
+    const each = low ? this.rows / value.length : 1; // steps behind a value
+    const spread = low && window === 1 && !less.length;
+    return { x: places[kind], y: smoothed(rest, Math.round(window / each)), steps: places.step, low: spread ? low : null, high: spread ? high : null, last: less.length ? rest.at(-1) : last };
+  }
+
+  // The values of a metric at the places of an axis; nothing where it has none.
+  beside(name, axis) {
+    const curve = this.curves[name];
+    if (!curve) return [];
+    if (curve.axis === axis) return curve.value;
+    const found = new Map(curve.value.map((value, place) => [this.axes[curve.axis].step[place], value]));
+    return this.axes[axis].step.map((step) => found.get(step));
+  }
+
+  // The least and the greatest place of all curves.
+  extent(kind) {
+    const ends = this.axes.filter((axis) => axis.step.length).map((axis) => [axis[kind][0], axis[kind].at(-1)]);
+    return ends.length ? [Math.min(...ends.map(([first]) => first)), Math.max(...ends.map(([, last]) => last))] : null;
   }
 
   // Where alerts lie on an axis.
   places(alerts, kind) {
-    const at = new Map(this.axis(kind).map((place, row) => [this.rows[row].step, place]));
-    return [...new Set(alerts.map((alert) => at.get(alert.step)))].filter((place) => place !== undefined);
+    const longest = this.axes.reduce((best, axis) => (axis.step.length > (best?.step.length ?? 0) ? axis : best), null);
+    const at = (step) => (kind === "step" ? step : longest?.[kind][longest.step.findIndex((each) => each >= step)]);
+    return [...new Set(alerts.map((alert) => at(alert.step)))].filter((place) => place !== undefined);
   }
+}
 
-  axis(kind) {
-    if (kind === "step") return this.rows.map((row) => row.step);
-    const [name, scale] = kind === "hours" ? ["time/step_s", 3600] : ["policy/tokens", 1];
-    let sum = 0;
-    return this.rows.map((row) => (sum += (row[name] ?? 0) / scale));
+// The mean of each value and its neighbours, `window` in all, fewer at the ends; null is left out.
+function smoothed(values, window) {
+  const half = Math.floor(window / 2);
+  if (half === 0) return values;
+  const [sums, counts] = [[0], [0]];
+  for (const value of values) {
+    sums.push(sums.at(-1) + (value ?? 0));
+    counts.push(counts.at(-1) + (value !== null));
   }
+  return values.map((_, place) => {
+    const [low, high] = [Math.max(0, place - half), Math.min(values.length, place + half + 1)];
+    const count = counts[high] - counts[low];
+    return count ? (sums[high] - sums[low]) / count : null;
+  });
 }
 
 export const AXES = [

@@ -77,7 +77,7 @@ export const visible = (text) => text.replace(CONTROLS, code);
 const SHOWN = 250; // rows that are drawn at first, and with every "Show more"
 
 // A table whose columns sort. Columns: { title, value(row), cell(row), number }; `fill` draws the rows again.
-export function table(columns, rows, { caption, order = null, mark } = {}) {
+export function table(columns, rows, { caption, label, order = null, mark } = {}) {
   const body = el("tbody");
   let sorted = order;
   let most = SHOWN;
@@ -106,7 +106,7 @@ export function table(columns, rows, { caption, order = null, mark } = {}) {
   fill();
   const head = el("thead", {}, el("tr", {}, heads));
   const whole = el("table", {}, caption ? el("caption", {}, caption) : null, head, body);
-  return { element: el("div", { class: "wide", tabIndex: 0, role: "region", "aria-label": caption ?? "Table" }, whole, more), fill };
+  return { element: el("div", { class: "wide", tabIndex: 0, role: "region", "aria-label": caption ?? label }, whole, more), fill };
 }
 
 // From a row to its cell in a column, whose numbers all have the same decimals.

@@ -1,18 +1,18 @@
 // One run: its state, its alerts and its curves. A click on a point opens the trajectories of its step.
 
-import { draw, lineStyle, Link, smoothed } from "./charts.js";
+import { draw, lineStyle, Link } from "./charts.js";
 import { ask, AXES, every, labelOf, loadCatalogue, meanings, Series, unitOf } from "./data.js";
-import { choice, duration, el, factList, number, section, table, visible, words } from "./dom.js";
+import { choice, duration, el, factList, interval, notices, number, section, table, visible, words } from "./dom.js";
 
 const REFRESH = 3; // seconds
 const FIRST_ALERTS = 4; // the others are folded away
 const USUAL = ["rollout/ended/answered", "rollout/tool_outcome/ok"]; // drawn first
 const PASSES = ["time/forward_s", "time/backward_s", "time/update_s"];
 
-// 95 % intervals of metrics that have one: from a row and its (smoothed) value to both ends.
-export const INTERVALS = {
-  "reward/mean": (row, mean) => [mean - 1.96 * (row["reward/stderr"] ?? 0), mean + 1.96 * (row["reward/stderr"] ?? 0)],
-  "eval/avg_at_k": (row) => [row["eval/low"] ?? row["eval/avg_at_k"], row["eval/high"] ?? row["eval/avg_at_k"]],
+// 95 % intervals of metrics that have one: the metrics it is made of, and both ends from the value and those.
+const INTERVALS = {
+  "reward/mean": [["reward/stderr"], (mean, error = 0) => [mean - 1.96 * error, mean + 1.96 * error]],
+  "eval/avg_at_k": [["eval/low", "eval/high"], (score, low = score, high = score) => [low, high]],
 };
 
 // `lines`: [metric, metrics to take off, what is left then]; `prefix`: every metric that begins so. Labels and units are
@@ -40,12 +40,16 @@ const PANELS = [
   },
 ];
 
+const PREFIXES = PANELS.map((panel) => panel.prefix).filter(Boolean);
+const drawnMetrics = new Set([...PANELS.flatMap((panel) => panel.lines.flatMap(([name, less = []]) => [name, ...less])), ...Object.values(INTERVALS).flatMap(([names]) => names)]);
+
 export async function runScreen({ parts: [id], query, signal, remember }) {
   await loadCatalogue();
   let facts = await ask(`/runs/${id}`);
   const series = new Series(id);
-  await series.refresh();
   const state = curveState(query);
+  const wanted = (names) => names.filter((name) => name === state.metric || drawnMetrics.has(name) || PREFIXES.some((prefix) => name.startsWith(prefix)));
+  await series.refresh(wanted);
   const charts = el("div", { class: "grid" });
   const alerts = el("div");
   const head = el("div");
@@ -55,7 +59,9 @@ export async function runScreen({ parts: [id], query, signal, remember }) {
     state.range = range;
     whole.hidden = !range;
     remember({ range: range && range.map((x) => Number(x.toPrecision(6))).join("~") });
+    if (range) closely();
   });
+  const closely = async () => (await series.closely(wanted)) && show();
   whole.hidden = !state.range;
 
   const open = (step) => {
@@ -66,12 +72,11 @@ export async function runScreen({ parts: [id], query, signal, remember }) {
   };
 
   function show() {
-    head.replaceChildren(summary(facts, series, id));
+    head.replaceChildren(summary(facts, id));
     alerts.replaceChildren(...alertList(facts.alerts, id));
-    const panels = [...PANELS.filter((panel) => linesOf(panel, series).length), ...(state.metric ? [{ title: state.metric, lines: [[state.metric]] }] : [])];
+    const panels = [...PANELS, ...(state.metric ? [{ title: state.metric, lines: [[state.metric]] }] : [])].filter((panel) => linesOf(panel, series).length);
     while (charts.children.length > panels.length) charts.lastChild.remove();
-    const places = series.axis(state.axis);
-    const shared = { link, extent: places.length ? [places[0], places.at(-1)] : null, marks: series.places(facts.alerts, state.axis), onpoint: open };
+    const shared = { link, extent: series.extent(state.axis), marks: series.places(facts.alerts, state.axis), onpoint: open };
     for (const [place, panel] of panels.entries()) {
       if (!charts.children[place]) charts.append(section("", el("div", { class: "chart" })));
       const card = charts.children[place];
@@ -87,24 +92,31 @@ export async function runScreen({ parts: [id], query, signal, remember }) {
   show();
   every(REFRESH, signal, async () => {
     const before = JSON.stringify(facts);
-    const grown = await series.refresh();
+    const grown = await series.refresh(wanted);
     facts = await ask(`/runs/${id}`);
     if (!grown && JSON.stringify(facts) === before) return;
     show();
-    if (grown) status.textContent = `Step ${series.rows.at(-1)?.step ?? 0} came in.`;
+    if (grown) status.textContent = `Step ${facts.step} came in.`;
   });
-  const names = [["", "none"], ...series.names().map((name) => [name, name])];
+  if (state.range) await series.closely(wanted);
+  const more = async (value) => {
+    state.metric = value;
+    remember({ metric: value });
+    await series.refresh(wanted);
+    show();
+  };
+  const names = [["", "none"], ...series.names.map((name) => [name, name])];
   const controls = el(
     "div",
     { class: "bar" },
     ...curveChoices(state, remember, () => (link.zoom(null), show())),
-    choice("One more metric", names, state.metric, (value) => ((state.metric = value), remember({ metric: value }), show())),
+    choice("One more metric", names, state.metric, more),
     whole,
   );
   const hint = el("p", { class: "hint" }, "A click on a point opens the trajectories of its step. Drag over steps to zoom all charts; a double click shows all steps again.");
   const name = facts.path.split("/").at(-1);
   const notes = facts.notes ? el("p", { class: "notes" }, visible(facts.notes)) : null;
-  const content = [el("h1", {}, name), head, notes, alerts, controls, charts, hint, status, settingsOf(facts)];
+  const content = [el("h1", {}, name), head, notes, ...notices(facts.problems ?? []), alerts, controls, charts, hint, status, settingsOf(facts)];
   return { title: name, trail: [["Runs", "#/"]], content };
 }
 
@@ -128,25 +140,32 @@ export function curveChoices(state, remember, redraw) {
 
 export const axisTitle = (state) => AXES.find(([kind]) => kind === state.axis)[1];
 
-// One metric of a run as a line of a chart, with its interval if it is not smoothed.
-export function metricLine(metric, series, state, less = []) {
-  const { x, y, rows, steps } = series.line(metric, state.axis, less);
-  const values = smoothed(y, state.window);
-  const ends = INTERVALS[metric] && state.window === 1 ? rows.map((row, place) => INTERVALS[metric](row, values[place])) : null;
-  return { x, y: values, rows, custom: steps, low: ends?.map(([low]) => low), high: ends?.map(([, high]) => high) };
+// One metric of a run as a line of a chart: with its 95 % interval, or with the least and greatest values of the steps
+// behind each mean; without either if it is smoothed.
+export function metricLine(metric, series, { axis, window }, less = []) {
+  const line = { ...series.line(metric, axis, window, less) };
+  const [names, ends] = INTERVALS[metric] ?? [];
+  if (names && window === 1 && !line.low) {
+    const beside = names.map((name) => series.beside(name, series.curves[metric].axis));
+    const both = line.y.map((value, place) => (value === null ? [null, null] : ends(value, ...beside.map((values) => values[place] ?? undefined))));
+    [line.low, line.high] = [both.map(([low]) => low), both.map(([, high]) => high)];
+  }
+  return { ...line, custom: line.steps };
 }
 
-function summary(facts, series, id) {
-  const last = series.rows.findLast((row) => "reward/mean" in row);
+// The metrics that a line of `metric` is made of.
+export const metricsOf = (metric) => [metric, ...(INTERVALS[metric]?.[0] ?? [])];
+
+function summary(facts, id) {
   const steps = facts.trajectory_steps;
   const at = `#/run/${id}/trajectories`;
   const newest = steps.length ? el("a", { href: `${at}?first=${steps.at(-1)}&last=${steps.at(-1)}` }, "newest step") : "none stored";
-  const all = steps.length > 1 ? [" · ", el("a", { href: at }, `all ${steps.length} steps`)] : [];
+  const all = steps.length > 1 ? [" · ", el("a", { href: at }, `all ${number(steps.length)} steps`)] : [];
   return factList([
-    ["State", stateTag(facts)],
-    ["Step", progress({ step: last?.step ?? facts.step, steps: facts.steps })],
+    ["State", stateTags(facts)],
+    ["Last step", progress(facts)],
     ["Duration", duration(facts.seconds)],
-    ["Reward", number(last?.["reward/mean"])],
+    [labelOf(facts.result?.metric ?? "reward/mean"), resultText(facts)],
     ["Estimator", facts.settings["algorithm.estimator"] ?? "–"],
     ["Trajectories", [newest, ...all]],
   ]);
@@ -154,8 +173,16 @@ function summary(facts, series, id) {
 
 export const progress = ({ step, steps }) => `${number(step)}${steps ? ` / ${number(steps)}` : ""}`;
 
-export function stateTag({ state }) {
-  return el("span", { class: state === "running" ? "tag good" : "tag" }, words(state));
+// The result of a run with its interval.
+export function resultText({ result }) {
+  if (!result) return "–";
+  const known = typeof result.low === "number" && typeof result.high === "number";
+  return [number(result.value, [0.5]), ...(known ? [el("span", { class: "quiet" }, ` (${interval(result)})`)] : [])];
+}
+
+export function stateTags({ state, collapsed }) {
+  const tags = [el("span", { class: state === "running" ? "tag good" : "tag" }, state)];
+  return collapsed ? [...tags, el("span", { class: "tag bad" }, "collapsed")] : tags;
 }
 
 // What happened and what to do about it, apart from each other.
@@ -173,17 +200,17 @@ function alertList(alerts, id) {
 // The lines of a panel that the run has: [metric, label, metrics to take off].
 function linesOf(panel, series) {
   if (panel.prefix) {
-    const found = series.names().filter((name) => name.startsWith(panel.prefix));
+    const found = series.names.filter((name) => name.startsWith(panel.prefix) && name in series.curves);
     return found.sort((a, b) => USUAL.includes(b) - USUAL.includes(a)).map((name) => [name, words(name.slice(panel.prefix.length)), []]);
   }
-  return panel.lines.filter(([name]) => series.known.has(name)).map(([name, less = [], rest]) => [name, rest ?? labelOf(name), less]);
+  return panel.lines.filter(([name]) => name in series.curves).map(([name, less = [], rest]) => [name, rest ?? labelOf(name), less]);
 }
 
 // The newest values of a panel, in words.
 function latest(panel, series) {
   const newest = ([name, label, less]) => {
-    const { y, steps } = series.line(name, "step", less);
-    return `${label}: ${number(y.at(-1))} at step ${steps.at(-1)}`;
+    const { last, steps } = series.line(name, "step", 1, less);
+    return `${label}: ${number(last)} at step ${steps.at(-1)}`;
   };
   return linesOf(panel, series).map(newest).join("; ");
 }
@@ -191,10 +218,9 @@ function latest(panel, series) {
 function chartOf(panel, series, state) {
   const lines = linesOf(panel, series);
   const found = lines.map(([name, label, less], place) => {
-    const { rows, ...line } = metricLine(name, series, panel.stacked ? { ...state, window: 1 } : state, less);
+    const line = metricLine(name, series, panel.stacked ? { ...state, window: 1 } : state, less);
     // Over hours, a bar lies where its step lay: from the end of the step before to its own end.
-    const lasted = panel.stacked && state.axis === "hours" ? rows.map((row) => (row["time/step_s"] ?? 0) / 3600) : null;
-    const edges = lasted ? { left: line.x.map((end, row) => end - lasted[row]), right: line.x } : {};
+    const edges = panel.stacked && state.axis === "hours" ? { left: [0, ...line.x.slice(0, -1)], right: line.x } : {};
     return { name: label, ...line, ...edges, color: lineStyle(place).color, dash: panel.stacked ? "" : lineStyle(place).dash };
   });
   const y = { title: panel.unit ?? unitOf(lines.map(([name]) => name)), log: panel.log, zero: panel.zero };
@@ -206,5 +232,5 @@ function settingsOf(facts) {
     { title: "Setting", value: ([key]) => key },
     { title: "Value", value: ([, value]) => JSON.stringify(value), class: "text" },
   ];
-  return el("details", { class: "card" }, el("summary", {}, "Settings"), table(columns, Object.entries(facts.settings)).element);
+  return el("details", { class: "card" }, el("summary", {}, "Settings"), table(columns, Object.entries(facts.settings), { label: "Settings" }).element);
 }

@@ -3,7 +3,7 @@
 import { draw, lineStyle } from "./charts.js";
 import { ask, every, loadCatalogue, meanings, Series, unitOf } from "./data.js";
 import { choice, duration, el, interval, notices, number, section, table, visible, words } from "./dom.js";
-import { axisTitle, curveChoices, curveState, metricLine, progress, stateTag } from "./run.js";
+import { axisTitle, curveChoices, curveState, metricLine, metricsOf, progress, resultText, stateTags } from "./run.js";
 
 const FIRST = "reward/mean";
 const SHOWN_AT_FIRST = 8; // as many as there are colours
@@ -37,8 +37,8 @@ export async function runsScreen({ query, signal, remember }) {
   const columns = [
     { title: "Curve", value: (run) => chosen.has(run.id), cell: (run) => el("input", { type: "checkbox", checked: chosen.has(run.id), "aria-label": `Show ${run.name}`, onchange: toggle(run) }) },
     { title: "Run", value: (run) => run.name, class: "name", cell: (run) => [chosen.has(run.id) ? swatch(color(run)) : swatch("transparent"), el("a", { href: `#/run/${run.id}` }, run.name), run.notes ? el("div", { class: "hint" }, visible(run.notes.split("\n")[0])) : null].filter(Boolean) },
-    { title: "Result", number: true, value: (run) => run.result, cell: null },
-    { title: "State", value: (run) => run.state, cell: (run) => [stateTag(run), alertMark(run)].filter(Boolean) },
+    { title: "Result", number: true, value: (run) => run.result?.value, cell: resultText },
+    { title: "State", value: (run) => run.state, cell: (run) => [...stateTags(run), alertMark(run)].filter(Boolean) },
     { title: "Step", number: true, value: (run) => run.step, cell: progress },
     { title: "Duration", number: true, value: (run) => run.seconds, cell: (run) => duration(run.seconds) },
     { title: "Estimator", value: (run) => run.settings["algorithm.estimator"] },
@@ -46,7 +46,7 @@ export async function runsScreen({ query, signal, remember }) {
     { title: "Seed", value: (run) => run.settings.seed },
     { title: "Last change", value: (run) => run.modified, cell: (run) => new Date(run.modified * 1000).toLocaleString() },
   ];
-  const runTable = table(columns, rows, { caption: "All runs", mark: (run) => (run.alerts?.length ? "troubled" : "") });
+  const runTable = table(columns, rows, { caption: "All runs", mark: (run) => (run.collapsed ? "troubled" : "") });
 
   // Reads which runs there are. True if anything about them is new.
   async function read() {
@@ -61,18 +61,19 @@ export async function runsScreen({ query, signal, remember }) {
       newest.sort().forEach((id) => chosen.add(id));
     }
     assignPlaces(places, shown());
-    troubles.replaceChildren(...notices([...found.runs, ...found.evaluations].filter((one) => one.problem).map((one) => `${one.name}: ${one.problem}`)));
+    troubles.replaceChildren(...notices([...found.runs, ...found.evaluations].flatMap((one) => [one.problem, ...(one.problems ?? [])].filter(Boolean).map((text) => `${one.name}: ${text}`))));
     return JSON.stringify([runs, evaluations]) !== before;
   }
 
   async function curves(fresh = () => false) {
     const lines = shown();
-    await Promise.all(lines.filter((run) => !series.get(run.id).position || fresh(run)).map((run) => series.get(run.id).refresh()));
-    const names = [...new Set(lines.flatMap((run) => series.get(run.id).names()))].sort();
+    const wanted = (names) => names.filter((name) => metricsOf(state.metric).includes(name));
+    await Promise.all(lines.filter((run) => !(state.metric in series.get(run.id).curves) || fresh(run)).map((run) => series.get(run.id).refresh(wanted)));
+    const names = [...new Set(lines.flatMap((run) => series.get(run.id).names))].sort();
     const pick = (value) => ((state.metric = value), remember({ metric: value === FIRST ? null : value }), curves());
     if (!metrics.contains(document.activeElement)) metrics.replaceChildren(choice("Metric", names.map((name) => [name, name]), state.metric, pick));
     about.replaceChildren(...[meanings([state.metric])].filter(Boolean));
-    const drawn = lines.map((run) => ({ name: run.name, ...metricLine(state.metric, series.get(run.id), state), ...style(run) }));
+    const drawn = lines.filter((run) => state.metric in series.get(run.id).curves).map((run) => ({ name: run.name, ...metricLine(state.metric, series.get(run.id), state), ...style(run) }));
     draw(chart, { series: drawn, height: 250, x: { title: axisTitle(state), whole: state.axis === "step" }, y: { title: unitOf([state.metric]) } });
   }
 
@@ -89,7 +90,7 @@ export async function runsScreen({ query, signal, remember }) {
     const differ = keys.filter((key) => key !== "name" && new Set(some.map((run) => text(run, key))).size > 1);
     if (some.length < 2) return differing.replaceChildren();
     const heads = [{ title: "Setting", value: (key) => key }, ...some.map((run) => ({ title: run.name, value: (key) => text(run, key), class: "brief" }))];
-    const content = differ.length ? table(heads, differ, {}).element : el("p", { class: "quiet" }, "The chosen runs have the same settings.");
+    const content = differ.length ? table(heads, differ, { label: "Settings that differ" }).element : el("p", { class: "quiet" }, "The chosen runs have the same settings.");
     return differing.replaceChildren(section("Settings that differ", content));
   }
 
@@ -150,10 +151,11 @@ const swatch = (color) => {
   return mark;
 };
 
+// The newest alert, and how many there are beside it.
 function alertMark({ alerts }) {
-  if (!alerts?.length) return null;
-  const names = [...new Set(alerts.map((alert) => words(alert)))];
-  return el("span", { class: "tag bad", title: names.join(", ") }, `⚠ ${names.at(-1)}${names.length > 1 ? ` +${names.length - 1}` : ""}`);
+  if (!alerts.length) return null;
+  const said = alerts.map(({ alert, step, message }) => `step ${step}: ${words(alert)}: ${message}`).join("\n");
+  return el("span", { class: "tag bad", title: said }, `⚠ ${words(alerts[0].alert)}${alerts.length > 1 ? ` +${alerts.length - 1}` : ""}`);
 }
 
 function evaluationTable(evaluations) {

@@ -34,8 +34,8 @@ export const TOKEN_FIELDS = {
 const numbersOf = (values) => values.filter((value) => value !== null && value !== undefined).map(Number).filter(Number.isFinite);
 
 export function isConstant(values) {
-  const numbers = numbersOf(values);
-  return numbers.every((value) => value === numbers[0]);
+  const first = values.find((value) => value !== null);
+  return values.every((value) => value === null || value === first);
 }
 
 // The scale of a field: { low, high, below, above, shade(value) }. Blue is above the origin and orange below it, both as

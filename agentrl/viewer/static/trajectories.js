@@ -29,7 +29,7 @@ export async function trajectoriesScreen({ parts: [id], query }) {
   const rows = [];
   const problems = el("div");
   const chart = el("div", { class: "chart", role: "img", "aria-label": "Histogram of rewards" });
-  const shown = table(columnsOf(id), rows, { caption: "Trajectories" });
+  const shown = table(columnsOf(id), rows, { label: "Trajectories" });
   const status = el("p", { class: "hint", role: "status" });
   const more = el("button", { class: "act", type: "button", onclick: () => next() }, "Search on");
   let after = "";
@@ -66,7 +66,7 @@ export async function trajectoriesScreen({ parts: [id], query }) {
   await next();
   const steps = asked.first && asked.first === asked.last ? `Step ${asked.first}` : "Trajectories";
   const name = facts.path.split("/").at(-1);
-  const found = section("Found", el("div", { class: "found" }, el("div", {}, status, more), chart), shown.element);
+  const found = el("section", { class: "card" }, el("div", { class: "found" }, el("div", {}, status, more), chart), shown.element);
   const heading = el("div", { class: "heading" }, el("h1", {}, `${steps} of ${name}`), neighbours(id, asked, facts.trajectory_steps));
   return { title: steps, trail: [["Runs", "#/"], [name, `#/run/${id}`]], content: [heading, filters(id, asked), problems, course, found] };
 }
@@ -84,7 +84,7 @@ function histogram(rewards, onbar) {
   const at = (offset) => bars.map(([bin]) => least + (bin + offset) * width);
   const ends = bars.map(([, inside]) => [Math.min(...inside), Math.max(...inside)]);
   const series = { color: lineStyle(0).color, x: at(0.5), left: at(0.05), right: at(0.95), y: bars.map(([, inside]) => inside.length), custom: ends };
-  return { series: bars.length ? [series] : [], stacked: true, height: 96, x: { title: "reward: a click shows a bar alone" }, y: { whole: true }, onpoint: onbar };
+  return { series: bars.length ? [series] : [], stacked: true, height: 96, x: { title: "reward: a click shows a bar alone", ticks: [...new Set([ends[0]?.[0], ends.at(-1)?.[1]])].filter(Number.isFinite) }, y: { whole: true }, onpoint: onbar };
 }
 
 function go(id, values) {

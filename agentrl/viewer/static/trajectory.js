@@ -138,7 +138,7 @@ function describe(panel, page, state, index, token, explain) {
   const rows = Object.keys(TOKEN_FIELDS).filter((name) => name in page.fields).map((name) => {
     const value = page.fields[name][index];
     const label = el("th", { scope: "row", title: TOKEN_FIELDS[name][1] }, fieldName(name));
-    const text = value === null ? "not finite" : typeof value === "number" ? number(value, page.fields[name]) : String(value);
+    const text = value === null ? "not finite" : typeof value === "number" ? number(value, TOKEN_FIELDS[name][2] === "least" ? [value] : [0.5]) : String(value);
     return el("tr", { class: name === state.field ? "chosen" : "", "data-field": name }, label, el("td", { class: "number", title: String(value) }, text));
   });
   const kind = token.special ? "special token" : token.past ? "token past the stop" : "token";
