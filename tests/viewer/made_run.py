@@ -29,7 +29,15 @@ END = "<|endoftext|>"
 
 
 def make_run(
-    folder: Path, *, steps: int = 3, groups: int = 2, size: int = 4, said: str = "", words: int = 1, seed: int = 0, estimator: str = "tir_otb"
+    folder: Path,
+    *,
+    steps: int = 3,
+    groups: int = 2,
+    size: int = 4,
+    said: str = "",
+    words: int = 1,
+    seed: int = 0,
+    estimator: str = "tir_otb",
 ) -> RunDirectory:
     """A run of ``steps`` steps. ``said`` stands in every first turn, ``words`` times."""
     settings = {"name": folder.name, "seed": seed, "model": {"path": None}, "algorithm": {"estimator": estimator}}

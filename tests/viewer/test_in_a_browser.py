@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HERE, reason="no chromium
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
 Page = sync_api.Page
-DEADLINE = int(os.environ.get("PAGES_DL","120000"))  # milliseconds, for a machine that is busy
+DEADLINE = 120_000  # milliseconds, for a machine that is busy
 LONG_LINE = "x" * 100_000
 
 

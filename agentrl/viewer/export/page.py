@@ -36,9 +36,7 @@ _POLICY = (
 )
 
 
-def export_page(
-    run: RunDirectory, out: Path, *, steps: Sequence[int] = (), groups: int | None = None
-) -> None:
+def export_page(run: RunDirectory, out: Path, *, steps: Sequence[int] = (), groups: int | None = None) -> None:
     """Write the page: the run's curves, and the trajectories of ``steps`` (default: the newest that is stored).
 
     ``groups``: at most so many of each step. Raises SettingsError for steps that are not stored, and where the page

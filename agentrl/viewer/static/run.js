@@ -50,6 +50,7 @@ export async function runScreen({ parts: [id], query, signal, remember }) {
   const state = curveState(query);
   const wanted = (names) => names.filter((name) => name === state.metric || drawnMetrics.has(name) || PREFIXES.some((prefix) => name.startsWith(prefix)));
   await series.refresh(wanted);
+  if (state.range) await series.closely(wanted);
   const charts = el("div", { class: "grid" });
   const alerts = el("div");
   const head = el("div");
@@ -98,7 +99,6 @@ export async function runScreen({ parts: [id], query, signal, remember }) {
     show();
     if (grown) status.textContent = `Step ${facts.step} came in.`;
   });
-  if (state.range) await series.closely(wanted);
   const more = async (value) => {
     state.metric = value;
     remember({ metric: value });

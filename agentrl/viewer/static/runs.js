@@ -44,7 +44,7 @@ export async function runsScreen({ query, signal, remember }) {
     { title: "Estimator", value: (run) => run.settings["algorithm.estimator"] },
     { title: "Environment", value: (run) => run.settings.env },
     { title: "Seed", value: (run) => run.settings.seed },
-    { title: "Last change", value: (run) => run.modified, cell: (run) => new Date(run.modified * 1000).toLocaleString() },
+    { title: "Last change", value: (run) => run.modified, cell: (run) => new Date(run.modified * 1000).toLocaleString([], { dateStyle: "short", timeStyle: "short" }) },
   ];
   const runTable = table(columns, rows, { caption: "All runs", mark: (run) => (run.collapsed ? "troubled" : "") });
 
