@@ -400,6 +400,12 @@ async def test_other_processes_cannot_be_named(run):
 
 
 @with_namespaces
+async def test_the_kernels_command_line_and_the_hosts_groups_are_hidden(run):
+    program = "print(repr(open('/proc/cmdline').read()), {line.split(':')[2] for line in open('/proc/self/cgroup')})"
+    assert (await run(program)).stdout == "'' {'/\\n'}\n"
+
+
+@with_namespaces
 async def test_a_program_sees_only_its_own_processes(run):
     program = "import os; print([p for p in os.listdir('/proc') if p.isdigit()], os.getppid())"
     assert (await run(program)).stdout == "['1'] 0\n"

@@ -241,7 +241,7 @@ STANDARD = {
         "os.wait()\nm.resize(2 << 20)\nprint(m[:3], len(m), mmap.mmap(-1, 1, access=mmap.ACCESS_COPY)[:])",
         "b'abc' 2097152 b'\\x00'",
     ),
-    "locks": (
+    "locks of a program's own": (
         "import fcntl\nwith open('l', 'w') as f:\n    fcntl.lockf(f, fcntl.LOCK_EX)\n    print('locked')\n",
         "locked",
     ),

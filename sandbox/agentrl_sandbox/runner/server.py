@@ -382,7 +382,8 @@ class ForkServer:
 
     def _watch_usage(self, program: Program) -> None:
         used = usage(program.pid, self._zygotes[program.zygote].resident)
-        if self._look.memory_is_over(program, used, self._zygotes[program.zygote].resident):
-            self.kill(program, Outcome.MEMORY_LIMIT)
-        elif not self._own_users and used.tasks > self._config.max_processes:
+        # First what costs nothing: the memory of a fork bomb takes too long to measure.
+        if not self._own_users and used.tasks > self._config.max_processes:
             self.kill(program, Outcome.KILLED)
+        elif self._look.memory_is_over(program, used, self._zygotes[program.zygote].resident):
+            self.kill(program, Outcome.MEMORY_LIMIT)

@@ -6,6 +6,7 @@ own mount namespace.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 
@@ -26,6 +27,8 @@ def enter(readable: Iterable[str]) -> None:
     The only network is then an unconfigured loopback. Raises OSError if the kernel refuses.
     """
     kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
+    with contextlib.suppress(OSError):  # a kernel without cgroups has no such namespace
+        kernel.unshare(kernel.CLONE_NEWCGROUP)  # /proc/self/cgroup shows paths below the server's own
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     sources = _open_sources(readable)
     kernel.mount("root", _BUILD_AT, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
@@ -39,6 +42,12 @@ def enter(readable: Iterable[str]) -> None:
     os.chdir(_BUILD_AT)
     kernel.pivot_root_here()
     kernel.add_mount_attributes("/", kernel.MOUNT_ATTR_RDONLY, recursive=False)
+
+
+def mount_proc(flags: int) -> None:
+    """Mount /proc of this PID namespace, without the command line of the host's kernel."""
+    kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC)
+    kernel.mount("/dev/null", "/proc/cmdline", None, kernel.MS_BIND)
 
 
 def become_namespace_root(also: int = 0) -> None:

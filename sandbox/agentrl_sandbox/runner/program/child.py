@@ -16,7 +16,7 @@ from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
 from agentrl_sandbox.runner.isolation.lockdown import Lockdown, has_own_users
 from agentrl_sandbox.runner.isolation.memory_use import tasks_of_user
-from agentrl_sandbox.runner.isolation.rootfs import SCRATCH, become_namespace_root
+from agentrl_sandbox.runner.isolation.rootfs import SCRATCH, become_namespace_root, mount_proc
 from agentrl_sandbox.runner.isolation.scratch_use import INODES
 from agentrl_sandbox.runner.program import interpreter
 from agentrl_sandbox.runner.program.fetched import Fetched
@@ -155,7 +155,7 @@ def isolate(limits: ChildLimits, slot: int) -> str:
         owner = "" if user is None else f",uid={user},gid={user}"
         flags = kernel.MS_NOSUID | kernel.MS_NODEV
         kernel.mount("scratch", SCRATCH, "tmpfs", flags, limits.scratch + owner)
-        kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC)
+        mount_proc(flags)
     if limits.isolate == "user":
         os.chdir(directory)
         become_namespace_root()

@@ -311,10 +311,10 @@ class SessionManager:
             for session in running:
                 used = known.get(session.identifier, Usage()).add(stray)
                 assert session.program is not None
-                if self._look.memory_is_over(session.program, used, beyond):
-                    self._server.kill(session.program, Outcome.MEMORY_LIMIT)
-                elif count_tasks and used.tasks > self._config.max_processes:
+                if count_tasks and used.tasks > self._config.max_processes:
                     self._server.kill(session.program, Outcome.KILLED)
+                elif self._look.memory_is_over(session.program, used, beyond):
+                    self._server.kill(session.program, Outcome.MEMORY_LIMIT)
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
