@@ -53,7 +53,7 @@ SLOW = r"\sum_{n=1}^{\infty} \frac{\sin n}{n^3+n^2+1}"  # a minute of algebra
         (r"\textbf{Evelyn}", r"\text{Evelyn}", Verdict.CORRECT),
         ("Carla", r"\text{Evelyn}", Verdict.INCORRECT),
         ("June 21", r"\text{June 20}", None),
-        ("٣", "3", None),
+        ("٣", "3", Verdict.CORRECT),
         ("", "", None),
     ],
 )

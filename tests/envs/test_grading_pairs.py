@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from answer_families import FAMILIES
 from different_answers import DIFFERENT
 from equal_answers import EQUAL
 
@@ -33,6 +34,11 @@ def pairs(table: dict[str, str]) -> list[tuple[str, str, str]]:
             answer, _, gold = line.strip().rpartition(" | ")
             rows.append((kind, answer.strip(), gold.strip()))
     return rows
+
+
+def family_pairs(mark: str) -> list[tuple[str, str, str]]:
+    """The pairs of `FAMILIES` whose lines begin with the mark."""
+    return [(kind, answer[2:], gold) for kind, answer, gold in pairs(FAMILIES) if answer[0] == mark]
 
 
 def answers(path: Path) -> list[str]:
@@ -69,12 +75,12 @@ def graded() -> Iterator[Graded]:
     graded.close()
 
 
-@pytest.mark.parametrize(("kind", "answer", "gold"), pairs(EQUAL))
+@pytest.mark.parametrize(("kind", "answer", "gold"), [*pairs(EQUAL), *family_pairs("=")])
 def test_equal(graded: Graded, kind: str, answer: str, gold: str) -> None:
     assert graded(answer, gold) is CORRECT, kind
 
 
-@pytest.mark.parametrize(("kind", "answer", "gold"), pairs(DIFFERENT))
+@pytest.mark.parametrize(("kind", "answer", "gold"), [*pairs(DIFFERENT), *family_pairs("!")])
 def test_different(graded: Graded, kind: str, answer: str, gold: str) -> None:
     assert graded(answer, gold) is not CORRECT, kind
     assert not Path("PWNED").exists()

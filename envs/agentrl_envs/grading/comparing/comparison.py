@@ -13,31 +13,40 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
+from typing import TypeGuard
 
 from agentrl_envs.grading.comparing.algebra import is_for_algebra, read_latex, same_by_algebra
 from agentrl_envs.grading.comparing.equality import equal, proportional
 from agentrl_envs.grading.comparing.values import NoValueError, value_of
-from agentrl_envs.grading.reading.expressions import Apply, Expression, Number, Symbol, parts, quotient, symbols
+from agentrl_envs.grading.reading.expressions import Apply, Expression, Number, Symbol, applied, quotient, symbols
 from agentrl_envs.grading.reading.spelling import squeezed
 from agentrl_envs.grading.reading.structure import (
     FLIPPED,
     INTERVALS,
+    TO,
     Answer,
     Bracketed,
+    Clock,
     Leaf,
     Numeral,
     Relation,
     Unread,
     Words,
+    is_named,
     read_answer,
 )
-from agentrl_envs.grading.reading.units import agree
+from agentrl_envs.grading.reading.units import conversion
 from agentrl_envs.types import Verdict
 
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+", re.ASCII)
 _ROUGHLY = 0.05  # relative: what is called approximately equal
 _UNORDERED = frozenset({"list", "set", "union"})
+_RADIANS = quotient(Apply("pi", ()), Number(Fraction(180)))  # in a degree
+_OF_RADIANS = frozenset({"pi", "arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc"})
+_ASKED_FOR = frozenset({"*", "over", "abs", "sin", "cos", "tan", "sec", "csc", "cot", "ln", "det"})
 
 
 def compare(answer: str, gold: str) -> Verdict:
@@ -122,9 +131,11 @@ def same(gold: Answer, answer: Answer) -> bool:
         case Relation(), Relation():
             return _same_relation(gold, answer)
         case Relation(), _:
-            return _is_name(gold.parts[0]) and _is_assignment(gold) and same(gold.parts[-1], answer)
+            return is_named(gold.parts[0]) and _is_assignment(gold) and same(gold.parts[-1], answer)
         case _, Relation():
-            return _says_its_right_side(answer) and same(gold, answer.parts[-1])
+            return _gives_its_right_side(answer) and same(gold, answer.parts[-1])
+        case (Clock(), _) | (_, Clock()):
+            return _same_time(gold, answer)
         case Bracketed(), Bracketed():
             return _same_group(gold, answer)
         case Bracketed(), _:
@@ -137,11 +148,32 @@ def same(gold: Answer, answer: Answer) -> bool:
 
 
 def _same_words(gold: Answer, answer: Answer) -> bool:
-    numbers = [one.number if isinstance(one, Words) else getattr(one, "tree", None) for one in (gold, answer)]
-    if numbers[0] is not None and numbers[1] is not None:
-        return equal(numbers[0], numbers[1]) is True
+    trees = [_number_of(one) if isinstance(one, Words) else getattr(one, "tree", None) for one in (gold, answer)]
+    if trees[0] is not None and trees[1] is not None:
+        return equal(trees[0], trees[1]) is True
     first, second = (one.text.casefold() for one in (gold, answer))
     return first == second
+
+
+def _number_of(words: Words) -> Number | None:
+    return None if words.number is None else Number(words.number)
+
+
+def _same_time(gold: Answer, answer: Answer) -> bool:
+    """Either half of the day, or either clock (22:30); ``3:10`` is also the fraction of these numbers."""
+    if isinstance(gold, Clock) and isinstance(answer, Clock):
+        if not (gold.half and answer.half) and gold.minutes == answer.minutes:
+            return True
+        return (gold.half or answer.half) != "" and _minutes_of_day(gold) == _minutes_of_day(answer)
+    clock, other = (gold, answer) if isinstance(gold, Clock) else (answer, gold)
+    if not isinstance(clock, Clock) or clock.half or not isinstance(other, Leaf):
+        return False
+    hours, minutes = divmod(clock.minutes, 60)
+    return other.tree == quotient(Number(Fraction(hours)), Number(Fraction(minutes)))
+
+
+def _minutes_of_day(clock: Clock) -> int:
+    return clock.minutes % 720 + 720 * (clock.half == "pm") if clock.half else clock.minutes
 
 
 def _same_numeral(gold: Answer, answer: Answer) -> bool:
@@ -153,9 +185,26 @@ def _same_numeral(gold: Answer, answer: Answer) -> bool:
 
 
 def _same_leaf(gold: Leaf, answer: Leaf) -> bool:
-    if agree(answer.unit, gold.unit) and equal(gold.tree, answer.tree) is True:
+    factor = conversion(answer.unit, gold.unit)
+    if factor is not None:
+        wanted = gold.tree if factor == 1 else Apply("*", (gold.tree, Number(factor)))
+        if equal(wanted, answer.tree) is True or _same_angle(gold, answer):
+            return True
+    elif _same_angle(gold, answer):
         return True
-    return answer.bare is not None and not symbols(gold.tree) and equal(gold.tree, answer.bare) is True
+    return answer.measured is not None and not symbols(gold.tree) and _same_leaf(gold, answer.measured)
+
+
+def _same_angle(gold: Leaf, answer: Leaf) -> bool:
+    """Degrees beside radians: a number in radians says so, or holds what only radians do."""
+    degrees = [leaf for leaf in (gold, answer) if leaf.unit is not None and leaf.unit.dimension == (("°", 1),)]
+    if len(degrees) != 1:
+        return False
+    other = answer if degrees[0] is gold else gold
+    radians = (
+        not applied(other.tree).isdisjoint(_OF_RADIANS) if other.unit is None else other.unit.dimension == (("rad", 1),)
+    )
+    return radians and equal(Apply("*", (degrees[0].tree, _RADIANS)), other.tree) is True
 
 
 def _same_group(gold: Bracketed, answer: Bracketed) -> bool:
@@ -178,9 +227,16 @@ def _same_parts(gold: Bracketed, answer: Answer, *, ordered: bool = False) -> bo
         vector = _as_vector(answer)
         if vector is not None:
             return gold.kind in ("()", "<>") and _same_parts(gold, vector, ordered=True)
-        return gold.kind in ("set", "[]") and len(gold.parts) == 1 and same(gold.parts[0], answer)
+        if gold.kind == "ratio":
+            return _same_quotient(gold, answer)
+        parts = _without_repeats(gold.parts, allowed=len(gold.parts)) if gold.kind == "set" else gold.parts
+        return gold.kind in ("set", "[]") and len(parts) == 1 and same(parts[0], answer)
     if ordered:
         return len(gold.parts) == len(answer.parts) and all(map(same, gold.parts, answer.parts))
+    if gold.kind == answer.kind == "set":  # which a repeated element does not change
+        return all(any(same(part, other) for other in answer.parts) for part in gold.parts) and all(
+            any(same(part, other) for part in gold.parts) for other in answer.parts
+        )
     left = _without_repeats(answer.parts, allowed=len(answer.parts) - len(gold.parts))
     for part in gold.parts:
         found = next((place for place, other in enumerate(left) if same(part, other)), None)
@@ -209,10 +265,19 @@ def _same_as_group(gold: Answer, answer: Bracketed) -> bool:
         return same(matrix, answer) or (
             vector is not None and answer.kind in ("()", "<>", "[]") and _same_parts(vector, answer, ordered=True)
         )
-    if answer.kind == "ratio" and isinstance(gold, Leaf) and len(answer.parts) == 2 and not _is_clock(answer):
-        trees = [part.tree for part in answer.parts if isinstance(part, Leaf)]
-        return len(trees) == 2 and equal(gold.tree, quotient(*trees)) is True
-    return answer.kind in ("set", "[]") and len(answer.parts) == 1 and same(gold, answer.parts[0])
+    if answer.kind == "ratio":
+        return _same_quotient(answer, gold)
+    return answer.kind in ("set", "[]") and _same_parts(replace(answer, parts=(gold,)), answer)
+
+
+def _same_quotient(ratio: Bracketed, other: Answer) -> bool:
+    """``3:2`` is the number 3/2; ``3 to 2``, which may be a range, is a number only where that is none of the two."""
+    trees = [part.tree for part in ratio.parts if isinstance(part, Leaf)]
+    if len(trees) != 2 or len(ratio.parts) != 2 or not isinstance(other, Leaf):
+        return False
+    if TO in ratio.text and any(equal(tree, other.tree) for tree in trees):
+        return False
+    return equal(quotient(*trees), other.tree) is True
 
 
 def _as_lists(answer: Answer) -> Bracketed | None:
@@ -232,15 +297,9 @@ def _as_vector(answer: Answer) -> Bracketed | None:
     return Bracketed(answer.text, "<>", cells) if cells else None
 
 
-def _is_clock(ratio: Bracketed) -> bool:
-    return re.fullmatch(r"\d{1,2}:\d\d(?!\d).*", ratio.text, re.DOTALL) is not None
-
-
 def _same_ratio(gold: Bracketed, answer: Bracketed) -> bool:
     if len(gold.parts) != len(answer.parts):
         return False
-    if _is_clock(gold) or _is_clock(answer):
-        return all(map(same, gold.parts, answer.parts))
     values = []
     for group in (gold, answer):
         trees = [part.tree for part in group.parts if isinstance(part, Leaf)]
@@ -254,7 +313,7 @@ def _same_relation(gold: Relation, answer: Relation) -> bool:
     if _is_assignment(gold) and _is_assignment(answer):
         if _numbers_differ(answer):
             return False
-        if _is_name(gold.parts[0]) and _is_name(answer.parts[0]):
+        if is_named(gold.parts[0]) and is_named(answer.parts[0]):
             names = _same_names(gold.parts[0], answer.parts[0])
             if names and same(gold.parts[-1], answer.parts[-1]):
                 return True
@@ -279,31 +338,6 @@ def _is_assignment(relation: Relation) -> bool:
     return set(relation.signs) <= {"=", "~"}
 
 
-def _is_name(answer: Answer) -> bool:
-    """Whether it names what is asked for: a symbol, a function's value, a ratio or tuple of names, words."""
-    match answer:
-        case Words():
-            return answer.number is None
-        case Bracketed(kind="()" | "ratio" | "list"):
-            return all(map(_is_name, answer.parts))
-        case Leaf():
-            return _names_only(answer.tree)
-    return False
-
-
-def _names_only(tree: Expression) -> bool:
-    match tree:
-        case Symbol():
-            return True
-        case Apply("abs", (inner,)) | Apply("over", (inner,)):
-            return _names_only(inner)
-        case Apply("*", (over, Apply("over", (under,)))):
-            return _names_only(over) and _names_only(under)
-        case Apply(function, _):
-            return function.startswith("call ")
-    return False
-
-
 def _same_names(gold: Answer, answer: Answer) -> bool:
     if isinstance(gold, Leaf) and isinstance(answer, Leaf):
         return _same_name(gold.tree, answer.tree)
@@ -317,20 +351,40 @@ def _same_name(gold: Expression, answer: Expression) -> bool:
     return gold == answer
 
 
-def _says_its_right_side(relation: Relation) -> bool:
-    """Whether an equation says what its right side is: of a name, sums and products of names, or equal numbers."""
+def _gives_its_right_side(relation: Relation) -> bool:
+    """Whether the left side is what a problem may ask for: a name, equal numbers, or sums and products of names.
+
+    ``a + b = 7`` gives 7. ``2x = 10``, ``-x = 5`` and ``x^n = 9`` have an unknown to be solved for, and ``ax + by = c``
+    is a relation of variables.
+    """
     if not _is_assignment(relation) or _numbers_differ(relation):
         return False
-    first = relation.parts[0]
-    if isinstance(first, Leaf):
-        return not symbols(first.tree) or not any(isinstance(part, Number) for part in parts(first.tree))
-    return _is_name(first)
+    left, right = relation.parts[0], relation.parts[-1]
+    if is_named(left) or not isinstance(left, Leaf):
+        return is_named(left)
+    if not symbols(left.tree):
+        return True
+    return _of_names(left.tree) and not (isinstance(right, Leaf) and symbols(right.tree))
+
+
+def _of_names(tree: Expression) -> bool:
+    match tree:
+        case Apply("+", terms):
+            return all(_of_names(term.arguments[0] if _is_negative(term) else term) for term in terms)
+        case Apply(function, arguments):
+            return function.startswith("call ") or (function in _ASKED_FOR and all(map(_of_names, arguments)))
+    return isinstance(tree, Symbol)
+
+
+def _is_negative(tree: Expression) -> TypeGuard[Apply]:
+    return isinstance(tree, Apply) and tree.function == "neg"
 
 
 def _numbers_differ(relation: Relation) -> bool:
     """Whether numbers are said to be equal that are not."""
     rounded = "~" in relation.signs
     trees = [part.tree for part in relation.parts if isinstance(part, Leaf) and not symbols(part.tree)]
+    trees = [tree for tree in trees if not any(function.startswith("call ") for function in applied(tree))]
     return any(not (equal(one, other) or (rounded and _roughly(one, other))) for one, other in pairwise(trees))
 
 

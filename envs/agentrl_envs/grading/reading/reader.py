@@ -41,7 +41,7 @@ _ACCENTS = _commands("vec bar hat tilde overline overrightarrow mathbf mathbb ma
 _TIMES = _commands("cdot times ast") | {"*"}
 _OVER = frozenset({"/", r"\div", ":"})
 _MODULO = _commands("bmod mod")
-_BEHIND_FACTORS = _TIMES | _OVER | _MODULO | _commands(r"choose rfloor rceil rvert end \ }")
+_BEHIND_FACTORS = _TIMES | _OVER | _MODULO | _commands(r"over choose rfloor rceil rvert end \ }")
 _MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "array"})
 _FUNCTION_NAMES = frozenset("fghFGHP")
 _EXPONENT_DIGITS = 5  # of scientific notation, its sign among them
@@ -52,7 +52,7 @@ def read_expression(text: str) -> Expression:
     """The expression that all of the text writes. Raises `UnreadableError`."""
     try:
         reader = _Reader(tokens_of(text))
-        tree = reader.sum()
+        tree = reader.whole()
         reader.expect_end()
     except RecursionError as error:
         raise UnreadableError("too deep") from error
@@ -71,6 +71,15 @@ class _Reader:
     def expect_end(self) -> None:
         if self._next.kind != "end":
             raise UnreadableError(f"{self._next.text!r} at the end")
+
+    def whole(self) -> Expression:
+        r"""A sum; with ``\over`` or ``\choose`` behind it, plain TeX's fraction or binomial of the whole group."""
+        tree = self.sum()
+        if self._taken(r"\over"):
+            return quotient(tree, self.sum())
+        if self._taken(r"\choose"):
+            return Apply("binomial", (tree, self.sum()))
+        return tree
 
     def sum(self) -> Expression:
         terms = [self._term()]
@@ -108,8 +117,12 @@ class _Reader:
         while self._starts_a_factor() and not (stop_at_functions and self._next.text in _FUNCTIONS):
             if self._next.kind == "number":
                 raise UnreadableError("a number beside a factor")
-            fraction = self._next.text == r"\frac"
+            start = self._place
             before, factor = factors[-1], self._factor()
+            ahead = (
+                {token.text for token in self._tokens[start : self._place]} if self._tokens[start].text == "{" else ()
+            )
+            fraction = self._tokens[start].text == r"\frac" or r"\over" in ahead
             if fraction and len(factors) == 1 and _whole(before) and (share := _share(factor)) is not None:
                 if share >= 1:
                     raise UnreadableError("neither a mixed number nor a product")
@@ -128,35 +141,29 @@ class _Reader:
         return token.text in ("(", "[", "{") or (token.text == "|" and self._bars == 0)
 
     def _factor(self) -> Expression:
-        """An operand with what stands behind it: powers, factorials and degree signs."""
+        """An operand with its powers, factorials and degree signs."""
         tree = self._operand()
         while True:
             if self._taken("^"):
                 tree = self._raised(tree)
             elif self._taken("!"):
                 tree = Apply("factorial", (tree,))
-            elif self._taken(r"\degree"):
-                tree = Apply("degree", (tree,))
             else:
                 return tree
 
     def _raised(self, base: Expression) -> Expression:
-        if self._exponent_is(r"\circ", r"\degree"):
+        if self._exponent_is(r"\circ"):
             return Apply("degree", (base,))
         if self._exponent_is(r"\top"):
             return Apply("transpose", (base,))
         return Apply("^", (base, self._exponent()))
 
-    def _exponent_is(self, *commands: str) -> bool:
-        """Whether the exponent is one of these commands alone; if so it is taken."""
+    def _exponent_is(self, command: str) -> bool:
+        """Take the exponent if it is this command alone."""
         ahead = [token.text for token in self._tokens[self._place : self._place + 3]]
-        if ahead[:1] and ahead[0] in commands:
-            self._place += 1
-            return True
-        if len(ahead) == 3 and ahead[0] == "{" and ahead[1] in commands and ahead[2] == "}":
-            self._place += 3
-            return True
-        return False
+        taken = 1 if ahead[:1] == [command] else 3 if ahead == ["{", command, "}"] else 0
+        self._place += taken
+        return taken > 0
 
     def _exponent(self) -> Expression:
         minus = self._minus()
@@ -235,9 +242,7 @@ class _Reader:
 
     def _group(self, closing: str) -> Expression:
         bars, self._bars = self._bars, 0
-        tree = self.sum()
-        if closing == "}" and self._taken(r"\choose"):
-            tree = Apply("binomial", (tree, self.sum()))
+        tree = self.whole()
         self._bars = bars
         self._expect(closing)
         return tree
@@ -276,8 +281,8 @@ class _Reader:
             return self._call(name)
         if name in _GREEK:
             return self._marked(name[1:].removeprefix("var"))
-        if name in _FIGURES and self._next.kind == "name":
-            return Symbol(f"{name[1:]} {self._take().text}")
+        if name in _FIGURES and (self._next.kind in ("name", "number") or self._next.text == "{"):
+            return Symbol(f"{name[1:]} {self._raw()}")
         if name in _ACCENTS:
             return self._marked(f"{name[1:]} {self._raw()}")
         raise UnreadableError(name)

@@ -11,26 +11,51 @@ r"""Other spellings of an answer, brought to the one that the readers know. Text
 from __future__ import annotations
 
 import re
+import unicodedata
 
 _GREEK = (
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi _ pi rho _ sigma tau upsilon phi chi psi"
 )
-_CHARACTERS = str.maketrans(
-    {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # of full width
-    | {chr(0x3B1 + place): f"\\{name} " for place, name in enumerate(_GREEK.split()) if name != "_"}
-    | dict.fromkeys("−–", "-")
-    | dict.fromkeys("⁄∕÷", "/")
-    | dict.fromkeys("\u00a0\u2009\u202f", " ")
-    | dict.fromkeys("′’", "'")
-    | {
-        "＄": r"\$", "°": r"^{\circ}", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "±": r"\pm ",
-        "∓": r"\mp ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∪": r"\cup ", "∩": r"\cap ",
-        "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "∛": r"\sqrt[3]", "⟨": r"\langle ", "⟩": r"\rangle ",
-        "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
-    }
-)  # fmt: skip
-_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
+_SIGNS = r"""
+    - −; / ⁄∕÷; : ∶; ' ′’; | ∣; , 、; . 。; * ∗; = ⩵; \$ ＄; \cdot ·⋅∙•・; \times ×✕✖⨯; \le ≤≦⩽; \ge ≥≧⩾;
+    \ne ≠; \approx ≈;
+    \pm ±; \mp ∓; \cup ∪; \cap ∩; \in ∈; \notin ∉; \emptyset ∅; \setminus ∖; \infty ∞; \sum ∑; \prod ∏; \int ∫;
+    \langle ⟨; \rangle ⟩; \angle ∠; \triangle △; \parallel ∥; \odot ⊙; \circ ∘; ^{\circ} °˚; \mathbb{R} ℝ; \sqrt[3] ∛
+"""  # a sign or command, and the characters that are other spellings of it
+
+
+class _Characters(dict[int, str]):
+    """Other spellings of characters, derived from Unicode's properties where the tables above have none.
+
+    Digits of any script are digits, dashes are minus signs, blanks are blanks, invisible characters are dropped, and
+    compatibility characters (full width, bold, fractions, circled numbers, unit squares) are what they decompose into.
+    Superscripts and subscripts are enclosed in control characters here; `_in_latex` joins them.
+    """
+
+    def __missing__(self, code: int) -> str:
+        self[code] = spelled = self._spelled(chr(code))
+        return spelled
+
+    def _spelled(self, character: str) -> str:
+        category = unicodedata.category(character)
+        if category == "Nd":
+            return str(unicodedata.decimal(character))
+        if category in ("Cf", "Zs", "Pd"):
+            return {"Cf": "", "Zs": " ", "Pd": "-"}[category]
+        tag, *codes = unicodedata.decomposition(character).split() or [""]
+        if tag and not tag.startswith("<"):
+            tag, codes = "", [] if codes else [tag]  # one character is a copy, several are a letter with its accent
+        inner = "".join(chr(int(code, 16)) for code in codes).translate(self)
+        if tag == "<fraction>":
+            return "\\frac{{{}}}{{{}}}".format(*inner.split("/"))
+        mark = {"<super>": "\x11{}\x12", "<sub>": "\x13{}\x14"}.get(tag, "{}")
+        return mark.format(inner) if inner else character
+
+
+_CHARACTERS = _Characters({code: chr(code) for code in range(128)})
+_CHARACTERS |= {0x3B1 + place: f"\\{name} " for place, name in enumerate(_GREEK.split()) if name != "_"}
+for _sign, _others in (line.split() for line in _SIGNS.replace("\n", "").split(";")):
+    _CHARACTERS |= {ord(other): f"{_sign} " if re.search(r"\\[a-z]+$", _sign) else _sign for other in _others}
 _PLAIN = re.compile(r"[+-]?\d+(?:\.\d+)?", re.ASCII)
 _MATH_SIGNS = [pair.split() for pair in (r"$$ $$", "$ $", r"\( \)", r"\[ \]", "** **", "__ __", "` `", "* *")]
 _BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])\s*")
@@ -53,17 +78,29 @@ _REWRITTEN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<=\d)(?:,\s*\\!\s*|\\[,;: ]|~|\{,\})(?=\d{3}(?!\d))", ""),
         (r"\\!", ""),
         (r"\\q?quad(?![A-Za-z])", " "),
-        (r"(?<![\d.])(\d*)\.(\d*)\\overline\s*\{(\d+)\}", "REPEATING"),
-        (r"(\\(?:mathrm|text)\s*\{[^{}^]*)\^\{?([23])\}?\s*\}", r"\1}^{\2}"),
+        (r"\{\s*:\s*\}|\\colon(?![A-Za-z])", ":"),
+        (r"(?<![\w)}])\+/-", r"\\pm "),
+        (r"\\(?:measuredangle|sphericalangle)(?![A-Za-z])", r"\\angle"),
+        (r"(?<=\d)\s*\\circ(?![A-Za-z])(?!\s*[\w(\\{])", r"^{\\circ}"),
+        (r"(?<=[\d)}])\s*\^\s*(?:o(?![A-Za-z])|(?:\\(?:text|mathrm))?\s*\{\s*o\s*\})", r"^{\\circ}"),
+        (r"\^\s*\{\s*\\degrees?\s*\}|\^?\s*\\degrees?(?![A-Za-z])", r"^{\\circ}"),
+        (
+            r"(?<=[\d)}])\s*(?:\\(?:text|mathrm)\s*\{\s*(?:degrees?|deg|度)\s*\}|(?:degrees?|deg|度)(?![A-Za-z]))",
+            r"^{\\circ}",
+        ),
         (r"\\operatorname\*?\s*\{([a-z]+)\}", r"\\\1 "),
-        (r"(?<![\d}])(?<![\d}] )\\(?:mathrm|mathit|rm|text)\s*\{\s*([a-zA-Z])\s*\}(?=\s*[-+*^/=)},]|$)", r"\1"),
+        (r"(?<!\\)\\(?:[,;:>]|(?= ))|~", " "),
+        (r" {2,}", " "),
+        (
+            r"(?<![\d}])(?<![\d}] )(?<!\\cdot)\\(?:mathrm|mathit|rm|text)\s*\{\s*([a-zA-Z])\s*\}(?=\s*[-+*^/=)},]|$)",
+            r"\1",
+        ),
         (r"\\frac\s*\\pi(?![A-Za-z])", r"\\frac{\\pi}"),
         (r"\\frac\{([^{}]*)\}\s*(\\pi(?![A-Za-z])|[0-9A-Za-z])", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\phantom\s*(?:\{[^{}]*\}|[^{}\s])", ""),
         (r"[\[(]\s*\\begin\{array\}\s*\{[^{}]*\}(.*?)\\end\{array\}\s*[\])]", r"\\begin{pmatrix}\1\\end{pmatrix}"),
         (r"^(?:\\approx(?![A-Za-z])|=)\s*", ""),
-        (r"(?<!\\)\\(?:[,;:>]|(?= ))|~", " "),
         (r"√\s*(\d+|\([^()]*\)|[a-z])", r"\\sqrt{\1}"),
         (r"\\sqrt\[3\]\s*(\d+|\([^()]*\)|[a-z])", r"\\sqrt[3]{\1}"),
         (r"(?<=[)\]}])\s*U\s*(?=[(\[\\])", r" \\cup "),
@@ -75,24 +112,61 @@ _REWRITTEN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     )
 )
 _AROUND_SIGNS = re.compile(r"(?<=[^A-Za-z0-9.]) | (?=[^A-Za-z0-9.])")
-_BEHIND = " \t\r\n.,;"
+_BEHIND = " \t\r\n,;"
 _SPACED_THOUSANDS = re.compile(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
 _MIXED = re.compile(r"(?P<whole>[+-]?\d+) (?P<over>\d+)/(?P<under>\d+)", re.ASCII)
-_STYLE = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|operatorname)\s*\{([^{}\\]*)\}")
+_REPEATING = re.compile(
+    r"""(?<![\d.])(?P<whole>\d*)\.(?:
+        (?P<fixed>\d*)(?:
+            \\(?:overline|bar)\s*(?:\{\s*)?(?P<line>(?<=\{)\d+|(?<=\{\s)\d+|\d)(?:\s*\})?
+            | \\dot\s*\{?(?P<first>\d)\}?(?:(?P<middle>\d*)\\dot\s*\{?(?P<last>\d)\}?)?
+            | \((?P<bracket>\d+)\)(?![\w(\[{^!.])
+        )(?:\s*(?:\\[lc]?dots(?![A-Za-z])|\.\.\.))?
+        | (?P<before>\d{0,30}?)(?P<again>\d{1,30}?)(?P=again)+\s*(?:\\[lc]?dots(?![A-Za-z])|\.\.\.)
+    )""",
+    re.VERBOSE | re.ASCII,
+)
+_OPEN = r"(?P<open>\\(?:text|textbf|mathrm|mbox)\s*\{\s*)?"
+_CLOSED = r"\s*(?P<closed>\})?\s*"
+_SO = re.compile(rf"{_OPEN}(?P<subject>(?:so|thus|hence|therefore|then)(?![A-Za-z])[,:]?){_CLOSED}", re.IGNORECASE)
+_SUBJECT = re.compile(
+    rf"{_OPEN}(?P<subject>[A-Za-z](?:[A-Za-z ,'$]|\}}\s*\$?[A-Za-z]\$?\s*\\text\s*\{{)*?\s*"
+    rf"(?:(?<![A-Za-z])(?:is|are|equals)(?![A-Za-z]):?|(?<=answer|result):)|(?:答案|结果)\s*[是为:]){_CLOSED}",
+    re.IGNORECASE,
+)
+_IS_THE_ANSWER = re.compile(
+    r"(?P<answer>.*?)\s*(?:\\text\s*\{\s*)?(?<![A-Za-z])"
+    r"is (?:the|my|our) (?:final |correct )?(?:answer|result)\.?(?:\s*\})?",
+    re.DOTALL,
+)
+_OTHER_WORDS = """
+    not no never neither nor half third quarter twice double triple thrice minus plus times over than negative opposite
+    reciprocal inverse square squared cube cubed root wrong incorrect false unless if isn't aren't without except
+"""
+_OTHER_QUANTITIES = frozenset(_OTHER_WORDS.split())
+_NO_SOLUTION = re.compile(
+    r"(?:there (?:is|are) |has |have )?no (?:real )?(?:solutions?|roots?)(?: exists?)?|(?:the )?empty set|无解",
+    re.IGNORECASE,
+)
+_NO_VALUE = re.compile(
+    r"(?:(?:the )?(?:limit|value) |it )?(?:does not|doesn't) exist|(?:is )?(?:undefined|not defined)|d\.?n\.?e\.?"
+    r"|不存在",
+    re.IGNORECASE,
+)
+STYLE = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|operatorname)\s*\{([^{}\\]*)\}")
 _WORDS = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*(?: [^\W_]+(?:['’-][^\W_]+)*)*")
 _LONG_WORD = re.compile(r"[^\W\d_]{4}")
+NO_SOLUTION, NO_VALUE = "no solution", "no value"
 
 
 def respelled(text: str) -> str:
     """The answer without math signs, boxes and marks around it, sizes, thin spaces, unicode signs, a full stop."""
     if _PLAIN.fullmatch(text):
         return text
-    text = re.sub(r"[₀-₉]+", lambda digits: f"_{{{digits.group().translate(_SUBSCRIPTS)}}}", text)
-    text = re.sub(r"[⁰¹²³⁴-⁹⁺⁻]+", lambda digits: f"^{{{digits.group().translate(_SUPERSCRIPTS)}}}", text)
-    text = _bare(text.translate(_CHARACTERS))
+    text = _stated(_bare(text if text.isascii() else _in_latex(text)))
     for pattern, replacement in _REWRITTEN:
-        text = pattern.sub(_repeating if replacement == "REPEATING" else replacement, text)
-    text = _bare(text)
+        text = pattern.sub(replacement, text)
+    text = _bare(_REPEATING.sub(_repeating, text) if "." in text else text)
     if _SPACED_THOUSANDS.fullmatch(text):
         return text.replace(" ", "")
     mixed = _MIXED.fullmatch(text)
@@ -103,7 +177,7 @@ def respelled(text: str) -> str:
 
 def unstyled(text: str) -> str:
     """What is set as text, where that is all there is, and words in quotes without them."""
-    style = _STYLE.fullmatch(text)
+    style = STYLE.fullmatch(text)
     plain = text if style is None else style[1].strip()
     return plain[1:-1] if len(plain) > 2 and plain[0] == plain[-1] == "'" else plain
 
@@ -115,14 +189,49 @@ def squeezed(text: str) -> str:
 
 def words_in(text: str) -> str | None:
     """Plain words (one of four letters at least), in small letters, without the commands that set them as text."""
-    plain = " ".join(_STYLE.sub(r" \1 ", text).split()).strip("\"'“”‘’.")
+    plain = " ".join(STYLE.sub(r" \1 ", text).split()).strip("\"'“”‘’.")
+    for pattern, said in ((_NO_SOLUTION, NO_SOLUTION), (_NO_VALUE, NO_VALUE)):
+        if pattern.fullmatch(plain):
+            return said
     return plain.casefold() if _WORDS.fullmatch(plain) and _LONG_WORD.search(plain) else None
 
 
+def _in_latex(text: str) -> str:
+    """The text in ASCII: lines and dots over digits, superscripts, subscripts and fractions as LaTeX."""
+    text = re.sub(r"(?:\d[\u0304\u0305])+", lambda lined: f"\\overline{{{lined.group()[::2]}}}", text)
+    text = re.sub(r"(\d)\u0307", r"\\dot{\1}", text).translate(_CHARACTERS)
+    text = re.sub(r"\x12\x11|\x14\x13", "", text)
+    text = re.sub(r"\x11([^\x12]*)\x12\s*/\s*\x13([^\x14]*)\x14", r"\\frac{\1}{\2}", text)
+    return text.translate({0x11: "^{", 0x12: "}", 0x13: "_{", 0x14: "}"})
+
+
+def _stated(text: str) -> str:
+    r"""The answer that a sentence states: ``42`` of ``\text{Thus the answer is } 42``; any other text unchanged.
+
+    The subject must name a quantity (`is_name`), as the left side of an equation: ``half the answer is 42`` is no 42.
+    """
+    behind = _IS_THE_ANSWER.fullmatch(text)
+    if behind is not None:
+        return behind["answer"]
+    for pattern in (_SO, _SUBJECT):
+        said = pattern.match(text)
+        rest = "" if said is None else text[said.end() :]
+        if said is not None and rest and is_name(said["subject"]):
+            text = _bare(f"\\text{{{rest}" if said["open"] and not said["closed"] else rest)
+    return text
+
+
+def is_name(words: str) -> bool:
+    """Whether words may name the quantity that a problem asks for. ``twice the area`` names another one."""
+    return _OTHER_QUANTITIES.isdisjoint(re.findall(r"[a-z']+", words.casefold()))
+
+
 def _repeating(match: re.Match[str]) -> str:
-    """``0.1\\overline{6}`` as a fraction."""
-    whole, fixed, period = match[1], match[2], match[3]
-    over = int((whole + fixed + period) or 0) - int((whole + fixed) or 0)
+    r"""A repeating decimal as a fraction: ``0.1\overline{6}``, ``0.1\dot{6}``, ``0.1(6)`` or ``0.1666...``"""
+    fixed = match["fixed"] or match["before"] or ""
+    period = "".join(match[name] or "" for name in ("line", "first", "middle", "last", "bracket", "again"))
+    start = match["whole"] + fixed
+    over = int(start + period) - int(start or 0)
     return f"\\frac{{{over}}}{{{'9' * len(period)}{'0' * len(fixed)}}}"
 
 
@@ -161,7 +270,10 @@ def _without_math_signs(text: str) -> str:
 
 def _without_trailing(text: str) -> str:
     """Without full stops and line breaks behind it, unless they are all there is."""
-    shorter = text.rstrip(_BEHIND)
-    while shorter.endswith("\\\\"):
-        shorter = shorter[:-2].rstrip(_BEHIND)
+    shorter, before = text, ""
+    while shorter != before:
+        before = shorter
+        shorter = shorter.rstrip(_BEHIND).removesuffix("\\\\")
+        if not shorter.endswith(".."):  # which are dots of omission
+            shorter = shorter.removesuffix(".")
     return shorter or text

@@ -11,17 +11,32 @@ Kinds of a `Bracketed`: ``list`` (no bracket), ``set``, ``()``, ``[]``, ``(]``, 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 from typing import TypeAlias
 
 from agentrl_envs.grading.reading.expressions import Apply, Expression, Number, Symbol, symbols
-from agentrl_envs.grading.reading.numerals import number_in_words, scaled_by_words
 from agentrl_envs.grading.reading.reader import read_expression
-from agentrl_envs.grading.reading.spelling import respelled, unstyled, words_in
+from agentrl_envs.grading.reading.spelling import (
+    NO_SOLUTION,
+    NO_VALUE,
+    STYLE,
+    is_name,
+    respelled,
+    unstyled,
+    words_in,
+)
 from agentrl_envs.grading.reading.tokens import UnreadableError
-from agentrl_envs.grading.reading.units import split_letter, split_words
+from agentrl_envs.grading.reading.units import (
+    Unit,
+    number_in_words,
+    scaled_by_words,
+    split_letter,
+    split_quantities,
+    split_words,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +48,10 @@ class Unread:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Plain words in small letters; ``number``: the one that they name."""
+    """Plain words in small letters; ``number``: the number that they name."""
 
     text: str
-    number: Expression | None = None
+    number: Fraction | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +64,22 @@ class Numeral:
 
 
 @dataclass(frozen=True, slots=True)
+class Clock:
+    """A time of day in minutes after 0:00 as written; ``half``: ``am`` or ``pm``, or empty."""
+
+    text: str
+    minutes: int
+    half: str
+
+
+@dataclass(frozen=True, slots=True)
 class Leaf:
-    """An expression with the unit behind it. ``bare``: without the letter behind it, should that be a unit (``5m``)."""
+    """An expression with the unit behind it. ``measured``: the same if the letter behind it is a unit (``5m``)."""
 
     text: str
     tree: Expression
-    unit: str | None = None
-    bare: Expression | None = None
+    unit: Unit | None = None
+    measured: Leaf | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +101,10 @@ class Relation:
     signs: tuple[str, ...]
 
 
-Answer: TypeAlias = Unread | Words | Numeral | Leaf | Bracketed | Relation
+Answer: TypeAlias = Unread | Words | Numeral | Clock | Leaf | Bracketed | Relation
 
 AND, OR = "\x1f", "\x1e"  # between answers, in place of the words
+TO = "\x1d"  # in a ratio, in place of the word
 _CONJUNCTION = re.compile(
     r",?\s*\\(?:text|mbox|textrm|mathrm)\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}\s*|,?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])\s*"
 )
@@ -97,8 +122,13 @@ _TURNED = {"]": "(", "[": ")"}  # ]1,2[ is the open interval
 _THOUSANDS = re.compile(
     r"[+-]?\s*\\?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?:\s*\\[a-z]+\{[^{}]*\}|\s*[a-z][a-z ]*|\s*\\?[%$])?"
 )
-_NUMERAL = re.compile(r"(-?[0-9A-Fa-f]+(?:\.[0-9]+)?)\s*_\s*(?:\{\s*(\d+)\s*\}|(\d+))(?:\\text\{[^{}]*\})?")
-_STYLED_DIGITS = re.compile(r"^\\text\s*\{\s*([0-9A-Za-z]+)\s*\}(?=_)")
+_TO = re.compile(r"(?<=[\d)}])\s*(?:\\text\s*\{\s*to\s*\}|(?<![A-Za-z])to(?![A-Za-z]))\s*(?=[\d({\\])")
+_CLOCK = re.compile(r"(\d{1,2})(?::(\d\d))?\s*(?:\\(?:text|mathrm)\s*\{\s*)?(?:([ap])\.? ?m\.?)?\s*\}?", re.IGNORECASE)
+_NUMERAL = re.compile(
+    r"[({]?\s*(?P<digits>-?[0-9A-F]+(?:\.[0-9A-F]+)?|[01]{1,4}(?: [01]{3,4})+)\s*[)}]?\s*"
+    r"(?:_\s*(?P<base>\d+|[({]*\s*\w+\s*[)}]*)|[({]?\s*(?:in )?base\s*[({]*\s*(?P<named>\w+)\s*[)}]*)\s*",
+    re.IGNORECASE,
+)
 _TWO_SIGNS = re.compile(r"\\(pm|mp)(?![A-Za-z])")
 _WORD_RUN = re.compile(r"(?<![\\A-Za-z])[a-z]{4,}|(?<![\\A-Za-z])[A-Z][a-z]{3,}")
 _FUNCTION_WORDS = re.compile(
@@ -107,6 +137,8 @@ _FUNCTION_WORDS = re.compile(
 )
 _INFINITY = Apply("infinity", ())
 _LINE = (Leaf("", Apply("neg", (_INFINITY,))), Leaf("", _INFINITY))
+_MAY_HAVE_UNIT = re.compile(r"\\text|\\mbox|\\mathrm|[\d}] ?[a-z]{2,}|\\circ|[$€£¥\u4e00-\u9fff]")
+_PROBABILITY = re.compile(r"(?:P|E|\\?Pr|Var)\s*[(\[].*[)\]]")
 INTERVALS = frozenset({"()", "[]", "(]", "[)"})
 _REALS = frozenset({r"\mathbb{R}", r"\mathbb R", r"\R", r"\text{all real numbers}", "all real numbers", r"\Reals"})
 _PYTHON_MATRIX = re.compile(r"(?:Matrix|(?:np\.)?array)\((\[\[.*\]\])\)", re.DOTALL)
@@ -115,7 +147,12 @@ _PYTHON_MATRIX = re.compile(r"(?:Matrix|(?:np\.)?array)\((\[\[.*\]\])\)", re.DOT
 @lru_cache(maxsize=4096)
 def read_answer(text: str) -> Answer:
     """What the text says; `Unread` where it cannot be understood as a whole."""
-    return _list(_CONJUNCTION.sub(lambda said: OR if "or" in said.group() else AND, respelled(text)))
+    text = respelled(text)
+    quantity = _sum_of_quantities(text)
+    if quantity is not None:
+        return quantity
+    text = _CONJUNCTION.sub(lambda said: OR if "or" in said.group() else AND, text)
+    return _list(_TO.sub(TO, text))
 
 
 def _list(text: str, *, bracketed: bool = False) -> Answer:
@@ -129,7 +166,7 @@ def _list(text: str, *, bracketed: bool = False) -> Answer:
         if not pieces:
             return Unread(text)
         if len(pieces) > 1:
-            parts = tuple(_list(piece.strip()) for piece in pieces)
+            parts = _flat(_list(piece.strip()) for piece in pieces)
             if any(isinstance(part, Unread) for part in parts):
                 return _worded(text)
             ors = OR in text and all(isinstance(part, Bracketed) and part.kind in INTERVALS for part in parts)
@@ -137,8 +174,21 @@ def _list(text: str, *, bracketed: bool = False) -> Answer:
     return _related(text)
 
 
+def _flat(parts: Iterable[Answer]) -> tuple[Answer, ...]:
+    r"""The parts, with both values in place of each ``\pm``."""
+    return tuple(
+        value
+        for part in parts
+        for value in (
+            part.parts
+            if isinstance(part, Bracketed) and part.kind == "list" and _TWO_SIGNS.search(part.text)
+            else [part]
+        )
+    )
+
+
 def _worded(text: str) -> Answer:
-    plain = text.replace(AND, " and ").replace(OR, " or ")
+    plain = text.replace(AND, " and ").replace(OR, " or ").replace(TO, " to ")
     words = words_in(plain)
     return Unread(plain) if words is None else Words(words)
 
@@ -165,11 +215,55 @@ def _related(text: str) -> Answer:
     if not signs:
         return _part(text)
     parts = tuple(_part(piece.strip()) for piece in pieces)
+    if isinstance(parts[0], Unread) and _PROBABILITY.fullmatch(pieces[0].strip()):
+        parts = (Words(pieces[0].strip()), *parts[1:])
     if any(isinstance(part, Unread) for part in parts):
         return Unread(text)
+    if signs in (["="], ["~"]):
+        return _equation(text, parts, tuple(signs))
     if signs == ["in"] and isinstance(parts[1], Bracketed) and isinstance(parts[0], Leaf):
         return replace(parts[1], text=text, variable=parts[0].tree)
     return _interval(text, parts, signs) or Relation(text, parts, tuple(signs))
+
+
+def _equation(text: str, parts: tuple[Answer, ...], signs: tuple[str, ...]) -> Answer:
+    r"""An equation with the unknown on its left, or two of them (``x = \pm 2``)."""
+    left, right = parts
+    if not is_named(left) and (is_named(right) or (_variables(right) and not _variables(left))):
+        left, right = right, left
+    values = _flat([right])
+    if len(values) > 1:
+        return Bracketed(text, "list", tuple(Relation("", (left, value), signs) for value in values))
+    return Relation(text, (left, right), signs)
+
+
+def is_named(answer: Answer) -> bool:
+    """Whether it is a name: a symbol, a function's value, a ratio or tuple of names, words."""
+    match answer:
+        case Words():
+            return answer.number is None and is_name(answer.text)
+        case Bracketed(kind="()" | "ratio" | "list"):
+            return all(map(is_named, answer.parts))
+        case Leaf():
+            return _names_only(answer.tree)
+    return False
+
+
+def _names_only(tree: Expression) -> bool:
+    match tree:
+        case Symbol():
+            return True
+        case Apply("abs", (inner,)) | Apply("over", (inner,)):
+            return _names_only(inner)
+        case Apply("*", (over, Apply("over", (under,)))):
+            return _names_only(over) and _names_only(under)
+        case Apply(function, _):
+            return function.startswith("call ")
+    return False
+
+
+def _variables(answer: Answer) -> bool:
+    return isinstance(answer, Leaf) and bool(symbols(answer.tree))
 
 
 def _interval(text: str, parts: tuple[Answer, ...], signs: list[str]) -> Bracketed | None:
@@ -201,15 +295,21 @@ def _part(text: str) -> Answer:
     text = text.strip()
     if text in _REALS:
         return Bracketed(text, "()", _LINE)
-    if text in (r"\emptyset", r"\varnothing", r"\{\}"):
+    words = words_in(text)
+    if text in (r"\emptyset", r"\varnothing", r"\{\}") or words == NO_SOLUTION:
         return Bracketed(text, "set", ())
+    if words == NO_VALUE:
+        return Words(words)
     matrix = _PYTHON_MATRIX.fullmatch(text)
     if matrix is not None:
         return _part(matrix[1])
     union, _ = _split(text, (r"\cup",))
     if len(union) > 1:
         return _group(text, "union", [_part(piece) for piece in union])
-    return _bracketed(text) or _with_two_signs(text) or _ratio(text) or _leaf(text)
+    signs = _TWO_SIGNS.findall(text)
+    if text[:1] == "(" and (len(signs) == 1 or "mp" in signs):  # two points; of two signs that are not tied, nothing
+        return _with_two_signs(text) or Unread(text)
+    return _bracketed(text) or _with_two_signs(text) or _clock(text) or _ratio(text) or _leaf(text)
 
 
 def _group(text: str, kind: str, parts: Sequence[Answer]) -> Answer:
@@ -260,16 +360,21 @@ def _with_two_signs(text: str) -> Answer | None:
     return _group(text, "list", [_part(upper), _part(lower)])
 
 
-def _ratio(text: str) -> Answer | None:
-    pieces, _ = _split(text, (":",))
-    if len(pieces) < 2:
+def _clock(text: str) -> Clock | None:
+    time = _CLOCK.fullmatch(text)
+    if time is None or not (time[2] or time[3]):
         return None
-    last = pieces[-1].strip()
-    words = split_words(last)  # 4:30 p.m.
-    parts = [_leaf(piece.strip()) for piece in ([*pieces[:-1], words[0]] if words else pieces)]
-    if words and isinstance(parts[-1], Leaf):
-        parts[-1] = replace(parts[-1], text=last, unit=words[1])
-    return _group(text, "ratio", parts)
+    hours, minutes = int(time[1]), int(time[2] or 0)
+    return (
+        Clock(text, 60 * hours + minutes, f"{time[3].lower()}m" if time[3] else "")
+        if hours < 24 and minutes < 60
+        else None
+    )
+
+
+def _ratio(text: str) -> Answer | None:
+    pieces, _ = _split(text, (":", TO))
+    return _group(text, "ratio", [_leaf(piece.strip()) for piece in pieces]) if len(pieces) > 1 else None
 
 
 def _leaf(text: str) -> Answer:
@@ -279,19 +384,33 @@ def _leaf(text: str) -> Answer:
         if said is None and len(plain) > 1 and plain.replace(" ", "").isalpha():
             return Words(plain.casefold())
         return Words(plain.casefold(), said) if said is not None else _list(plain)
-    numeral = _NUMERAL.fullmatch(_STYLED_DIGITS.sub(r"\1", text))
-    if numeral is not None and any(character.isdigit() for character in numeral[1]):
-        return Numeral(text, numeral[1].upper(), numeral[2] or numeral[3])
+    numeral = _numeral(text)
+    if numeral is not None:
+        return numeral
     if _is_word(text):
         return _quantity(text) or _spoken(text)
-    known = split_words(text) if re.search(r"\\text|\\mbox|\\mathrm|[\d}] ?[a-z]{2,}|\\circ|\$", text) else None
-    if known is not None:
+    if _MAY_HAVE_UNIT.search(text) and split_words(text) is not None:
         return _quantity(text) or Unread(text)
     try:
         tree = read_expression(text)
     except UnreadableError:
         return _quantity(text) or _spoken(text)
-    return Leaf(text, tree, bare=_tree_or_none(split_letter(text)))
+    letter = split_letter(text)
+    return Leaf(text, tree, measured=None if letter is None else _measured(text, *letter))
+
+
+def _numeral(text: str) -> Numeral | None:
+    """A numeral whose base is written beside it, in digits or words."""
+    match = _NUMERAL.fullmatch(STYLE.sub(r"\1", text)) if "_" in text or "base" in text else None
+    if match is None:
+        return None
+    digits = match["digits"].upper().replace(" ", "")
+    name = (match["base"] or match["named"]).strip("(){} ")
+    base = Fraction(name) if name.isdecimal() else number_in_words(name)
+    values = [int(digit, 16) for digit in digits if digit.isalnum()]
+    if base is None or not max(values) < base <= 36 or digits.isalpha():
+        return None
+    return Numeral(text, re.sub(r"^(-?)0+(?=\w)", r"\1", digits), str(base))
 
 
 def _is_word(text: str) -> bool:
@@ -302,18 +421,34 @@ def _quantity(text: str) -> Leaf | None:
     """A number with a unit behind it, or with a word that multiplies it."""
     scaled = scaled_by_words(text)
     if scaled is not None:
-        tree = _tree_or_none(scaled[0])
-        return None if tree is None else Leaf(text, Apply("*", (tree, Number(scaled[1]))))
+        number = _leaf(scaled[0].strip())
+        return (
+            replace(number, text=text, tree=Apply("*", (number.tree, Number(scaled[1]))))
+            if isinstance(number, Leaf)
+            else None
+        )
     split = split_words(text)
-    tree = _tree_or_none(split[0]) if split is not None else None
-    if tree is None or split is None:
+    return None if split is None else _measured(text, *split)
+
+
+def _measured(text: str, number: str, unit: Unit) -> Leaf | None:
+    tree = _tree_or_none(number)
+    return None if tree is None else Leaf(text, tree, unit)
+
+
+def _sum_of_quantities(text: str) -> Leaf | None:
+    """``5 ft 6 in`` as one length."""
+    found = split_quantities(text) if text[:1].isdigit() else None
+    if found is None:
         return None
-    return Leaf(text, tree, split[1])
+    terms = [(_tree_or_none(number), size) for number, size in found[0]]
+    products = tuple(Apply("*", (tree, Number(size))) for tree, size in terms if tree is not None)
+    return Leaf(text, Apply("+", products), found[1]) if len(products) == len(terms) else None
 
 
-def _tree_or_none(text: str | None) -> Expression | None:
+def _tree_or_none(text: str) -> Expression | None:
     try:
-        return None if text is None else read_expression(text.strip().replace(",", "") if text[:1].isdigit() else text)
+        return read_expression(text.strip().replace(",", "") if text[:1].isdigit() else text)
     except UnreadableError:
         return None
 

@@ -1,101 +1,276 @@
-r"""Words behind a number: units and things counted, which an answer may add or leave out, and words that change it.
+r"""Words beside a number: units with their conversions, counted things, and words that change the number.
 
->>> split_words(r"12\text{ cm}^2"), split_words("8 hours"), split_words("5 pi")
-(('12', 'cm^2'), ('8', 'hour'), None)
+>>> split_words(r"12\text{ cm}^2")[1].dimension, split_words("8 hours")[1].factor, split_words("5 pi")
+((('m', 2),), Fraction(3600, 1), None)
 >>> split_words(r"5\text{ factorial}") is None, split_words(r"5\text{ is wrong, it is 6}") is None
 (True, True)
+>>> conversion(split_words("5cm")[1], split_words("50 mm")[1]), conversion(split_words("5cm")[1], None)
+(Fraction(1, 10), 1)
+>>> number_in_words("one hundred and three"), number_in_words("two thirds"), number_in_words("evelyn")
+(Fraction(103, 1), Fraction(2, 3), None)
+>>> scaled_by_words("5 million"), scaled_by_words(r"5\text{ hundredths}"), scaled_by_words("5 miles")
+(('5', Fraction(1000000, 1)), ('5', Fraction(1, 100)), None)
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise
 
-_SPELLINGS = """
-    mm,millimeter,millimetre; cm,centimeter,centimetre; m,meter,metre; km,kilometer,kilometre;
-    in,inch,inche; ft,foot,feet; yd,yard; mi,mile;
-    g,gram,gm; kg,kilogram; mg,milligram; lb,pound,lbs; oz,ounce; ton;
-    s,sec,second; min,minute,mins; hour,h,hr,hrs; day; week; month; year,yr,yrs; am; pm;
-    mph,miles per hour,mile per hour,mi/h; km/h,kph,kmh,kmph,kilometers per hour; m/s,meters per second;
-    degree,deg; radian,rad; dollar,usd; cent; euro;
-    liter,litre,l; ml,milliliter,millilitre; gallon,gal; acre; unit
-"""  # of a unit, the one that is kept first
-_UNITS = [unit.strip().split(",") for unit in _SPELLINGS.split(";")]
-_KNOWN = {spelling: unit[0] for unit in _UNITS for spelling in unit}
-_NAMES = frozenset(_KNOWN.values())
-_CHANGING_WORDS = """
-    hundred thousand million billion trillion dozen score half halve third fourth fifth sixth seventh eighth ninth tenth
-    quarter squared cubed factorial pi root least most more less fewer greater larger smaller about nearly not no never
-    to is are was be it wrong or and plus minus times over divided multiplied by mod modulo infinity negative maybe
-    perhaps possibly approximately approx almost around roughly between through until below above under than then if
-    when where but equal except without exp log ln sin cos tan sqrt base power raised one two three four five six seven
-    eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty ninety zero answer percent pct
-    percentage inclusive exclusive remainder
+# Numbers in words --------------------------------------------------------------------------------------------------
+
+_SMALL = """
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
+    eighteen nineteen
 """
+_TENS = "_ _ twenty thirty forty fifty sixty seventy eighty ninety"
+_VALUES = {name: value for value, name in enumerate(_SMALL.split())}
+_VALUES |= {name: 10 * value for value, name in enumerate(_TENS.split()) if name != "_"}
+_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_MULTIPLES = _SCALES | {
+    "ten": 10, "dozen": 12, "hundred": 100, "grand": 10**3, "lakh": 10**5, "crore": 10**7,
+    "mil": 10**6, "mn": 10**6, "mln": 10**6, "bn": 10**9, "bln": 10**9, "tn": 10**12, "万": 10**4, "亿": 10**8,
+}  # fmt: skip
+_SUFFIXES = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}  # set upright, directly behind the digits
+_PARTS = {"half": 2, "halve": 2, "quarter": 4, "third": 3, "fifth": 5, "eighth": 8, "ninth": 9, "twelfth": 12}
+_SCALED = re.compile(
+    r"(?P<rest>.*\d)(?:(?P<suffix>\\(?:text|mathrm)\s*\{[kKMB]\})"
+    r"|\s*(?:\\(?:text|mathrm)\s*\{\s*)?(?P<scale>[a-z][a-z-]+|[万亿])(?:\s*\})?)",
+    re.DOTALL,
+)
+
+
+def number_in_words(words: str) -> Fraction | None:
+    """The number that all of the words name, or None."""
+    *others, last = re.split(r"[\s-]+", words.strip().casefold())
+    parts = _denominator(last)
+    if parts is not None and others and (last.endswith("s") or others in (["one"], ["a"])):
+        count = Fraction(1) if others == ["a"] else number_in_words(" ".join(others))
+        return None if count is None else count / parts
+    total = part = 0
+    found = False
+    for word in [*others, last]:
+        if word in _VALUES:
+            part, found = part + _VALUES[word], True
+        elif word == "hundred" and part:
+            part *= 100
+        elif word in _SCALES and part:
+            total, part = total + part * _SCALES[word], 0
+        elif word != "and" or not found:
+            return None
+    return Fraction(total + part) if found else None
+
+
+def scaled_by_words(text: str) -> tuple[str, Fraction] | None:
+    """The text before ``million``, ``tens``, ``hundredths`` or ``k`` at its end, and the factor; or None."""
+    match = _SCALED.fullmatch(text)
+    if match is None:
+        return None
+    if match["suffix"]:
+        return match["rest"], Fraction(_SUFFIXES[match["suffix"][-2]])
+    scale = match["scale"]
+    factor = _MULTIPLES.get(scale) or _MULTIPLES.get(scale.removesuffix("s"))
+    parts = None if factor else _denominator(scale)
+    return (match["rest"], Fraction(factor) if factor else Fraction(1, parts)) if factor or parts else None
+
+
+def _denominator(word: str) -> int | None:
+    """The denominator that a word for a part names: 10 for ``tenths``, 10,000 for ``ten-thousandth``."""
+    singular = word.removesuffix("s")
+    if singular in _PARTS or not singular.endswith("th"):
+        return _PARTS.get(singular)
+    cardinal = re.sub(r"ie$", "y", singular.removesuffix("th"))
+    if cardinal in ("hundred", *_SCALES):
+        cardinal = f"one {cardinal}"
+    value = number_in_words(cardinal)
+    return None if value is None else int(value)
+
+
+# Units -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A known unit with its size in base units, or a counted thing without one (``apples``)."""
+
+    name: str
+    factor: Fraction | None = None
+    dimension: tuple[tuple[str, int], ...] = ()
+
+
+# Symbols and names, then the size in units above it; a line without a size is a base unit.
+_TABLE = """
+    m meter metre 米; g gram gm 克; s sec second 秒; A amp ampere; mol mole; month 个月; °; dollar usd USD; euro eur;
+    yuan 元; pound-sterling; yen; rad radian; ton tonne 吨; celsius; fahrenheit; unit
+    L liter litre l 升 = 1/1000 m^3; h hr hour 小时 = 3600 s; min minute 分钟 = 60 s; day 天 = 24 h; week 周 = 7 day
+    year yr 年 = 12 month; N newton = 1000 g m/s^2; J joule = 1 N m; W watt = 1 J/s; Pa pascal = 1 N/m^2
+    C coulomb = 1 A s; V volt = 1 W/A; Hz hertz = 1 s^-1; eV electronvolt = 801088317/5000000000000000000000000000 J
+    in inch inche = 127/5000 m; ft foot feet = 12 in; yd yard = 3 ft; mi mile = 5280 ft; lb pound = 45359237/100000 g
+    oz ounce = 1/16 lb; gal gallon = 231 in^3; qt quart = 1/4 gal; pint = 1/8 gal; acre = 43560 ft^2
+    ha hectare 公顷 = 10000 m^2; cent ¢ = 1/100 dollar; mph = 1 mi/h; kph kmh kmph = 5/18 m/s
+    公里 = 1000 m; 公斤 = 1000 g
+"""
+_PREFIXES: dict[str, Fraction | int] = {
+    "giga G": 10**9, "mega M": 10**6, "kilo k 千": 10**3, "deci d 分": Fraction(1, 10), "centi c 厘": Fraction(1, 100),
+    "milli m 毫": Fraction(1, 10**3), "micro u": Fraction(1, 10**6), "nano n": Fraction(1, 10**9),
+}  # fmt: skip
+_PREFIXED = "m meter metre 米 g gram 克 s second L liter litre l 升 N J joule W watt Pa V Hz hertz eV A mol C"
+_KNOWN: dict[str, Unit] = {}
+_CHANGING_WORDS = """
+    score factorial pi root least most more less fewer greater larger smaller about nearly not no never to is are was be
+    it wrong or and plus minus times over divided multiplied by mod modulo infinity negative maybe perhaps possibly
+    approximately approx almost around roughly between through until below above under than then if when where but equal
+    except without exp log ln sin cos tan sqrt base power raised squared cubed answer percent pct percentage inclusive
+    exclusive remainder
+"""
+_CHANGING = frozenset(_CHANGING_WORDS.split())
+_CHANGING_CHINESE = frozenset("零一二三四五六七八九十百千万亿倍半不非没约多少余以上下几分之或至到负点又和左右等于")
 _NOTHING = frozenset({"none", "nan", "null", "undefined", "unknown", "error", "true", "false", "left", "right"})
-_CHANGES = frozenset(_CHANGING_WORDS.split())
 _LETTER_UNITS = frozenset("msghl")
-_STYLE = r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|mathit|mathbf)\s*\{([^{}]*)\}"
-_POWER = r"\s*(?:\^\s*\{?\s*([23])\s*\}?)?"
-_STYLED = re.compile(rf"(?P<rest>.*?[\w}})|\]!%])\s*(?P<words>{_STYLE}(?:\s*{_STYLE})*){_POWER}\s*", re.DOTALL)
-_PLAIN = re.compile(rf"(?P<rest>(?:.*[\d}})%])?)\s*(?<![A-Za-z\\])(?P<words>[A-Za-z][A-Za-z./ -]+){_POWER}", re.DOTALL)
-_DOLLARS = re.compile(r"(?P<sign>[+-]?)\s*\\?\$\s*(?P<rest>[^$]*)|(?P<before>[^$]*?)\s*\\?\$")
-_DEGREES = re.compile(r"(?P<rest>.*[\d})])\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})(?:\s*[CF])?", re.DOTALL)
+_STYLE = r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|mathit|mathbf)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+_POWER = r"\s*(?:\^\s*\{?\s*-?\d\s*\}?)?"
+_STYLED = re.compile(
+    rf"(?P<rest>.*?[\w}})|\]!%])\s*(?P<words>{_STYLE}{_POWER}(?:(?:\s|\\cdot|/)*{_STYLE}{_POWER})*)\s*", re.DOTALL
+)
+_PLAIN = re.compile(
+    rf"(?P<rest>(?:.*[\d}})%])?)\s*(?<![A-Za-z\\])(?P<words>[A-Za-z][A-Za-z./ -]+{_POWER}|[\u4e00-\u9fff/]+)", re.DOTALL
+)
+_CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound-sterling", "¥": "yen"}
+_CURRENCY = re.compile(r"(?P<sign>[+-]?)\s*\\?([$€£¥])\s*(?P<rest>[^$€£¥]*)|(?P<before>[^$€£¥]*?)\s*\\?([$€£¥])")
+_DEGREES = re.compile(
+    r"(?P<rest>.*[\d})])\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?:\\(?:text|mathrm)\s*\{\s*)?(?P<scale>[CF]?)(?:\s*\})?",
+    re.DOTALL,
+)
 _COUNTED = re.compile(r"(?:[-+\d.,/]+|-?\\frac *(?:\{\d+\}\{\d+\}|\d\d)) [a-z]{4,}(?: [a-z]+)*")  # 12 apples
-_INSIDE = re.compile(_STYLE)
-_WORD = re.compile(r"[a-z]+")
+_QUANTITIES = re.compile(r"(\d[\d.]*) ?([A-Za-z]+)(?: and |, | |$)")
 
 
-def split_words(text: str) -> tuple[str, str] | None:
-    """What stands before the words at the end, and the unit they name in one spelling; None where they name none."""
-    dollars = _DOLLARS.fullmatch(text)
-    if dollars is not None:
-        return (f"{dollars['sign'] or ''}{dollars['rest'] or dollars['before'] or ''}", "dollar")
+def split_words(text: str) -> tuple[str, Unit] | None:
+    """The text before the unit or counted thing, and the unit; None without one."""
+    currency = _CURRENCY.fullmatch(text)
+    if currency is not None:
+        name = _CURRENCIES[currency[2] or currency[5]]
+        return (f"{currency['sign'] or ''}{currency['rest'] or currency['before'] or ''}", _KNOWN[name])
     degrees = _DEGREES.fullmatch(text)
-    if degrees is not None and "\\" not in text.replace(r"\circ", "").replace(r"\frac", ""):
-        return (degrees["rest"], "degree")
+    if degrees is not None and "\\" not in text.replace(r"\circ", "").replace(r"\frac", "").replace(r"\text", ""):
+        return (degrees["rest"], _KNOWN[{"C": "celsius", "F": "fahrenheit"}.get(degrees["scale"], "°")])
     for pattern in (_STYLED, _PLAIN):
         match = pattern.fullmatch(text)
         if match is not None and match["rest"]:
-            words = " ".join(_INSIDE.findall(match["words"])) if pattern is _STYLED else match["words"]
-            unit = unit_of(words, match[match.re.groups])
-            if pattern is _PLAIN and unit is not None and _base(unit) not in _NAMES and not _COUNTED.fullmatch(text):
-                return None
+            unit = unit_of(re.sub(_STYLE, r" \1 ", match["words"]))
+            if pattern is _PLAIN and unit is not None and unit.factor is None and match["words"].isascii():
+                return (match["rest"].strip(), unit) if _COUNTED.fullmatch(text) else None
             return None if unit is None else (match["rest"].strip(), unit)
     return None
 
 
-def split_letter(text: str) -> str | None:
-    """What stands before a single letter that may be a unit: ``5m``."""
+def split_letter(text: str) -> tuple[str, Unit] | None:
+    """The text before a single letter that may be a unit, and the unit: ``5m``."""
     match = re.fullmatch(r"(.*\d)\s*([A-Za-z])", text)
-    return match[1] if match is not None and match[2] in _LETTER_UNITS else None
+    return (match[1], _KNOWN[match[2]]) if match is not None and match[2] in _LETTER_UNITS else None
 
 
-def agree(answer: str | None, gold: str | None) -> bool:
-    """Whether two units may be the same: either may be left out, and words that nobody knows are things counted."""
-    if answer is None or gold is None or answer == gold or "unit" in (_base(answer), _base(gold)):
-        return True
-    return _base(answer) not in _NAMES or _base(gold) not in _NAMES
-
-
-def _base(unit: str) -> str:
-    return unit.partition("^")[0]
-
-
-def unit_of(words: str, power: str | None = None) -> str | None:
-    """The unit or thing that words name, in one spelling; None where they say more than that."""
-    plain = " ".join(words.lower().replace(".", "").replace("~", " ").split())
-    for prefix, exponent in (("square ", "2"), ("sq ", "2"), ("cubic ", "3"), ("cu ", "3")):
-        if plain.startswith(prefix):
-            plain, power = plain.removeprefix(prefix), exponent
-    if not plain or not re.fullmatch(r"[a-z]+(?:[ /-][a-z]+){0,3}", plain):
+def split_quantities(text: str) -> tuple[list[tuple[str, Fraction]], Unit] | None:
+    """``5 ft 6 in`` as numbers with their sizes in the first unit; None unless the units are of one kind and fall."""
+    plain = " ".join(re.sub(_STYLE, r" \1 ", text).split())
+    found = _QUANTITIES.findall(plain)
+    if len(found) < 2 or "".join(_QUANTITIES.split(plain)[::3]):
         return None
-    singular = plain if plain in _KNOWN else plain.removesuffix("s")
-    named = _KNOWN.get(singular)
-    if named is None:
-        if plain in _NOTHING:
+    units = [unit_of(name) for _, name in found]
+    first, sizes = units[0], [unit.factor for unit in units if unit is not None and unit.factor is not None]
+    if first is None or len(sizes) < len(units) or len({unit.dimension for unit in units if unit is not None}) > 1:
+        return None
+    falling = all(larger > smaller for larger, smaller in pairwise(sizes))
+    return ([(found[place][0], size / sizes[0]) for place, size in enumerate(sizes)], first) if falling else None
+
+
+def conversion(answer: Unit | None, gold: Unit | None) -> Fraction | None:
+    """The factor from the gold answer's unit to the answer's; 1 where either leaves it open, None if they differ."""
+    if answer is None or gold is None or answer.factor is None or gold.factor is None or answer == gold:
+        return Fraction(1)
+    bases = {base for unit in (answer, gold) for base, _ in unit.dimension}
+    if "unit" in bases or bases in ({"°", "celsius"}, {"°", "fahrenheit"}):  # square units; degrees of some scale
+        return Fraction(1)
+    return gold.factor / answer.factor if answer.dimension == gold.dimension else None
+
+
+@lru_cache(maxsize=4096)
+def unit_of(words: str) -> Unit | None:
+    """The unit or thing that words name; None where they say more."""
+    plain = " ".join(words.replace("~", " ").replace(".", " ").replace(r"\cdot", " ").split())
+    plain = re.sub(r" ?\^ ?", "^", plain)
+    return _product(plain) or _thing(plain.lower())
+
+
+def _product(words: str) -> Unit | None:
+    """A product of known units: ``m/s^2``, ``kg m per second squared``, ``square feet``, ``平方米``."""
+    factor, dimension = Fraction(1), dict[str, int]()
+    named = re.sub(r"\s*[{}]\s*", "", words).replace("平方", "square ").replace("立方", "cubic ")
+    for place, side in enumerate(re.split(r"\s*/\s*|\s+per\s+", named)):
+        before, units = 1, list[tuple[Unit, int]]()
+        for word in re.sub(r"(?<=[a-z])-", " ", side).split():
+            name, _, power = word.partition("^")
+            if word in ("square", "sq", "cubic", "cu"):
+                before = 2 if word.startswith("sq") else 3
+            elif word in ("squared", "cubed") and units:
+                units[-1] = (units[-1][0], 2 if word == "squared" else 3)
+            elif (unit := _named(name)) is not None and re.fullmatch(r"-?\d|", power):
+                units.append((unit, int(power or before)))
+                before = 1
+            else:
+                return None
+        if not units:
             return None
-        found = _WORD.findall(plain)
-        if any(word in _CHANGES or word.removesuffix("s") in _CHANGES or len(word) < 2 for word in found):
-            return None
-        named = plain
-    return f"{named}^{power}" if power else named
+        for unit, power_of in units:
+            exponent = -power_of if place else power_of
+            assert unit.factor is not None
+            factor *= unit.factor**exponent
+            for base, count in unit.dimension:
+                dimension[base] = dimension.get(base, 0) + count * exponent
+    powers = tuple(sorted((base, count) for base, count in dimension.items() if count))
+    return Unit(words, factor, powers)
+
+
+def _named(name: str) -> Unit | None:
+    """Symbols mind capitals (``mW``, ``MW``); names and longer symbols in other capitals do not."""
+    lower = name.lower() if len(name) > 1 else name
+    return _KNOWN.get(name) or _KNOWN.get(lower) or _KNOWN.get(lower.removesuffix("s") or name)
+
+
+def _thing(plain: str) -> Unit | None:
+    if re.fullmatch(r"[\u4e00-\u9fff]{1,6}", plain):
+        return None if _CHANGING_CHINESE & set(plain) else Unit(plain)
+    if not re.fullmatch(r"[a-z]+(?:[ /-][a-z]+){0,3}(?:\^[23])?", plain) or plain in _NOTHING:
+        return None
+    return None if any(map(_changes, re.findall(r"[a-z]+", plain))) else Unit(plain)
+
+
+def _changes(word: str) -> bool:
+    """Whether a word may change the number before it."""
+    singular = word.removesuffix("s")
+    if len(word) < 2 or not _CHANGING.isdisjoint((word, singular)) or singular in _MULTIPLES:
+        return True
+    return word in _MULTIPLES or singular in _VALUES or _denominator(word) is not None
+
+
+def _define() -> None:
+    for line in re.split(r"[;\n]", _TABLE):
+        names, _, size = line.partition("=")
+        if not names.strip():
+            continue
+        number, _, of = size.strip().partition(" ")
+        unit = _product(of) if of else None
+        base = names.split()[0]
+        for name in names.split():
+            factor = Fraction(number) * (unit.factor or 1) if unit is not None else Fraction(1)
+            _KNOWN[name] = Unit(base, factor, unit.dimension if unit is not None else ((base, 1),))
+            for prefixes, multiple in _PREFIXES.items() if name in _PREFIXED.split() else ():
+                for prefix in prefixes.split():
+                    if (len(prefix) > 2) == (len(name) > 3) or (not name.isascii() and not prefix.isascii()):
+                        _KNOWN.setdefault(prefix + name, Unit(prefix + base, factor * multiple, _KNOWN[name].dimension))
+
+
+_define()
