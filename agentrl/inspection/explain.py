@@ -92,6 +92,7 @@ class Explanation:
             f"realized energy W = {self.at(self.step.realized_energies[key]):.9g}, the sum up to this token"
         )
         yield f"baseline: b = {baseline:.9g} by {facts.estimator}{_options(facts.estimator_options)}"
+        yield from self._tail(facts)
         for sibling, weight in baseline_weights(self.step, self.trajectory, self.index).items():
             other = next(item for item in self.step.siblings(self.trajectory) if item.key == sibling)
             assert other.tokens is not None
@@ -106,6 +107,22 @@ class Explanation:
         yield f"advantage: A = {advantage:.9g} (G - b = {returned - baseline:.9g}{normalized})"
         same = "the same" if made == advantage else f"{made:.9g}, which differs by {abs(made - advantage):.3g}"
         yield f"  compute_advantages on the stored statistics gives {same}"
+
+    def _tail(self, facts: TokenFacts) -> Iterator[str]:
+        """Why a token past the end of all siblings has the baseline that it has."""
+        entry = ESTIMATORS[facts.estimator]
+        tail = getattr(entry.make_options(facts.estimator, facts.estimator_options), "tail", None)
+        others = [item for item in self.step.siblings(self.trajectory) if item.key != self.trajectory.key]
+        if entry.by_column:
+            alone = not any(item.model_mask[self.position : self.position + 1].any() for item in others)
+        else:
+            alone = not any(len(item.positions) > self.index for item in others)
+        if tail is not None and alone:
+            rule = {"zero": "b = 0", "self": "b = G", "carry": "b of the last token that a sibling has, too"}
+            yield (
+                f"  no other trajectory of the group has a model token {self.index}: nothing to compare with, so "
+                f"tail={tail} applies: {rule[str(tail)]}"
+            )
 
     def _loss(self, facts: TokenFacts) -> Iterator[str]:
         own = self.tokens

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from rich import box
+from rich.columns import Columns
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -33,26 +34,27 @@ class Console:
         self._rich = probe if probe.is_terminal else RichConsole(file=file, width=_PLAIN_WIDTH)
 
     def note(self, text: str) -> None:
-        """Print a line, above the progress display if there is one."""
-        self._print(Text(text), soft_wrap=True)
+        """Print a line, above the progress display if there is one. A terminal wraps it between words."""
+        self._print(Text(text))
 
     def warning(self, text: str) -> None:
         """Print a line that the user should look at."""
-        self._print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True)
+        self._print(Text.assemble(("warning: ", "bold yellow"), text))
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A small table; the first column is text, the others stand right-aligned."""
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
         for place, column in enumerate(columns):
-            table.add_column(column, justify="right" if place else "left", no_wrap=True)
+            table.add_column(column, justify="right" if place else "left", no_wrap=bool(place))
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))
         self._print(table)
 
-    def _print(self, what: Text | Table, *, soft_wrap: bool = False) -> None:
-        self._rich.print(what, soft_wrap=soft_wrap)
+    def _print(self, what: Text | Table) -> None:
+        # A line of a log stays one line; a terminal would break a long one inside its words.
+        self._rich.print(what, soft_wrap=isinstance(what, Text) and not self._rich.is_terminal)
         if self.copy is not None:
-            self.copy._print(what, soft_wrap=soft_wrap)
+            self.copy._print(what)
 
     def progress(self, total: int, done: int = 0, unit: str = "step", lines: int | None = None) -> RunProgress:
         """Progress over ``total`` steps of which ``done`` are complete; a context manager.
@@ -111,6 +113,13 @@ class RunProgress:
         return (self._total - step) * (last_time - first_time) / (last_step - first_step)
 
 
+class _Figures(ProgressColumn):
+    """The figures of the newest step, on as many lines as they need; none is cut or broken."""
+
+    def render(self, task: Task) -> Columns:
+        return Columns([Text(part) for part in task.fields["figures"].split("  ")], padding=(0, 2))
+
+
 def _bar(rich: RichConsole) -> Progress:
     """A bar that is redrawn in place."""
     return Progress(
@@ -118,8 +127,7 @@ def _bar(rich: RichConsole) -> Progress:
         BarColumn(bar_width=12),
         MofNCompleteColumn(),
         TextColumn("[dim]{task.fields[left]}"),
-        # The figures give way on a narrow terminal, nothing else does.
-        TextColumn("{task.fields[figures]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+        _Figures(table_column=Column(ratio=1)),
         console=rich,
         expand=True,
     )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import os
+import platform
+import re
 import secrets
 import socket
 import webbrowser
@@ -19,13 +23,14 @@ from agentrl.viewer.export.page import export_page
 from agentrl.viewer.library import Library
 
 HOST = "127.0.0.1"
+PORT = 8642
 
 
 def view_command(paths: Sequence[Path], *, port: int | None, browse: bool, echo: Callable[[str], object]) -> None:
     """Serve until Ctrl-C. Raises SettingsError where there is nothing to view, or the port is in use."""
     library = Library(paths)
     listener = listen(port)
-    token = secrets.token_urlsafe(16)
+    token = stored_token()
     calculator = Calculator()
     config = uvicorn.Config(
         make_app(library, token=token, calculator=calculator),
@@ -36,8 +41,12 @@ def view_command(paths: Sequence[Path], *, port: int | None, browse: bool, echo:
         ws="none",
         timeout_graceful_shutdown=1,
     )
-    address = f"http://{HOST}:{listener.getsockname()[1]}/?token={token}"
-    echo(f"{address}\nCtrl-C ends the viewer")
+    at = listener.getsockname()[1]
+    address = f"http://{HOST}:{at}/?token={token}"
+    echo(
+        f"{address}\nfrom another machine: run ssh -L {at}:{HOST}:{at} {getpass.getuser()}@{platform.node()} there and "
+        "open the same address\nCtrl-C ends the viewer"
+    )
     if browse:
         webbrowser.open(address)
     try:
@@ -59,10 +68,37 @@ def export_command(
 
 
 def listen(port: int | None) -> socket.socket:
-    """A socket of this machine alone, at a free port by default. Raises SettingsError where the port is in use."""
+    """A socket of this machine alone, at :data:`PORT` or, if that is taken, a free port by default.
+
+    Raises SettingsError where the port that was asked for is in use.
+    """
     try:
-        return socket.create_server((HOST, port or 0))
+        return socket.create_server((HOST, port or PORT))
     except OSError as error:
+        if port is None:
+            return socket.create_server((HOST, 0))
         raise SettingsError(
             f"--port {port}: cannot listen on {HOST}: {os.strerror(error.errno or 0)}; leave --port out for a free one"
         ) from error
+
+
+def stored_token() -> str:
+    """The token of this user's viewer, the same at every start, so that bookmarks and tunnels go on working.
+
+    It is kept in ``~/.cache/agentrl/view-token``, which the user alone may read. Where that file cannot be used, the
+    token is a new one.
+    """
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentrl" / "view-token"
+    fresh = secrets.token_urlsafe(16)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            path.touch(mode=0o600, exist_ok=False)
+            path.write_text(fresh)
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+            about = os.fstat(file.fileno())
+            token = file.read(100)
+    except OSError:
+        return fresh
+    private = about.st_uid == os.getuid() and not about.st_mode & 0o077
+    return token if private and re.fullmatch(r"[\w-]{22}", token, re.ASCII) else fresh

@@ -209,3 +209,14 @@ def test_steps_without_statistics_and_folders_without_a_run(run: RunDirectory, t
         explain(run, step=3, trajectory=0, token=0)
     with pytest.raises(SettingsError, match="is not a run directory"):
         explain_command(tmp_path / "none", step=1, trajectory=0, token=0)
+
+
+def test_a_token_that_no_sibling_reaches_names_the_rule_of_tails(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "x", "tir_otb")
+    for sample in (0, 1):  # both have three model tokens
+        assert "tail=" not in "\n".join(explain(run, step=3, trajectory=sample, token=0).lines())
+    run = make_run(tmp_path / "y", "otb")  # by position: the second response ends before the first one's last token
+    said = "\n".join(explain(run, step=3, trajectory=0, token=4).lines())
+    assert "b = 0 by otb" in said
+    assert "no other trajectory of the group has a model token 2" in said
+    assert "tail=zero applies: b = 0" in said

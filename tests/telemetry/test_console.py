@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 
+import pytest
+
 from agentrl.telemetry.console import Console, clock, describe
 from agentrl.telemetry.settings import TelemetrySettings
 
@@ -48,6 +50,24 @@ def test_a_copy_gets_the_same_in_plain_lines_also_of_a_live_display() -> None:
     first, warning, last = copy.getvalue().splitlines()
     assert first.startswith("step 1/2  reward 0.500 (avg 0.500)  ")
     assert (warning, last) == ("warning: look", "step 2/2  reward 0.500 (avg 0.500)  0:00 left")
+
+
+def test_a_narrow_terminal_breaks_no_word_and_cuts_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    said = Console(TelemetrySettings(), out)
+    words = [f"word{number:02d}" for number in range(30)]
+    said.note(" ".join(words))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert " ".join(lines).split() == words
+    with said.progress(300) as progress:
+        progress.update(
+            1, {"reward/mean": 0.5, "policy/entropy": 0.25, "rollout/turns_mean": 2.0, "tokens_per_s": 5210.0}
+        )
+    for figure in ("reward 0.500 (avg 0.500)", "entropy 0.250", "turns 2.0", "5.2k tokens/s"):
+        assert figure in out.getvalue()
 
 
 def test_plain_lines_can_be_thinned_and_the_last_is_always_shown() -> None:

@@ -24,7 +24,7 @@ from agentrl.telemetry.tokens.stored_step import read_step
 from agentrl.viewer.app import make_app
 from agentrl.viewer.calculator import Calculator
 from agentrl.viewer.library import Library
-from agentrl.viewer.serve import listen
+from agentrl.viewer.serve import listen, stored_token
 
 
 def get(client: TestClient, path: str, status: int = 200) -> Any:
@@ -192,6 +192,15 @@ def test_a_port_in_use_is_said_in_one_message() -> None:
     taken = listen(None)
     with taken, pytest.raises(SettingsError, match=r"cannot listen on 127\.0\.0\.1: .*leave --port out"):
         listen(taken.getsockname()[1])
+
+
+def test_the_token_stays_the_same_and_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    token = stored_token()
+    file = tmp_path / "agentrl" / "view-token"
+    assert (stored_token(), file.stat().st_mode & 0o777) == (token, 0o600)
+    file.chmod(0o644)  # others may have read it
+    assert stored_token() != token
 
 
 def test_a_process_of_its_own_computes_what_if_and_explains(run: RunDirectory) -> None:

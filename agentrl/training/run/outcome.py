@@ -137,6 +137,7 @@ def finish_run(
         f"output is in {run.path}: policy/ (transformers format), {plots}metrics.jsonl, trajectories/, tokens/, "
         "checkpoints/, summary.json, config.yaml"
     )
+    console.note(f"curves, trajectories and tokens in the browser: agentrl view {shlex.quote(str(run.path))}")
 
 
 def _table(console: Console, evaluations: list[EvaluationRecord]) -> None:
