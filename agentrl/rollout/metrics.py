@@ -15,7 +15,7 @@ from agentrl.trajectory import Group, Trajectory
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Averages over rollouts, whose branches count as one, excluding greedy ones.
 
-    The standard error treats groups as clusters.
+    The standard error treats groups as clusters. Undefined metrics are left out.
     """
     played = [item for group in groups for item in group.trajectories]
     rollouts = [item for group in groups for item in group.rollouts]
@@ -34,23 +34,25 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     greedy = [group.greedy for group in groups if group.greedy is not None]
     if greedy:
         graded = [item.reward for item in greedy if not item.no_data]
-        metrics |= {"rollout/greedy": len(greedy), "reward/greedy_mean": _mean(graded) if graded else math.nan}
+        metrics |= {"rollout/greedy": len(greedy)} | ({"reward/greedy_mean": _mean(graded)} if graded else {})
     if not data:
         return metrics
     branches = [item for item in played if not item.no_data]
     metrics |= {
         "reward/mean": _mean([item.reward for item in data]),
         "reward/stderr": clustered_stderr(groups),
+        "reward/problem_share": problem_share(groups),
         "rollout/turns_mean": math.fsum(item.turns for item in branches) / len(data),
         "rollout/tool_calls_mean": math.fsum(len(item.tool_calls) for item in branches) / len(data),
         "rollout/response_tokens_mean": math.fsum(item.length - len(item.prompt_ids) for item in branches) / len(data),
         "rollout/model_tokens_mean": math.fsum(item.model_tokens for item in branches) / len(data),
+        "rollout/sampled_entropy": _sampled_entropy(branches),
         "rollout/model_tokens": sum(item.model_tokens for item in played),
         "rollout/seconds_max": max(item.seconds for item in played),
     }
     parts = [item.reward_parts for item in data if item.reward_parts]
     metrics |= {f"rewards/{name}": _mean([part[name] for part in parts]) for name in (parts[0] if parts else ())}
-    return metrics
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
 def clustered_stderr(groups: Sequence[Group]) -> float:
@@ -63,6 +65,34 @@ def clustered_stderr(groups: Sequence[Group]) -> float:
     mean = math.fsum(map(math.fsum, parts)) / count
     squares = math.fsum((math.fsum(part) - mean * len(part)) ** 2 for part in parts)
     return math.sqrt(squares * len(parts) / (len(parts) - 1)) / count
+
+
+def problem_share(groups: Sequence[Group]) -> float:
+    """Share of the variance of rewards that lies between problems: the intraclass correlation by analysis of variance.
+
+    It is unbiased around 0 for rewards that do not depend on the problem, so single steps may be below 0. nan below two
+    groups, without two rollouts of a group, and for equal rewards.
+    """
+    parts = [part for part in (_rewards(group.rollouts) for group in groups) if part]
+    count = sum(map(len, parts))
+    if len(parts) < 2 or count == len(parts):
+        return math.nan
+    means = list(map(_mean, parts))
+    mean = math.fsum(map(math.fsum, parts)) / count
+    squares = zip(parts, means, strict=True)
+    within = math.fsum((value - own) ** 2 for part, own in squares for value in part) / (count - len(parts))
+    between = math.fsum(len(part) * (own - mean) ** 2 for part, own in zip(parts, means, strict=True)) / (
+        len(parts) - 1
+    )
+    size = (count - math.fsum(len(part) ** 2 for part in parts) / count) / (len(parts) - 1)
+    total = between + (size - 1) * within
+    return (between - within) / total if total else math.nan
+
+
+def _sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
+    """Mean of ``-log p`` of the sampled tokens, an estimate of the entropy of what they were drawn from."""
+    model = [item for row in trajectories for item in row.segments if item.origin == "model"]
+    return -math.fsum(math.fsum(item.log_probs) for item in model) / sum(len(item.token_ids) for item in model)
 
 
 def _rewards(trajectories: Sequence[Trajectory]) -> list[float]:

@@ -39,8 +39,20 @@ class BestRecord(EvaluationRecord):
     policy: str | None
 
 
+class ChangeRecord(TypedDict):
+    """A mean before and after training. ``standard_errors``: by how many it rose; None if both are without error."""
+
+    start: float
+    end: float
+    standard_errors: float | None
+
+
 class Summary(TypedDict):
-    """``summary.json``. ``evaluations`` holds the evaluations' rows of ``metrics.jsonl``, ``scores`` their records."""
+    """``summary.json``. ``evaluations`` holds the evaluations' rows of ``metrics.jsonl``, ``scores`` their records.
+
+    ``worse_than_start``: whether the held-out score, or without one the reward, fell by three standard errors.
+    ``alerts``: the rows of ``alerts.jsonl``, causes before symptoms.
+    """
 
     agentrl: str
     steps: int
@@ -50,3 +62,7 @@ class Summary(TypedDict):
     evaluations: list[Metrics]
     scores: list[EvaluationRecord]
     best: BestRecord | None
+    worse_than_start: bool
+    reward_change: ChangeRecord | None
+    held_out_change: ChangeRecord | None
+    alerts: list[JsonRecord]

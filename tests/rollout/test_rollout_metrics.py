@@ -7,7 +7,7 @@ import math
 import pytest
 from rollout.fakes import played, problem
 
-from agentrl.rollout.metrics import clustered_stderr, rollout_metrics
+from agentrl.rollout.metrics import clustered_stderr, problem_share, rollout_metrics
 from agentrl.trajectory import Group, Segment, Trajectory, TrajectoryError
 from agentrl_envs.types import MAX_REWARD, Ended, ToolCall, Verdict
 
@@ -38,6 +38,9 @@ def test_by_hand() -> None:
         "reward/mean": pytest.approx(2 / 3),
         # mean 2/3; group sums minus mean times size: 1 - 4/3 and 1 - 2/3.
         "reward/stderr": pytest.approx(math.sqrt(2 * (1 / 9 + 1 / 9)) / 3),
+        # groups of means 1/2 and 1: 1/2 within over 1, 2 * (1/6)^2 + (1/3)^2 between over 1, size 3 - 5/3.
+        "reward/problem_share": pytest.approx((1 / 6 - 1 / 2) / (1 / 6 + 1 / 3 * 1 / 2)),
+        "rollout/sampled_entropy": pytest.approx(0.5),
         "rollout/turns_mean": pytest.approx((1 + 2 + 1) / 3),
         "rollout/tool_calls_mean": pytest.approx(2 / 3),
         "rollout/response_tokens_mean": pytest.approx((2 + 10 + 6) / 3),
@@ -53,6 +56,18 @@ def test_the_largest_rewards_do_not_overflow() -> None:
     assert (metrics["reward/mean"], metrics["reward/stderr"]) == (0.0, pytest.approx(1e6))
     with pytest.raises(TrajectoryError, match=r"the reward 1e\+308 is not within 1,000,000 of 0"):
         played(1e308)
+
+
+def test_a_share_of_problems_by_hand() -> None:
+    def share(*rewards: tuple[float, ...]) -> float:
+        return problem_share([group(i, *(played(r, group=i) for r in part)) for i, part in enumerate(rewards)])
+
+    assert share((0.0, 0.0), (1.0, 1.0)) == 1.0
+    assert share((0.0, 1.0), (0.0, 1.0)) == -1.0  # between 0, within 1/2
+    # means 1/2 and 1; within 1/2 / 2; between 2 * 2 * (1/4)^2 = 1/4
+    assert share((0.0, 1.0), (1.0, 1.0)) == 0.0
+    assert all(map(math.isnan, (share((0.0, 1.0)), share((0.0,), (1.0,)), share((1.0, 1.0), (1.0, 1.0)))))
+    assert "reward/stderr" not in rollout_metrics([group(0, played(1.0))])  # undefined: left out
 
 
 def test_a_step_without_data_has_counts_and_no_averages() -> None:

@@ -4,7 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.telemetry.alerts import NAMES, RULES, Alert, alerts
+from agentrl.telemetry.alerts import (
+    NAMES,
+    RULES,
+    Alert,
+    alerts,
+    explained,
+    held_out_change,
+    is_worse,
+    reward_change,
+    training_rows,
+)
 from agentrl.telemetry.machine import DISK_FREE, MEMORY_FREE
 from agentrl.telemetry.records import Metrics
 from agentrl.telemetry.run_directory import RunDirectory
@@ -13,12 +23,16 @@ from agentrl.telemetry.settings import TelemetrySettings
 GIB = 1024.0**3
 HEALTHY: Metrics = {
     "policy/entropy": 0.5,
+    "policy/updates": 1,
+    "rollout/sampled_entropy": 0.5,
     "policy/gradient_norm": 0.1,
     "policy/engine_abs_diff": 1e-3,
     "policy/log_ppl_gap": 1e-3,
     "reward/mean": 0.5,
     "reward/stderr": 0.02,
     "reward/count": 64,
+    "reward/problem_share": 0.2,
+    "groups/issued": 8,
     "rollout/ended/answered": 60,
     "rollout/ended/void_turn": 4,
     "rollout/tool_outcome/ok": 50,
@@ -31,23 +45,27 @@ HEALTHY: Metrics = {
     MEMORY_FREE: 0.5,
 }
 FAILING: dict[str, Metrics] = {
-    "entropy_collapse": {"policy/entropy": 0.004},
-    "reward_collapse": {"reward/mean": 0.1},
-    "gradient_spike": {"policy/gradient_norm": 2.0},
+    "infrastructure": {"groups/infrastructure_failures": 20},
     "engine_difference": {"policy/engine_abs_diff": 0.02},
     "perplexity_gap": {"policy/log_ppl_gap": 0.2},
+    "staleness": {"staleness/mean": 6.0},
+    "reward_collapse": {"reward/mean": 0.1},
     "void_share": {"rollout/ended/answered": 10, "rollout/ended/void_turn": 54},
     "truncated_share": {"rollout/ended/answered": 20, "rollout/ended/token_limit": 44},
     "tool_failures": {"rollout/tool_outcome/ok": 10, "rollout/tool_outcome/error": 50},
-    "no_signal": {"groups/trained": 0},
+    "never_correct": {"reward/mean": 0.0, "reward/stderr": 0.0},
+    "constant_reward": {"reward/mean": 1.0, "reward/stderr": 0.0},
+    "random_reward": {"reward/problem_share": 0.0},
+    "entropy_collapse": {"rollout/sampled_entropy": 0.004},
+    "gradient_spike": {"policy/gradient_norm": 2.0},
     "length_explosion": {"rollout/model_tokens_mean": 400},
-    "staleness": {"staleness/mean": 6.0},
-    "infrastructure": {"groups/infrastructure_failures": 20},
+    "no_signal": {"groups/trained": 0},
     "standstill": {},
     "disk": {DISK_FREE: 0.9 * GIB},
     "memory": {MEMORY_FREE: 0.04},
 }
-BEFORE = {"standstill": 95}  # healthy rows, where more than 30 are needed
+BEFORE = {"standstill": 95, "never_correct": 0, "random_reward": 0}  # healthy rows, where 30 are not the right number
+DURING = {"random_reward": 40}  # failing rows, where more than 5 are needed
 AT_ONCE = {"disk"}
 
 
@@ -62,7 +80,8 @@ def test_every_alert_has_a_case_here() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_alert_fires_where_its_metric_fails_and_no_other_does(name: str) -> None:
-    assert [alert.alert for alert in alerts(history(FAILING[name], healthy=BEFORE.get(name, 30)))] == [name]
+    rows = history(FAILING[name], healthy=BEFORE.get(name, 30), failing=DURING.get(name, 5))
+    assert [alert.alert for alert in alerts(rows)] == [name]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -120,6 +139,135 @@ def test_standstill_needs_reward_and_entropy_to_stay() -> None:
     assert messages(rows(0.0, 0.0)[:99]) == {}
 
 
+def scored(*rewards: tuple[float, float], **more: float) -> list[Metrics]:
+    """Rows with a mean reward and its standard error over 16 groups, after one update each."""
+    rows = [{"reward/mean": mean, "reward/stderr": error} for mean, error in rewards]
+    constants: Metrics = {"groups/issued": 16, "policy/updates": 1, "reward/count": 128, **more}
+    return [constants | row | {"step": step} for step, row in enumerate(rows, 1)]
+
+
+def test_a_policy_broken_by_its_first_update_is_a_collapse_at_step_3() -> None:
+    rows = scored((0.41, 0.06), (0.0, 0.0), (0.0, 0.0))  # 0.41 / 0.06 = 6.8
+    assert [alert.alert for alert in alerts(rows[:2])] == []
+    (alert,) = alerts(rows)
+    assert alert.alert == "reward_collapse"
+    assert alert.message == (
+        "the reward fell from 0.41 (step 1) to 0 (steps 2 to 3), by 6.8 standard errors, after 1 update; so early, the "
+        "usual cause is a too large optimizer.learning_rate"
+    )
+    assert alert.advice.startswith("lower optimizer.learning_rate")
+    late = scored(*[(0.41, 0.06)] * 12, *[(0.0, 0.0)] * 5)
+    assert messages(late)["reward_collapse"].endswith("after 12 updates")
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [(0.41, 0.06), (0.2, 0.06), (0.25, 0.06)],  # 0.185 / (0.06 * sqrt(1 + 1 / 2)) = 2.5
+        [(0.4, 0.01), (0.3, 0.01), (0.3, 0.01)],  # 8.2 standard errors, but over half of the start
+        [(1.0, 0.0), (0.4, 0.2), (0.5, 0.2)],  # equal by chance: 0.55 / (0.2 * sqrt(1 + 1 / 2)) = 2.2
+    ],
+)
+def test_noise_is_no_collapse(rewards: list[tuple[float, float]]) -> None:
+    assert messages(scored(*rewards)) == {}
+
+
+def test_few_groups_are_not_compared() -> None:
+    rewards = [(0.5, 0.05), (0.0, 0.0), (0.0, 0.0)]
+    assert messages(scored(*rewards, **{"groups/issued": 7})) == {}
+    assert "reward_collapse" in messages(scored(*rewards, **{"groups/issued": 8}))
+
+
+def evaluated(step: int, score: float, margin: float) -> Metrics:
+    return {"step": step, "eval/avg_at_k": score, "eval/low": score - margin, "eval/high": score + margin}
+
+
+def test_the_held_out_score_is_compared_with_the_one_before_training() -> None:
+    played = scored(*[(0.5, 0.05)] * 4)
+    rows = [evaluated(0, 0.5, 0.0196), *played[:3], evaluated(3, 0.4, 0.0196), played[3]]
+    trained = training_rows(rows)
+    assert [(row["step"], row.get("eval/avg_at_k")) for row in trained] == [(1, 0.5), (2, None), (3, None), (4, 0.4)]
+    assert messages(trained) == {  # errors of 0.01: 0.1 / (0.01 * sqrt(2))
+        "reward_collapse": "the held-out score fell from 0.5 before training to 0.4, by 7.1 standard errors"
+    }
+    rows[4] = evaluated(3, 0.45, 0.0196)  # 3.5 standard errors: worse, but no collapse
+    assert messages(training_rows(rows)) == {}
+    change = held_out_change(rows)
+    assert change == {"start": 0.5, "end": 0.45, "standard_errors": pytest.approx(-3.5355, abs=1e-4)}
+    assert is_worse(reward_change(rows), change)
+    assert not is_worse(reward_change(rows), None)
+    assert not is_worse(None, held_out_change([evaluated(0, 0.5, 0.0196), evaluated(3, 0.46, 0.0196)]))
+
+
+def test_a_reward_that_fell_is_worse_where_nothing_is_held_out() -> None:
+    change = reward_change(scored((0.4, 0.03), (0.4, 0.03), (0.1, 0.04), (0.1, 0.04)))
+    assert change == {"start": 0.4, "end": pytest.approx(0.1), "standard_errors": pytest.approx(-0.3 / 0.04)}
+    assert is_worse(change, None)
+    assert reward_change(scored((0.4, 0.03))) is None
+    assert not is_worse(None, None)
+    assert is_worse(reward_change(scored((1.0, 0.0), (0.0, 0.0))), None)
+    assert not is_worse(reward_change(scored((1.0, 0.0), (1.0, 0.0))), None)
+
+
+def test_symptoms_of_a_collapse_stand_below_it_without_advice() -> None:
+    collapsed = {"rollout/ended/void_turn": 120, "rollout/ended/answered": 8, "groups/trained": 0}
+    rows = [row | (collapsed if row["step"] > 1 else {}) for row in scored((0.41, 0.06), *[(0.0, 0.0)] * 5)]
+    found = alerts(rows)
+    assert [alert.alert for alert in found] == ["reward_collapse", "void_share", "no_signal"]
+    assert [bool(alert.advice) for alert in found] == [True, False, False]
+    assert str(found[1]).endswith("ended with a turn without action (follows from reward_collapse)")
+    rows = [row | {"rollout/sampled_entropy": 0.5 if row["step"] == 1 else 0.001} for row in rows]
+    assert "entropy_collapse" not in messages(rows)  # the first five steps are to be over
+
+
+def test_alerts_of_a_whole_run_begin_with_the_cause() -> None:
+    early = Alert(step=5, alert="void_share", message="m", advice="raise rollout.max_turn_tokens")
+    again = Alert(step=8, alert="void_share", message="n", advice="a")
+    cause = Alert(step=7, alert="reward_collapse", message="fell", advice="lower it")
+    assert explained([early, cause, again]) == [
+        cause,
+        Alert(step=5, alert="void_share", message="m (follows from reward_collapse)", advice=""),
+    ]
+    assert explained([early]) == [early]
+
+
+def test_a_collapsed_entropy_is_seen_in_steps_that_train_on_nothing() -> None:
+    rows: list[Metrics] = [{"rollout/sampled_entropy": 0.4, "policy/entropy": 0.4}] * 5
+    rows += [{"rollout/sampled_entropy": 0.001}] * 5
+    assert messages(rows) == {"entropy_collapse": "entropy fell from 0.4 to 0.001 nats a token"}
+
+
+def test_a_reward_of_one_and_a_reward_of_zero_are_told_apart() -> None:
+    assert messages(scored(*[(1.0, 0.0)] * 5)) == {
+        "constant_reward": "every rollout of 5 steps has the reward 1 since the first step"
+    }
+    assert messages(scored(*[(0.0, 0.0)] * 3)) == {
+        "never_correct": "no rollout of steps 1 to 3 was correct: all have the reward 0"
+    }
+    # Right answers without a reward: it is the reward that is wrong.
+    assert messages(scored(*[(0.0, 0.0)] * 5, **{"rollout/verdict/correct": 30})) == {
+        "constant_reward": "every rollout of 5 steps has the reward 0 since the first step"
+    }
+    assert messages(scored(*[(0.0, 0.0)] * 2)) == {}
+    assert messages(scored((0.1, 0.05), *[(0.0, 0.0)] * 5)) == {}  # rare successes
+
+
+def test_a_reward_is_random_where_neither_problem_nor_training_matter() -> None:
+    def rows(share: float, gain: float) -> list[Metrics]:
+        noise = [0.04 * (-1) ** step for step in range(40)]
+        return [
+            {"reward/mean": 0.5 + one + gain * (step >= 20), "reward/problem_share": share + one}
+            for step, one in enumerate(noise)
+        ]
+
+    # Standard errors: 0.04 / sqrt(39) = 0.0064 of the share, 0.013 of the reward's change.
+    assert messages(rows(0.036, 0.0)) == {
+        "random_reward": "the reward looks random: 4% of its variance lies between problems, and training does not "
+        "change it (0.5, now 0.5)"
+    }
+    assert messages(rows(0.038, 0.0)) == messages(rows(0.0, 0.04)) == messages(rows(0.0, 0.0)[:39]) == {}
+
+
 def test_an_alert_has_its_cause_and_advice() -> None:
     (alert,) = alerts(history(FAILING["length_explosion"]))
     assert (alert.step, alert.message) == (35, "rollouts grew from 100 to 400 model tokens")
@@ -128,7 +276,7 @@ def test_an_alert_has_its_cause_and_advice() -> None:
 
 def test_stop_on_takes_names_of_alerts() -> None:
     assert TelemetrySettings(stop_on=("no_signal",)).stop_on == ("no_signal",)
-    with pytest.raises(ValueError, match="there is no alert 'entropi'; alerts: entropy_collapse, "):
+    with pytest.raises(ValueError, match="there is no alert 'entropi'; alerts: infrastructure, "):
         TelemetrySettings(stop_on=("entropi",))
 
 

@@ -29,6 +29,8 @@ _REWARD = (
     Metric("reward/mean", "reward", "Mean reward of the step's rollouts; greedy ones and those without data excluded.",
            "rises", _DATA, "reward"),
     Metric("reward/stderr", "reward", "Standard error of `reward/mean` with groups as clusters.", "", "two groups"),
+    Metric("reward/problem_share", "share", "Share of the rewards' variance that lies between problems (intraclass "
+           "correlation): around 0 if the reward does not depend on the problem.", "", "two groups of unequal rewards"),
     Metric("reward/count", "rollouts", "Rollouts behind `reward/mean`.", "problems x group size"),
     Metric("reward/greedy_mean", "reward", "Mean reward of the greedy rollouts.", "", "the estimator plays them"),
     Metric("reward/overlong_penalty", "reward", "Mean penalty for long responses.", "near 0",
@@ -80,6 +82,8 @@ _ROLLOUT = (
     Metric("rollout/response_tokens_mean", "tokens", "Mean tokens of a rollout behind its prompt.",
            "below the limit", _DATA, "with observations"),
     Metric("rollout/model_tokens_mean", "tokens", "Mean sampled tokens of a rollout.", "", _DATA, "the model's own"),
+    Metric("rollout/sampled_entropy", "nats/token", "Mean `-log p_engine` of the sampled tokens: an estimate of the "
+           "entropy that does not need a group to train.", "falls slowly", _DATA),
     Metric("rollout/model_tokens", "tokens", "Sampled tokens of the step.", "", _DATA),
     Metric("rollout/seconds_max", "s", "Seconds of the slowest rollout.", "", _DATA),
     Metric("rollout/ended/{ending}", "rollouts", "Rollouts that ended so ([endings](environments.md)).",

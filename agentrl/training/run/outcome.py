@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import agentrl
 from agentrl.evaluation.play.during_training import EvaluationReport
 from agentrl.models.loading import write_model
 from agentrl.models.lora import write_adapter
+from agentrl.telemetry.alerts import explained, held_out_change, is_worse, reward_change
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.plots import draw_plots
 from agentrl.telemetry.records import EvaluationRecord
@@ -117,6 +118,7 @@ def finish_run(
     if settings.telemetry.plots:
         draw_plots(rows, run.plots)
     chosen = best.record(evaluations)
+    reward, held_out = reward_change(rows), held_out_change(rows)
     run.write_summary(
         {
             "agentrl": agentrl.__version__,
@@ -127,9 +129,19 @@ def finish_run(
             "evaluations": [row for row in rows if "eval/avg_at_k" in row or "eval_falsified/avg_at_k" in row],
             "scores": evaluations,
             "best": chosen,
+            "worse_than_start": is_worse(reward, held_out),
+            "reward_change": reward,
+            "held_out_change": held_out,
+            "alerts": [asdict(alert) for alert in explained(run.alerts())],
         }
     )
     _table(console, evaluations)
+    change, score = (reward, "reward") if held_out is None else (held_out, "held-out score")
+    if change is not None and is_worse(reward, held_out):
+        console.warning(
+            f"the policy is worse than at the start: its {score} was {change['start']:.3f} and is {change['end']:.3f}"
+        )
+    repeat_alerts(run, console)
     if chosen is not None:
         console.note(best.line(chosen))
     plots = "plots/overview.png, " if settings.telemetry.plots else ""
@@ -138,6 +150,12 @@ def finish_run(
         "checkpoints/, summary.json, config.yaml"
     )
     console.note(f"curves, trajectories and tokens in the browser: agentrl view {shlex.quote(str(run.path))}")
+
+
+def repeat_alerts(run: RunDirectory, console: Console) -> None:
+    """Show the alerts of a run at its end, causes before symptoms: those of its first steps have long scrolled away."""
+    for alert in explained(run.alerts()):
+        console.warning(str(alert))
 
 
 def _table(console: Console, evaluations: list[EvaluationRecord]) -> None:

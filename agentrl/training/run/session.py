@@ -14,7 +14,7 @@ from agentrl.cluster.launchers import address_of_rank_zero
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.table import engine_facts, servers_on_nodes
-from agentrl.telemetry.alerts import alerts
+from agentrl.telemetry.alerts import alerts, training_rows
 from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.machine import free_room
 from agentrl.telemetry.records import EvaluationRecord, Metrics
@@ -28,7 +28,7 @@ from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_policy
 from agentrl.training.engine.memory import MicroBatchBudget
 from agentrl.training.engine.recovery import ShortageError
 from agentrl.training.run.best import BestPolicy, best_evaluation
-from agentrl.training.run.outcome import Export, evaluation_record, finish_run, resume_command
+from agentrl.training.run.outcome import Export, evaluation_record, finish_run, repeat_alerts, resume_command
 from agentrl.training.run.signals import INTERRUPTED
 from agentrl.training.run.token_writer import TokenWriter
 from agentrl.training.step.batching import RankPlan, due
@@ -81,6 +81,7 @@ class Session:
         self._empty_steps = 0
         self._alerting: set[str] = set()  # alerts of the last step
         self._trained: list[Metrics] | None = None  # the rows of all steps, from the first step of this process on
+        self._held_out: Metrics = {}  # the evaluation before the next step
         self._checkpoints = settings.run_path / "checkpoints"
         self._trackers = Trackers(settings.telemetry, run, say=console.note, warn=console.warning)
         if settings.telemetry.trace:
@@ -288,15 +289,16 @@ class Session:
         if self._run is None:
             return
         if self._trained is None:
-            self._trained = [row for row in self._run.metrics() if "policy/updates" in row]
+            self._trained = training_rows(self._run.metrics())
         else:
-            self._trained.append(metrics)
-        self._trained[-1] = metrics | free_room(self._run.path)
+            self._trained.append(self._held_out | metrics)
+        self._held_out = {}
+        self._trained[-1] |= free_room(self._run.path)
         now = alerts(self._trained)
         for alert in now:
             if alert.alert not in self._alerting:
                 self._run.append_alert(alert)
-                self._console.warning(f"alert {alert.alert} at step {alert.step}: {alert.message}. Try: {alert.advice}")
+                self._console.warning(str(alert))
         self._alerting = {alert.alert for alert in now}
         if stopping := sorted(self._alerting & set(self._settings.telemetry.stop_on)):
             self._console.warning(f"telemetry.stop_on={', '.join(stopping)}: the run stops")
@@ -342,6 +344,8 @@ class Session:
         self._done.evaluations.append(evaluation_record(report))
         if self._run is not None:
             self._run.append_metrics(report.metrics())
+        if not report.falsified:
+            self._held_out = report.metrics()
         self._trackers.row(report.metrics())
         name = "with falsified observations" if report.falsified else "held out"
         score = report.overall
@@ -421,6 +425,8 @@ class Session:
         if self._saved != (self._done.step, len(self._done.evaluations)):
             self._save()
         self._writer.settle()
+        if self._run is not None:
+            repeat_alerts(self._run, self._console)
         self._console.note(
             f"stopped after step {self._done.step}; checkpoint saved. To continue: {resume_command(self._settings)}"
         )
