@@ -18,8 +18,10 @@ def open_cluster(settings: ClusterSettings, gpus: Sequence[str] | None) -> Clust
         return LocalCluster(gpus)
     if importlib.util.find_spec("ray") is None:
         raise SettingsError("cluster=ray needs Ray, which is not installed: pip install 'agentrl[ray]', on every node")
-    # Without its head, Ray would end this process after a minute. It reads this as it is imported.
+    # Without its head, Ray would end this process after a minute. It reads these variables as it is imported.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(round(settings.deadline + 60)))
+    # Ray prints the end of a dead raylet's log, dozens of lines of "[state-dump]", below our own message.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^Raylet is terminated")
     from agentrl.cluster.ray_nodes import RayCluster
 
     return RayCluster(settings)

@@ -37,6 +37,8 @@ from agentrl.errors import SettingsError, WorldError
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
+logger = logging.getLogger(__name__)
+
 _Value = TypeVar("_Value")
 # Seconds between two questions to a node; between two looks at a cluster that lacks nodes; for its nodes to kill what
 # runs there; and for one that was silent to answer.
@@ -198,8 +200,12 @@ class RayCluster:
         return address not in self._silent and address not in self._given_up
 
     def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Place]:
-        """Reserve the bundles, all on different nodes, and start an actor in each."""
-        until = time.monotonic() + patience
+        """Reserve the bundles, all on different nodes, and start an actor in each.
+
+        If Ray does not start an actor, tries again for ``patience`` or ``start_deadline`` seconds, the longer of both.
+        """
+        began = time.monotonic()
+        until, started_by = began + patience, began + max(patience, self._settings.start_deadline)
         while True:
             if self._head.lost is not None:
                 self._connect_again(until)
@@ -208,6 +214,12 @@ class RayCluster:
                 return self._reserved(bundles)
             except UnplaceableError:  # a node has gone meanwhile
                 self.release()
+            except WorldError as error:  # a node that has just come back may be slow, for example
+                if time.monotonic() >= started_by:
+                    raise
+                logger.warning("%s; trying again for %.0f s", error, started_by - time.monotonic())
+                self.release()
+                time.sleep(_LOOK)
 
     def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Place:
         """Start an actor with these resources. Raises WorldError if Ray has not placed it within the deadline."""
@@ -284,7 +296,7 @@ class RayCluster:
             try:
                 self._head = _connect(self._settings)
                 return
-            except SettingsError as error:
+            except (SettingsError, WorldError) as error:
                 if time.monotonic() >= until:
                     raise UnplaceableError(f"Ray's head {self._head.lost}: {error}") from error
                 time.sleep(_LOOK)
@@ -351,7 +363,26 @@ def _id_of(node: ClusterNode) -> str:
 
 
 def _connect(settings: ClusterSettings) -> PortWatch:
-    """Connect, and watch the head. Raises SettingsError if no cluster answers."""
+    """Connect, and watch the head.
+
+    Raises SettingsError if no cluster answers, and WorldError if Ray does not start within ``start_deadline``.
+    """
+    until = time.monotonic() + settings.start_deadline
+    while True:
+        try:
+            _init(settings)
+            break
+        except WorldError as error:
+            if time.monotonic() >= until:
+                raise
+            logger.warning("%s; trying again for %.0f s", error, until - time.monotonic())
+            time.sleep(_LOOK)
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    return PortWatch((host, int(port)), settings.deadline)
+
+
+def _init(settings: ClusterSettings) -> None:
+    """Connect once. Raises SettingsError if no cluster answers, WorldError if Ray is too slow."""
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -367,10 +398,17 @@ def _connect(settings: ClusterSettings) -> PortWatch:
             f"cluster.address={settings.address}: no Ray cluster answers there ({str(error).splitlines()[0]}); "
             "start one with 'ray start --head' (docs/cluster.md), or set cluster.address=HOST:PORT"
         ) from error
-    if in_main:
-        signal.signal(signal.SIGTERM, before)  # Ray installs a handler that ends this process at once
-    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-    return PortWatch((host, int(port)), settings.deadline)
+    except SystemExit:  # SIGTERM meanwhile: Ray's handler raises it
+        raise KeyboardInterrupt from None
+    except Exception as error:
+        # If its node starts too slowly, Ray raises RuntimeError or a bare Exception; anything else is a bug.
+        if not isinstance(error, RuntimeError) and type(error) is not Exception:
+            raise
+        ray.shutdown()
+        raise WorldError(f"Ray has not started: {str(error).splitlines()[0]}") from error
+    finally:
+        if in_main:
+            signal.signal(signal.SIGTERM, before)  # Ray installs a handler that ends this process without a message
 
 
 def _answer(answer: ray.ObjectRef[_Value], place: Place, seconds: float) -> _Value:

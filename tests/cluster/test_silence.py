@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
 
 from agentrl.cluster.silence import PortWatch, accepts, end_in_silence
 
@@ -37,3 +42,26 @@ def test_the_system_is_told_when_to_end_a_connection() -> None:
             assert same.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             same.detach()
         connection.close()
+
+
+@pytest.mark.slow
+def test_a_signal_is_ours_again_after_ray_was_not_found(tmp_path: Path) -> None:
+    code = """
+import signal
+from agentrl.cluster.opening import open_cluster
+from agentrl.cluster.settings import ClusterSettings
+from agentrl.errors import SettingsError
+from agentrl.training.run.signals import sigterm_as_ctrl_c
+with sigterm_as_ctrl_c():
+    try:
+        open_cluster(ClusterSettings(kind="ray", address="host:port"), None)
+    except SettingsError as error:
+        print(error)
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except KeyboardInterrupt:
+        print("stopped")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "stopped"), done.stderr
+    assert "no Ray cluster answers there" in done.stdout
