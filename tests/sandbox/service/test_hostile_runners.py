@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 
 HELLO = messages.hello(SandboxSettings(workers=4), Isolation(layers=dict.fromkeys(PROPERTIES, "x"), mode="root"))
 DONE = {"op": "execution", "outcome": "ok", "exit_code": 0, "seconds": 0.1, "truncated": False, "files": []}
+DONE |= {"session_ended": False}
 
 Reply = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 
