@@ -105,6 +105,7 @@ FAMILIES: dict[str, str] = {
         = 10:30 \text{ PM} | 22:30
         = 22:30 | 10:30\text{ p.m.}
         = 4:00 PM | 4{:}00 \text{ p.m.}
+        = 9 | 9\text{ a.m.}
         = 4 \text{ p.m.} | 4:00 \text{ p.m.}
         = 4:00\text{ pm} | 16{:}00
         = 12:15 \text{ a.m.} | 0:15
@@ -127,6 +128,7 @@ FAMILIES: dict[str, str] = {
         ! 2 \text{ hours } 30 \text{ minutes} | 2.3 \text{ hours}
         ! 2 \text{ hours } 30 \text{ minutes} | 2
         ! 1030 | 10:30
+        ! 9 | 9:00\text{ a.m.}
     """,
     "scientific notation with units": r"""
         = 1.6 \cdot 10^{-19}\text{ C} | 1.6 \times 10^{-19}

@@ -160,15 +160,17 @@ def _number_of(words: Words) -> Number | None:
 
 
 def _same_time(gold: Answer, answer: Answer) -> bool:
-    """Either half of the day, or either clock (22:30); ``3:10`` is also the fraction of these numbers."""
+    """Either half of the day, or either clock (22:30). ``3:10`` is also a fraction, and 9 is ``9 a.m.``"""
     if isinstance(gold, Clock) and isinstance(answer, Clock):
         if not (gold.half and answer.half) and gold.minutes == answer.minutes:
             return True
         return (gold.half or answer.half) != "" and _minutes_of_day(gold) == _minutes_of_day(answer)
     clock, other = (gold, answer) if isinstance(gold, Clock) else (answer, gold)
-    if not isinstance(clock, Clock) or clock.half or not isinstance(other, Leaf):
+    if not isinstance(clock, Clock) or not isinstance(other, Leaf):
         return False
     hours, minutes = divmod(clock.minutes, 60)
+    if clock.half:
+        return ":" not in clock.text and other.tree == Number(Fraction(hours))
     return other.tree == quotient(Number(Fraction(hours)), Number(Fraction(minutes)))
 
 

@@ -5,7 +5,7 @@ r"""Words beside a number: units with their conversions, counted things, and wor
 >>> split_words(r"5\text{ factorial}") is None, split_words(r"5\text{ is wrong, it is 6}") is None
 (True, True)
 >>> conversion(split_words("5cm")[1], split_words("50 mm")[1]), conversion(split_words("5cm")[1], None)
-(Fraction(1, 10), 1)
+(Fraction(1, 10), Fraction(1, 1))
 >>> number_in_words("one hundred and three"), number_in_words("two thirds"), number_in_words("evelyn")
 (Fraction(103, 1), Fraction(2, 3), None)
 >>> scaled_by_words("5 million"), scaled_by_words(r"5\text{ hundredths}"), scaled_by_words("5 miles")
