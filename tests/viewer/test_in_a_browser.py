@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +27,7 @@ from agentrl.inspection.what_if import what_if
 from agentrl.telemetry.metrics.catalogue import METRICS
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import read_step
-from agentrl.viewer.app import make_app
+from agentrl.viewer.app import STATIC, make_app
 from agentrl.viewer.calculator import Calculator
 from agentrl.viewer.export.page import export_page
 from agentrl.viewer.library import Library
@@ -109,12 +112,15 @@ def open_tokens(page: Page, address: str, number: int = 0) -> None:
 
 def click_in(chart: sync_api.Locator, share: float, to: float | None = None) -> None:
     """Click in a chart's plot at a share of its width, or drag from there to another share."""
-    box = chart.locator(".plot").bounding_box()
-    assert box is not None
-    mouse, height = chart.page.mouse, box["y"] + box["height"] / 2
-    mouse.move(box["x"] + share * box["width"], height)
+    expect(chart.locator(".plot")).to_be_visible()
+    rectangle = "({x, y, width, height}) => [x, y, width, height]"
+    x, y, width, height = chart.evaluate(
+        f"chart => ({rectangle})(chart.querySelector('.plot').getBoundingClientRect())"
+    )
+    mouse = chart.page.mouse
+    mouse.move(x + share * width, y + height / 2)
     mouse.down()
-    mouse.move(box["x"] + (share if to is None else to) * box["width"], height, steps=3)
+    mouse.move(x + (share if to is None else to) * width, y + height / 2, steps=3)
     mouse.up()
 
 
@@ -359,3 +365,158 @@ def test_a_line_of_a_hundred_thousand_characters_is_shown(page: Page, tmp_path: 
 def test_what_went_wrong_is_one_message(page: Page, address: str) -> None:
     page.goto(address.partition("?")[0] + "?token=" + TOKEN + "#/run/gone")
     expect(page.get_by_role("alert")).to_have_text("there is no run gone here any more")
+
+
+def test_a_constant_advantage_is_coloured_and_the_page_opens_with_a_field_that_varies(
+    page: Page, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "runs" / "first", estimator="grpo")
+    with serving(run.path.parent) as url:
+        open_tokens(page, url)
+        expect(page.get_by_label("Colour by")).to_have_value("gradient_share")
+        page.get_by_label("Colour by").select_option("advantages")
+        assert page.locator("[data-index='0']").evaluate("item => item.style.backgroundColor").startswith("rgb")
+        shades = page.evaluate(
+            """async () => {
+                const { scaleOf } = await import("/static/tokens.js");
+                const { low, shade } = scaleOf("advantages", [0.8, 1]);
+                return [low, shade(0.8), shade(1), scaleOf("advantages", [0, 0]).shade(0)];
+            }"""
+        )
+        assert shades == [0, "rgb(var(--up) / 0.600)", "rgb(var(--up) / 0.750)", ""]  # 0.75 times 0.8, and 0.75
+
+
+def test_an_address_opens_the_same_token_and_copied_text_is_the_models(page: Page, address: str) -> None:
+    open_tokens(page, address)
+    page.get_by_label("Colour by").select_option("energy")
+    page.locator("[data-index='4']").click()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_url("**token=5*")
+    sent = page.url
+    page.goto("about:blank")
+    page.goto(sent)
+    expect(page.locator("[data-index='5']")).to_have_class("current")
+    expect(page.get_by_label("Colour by")).to_have_value("energy")
+    copied = page.locator(".tokens").first.evaluate(
+        "box => (getSelection().selectAllChildren(box), getSelection().toString())"
+    )
+    assert "```py\nprint(2 + 3)\n```" in copied
+    assert "↵" not in copied
+
+
+def test_runs_keep_their_colours_and_new_ones_appear(page: Page, run: RunDirectory, tmp_path: Path) -> None:
+    for number in range(7):
+        shutil.copytree(run.path, tmp_path / "runs" / f"run{number}")
+
+    def colours() -> dict[str, str]:
+        marks = page.locator("td.name").evaluate_all(
+            "cells => cells.map(each => [each.querySelector('a').textContent,"
+            " getComputedStyle(each.querySelector('.swatch')).backgroundColor])"
+        )
+        return dict(marks)
+
+    with serving(tmp_path / "runs") as url:
+        page.goto(url)
+        expect(page.locator("tbody tr").filter(has=page.get_by_role("checkbox"))).to_have_count(7)
+        before = colours()
+        shutil.copytree(run.path, tmp_path / "runs" / "another")
+        expect(page.get_by_role("link", name="another")).to_be_visible()
+        after = colours()
+        assert len(set(after.values())) == 8
+        assert {name: after[name] for name in before} == before
+        page.get_by_label("Metric").select_option("policy/entropy")
+        page.get_by_label("Over").select_option("hours")
+        page.get_by_label("Search runs").fill("run3")
+        page.wait_for_url("**search=run3*")
+        page.goto("about:blank")
+        page.go_back()
+        expect(page.get_by_label("Metric")).to_have_value("policy/entropy")
+        expect(page.get_by_label("Over")).to_have_value("hours")
+        expect(page.get_by_text("1 of 8 runs")).to_be_visible()
+
+
+def test_a_long_run_draws_few_paths_and_its_charts_zoom_together(page: Page, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "first", steps=1)
+    draw = np.random.default_rng(0)
+    rows = (json.dumps(metrics_row(step, draw)) for step in range(2, 5001))
+    with run.metrics_file.open("a") as file:
+        file.writelines(f"{row}\n" for row in rows)
+    with serving(run.path.parent) as url:
+        page.goto(url)
+        page.get_by_role("link", name="first").click()
+        expect(page.locator(".chart path.line").first).to_be_visible()
+        assert page.locator("svg path").count() < 200
+        click_in(page.locator(".chart").first, 0.2, to=0.4)
+        expect(page.get_by_role("button", name="Show all steps")).to_be_visible()
+        for chart in page.locator(".chart").all():
+            expect(chart.locator("svg text").filter(has_text="1,200")).to_have_count(1)
+            expect(chart.locator("svg text").filter(has_text="4,000")).to_have_count(0)
+        page.wait_for_url("**range=*")
+
+
+def test_a_deleted_run_and_an_ended_viewer_are_said(page: Page, run: RunDirectory, tmp_path: Path) -> None:
+    shutil.copytree(run.path, tmp_path / "runs" / "first")
+    shutil.copytree(run.path, tmp_path / "runs" / "second")
+    with serving(tmp_path / "runs") as url:
+        page.goto(url)
+        page.get_by_role("link", name="first").click()
+        expect(page.get_by_role("heading", name="Entropy", exact=True)).to_be_visible()
+        shutil.rmtree(tmp_path / "runs" / "first")
+        expect(page.locator("#trouble")).to_contain_text("This page shows the state of")
+        page.get_by_role("link", name="Runs").click()
+        expect(page.get_by_role("heading", name="Runs", exact=True)).to_be_visible()
+        expect(page.locator("#trouble")).to_be_hidden()
+    expect(page.locator("#trouble")).to_contain_text("The viewer does not answer: its command has ended.")
+
+
+def test_a_phone_sees_scores_and_no_panel_covers_text(phone: Page, run: RunDirectory, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as elsewhere:  # Playwright runs an event loop in this thread
+        elsewhere.submit(made_evaluation, tmp_path / "runs" / "plain", written).result()
+    shutil.copytree(run.path, tmp_path / "runs" / "first")
+    with serving(tmp_path / "runs") as url:
+        open_tokens(phone, url)
+        expect(phone.locator(".panel")).to_be_hidden()
+        phone.locator("[data-index='4']").click()
+        phone.get_by_role("button", name="Close").click()
+        expect(phone.locator(".panel")).to_be_hidden()
+        phone.goto(url)
+        phone.get_by_role("link", name="plain").click()
+        box = phone.get_by_role("columnheader", name="Mean", exact=True).bounding_box()
+        assert box is not None
+        assert box["x"] + box["width"] <= 390
+
+
+def test_colours_are_told_apart_with_deuteranopia_and_text_is_readable_on_tokens() -> None:
+    style = (STATIC / "style.css").read_text(encoding="utf-8")
+    light, dark = style.split("@media (prefers-color-scheme: dark)")[:2]
+    for sheet in (light, dark.split("* {")[0]):
+        lines = [_linear(re.findall(rf"--line-{n}: #(\w+)", sheet)[0]) for n in range(1, 9)]
+        for first, second in combinations(lines, 2):
+            assert np.linalg.norm(_lab(first) - _lab(second)) > 30
+            assert np.linalg.norm(_lab(DEUTERANOPIA @ first) - _lab(DEUTERANOPIA @ second)) > 30
+        ink, paper = (re.findall(rf"--{name}: #(\w+)", sheet)[0] for name in ("ink", "paper"))
+        for name in ("up", "down"):
+            strong = [int(part) for part in re.findall(rf"--{name}: (\d+) (\d+) (\d+)", sheet)[0]]
+            under = [int(paper[place : place + 2], 16) for place in (0, 2, 4)]
+            mixed = "".join(f"{round(0.75 * top + 0.25 * low):02x}" for top, low in zip(strong, under, strict=True))
+            dim, bright = sorted(float(LUMINANCE @ _linear(each)) for each in (ink, mixed))
+            assert (bright + 0.05) / (dim + 0.05) >= 4.5
+
+
+# Machado, Oliveira and Fernandes (2009), severity 1, of linear RGB.
+DEUTERANOPIA = np.array(
+    [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+)
+LUMINANCE = np.array([0.2126, 0.7152, 0.0722])
+XYZ = np.array([[0.4124, 0.3576, 0.1805], LUMINANCE, [0.0193, 0.1192, 0.9505]])
+
+
+def _linear(colour: str) -> np.ndarray:
+    parts = np.array([int(colour[place : place + 2], 16) for place in (0, 2, 4)]) / 255
+    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+
+
+def _lab(linear: np.ndarray) -> np.ndarray:
+    scaled = XYZ @ np.clip(linear, 0, 1) / np.array([0.9505, 1, 1.089])
+    x, y, z = np.where(scaled > 0.008856, np.cbrt(scaled), 7.787 * scaled + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
