@@ -9,6 +9,7 @@ from torch import Tensor
 from agentrl.algorithms import (
     AGGREGATIONS,
     LOSSES,
+    AlgorithmError,
     InvalidInputError,
     InvalidOptionError,
     LossInputs,
@@ -376,3 +377,23 @@ def test_user_code_adds_a_loss_by_a_decorator(own_registries):
     assert float(loss.per_token.detach()) == 0.25
     with pytest.raises(NameTakenError, match="already registered"):
         register_loss("ppo")(lambda inputs, options: (inputs.log_probs, {}))
+
+
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        (lambda inputs: inputs.log_probs, "a tensor"),
+        (lambda inputs: inputs.log_probs.mean(), "a tensor"),
+        (lambda inputs: (inputs.log_probs.mean(), {}), "a loss of shape []"),
+        (lambda inputs: (inputs.log_probs, {"mine": 1.0}), "metrics that are not all tensors"),
+        (lambda inputs: None, "a NoneType"),
+    ],
+)
+def test_a_loss_that_returns_something_else_is_told_what_to_return(own_registries, made, found):
+    register_loss("mine")(lambda inputs, options: made(inputs))
+    with pytest.raises(AlgorithmError) as raised:
+        run("mine", [1.0], [1.0])
+    assert str(raised.value) == (
+        f"loss 'mine' returned {found}: return (per_token, metrics), the loss of each token as a tensor [1, 1] "
+        "(not averaged) and a dict of scalar tensors, {} for none"
+    )

@@ -62,3 +62,10 @@ def test_every_option_of_the_correction():
 def test_every_diagnostic():
     metrics = rollout_correction(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1)).metrics
     assert [name for name in metrics if name not in ("tokens", "trajectories") and f"`{name}`" not in PAGE] == []
+
+
+def test_the_worked_example_prints_what_the_page_says(own_registries, capsys):
+    section = PAGE.split("\n## Your own loss\n")[1]
+    exec(compile(section.split("```python\n")[1].split("```")[0], "losses.md", "exec"), {})
+    (printed,) = capsys.readouterr().out.splitlines()
+    assert f"\nprints `{printed}`." in section

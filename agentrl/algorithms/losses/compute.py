@@ -39,7 +39,8 @@ def policy_loss(
     is what `step_selection` gave for these rows; without it a step-wide loss takes this call for the whole step. Values
     where the mask is False reach no result and no gradient. Options: the fields of the loss's options record.
 
-    Raises UnknownNameError, InvalidOptionError, InvalidInputError.
+    Raises UnknownNameError, InvalidOptionError, InvalidInputError; AlgorithmError if the function of the loss returns
+    something else than its loss per token and its metrics.
     """
     entry, traits = LOSSES[name], LOSSES.traits(name)
     record = entry.make_options(f"loss {name!r}", options)
@@ -52,7 +53,7 @@ def policy_loss(
             selected = traits.selection(inputs, record, _draws(inputs.mask, None, 0))
         check_alike(log_probs=log_probs, selected=selected)
         inputs = replace(inputs, selected=as_mask("selected", selected) & inputs.mask)
-    per_token, metrics = entry.function(inputs, record)
+    per_token, metrics = _checked(name, entry.function(inputs, record), inputs.mask)
     if weights is not None:
         check_alike(log_probs=log_probs, weights=weights)
         check_finite("weights", weights, inputs.mask)
@@ -104,6 +105,25 @@ def default_aggregation(loss: str, estimator: str) -> str:
 def check_aggregation(loss: str, mode: str) -> None:
     """Raise InvalidOptionError if the loss has no meaning under this aggregation (gspo and gmpo admit one only)."""
     check_choice(f"aggregation of loss {loss!r}", mode, LOSSES.traits(loss).aggregations)
+
+
+def _checked(name: str, made: object, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a loss function returned. Raises AlgorithmError if it is not (loss per token [B, T], metrics)."""
+    match made:
+        case (Tensor() as per_token, dict() as metrics) if per_token.shape == mask.shape:
+            if all(isinstance(value, Tensor) for value in metrics.values()):
+                return per_token, metrics
+            found = "metrics that are not all tensors"
+        case (Tensor() as per_token, dict()):
+            found = f"a loss of shape {list(per_token.shape)}"
+        case Tensor():
+            found = "a tensor"
+        case _:
+            found = f"a {type(made).__name__}"
+    raise AlgorithmError(
+        f"loss {name!r} returned {found}: return (per_token, metrics), the loss of each token as a tensor "
+        f"{list(mask.shape)} (not averaged) and a dict of scalar tensors, {{}} for none"
+    )
 
 
 def _draws(mask: Tensor, keys: Tensor | None, seed: int) -> Tensor:

@@ -70,7 +70,19 @@ class LossRegistry(OptionsRegistry[LossEntry]):
     """Names -> losses."""
 
     def register(self, name: str, options: type = NoOptions, traits: LossTraits | None = None) -> Callable[[F], F]:
-        """Decorator: add a loss under `name`. NameTakenError if the name is taken."""
+        """Add a policy loss under `name`, for `algorithm.loss`. A decorator.
+
+        The function is called as `function(inputs, record)`: `inputs` are LossInputs, masked tensors [B, T], and
+        `record` holds the options, an instance of the frozen dataclass `options`. It returns the loss of each token, a
+        tensor [B, T] that carries the gradient, and a dict of metrics, scalar tensors by name (`{}` for none). The
+        trainer applies the correction's weights, masks and averages. `traits` sets the aggregations:
+
+            @register_loss("soft_ratio")
+            def soft_ratio(inputs: LossInputs, options: NoOptions) -> tuple[Tensor, dict[str, Tensor]]:
+                return -inputs.advantages * (inputs.ratio - 0.5 * (inputs.ratio - 1).square()), {}
+
+        docs/losses.md has a worked example. Raises NameTakenError if the name is taken.
+        """
 
         def register(function: F) -> F:
             self.add(name, LossEntry(function, options, LossTraits() if traits is None else traits))
