@@ -18,6 +18,7 @@ from typing import Final, Literal
 
 import stamina
 
+from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.engines.base import Completion, Engine, Sampling
@@ -205,6 +206,13 @@ class Driver:
         """Metrics of admission to the engine, and of the gateway if there is one, since the last call."""
         agents = self.environment.metrics() if isinstance(self.environment, AgentEnvironment) else {}
         return self._admission.metrics() | agents
+
+    def check_crashes(self, groups: Sequence[Group], what: str) -> None:
+        """Raise SettingsError if every rollout of ``groups`` ended with the same exception of an agent program."""
+        crashes = self.environment.crashes if isinstance(self.environment, AgentEnvironment) else {}
+        if len(crashes) == 1 and all(item.no_data for group in groups for item in group.rollouts):
+            (said,) = crashes.values()
+            raise SettingsError(f"{what}: the agent program ended every rollout with the same error:\n{said}")
 
     async def prompt_tokens(self, problem: Problem) -> int:
         return len(await self.prompt(problem))

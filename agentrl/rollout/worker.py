@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 
+from agentrl.errors import WorldError
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.filters import FilterRules, filter_groups
@@ -18,6 +20,9 @@ from agentrl.rollout.work_queue import QueueState, WorkQueue
 from agentrl.telemetry.metrics.definitions import user_metrics
 from agentrl.telemetry.trace import now, since
 from agentrl.trajectory import Group
+
+# Steps in a row without a rollout that is data, after which a run ends. Steps that filters leave empty do not count.
+_FAILED_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +62,7 @@ class RolloutWorker:
         self._clock = VersionClock()
         self._source: RolloutSource | None = None
         self._step = 0
+        self._failed_steps = 0
 
     async def next_batch(self, step: int) -> RolloutBatch:
         """Return this step's groups, queued ones before new ones. Raises WorldError after the deadline.
@@ -71,6 +77,7 @@ class RolloutWorker:
             self._source = self._open(step)
         needed, first = self.settings.problems_per_step, self._first_round
         played = await self._source.take(first, step=step, deadline=deadline)
+        self._check_failures(played, step)
         filtered = filter_groups(played, self.rules)
         rounds = 0
         while len(filtered.groups) < needed and rounds < self.settings.max_extra_rounds:
@@ -146,6 +153,17 @@ class RolloutWorker:
             batches=None if self.last_step is None else self.last_step - step + 1,
         )
         return BackgroundSource(self.driver, queue, settings, schedule, step=step, greedy=self.greedy)
+
+    def _check_failures(self, played: Sequence[Group], step: int) -> None:
+        """Raise where no rollout is data: at once for an agent that always crashes, else after some steps in a row."""
+        self.driver.check_crashes(played, f"step {step}")
+        failed = all(item.no_data for group in played for item in group.rollouts)
+        self._failed_steps = self._failed_steps + 1 if failed else 0
+        if self._failed_steps == _FAILED_STEPS:
+            raise WorldError(
+                f"steps {step - _FAILED_STEPS + 1} to {step}: every rollout failed for reasons outside the policy, so "
+                f"nothing is trained; the last failure: {self.driver.last_failure}. To continue: agentrl train --resume"
+            )
 
     def _check_staleness(self, step: int, stalest: float) -> None:
         bound = self.settings.staleness_bound

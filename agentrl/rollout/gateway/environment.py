@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -101,6 +102,8 @@ class AgentEnvironment:
         self._renderer = renderer
         self._gateway = AgentGateway(settings)
         self._counts: Counter[str] = Counter()
+        self.crashes: dict[str, str] = {}
+        """The exceptions of the rollouts since the last one without: type and place, and the newest traceback."""
 
     async def open(self) -> None:
         """Start the gateway. Raises SettingsError if its address is not free."""
@@ -163,6 +166,7 @@ class AgentEnvironment:
         """Run the program to its end. Returns why the rollout is no data, or None."""
         access = self._gateway.admit(rollout)
         failure: str | None = None
+        crash: Exception | None = None
         try:
             await self._program.ready(access)
             rollout.begin()
@@ -172,12 +176,13 @@ class AgentEnvironment:
         except TimeoutError:
             failure = f"the agent took longer than {self._settings.deadline:g} s (gateway.deadline)"
         except AgentFailureError as error:
-            failure = str(error)
+            failure, crash = str(error), error
         except Exception as error:  # noqa: BLE001  (whatever a user's program raises)
-            failure = f"the agent raised {describe_error(error)}"
+            failure, crash = f"the agent raised {describe_error(error)}", error
         finally:
             self._gateway.dismiss(access)
             await rollout.finish()
+        self._note_crash(rollout, crash)
         failure = failure or rollout.given_up
         if failure is None and rollout.reward is None and not rewarded_later:
             failure = "the agent gave no reward"
@@ -187,6 +192,17 @@ class AgentEnvironment:
             logger.warning("problem %s: %s", rollout.place.problem.id, rollout.failure or failure)
             return rollout.failure or failure
         return None
+
+    def _note_crash(self, rollout: AgentRollout, crash: Exception | None) -> None:
+        """Keep an exception that neither the engine nor a limit explains."""
+        if crash is None or rollout.failure is not None or rollout.stopped is not None:
+            self.crashes.clear()
+        elif isinstance(crash, AgentFailureError):  # a command: the first line names its exit code
+            self.crashes[str(crash).partition("\n")[0]] = str(crash)
+        else:
+            place = traceback.extract_tb(crash.__traceback__)[-1]
+            key = f"{type(crash).__name__} {place.filename}:{place.lineno}"
+            self.crashes[key] = "".join(traceback.format_exception(crash)).rstrip()
 
     def _count(self, rollout: AgentRollout, rows: tuple[Trajectory, ...]) -> None:
         generations = rollout.tree.generations

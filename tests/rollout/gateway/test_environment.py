@@ -17,6 +17,7 @@ from rollout.gateway.chat import chat_codec, speaking
 from rollout.templates import QWEN, chat_tokenizer
 from shared import python_with
 
+from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.transformers import TransformersEngine
@@ -152,6 +153,16 @@ async def test_an_agent_that_fails_is_no_data(agent: str, said: str) -> None:
     (trajectory,) = group.trajectories
     assert trajectory.ended is Ended.INFRASTRUCTURE_FAILURE
     assert said in str(driver.last_failure)
+
+
+async def test_an_agent_that_crashes_in_every_rollout_ends_the_run_with_its_traceback() -> None:
+    groups, _, driver = await play(f"{AGENTS}:crashing", saying("x"), samples=2, problems=2)
+    with pytest.raises(SettingsError, match="step 1: the agent program ended every rollout") as raised:
+        driver.check_crashes(groups, "step 1")
+    assert "agents.py" in str(raised.value)
+    assert str(raised.value).endswith("KeyError: 'no such tool'")
+    groups, _, driver = await play(f"{AGENTS}:silent", saying("x"))
+    driver.check_crashes(groups, "step 1")
 
 
 async def test_a_prompt_without_room_for_a_reply_is_no_data_and_says_so() -> None:
