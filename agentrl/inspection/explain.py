@@ -93,7 +93,10 @@ class Explanation:
         )
         yield f"baseline: b = {baseline:.9g} by {facts.estimator}{_options(facts.estimator_options)}"
         yield from self._tail(facts)
-        for sibling, weight in baseline_weights(self.step, self.trajectory, self.index).items():
+        weights = baseline_weights(self.step, self.trajectory, self.index)
+        if ESTIMATORS[facts.estimator].group_based and not weights:
+            yield "  not a weighted mean of the group's returns"
+        for sibling, weight in weights.items():
             other = next(item for item in self.step.siblings(self.trajectory) if item.key == sibling)
             assert other.tokens is not None
             place = min(self.index, len(other.tokens) - 1)
@@ -185,10 +188,10 @@ def explain_command(path: Path, *, step: int, trajectory: int, token: int) -> li
 
 
 def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int) -> dict[RowKey, float]:
-    """The weight of each rollout's return in the baseline of one model token; empty without a baseline of the group.
+    """The weight of each rollout's return in the baseline of one model token.
 
-    A baseline of a group is linear in the returns: the weight of a rollout is the baseline where its return is 1 and
-    all others are 0. A rollout goes by the key of its last branch.
+    Empty without a baseline of the group, and where that baseline is not a weighted mean of the returns. The weight of
+    a rollout is the baseline where its return is 1 and all others are 0. A rollout goes by the key of its last branch.
     """
     facts, siblings = facts_of(step), step.siblings(trajectory)
     if not ESTIMATORS[facts.estimator].group_based:
@@ -201,14 +204,19 @@ def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int)
     for place, item in enumerate(siblings):
         if item.key.branch > siblings[last[item.key.sample]].key.branch:
             last[item.key.sample] = place
-    found = {}
-    for place in last.values():
+
+    def baseline(*places: int) -> float:
+        """The token's baseline where the rollouts at these places have the return 1 and all others 0."""
         rewards = torch.zeros_like(inputs.rewards)
-        rewards[place, int(siblings[place].positions[-1])] = 1.0
+        for place in places:
+            rewards[place, int(siblings[place].positions[-1])] = 1.0
         probe = replace(inputs, rewards=rewards)
         made = compute_advantages(facts.estimator, probe, calls=None, **(facts.estimator_options | neutral))
-        found[siblings[place].key] = float(made.baselines[row, int(trajectory.positions[index])])
-    return found
+        return float(made.baselines[row, int(trajectory.positions[index])])
+
+    found = {siblings[place].key: baseline(place) for place in last.values()}
+    # A linear baseline of equal returns is the sum of its weights.
+    return found if np.isclose(sum(found.values()), baseline(*last.values()), rtol=1e-5, atol=1e-6) else {}
 
 
 def loss_factors(facts: TokenFacts, row: TrajectoryTokens) -> np.ndarray | None:

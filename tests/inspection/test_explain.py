@@ -9,7 +9,14 @@ import pytest
 import torch
 from viewer.made_run import make_tokenizer
 
-from agentrl.algorithms import AdvantageInputs, compute_advantages
+from agentrl.algorithms import (
+    AdvantageInputs,
+    Advantages,
+    EstimatorInputs,
+    ScalarOptions,
+    compute_advantages,
+    register_estimator,
+)
 from agentrl.errors import SettingsError
 from agentrl.inspection.explain import baseline_weights, explain, explain_command, loss_factors
 from agentrl.telemetry.run_directory import RunDirectory
@@ -168,6 +175,19 @@ def test_the_weights_of_the_siblings_make_the_baseline(run: RunDirectory) -> Non
     weights = list(baseline_weights(first.step, first.trajectory, 0).values())
     assert weights == pytest.approx([0.5 / 0.7, 0.2 / 0.7], rel=1e-6)
     assert sum(np.array(weights) * [1.0, 0.25]) == pytest.approx(first.at(first.tokens.baselines), rel=1e-6)
+
+
+def test_a_baseline_that_is_not_a_weighted_mean_is_said_to_be_none(tmp_path: Path, own_registries: None) -> None:
+    @register_estimator("best", options=ScalarOptions, group_based=True)
+    def best(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
+        totals = inputs.totals.unsqueeze(-1)
+        most = -inputs.groups.lowest(-inputs.totals).unsqueeze(-1)
+        return Advantages(advantages=totals - most, returns=totals, baselines=most)
+
+    made = make_run(tmp_path / "best", "best")
+    lines = list(explain(made, step=3, trajectory=0, token=0).lines())
+    assert "  not a weighted mean of the group's returns" in lines
+    assert not any(line.startswith("  weight ") for line in lines)
 
 
 def test_shares_of_the_power_sum_to_one(run: RunDirectory) -> None:
