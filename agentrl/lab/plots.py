@@ -10,14 +10,13 @@ import numpy as np
 
 from agentrl.lab.results import Energies, ProblemLine, Shown
 from agentrl.lab.summary import OPTIMAL, IntervalEstimate, Line, energy_correlations, proxy_energies
-from agentrl.telemetry.files import atomic_write
-from agentrl.telemetry.plots import BLUE, GREEN, GREY, ORANGE, RED, VIOLET
+from agentrl.telemetry.plots import BLUE, CYCLE, GREY, ORANGE, save_twins
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLORS = (BLUE, ORANGE, GREEN, VIOLET, RED, "#b59a2c", "#3aa6a6", "#c06a9a", GREY, "#5b3a29")
+_COLORS = (*CYCLE, GREY)
 _MARKERS = "osD^vPX"  # fewer than colors, so that pairs repeat late
 
 
@@ -33,7 +32,9 @@ def draw_all(folder: Path, lines: Sequence[Line], problems: Sequence[ProblemLine
     advantages = _advantages([tokens for _, tokens in pairs])
     if advantages is not None:
         drawn["advantages.png"] = advantages
-    return [_save(figure, folder / name) for name, figure in drawn.items()]
+    for figure in drawn.values():
+        figure.suptitle(f"{folder.resolve().parent.name}: bars are 95 % intervals", x=0.01, ha="left", fontsize=9)
+    return [file for name, figure in drawn.items() for file in save_twins(figure, folder / name)]
 
 
 def _noise(lines: Sequence[Line]) -> Figure:
@@ -91,17 +92,17 @@ def _energy(energies: Sequence[Energies], shown: Sequence[tuple[Energies, Shown]
     own, tokens = max(shown, key=lambda pair: float(np.std(pair[0]["length"])))
     rows = range(len(tokens["realized"]))
     first.bar(list(rows), [own["exact"][row] for row in rows],
-              color=[GREEN if own["returns"][row] > 0 else RED for row in rows])  # fmt: skip
-    first.set_xlabel("trajectory of one problem (green: rewarded)")
+              color=[BLUE if own["returns"][row] > 0 else ORANGE for row in rows])  # fmt: skip
+    first.set_xlabel("trajectory of one problem (blue: rewarded)")
     _dress(first, "Exact total energy", r"$\|\nabla \log \pi(\tau)\|^2$")
     for row, values in enumerate(tokens["realized"]):
-        second.plot(range(1, len(values) + 1), values, color=_COLORS[row], linewidth=1.3)
+        second.plot(range(1, len(values) + 1), values, color=_COLORS[row % len(_COLORS)], linewidth=1.3)
     second.set_xlabel("model token k")
     _dress(second, "Realized energy, the same trajectories", r"$W_k = \sum_{j\leq k} w_j$")
     lengths, energy, returns = (
         np.concatenate([item[name] for item in energies]) for name in ("length", "exact", "returns")
     )
-    for chosen, color, label in ((returns > 0, GREEN, "rewarded"), (returns <= 0, RED, "not rewarded")):
+    for chosen, color, label in ((returns > 0, BLUE, "rewarded"), (returns <= 0, ORANGE, "not rewarded")):
         third.scatter(lengths[chosen], energy[chosen], s=9, alpha=0.45, color=color, linewidths=0, label=label)
     third.set_yscale("log")
     third.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
@@ -166,8 +167,3 @@ def _figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=140, layout="constrained")
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    atomic_write(path, lambda out: figure.savefig(out, format="png"))
-    return path

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentrl.telemetry.files import atomic_write
 from agentrl.telemetry.metrics.catalogue import METRICS
 from agentrl.telemetry.metrics.definitions import USER_METRICS, Metric
+from agentrl.telemetry.palette import DARK, INK, LIGHT, PAPER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 Row = Mapping[str, float]
 Draw = Callable[["Axes", Sequence[Row]], bool]
 
-BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#2563a8", "#d9762b", "#2f8f5b", "#bf3b3b", "#7a55a3", "#8a8f98"
-CYCLE = (BLUE, ORANGE, GREEN, VIOLET, RED, GREY, "#b59a2c", "#3aa6a6")
+BLUE, ORANGE, _, VIOLET, SKY, GREEN, BROWN, RED = LIGHT
+GREY, CYCLE = "#8a8f98", LIGHT
 _DOTS_PER_INCH = 140
 _WINDOW = 15  # steps of the running mean
 
@@ -37,8 +38,11 @@ class Panel:
     draw: Draw
 
 
-def draw_plots(rows: Iterable[Row], folder: Path) -> list[Path]:
-    """Draw every panel that has data, and ``overview.png`` of them all, into ``folder``; returns the files."""
+def draw_plots(rows: Iterable[Row], folder: Path, title: str = "") -> list[Path]:
+    """Draw every panel that has data, and ``overview.png`` of them all, into ``folder``; returns the files.
+
+    The overview has ``title``, usually the name of the run, and a twin for dark pages, ``overview-dark.png``.
+    """
     measured = list(rows)
     drawn: list[Panel] = []
     files = []
@@ -48,7 +52,9 @@ def draw_plots(rows: Iterable[Row], folder: Path) -> list[Path]:
             drawn.append(panel)
             files.append(_save(figure, folder / panel.file))
     if drawn:
-        files.append(_save(_overview(drawn, measured), folder / "overview.png"))
+        overview = _overview(drawn, measured)
+        overview.suptitle(f"{title or 'Overview'}: one run, bands and bars are 95 % intervals", x=0.01, ha="left")
+        files += save_twins(overview, folder / "overview.png")
     return files
 
 
@@ -99,6 +105,45 @@ def _figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=_DOTS_PER_INCH, layout="constrained")
+
+
+def save_twins(figure: Figure, path: Path) -> list[Path]:
+    """Write the figure for light pages to ``path``, and for dark ones to ``NAME-dark.png``."""
+    light = _save(figure, path)
+    _darken(figure)
+    return [light, _save(figure, path.with_name(f"{path.stem}-dark.png"))]
+
+
+def _darken(figure: Figure) -> None:
+    """Replace the colours of a figure by those for dark pages. Greys, white and black become their counterparts."""
+    from matplotlib.collections import Collection
+    from matplotlib.colors import to_hex, to_rgba
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+    from matplotlib.text import Text
+
+    pairs = dict(zip(LIGHT, DARK, strict=True))
+
+    def dark(colour: Any) -> Any:
+        red, green, blue, alpha = to_rgba(colour)
+        if to_hex(colour) in pairs:
+            return to_rgba(pairs[to_hex(colour)], alpha)
+        if max(red, green, blue) - min(red, green, blue) > 0.06:
+            return colour
+        paper, ink = to_rgba(PAPER[1]), to_rgba(INK[1])
+        share = (red + green + blue) / 3  # 1: paper, 0: ink
+        mixed = [share * low + (1 - share) * high for low, high in zip(paper[:3], ink[:3], strict=True)]
+        return (*mixed, alpha)
+
+    for item in figure.findobj():
+        if isinstance(item, Line2D | Text):
+            item.set_color(dark(item.get_color()))
+        elif isinstance(item, Patch):
+            face, edge = dark(item.get_facecolor()), dark(item.get_edgecolor())
+            item.set(facecolor=face, edgecolor=edge)
+        elif isinstance(item, Collection):
+            faces, edges = item.get_facecolor(), item.get_edgecolor()
+            item.set(facecolor=[dark(each) for each in faces], edgecolor=[dark(each) for each in edges])
 
 
 def _save(figure: Figure, path: Path) -> Path:

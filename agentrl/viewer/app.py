@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agentrl.errors import AgentRLError, SettingsError
 from agentrl.inspection.json_values import to_json
 from agentrl.telemetry.metrics.catalogue import defined_metrics
+from agentrl.telemetry.palette import palette_css
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.viewer.calculator import Calculator
 from agentrl.viewer.evaluation_page import comparison_page, evaluation_page, evaluation_summary, rollout_page
@@ -67,6 +68,7 @@ def make_app(library: Library, *, token: str, calculator: Calculator) -> Starlet
     return Starlette(
         routes=[
             Route("/", page),
+            Route("/palette.css", lambda _request: Response(palette_css(), media_type="text/css")),
             *api,
             Mount("/static", StaticFiles(directory=STATIC)),
         ],

@@ -52,21 +52,25 @@ def size(file: Path) -> tuple[int, int]:
 
 def test_every_panel_and_the_overview_are_drawn(tmp_path: Path) -> None:
     files = draw_plots([EVALUATIONS[0], *steps(40), EVALUATIONS[1]], tmp_path / "plots")
-    assert [file.name for file in files] == [*(panel.file for panel in PANELS), "overview.png"]
+    assert [file.name for file in files] == [*(panel.file for panel in PANELS), "overview.png", "overview-dark.png"]
     assert size(files[0]) == (896, 560)
-    assert size(files[-1]) == (2100, 1428)
+    assert size(files[-2]) == (2100, 1428)
 
 
 def test_what_was_not_measured_is_left_out(tmp_path: Path) -> None:
     files = draw_plots([{"step": 1, "policy/entropy": 0.7}], tmp_path)
-    assert [file.name for file in files] == ["entropy.png", "overview.png"]
+    assert [file.name for file in files] == ["entropy.png", "overview.png", "overview-dark.png"]
     assert draw_plots([], tmp_path / "none") == []
     assert draw_plots([{"step": 1, "unknown": 3}], tmp_path / "none") == []
 
 
 def test_figures_without_anything_above_zero_are_drawn_too(tmp_path: Path) -> None:
     rows = [{"step": step, "policy/kl_engine_k3": 0.0} for step in (1, 2)]
-    assert [file.name for file in draw_plots(rows, tmp_path)] == ["engine_policy.png", "overview.png"]
+    assert [file.name for file in draw_plots(rows, tmp_path)] == [
+        "engine_policy.png",
+        "overview.png",
+        "overview-dark.png",
+    ]
 
 
 def test_series_and_running_mean() -> None:
@@ -81,4 +85,4 @@ def test_an_interval_that_misses_its_mean_by_rounding_is_drawn(tmp_path: Path) -
         {"step": 1, "eval/avg_at_k": 0.0, "eval/low": 7e-18, "eval/high": 0.1},
         {"step": 2, "eval/avg_at_k": 1.0, "eval/low": 0.9, "eval/high": 1.0 - 1e-16},
     ]
-    assert [file.name for file in draw_plots(rows, tmp_path)] == ["avg_at_k.png", "overview.png"]
+    assert [file.name for file in draw_plots(rows, tmp_path)] == ["avg_at_k.png", "overview.png", "overview-dark.png"]

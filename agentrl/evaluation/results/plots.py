@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from agentrl.evaluation.formats import BenchmarkResults, Results
-from agentrl.telemetry.files import atomic_write
-from agentrl.telemetry.plots import BLUE, CYCLE, GREEN, GREY, ORANGE
+from agentrl.telemetry.plots import BLUE, CYCLE, GREEN, GREY, ORANGE, save_twins
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,10 +26,11 @@ def draw_results(results: Results, folder: Path) -> list[Path]:
         "endings.png": ("How rollouts ended", lambda axes: _endings(axes, benchmarks)),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    return [_save(folder / file, title, draw) for file, (title, draw) in panels.items()]
+    name = f"{results['provenance']['model']['name']}, seed {results['provenance']['seed']}"
+    return [path for file, (title, draw) in panels.items() for path in _save(folder / file, f"{title} ({name})", draw)]
 
 
-def _save(path: Path, title: str, draw: Callable[[Axes], None]) -> Path:
+def _save(path: Path, title: str, draw: Callable[[Axes], None]) -> list[Path]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.0), dpi=_DOTS_PER_INCH, layout="constrained")
@@ -42,11 +42,7 @@ def _save(path: Path, title: str, draw: Callable[[Axes], None]) -> Path:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
 
-    def write(out: IO[bytes]) -> None:
-        figure.savefig(out, format="png")
-
-    atomic_write(path, write)
-    return path
+    return save_twins(figure, path)
 
 
 def _scores(axes: Axes, benchmarks: Mapping[str, BenchmarkResults], n: int) -> None:

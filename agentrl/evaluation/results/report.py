@@ -15,6 +15,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
+from pathlib import Path
 
 from agentrl.evaluation.data.problem_sets import ProblemSet
 from agentrl.evaluation.formats import JSONObject, Provenance, Results
@@ -202,8 +203,16 @@ def _plots(directory: EvaluationDirectory) -> Iterable[str]:
     for name in _PLACES:
         path = directory.plots / name
         if path.is_file():
-            data = base64.b64encode(path.read_bytes()).decode()
-            yield f'<img alt="{name.removesuffix(".png")}" src="data:image/png;base64,{data}">'
+            stem = name.removesuffix(".png")
+            light, dark = (_data(directory.plots / file) for file in (name, f"{stem}-dark.png"))
+            yield (
+                f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+                f'<img alt="{stem}" src="{light}"></picture>'
+            )
+
+
+def _data(image: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(image.read_bytes()).decode()}"
 
 
 def _subtitle(provenance: Provenance) -> str:

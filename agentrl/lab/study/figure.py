@@ -13,8 +13,7 @@ from agentrl.lab.study.curves import RunCurve, StudyRecord
 from agentrl.lab.study.report import by_variant
 from agentrl.lab.study.settings import StudySettings
 from agentrl.lab.study.statistics import over_seeds
-from agentrl.telemetry.files import atomic_write
-from agentrl.telemetry.plots import CYCLE
+from agentrl.telemetry.plots import CYCLE, save_twins
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,8 +29,8 @@ def draw_study(record: StudyRecord, folder: Path) -> list[Path]:
         return []
     figure = study_figure(record)
     path = folder / "curves.png"
-    atomic_write(path, lambda out: figure.savefig(out, dpi=140, format="png"))
-    return [path]
+    figure.set_dpi(140)
+    return save_twins(figure, path)
 
 
 def study_figure(record: StudyRecord) -> Figure:
@@ -43,6 +42,10 @@ def study_figure(record: StudyRecord) -> Figure:
     figure = Figure(layout="constrained")
     FigureCanvasAgg(figure)
     (_together if len(variants) <= len(CYCLE) else _one_by_one)(figure, variants, record.study)
+    seeds = sorted({len(runs) for runs in variants.values()})
+    count = " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
+    figure.text(0.99, 0.995, f"{record.study.name}: {count} seeds, bands are 95 % intervals over seeds",
+                fontsize=8, ha="right", va="top")  # fmt: skip
     return figure
 
 

@@ -58,7 +58,7 @@ class Trackers:
     def plots(self) -> None:
         """The plots that the run directory has by now."""
         if self._run is not None:
-            files = sorted(self._run.plots.glob("*.png"))
+            files = sorted(file for file in self._run.plots.glob("*.png") if not file.stem.endswith("-dark"))
             self._tell(lambda tracker: tracker.plots(files))
 
     def close(self) -> None:

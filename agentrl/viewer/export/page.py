@@ -19,6 +19,7 @@ from agentrl.inspection.json_values import to_json
 from agentrl.inspection.token_text import token_text
 from agentrl.telemetry.files import atomic_write, wrong_shape
 from agentrl.telemetry.metrics.catalogue import defined_metrics
+from agentrl.telemetry.palette import palette_css
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import read_step
 from agentrl.viewer.app import STATIC
@@ -65,6 +66,7 @@ def _page(run: RunDirectory, steps: Sequence[int], groups: int | None) -> Iterat
     style = (STATIC / "style.css").read_text(encoding="utf-8")
     page = page.replace("<head>", f'<head>\n<meta http-equiv="content-security-policy" content="{policy}">')
     page = page.replace('<link rel="stylesheet" href="/static/style.css">', f"<style>{style}</style>")
+    page = page.replace('<link rel="stylesheet" href="/palette.css">', f"<style>{palette_css()}</style>")
     page = page.replace('<script type="module" src="/static/main.js"></script>\n', "")
     before, _, after = page.partition("</body>")
     yield before
