@@ -126,6 +126,7 @@ _REPEATING = re.compile(
     )""",
     re.VERBOSE | re.ASCII,
 )
+_HAS_WORDS = re.compile(r"[A-Za-z]{2}|[\u4e00-\u9fff]")
 _OPEN = r"(?P<open>\\(?:text|textbf|mathrm|mbox)\s*\{\s*)?"
 _CLOSED = r"\s*(?P<closed>\})?\s*"
 _SO = re.compile(rf"{_OPEN}(?P<subject>(?:so|thus|hence|therefore|then)(?![A-Za-z])[,:]?){_CLOSED}", re.IGNORECASE)
@@ -210,6 +211,8 @@ def _stated(text: str) -> str:
 
     The subject must name a quantity (`is_name`), as the left side of an equation: ``half the answer is 42`` is no 42.
     """
+    if not _HAS_WORDS.search(text):
+        return text
     behind = _IS_THE_ANSWER.fullmatch(text)
     if behind is not None:
         return behind["answer"]
