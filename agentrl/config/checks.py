@@ -12,7 +12,7 @@ from agentrl.config.settings import Settings
 from agentrl.errors import SettingsError
 from agentrl.models.settings import LoRASettings
 from agentrl.rollout.engines.table import engine_facts, servers_on_nodes
-from agentrl.rollout.gateway.settings import is_agent
+from agentrl.rollout.gateway.settings import is_agent, runs_outside
 from agentrl_envs.settings import ChatSettings, SimpleTIRSettings, ToolChatSettings
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -203,6 +203,11 @@ def _agent_problems(settings: Settings, command: Command) -> Iterator[str]:
         yield (
             f"env={settings.env!r} plays through the gateway, which needs a local engine; valid: --model without "
             "--base-url"
+        )
+    if runs_outside(settings.env) and not (settings.gateway.agent_rewards or settings.reward.functions):
+        yield (
+            f"env={settings.env!r} has no reward: name a function that computes it with --reward module:function, or "
+            "let the program report it with gateway.agent_rewards=true (docs/agents.md says what the program then sees)"
         )
 
 

@@ -36,7 +36,7 @@ Chat = ChatFormat | ChatRenderer | DeployedChat
 def check_environment(settings: EnvironmentSections) -> None:
     """Import what an environment's name stands for. Raises PluginError if that is no environment, or has a bad tool."""
     if is_agent(settings.env):
-        load_program(settings.env, settings.environment.model_extra or {})
+        load_program(settings.env, settings.environment.model_extra or {}, settings.gateway)
         return
     factory = resolve_environment(settings.env)
     if isinstance(factory, ClassEnvironmentFactory):
@@ -55,7 +55,7 @@ def build_environment(settings: EnvironmentSections, chat: Chat | None = None) -
     ``chat``: how the model that plays writes conversations, from :func:`chat_format`.
     """
     if is_agent(settings.env):
-        program = load_program(settings.env, settings.environment.model_extra or {}, threads=settings.gateway.threads)
+        program = load_program(settings.env, settings.environment.model_extra or {}, settings.gateway)
         return AgentEnvironment(program, settings.gateway, chat if isinstance(chat, ChatRenderer) else None)
     if isinstance(chat, DeployedChat):
         return DeployedHistory(build_environment(settings, chat.format), chat)

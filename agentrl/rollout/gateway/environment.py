@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_REWARD_SOURCES = (
+    "set reward.functions, or return it from the function; a command or worker reports it with "
+    "gateway.agent_rewards=true"
+)
 _LIMITED = (Ended.TURN_LIMIT, Ended.TOKEN_LIMIT)
 _COUNTED = ("replayed", *(f"miss_{cause}" for cause in MISSES))
 
@@ -58,14 +62,14 @@ def agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings: Agen
     return ChatRenderer(tokenizer, codec, template=template, options=options)
 
 
-def load_program(env: str, options: Mapping[str, object], *, threads: int = 1) -> AgentProgram:
+def load_program(env: str, options: Mapping[str, object], settings: AgentGatewaySettings) -> AgentProgram:
     """The program of an environment's name and its own settings. Raises PluginError if there is none."""
     if env.startswith(VERIFIERS):
-        return verifiers_worker_of(env.removeprefix(VERIFIERS), read_options(VerifiersSettings, options))
+        return verifiers_worker_of(env.removeprefix(VERIFIERS), read_options(VerifiersSettings, options), settings)
     read_options(NoSettings, options)
     if env.startswith(WORKER):
-        return load_worker(env.removeprefix(WORKER).strip())
-    return load_agent(env.removeprefix(AGENT).strip(), threads=threads)
+        return load_worker(env.removeprefix(WORKER).strip(), settings)
+    return load_agent(env.removeprefix(AGENT).strip(), settings)
 
 
 class _PromptEpisode:
@@ -98,6 +102,8 @@ class AgentEnvironment:
     def __init__(self, program: AgentProgram, settings: AgentGatewaySettings, renderer: ChatRenderer | None) -> None:
         """Without a ``renderer`` nothing can be played; prompts are plain."""
         self._program = program
+        if program.trusted:
+            settings = settings.model_copy(update={"agent_columns": None, "agent_rewards": True})
         self._settings = settings
         self._renderer = renderer
         self._gateway = AgentGateway(settings)
@@ -185,7 +191,7 @@ class AgentEnvironment:
         self._note_crash(rollout, crash)
         failure = failure or rollout.given_up
         if failure is None and rollout.reward is None and not rewarded_later:
-            failure = "the agent gave no reward"
+            failure = f"the agent gave no reward ({_REWARD_SOURCES})"
         if failure is not None and rollout.reward is None and rollout.stopped in _LIMITED:
             return None  # the policy used up its turns or tokens: a truncation without reward
         if failure is not None:

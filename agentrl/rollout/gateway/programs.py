@@ -7,24 +7,41 @@ import contextlib
 import inspect
 import json
 import os
-import re
 import shlex
+import shutil
 import signal
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import cast
 
 from agentrl.rollout.gateway.server import AgentGateway
-from agentrl.rollout.gateway.settings import AGENT
+from agentrl.rollout.gateway.settings import AGENT, FUNCTION, AgentGatewaySettings
 from agentrl.rollout.gateway.wire import Access
 from agentrl_envs.adapters.blocking import BlockingCalls
 from agentrl_envs.gym.loop_thread import LoopThread
 from agentrl_envs.registry import PluginError, import_attribute
 from agentrl_envs.types import Problem, as_reward
 
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+# Inherited by agents' processes. Proxies are not: their addresses may hold a password.
+_USUAL = (
+    "CURL_CA_BUNDLE",
+    "HOME",
+    "LANG",
+    "LANGUAGE",
+    "LD_LIBRARY_PATH",
+    "LOGNAME",
+    "PATH",
+    "REQUESTS_CA_BUNDLE",
+    "SHELL",
+    "SSL_CERT_DIR",
+    "SSL_CERT_FILE",
+    "TMPDIR",
+    "TZ",
+    "USER",
+    "VIRTUAL_ENV",
+)
 _TAIL = 2000  # characters of a command's output that a message shows
 
 
@@ -34,6 +51,9 @@ class AgentFailureError(Exception):
 
 class AgentProgram(ABC):
     """Plays problems through the gateway; without more it has nothing to prepare, to wait for or to release."""
+
+    trusted = False
+    """Whether the program always reports rewards and gets the whole problem, whatever the gateway's settings are."""
 
     async def open(self, server: AgentGateway) -> None:  # noqa: B027 - most have nothing to do
         """Get to know the server."""
@@ -53,18 +73,18 @@ class AgentProgram(ABC):
         """End what does not end with its rollout."""
 
 
-def load_agent(named: str, *, threads: int = 1) -> AgentProgram:
+def load_agent(named: str, settings: AgentGatewaySettings) -> AgentProgram:
     """The program of ``module:function`` or ``COMMAND``. Raises PluginError if there is none."""
-    if _FUNCTION.fullmatch(named):
+    if FUNCTION.fullmatch(named):
         found = import_attribute(named, "agent")
         if not callable(found):
             raise PluginError(f"agent {named!r} is a {type(found).__name__}, expected a function")
         _check_signature(named, found)
-        return _FunctionAgent(named, found, threads)
+        return _FunctionAgent(named, found, settings.threads)
     words = split_command(named)
     if not words:
         raise PluginError(f"env={AGENT}: write agent:module:function or 'agent:COMMAND'")
-    return _Command(words)
+    return _Command(words, settings)
 
 
 def split_command(named: str) -> list[str]:
@@ -76,13 +96,32 @@ def split_command(named: str) -> list[str]:
 
 
 async def start_process(
-    words: Sequence[str], variables: Mapping[str, str], *, stdout: int, stderr: int | None = None
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    *,
+    directory: str,
+    inherited: Sequence[str] = (),
+    stdout: int,
+    stderr: int | None = None,
 ) -> asyncio.subprocess.Process:
-    """A process in a session of its own, told where the policy is. Raises AgentFailureError if it cannot be started."""
+    """Start an agent's process in a session and a directory of its own. Raises AgentFailureError if it cannot start.
+
+    It inherits the usual environment variables and those named in ``inherited``, but not the rest, which may hold the
+    trainer's credentials. Words that name files are made absolute, and modules of the trainer's working directory can
+    be imported, because the process starts elsewhere.
+    """
+    names = {*_USUAL, *inherited, *(name for name in os.environ if name.startswith("LC_"))}
+    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    given = [os.path.abspath(word) if number or "/" in word else word for number, word in enumerate(words)]
     try:
         return await asyncio.create_subprocess_exec(
-            *words,
-            env={**os.environ, **variables},
+            *(path if os.path.isfile(path) else word for word, path in zip(words, given, strict=True)),
+            env={
+                **{name: os.environ[name] for name in names if name in os.environ},
+                "PYTHONPATH": os.pathsep.join([*paths, os.getcwd()]),
+                **variables,
+            },
+            cwd=directory,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
@@ -90,6 +129,17 @@ async def start_process(
         )
     except OSError as error:
         raise AgentFailureError(f"{words[0]}: {error.strerror}") from error
+
+
+@contextlib.asynccontextmanager
+async def agent_directory() -> AsyncIterator[str]:
+    """An empty working directory of an agent's process, removed at the end. Files are removed in a thread."""
+    directory = await asyncio.to_thread(tempfile.mkdtemp, prefix="agentrl-agent-")
+    try:
+        yield directory
+    finally:
+        # Shielded: a rollout that is cancelled here would leave its files behind.
+        await asyncio.shield(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
 
 
 def kill(process: asyncio.subprocess.Process) -> None:
@@ -144,28 +194,43 @@ class _FunctionAgent(AgentProgram):
 
 
 class _Command(AgentProgram):
-    """A command for each rollout, told by environment variables where the policy is. Its last line is the reward."""
+    """A command for each rollout. Environment variables hold the policy's address and what it may see of the problem.
 
-    def __init__(self, words: list[str]) -> None:
+    With ``gateway.agent_rewards`` the last line of its output is the reward if it is a number.
+    """
+
+    def __init__(self, words: list[str], settings: AgentGatewaySettings) -> None:
         self._words = words
+        self._settings = settings
 
     async def run(self, problem: Problem, access: Access) -> float | None:
         variables = {
             "OPENAI_BASE_URL": access.base_url,
             "OPENAI_API_KEY": access.api_key,
             "OPENAI_MODEL": access.model,
-            "AGENTRL_REWARD_URL": access.base_url.removesuffix("/v1") + "/reward",
-            "AGENTRL_PROBLEM": json.dumps(asdict(problem)),
+            "AGENTRL_PROBLEM": json.dumps(self._settings.visible(problem)),
         }
+        if self._settings.agent_rewards:
+            variables["AGENTRL_REWARD_URL"] = access.base_url.removesuffix("/v1") + "/reward"
         pipe = asyncio.subprocess.PIPE
-        process = await start_process(self._words, variables, stdout=pipe, stderr=pipe)
-        try:
-            out, err = await process.communicate()
-        finally:
-            kill(process)
+        async with agent_directory() as directory:
+            process = await start_process(
+                self._words,
+                variables,
+                directory=directory,
+                inherited=self._settings.agent_environment,
+                stdout=pipe,
+                stderr=pipe,
+            )
+            try:
+                out, err = await process.communicate()
+            finally:
+                kill(process)
         if process.returncode:
             said = err.decode(errors="replace")[-_TAIL:].strip()
             raise AgentFailureError(f"{self._words[0]} ended with exit code {process.returncode}: {said}")
+        if not self._settings.agent_rewards:
+            return None
         return _optional_reward(_last_number(out.decode(errors="replace")), self._words[0])
 
     def describe(self) -> str:

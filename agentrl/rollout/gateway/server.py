@@ -204,8 +204,16 @@ class AgentGateway:
             return Response(status_code=204)
         entry.taken.set()
         place, access = entry.rollout.place, asdict(entry.access)
-        told = {"problem": asdict(place.problem), "step": place.step, "group": place.group, "sample": place.sample}
-        return JSONResponse({"rollout_id": access.pop("name"), **access, **told})
+        return JSONResponse(
+            {
+                "rollout_id": access.pop("name"),
+                **access,
+                "problem": self._settings.visible(place.problem),
+                "step": place.step,
+                "group": place.group,
+                "sample": place.sample,
+            }
+        )
 
     async def _next(self) -> _Entry:
         while True:
@@ -219,6 +227,12 @@ class AgentGateway:
 
     async def _reward(self, http: Request) -> Response:
         rollout = self._entry(http).rollout
+        if not self._settings.agent_rewards:
+            raise WireError(
+                "agents do not report rewards in this run; gateway.agent_rewards=true lets them",
+                status=403,
+                code="reward_not_accepted",
+            )
         value = read_body(_Reward, await self._body(http)).reward
         if rollout.finished:
             raise WireError("the rollout is finished", status=409, code="rollout_finished")
@@ -227,6 +241,9 @@ class AgentGateway:
 
     async def _finish(self, http: Request) -> Response:
         rollout = self._entry(http).rollout
+        # With a rollout's key, a program that the policy wrote could take its rollout out of the data.
+        if not _same(_key(http), self.key):
+            raise WireError("a rollout is finished with the gateway's key", status=403, code="gateway_key_needed")
         error = read_body(_Finish, await self._body(http)).error
         if error is not None and not rollout.finished:
             rollout.given_up = f"the agent failed: {error}"

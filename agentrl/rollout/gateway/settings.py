@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import asdict
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentrl_envs.types import Problem
+
 AGENT, WORKER, VERIFIERS = "agent:", "worker:", "verifiers:"
 """Before a function or a command for each rollout, a command for all of them, and a task set of verifiers."""
+
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+"""The name of a function, ``module:function``; any other text after ``agent:`` is a command."""
 
 KEY_VARIABLE = "AGENTRL_GATEWAY_KEY"
 """Environment variable with the key of the gateway itself; without it the key is a new one for each run."""
@@ -16,6 +23,11 @@ KEY_VARIABLE = "AGENTRL_GATEWAY_KEY"
 def is_agent(env: str) -> bool:
     """Whether an environment's name stands for a program that plays through the gateway."""
     return env.startswith((AGENT, WORKER, VERIFIERS))
+
+
+def runs_outside(env: str) -> bool:
+    """Return whether an environment's name is a command or a worker, which runs outside the trainer's process."""
+    return env.startswith(WORKER) or (env.startswith(AGENT) and not FUNCTION.fullmatch(env.removeprefix(AGENT).strip()))
 
 
 class AgentGatewaySettings(BaseModel):
@@ -38,4 +50,32 @@ class AgentGatewaySettings(BaseModel):
         None, min_length=1, description="file with a Jinja chat template; null: the model's own, or a plain one"
     )
     template_options: dict[str, object] = Field({}, description="variables of the chat template")
+    agent_columns: list[str] | None = Field(
+        [],
+        description="columns of a problem that commands and workers are given besides id, statement and messages, such "
+        "as a database's path or answer; null: all of them. Functions run in the trainer and get the whole problem",
+    )
+    agent_rewards: bool = Field(
+        False,
+        description="whether commands and workers report the reward of a rollout; false: reward.functions compute it "
+        "in the trainer",
+    )
+    agent_environment: list[str] = Field(
+        [],
+        description="environment variables that commands and workers inherit besides the usual ones (PATH, HOME, LANG, "
+        "PYTHONPATH and the like), such as the API key of a service they use",
+    )
     threads: int = Field(256, ge=1, description="most agents that run at once as blocking functions")
+
+    def visible(self, problem: Problem) -> dict[str, object]:
+        """Return the part of a problem that programs outside the trainer are given.
+
+        >>> problem = Problem(id="0", statement="2 + 3?", answer="5", source="toy", info={"db": "a.sqlite", "key": "5"})
+        >>> AgentGatewaySettings(agent_columns=["db"]).visible(problem)
+        {'id': '0', 'statement': '2 + 3?', 'messages': (), 'info': {'db': 'a.sqlite'}}
+        """
+        whole = asdict(problem)
+        if self.agent_columns is None:
+            return whole
+        fields = {name: whole[name] for name in whole if name in ("id", "statement", "messages", *self.agent_columns)}
+        return {**fields, "info": {name: value for name, value in problem.info.items() if name in self.agent_columns}}

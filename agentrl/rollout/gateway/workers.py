@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shlex
 from collections.abc import Coroutine
 from pathlib import Path
 
-from agentrl.rollout.gateway.programs import AgentFailureError, AgentProgram, kill, split_command, start_process
+from agentrl.rollout.gateway.programs import (
+    AgentFailureError,
+    AgentProgram,
+    agent_directory,
+    kill,
+    split_command,
+    start_process,
+)
 from agentrl.rollout.gateway.server import AgentGateway
-from agentrl.rollout.gateway.settings import KEY_VARIABLE, VERIFIERS
+from agentrl.rollout.gateway.settings import KEY_VARIABLE, VERIFIERS, AgentGatewaySettings
 from agentrl.rollout.gateway.wire import Access
 from agentrl_envs.adapters import verifiers_worker
 from agentrl_envs.registry import PluginError
@@ -24,13 +32,24 @@ _STDERR = 2
 class Workers(AgentProgram):
     """One worker process for all rollouts; without a command, workers that others start. They post the rewards."""
 
-    def __init__(self, words: list[str], *, name: str = "", variables: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        words: list[str],
+        settings: AgentGatewaySettings,
+        *,
+        name: str = "",
+        variables: dict[str, str] | None = None,
+        trusted: bool = False,
+    ) -> None:
         self._words = words
+        self._settings = settings
+        self.trusted = trusted
         self._name = name or shlex.join(words)
         self._variables = variables or {}
         self._server: AgentGateway | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
+        self._directory = contextlib.AsyncExitStack()
         self._players: dict[str, asyncio.subprocess.Process | None] = {}
 
     async def open(self, server: AgentGateway) -> None:
@@ -56,6 +75,7 @@ class Workers(AgentProgram):
         if process is not None:
             kill(process)
             await process.wait()
+        await self._directory.aclose()
 
     def _serving(self) -> AgentGateway:
         assert self._server is not None, "the environment is not open"
@@ -83,36 +103,45 @@ class Workers(AgentProgram):
             if self._process is None or self._process.returncode is not None:
                 server = self._serving()
                 told = {"AGENTRL_GATEWAY_URL": server.url, KEY_VARIABLE: server.key, **self._variables}
-                self._process = await start_process(self._words, told, stdout=_STDERR)
+                await self._directory.aclose()
+                self._process = await start_process(
+                    self._words,
+                    told,
+                    directory=await self._directory.enter_async_context(agent_directory()),
+                    inherited=self._settings.agent_environment,
+                    stdout=_STDERR,
+                )
             return self._process
 
 
-def load_worker(named: str) -> Workers:
+def load_worker(named: str, settings: AgentGatewaySettings) -> Workers:
     """The worker of ``worker:COMMAND``, or those that others start, of ``worker:external``. Raises PluginError."""
     words = split_command(named)
     if not words:
         raise PluginError("env=worker: write 'worker:COMMAND', or worker:external for workers that you start yourself")
     if named != EXTERNAL:
-        return Workers(words)
+        return Workers(words, settings)
     if not os.environ.get(KEY_VARIABLE):
         raise PluginError(f"env=worker:external needs {KEY_VARIABLE}, the key with which workers ask for rollouts")
-    return Workers([])
+    return Workers([], settings)
 
 
-def verifiers_worker_of(name: str, settings: VerifiersSettings) -> Workers:
+def verifiers_worker_of(name: str, options: VerifiersSettings, settings: AgentGatewaySettings) -> Workers:
     """The worker that plays a task set of verifiers, with the Python that has verifiers. Raises PluginError."""
     if not name:
         raise PluginError(f"env={VERIFIERS}: write {VERIFIERS}TASKSET")
-    if settings.python is None:
+    if options.python is None:
         raise PluginError(
             f"env={VERIFIERS}{name} needs environment.python, the Python of a virtual environment with verifiers 0.4 "
             "(its dependencies differ from agentrl's): python -m venv venv; venv/bin/pip install 'verifiers==0.4.*'"
         )
-    if not Path(settings.python).expanduser().is_file():
-        raise PluginError(f"environment.python={settings.python}: there is no such file")
-    words = [str(Path(settings.python).expanduser()), str(Path(verifiers_worker.__file__)), name]
+    if not Path(options.python).expanduser().is_file():
+        raise PluginError(f"environment.python={options.python}: there is no such file")
+    words = [str(Path(options.python).expanduser()), str(Path(verifiers_worker.__file__)), name]
     return Workers(
         words,
+        settings,
         name=f"verifiers {name}",
-        variables={"AGENTRL_VERIFIERS": settings.model_dump_json(include={"config", "concurrency"})},
+        variables={"AGENTRL_VERIFIERS": options.model_dump_json(include={"config", "concurrency"})},
+        trusted=True,  # the task set holds answers and rewards, and the worker runs its code alone
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,8 +60,9 @@ async def play(
     **gateway: Any,
 ) -> tuple[list[Group], dict[str, float], Driver]:
     tokenizer, codec = chat_codec()
-    program = load_program(env, options or {})
-    environment = AgentEnvironment(program, AgentGatewaySettings(**gateway), ChatRenderer(tokenizer, codec))
+    settings = AgentGatewaySettings(**{"agent_rewards": True} | gateway)
+    program = load_program(env, options or {}, settings)
+    environment = AgentEnvironment(program, settings, ChatRenderer(tokenizer, codec))
     await environment.open()
     driver = Driver(environment=environment, engine=engine, codec=codec, settings=rollout, seed=7, rewards=rewards)
     try:
@@ -136,6 +139,43 @@ async def test_a_reward_sees_all_sequences_of_a_rollout() -> None:
     # reply, question, reply; and the branch's reply
     assert [item.reward for item in group.trajectories] == [204.0, 204.0]
     assert [sum(item.rewards) for item in group.trajectories] == [0.0, 204.0]
+
+
+def length_of_the_last_reply(problem: Problem, conversation: Conversation, verdict: object) -> float:
+    return float(len(conversation.turns[-1].text))
+
+
+SPY = """
+import json, os, pathlib, sys
+import rollout.gateway.agents  # from the trainer's PYTHONPATH, which is relative
+seen = {"variables": sorted(os.environ), "files": os.listdir(), "problem": json.loads(os.environ["AGENTRL_PROBLEM"])}
+pathlib.Path(sys.argv[1]).write_text(json.dumps(seen))
+pathlib.Path("notes.txt").write_text("of this rollout")
+sys.argv[1:] = []
+exec(open(rollout.gateway.agents.__file__).read())
+"""
+
+
+async def test_a_command_sees_neither_answer_nor_credentials_nor_the_runs_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "tests")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("JUDGE_KEY", "handed over")
+    (tmp_path / "spy.py").write_text(SPY)
+    command = f"agent:{sys.executable} {os.path.relpath(tmp_path / 'spy.py')} {tmp_path / 'seen.json'}"
+    rewards = Rewards(
+        {"rollout.gateway.test_environment:length_of_the_last_reply": 1.0}, deadline=60.0, sandbox=SandboxSettings()
+    )
+    more = {"agent_rewards": False, "agent_environment": ["JUDGE_KEY"]}
+    (group,), _, _ = await play(command, saying("xxx"), rewards=rewards, **more)
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["problem"] == {"id": "toy-0", "statement": "0 + 3?", "messages": [], "info": {}}
+    assert seen["files"] == []
+    assert {"OPENAI_BASE_URL", "JUDGE_KEY", "PATH"} <= set(seen["variables"])
+    assert not {"HF_TOKEN", "AGENTRL_REWARD_URL"} & set(seen["variables"])
+    # The program prints 1.0, its own opinion; the function's value counts.
+    assert [item.reward for item in group.trajectories] == [3.0]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +302,7 @@ async def test_a_policy_that_uses_up_its_turns_is_truncated_and_not_a_failure() 
 )
 def test_an_agent_that_is_none_is_one_message(env: str, message: str) -> None:
     with pytest.raises(PluginError) as raised:
-        load_program(env, {})
+        load_program(env, {}, AgentGatewaySettings())
     assert message in str(raised.value)
 
 

@@ -248,9 +248,18 @@ async def test_a_client_that_goes_before_its_request_is_whole_leaves_no_trace(ca
     assert not caplog.records
 
 
-async def test_keys_names_rewards_and_the_end() -> None:
+async def test_without_the_setting_no_reward_is_taken_from_outside() -> None:
     one = rollout(engine("x"))
     async with served(one) as (gateway, access):
+        for key in (access.api_key, gateway.key):
+            status, said = await post(f"{access.base_url.removesuffix('/v1')}/reward", b'{"reward": 1}', key)
+            assert (status, said["error"]["code"]) == (403, "reward_not_accepted")
+    assert one.reward is None
+
+
+async def test_keys_names_rewards_and_the_end() -> None:
+    one = rollout(engine("x"))
+    async with served(one, agent_rewards=True) as (gateway, access):
         url = access.base_url.removesuffix("/v1")
         assert (await post(f"{access.base_url}/models", b"", "guessed", "GET"))[0] == 401
         assert (await post(f"{url}x", b"", access.api_key, "GET"))[0] == 404
@@ -262,7 +271,8 @@ async def test_keys_names_rewards_and_the_end() -> None:
         body = json.dumps({"model": "policy", "messages": HELLO}).encode()
         multiplexed = f"{root}/v1/chat/completions"
         assert (await post(multiplexed, body, access.api_key, **{"X-Session-ID": name}))[0] == 200
-        status, state = await post(f"{url}/finish", b"", access.api_key)
+        assert (await post(f"{url}/finish", b"", access.api_key))[0] == 403
+        status, state = await post(f"{url}/finish", b"", gateway.key)
         assert (status, state["generations"], state["finished"], state["reward"]) == (200, 1, True, 0.5)
         status, said = await post(f"{access.base_url}/chat/completions", body, access.api_key)
         assert (status, said["error"]["code"]) == (409, "rollout_finished")
@@ -275,7 +285,7 @@ async def test_keys_names_rewards_and_the_end() -> None:
 
 async def test_workers_are_handed_rollouts_by_the_key_of_the_gateway() -> None:
     one = rollout(engine("x"))
-    async with served(one) as (gateway, access):
+    async with served(one, agent_rewards=True) as (gateway, access):
         waiting = f"{gateway.url}/rollouts"
         assert (await post(waiting, b"", access.api_key))[0] == 401
         assert (await post(waiting, b"soon", gateway.key))[0] == 400
@@ -290,7 +300,8 @@ async def test_workers_are_handed_rollouts_by_the_key_of_the_gateway() -> None:
             access.api_key,
             "policy",
         )
-        assert (told["rollout_id"], told["problem"]["statement"], told["group"]) == (access.name, "2 + 3?", 0)
+        assert (told["rollout_id"], told["group"]) == (access.name, 0)
+        assert (told["problem"]["statement"], told["problem"].get("answer")) == ("2 + 3?", None)
         body = json.dumps({"model": "policy", "messages": HELLO}).encode()
         assert (await post(f"{told['base_url']}/chat/completions", body, gateway.key))[0] == 200
         place = f"{waiting}/{told['rollout_id']}"
