@@ -110,3 +110,23 @@ def test_a_stuck_call_does_not_keep_the_process() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "late\n", "")
+
+
+@pytest.mark.parametrize("wait", ["threading.Event().wait()", "await asyncio.to_thread(threading.Event().wait)"])
+def test_a_stuck_coroutine_of_a_loop_thread_does_not_keep_the_process(wait: str) -> None:
+    code = (
+        "import asyncio, threading\n"
+        "from agentrl_envs.gym import loop_thread\n"
+        "loop_thread.CLOSE_SECONDS = 0.01\n"
+        "began = threading.Event()\n"
+        "async def stuck():\n"
+        "    began.set()\n"
+        f"    {wait}\n"
+        "loop = loop_thread.LoopThread()\n"
+        "loop.start(stuck())\n"
+        "began.wait()\n"
+        "loop.close()\n"
+        "print('closed')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "closed\n")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -43,6 +44,11 @@ _USUAL = (
     "VIRTUAL_ENV",
 )
 _TAIL = 2000  # characters of a command's output that a message shows
+
+BLOCKED_SECONDS = 1.0
+"""An async function that holds the event loop of the agents longer is reported, with the line."""
+
+logger = logging.getLogger(__name__)
 
 
 class AgentFailureError(Exception):
@@ -174,13 +180,16 @@ class _FunctionAgent(AgentProgram):
         self._async = inspect.iscoroutinefunction(function)
         self._threads = BlockingCalls(threads, name="agent")
         self._loop: LoopThread | None = None
+        self._watch: asyncio.Task[None] | None = None
 
     async def run(self, problem: Problem, access: Access) -> float | None:
         given = {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
         call = partial(self._function, problem, **given)
         if not self._async:
             return _optional_reward(await self._threads.run(call), self._name)
-        self._loop = self._loop or LoopThread()
+        if self._loop is None:
+            self._loop = LoopThread()
+            self._watch = asyncio.create_task(self._report_blocking(self._loop))
         made = self._loop.start(cast("Coroutine[object, object, object]", call()))
         return _optional_reward(await asyncio.wrap_future(made), self._name)
 
@@ -188,9 +197,32 @@ class _FunctionAgent(AgentProgram):
         return f"agent: {self._name}, in {'an event loop' if self._async else 'threads'}"
 
     async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         if self._loop is not None:
             self._loop.close()
             self._loop = None
+
+    async def _report_blocking(self, loop: LoopThread) -> None:
+        """Warn once about each line that holds the loop: all other rollouts wait for it."""
+        reported: set[tuple[str, int | None]] = set()
+        while True:
+            answer = asyncio.wrap_future(loop.start(asyncio.sleep(0)))
+            while not (await asyncio.wait([answer], timeout=BLOCKED_SECONDS))[0]:
+                at = loop.line()
+                if at is not None and (at.filename, at.lineno) not in reported:
+                    reported.add((at.filename, at.lineno))
+                    logger.warning(
+                        "agent %s: %s:%s blocks the event loop for more than %g s, and every other rollout waits: %s\n"
+                        "await an asynchronous version of this call or asyncio.to_thread(...), or make the agent a "
+                        "plain function, which runs in a thread",
+                        self._name,
+                        at.filename,
+                        at.lineno,
+                        BLOCKED_SECONDS,
+                        at.line,
+                    )
+            await asyncio.sleep(BLOCKED_SECONDS)
 
 
 class _Command(AgentProgram):

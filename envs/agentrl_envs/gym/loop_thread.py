@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import sysconfig
 import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future
-from typing import TypeVar
+import traceback
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
+CLOSE_SECONDS = 5.0
+"""How long `LoopThread.close` waits for a coroutine that holds the loop. Its thread does not keep the process."""
+
+_STANDARD = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
+_INSTALLED = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib"))
+
 
 class LoopThread:
-    """Runs coroutines from synchronous code, inside or outside another event loop, until it is closed."""
+    """Runs coroutines from synchronous code, inside or outside another event loop, until it is closed.
+
+    Neither a coroutine that never ends nor a call of ``asyncio.to_thread`` keeps the process from exiting.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(_DaemonThreads())
         self._thread = threading.Thread(target=self._loop.run_forever, name="agentrl-env-loop", daemon=True)
         self._thread.start()
 
@@ -32,9 +45,39 @@ class LoopThread:
         """Begin a coroutine. Cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
+    def line(self) -> traceback.FrameSummary | None:
+        """The line that the loop executes: the innermost one outside of installed libraries, else of one of these.
+
+        None while the loop waits for events.
+        """
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        stack = [at for at in traceback.extract_stack(frame) if not at.filename.startswith("<")] if frame else []
+        outside = [at for at in stack if at.filename.startswith(_INSTALLED) or not at.filename.startswith(_STANDARD)]
+        own = [at for at in outside if not at.filename.startswith(_INSTALLED)]
+        return next(reversed(own or outside), None)
+
     def close(self) -> None:
-        """Stop the loop and end the thread. May be called more than once."""
+        """Stop the loop and end the thread, unless a coroutine holds it. May be called more than once."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            self._thread.join(CLOSE_SECONDS)
+            if not self._thread.is_alive():
+                self._loop.close()
+
+
+class _DaemonThreads(ThreadPoolExecutor):
+    """A thread for each call. Python waits for the threads of the base class before it exits."""
+
+    def submit(self, call: Callable[..., Result], /, *given: Any, **named: Any) -> Future[Result]:
+        future: Future[Result] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(call(*given, **named))
+            except BaseException as error:  # noqa: BLE001  (it is raised where the call is awaited)
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="agentrl-env-call", daemon=True).start()
+        return future

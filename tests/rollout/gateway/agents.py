@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 import urllib.request
 from typing import Any
 
@@ -52,6 +53,19 @@ def blocking(problem: Any, *, base_url: str, api_key: str, model: str) -> float:
         messages: Any = [{"role": "user", "content": problem.statement}]
         reply = policy.chat.completions.create(model=model, messages=messages)
     return float("x" in (reply.choices[0].message.content or ""))
+
+
+NOTICED = threading.Event()
+
+
+async def rude(problem: Any, *, base_url: str, api_key: str, model: str) -> float:
+    """As ask, after a wait that holds the event loop."""
+    held(NOTICED)
+    return await ask(problem, base_url=base_url, api_key=api_key, model=model)
+
+
+def held(event: threading.Event) -> None:
+    assert event.wait(60)
 
 
 async def crashing(problem: Any, *, base_url: str, api_key: str, model: str) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from rollout.fakes import tiny_model
+from rollout.gateway import agents
 from rollout.gateway.agents import client
 from rollout.gateway.chat import chat_codec, speaking
 from rollout.templates import QWEN, chat_tokenizer
@@ -23,6 +26,7 @@ from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.transformers import TransformersEngine
+from agentrl.rollout.gateway import programs
 from agentrl.rollout.gateway.environment import AgentEnvironment, load_program
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
@@ -101,6 +105,28 @@ async def test_functions_and_commands_play_and_give_the_reward(agent: str, monke
     assert sorted(item.reward for item in group.trajectories) == [0.0, 1.0]
     assert {item.ended for item in group.trajectories} == {Ended.ANSWERED}
     assert metrics["gateway/branches_mean"] == 1.0
+
+
+async def test_a_line_that_holds_the_event_loop_of_the_agents_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Noticed(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            agents.NOTICED.set()
+
+    handler = Noticed()
+    monkeypatch.setattr(programs, "BLOCKED_SECONDS", 0.01)
+    programs.logger.addHandler(handler)
+    try:
+        (group,), _, _ = await play(f"{AGENTS}:rude", saying("x", "no"), samples=2)
+    finally:
+        programs.logger.removeHandler(handler)
+    assert sorted(item.reward for item in group.trajectories) == [0.0, 1.0]
+    lines, first = inspect.getsourcelines(agents.held)
+    place = f"agent rollout.gateway.agents:rude: {agents.__file__}:{first + len(lines) - 1} blocks the event loop"
+    (message,) = [item.message for item in caplog.records if item.message.startswith(place)]
+    assert "every other rollout waits: assert event.wait(60)\n" in message
+    assert "or make the agent a plain function, which runs in a thread" in message
 
 
 async def test_branches_stand_together_with_the_rollouts_reward_which_the_last_one_carries() -> None:
