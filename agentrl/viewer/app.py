@@ -29,7 +29,7 @@ from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.viewer.calculator import Calculator
 from agentrl.viewer.evaluation_page import comparison_page, evaluation_page, evaluation_summary, rollout_page
 from agentrl.viewer.library import Library
-from agentrl.viewer.metrics_file import metrics_of, read_new_rows
+from agentrl.viewer.metrics_file import metrics_of
 from agentrl.viewer.queries import QueryError, asked_steps, position_of, search_of, what_if_question, whole
 from agentrl.viewer.run_facts import run_facts, run_summary
 from agentrl.viewer.step_table import find_rows
@@ -94,7 +94,6 @@ class _Answers:
             "/places": self.places,
             "/metrics": lambda _request: defined_metrics(),
             "/runs/{id}": lambda request: run_facts(self._run(request)),
-            "/runs/{id}/metrics": self.metrics,
             "/runs/{id}/series": self.series,
             "/runs/{id}/trajectories": self.trajectories,
             "/runs/{id}/estimators": lambda request: self._calculated(request, {"ask": "estimators"}),
@@ -122,10 +121,6 @@ class _Answers:
                 about = {"problem": str(error) if isinstance(error, AgentRLError) else describe_error(error)}
             found[place.kind].append({"id": place.id, "name": place.name, **about})
         return {"runs": found["run"], "evaluations": found["evaluation"]}
-
-    def metrics(self, request: Request) -> object:
-        run = self._run(request)
-        return read_new_rows(run.metrics_file, run.path, request.query_params.get("position", ""))
 
     def series(self, request: Request) -> object:
         """The curves of a run (:meth:`MetricsColumns.series`); several ``names`` are repeated in the query."""

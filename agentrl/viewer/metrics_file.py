@@ -248,21 +248,6 @@ def json_lines(path: Path, folder: Path) -> list[dict[str, object]]:
         return []
 
 
-def read_new_rows(path: Path, folder: Path, position: str = "") -> dict[str, object]:
-    """The rows behind ``position``, the position of the next read, and whether the file was read from its start."""
-    try:
-        with contained(path, folder).open("rb") as file:
-            inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
-            known, _, offset = position.partition(":")
-            start = int(offset) if known == str(inode) and offset.isdecimal() and int(offset) <= size else 0
-            file.seek(start)
-            lines = list(_lines(file))
-    except FileNotFoundError:
-        return {"rows": [], "position": "", "whole": True}
-    rows = [row for line in lines if (row := _object(line))]
-    return {"rows": rows, "position": f"{inode}:{start + sum(map(len, lines))}", "whole": start == 0}
-
-
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
     """Whole lines. One that is too long comes in pieces, none of which is an object."""
     while (line := file.readline(_LONGEST_LINE)).endswith(b"\n") or len(line) == _LONGEST_LINE:

@@ -71,9 +71,6 @@ def run_summary(run: RunDirectory) -> dict[str, object]:
         "stored_steps": len(_stored_steps(run.path, _modified(run.trajectories))),
         "notes": notes,
         "settings": settings,
-        # The page of earlier versions reads these two.
-        "finished": run.summary.is_file(),
-        "live": _state(run, progress) == "running",
     }
 
 

@@ -68,7 +68,7 @@ async def test_hostile_text_is_data(page: str) -> None:
     assert not any(name.startswith("on") for _, attributes in parsed.tags for name in attributes)
     assert {tag for tag, _ in parsed.tags} <= {
         *("html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "div", "details", "summary", "pre"),
-        *("table", "caption", "tr", "th", "td", "img", "script", "input", "select", "span"),
+        *("table", "caption", "tr", "th", "td", "img", "picture", "source", "script", "input", "select", "span"),
     }
     found = parsed.conversations(0)
     assert found["answer"] == HOSTILE
@@ -84,7 +84,7 @@ async def test_hostile_text_is_data(page: str) -> None:
 async def test_nothing_comes_from_outside_and_only_its_own_script_runs(page: str) -> None:
     parsed = Page(page)
     for _, attributes in parsed.tags:
-        source = attributes.get("src") or attributes.get("href") or ""
+        source = attributes.get("src") or attributes.get("srcset") or attributes.get("href") or ""
         assert source == "" or source.startswith("data:image/png;base64,")
     assert sum(tag == "img" for tag, _ in parsed.tags) == 4
     (policy,) = (attributes["content"] for tag, attributes in parsed.tags if attributes.get("http-equiv"))

@@ -40,26 +40,27 @@ def run_id(client: TestClient, name: str = "first") -> str:
 
 def test_runs_are_listed_with_their_settings(client: TestClient) -> None:
     (run,) = get(client, "/places")["runs"]
-    assert (run["name"], run["finished"], run["stored_steps"]) == ("first", False, 3)
+    assert (run["name"], run["state"], run["stored_steps"]) == ("first", "stopped", 3)
     assert run["settings"]["algorithm.estimator"] == "tir_otb"
 
 
-def test_metrics_come_piece_by_piece_and_a_torn_line_is_left_for_later(tmp_path: Path) -> None:
+def test_curves_follow_the_file_and_a_torn_line_is_left_for_later(tmp_path: Path) -> None:
     run = make_run(tmp_path / "first", steps=2)
     client = client_of(tmp_path)
-    path = f"/runs/{run_id(client)}/metrics"
-    first = get(client, path)
-    assert ([row["step"] for row in first["rows"]], first["whole"]) == ([1, 2], True)
+    path = f"/runs/{run_id(client)}/series"
+
+    def steps() -> object:
+        found = get(client, path)
+        return found["axes"][found["series"]["a"]["axis"]]["step"]
+
     with run.metrics_file.open("ab") as file:
-        file.write(b'{"step":3}\n{"step":')
-    second = get(client, f"{path}?position={first['position']}")
-    assert (second["rows"], second["whole"]) == ([{"step": 3}], False)
+        file.write(b'{"step":3,"a":1}\n{"step":')
+    assert steps() == [3]
     with run.metrics_file.open("ab") as file:
-        file.write(b"4}\n")
-    assert get(client, f"{path}?position={second['position']}")["rows"] == [{"step": 4}]
-    RunDirectory(run.path).truncate_after(1, rows=1)  # as --resume does
-    again = get(client, f"{path}?position={second['position']}")
-    assert ([row["step"] for row in again["rows"]], again["whole"]) == ([1], True)
+        file.write(b'4,"a":2}\n')
+    assert steps() == [3, 4]
+    RunDirectory(run.path).truncate_after(3, rows=3)  # as --resume does
+    assert steps() == [3]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_the_page_holds_what_the_server_answers(client: TestClient, run: RunDire
     own = f"/runs/{run_id(client)}"
     assert [address for address in held if "/steps/" in address] == [f"/runs/run/steps/2/{n}" for n in range(4)]
     assert held["/runs/run/steps/2/1"] == get(client, f"{own}/steps/2/1")
-    assert held["/runs/run/metrics"] == get(client, f"{own}/metrics")
+    assert held["/runs/run/series"] == get(client, f"{own}/series")
     assert page.count("<script") - page.count('<script type="text/plain"') - page.count("<script>") == 0
     assert "onerror=alert" not in page
     assert not re.search(r'(?:src|href)="(?!data:|#)', page[: page.index("<script>")])

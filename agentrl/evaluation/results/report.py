@@ -201,10 +201,10 @@ def _table(table: Table) -> str:
 
 def _plots(directory: EvaluationDirectory) -> Iterable[str]:
     for name in _PLACES:
-        path = directory.plots / name
-        if path.is_file():
-            stem = name.removesuffix(".png")
-            light, dark = (_data(directory.plots / file) for file in (name, f"{stem}-dark.png"))
+        stem = name.removesuffix(".png")
+        files = [directory.plots / name, directory.plots / f"{stem}-dark.png"]
+        if all(file.is_file() for file in files):
+            light, dark = map(_data, files)
             yield (
                 f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
                 f'<img alt="{stem}" src="{light}"></picture>'

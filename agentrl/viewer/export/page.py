@@ -24,7 +24,7 @@ from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import read_step
 from agentrl.viewer.app import STATIC
 from agentrl.viewer.export.bundle import bundle
-from agentrl.viewer.metrics_file import metrics_of, read_new_rows
+from agentrl.viewer.metrics_file import metrics_of
 from agentrl.viewer.run_facts import run_facts
 from agentrl.viewer.step_table import step_rows
 from agentrl.viewer.trajectory_page import page_of
@@ -79,12 +79,11 @@ def _page(run: RunDirectory, steps: Sequence[int], groups: int | None) -> Iterat
 
 def _answers(run: RunDirectory, steps: Sequence[int], groups: int | None) -> Iterator[tuple[str, object]]:
     """What the page asks for, by the addresses of the server; the rows of all steps stand under ``/trajectories``."""
-    facts = {**run_facts(run), "id": RUN_ID, "name": run.path.resolve().name, "live": False}
+    facts = {**run_facts(run), "id": RUN_ID, "name": run.path.resolve().name}
     facts |= {"trajectory_steps": list(steps), "stored_steps": len(steps)}
     yield "/places", {"runs": [facts], "evaluations": []}
     yield "/metrics", defined_metrics()
     yield f"/runs/{RUN_ID}", facts
-    yield f"/runs/{RUN_ID}/metrics", read_new_rows(run.metrics_file, run.path)
     yield f"/runs/{RUN_ID}/series", metrics_of(run.metrics_file, run.path).series()
     text = token_text(run)
     found = []
