@@ -162,7 +162,8 @@ class RolloutWorker:
         if self._failed_steps == _FAILED_STEPS:
             raise WorldError(
                 f"steps {step - _FAILED_STEPS + 1} to {step}: every rollout failed for reasons outside the policy, so "
-                f"nothing is trained; the last failure: {self.driver.last_failure}. To continue: agentrl train --resume"
+                f"nothing is trained; the last failure: {self.driver.last_failure or 'see the log above'}. Mend its "
+                "cause, then continue the run with --resume"
             )
 
     def _check_staleness(self, step: int, stalest: float) -> None:

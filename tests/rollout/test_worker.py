@@ -116,6 +116,26 @@ async def test_failures_are_counted_and_not_averaged() -> None:
     assert metrics["groups/no_data"] == metrics["groups/infrastructure_failures"] == 6 - metrics["reward/count"] > 0
 
 
+async def test_three_steps_in_a_row_without_data_end_the_run() -> None:
+    lost = {0, 1, 3, 4, 5}  # step 2 has data: what counts are steps in a row
+    now = [0]
+    one = worker(
+        step=lambda *_: ends(Ended.INFRASTRUCTURE_FAILURE) if now[0] in lost else ends(reward=0.0),
+        zero_variance=True,
+        retries=0,
+    )
+    for step in range(5):
+        now[0] = step
+        batch = await one.next_batch(step)
+        assert batch.groups == ()  # of step 2, too: its groups have equal rewards, which ends nothing
+        one.confirm(batch)
+    now[0] = 5
+    message = r"steps 3 to 5: every rollout failed .* Mend its cause, then continue the run with --resume"
+    with pytest.raises(WorldError, match=message):
+        await one.next_batch(5)
+    assert len(one.state_dict()["queue"]) == 3  # nothing that a resumed run needs is lost
+
+
 async def test_long_prompts_are_skipped_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
     seen: list[str] = []
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from agentrl.errors import SettingsError
 from agentrl.models.tiny import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn, program
+from agentrl.telemetry.console import Console
 from agentrl.training.coldstart.limits import EncodedDemonstration
 from agentrl.training.coldstart.playing import check_template, with_observations
+from agentrl.training.coldstart.policy import StartScore, starting_policy
 from agentrl.training.coldstart.train import (
     batches,
     cached_policy,
@@ -265,10 +268,12 @@ def test_the_command_learns_a_file_without_a_compiler(command_line: CommandLine)
     bare = {"PATH": "/nowhere", "CXX": "/nowhere/c++", "TORCH_EXTENSIONS_DIR": str(command_line.folder / "none")}
     said = command_line.run(*command, environment=bare)
     assert "policy: made/policy, made in" in said
+    assert "cold start: the policy solves 0 of 8 problems of the demonstrations, 0.000 [0.000, 0." in said
+    assert "warning: the policy of the cold start solves nothing, so training has no success to reinforce" in said
     assert "Traceback" not in said
     made = command_line.folder / "made"
     assert [path.name for path in made.iterdir()] == ["policy"]
-    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= {
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "coldstart.json"} <= {
         path.name for path in (made / "policy").iterdir()
     }
     # What is there is not overwritten, and a place that cannot be written is said before the training.
@@ -278,6 +283,43 @@ def test_the_command_learns_a_file_without_a_compiler(command_line: CommandLine)
     said = command_line.run(*command, code=2)
     assert "error: --output file/policy: cannot be made: Not a directory" in said
     assert "cold-start step" not in said
+
+
+@pytest.mark.slow
+def test_what_a_policy_solves_is_stored_beside_it(cold_policy: Path) -> None:
+    score = StartScore.read(cold_policy)
+    assert score is not None
+    assert (score.source, score.problems) == ("the demonstrations", 64)
+    assert 0 < score.low < score.solved / 64 < score.high < 1
+    assert score.highest_reward == 1
+    assert score.mean_reward == pytest.approx(score.solved / 64)  # right or wrong, nothing in between
+
+
+def test_a_cached_policy_shows_the_stored_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    settings = load_settings(overrides=["coldstart.count=16"])
+    path = cached_policy(settings, read_cold_demonstrations(settings).demonstrations)
+    path.mkdir(parents=True)
+
+    def shown(**changes: Any) -> list[str]:
+        values = {"source": "x", "problems": 8, "solved": 0, "low": 0.0, "high": 0.4} | changes
+        StartScore(**{"mean_reward": 0.0, "highest_reward": 0.0} | values).write(path)
+        said = StringIO()
+        assert starting_policy(settings, Console(settings.telemetry, said)) == str(path)
+        return said.getvalue().splitlines()
+
+    said = StringIO()
+    starting_policy(settings, Console(settings.telemetry, said))  # of an earlier version, or its playing was stopped
+    assert said.getvalue() == f"policy: {path} (cold start of an earlier run)\n"
+    _, line, warning = shown()
+    assert line == "cold start: the policy solves 0 of 8 problems of x, 0.000 [0.000, 0.400]"
+    assert "warning: the policy of the cold start solves nothing" in warning
+    assert "raise coldstart.steps" in warning
+    assert "coldstart.count" in warning
+    assert len(shown(solved=1)) == 2
+    # Rewards between 0 and 1 are something to learn from.
+    assert shown(mean_reward=0.25, highest_reward=0.5)[1:] == [f"{line}; mean reward 0.250"]
+    assert len(shown(mean_reward=-1.0, highest_reward=-1.0)) == 3
 
 
 @pytest.mark.slow

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from agentrl.errors import SettingsError
+from agentrl.errors import AgentRLError, SettingsError
+from agentrl.evaluation.play.during_training import evaluate_policy
+from agentrl.models.loading import read_model
+from agentrl.models.tokenizer import read_tokenizer
+from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.table import engine_facts
+from agentrl.rollout.engines.transformers import TransformersEngine
+from agentrl.rollout.environment import build_rewards, environment_and_codec
 from agentrl.telemetry.console import Console
+from agentrl.telemetry.files import atomic_write, wrong_shape
 from agentrl.telemetry.machine import usable_cores
 from agentrl.training.coldstart.limits import measured_problems
 from agentrl.training.coldstart.train import cached_policy, cold_start, read_cold_demonstrations
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.settings import ColdstartSettings
+from agentrl_envs.episode import UnavailableError
 from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:
@@ -27,6 +37,52 @@ if TYPE_CHECKING:
 
 
 _LINES = 20  # of progress where there is no live display
+_PLAYED = 64  # problems that a new policy plays
+_SCORE = "coldstart.json"  # beside the policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartScore:
+    """What a policy solves right after its cold start: one rollout, sampled as in training, of each problem.
+
+    ``source``: where the ``problems`` came from. ``low`` and ``high``: the 95 % interval, for problems like these, of
+    the share that is ``solved``. A rollout solves its problem with a reward of at least 1.
+    """
+
+    source: str
+    problems: int
+    solved: int
+    low: float
+    high: float
+    mean_reward: float
+    highest_reward: float
+
+    @classmethod
+    def read(cls, policy: Path) -> StartScore | None:
+        """The score stored beside a policy, if it was played. Raises WorldError for a damaged one."""
+        path = policy / _SCORE
+        if not path.is_file():
+            return None
+        with wrong_shape(str(path)):
+            return cls(**json.loads(path.read_text()))
+
+    def write(self, policy: Path) -> None:
+        """Store the score beside its policy. Raises WorldError."""
+        atomic_write(policy / _SCORE, lambda out: out.write(json.dumps(asdict(self), indent=1).encode()))
+
+    def show(self, console: Console) -> None:
+        """Print what the policy solves, and a warning with advice if nothing that it did was rewarded."""
+        said = f"cold start: the policy solves {self.solved} of {self.problems} problems of {self.source}, "
+        said += f"{self.solved / self.problems:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        if not self.solved and self.highest_reward > 0:
+            said += f"; mean reward {self.mean_reward:.3f}"
+        console.note(said)
+        if not self.solved and self.highest_reward <= 0:
+            console.warning(
+                "the policy of the cold start solves nothing, so training has no success to reinforce: raise "
+                "coldstart.steps two or three times over (a loss on a plateau can fall again later), give more "
+                "demonstrations (coldstart.count, or more rows), or begin with easier problems (docs/data.md)"
+            )
 
 
 def starting_policy(settings: Settings, console: Console, *, say_found: bool = True) -> str:
@@ -38,6 +94,8 @@ def starting_policy(settings: Settings, console: Console, *, say_found: bool = T
     if path.exists():
         if say_found:
             console.note(f"policy: {path} (cold start of an earlier run)")
+            if (score := StartScore.read(path)) is not None:
+                score.show(console)
         return str(path)
     console.note(f"cold start: {settings.coldstart.steps} steps on {loaded.description}")
     if settings.coldstart.direct_share:
@@ -47,7 +105,10 @@ def starting_policy(settings: Settings, console: Console, *, say_found: bool = T
 
 
 def make_policy(settings: Settings, output: Path, console: Console, problems: Sequence[Problem] = ()) -> None:
-    """Run the cold start and export its policy, which is to play ``problems``, to ``output``."""
+    """Run the cold start, export its policy, which is to play ``problems``, to ``output``, and say what it solves.
+
+    Without ``problems``, those of the demonstrations are played.
+    """
     began = time.monotonic()
     losses: list[float] = []
     with console.progress(settings.coldstart.steps, unit="cold-start step", lines=_LINES) as progress:
@@ -60,6 +121,72 @@ def make_policy(settings: Settings, output: Path, console: Console, problems: Se
     perplexity = math.exp(min(sum(losses[-10:]) / len(losses[-10:]), 50.0))
     console.note(f"policy: {output}, made in {time.monotonic() - began:.0f} s, last perplexity {perplexity:.3f}")
     console.note(describe_loss(losses, within=settings.coldstart.direct_steps))
+    try:
+        score = asyncio.run(_play(settings, output, problems))
+    except (AgentRLError, UnavailableError) as error:  # the policy is made: what uses it fails by itself, if it does
+        console.warning(f"the policy of the cold start could not be played: {error}")
+        return
+    if score is not None:
+        score.write(output)
+        score.show(console)
+
+
+async def _play(settings: Settings, path: Path, problems: Sequence[Problem]) -> StartScore | None:
+    """Play some ``problems`` with the policy in ``path``, as training will; None if no prompt fits the limits."""
+    source = ", ".join(sorted({problem.source for problem in problems}))
+    if not problems:
+        shown = read_cold_demonstrations(settings).demonstrations
+        problems, source = [item.problem for item in shown], "the demonstrations"
+    count = min(_PLAYED, len(problems))
+    chosen = [problems[index * len(problems) // count] for index in range(count)]
+    environment, codec = environment_and_codec(settings, read_tokenizer(str(path)), str(path))
+    rewards = build_rewards(settings)
+    with torch.random.fork_rng():  # the training that follows draws the same with a cached policy
+        model = read_model(str(path), settings.model).to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        deterministic = settings.training.deterministic
+        engine = TransformersEngine(model, codec, settings.rollout, deterministic=deterministic)
+        driver = Driver(
+            environment=environment,
+            engine=engine,
+            codec=codec,
+            settings=settings.rollout,
+            seed=settings.seed,
+            deterministic=deterministic,
+            rewards=rewards,
+        )
+        try:
+            await environment.open()
+            if rewards is not None:
+                await rewards.open()
+            longest = settings.rollout.max_prompt_tokens
+            chosen = [problem for problem in chosen if await driver.prompt_tokens(problem) <= longest]
+            if not chosen:
+                return None
+            report = await evaluate_policy(
+                chosen,
+                environment=environment,
+                driver_for=lambda _: driver,
+                step=0,
+                samples=1,
+                temperature=settings.rollout.temperature,
+                seed=settings.seed,
+            )
+        finally:
+            await engine.close()
+            if rewards is not None:
+                await rewards.close()
+            await environment.close()
+    score, like_these = report.overall, report.overall.problems_like_these
+    earned = [item.reward for group in report.groups for item in group.rollouts if not item.no_data]
+    return StartScore(
+        source=source,
+        problems=score.problems,
+        solved=round(score.mean * score.problems),
+        low=like_these.low,
+        high=like_these.high,
+        mean_reward=statistics.fmean(earned),
+        highest_reward=max(earned),
+    )
 
 
 def describe_loss(losses: Sequence[float], within: int | None = None) -> str:
@@ -68,7 +195,7 @@ def describe_loss(losses: Sequence[float], within: int | None = None) -> str:
     Both lie in the last ``within`` steps, which show other demonstrations than the steps before.
 
     >>> describe_loss([1.0, 1.2] * 20)
-    'cold start: the loss is on a plateau (1.100, before 1.100): more coldstart.steps would hardly lower it'
+    'cold start: the loss is on a plateau (1.100, before 1.100)'
     >>> describe_loss([1.0 - step / 100 for step in range(40)])
     'cold start: the loss still falls (0.625, before 0.665): more coldstart.steps would lower it'
     """
@@ -80,7 +207,7 @@ def describe_loss(losses: Sequence[float], within: int | None = None) -> str:
     means = f"({statistics.fmean(last):.3f}, before {statistics.fmean(before):.3f})"
     if statistics.fmean(before) - statistics.fmean(last) > 2 * error:
         return f"cold start: the loss still falls {means}: more coldstart.steps would lower it"
-    return f"cold start: the loss is on a plateau {means}: more coldstart.steps would hardly lower it"
+    return f"cold start: the loss is on a plateau {means}"
 
 
 def _direct_answers(cold: ColdstartSettings) -> str:
