@@ -120,7 +120,8 @@ def make_policy(settings: Settings, output: Path, console: Console, problems: Se
         asyncio.run(cold_start(settings, output, report, problems))
     perplexity = math.exp(min(sum(losses[-10:]) / len(losses[-10:]), 50.0))
     console.note(f"policy: {output}, made in {time.monotonic() - began:.0f} s, last perplexity {perplexity:.3f}")
-    console.note(describe_loss(losses, within=settings.coldstart.direct_steps))
+    # The last steps may show other demonstrations (direct_share): their loss is another one.
+    console.note(describe_loss(losses[: -(settings.coldstart.direct_steps or 0) or None] or losses))
     try:
         score = asyncio.run(_play(settings, output, problems))
     except (AgentRLError, UnavailableError) as error:  # the policy is made: what uses it fails by itself, if it does
@@ -189,18 +190,16 @@ async def _play(settings: Settings, path: Path, problems: Sequence[Problem]) -> 
     )
 
 
-def describe_loss(losses: Sequence[float], within: int | None = None) -> str:
+def describe_loss(losses: Sequence[float]) -> str:
     """Whether the loss still fell at the end: the last tenth of the steps against the tenth before, by two errors.
-
-    Both lie in the last ``within`` steps, which show other demonstrations than the steps before.
 
     >>> describe_loss([1.0, 1.2] * 20)
     'cold start: the loss is on a plateau (1.100, before 1.100)'
     >>> describe_loss([1.0 - step / 100 for step in range(40)])
     'cold start: the loss still falls (0.625, before 0.665): more coldstart.steps would lower it'
     """
-    count = min(max(4, len(losses) // 10), (within or len(losses)) // 2)
-    if count < 2 or len(losses) < 2 * count:
+    count = max(4, len(losses) // 10)
+    if len(losses) < 2 * count:
         return "cold start: too few steps to tell whether the loss still falls"
     before, last = losses[-2 * count : -count], losses[-count:]
     error = math.sqrt((statistics.variance(before) + statistics.variance(last)) / count)
