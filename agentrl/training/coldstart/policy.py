@@ -120,8 +120,9 @@ def make_policy(settings: Settings, output: Path, console: Console, problems: Se
         asyncio.run(cold_start(settings, output, report, problems))
     perplexity = math.exp(min(sum(losses[-10:]) / len(losses[-10:]), 50.0))
     console.note(f"policy: {output}, made in {time.monotonic() - began:.0f} s, last perplexity {perplexity:.3f}")
-    # The last steps may show other demonstrations (direct_share): their loss is another one.
-    console.note(describe_loss(losses[: -(settings.coldstart.direct_steps or 0) or None] or losses))
+    cold = settings.coldstart
+    late = (cold.direct_steps or 0) if cold.direct_share else 0  # steps on other demonstrations: another loss
+    console.note(describe_loss(losses[: max(0, cold.steps - late)] or losses))
     try:
         score = asyncio.run(_play(settings, output, problems))
     except (AgentRLError, UnavailableError) as error:  # the policy is made: what uses it fails by itself, if it does
