@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from agentrl_envs.registry import install_extra
+
 
 def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
     """The folder ``name`` as ``make`` left it: the first worker that asks makes it, the others wait for it."""
@@ -38,9 +40,9 @@ def python_with(package: str) -> str:
     pytest.skip(reason)
 
 
-def needed(package: str, install: str) -> None:
+def needed(package: str, extra: str) -> None:
     """Skip the test or the module where ``package`` is not installed; in CI it must be."""
     if os.environ.get("CI") == "true":
         importlib.import_module(package)
     else:
-        pytest.importorskip(package, reason=f"{package} is not installed: pip install '{install}'")
+        pytest.importorskip(package, reason=f"{package} is not installed: {install_extra(extra)}")

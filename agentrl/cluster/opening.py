@@ -10,6 +10,7 @@ from agentrl.cluster.local import LocalCluster
 from agentrl.cluster.processes import Cluster
 from agentrl.cluster.settings import ClusterSettings
 from agentrl.errors import SettingsError
+from agentrl_envs.registry import install_extra
 
 
 def open_cluster(settings: ClusterSettings, gpus: Sequence[str] | None) -> Cluster:
@@ -17,7 +18,7 @@ def open_cluster(settings: ClusterSettings, gpus: Sequence[str] | None) -> Clust
     if settings.kind != "ray":
         return LocalCluster(gpus)
     if importlib.util.find_spec("ray") is None:
-        raise SettingsError("cluster=ray needs Ray, which is not installed: pip install 'agentrl[ray]', on every node")
+        raise SettingsError(f"cluster=ray needs Ray, which is not installed: {install_extra('ray')}, on every node")
     # Without its head, Ray would end this process after a minute. It reads these variables as it is imported.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(round(settings.deadline + 60)))
     # Ray prints the end of a dead raylet's log, dozens of lines of "[state-dump]", below our own message.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from agentrl.errors import SettingsError
 from agentrl.models.settings import LoRASettings
+from agentrl_envs.registry import install_extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,7 +57,7 @@ def with_adapter(model: _Model, settings: LoRASettings) -> _Model:
 def check_peft() -> None:
     """Raise SettingsError if peft is not installed."""
     if importlib.util.find_spec("peft") is None:
-        raise SettingsError("model.lora.rank needs the package peft: pip install 'agentrl[lora]', or set it to 0")
+        raise SettingsError(f"model.lora.rank needs the package peft: {install_extra('lora')}, or set it to 0")
 
 
 def target_layers(model: PreTrainedModel, settings: LoRASettings) -> list[str]:

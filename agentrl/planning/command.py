@@ -15,6 +15,7 @@ from agentrl.planning.overlay import Values, may_adapt, overlay_text, plan_value
 from agentrl.planning.report import plan_lines
 from agentrl.planning.search import Hardware, Plan, Wish, find_plan, nearest_that_fits, smallest_need
 from agentrl.planning.shapes import read_shape
+from agentrl_envs.registry import install_extra
 
 _SHORTEST = 64
 
@@ -92,8 +93,7 @@ def plan_command(settings: Settings, request: PlanRequest, *, critic: bool) -> l
     wish = wish_of(settings, critic=critic, only_adapt=request.lora)
     if wish.only_adapt and not may_adapt():
         raise SettingsError(
-            "adapters need the package peft: pip install 'agentrl[lora]'; "
-            "or leave out --lora, and set model.lora.rank=0"
+            f"adapters need the package peft: {install_extra('lora')}; or leave out --lora, and set model.lora.rank=0"
         )
     obstacle = length_obstacle(shape.config, wish.longest_request)
     if obstacle is not None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import keyword
 import re
 import sys
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from string import Template
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl_envs.registry import ENVIRONMENTS
+from agentrl_envs.registry import DISTRIBUTION, ENVIRONMENTS
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 _SUFFIX = ".template"  # so that no tool takes a template for the file that it becomes
@@ -22,7 +24,8 @@ _PACKAGE = "package"  # the folder of the templates that stands for the package
 def new_environment_command(name: str) -> list[str]:
     """Write the package ``name`` into the working directory; returns what to say.
 
-    Raises SettingsError for a name that cannot be used and for a folder that exists, before anything is written.
+    Raises SettingsError before anything is written: for an unusable name, an existing folder, and if agentrl was not
+    installed by pip or uv.
     """
     folder = Path(name)
     written = write_environment(name, folder)
@@ -30,7 +33,7 @@ def new_environment_command(name: str) -> list[str]:
     return [
         f"wrote {folder}/: {', '.join(str(path.relative_to(folder)) for path in written)}",
         "next:",
-        f"  pip install -e {folder}",
+        f"  pip install --no-deps -e {folder}",
         f"  cd {folder}",
         "  python -m pytest",
         f"  python -m {module}.data",
@@ -44,7 +47,13 @@ def write_environment(name: str, folder: Path) -> list[Path]:
         raise SettingsError(f"{folder} exists already: choose another name, or work elsewhere")
     _check_name(name)
     module = _module(name)
-    words = {"name": name, "module": module, "class_name": _class_name(name)}
+    words = {
+        "name": name,
+        "module": module,
+        "class_name": _class_name(name),
+        "trainer": pinned(DISTRIBUTION),
+        "sandbox": pinned("agentrl-sandbox"),  # the trainer needs it, and names no place to get it from
+    }
     try:
         folder.mkdir(parents=True)
         written = []
@@ -56,6 +65,30 @@ def write_environment(name: str, folder: Path) -> list[Path]:
     except OSError as error:
         raise WorldError(f"{folder} cannot be written: {error.strerror}") from error
     return sorted(written)
+
+
+def pinned(name: str) -> str:
+    """Return the requirement for an installed distribution: its origin if it has one (PEP 610), otherwise its version.
+
+    The origin is a commit, a directory or an archive. Raises SettingsError if the distribution is not installed.
+    """
+    try:
+        found = distribution(name)
+    except PackageNotFoundError as error:
+        raise SettingsError(
+            f"a new package depends on {name}, which is not installed for {sys.executable}: in your clone of agentrl, "
+            "run pip install -e sandbox -e ."
+        ) from error
+    text = found.read_text("direct_url.json")
+    if text is None:
+        return f"{name}=={found.version}"
+    origin = json.loads(text)
+    url = origin["url"]
+    if "vcs_info" in origin:
+        url = f"{origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}"
+    if "subdirectory" in origin:
+        url += f"#subdirectory={origin['subdirectory']}"
+    return f"{name} @ {url}"
 
 
 def _check_name(name: str) -> None:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-LIBRARIES = ("agentrl", "agentrl-sandbox", "torch", "deepspeed", "transformers", "gymnasium", "math-verify", "vllm")
+import agentrl
+
+LIBRARIES = ("agentrl-sandbox", "torch", "deepspeed", "transformers", "gymnasium", "math-verify", "vllm")
 _GIB = 1024**3
 DISK_FREE = "machine/disk_free_bytes"
 MEMORY_FREE = "machine/memory_free_share"
@@ -113,7 +115,7 @@ def _gpus() -> tuple[str, ...]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    found = {"agentrl": agentrl.__version__}
     for name in LIBRARIES:
         try:
             found[name] = version(name)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.weights.sources import GROUP_ELEMENTS, ParameterSource
+from agentrl_envs.registry import install_extra
 
 # Seconds one call to a server may take, including the transfer of all weights.
 _CALL = 1800.0
@@ -148,8 +149,8 @@ def _vllm() -> tuple[Any, Any]:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     except ImportError as error:
         raise SettingsError(
-            f"rollout.vllm.transfer=nccl and ipc need vLLM where the policy trains: {error}. Install the extra: "
-            "pip install 'agentrl[vllm]', or set rollout.vllm.transfer=file"
+            f"rollout.vllm.transfer=nccl and ipc need vLLM where the policy trains: {error}. "
+            f"Install the extra: {install_extra('vllm')}, or set rollout.vllm.transfer=file"
         ) from error
     return WeightTransferTrainerFactory, HTTPVLLMWeightSyncClient
 

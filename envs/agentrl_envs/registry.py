@@ -19,10 +19,17 @@ from typing import Any, Generic, TypeVar, cast
 from agentrl_envs.episode import AgentRLEnvError, Environment
 
 Item = TypeVar("Item")
+DISTRIBUTION = "agentrl-trainer"
+"""The installed distribution that contains this package. `agentrl` on PyPI is another project."""
 TRL = "trl:"
 """Before ``module:Class`` of an environment that was written for TRL's ``environment_factory``."""
 
 EnvironmentFactory = Callable[..., Environment]
+
+
+def install_extra(name: str) -> str:
+    """Return the command that adds an extra to this installation. pip keeps the installation, also an editable one."""
+    return f"pip install '{DISTRIBUTION}[{name}]'"
 
 
 class PluginError(AgentRLEnvError, LookupError):

@@ -102,5 +102,5 @@ def test_settings_that_contradict_each_other_are_refused(overrides: list[str], m
 
 def test_without_ray_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(SettingsError, match=r"pip install 'agentrl\[ray\]'"):
+    with pytest.raises(SettingsError, match=r"pip install 'agentrl-trainer\[ray\]'"):
         open_cluster(ClusterSettings(kind="ray"), None)

@@ -23,7 +23,7 @@ from agentrl_envs.tools import load_tools
 from agentrl_envs.tools.mcp_tools import server_tools
 from agentrl_envs.types import Ended, Problem
 
-needed("mcp", "agentrl[mcp]")
+needed("mcp", "mcp")
 
 SERVER = '''
 import os, sys, time

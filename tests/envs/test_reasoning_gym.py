@@ -17,7 +17,7 @@ from agentrl.problems.sources import load_source
 from agentrl_envs.adapters.reasoning_gym import ReasoningGymSource, score
 from agentrl_envs.registry import PluginError
 
-needed("reasoning_gym", "agentrl[reasoning-gym]")
+needed("reasoning_gym", "reasoning-gym")
 
 SMALL = {"max_terms": 2, "max_digits": 1}
 

@@ -12,7 +12,7 @@ from agentrl_envs.registry import PluginError
 from agentrl_envs.settings import GymnasiumSettings
 from agentrl_envs.types import Ended, Verdict
 
-needed("textarena", "agentrl[textarena]")
+needed("textarena", "textarena")
 
 GAME = "textarena:GuessTheNumber-v0"
 

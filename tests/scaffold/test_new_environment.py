@@ -8,14 +8,16 @@ import site
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.scaffold.package import new_environment_command, write_environment
+from agentrl.scaffold.package import new_environment_command, pinned, write_environment
 
 FILES = [
     ".gitignore",
@@ -36,7 +38,7 @@ def test_every_file_is_written_with_its_names(tmp_path: Path, monkeypatch: pytes
     assert sorted(str(path.relative_to("my-boxes")) for path in Path("my-boxes").rglob("*.*")) == FILES
     assert 'my-boxes = "my_boxes.environment:MyBoxes"' in Path("my-boxes/pyproject.toml").read_text()
     assert "class MyBoxes:" in Path("my-boxes/my_boxes/environment.py").read_text()
-    assert "$ pip install -e ." in Path("my-boxes/README.md").read_text()
+    assert "$ pip install --no-deps -e ." in Path("my-boxes/README.md").read_text()
 
 
 def test_the_written_python_keeps_the_linters_rules(tmp_path: Path) -> None:
@@ -76,6 +78,63 @@ def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"my-boxes exists already: choose another name"):
         write_environment("my-boxes", tmp_path / "my-boxes")
     assert list((tmp_path / "my-boxes").iterdir()) == []
+
+
+COMMIT = "7921be1537eac1e97bc40179a57f0349c2aee67d"
+
+
+@pytest.mark.parametrize(
+    ("direct_url", "requirement"),
+    [
+        (None, "boxes-store==3.2"),
+        (
+            {"url": "https://example.org/store.git", "vcs_info": {"vcs": "git", "commit_id": COMMIT}},
+            f"boxes-store @ git+https://example.org/store.git@{COMMIT}",
+        ),
+        (
+            {
+                "url": "ssh://git@example.org/all.git",
+                "subdirectory": "packages/store",
+                "vcs_info": {"vcs": "git", "requested_revision": "main", "commit_id": COMMIT},
+            },
+            f"boxes-store @ git+ssh://git@example.org/all.git@{COMMIT}#subdirectory=packages/store",
+        ),
+        ({"url": "file:///home/me/store", "dir_info": {}}, "boxes-store @ file:///home/me/store"),
+        ({"url": "file:///my%20store", "dir_info": {"editable": True}}, "boxes-store @ file:///my%20store"),
+        (
+            {"url": "https://example.org/boxes_store-3.2-py3-none-any.whl", "archive_info": {}},
+            "boxes-store @ https://example.org/boxes_store-3.2-py3-none-any.whl",
+        ),
+    ],
+)
+def test_a_distribution_is_pinned_to_its_origin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct_url: dict[str, object] | None, requirement: str
+) -> None:
+    installed = tmp_path / "boxes_store-3.2.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.4\nName: boxes-store\nVersion: 3.2\n")
+    if direct_url is not None:
+        (installed / "direct_url.json").write_text(json.dumps(direct_url))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert pinned("boxes-store") == requirement
+    Requirement(requirement)  # pip can read it
+
+
+def test_the_package_depends_on_what_is_installed_here(tmp_path: Path) -> None:
+    write_environment("my-boxes", tmp_path / "my-boxes")
+    project = tomllib.loads((tmp_path / "my-boxes" / "pyproject.toml").read_text())["project"]
+    assert project["dependencies"] == [pinned("agentrl-trainer"), pinned("agentrl-sandbox")]
+
+
+def test_nothing_is_written_if_agentrl_is_imported_without_being_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.scaffold.package.DISTRIBUTION", "boxes-store")
+    with pytest.raises(
+        SettingsError, match=r"depends on boxes-store, which is not installed .* pip install -e sandbox -e \.$"
+    ):
+        write_environment("my-boxes", tmp_path / "my-boxes")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
+import agentrl
 from agentrl.evaluation.data.problem_sets import ProblemSet
 from agentrl.evaluation.formats import JSONObject, Provenance
 from agentrl.evaluation.settings import REQUEST_FIELDS, EndpointSettings
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from agentrl.evaluation.settings import EvaluationSections
 
 _PACKAGES = (
-    "agentrl",
     "agentrl-sandbox",
     "torch",
     "transformers",
@@ -62,7 +62,7 @@ def provenance(
         "sandbox": {name: getattr(settings.sandbox, name) for name in _SANDBOX},
         "grader": grader_record(settings),
         "environment": {line.partition(":")[0]: line.partition(":")[2].strip() for line in environment},
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {"agentrl": agentrl.__version__} | {name: _version(name) for name in _PACKAGES},
         "seed": settings.seed,
     }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from agentrl.errors import SettingsError
-from agentrl_envs.registry import Registry
+from agentrl_envs.registry import Registry, install_extra
 
 Factory = TypeVar("Factory", bound="TrackerFactory")
 Cell = str | float | None
@@ -97,5 +97,5 @@ def check_trackers(names: Iterable[str]) -> None:
     """Raise SettingsError for a tracker whose package is missing, PluginError for one that cannot be imported."""
     for name in names:
         if name in TRACKERS.own and importlib.util.find_spec(name) is None:
-            raise SettingsError(f"telemetry.trackers: {name} needs a package: pip install 'agentrl[{name}]'")
+            raise SettingsError(f"telemetry.trackers: {name} needs a package: {install_extra(name)}")
         TRACKERS[name]

@@ -1,4 +1,4 @@
-"""Environments behind OpenEnv servers: ``--env openenv:http://HOST:PORT``, with the extra ``agentrl[openenv]``.
+"""Environments behind OpenEnv servers: ``--env openenv:http://HOST:PORT``, with the extra ``openenv``.
 
 The text of a turn becomes a text field of the server's action, and a text field of its observation is what the model
 reads next. Which fields these are is found in the server's schemas or said by settings. A problem is a seed of the
@@ -20,7 +20,7 @@ from agentrl_envs.adapters.adapted import AdaptedFactory
 from agentrl_envs.adapters.openenv_wire import Observed, OpenEnvServer, OpenEnvSession, Refused
 from agentrl_envs.episode import EnvironmentContractError, EpisodeUsageError, UnavailableError
 from agentrl_envs.read_only import thawed
-from agentrl_envs.registry import EnvironmentFactory, PluginError
+from agentrl_envs.registry import EnvironmentFactory, PluginError, install_extra
 from agentrl_envs.settings import OpenEnvSettings
 from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall, as_reward
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 def openenv_environment(url: str) -> EnvironmentFactory:
     """The factory of environments on the server at ``url``. Raises PluginError without the package websockets."""
     if importlib.util.find_spec("websockets") is None:
-        raise PluginError(f"environment openenv:{url} needs websockets; install it with pip install 'agentrl[openenv]'")
+        raise PluginError(f"environment openenv:{url} needs websockets: {install_extra('openenv')}")
     OpenEnvServer(url, deadline=1.0)  # checks the address
     return AdaptedFactory(OpenEnvSettings, functools.partial(OpenEnvEnvironment, url))
 

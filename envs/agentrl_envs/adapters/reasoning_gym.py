@@ -1,4 +1,4 @@
-"""Procedural data sets of reasoning-gym: ``--env reasoning_gym:NAME``, with the extra ``agentrl[reasoning-gym]``.
+"""Procedural data sets of reasoning-gym: ``--env reasoning_gym:NAME``, with the extra ``reasoning-gym``.
 
 Problems are generated as they are needed; answers are scored by the data set's own rules, partial credit included.
 """
@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from agentrl_envs.registry import PluginError, did_you_mean
+from agentrl_envs.registry import PluginError, did_you_mean, install_extra
 from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _dataset(name: str, options: str, seed: int) -> ProceduralDataset:
         from reasoning_gym import create_dataset
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise PluginError(f"{PREFIX}{name}: {error}; install it with pip install 'agentrl[reasoning-gym]'") from error
+        raise PluginError(f"{PREFIX}{name}: {error}; install it: {install_extra('reasoning-gym')}") from error
     if name not in DATASETS:
         raise PluginError(
             f"{PREFIX}{name}: reasoning-gym has no such data set{did_you_mean(name, DATASETS)} (it has {len(DATASETS)})"

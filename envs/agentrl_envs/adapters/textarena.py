@@ -1,4 +1,4 @@
-"""Single-player games of TextArena: ``--env textarena:GuessTheNumber-v0``, with the extra ``agentrl[textarena]``.
+"""Single-player games of TextArena: ``--env textarena:GuessTheNumber-v0``, with the extra ``textarena``.
 
 A problem is a seed of the game: ``builtin:seeds`` gives them. The game's opening text is the prompt, its messages after
 a move are the observation, and its reward at the end is the reward. The text of a turn is the move, as the model wrote
@@ -13,7 +13,7 @@ import gymnasium
 
 from agentrl_envs.adapters.adapted import AdaptedFactory
 from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
-from agentrl_envs.registry import EnvironmentFactory, PluginError, did_you_mean
+from agentrl_envs.registry import EnvironmentFactory, PluginError, did_you_mean, install_extra
 from agentrl_envs.settings import GymnasiumSettings
 
 _PLAYER = 0
@@ -24,9 +24,7 @@ def textarena_environment(game: str) -> EnvironmentFactory:
     try:
         from textarena.envs.registration import ENV_REGISTRY
     except ImportError as error:
-        raise PluginError(
-            f"environment textarena:{game}: {error}; install it with pip install 'agentrl[textarena]'"
-        ) from error
+        raise PluginError(f"environment textarena:{game}: {error}; install it: {install_extra('textarena')}") from error
     if f"{game}-raw" not in ENV_REGISTRY:
         games = sorted(name.removesuffix("-raw") for name in ENV_REGISTRY if name.endswith("-raw"))
         raise PluginError(f"TextArena has no game {game!r}{did_you_mean(game, games)} (it has {len(games)})")

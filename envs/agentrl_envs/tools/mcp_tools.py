@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import TYPE_CHECKING
 
 from agentrl_envs.episode import EpisodeUsageError, UnavailableError
-from agentrl_envs.registry import PluginError
+from agentrl_envs.registry import PluginError, install_extra
 from agentrl_envs.tools.calling import CallError
 from agentrl_envs.tools.schema import ToolSchema, check_schema
 
@@ -145,9 +145,7 @@ def server_tools(target: str) -> tuple[ToolSchema, ...]:
     try:
         import mcp  # noqa: F401
     except ImportError as error:
-        raise PluginError(
-            f"environment.tools '{MCP}{target}' needs the package mcp: pip install 'agentrl[mcp]'"
-        ) from error
+        raise PluginError(f"environment.tools '{MCP}{target}' needs the package mcp: {install_extra('mcp')}") from error
     with ThreadPoolExecutor(1, thread_name_prefix="mcp") as thread:  # an event loop may run in this one
         try:
             schemas = thread.submit(lambda: asyncio.run(_listed(target))).result()

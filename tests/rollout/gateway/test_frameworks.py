@@ -51,7 +51,7 @@ def trained(rows: tuple[Trajectory, ...]) -> list[tuple[tuple[int, ...], tuple[i
 
 
 async def rollout_of(name: str, engine: Any, *, turn_tokens: int = 200) -> tuple[tuple[Trajectory, ...], Any, Any]:
-    needed(PACKAGES[name], "agentrl[dev]")
+    needed(PACKAGES[name], "dev")
     recorded = Recorded(engine)
     limits = RolloutSettings(
         max_turn_tokens=turn_tokens, max_prompt_tokens=100_000, max_response_tokens=100_000, retries=0

