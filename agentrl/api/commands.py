@@ -7,18 +7,24 @@ DeepSpeed or OpenMP behind, and is the very command that a terminal would run.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from agentrl.api.child import run_command
-from agentrl.api.inputs import Names, problem_file
+from agentrl.api.inputs import Names, Problems, problem_file
 from agentrl.api.run import EvaluationRun, Run
-from agentrl.config import load_settings
+from agentrl.config import Settings, load_settings
+from agentrl.config.layers import COMMAND_LINE
+from agentrl.config.messages import nearest_key
+from agentrl.config.settings import SIMPLETIR
 from agentrl.errors import SettingsError
-from agentrl_envs.types import Problem
+from agentrl.problems.rows import require_file
+from agentrl.problems.sources import FILE_KINDS, expand
+from agentrl_envs.registry import did_you_mean
 
-Problems = Iterable[Mapping[str, object] | Problem]
 INPUTS = ".inputs"
 """Folder in ``runs_dir`` for problems and functions that were passed as Python objects."""
 
@@ -38,7 +44,8 @@ def train(
 
     Args:
         env: name of an environment, or a class or function that makes one.
-        problems: problems to train on: a file, or rows with at least a statement (and an answer to grade).
+        problems: problems to train on: a file, or rows with at least a statement (and an answer to grade), also as a
+            pandas data frame or a data set of ``datasets``.
         eval_problems: problems to evaluate on. With ``problems`` and without this, nothing is evaluated.
         reward: a reward function or the name of one; several as a list, or with their weights as a mapping of names.
         config: a YAML file, or the name of a shipped one.
@@ -54,6 +61,7 @@ def train(
         SettingsError: settings, problems or functions are not usable; nothing was started, or nothing was trained.
         WorldError: the run failed for reasons outside of the settings.
     """
+    check_keywords(train, settings)
     folder = Path(str(settings.get("runs_dir") or "runs")) / INPUTS
     names = Names(folder)
     given = dict(settings)
@@ -65,13 +73,17 @@ def train(
     environment = None if env is None else names.of(env)
     rewards = _rewards(reward, names)
     overrides = overrides_from(_with_plugins(given, names)) + rewards
-    resolved = load_settings(environment, config, overrides, resume=resume)
+    with errors_of_a_call():
+        resolved = load_settings(environment, config, overrides, resume=resume)
+    for source in [*resolved.data.train, *resolved.data.eval]:
+        _check_file(source.path)
     path = resolved.run_path
     options = [] if environment is None else ["--env", environment]
     options += [] if config is None else ["--config", str(config)]
     options += ["--resume"] if resume else []
     named = [*overrides, f"name={json.dumps(path.name)}"]
-    run_command(["train", *options, *named], progress=progress)
+    with errors_of_a_call():
+        run_command(["train", *options, *named], progress=progress)
     return Run(path)
 
 
@@ -105,11 +117,14 @@ def evaluate(
 
     Raises SettingsError and WorldError as :func:`train` does.
     """
+    check_keywords(evaluate, settings)
     root = Path("evaluations")
     names = Names(root / INPUTS)
     wanted = list(benchmarks)
     if problems is not None:
         wanted.append(_path_of(problems, root / INPUTS))
+    for path in wanted:
+        _check_file(path)
     name = str(model.policy if isinstance(model, Run) else model)
     environment = None if env is None else names.of(env)
     options: dict[str, object] = {"--env": environment, "--model": name, "--base-url": base_url, "--n": n}
@@ -118,7 +133,8 @@ def evaluate(
     arguments += overrides_from(_with_plugins(settings, names))
     digest = hashlib.sha256(json.dumps(arguments).encode()).hexdigest()[:8]
     path = root / f"{Path(name).name}-{digest}" if output is None else Path(output)
-    run_command(["eval", *arguments, "--output", str(path)], progress=progress)
+    with errors_of_a_call():
+        run_command(["eval", *arguments, "--output", str(path)], progress=progress)
     return EvaluationRun(path)
 
 
@@ -135,8 +151,42 @@ def overrides_from(settings: Mapping[str, object], prefix: str = "") -> list[str
         if isinstance(value, Mapping) and all(name.isidentifier() for name in value):
             found += overrides_from(value, f"{prefix}{key}.")
         else:
-            found.append(f"{prefix}{key}={json.dumps(str(value) if isinstance(value, Path) else value)}")
+            found.append(f"{prefix}{key}={_json(f'{prefix}{key}', value)}")
     return found
+
+
+def check_keywords(call: Callable[..., object], settings: Mapping[str, object]) -> None:
+    """Raise SettingsError for a keyword that is neither an argument of ``call`` nor a setting."""
+    arguments = [name for name, one in inspect.signature(call).parameters.items() if one.kind is not one.VAR_KEYWORD]
+    for name in settings:
+        if name.partition(".")[0] not in Settings.model_fields:
+            hint = did_you_mean(name, arguments) or f"; the nearest setting is {nearest_key(name, SIMPLETIR)}"
+            raise SettingsError(f"agentrl.{call.__name__} has no argument and no setting {name!r}{hint}")
+
+
+@contextmanager
+def errors_of_a_call() -> Iterator[None]:
+    """Leave "command line" out of messages: the caller wrote a call."""
+    try:
+        yield
+    except SettingsError as error:
+        raise SettingsError(str(error).replace(f" ({COMMAND_LINE})", "")) from None
+
+
+def _json(key: str, value: object) -> str:
+    try:
+        return json.dumps(str(value) if isinstance(value, Path) else value)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(
+            f"{key}={value!r:.200} cannot be a setting: {error}; give functions and classes as env and reward, or by "
+            "their name, module:attribute"
+        ) from None
+
+
+def _check_file(path: str) -> None:
+    """Raise ProblemFileError here for a file that is missing: the command takes its time to start."""
+    if path.lower().endswith(FILE_KINDS):
+        require_file(Path(expand(path)))
 
 
 def _rewards(reward: object, names: Names) -> list[str]:

@@ -12,11 +12,16 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from agentrl.errors import SettingsError
 from agentrl.telemetry.files import atomic_write
 from agentrl_envs.types import Problem
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+Problems: TypeAlias = "Iterable[Mapping[str, object] | Problem] | pd.DataFrame"
 _PICKLED = '''"""An object that was passed to agentrl from a notebook or a script's main module."""
 
 import pickle
@@ -26,11 +31,17 @@ from pathlib import Path
 '''
 
 
-def problem_file(problems: Iterable[Mapping[str, object] | Problem], folder: Path) -> Path:
+def problem_file(problems: Problems, folder: Path) -> Path:
     """Write the problems to ``folder/DIGEST/problems.jsonl``, with a digest of their content. Returns the whole path.
 
-    Raises SettingsError if there are none, or if a row holds values that JSON does not have.
+    Raises SettingsError if there are none, or if a row is no mapping or holds values that JSON does not have.
     """
+    import pandas as pd
+
+    if isinstance(problems, pd.DataFrame):
+        problems = problems.to_dict("records")
+    if not isinstance(problems, Iterable):
+        raise SettingsError(f"problems={problems!r:.100}: valid is {_VALID_PROBLEMS}")
     lines = [_line(place, row) for place, row in enumerate(problems)]
     if not lines:
         raise SettingsError("problems is empty: nothing to train on")
@@ -80,7 +91,12 @@ def _resolves(module: str, attribute: str, item: object) -> bool:
     return found is item
 
 
-def _line(place: int, row: Mapping[str, object] | Problem) -> str:
+_VALID_PROBLEMS = "a file, or rows such as {'problem': 'What is 2 + 3?', 'answer': '5'}"
+
+
+def _line(place: int, row: object) -> str:
+    if not isinstance(row, Mapping | Problem):
+        raise SettingsError(f"problems[{place}] is {row!r:.100}: valid is {_VALID_PROBLEMS}")
     values = asdict(row) if isinstance(row, Problem) else dict(row)
     for key, value in values.items():
         try:

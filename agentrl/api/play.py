@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from agentrl.api.commands import overrides_from
+from agentrl.api.commands import check_keywords, errors_of_a_call, overrides_from
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.problems.fields import problem_of
@@ -65,7 +65,9 @@ def play(
     end of the conversation; ProblemError for a row that holds no problem; what the environment raises.
     """
     name = env if isinstance(env, str) else f"{env.__module__}:{env.__qualname__}"
-    resolved = load_settings(name, config, overrides_from(settings))
+    check_keywords(play, settings)
+    with errors_of_a_call():
+        resolved = load_settings(name, config, overrides_from(settings))
     columns = {key: value for key, value in row.items() if key != "turns"}
     problem = problem_of(columns, "the row", source="play", fields={}, answered=False)
     written = tuple(_own_turns(row) if turns is None else turns)

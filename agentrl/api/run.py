@@ -31,6 +31,18 @@ class Run:
 
     path: Path
 
+    def __repr__(self) -> str:
+        """The run's place and state, as a notebook shows it."""
+        if not self._files.config.is_file():
+            return f"<Run {self.path}: no run directory>"
+        last: Metrics = {}
+        for row in self._files.metrics():
+            if "reward/mean" in row:
+                last = row
+        state = "finished" if self._files.summary.is_file() else "not finished"
+        reward = f", reward/mean {last['reward/mean']:.3g} at step {last['step']:g}" if last else ", no step yet"
+        return f"<Run {self.path}: {state}{reward}>"
+
     @property
     def name(self) -> str:
         """The run's name, the last part of ``path``."""
@@ -109,7 +121,9 @@ class Run:
             columns = item.columns() | {"realized_energy": stored.realized_energies.get(item.key, np.nan)}
             own = pd.DataFrame(columns).assign(trajectory=item.number, group=item.key.group, sample=item.key.sample)
             frames.append(own.set_index(["trajectory", "position"]))
-        return pd.concat(frames)
+        frame = pd.concat(frames)
+        narrow = frame.select_dtypes(np.float16).columns  # pandas overflows when it prints them
+        return frame.astype(dict.fromkeys(narrow, np.float32))
 
     @property
     def _files(self) -> RunDirectory:

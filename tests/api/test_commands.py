@@ -50,6 +50,8 @@ def test_metrics_are_a_frame_of_steps(run: Run) -> None:
     assert run.evaluations.empty  # none were asked for
     assert run.summary["steps"] == 2
     assert run.settings["training"]["steps"] == 2  # type: ignore[index]
+    assert repr(run) == f"<Run {run.path}: finished, reward/mean 0.75 at step 2>"
+    assert repr(Run(run.path / "none")) == f"<Run {run.path / 'none'}: no run directory>"
 
 
 def test_trajectories_come_one_by_one(run: Run) -> None:
@@ -70,7 +72,7 @@ def test_a_run_is_evaluated(run: Run, tmp_path: Path) -> None:
 
 
 def test_settings_are_checked_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"unknown key training\.stepz"):
+    with pytest.raises(SettingsError, match=r"unknown key training\.stepz \(value 1\); nearest"):
         agentrl.train(problems=ROWS, runs_dir=tmp_path, training={"stepz": 1})
     assert not list(tmp_path.glob("*/config.yaml"))
 

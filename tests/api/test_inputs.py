@@ -7,10 +7,16 @@ import math
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import datasets
+import pandas as pd
 import pytest
 
+import agentrl
+from agentrl.api import commands
 from agentrl.api.commands import _rewards, _with_plugins, overrides_from
 from agentrl.api.inputs import Names, problem_file
 from agentrl.errors import SettingsError
@@ -43,6 +49,64 @@ def test_problem_objects_keep_their_fields(tmp_path: Path) -> None:
 def test_a_value_that_is_not_json_is_named(tmp_path: Path, value: object) -> None:
     with pytest.raises(SettingsError, match=r"problems\[1\]\['level'\] is not a JSON value"):
         problem_file([{"problem": "?", "answer": "1"}, {"problem": "?", "answer": "1", "level": value}], tmp_path)
+
+
+@pytest.mark.parametrize("table", [pd.DataFrame, datasets.Dataset.from_list])
+def test_a_table_of_problems_is_its_rows(tmp_path: Path, table: Any) -> None:
+    rows = [{"problem": "2 + 3?", "answer": "5", "level": 1}, {"problem": "3 + 3?", "answer": "6", "level": 2}]
+    assert problem_file(table(rows), tmp_path) == problem_file(rows, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("problems", "message"),
+    [
+        (5, r"problems=5: valid is a file, or rows such as \{"),
+        ({"train": [{"problem": "?"}]}, r"problems\[0\] is 'train': valid is a file, or rows such as \{"),
+    ],
+)
+def test_what_is_no_row_is_named(tmp_path: Path, problems: Any, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        problem_file(problems, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"problem": [{"problem": "?"}]},
+            "agentrl.train has no argument and no setting 'problem'; did you mean 'problems'?",
+        ),
+        ({"callbacks": [print]}, "agentrl.train has no argument and no setting 'callbacks'; the nearest setting is "),
+        (
+            {"lr": 1e-3},
+            "agentrl.train has no argument and no setting 'lr'; the nearest setting is optimizer.learning_rate",
+        ),
+        (
+            {"environment": {"kwargs": {"hook": print}}},
+            "environment.kwargs.hook=<built-in function print> cannot be a setting: Object of type",
+        ),
+        ({"problems": "gone/rows.jsonl"}, "gone/rows.jsonl: no such file; there is no folder gone"),
+        ({"data": {"eval": [{"path": "gone/rows.jsonl"}]}}, "gone/rows.jsonl: no such file; there is no folder gone"),
+        ({"training": {"steps": -1}}, "training.steps=-1: valid is a whole number at least 1"),
+    ],
+)
+def test_bad_arguments_end_before_a_process_starts(
+    given: Mapping[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "run_command", lambda *_, **__: pytest.fail("a process was started"))
+    with pytest.raises(SettingsError) as caught:
+        agentrl.train(**{"runs_dir": tmp_path} | given)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_missing_benchmark_ends_before_a_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "run_command", lambda *_, **__: pytest.fail("a process was started"))
+    with pytest.raises(SettingsError, match=r"gone/rows\.jsonl: no such file"):
+        agentrl.evaluate("some/model", benchmarks=["gone/rows.jsonl"])
+    with pytest.raises(
+        SettingsError, match=r"agentrl.evaluate has no argument and no setting 'benchmark'; did you mean"
+    ):
+        agentrl.evaluate("some/model", benchmark=["gone/rows.jsonl"])
 
 
 def test_no_problems_are_refused(tmp_path: Path) -> None:

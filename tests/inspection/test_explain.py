@@ -17,6 +17,7 @@ from agentrl.algorithms import (
     compute_advantages,
     register_estimator,
 )
+from agentrl.api.run import Run
 from agentrl.errors import SettingsError
 from agentrl.inspection.explain import baseline_weights, explain, explain_command, loss_factors
 from agentrl.telemetry.run_directory import RunDirectory
@@ -188,6 +189,27 @@ def test_a_baseline_that_is_not_a_weighted_mean_is_said_to_be_none(tmp_path: Pat
     lines = list(explain(made, step=3, trajectory=0, token=0).lines())
     assert "  not a weighted mean of the group's returns" in lines
     assert not any(line.startswith("  weight ") for line in lines)
+
+
+def test_weights_on_returns_make_the_stored_baseline(tmp_path: Path, own_registries: None) -> None:
+    """Squares: the weights of returns 0 and 1 agree with that of equal returns, and miss the baseline of others."""
+
+    @register_estimator("squares", options=ScalarOptions, group_based=True)
+    def squares(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
+        totals = inputs.totals.unsqueeze(-1)
+        mean = inputs.groups.mean(inputs.totals.square()).unsqueeze(-1)
+        return Advantages(advantages=totals - mean, returns=totals, baselines=mean)
+
+    lines = list(explain(make_run(tmp_path / "x", "squares"), step=3, trajectory=0, token=0).lines())
+    assert "  not a weighted mean of the group's returns" in lines
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_frame_of_tokens_is_printed_without_warnings(run: RunDirectory) -> None:
+    frame = Run(run.path).tokens(3)
+    assert "entropy" in frame.head().to_string()  # of float16, where the bounds of pandas overflow
+    assert frame.loc[(0, 4), "returns"] == 1.0
+    assert len(frame) == 9  # three trajectories of three model tokens
 
 
 def test_shares_of_the_power_sum_to_one(run: RunDirectory) -> None:
