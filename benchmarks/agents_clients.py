@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from functools import cache
+
+import openai as openai_package
 
 from agentrl_envs.types import Problem
 
@@ -10,26 +13,38 @@ INSTRUCTION = "You know numbers. Say one word."
 SMOLAGENTS_INSTRUCTION = "You know numbers. Write code that gives final_answer one word."
 
 
+@cache
+def shared() -> openai_package.DefaultAsyncHttpxClient:
+    """The HTTP client of all rollouts: making one loads the certificates of the machine."""
+    return openai_package.DefaultAsyncHttpxClient()
+
+
 async def openai(problem: Problem, *, base_url: str, api_key: str, model: str) -> float:
     """The openai package."""
-    from openai import AsyncOpenAI
+    policy = openai_package.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=shared())
+    return await asked(problem, policy, model)
 
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as policy:
-        reply = await policy.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": problem.statement}]
-        )
+
+async def openai_own(problem: Problem, *, base_url: str, api_key: str, model: str) -> float:
+    """The openai package, with a new HTTP client for each rollout."""
+    async with openai_package.AsyncOpenAI(base_url=base_url, api_key=api_key) as policy:
+        return await asked(problem, policy, model)
+
+
+async def asked(problem: Problem, policy: openai_package.AsyncOpenAI, model: str) -> float:
+    """1.0 for the right answer."""
+    reply = await policy.chat.completions.create(model=model, messages=[{"role": "user", "content": problem.statement}])
     return float((reply.choices[0].message.content or "").strip() == problem.answer)
 
 
 async def agents_sdk(problem: Problem, *, base_url: str, api_key: str, model: str) -> float:
     """The OpenAI Agents SDK."""
     from agents import Agent, OpenAIChatCompletionsModel, RunConfig, Runner
-    from openai import AsyncOpenAI
 
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as policy:
-        spoken = OpenAIChatCompletionsModel(model=model, openai_client=policy)
-        agent = Agent(name="numbers", instructions=INSTRUCTION, model=spoken)
-        result = await Runner.run(agent, problem.statement, run_config=RunConfig(tracing_disabled=True))
+    policy = openai_package.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=shared())
+    spoken = OpenAIChatCompletionsModel(model=model, openai_client=policy)
+    agent = Agent(name="numbers", instructions=INSTRUCTION, model=spoken)
+    result = await Runner.run(agent, problem.statement, run_config=RunConfig(tracing_disabled=True))
     return float(str(result.final_output).strip() == problem.answer)
 
 
