@@ -3,9 +3,9 @@
     python benchmarks/agents.py [--clients openai openai_own agents_sdk smolagents verifiers] [--steps 20]
 
 The task is to say whether a number is even or odd. A cold start on 600 demonstrations, seven of twenty of them wrong,
-teaches the form; rewards teach which answer is right. `openai_own` opens an HTTP client for each rollout, where the others
-share one. The client `verifiers` needs AGENTRL_VERIFIERS_PYTHON, the Python of an environment with verifiers 0.4. Each
-client's agent is in `benchmarks/agents_clients.py`.
+teaches the form; rewards teach which answer is right. `openai_own` opens an HTTP client for each rollout, where the
+others share one. The client `verifiers` needs AGENTRL_VERIFIERS_PYTHON, the Python of an environment with verifiers
+0.4. Each client's agent is in `benchmarks/agents_clients.py`.
 
 Target: the mean reward of the last five steps is at least 0.1 above that of the first five, after ten steps or more;
 else the exit code is 1.
