@@ -24,6 +24,7 @@ from torch import Tensor
 from agentrl.kernels import TokenStatistics
 from agentrl.models.attention import choose_attention
 from agentrl.models.head import ReferenceHead
+from agentrl.models.loading import checkpoint_layers
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
 from agentrl.planning.activations import with_layers
@@ -145,7 +146,7 @@ def _engine(way: type[PolicyModel], shape: ModelShape, machine: Machine) -> Trai
     with machine.device:
         model = AutoModelForCausalLM.from_config(shape.config, dtype=torch.bfloat16, attn_implementation="sdpa")
     if not tiny:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_layers(model)
     attention = choose_attention("auto", _config(model), dtype="bfloat16")
     return TrainingEngine(
         way(model, backend="auto", attention=attention).train(),

@@ -25,7 +25,7 @@ from typing import TypedDict
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agentrl.models.loading import keep_checkpoints_on_host
+from agentrl.models.loading import checkpoint_layers, keep_checkpoints_on_host
 from agentrl.models.lora import with_adapter
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import LoRASettings
@@ -191,7 +191,7 @@ def _engine(case: Case, shape: ModelShape) -> TrainingEngine[PolicyModel]:
     model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype, attn_implementation="sdpa")
     with_adapter(model, LoRASettings(rank=case.lora_rank))
     if case.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_layers(model)
     if case.checkpoint_offload:
         keep_checkpoints_on_host(model.get_decoder())
     training = TrainingSettings(

@@ -18,6 +18,7 @@ from agentrl.lab.sample import ProblemSample, look_at, unusable
 from agentrl.lab.settings import LabRequest, LabSettings, check_lab, lab_settings
 from agentrl.lab.summary import Line
 from agentrl.models.attention import choose_attention
+from agentrl.models.exactness import check_policy
 from agentrl.models.loading import model_fingerprint, read_model
 from agentrl.models.lora import with_adapter
 from agentrl.models.policy import PolicyModel
@@ -113,6 +114,7 @@ class _Bench:
         }
         attention = choose_attention(settings.model.attention, causal_lm.config, dtype=settings.model.dtype)
         self._policy = PolicyModel(causal_lm, backend=head_backend, attention=attention)
+        check_policy(model, self._policy)
         self._playing = playing
         self._environment, self._codec = environment_and_codec(settings, tokenizer, model)
 

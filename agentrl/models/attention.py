@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import SettingsError
-from agentrl.kernels.attention import AttentionBackend, PackedRow, attend
+from agentrl.kernels import KernelInputError
+from agentrl.kernels.attention import AttentionBackend, attend, current_row
 from agentrl.kernels.attention.packed import capped_attention
 
 if TYPE_CHECKING:
@@ -29,16 +30,16 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed_row: PackedRow | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As `transformers` calls it. With a ``packed_row``, each of its documents attends to itself alone.
+    """As `transformers` calls it. In :meth:`.PackedRow.states`, each document of the row attends to itself alone.
 
-    Without one the mask says everything, as under `sdpa`, but scores are capped by ``softcap``.
+    Elsewhere the mask decides, as under `sdpa`, but scores are capped by ``softcap``.
     """
+    packed_row = current_row()
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise SettingsError(f"model.path: {type(module).__name__} adds sinks or biases to its scores: not supported")
     if packed_row is not None:
@@ -48,6 +49,10 @@ def attention(
             raise SettingsError(obstacle)
         window = _checked_window(module, sliding_window)
         return attend(packed_row, query, key, value, scale=scaling, window=window, cap=softcap), None
+    if attention_mask is not None and attention_mask.numel() == 1 and query.shape[2] > 1:
+        raise KernelInputError(
+            "a layer is recomputed without its packed row: enable checkpointing by checkpoint_layers"
+        )
     if softcap is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

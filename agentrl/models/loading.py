@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
+from agentrl.kernels.attention import recompute_contexts
 from agentrl.models.attention import register_attention
 from agentrl.models.dropout import switch_off_dropout
 from agentrl.models.settings import ModelSettings
@@ -57,10 +58,17 @@ def finish_model(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedM
     """Prepare a model for training and sampling; every new model passes here. Returns it."""
     switch_off_dropout(model)
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_layers(model)
     if settings.checkpoint_offload:
         keep_checkpoints_on_host(model.get_decoder())
     return model
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Recompute layers in the backward pass, packed rows included."""
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": recompute_contexts}
+    )
 
 
 def keep_checkpoints_on_host(transformer: nn.Module) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from agentrl.kernels import KernelInputError, trajectory_energies
 from agentrl.kernels.energies import closed_forms, collector, head
+from agentrl.models.loading import checkpoint_layers
 from agentrl.models.policy import PolicyModel
 
 VOCABULARY = 37
@@ -227,7 +228,7 @@ def test_gradient_checkpointing_changes_nothing(kind: str) -> None:
     rows = make_rows()
     model = make_model(kind)
     wanted = one_by_one(model, rows)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_layers(model)
     model.train()
     assert_equal(energies(model, rows), wanted)
     assert_equal(energies(model, rows, side="left"), wanted)
@@ -240,7 +241,7 @@ def test_gradient_checkpointing_changes_nothing(kind: str) -> None:
 
 def test_checkpointed_inputs_are_not_kept_over_the_forward() -> None:
     model = make_model("qwen2").train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_layers(model)
     held: list[list[str]] = []
     sites = collector.LayerEnergies.begin_backward
 

@@ -22,6 +22,7 @@ from agentrl.algorithms import HeadVarianceAccumulator
 from agentrl.kernels import TokenStatistics
 from agentrl.kernels.attention import AttentionBackend, SequenceGroup
 from agentrl.models.head import ReferenceHead
+from agentrl.models.loading import checkpoint_layers
 from agentrl.models.lora import is_factor, with_adapter
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import LoRASettings
@@ -91,7 +92,7 @@ def model_of(case: Case, *, seed: int = 0) -> Any:
                 torch.nn.init.normal_(item, std=0.1, generator=torch.Generator().manual_seed(len(name)))
     model = model.double().train()
     if case.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_layers(model)
     return model
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import SettingsError
+from agentrl.models.loading import checkpoint_layers
 from agentrl.models.lora import adapter_off, is_factor, with_adapter, write_adapter
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import LoRASettings
@@ -146,7 +147,7 @@ def test_sources_say_what_they_yield() -> None:
 def test_exact_energies_are_those_of_the_adapters(kind: str, checkpointed: bool) -> None:
     model = adapted(kind)
     if checkpointed:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_layers(model)
         model.train()
     policy = PolicyModel(model)
     ids, lengths, response, mask = batch()

@@ -17,7 +17,7 @@ from agentrl.errors import SettingsError
 from agentrl.kernels import KernelInputError
 from agentrl.models import attention as attention_module
 from agentrl.models.attention import attention_length, choose_attention, length_obstacle
-from agentrl.models.loading import read_config, read_model
+from agentrl.models.loading import checkpoint_layers, read_config, read_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
 from agentrl.models.value import ValueModel
@@ -77,7 +77,7 @@ def test_packed_is_padded_is_one_row_at_a_time(kind: str, checkpointing: bool) -
     model, plain = (build_tiny(kind, **MODELS[kind]).double().train() for _ in range(2))
     policy = PolicyModel(model)
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_layers(model)
     inputs = (batch.input_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask)
     statistics, hidden = policy(*inputs, temperature=0.7, keep_hidden=True)
     found = gradients(model, statistics.log_probs, statistics.entropy)
@@ -229,8 +229,19 @@ def test_a_model_whose_layers_do_not_ask_for_attention_is_refused(monkeypatch: p
     monkeypatch.setattr(
         policy.causal_lm.model.layers[1].self_attn, "forward", lambda hidden_states, **_: (hidden_states, None)
     )
-    with pytest.raises(KernelInputError, match="Qwen2Model cannot read packed documents: 1 of its 2 layers"):
+    with pytest.raises(
+        KernelInputError, match=r"Qwen2Model cannot read packed documents: 1 attention modules .* 2 layers"
+    ):
         policy(batch.input_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask)
+
+
+def test_a_layer_that_is_recomputed_without_its_row_raises() -> None:
+    batch, model = conversations(seed=1), build_tiny("qwen2").train()
+    policy = PolicyModel(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    statistics, _ = policy(batch.input_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask)
+    with pytest.raises(KernelInputError, match="enable checkpointing by checkpoint_layers"):
+        statistics.log_probs.sum().backward()
 
 
 def test_a_window_that_only_the_mask_has_is_refused() -> None:

@@ -9,6 +9,7 @@ from torch.autograd.graph import save_on_cpu
 from transformers import AutoModelForCausalLM
 
 from agentrl.models import loading
+from agentrl.models.loading import checkpoint_layers
 from agentrl.models.policy import PolicyModel
 from agentrl.planning.activations import LiveBytes
 from agentrl.planning.estimate import rank_memory
@@ -21,7 +22,7 @@ def measured_peak(shape: ModelShape, how: TrainingSetup) -> int:
     with LiveBytes() as counted:
         model = AutoModelForCausalLM.from_config(shape.config, dtype=torch.float32, attn_implementation="sdpa")
         if how.checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            checkpoint_layers(model)
         policy = PolicyModel(model, backend="chunked").train()
         adamw = torch.optim.AdamW(policy.parameters(), fused=True)
         for _ in range(2):
@@ -69,7 +70,7 @@ def test_what_waits_in_the_hosts_memory_is_what_a_real_forward_moves(monkeypatch
     monkeypatch.setattr(loading, "save_on_cpu", watched)
     shape = tiny_shape()
     model = AutoModelForCausalLM.from_config(shape.config, dtype=torch.float32)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_layers(model)
     loading.keep_checkpoints_on_host(model.get_decoder())
     model.train().get_decoder()(input_ids=torch.zeros(1, 1024, dtype=torch.int64), use_cache=False)
     how = setup(ranks=1, stage=0, bfloat16=False, checkpointing=True, checkpoint_offload=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from agentrl.models.loading import checkpoint_layers
 from agentrl.models.policy import PolicyModel
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, gather_from_ranks, start_distributed
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
@@ -66,7 +67,7 @@ def run(*, zero_stage: int, tied: bool = True, kind: str = "qwen3", checkpointed
     for asked in (True, False):
         model = make_model(tied=tied, kind=kind)
         if checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            checkpoint_layers(model)
             model.train()
         policy = PolicyModel(model)
         engine = TrainingEngine(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from agentrl.models.exactness import check_policy
 from agentrl.models.loading import read_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
@@ -42,6 +43,7 @@ def train(model: Any) -> dict[str, Any]:
     """Log-probabilities and all parameters after one update of a policy and of a critic."""
     policy = PolicyModel(model)
     engine = TrainingEngine(policy, optimizer=OPTIMIZER, training=TRAINING, bfloat16=False, updates=3)
+    check_policy("policy", policy)  # gathers every parameter, and leaves training as it was
     statistics, _ = engine(*inputs())
     engine.backward(-statistics.log_probs.mean())
     engine.step()

@@ -15,6 +15,7 @@ import torch
 
 from agentrl.kernels import Backend, triton_obstacle
 from agentrl.kernels.attention import SequenceGroup
+from agentrl.models.loading import checkpoint_layers
 from agentrl.models.policy import PolicyModel
 from agentrl.models.value import ValueModel
 from agentrl.rollout.settings import RewardSettings
@@ -260,7 +261,7 @@ def tiny_model(*, tied: bool = True, gradient_checkpointing: bool = False, dtype
         )
     ).to(dtype)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_layers(model)
     return model
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 AttentionBackend = Literal["sdpa", "flex", "flash"]
+
+# A context variable, not an argument of the forward: the layers of some models (StableLM, Nemotron) pass no further
+# keyword arguments to their attention.
+_current: ContextVar[PackedRow | None] = ContextVar("packed_row", default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,20 +78,20 @@ class PackedRow:
     def states(self, transformer: nn.Module, *, layers: int) -> Tensor:
         """The states [L, D] that a transformer of `transformers` with ``layers`` gives for :attr:`part` of the row.
 
-        Its attention must be :func:`agentrl.models.attention.attention`. Raises KernelInputError where a layer did not
-        call it: that layer would have mixed the documents.
+        Its attention must be :func:`agentrl.models.attention.attention`, which reads :func:`current_row`. Raises
+        KernelInputError where a layer did not call it: that layer would have mixed the documents.
         """
-        output = transformer(
-            input_ids=self.input_ids[:, self.part],
-            position_ids=self.position_ids[:, self.part],
-            attention_mask=self._nothing_to_mask,
-            use_cache=False,
-            packed_row=self,
-        )
+        with _reading(self):
+            output = transformer(
+                input_ids=self.input_ids[:, self.part],
+                position_ids=self.position_ids[:, self.part],
+                attention_mask=self._nothing_to_mask,
+                use_cache=False,
+            )
         if len(self.layers) != layers:
             raise KernelInputError(
-                f"{type(transformer).__name__} cannot read packed documents: {layers - len(self.layers)} of its "
-                f"{layers} layers mix tokens otherwise than by the attention function that is set"
+                f"{type(transformer).__name__} cannot read packed documents: {len(self.layers)} attention modules "
+                f"called the attention function that is set, and its configuration has {layers} layers"
             )
         states: Tensor = output.last_hidden_state[0]
         return states
@@ -148,6 +154,28 @@ class PackedRow:
                 numbers[one.places[one.first :]] = torch.arange(start + one.first, start + len(one.places))
             offset += tables[-1].numel()
         return tuple(table.to(self.input_ids.device) for table in tables), numbers.to(self.input_ids.device)
+
+
+def current_row() -> PackedRow | None:
+    """The row whose states are being computed in this thread; None outside :meth:`PackedRow.states`."""
+    return _current.get()
+
+
+def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The ``context_fn`` of `torch.utils.checkpoint`: layers are recomputed with the row of their forward.
+
+    The backward pass runs outside :meth:`PackedRow.states`, on GPUs in another thread.
+    """
+    return nullcontext(), _reading(_current.get())
+
+
+@contextmanager
+def _reading(row: PackedRow | None) -> Iterator[None]:
+    token = _current.set(row)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 def pack_row(

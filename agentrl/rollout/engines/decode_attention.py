@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from agentrl.kernels.attention import current_row
 from agentrl.models.attention import attention
 
 _NAME = "agentrl_decode"
@@ -48,7 +49,8 @@ def decode_attention(
 
 
 def _asks_for_more(given: dict[str, Any]) -> bool:
-    return any(given.get(name) is not None for name in ("packed_row", "softcap", "s_aux", "position_bias"))
+    options = ("softcap", "s_aux", "position_bias")
+    return current_row() is not None or any(given.get(name) is not None for name in options)
 
 
 AttentionInterface.register(_NAME, decode_attention)

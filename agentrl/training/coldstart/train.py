@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 import agentrl
 from agentrl.errors import SettingsError
 from agentrl.models.attention import choose_attention
+from agentrl.models.exactness import check_policy
 from agentrl.models.loading import read_model, write_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
@@ -126,6 +127,7 @@ def fine_tune(
         bfloat16=settings.model.dtype == "bfloat16",
         updates=cold.steps,
     )
+    check_policy(settings.model.path or "the embedded tiny policy", engine.module)
     model.train()
     stream = batches(len(rows), cold.batch_size, seed=_seed(settings))
     early = 0 if cold.direct_steps is None else cold.steps - cold.direct_steps

@@ -1,6 +1,6 @@
 """Checks before a run directory is created: all user input that can be wrong and is cheap to read.
 
-Not checked: data sets given by Hugging Face id, which may need a download, and the weights of the model.
+Not checked: data sets given by Hugging Face id, which may need a download, and the weights of the models.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
-from agentrl.models.attention import attention_obstacle, length_obstacle, packing_obstacle, sharing_obstacle
+from agentrl.models.attention import attention_obstacle, length_obstacle, sharing_obstacle
+from agentrl.models.exactness import check_architecture
 from agentrl.models.lora import check_peft
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.planning.shapes import config_of, shape_of
@@ -93,23 +94,31 @@ def machine_problems(settings: Settings) -> list[str]:
 
 
 def _check_model(settings: Settings) -> None:
-    """Raise SettingsError for a model that cannot be adapted so, or cannot read rows so long on as many ranks."""
-    model = settings.model
-    if model.lora.rank:
+    """Raise SettingsError for a model that cannot be adapted so, or cannot read rows so long on as many ranks.
+
+    Policy, reference and critic read packed rows, so each is compared with its own forward pass.
+    """
+    if settings.model.lora.rank:
         check_peft()
-    try:
-        config = config_of(model)
-    except SettingsError:
-        if model.path is not None and Path(model.path).exists():
-            raise
-        return  # reading the model reports this
-    if model.lora.targets:
-        shape_of(str(model.path), config, model.lora)
     longest = longest_request(settings.rollout, settings.evaluation.max_response_tokens)
-    ranks = settings.training.sequence_parallel
-    for obstacle in (packing_obstacle(config), sharing_obstacle(config, ranks), length_obstacle(config, longest)):
-        if obstacle is not None:
-            raise SettingsError(obstacle)
+    others = {path for path in (settings.kl.reference, settings.critic.path) if path is not None}
+    for path in (settings.model.path, *sorted(others - {settings.model.path})):
+        model = settings.model.model_copy(update={"path": path})
+        try:
+            config = config_of(model)
+        except SettingsError:
+            if path is not None and Path(path).exists():
+                raise
+            continue  # reading the model reports this
+        if model.lora.targets and path == settings.model.path:
+            shape_of(str(path), config, model.lora)
+        check_architecture(path or "the embedded tiny policy", config)
+        for obstacle in (
+            sharing_obstacle(config, settings.training.sequence_parallel),
+            length_obstacle(config, longest),
+        ):
+            if obstacle is not None:
+                raise SettingsError(obstacle)
 
 
 def _check_template(settings: Settings) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from agentrl.cluster.launchers import address_of_rank_zero
+from agentrl.models.exactness import check_policy
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.table import engine_facts, servers_on_nodes
@@ -101,6 +102,7 @@ class Session:
             bfloat16=settings.model.dtype == "bfloat16",
             updates=updates,
         )
+        check_policy(path, self._policy)
         self._adapter = adapter_record(settings.model.lora, base=path)
         has_critic = "values" in needs(objective).inputs
         self._critic = open_critic(settings, start=path, updates=updates) if has_critic else None

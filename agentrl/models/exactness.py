@@ -1,0 +1,247 @@
+"""Comparison of the packed forward pass that training runs with the model's own forward pass of one sequence.
+
+A model can run packed rows and still compute something else: BART adds positions by index and ignores ``position_ids``,
+for example. :func:`check_architecture` tests the code of a model on a small random copy before a run begins.
+:func:`check_policy` tests the loaded weights, in their dtype, on their device and with the ranks that share rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.errors import SettingsError
+from agentrl.kernels import KernelInputError
+from agentrl.models.attention import ATTENTION, packing_obstacle, register_attention, use_attention
+from agentrl.models.dropout import switch_off_dropout
+from agentrl.models.policy import PolicyModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+BOUNDS = {torch.float32: 1e-2, torch.bfloat16: 0.3}
+"""Largest mean absolute difference (nats) of loaded weights by dtype: ten times the bound on the difference between
+trainer and engine (FIDELITY_BOUNDS), because these tokens are arbitrary and rounding grows as they become unlikely."""
+_COPY_BOUND = 1e-3
+"""Largest absolute difference (nats) of any token of a small copy in float32, which rounds at 1e-5."""
+_LARGEST = 50_000_000
+"""Parameters of the largest copy that is tested: 200 MB in float32, under two seconds."""
+_PROMPT = 5
+_RESPONSES = (9, 7)
+_LAYERS, _HEADS, _HEAD_WIDTH, _INTERMEDIATE, _VOCABULARY, _WINDOW = 2, 4, 16, 64, 128, 4
+
+
+@torch.no_grad()
+def check_architecture(name: str, config: PreTrainedConfig) -> None:
+    """Raise SettingsError if training the model ``name`` would not compute the model's own log-probabilities.
+
+    Compares them on a random float32 model with few heads, layers and tokens. Passes a configuration whose small copy
+    cannot run by itself: :func:`check_policy` decides then.
+    """
+    obstacle = packing_obstacle(config)
+    if obstacle is not None:
+        raise SettingsError(obstacle)
+    try:
+        small = small_config(config)
+        if parameters(small) > _LARGEST:
+            return
+        own = random_model(small, attention="eager")
+        rows = two_rows(small.get_text_config().vocab_size)
+        wanted = own_log_probs(own, rows)
+    except Exception:  # noqa: BLE001 - no copy of these sizes can run; the model itself may be fine
+        return
+    if not bool(wanted.isfinite().all()):
+        return
+    with _named(name, type(own).__name__):
+        found = packed_log_probs(PolicyModel(random_model(small, attention=register_attention(), like=own)), rows)
+        _compare((found - wanted).abs().max(), _COPY_BOUND)
+
+
+@torch.no_grad()
+def check_policy(name: str, policy: PolicyModel) -> None:
+    """Raise SettingsError if ``policy`` does not compute the log-probabilities of its own model ``name``.
+
+    Two forward passes of short rows and one packed pass. Collective where ranks share rows or parameters.
+    """
+    model, head = policy.causal_lm, policy.head
+    rows = [row.to(head.weight.device) for row in two_rows(head.out_features)]
+    with _named(name, type(model).__name__):
+        found = packed_log_probs(policy, rows)
+        model.set_attn_implementation("eager")
+        try:
+            wanted = own_log_probs(model, rows)
+        finally:
+            use_attention(model)
+        _compare((found - wanted).abs().mean(), BOUNDS[model.dtype])
+
+
+def _compare(difference: Tensor, bound: float) -> None:
+    if not float(difference) <= bound:
+        raise KernelInputError(
+            f"log-probabilities of packed trajectories differ from the model's own by {float(difference):.2g} nats "
+            f"(rounding explains at most {bound:g}). Such a model computes positions or attention without "
+            "position_ids or the attention function that is set"
+        )
+
+
+@contextmanager
+def _named(name: str, kind: str) -> Iterator[None]:
+    """Turn every failure of a model's code into a SettingsError with the model's name; not a lack of memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the code of any model runs here
+        cause = str(error).removeprefix("model.path: ")
+        if isinstance(error, KeyError) and error.args == (ATTENTION,):
+            cause = "its layers accept the attention functions of their own class only"
+        elif not isinstance(error, KernelInputError | SettingsError):
+            cause = f"{type(error).__name__}: {cause}"
+        raise SettingsError(
+            f"model.path={name!r}: {kind} cannot be trained on packed trajectories: {cause}. Valid: a model whose "
+            "layers all call the attention function of transformers with position_ids, such as Qwen, Llama or Mistral"
+        ) from error
+
+
+def two_rows(vocabulary: int) -> list[Tensor]:
+    """Two sequences [S] of token ids that share a prompt, and differ in length."""
+    draw = torch.Generator().manual_seed(0)
+    low, high = vocabulary // 4, max(vocabulary // 4 + 1, 3 * vocabulary // 4)  # special tokens lie at the ends
+    prompt, *responses = (torch.randint(low, high, (length,), generator=draw) for length in (_PROMPT, *_RESPONSES))
+    return [torch.cat([prompt, response]) for response in responses]
+
+
+def own_log_probs(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
+    """Log-probabilities [N] of the responses by the model's forward pass, one unpadded row at a time."""
+    found = []
+    for row in rows:
+        logits = model(input_ids=row[None], use_cache=False).logits[0, _PROMPT - 1 : -1]
+        wide = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+        found.append(wide.gather(1, row[_PROMPT:, None])[:, 0])
+    return torch.cat(found)
+
+
+def packed_log_probs(policy: PolicyModel, rows: Sequence[Tensor]) -> Tensor:
+    """Log-probabilities [N] of the responses as training computes them."""
+    input_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)  # [2, S]
+    prompts = input_ids.new_full((len(rows),), _PROMPT)
+    lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
+    mask = torch.arange(_PROMPT, input_ids.shape[1], device=input_ids.device) < lengths[:, None]  # [2, T]
+    statistics, _ = policy(input_ids, prompts, input_ids[:, _PROMPT:], mask)
+    log_probs: Tensor = statistics.log_probs
+    return log_probs
+
+
+def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of ``config`` with few narrow heads, layers and tokens; all else is the same.
+
+    Layers are kept up to the first one of every kind. Windows are shorter than :func:`two_rows`.
+    """
+    small = copy.deepcopy(config)
+    for part in _parts(small):
+        _keep_few_layers(part)
+        _keep_few_heads(part)
+        for name, value in _sizes(part):
+            if "vocab" in name:
+                setattr(part, name, min(value, _VOCABULARY))
+            elif "window" in name or name == "local_attention":
+                setattr(part, name, min(value, _WINDOW))
+            elif name.endswith("_token_id") and value >= _VOCABULARY:
+                setattr(part, name, 1)
+    return small
+
+
+def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """The configuration and those inside of it."""
+    yield config
+    for value in list(vars(config).values()):
+        if hasattr(value, "model_type"):
+            yield from _parts(value)
+
+
+def _sizes(config: PreTrainedConfig) -> list[tuple[str, int]]:
+    return [(name, value) for name, value in vars(config).items() if type(value) is int]
+
+
+def _keep_few_layers(config: PreTrainedConfig) -> None:
+    layers = getattr(config, "num_hidden_layers", None) or getattr(config, "num_layers", None)
+    if not isinstance(layers, int):
+        return
+    lists = {name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == layers}
+    kept = min(layers, max([_LAYERS, *(value.index(kind) + 1 for value in lists.values() for kind in value)]))
+    for name, value in lists.items():
+        setattr(config, name, value[:kept])
+    for name, value in _sizes(config):
+        if ("layer" in name and value == layers) or name.endswith(("num_layers", "coder_layers")):
+            setattr(config, name, kept)
+
+
+def _keep_few_heads(config: PreTrainedConfig) -> None:
+    """Four heads, of which two share keys where heads share keys. Widths shrink with the width of a head."""
+    heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    if not isinstance(width, int):
+        return
+    if not isinstance(heads, int):
+        heads = _HEADS
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    few = min(heads, _HEADS)
+    few_keys = few if keys == heads else min(keys, few // 2)
+    # Lists of rotary factors have the length of a head's width; latent attention gives the sizes of parts of a head.
+    listed = _holds_list(getattr(config, "rope_parameters", None))
+    head = width // heads if listed else min(width // heads, _HEAD_WIDTH)
+    divided = listed or hasattr(config, "qk_rope_head_dim")
+    for name, value in _sizes(config):
+        if value == width:
+            setattr(config, name, head * few)
+        elif "intermediate" in name or "ffn" in name:
+            setattr(config, name, min(value, _INTERMEDIATE))
+        elif name.endswith(("head_dim", "rotary_dim")) and not divided:
+            setattr(config, name, min(value, _HEAD_WIDTH))
+        elif value == heads and name.endswith(("heads", "n_head")):
+            setattr(config, name, few)
+        elif value == keys and name.endswith("heads"):
+            setattr(config, name, few_keys)
+
+
+def _holds_list(value: object) -> bool:
+    return isinstance(value, list | tuple) or (isinstance(value, dict) and any(map(_holds_list, value.values())))
+
+
+def parameters(config: PreTrainedConfig) -> int:
+    """The number of parameters of a model with ``config``, which is built without memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return sum(item.numel() for item in AutoModelForCausalLM.from_config(config).parameters())
+
+
+def random_model(config: PreTrainedConfig, *, attention: str, like: PreTrainedModel | None = None) -> PreTrainedModel:
+    """A float32 model in evaluation mode; its weights are those of ``like``, or random ones far from uniform output."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attention
+        ).eval()
+    switch_off_dropout(model)
+    if like is not None:
+        model.load_state_dict(like.state_dict())
+        return model
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for module in model.modules():
+            embeds = isinstance(module, nn.Embedding)
+            for parameter in module.parameters(recurse=False):
+                noise = torch.randn(parameter.shape, generator=draw)
+                if parameter.dim() < 2:
+                    parameter.copy_(1 + 0.1 * noise)
+                else:
+                    parameter.copy_(noise if embeds else noise / math.sqrt(parameter.shape[-1]))
+    return model
