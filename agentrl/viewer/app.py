@@ -128,7 +128,6 @@ class _Answers:
         return metrics_of(run.metrics_file, run.path).series(
             names=given.getlist("names"),
             points=min(max(whole(given, "points") or 800, 2), 10_000),
-            window=whole(given, "window") or 1,
             since=given.get("since", ""),
         )
 

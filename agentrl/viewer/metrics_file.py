@@ -73,9 +73,7 @@ class MetricsColumns:
                 problems=tuple(self._problems()),
             )
 
-    def series(
-        self, *, names: Collection[str] = (), points: int = 800, window: int = 1, since: str = ""
-    ) -> dict[str, object]:
+    def series(self, *, names: Collection[str] = (), points: int = 800, since: str = "") -> dict[str, object]:
         """The curves of the metrics ``names`` (default: all), each with ``points`` points at most.
 
         Returns ``{"version", "changed", "rows", "names", "axes", "series"}``. ``version`` names the state of the file:
@@ -86,9 +84,8 @@ class MetricsColumns:
         (trained so far) and ``hours`` (of steps so far), one number for each ``value``. A metric with more than
         ``points`` values is cut into so many spans of consecutive rows: ``value`` is the mean of a span, ``low`` and
         ``high`` its least and greatest value, and the axes are those of its last row. Otherwise ``value`` holds the
-        exact values, and ``low`` and ``high`` are None. ``last`` is the newest value, exact. ``window`` smooths before
-        that: each value becomes the mean of itself and its neighbours, ``window`` in all, fewer at the ends. What is no
-        finite number is None.
+        exact values, and ``low`` and ``high`` are None. ``last`` is the newest value, exact. What is no finite number
+        is None.
         """
         with self._lock:
             self._refresh()
@@ -102,7 +99,7 @@ class MetricsColumns:
             series = {}
             for name in sorted(self._columns.keys() & set(names) if names else self._columns):
                 rows = np.array(self._columns[name].rows)
-                values = smoothed(np.array(self._columns[name].values), window)
+                values = np.array(self._columns[name].values)
                 ends, mean, low, high = _spans(values, points)
                 key = rows[ends].tobytes()
                 if key not in places:  # most metrics are in the same rows
@@ -208,25 +205,6 @@ class MetricsColumns:
 def metrics_of(path: Path, folder: Path) -> MetricsColumns:
     """The columns of the file ``path`` in ``folder``, the same object from call to call."""
     return MetricsColumns(path, folder)
-
-
-def smoothed(values: np.ndarray, window: int) -> np.ndarray:
-    """The mean of each value and its neighbours, ``window`` (odd) in all, fewer at the ends.
-
-    Numbers that are not finite are left out.
-
-    >>> smoothed(np.array([1.0, 3.0, 8.0, 1.0]), 3).tolist()
-    [2.0, 4.0, 4.0, 4.5]
-    """
-    half = window // 2
-    if half == 0 or not len(values):
-        return values
-    known = np.isfinite(values)
-    sums, counts = (np.concatenate([[0.0], np.cumsum(each)]) for each in (np.where(known, values, 0.0), known))
-    places = np.arange(len(values))
-    low, high = np.maximum(places - half, 0), np.minimum(places + half + 1, len(values))
-    found = counts[high] - counts[low]
-    return np.where(found > 0, (sums[high] - sums[low]) / np.maximum(found, 1), np.nan)
 
 
 def _spans(values: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:

@@ -81,7 +81,7 @@ def run_facts(run: RunDirectory) -> dict[str, object]:
         "path": str(run.path),
         "trajectory_steps": list(_stored_steps(run.path, _modified(run.trajectories))),
         "token_steps": run.token_steps(),
-        "alerts": json_lines(run.alerts_file, run.path),
+        "alerts": _alerts(run.alerts_file, run.path, *_signature(run.alerts_file)),
     }
 
 
@@ -134,7 +134,7 @@ def _notes(run: RunDirectory) -> str:
 
 
 def flat_settings(run: RunDirectory) -> dict[str, object]:
-    """Every setting by its key, as on the command line. Raises WorldError where ``config.yaml`` is damaged."""
+    """Every setting by its key, as on the command line; ``data.eval[0].path`` in lists. Raises WorldError where ``config.yaml`` is damaged."""
     return _flat_settings(run.path, *_signature(run.config))
 
 
@@ -150,5 +150,8 @@ def _flatten(value: object, key: str, flat: dict[str, object]) -> None:
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             _flatten(inner, f"{key}.{name}", flat)
+    elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):  # data.train, data.eval
+        for place, inner in enumerate(value):
+            _flatten(inner, f"{key}[{place}]", flat)
     else:
         flat[key] = value

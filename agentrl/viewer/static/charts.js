@@ -16,10 +16,17 @@ const FEW = 60; // points of a line that are marked each
 const FONT = 6.4; // pixels of a digit
 const MARGIN = { top: 16, right: 10, bottom: 32 };
 const DASHES = ["", "7 3", "1.5 2.5", "9 3 1.5 3"];
+export const LOOKS = 16; // lines that are told apart
 
-// The look of the n-th line: eight colours, the second four dashed as well; more lines repeat them in other dashes.
+// The look of the n-th line: eight colours, the second four dashed; the next eight have the same colours in other dashes.
 export function lineStyle(place) {
   return { color: `var(--line-${(place % 8) + 1})`, dash: DASHES[Math.floor(place / 4) % DASHES.length] };
+}
+
+// As many of `items` as a chart draws, with those that `kept` accepts among them, in their order.
+export function drawable(items, kept, most = LOOKS) {
+  const others = items.filter((item) => !kept(item)).slice(0, Math.max(0, most - items.filter(kept).length));
+  return items.filter((item) => kept(item) || others.includes(item));
 }
 
 // The x range and cursor that charts share.
@@ -141,7 +148,7 @@ class Chart {
     if (low) {
       const [upper, lower] = [up(high), up(low)];
       const edge = across.map((place, index) => `${place} ${upper[index]}`).concat(across.map((place, index) => `${place} ${lower[index]}`).reverse());
-      made.push(styled(svg("path", { class: "band", d: edge.length ? `M${edge.join("L")}Z` : "" }), { fill: series.color }));
+      made.push(styled(svg("path", { class: "band", d: edge.length ? `M${edge.join("L")}Z` : "" }), { fill: series.color, fillOpacity: Math.min(0.15, 0.5 / this.shown.length) }));
     }
     const line = [];
     across.forEach((place, index) => {
@@ -161,6 +168,8 @@ class Chart {
   // The names of the series with their values at the cursor; a click hides one.
   describe() {
     this.values = new Map();
+    const whole = this.spec.series.every((series) => series.y.every((value) => value === null || Number.isInteger(value)));
+    this.among = [whole ? 0 : 0.5]; // all values of a chart have the same decimals
     const entries = this.spec.series.filter((series) => series.name && !series.unnamed).map((series) => {
       const value = el("b", {});
       this.values.set(series, value);
@@ -182,7 +191,7 @@ class Chart {
     if (!this.scaleX) return;
     for (const [series, shown] of this.values) {
       const place = x === null ? series.x.length - 1 : nearest(series.x, x);
-      shown.textContent = series.points ? "" : number((x === null ? series.last : undefined) ?? series.y[place], series.y);
+      shown.textContent = series.points ? "" : number((x === null ? series.last : undefined) ?? series.y[place], this.among);
     }
     const found = x === null ? null : this.snap(x);
     this.cursor.setAttribute("d", found === null ? "" : `M${round(this.scaleX.at(found))} ${MARGIN.top}V${this.height - MARGIN.bottom}`);
@@ -312,6 +321,7 @@ function valuesOf(parts, { share, stacked }) {
 function axis([least, most], { log, ticks, zero, whole, tight }, start, end, count) {
   if (log) least = Math.max(least, Number.MIN_VALUE);
   if (zero && !log) [least, most] = [Math.min(0, least), Math.max(0, most)];
+  if (zero && least === 0 && most === 0) most = 1;
   if (least === most) [least, most] = log ? [least / 2, most * 2] : [least - (Math.abs(least) || 1) / 2, most + (Math.abs(most) || 1) / 2];
   let [low, high] = log ? [Math.log10(least), Math.log10(most)] : [least, most];
   if (!tight) {
@@ -325,7 +335,7 @@ function axis([least, most], { log, ticks, zero, whole, tight }, start, end, cou
     return log ? 10 ** value : value;
   };
   const chosen = ticks ?? (log ? decades(low, high, count) : steps(low, high, count, whole));
-  return { at, from, ticks: chosen.map((value) => [round(at(value)), tick(value, log ? value : (chosen[1] ?? value) - chosen[0])]) };
+  return { at, from, ticks: chosen.map((value) => [round(at(value)), tick(value, log ? Math.min(value, (chosen[1] ?? Infinity) - chosen[0]) : (chosen[1] ?? value) - chosen[0])]) };
 }
 
 function steps(low, high, count, whole) {
@@ -341,7 +351,8 @@ function decades(low, high, count) {
   const every = Math.max(1, Math.ceil((high - low) / count / 1.5));
   const found = [];
   for (let power = Math.floor(low); power <= high; power++) for (const factor of factors) if (power % every === 0) found.push(factor * 10 ** power);
-  return found.filter((value) => Math.log10(value) >= low - 1e-9 && Math.log10(value) <= high + 1e-9);
+  const inside = found.filter((value) => Math.log10(value) >= low - 1e-9 && Math.log10(value) <= high + 1e-9);
+  return inside.length > 1 ? inside : steps(10 ** low, 10 ** high, count); // a narrow range has no two such numbers
 }
 
 // A tick's label, with the digits that tell it from the next one, `step` away.

@@ -76,7 +76,8 @@ export const visible = (text) => text.replace(CONTROLS, code);
 
 const SHOWN = 250; // rows that are drawn at first, and with every "Show more"
 
-// A table whose columns sort. Columns: { title, value(row), cell(row), number }; `fill` draws the rows again.
+// A table whose columns sort. Columns: { title, value(row), cell(row), class, number, fraction }: numbers are aligned, and
+// fractions have decimals even where all are whole. `fill` draws the rows again.
 export function table(columns, rows, { caption, label, order = null, mark } = {}) {
   const body = el("tbody");
   let sorted = order;
@@ -87,7 +88,7 @@ export function table(columns, rows, { caption, label, order = null, mark } = {}
       sorted = { place, down: sorted?.place === place ? !sorted.down : Boolean(column.number) };
       fill();
     };
-    return el("th", { scope: "col", class: column.number ? "number" : "" }, el("button", { type: "button", onclick: sort }, column.title));
+    return el("th", { scope: "col", class: column.number ? "number" : (column.class ?? "") }, el("button", { type: "button", onclick: sort }, column.title));
   });
   function fill() {
     heads.forEach((head, place) =>
@@ -113,10 +114,11 @@ export function table(columns, rows, { caption, label, order = null, mark } = {}
 function cellsOf(column, rows) {
   const style = column.number ? "number" : (column.class ?? "");
   if (column.cell) return (row) => el("td", { class: style }, column.cell(row));
-  const among = rows.map(column.value);
+  const among = column.fraction ? [0.5] : rows.map(column.value);
   return (row) => {
     const value = column.value(row);
-    return el("td", { class: style, title: typeof value === "number" && !Number.isInteger(value) ? String(value) : "" }, visible(number(value, among)));
+    const exact = typeof value === "number" ? !Number.isInteger(value) : style === "line";
+    return el("td", { class: style, title: exact ? visible(String(value)) : "" }, visible(number(value, among)));
   };
 }
 

@@ -80,10 +80,10 @@ function scoreSections(results) {
 function means(rows) {
   const columns = [
     { title: "Benchmark", value: ([name]) => name },
-    { title: "Mean", number: true, value: ([, one]) => one.avg.mean },
+    { title: "Mean", number: true, fraction: true, value: ([, one]) => one.avg.mean },
     { title: "95 %, problems like these", number: true, value: ([, one]) => one.avg.problems_like_these.low, cell: ([, one]) => interval(one.avg.problems_like_these) },
     { title: "95 %, this benchmark", number: true, value: ([, one]) => one.avg.this_benchmark.low, cell: ([, one]) => interval(one.avg.this_benchmark) },
-    { title: "Majority vote", number: true, value: ([, one]) => one.maj },
+    { title: "Majority vote", number: true, fraction: true, value: ([, one]) => one.maj },
     { title: "Problems", number: true, value: ([, one]) => one.avg.problems },
     { title: "Samples", number: true, value: ([, one]) => one.avg.samples },
   ];
@@ -98,19 +98,19 @@ function passes(rows) {
     return { name, x: points.map(([k]) => k), y: points.map(([, value]) => value), ...lineStyle(place) };
   });
   if (ks.length > 1) draw(chart, { series, x: { title: "k", log: true, ticks: ks.map(Number) }, y: { title: "pass@k, unbiased", zero: true } });
-  const columns = [{ title: "Benchmark", value: ([name]) => name }, ...ks.map((k) => ({ title: `pass@${k}`, number: true, value: ([, one]) => one.pass[k]?.value }))];
+  const columns = [{ title: "Benchmark", value: ([name]) => name }, ...ks.map((k) => ({ title: `pass@${k}`, number: true, fraction: true, value: ([, one]) => one.pass[k]?.value }))];
   return [...(ks.length > 1 ? [chart] : []), table(columns, rows, { caption: "The chance that at least one of k samples is correct" }).element];
 }
 
 function conduct(rows) {
   const columns = [
     { title: "Benchmark", value: ([name]) => name },
-    { title: "Turns", number: true, value: ([, one]) => one.turns },
-    { title: "Tool calls", number: true, value: ([, one]) => one.tool_calls.mean },
-    { title: "Tokens of the model", number: true, value: ([, one]) => one.tokens.model_mean },
-    { title: "Truncated", number: true, value: ([, one]) => one.truncated.share },
-    { title: "Void", number: true, value: ([, one]) => one.void_share },
-    { title: "Seconds", number: true, value: ([, one]) => one.seconds.mean },
+    { title: "Turns", number: true, fraction: true, value: ([, one]) => one.turns },
+    { title: "Tool calls", number: true, fraction: true, value: ([, one]) => one.tool_calls.mean },
+    { title: "Tokens of the model", number: true, fraction: true, value: ([, one]) => one.tokens.model_mean },
+    { title: "Truncated", number: true, fraction: true, value: ([, one]) => one.truncated.share },
+    { title: "Void", number: true, fraction: true, value: ([, one]) => one.void_share },
+    { title: "Seconds", number: true, fraction: true, value: ([, one]) => one.seconds.mean },
     { title: "Failed outside the policy", number: true, value: ([, one]) => one.no_data.total },
   ];
   return table(columns, rows, { caption: "Averages per rollout, and shares" }).element;
@@ -143,13 +143,13 @@ const signedInterval = ({ low, high }) => `${signed(low)} to ${signed(high)}`;
 function differenceTable({ differences, scores }) {
   const columns = [
     { title: "Benchmark", value: ([name]) => name },
-    { title: "A", number: true, value: ([name]) => scores[name][0] },
-    { title: "B", number: true, value: ([name]) => scores[name][1] },
+    { title: "A", number: true, fraction: true, value: ([name]) => scores[name][0] },
+    { title: "B", number: true, fraction: true, value: ([name]) => scores[name][1] },
     { title: "B − A", number: true, value: ([, one]) => one.mean, cell: ([, one]) => signed(one.mean) },
     { title: "95 %, problems like these", number: true, value: ([, one]) => one.problems_like_these.low, cell: ([, one]) => signedInterval(one.problems_like_these) },
-    { title: "p", number: true, value: ([, one]) => one.problems_like_these_p },
+    { title: "p", number: true, fraction: true, value: ([, one]) => one.problems_like_these_p },
     { title: "95 %, this benchmark", number: true, value: ([, one]) => one.this_benchmark.low, cell: ([, one]) => signedInterval(one.this_benchmark) },
-    { title: "p", number: true, value: ([, one]) => one.this_benchmark_p },
+    { title: "p", number: true, fraction: true, value: ([, one]) => one.this_benchmark_p },
     { title: "B won", number: true, value: ([, one]) => one.won },
     { title: "B lost", number: true, value: ([, one]) => one.lost },
     { title: "Tied", number: true, value: ([, one]) => one.tied },

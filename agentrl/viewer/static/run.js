@@ -40,6 +40,7 @@ const PANELS = [
   },
 ];
 
+const HINT = "A click on a point opens the trajectories of its step. Drag over steps to zoom all charts; a double click shows all steps again.";
 const PREFIXES = PANELS.map((panel) => panel.prefix).filter(Boolean);
 const drawnMetrics = new Set([...PANELS.flatMap((panel) => panel.lines.flatMap(([name, less = []]) => [name, ...less])), ...Object.values(INTERVALS).flatMap(([names]) => names)]);
 
@@ -55,6 +56,7 @@ export async function runScreen({ parts: [id], query, signal, remember }) {
   const alerts = el("div");
   const head = el("div");
   const status = el("p", { class: "hint", "aria-live": "polite" });
+  const hint = el("p", { class: "hint" });
   const whole = el("button", { class: "act", type: "button", onclick: () => link.zoom(null) }, "Show all steps");
   const link = new Link(state.range, (range) => {
     state.range = range;
@@ -77,7 +79,10 @@ export async function runScreen({ parts: [id], query, signal, remember }) {
     alerts.replaceChildren(...alertList(facts.alerts, id));
     const panels = [...PANELS, ...(state.metric ? [{ title: state.metric, lines: [[state.metric]] }] : [])].filter((panel) => linesOf(panel, series).length);
     while (charts.children.length > panels.length) charts.lastChild.remove();
-    const shared = { link, extent: series.extent(state.axis), marks: series.places(facts.alerts, state.axis), onpoint: open };
+    const ends = series.extent(state.axis);
+    const extent = ends && state.axis === "step" ? [ends[0] - 0.5, ends[1] + 0.5] : ends; // bars are a step wide
+    hint.textContent = panels.length ? HINT : "No step has ended yet.";
+    const shared = { link, extent, marks: series.places(facts.alerts, state.axis), onpoint: open };
     for (const [place, panel] of panels.entries()) {
       if (!charts.children[place]) charts.append(section("", el("div", { class: "chart" })));
       const card = charts.children[place];
@@ -113,10 +118,9 @@ export async function runScreen({ parts: [id], query, signal, remember }) {
     choice("One more metric", names, state.metric, more),
     whole,
   );
-  const hint = el("p", { class: "hint" }, "A click on a point opens the trajectories of its step. Drag over steps to zoom all charts; a double click shows all steps again.");
   const name = facts.path.split("/").at(-1);
   const notes = facts.notes ? el("p", { class: "notes" }, visible(facts.notes)) : null;
-  const content = [el("h1", {}, name), head, notes, ...notices(facts.problems ?? []), alerts, controls, charts, hint, status, settingsOf(facts)];
+  const content = [el("h1", {}, name), head, notes, ...notices(facts.problems ?? []), alerts, controls, hint, charts, status, settingsOf(facts)];
   return { title: name, trail: [["Runs", "#/"]], content };
 }
 
@@ -162,7 +166,7 @@ function summary(facts, id) {
   const newest = steps.length ? el("a", { href: `${at}?first=${steps.at(-1)}&last=${steps.at(-1)}` }, "newest step") : "none stored";
   const all = steps.length > 1 ? [" · ", el("a", { href: at }, `all ${number(steps.length)} steps`)] : [];
   return factList([
-    ["State", stateTags(facts)],
+    ["State", [stateTag(facts), ...(facts.collapsed ? [el("span", { class: "tag bad" }, "collapsed")] : [])]],
     ["Last step", progress(facts)],
     ["Duration", duration(facts.seconds)],
     [labelOf(facts.result?.metric ?? "reward/mean"), resultText(facts)],
@@ -180,10 +184,7 @@ export function resultText({ result }) {
   return [number(result.value, [0.5]), ...(known ? [el("span", { class: "quiet" }, ` (${interval(result)})`)] : [])];
 }
 
-export function stateTags({ state, collapsed }) {
-  const tags = [el("span", { class: state === "running" ? "tag good" : "tag" }, state)];
-  return collapsed ? [...tags, el("span", { class: "tag bad" }, "collapsed")] : tags;
-}
+export const stateTag = ({ state }) => el("span", { class: state === "running" ? "tag good" : "tag" }, state);
 
 // What happened and what to do about it, apart from each other.
 function alertList(alerts, id) {

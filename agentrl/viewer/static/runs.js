@@ -1,9 +1,9 @@
-// All runs side by side: overlaid curves, a table, and the settings in which they differ; below, the evaluations.
+// All runs side by side: overlaid curves, a table, the evaluations, and the settings in which the shown runs differ.
 
-import { draw, lineStyle } from "./charts.js";
+import { draw, lineStyle, LOOKS } from "./charts.js";
 import { ask, every, loadCatalogue, meanings, Series, unitOf } from "./data.js";
 import { choice, duration, el, interval, notices, number, section, table, visible, words } from "./dom.js";
-import { axisTitle, curveChoices, curveState, metricLine, metricsOf, progress, resultText, stateTags } from "./run.js";
+import { axisTitle, curveChoices, curveState, metricLine, metricsOf, progress, resultText, stateTag } from "./run.js";
 
 const FIRST = "reward/mean";
 const SHOWN_AT_FIRST = 8; // as many as there are colours
@@ -14,7 +14,7 @@ export async function runsScreen({ query, signal, remember }) {
   await loadCatalogue();
   const state = { ...curveState(query), search: query.get("search") ?? "" };
   state.metric ||= FIRST;
-  const asked = query.get("runs")?.split("~");
+  const asked = query.get("runs")?.split("~").slice(0, LOOKS);
   const chosen = new Set(asked); // in the order in which they were chosen: earlier ones keep their colours
   const places = storedPlaces();
   const series = new Map();
@@ -24,6 +24,7 @@ export async function runsScreen({ query, signal, remember }) {
   const color = (run) => `var(--line-${(places.get(run.id) % 8) + 1})`;
   const style = (run) => lineStyle(places.get(run.id));
   const shown = () => [...chosen].map((id) => runs.find((run) => run.id === id)).filter(Boolean);
+  const full = () => shown().length >= LOOKS;
   const toggle = (run) => (event) => {
     if (event.target.checked) chosen.add(run.id);
     else chosen.delete(run.id);
@@ -35,10 +36,10 @@ export async function runsScreen({ query, signal, remember }) {
     return curves();
   };
   const columns = [
-    { title: "Curve", value: (run) => chosen.has(run.id), cell: (run) => el("input", { type: "checkbox", checked: chosen.has(run.id), "aria-label": `Show ${run.name}`, onchange: toggle(run) }) },
+    { title: "Curve", value: (run) => chosen.has(run.id), cell: (run) => el("input", { type: "checkbox", checked: chosen.has(run.id), disabled: full() && !chosen.has(run.id), "aria-label": `Show ${run.name}`, onchange: toggle(run) }) },
     { title: "Run", value: (run) => run.name, class: "name", cell: (run) => [chosen.has(run.id) ? swatch(color(run)) : swatch("transparent"), el("a", { href: `#/run/${run.id}` }, run.name), run.notes ? el("div", { class: "hint" }, visible(run.notes.split("\n")[0])) : null].filter(Boolean) },
     { title: "Result", number: true, value: (run) => run.result?.value, cell: resultText },
-    { title: "State", value: (run) => run.state, cell: (run) => [...stateTags(run), alertMark(run)].filter(Boolean) },
+    { title: "State", value: (run) => run.state, class: "brief", cell: (run) => [stateTag(run), alertMark(run)].filter(Boolean) },
     { title: "Step", number: true, value: (run) => run.step, cell: progress },
     { title: "Duration", number: true, value: (run) => run.seconds, cell: (run) => duration(run.seconds) },
     { title: "Estimator", value: (run) => run.settings["algorithm.estimator"] },
@@ -79,15 +80,15 @@ export async function runsScreen({ query, signal, remember }) {
 
   function list() {
     rows.splice(0, Infinity, ...runs.filter((run) => `${run.name}\n${run.notes}`.toLowerCase().includes(state.search.toLowerCase())));
-    runTable.element.querySelector("caption").textContent = `${rows.length} of ${runs.length} runs`;
+    runTable.element.querySelector("caption").textContent = `${rows.length} of ${runs.length} runs${full() ? `. ${LOOKS} curves are drawn, as many as can be told apart: take one off to choose another` : ""}`;
     runTable.fill();
   }
 
   function settings() {
     const some = shown();
     const keys = [...new Set(some.flatMap((run) => Object.keys(run.settings)))].sort();
-    const text = (run, key) => JSON.stringify(run.settings[key] ?? null);
-    const differ = keys.filter((key) => key !== "name" && new Set(some.map((run) => text(run, key))).size > 1);
+    const text = (run, key) => (typeof run.settings[key] === "string" ? run.settings[key] : JSON.stringify(run.settings[key])); // undefined: another environment's or another version's
+    const differ = keys.filter((key) => key !== "name" && new Set(some.map((run) => text(run, key)).filter((value) => value !== undefined)).size > 1);
     if (some.length < 2) return differing.replaceChildren();
     const heads = [{ title: "Setting", value: (key) => key }, ...some.map((run) => ({ title: run.name, value: (key) => text(run, key), class: "brief" }))];
     const content = differ.length ? table(heads, differ, { label: "Settings that differ" }).element : el("p", { class: "quiet" }, "The chosen runs have the same settings.");
@@ -115,7 +116,7 @@ export async function runsScreen({ query, signal, remember }) {
   const find = el("label", { class: "field" }, el("span", {}, "Search runs"), el("input", { type: "search", value: state.search, oninput: search }));
   const all = el("section", { class: "card" }, el("div", { class: "bar" }, find), runTable.element);
   const card = el("section", { class: "card", "aria-label": "Curves" }, controls, chart, about);
-  return { title: "Runs", content: [el("h1", {}, "Runs"), troubles, card, all, differing, scores] };
+  return { title: "Runs", content: [el("h1", {}, "Runs"), troubles, card, all, scores, differing] };
 }
 
 // Gives every run of `shown` a place among the colours, its own one if no earlier run has it: of up to eight runs no two
@@ -151,11 +152,12 @@ const swatch = (color) => {
   return mark;
 };
 
-// The newest alert, and how many there are beside it.
+// The newest alert, or the newest one of a collapse, and how many there are beside it.
 function alertMark({ alerts }) {
   if (!alerts.length) return null;
+  const worst = alerts.find(({ alert }) => alert.endsWith("_collapse")) ?? alerts[0];
   const said = alerts.map(({ alert, step, message }) => `step ${step}: ${words(alert)}: ${message}`).join("\n");
-  return el("span", { class: "tag bad", title: said }, `⚠ ${words(alerts[0].alert)}${alerts.length > 1 ? ` +${alerts.length - 1}` : ""}`);
+  return el("span", { class: "tag bad", title: said }, `⚠ ${words(worst.alert)}${alerts.length > 1 ? ` +${alerts.length - 1}` : ""}`);
 }
 
 function evaluationTable(evaluations) {

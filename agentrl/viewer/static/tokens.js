@@ -101,8 +101,9 @@ export class TokenView {
     const first = this.items.length - pieces.length;
     const of = (event) => event.target.closest?.("i[data-index]");
     box.addEventListener("pointerover", (event) => event.pointerType === "mouse" && of(event) && this.choose(Number(of(event).dataset.index), { passing: true }));
-    box.addEventListener("click", (event) => of(event) && this.choose(Number(of(event).dataset.index)));
-    box.addEventListener("focus", () => this.current < 0 && this.choose(first));
+    box.addEventListener("click", (event) => of(event) && this.choose(Number(of(event).dataset.index), { scroll: event.pointerType === "mouse" ? null : "nearest" })); // a phone's panel covers tokens
+    const inside = () => this.current >= first && this.current < first + pieces.length;
+    box.addEventListener("focus", () => box.matches(":focus-visible") && !inside() && this.choose(first)); // by keys
     box.addEventListener("keydown", (event) => {
       const all = this.items.length;
       const move = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -all, End: all }[event.key];

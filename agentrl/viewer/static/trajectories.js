@@ -136,7 +136,7 @@ function columnsOf(id) {
     { title: "Not trained", value: (row) => row.dropped, cell: (row) => row.dropped },
     { title: "Share of gradient", number: true, value: (row) => row.gradient_share },
     { title: "Seconds", number: true, value: (row) => row.seconds },
-    { title: "Statement", value: (row) => row.statement, class: "text" },
+    { title: "Statement", value: (row) => row.statement, class: "line" },
   ];
 }
 

@@ -1,6 +1,6 @@
 // One trajectory: the conversation with its tokens, what training made of each, and the siblings of its group.
 
-import { draw, lineStyle, Link } from "./charts.js";
+import { draw, drawable, lineStyle, Link } from "./charts.js";
 import { ask, isExported } from "./data.js";
 import { choice, el, factList, notices, number, said, section, visible, words } from "./dom.js";
 import { gradientOf, isConstant, TOKEN_FIELDS, TokenView } from "./tokens.js";
@@ -58,7 +58,7 @@ export async function trajectoryScreen({ parts: [id, step, place], query, rememb
     aboutTrajectory(page, id),
     ...notices([...page.problems, ...untold, ...without]),
     el("div", { class: "reading" }, section("Conversation", controls, conversation), panel),
-    section("Siblings along their tokens", siblingCharts(page, place)),
+    section("Siblings along their tokens", ...siblingCharts(page, place)),
     whatIf(page, { id, step, number: place }, take),
     section("The group side by side", siblingCards(page, id, step, place)),
   ];
@@ -146,7 +146,7 @@ function describe(panel, page, state, index, token, explain) {
   const close = el("button", { class: "close", type: "button", "aria-label": "Close", onclick: () => panel.classList.add("idle") }, "×");
   const formula = el("p", { class: "hint" }, `${fieldName(state.field)}: ${TOKEN_FIELDS[state.field]?.[1] ?? ""}`);
   panel.classList.remove("idle");
-  panel.replaceChildren(close, title, el("p", { class: "hint" }, `id ${token.id}`), el("table", {}, el("tbody", {}, rows)), formula, ...(page.fields.advantages && !isExported ? [explain(index)] : []));
+  panel.replaceChildren(el("div", { class: "top" }, title, close), el("p", { class: "hint" }, `id ${token.id}`), el("table", {}, el("tbody", {}, rows)), formula, ...(page.fields.advantages && !isExported ? [explain(index)] : []));
 }
 
 function scaleLegend(legend, scale, constant) {
@@ -165,12 +165,14 @@ const CURVES = [
 // Energy, baseline and advantage along the model's tokens, for every trajectory of the group.
 function siblingCharts(page, place) {
   const trained = page.siblings.filter((sibling) => sibling.curves);
-  if (!trained.length) return el("p", { class: "quiet" }, "No trajectory of the group has statistics of its tokens.");
+  if (!trained.length) return [el("p", { class: "quiet" }, "No trajectory of the group has statistics of its tokens.")];
   const link = new Link();
   const most = Math.max(...trained.map((sibling) => sibling.index.at(-1) ?? 0));
-  return CURVES.map(([name, title], row) => {
+  const drawn = drawable(trained, (sibling) => sibling.number === Number(place));
+  const fewer = drawn.length < trained.length ? [el("p", { class: "hint" }, `${drawn.length} of ${trained.length} trajectories are drawn, as many as can be told apart.`)] : [];
+  const charts = CURVES.map(([name, title], row) => {
     const chart = el("div", { class: "chart", role: "img", "aria-label": `${title} of the siblings` });
-    const series = trained.map((sibling, at) => ({
+    const series = drawn.map((sibling, at) => ({
       name: `${sibling.number}: reward ${number(sibling.reward)}`,
       x: sibling.index,
       y: sibling.curves[name],
@@ -181,6 +183,7 @@ function siblingCharts(page, place) {
     draw(chart, { series, link, extent: [0, most], height: 150, x: { title: row === CURVES.length - 1 ? "token of the model" : "", whole: true }, y: { title } });
     return chart;
   });
+  return [...fewer, ...charts];
 }
 
 function siblingCards(page, id, step, place) {

@@ -1,7 +1,7 @@
 // The stored group under another estimator, computed by the viewer's machine: curves beside those of training, and the
 // chosen trajectory's tokens to colour.
 
-import { draw, lineStyle, Link } from "./charts.js";
+import { draw, drawable, lineStyle, LOOKS, Link } from "./charts.js";
 import { ask, isExported } from "./data.js";
 import { choice, el, notices, number, said, section, table, words } from "./dom.js";
 
@@ -81,10 +81,12 @@ function valuesOf(options) {
 
 function shown(page, found, place) {
   const before = new Map(page.siblings.map((sibling) => [sibling.number, sibling]));
+  const drawn = drawable(found.siblings, (sibling) => sibling.number === Number(place), LOOKS / 2); // dots are training's
+  const fewer = drawn.length < found.siblings.length ? ` ${drawn.length} of ${found.siblings.length} trajectories are drawn, as many as can be told apart.` : "";
   const link = new Link();
   const charts = CURVES.map(([name, title], row) => {
     const chart = el("div", { class: "chart", role: "img", "aria-label": `${title} under the other estimator and in training` });
-    const series = found.siblings.flatMap((sibling, at) => {
+    const series = drawn.flatMap((sibling, at) => {
       const look = { color: lineStyle(at).color, width: sibling.number === Number(place) ? 2.6 : 1.1, held: true };
       const trained = before.get(sibling.number);
       return [
@@ -98,9 +100,9 @@ function shown(page, found, place) {
   const columns = [
     { title: "Trajectory", number: true, value: (sibling) => sibling.number },
     { title: "Reward", number: true, value: (sibling) => before.get(sibling.number).reward },
-    { title: "Mean advantage in training", number: true, value: (sibling) => before.get(sibling.number).mean_advantage },
-    { title: `Mean advantage by ${found.estimator}`, number: true, value: (sibling) => sibling.mean },
+    { title: "Mean advantage in training", number: true, fraction: true, value: (sibling) => before.get(sibling.number).mean_advantage },
+    { title: `Mean advantage by ${found.estimator}`, number: true, fraction: true, value: (sibling) => sibling.mean },
   ];
-  const power = `Gradient power of these trajectories: ${number(found.power)}, in training ${number(found.power_before)} (the diagonal proxy of the variance). Solid: ${said(found.estimator, found.options)}; dotted: training.`;
+  const power = `Gradient power of these trajectories: ${number(found.power)}, in training ${number(found.power_before)} (the diagonal proxy of the variance). Solid: ${said(found.estimator, found.options)}; dotted: training.${fewer}`;
   return [el("p", { class: "hint", "data-power": found.power }, power), ...charts, table(columns, found.siblings, { caption: "The group under both" }).element];
 }
