@@ -134,7 +134,10 @@ def _notes(run: RunDirectory) -> str:
 
 
 def flat_settings(run: RunDirectory) -> dict[str, object]:
-    """Every setting by its key, as on the command line; ``data.eval[0].path`` in lists. Raises WorldError where ``config.yaml`` is damaged."""
+    """Every setting by its key, as on the command line, in lists as ``data.eval[0].path``.
+
+    Raises WorldError where ``config.yaml`` is damaged.
+    """
     return _flat_settings(run.path, *_signature(run.config))
 
 
