@@ -91,6 +91,13 @@ def test_what_has_no_value_does_not_end_the_process(graded: Graded, answer: str,
     assert graded(answer, "1") is verdict
 
 
+def test_a_time_with_seconds(graded: Graded) -> None:
+    gold = r"4\!:\!51\!:\!06 \text{ p.m.}"
+    answers = ["4:51:06", "4:51:06 PM", "16:51:06", "4:51:06 a.m.", "4:51 p.m.", "4:51:07 p.m.", "9:42:12"]
+    assert [graded(answer, gold) is CORRECT for answer in answers] == [True] * 3 + [False] * 4
+    assert graded("10:20:30", "1:2:3") is CORRECT  # also a ratio
+
+
 GROWING = (
     r"\sum_{k=1}^{2023} \frac{1}{k^2}",
     r"\sum_{k=1}^{2023} k^{2023}",

@@ -162,20 +162,23 @@ def _number_of(words: Words) -> Number | None:
 def _same_time(gold: Answer, answer: Answer) -> bool:
     """Either half of the day, or either clock (22:30). ``3:10`` is also a fraction, and 9 is ``9 a.m.``"""
     if isinstance(gold, Clock) and isinstance(answer, Clock):
-        if not (gold.half and answer.half) and gold.minutes == answer.minutes:
+        if not (gold.half and answer.half) and gold.seconds == answer.seconds:
             return True
-        return (gold.half or answer.half) != "" and _minutes_of_day(gold) == _minutes_of_day(answer)
+        return (gold.half or answer.half) != "" and _second_of_day(gold) == _second_of_day(answer)
     clock, other = (gold, answer) if isinstance(gold, Clock) else (answer, gold)
-    if not isinstance(clock, Clock) or not isinstance(other, Leaf):
+    assert isinstance(clock, Clock)
+    numbers = [Leaf(digits, Number(Fraction(digits))) for digits in re.findall(r"\d+", clock.text)]
+    if isinstance(other, Bracketed):
+        return (
+            len(numbers) == 3 and not clock.half and _same_group(Bracketed(clock.text, "ratio", tuple(numbers)), other)
+        )
+    if not isinstance(other, Leaf) or len(numbers) != (1 if clock.half else 2):
         return False
-    hours, minutes = divmod(clock.minutes, 60)
-    if clock.half:
-        return ":" not in clock.text and other.tree == Number(Fraction(hours))
-    return other.tree == quotient(Number(Fraction(hours)), Number(Fraction(minutes)))
+    return other.tree == (numbers[0].tree if clock.half else quotient(numbers[0].tree, numbers[1].tree))
 
 
-def _minutes_of_day(clock: Clock) -> int:
-    return clock.minutes % 720 + 720 * (clock.half == "pm") if clock.half else clock.minutes
+def _second_of_day(clock: Clock) -> int:
+    return clock.seconds % 43_200 + 43_200 * (clock.half == "pm") if clock.half else clock.seconds
 
 
 def _same_numeral(gold: Answer, answer: Answer) -> bool:

@@ -2,9 +2,11 @@ r"""Read an expression, in LaTeX or as programs print it. All of the text must b
 
 >>> read_expression(r"\frac12") == read_expression("1/2")
 True
+>>> read_expression("2 pi r**2 - sqrt(A)") == read_expression(r"2\pi r^2-\sqrt{A}")
+True
 >>> read_expression("17 0")
 Traceback (most recent call last):
-agentrl_envs.grading.reading.tokens.UnreadableError: a number beside a factor
+agentrl_envs.grading.reading.reader.UnreadableError: a number beside a factor
 
 Factors side by side bind closer than a division sign: ``1/2x`` is ``1/(2x)``. Numbers side by side are no product, and
 an integer before a proper fraction is a mixed number. ``i`` is the imaginary unit unless it is the index of a sum.
@@ -12,13 +14,50 @@ an integer before a proper fraction is a mixed number. ``i`` is the imaginary un
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 from agentrl_envs.grading.reading.expressions import Apply, Expression, Number, Symbol, quotient
-from agentrl_envs.grading.reading.tokens import Token, UnreadableError, tokens_of
 
-_END = Token("end", "")
+_WORDS = {  # of plain notation: what LaTeX writes with a backslash
+    "pi": r"\pi", "oo": r"\infty", "inf": r"\infty", "infinity": r"\infty", "ln": r"\ln", "log": r"\ln",
+    "abs": r"\abs", "Abs": r"\abs", "asin": r"\arcsin", "acos": r"\arccos", "atan": r"\arctan",
+    "ceiling": r"\ceil", "Fraction": r"\Rational",
+}  # fmt: skip
+_SAME = "sqrt cbrt root Rational Integer Float exp sin cos tan sec csc cot sinh cosh tanh binomial factorial floor ceil"
+_WORDS |= {name: f"\\{name}" for name in (*_SAME.split(), "arcsin", "arccos", "arctan", "gcd", "lcm", "max", "min")}
+# Scientific notation, but for what is rather a multiple of Euler's number: 2e+1, 3e-4.
+_SCIENTIFIC = r"(?:\d*\.\d+[eE][-+]?\d+|1[eE][-+]?\d+|\d+[eE](?:\d+|[-+]\d{2,}))(?![\d.])"
+_PATTERN = re.compile(
+    r"(?P<blank>\s+)"
+    rf"|(?P<number>{_SCIENTIFIC}|"
+    r"\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+\.\d+|\d+|\.\d+)"
+    rf"|(?P<word>(?<![A-Za-z\\])(?:{'|'.join(sorted(_WORDS, key=len, reverse=True))})(?![A-Za-z]))"
+    r"|(?P<command>\\[A-Za-z]+|\\[%{}|\\])"
+    r"|(?P<name>[A-Z]{2,}|[A-Za-z])"
+    r"|(?P<sign>\*\*|[-+*/^_()\[\]{}|!',=&%:])",
+    re.ASCII,
+)
+_Kind = Literal["number", "command", "name", "sign", "end"]
+
+
+class UnreadableError(Exception):
+    """The text is not in a notation that is understood here."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    """``spaced``: a blank stands before it."""
+
+    kind: _Kind
+    text: str
+    spaced: bool = False
+
+
+_END = _Token("end", "")
 
 
 def _commands(names: str) -> frozenset[str]:
@@ -51,7 +90,7 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 def read_expression(text: str) -> Expression:
     """The expression that all of the text writes. Raises `UnreadableError`."""
     try:
-        reader = _Reader(tokens_of(text))
+        reader = _Reader(_tokens_of(text))
         tree = reader.whole()
         reader.expect_end()
     except RecursionError as error:
@@ -59,10 +98,38 @@ def read_expression(text: str) -> Expression:
     return tree
 
 
+def _tokens_of(text: str) -> list[_Token]:
+    """All of the text as tokens. Capitals side by side are one name: ``HHT`` is not ``THH``."""
+    found: list[_Token] = []
+    place, spaced = 0, False
+    while place < len(text):
+        match = _PATTERN.match(text, place)
+        if match is None:
+            raise UnreadableError(repr(text[place]))
+        place = match.end()
+        if match.lastgroup != "blank":
+            found.append(_token(str(match.lastgroup), match.group(), spaced))
+        spaced = match.lastgroup == "blank"
+    return found
+
+
+def _token(group: str, text: str, spaced: bool) -> _Token:
+    match group:
+        case "number":
+            return _Token("number", text.replace(",", ""), spaced)
+        case "word":
+            return _Token("command", _WORDS[text], spaced)
+        case "name":
+            return _Token("name", text, spaced)
+        case "command" if text != r"\%":
+            return _Token("command", text, spaced)
+    return _Token("sign", {"**": "^", r"\%": "%"}.get(text, text), spaced)
+
+
 class _Reader:
     """Recursive descent over the tokens."""
 
-    def __init__(self, tokens: list[Token]) -> None:
+    def __init__(self, tokens: list[_Token]) -> None:
         self._tokens = tokens
         self._place = 0
         self._indices: list[str] = []
@@ -193,7 +260,7 @@ class _Reader:
             return Apply("abs", (tree,))
         raise UnreadableError(f"{token.text!r} is no operand")
 
-    def _number(self, token: Token) -> Expression:
+    def _number(self, token: _Token) -> Expression:
         if self._next.text == "_":
             raise UnreadableError("a numeral of some base in an expression")
         mantissa, _, exponent = token.text.lower().partition("e")
@@ -207,7 +274,7 @@ class _Reader:
             return Apply("*", (value, Apply("i", ())))
         return value
 
-    def _name(self, token: Token) -> Expression:
+    def _name(self, token: _Token) -> Expression:
         name = token.text
         if name in ("e", "i") and name not in self._indices and self._next.text not in ("_", "'"):
             return Apply(name, ())
@@ -271,7 +338,7 @@ class _Reader:
             raise UnreadableError(f"{self._next.text!r} is no argument")
         return self._operand()
 
-    def _command(self, token: Token) -> Expression:
+    def _command(self, token: _Token) -> Expression:
         name = token.text
         if name in _SIMPLE:
             return _SIMPLE[name](self)
@@ -341,9 +408,6 @@ class _Reader:
         inner = self._operand() if self._next.text == "(" else self._argument()
         return Apply("root", (inner, degree))
 
-    def _binomial(self) -> Expression:
-        return Apply("binomial", (self._argument(), self._argument()))
-
     def _series(self, name: str) -> Expression:
         r"""``\sum_{k=1}^{n} a_k``."""
         for sign in ("_", "{"):
@@ -383,7 +447,7 @@ class _Reader:
         return self._raw()
 
     @property
-    def _next(self) -> Token:
+    def _next(self) -> _Token:
         return self._tokens[self._place] if self._place < len(self._tokens) else _END
 
     @property
@@ -391,7 +455,7 @@ class _Reader:
         """The sign before the token that was taken last."""
         return self._tokens[self._place - 2].text if self._place >= 2 else ""
 
-    def _take(self) -> Token:
+    def _take(self) -> _Token:
         token = self._next
         self._place += 1
         return token
@@ -413,7 +477,7 @@ _SIMPLE: dict[str, Callable[[_Reader], Expression]] = {
     r"\imath": lambda _: Apply("i", ()),
     r"\frac": _Reader._fraction,
     r"\sqrt": _Reader._root,
-    r"\binom": _Reader._binomial,
+    r"\binom": lambda reader: Apply("binomial", (reader._argument(), reader._argument())),
     r"\sum": lambda reader: reader._series("sum"),
     r"\prod": lambda reader: reader._series("product"),
     r"\begin": _Reader._matrix,

@@ -56,65 +56,73 @@ _CHARACTERS = _Characters({code: chr(code) for code in range(128)})
 _CHARACTERS |= {0x3B1 + place: f"\\{name} " for place, name in enumerate(_GREEK.split()) if name != "_"}
 for _sign, _others in (line.split() for line in _SIGNS.replace("\n", "").split(";")):
     _CHARACTERS |= {ord(other): f"{_sign} " if re.search(r"\\[a-z]+$", _sign) else _sign for other in _others}
-_PLAIN = re.compile(r"[+-]?\d+(?:\.\d+)?", re.ASCII)
+_PLAIN = re.compile(r"(\$?)([+-]?\d+(?:,\d+)*(?:\.\d+)?)\1", re.ASCII)  # No rewriting changes such a number.
 _MATH_SIGNS = [pair.split() for pair in (r"$$ $$", "$ $", r"\( \)", r"\[ \]", "** **", "__ __", "` `", "* *")]
 _BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])\s*")
 _INNER = r"[^{}]*(?:\{[^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*\}[^{}]*)*"
 _ARGUMENT = rf"\{{({_INNER})\}}"
-_REWRITTEN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\\\\(?=[A-Za-z])(?!\w*\s*[&\\])(?<!\\\\\\\\)(?=frac|sqrt|text|pi|left|right|cup|infty|le|ge)", r"\\"),
-        (r"(?<!\\)\$((?:[^$\\]|\\.)+)\$", r"\1"),
-        (r"\\(?:math|text)(?:bf|rm|it)?\s*\{\s*(\d[\d.]*)\s*\}", r"\1"),
-        (r"\\(?:left|right)\s*\.", ""),
-        (r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|biggl?|biggr?|displaystyle|textstyle|limits)(?![A-Za-z])\s?", ""),
-        (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
-        (r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
-        (rf"\\textcolor\s*\{{[^{{}}]*\}}\s*{_ARGUMENT}", r"\1"),
-        (rf"\{{\\color\s*\{{[^{{}}]*\}}\s*({_INNER})\}}|\\color\s*\{{[^{{}}]*\}}\s*(?:{_ARGUMENT})?", r"\1\2"),
-        (r"(?<=\d)(?:,\s*\\!\s*|\\[,;: ]|~|\{,\})(?=\d{3}(?!\d))", ""),
-        (r"\\!", ""),
-        (r"\\q?quad(?![A-Za-z])", " "),
-        (r"\{\s*:\s*\}|\\colon(?![A-Za-z])", ":"),
-        (r"(?<![\w)}])\+/-", r"\\pm "),
-        (r"\\(?:measuredangle|sphericalangle)(?![A-Za-z])", r"\\angle"),
-        (r"(?<=\d)\s*\\circ(?![A-Za-z])(?!\s*[\w(\\{])", r"^{\\circ}"),
-        (r"(?<=[\d)}])\s*\^\s*(?:o(?![A-Za-z])|(?:\\(?:text|mathrm))?\s*\{\s*o\s*\})", r"^{\\circ}"),
-        (r"\^\s*\{\s*\\degrees?\s*\}|\^?\s*\\degrees?(?![A-Za-z])", r"^{\\circ}"),
+_COLOR = r"\\color\s*\{[^{}]*\}\s*"
+_UPRIGHT = r"\\(?:text|mathrm)\s*\{\s*"
+# Each pattern is preceded by a substring of all its matches. Most answers contain few of these substrings.
+_REWRITTEN: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
+    (needed, re.compile(pattern), replacement)
+    for needed, pattern, replacement in (
+        ("\\\\", r"\\\\(?!\w*\s*[&\\])(?<!\\\\\\\\)(?=frac|sqrt|text|pi|left|right|cup|infty|le|ge)", r"\\"),
+        ("$", r"(?<!\\)\$((?:[^$\\]|\\.)+)\$", r"\1"),
+        ("\\", r"\\(?:math|text)(?:bf|rm|it)?\s*\{\s*(\d[\d.]*)\s*\}", r"\1"),
+        (".", r"\\(?:left|right)\s*\.", ""),
+        ("\\", r"\\(?:left|right|[bB]ig[lr]?|bigg[lr]?|displaystyle|textstyle|limits)(?![A-Za-z])\s?", ""),
+        (r"\lbrace", r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\rbrace", r"\\rbrace(?![A-Za-z])", r"\\}"),
+        ("frac", r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        ("binom", r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
+        (r"\textcolor", rf"\\textcolor\s*\{{[^{{}}]*\}}\s*{_ARGUMENT}", r"\1"),
+        (r"\color", rf"\{{{_COLOR}({_INNER})\}}|{_COLOR}(?:{_ARGUMENT})?", r"\1\2"),
+        ("", r"(?<=\d)(?:,\s*\\!\s*|\\[,;: ]|~|\{,\})(?=\d{3}(?!\d))", ""),
+        (r"\!", r"\\!", ""),
+        ("quad", r"\\q?quad(?![A-Za-z])", " "),
+        (r"\colon", r"\\colon(?![A-Za-z])", ":"),
+        ("{", r"\{\s*:\s*\}", ":"),
+        ("+/-", r"(?<![\w)}])\+/-", r"\\pm "),
+        ("angle", r"\\(?:measuredangle|sphericalangle)(?![A-Za-z])", r"\\angle"),
+        (r"\circ", r"(?<=\d)\s*\\circ(?![A-Za-z])(?!\s*[\w(\\{])", r"^{\\circ}"),
+        ("^", r"(?<=[\d)}])\s*\^\s*(?:o(?![A-Za-z])|(?:\\(?:text|mathrm))?\s*\{\s*o\s*\})", r"^{\\circ}"),
+        (r"\degree", r"\^\s*\{\s*\\degrees?\s*\}|\^?\s*\\degrees?(?![A-Za-z])", r"^{\\circ}"),
+        ("deg", rf"(?<=[\d)}}])\s*(?:{_UPRIGHT}deg(?:rees?)?\s*\}}|deg(?:rees?)?(?![A-Za-z]))", r"^{\\circ}"),
+        ("度", rf"(?<=[\d)}}])\s*(?:{_UPRIGHT}度\s*\}}|度(?![A-Za-z]))", r"^{\\circ}"),
+        (r"\operatorname", r"\\operatorname\*?\s*\{([a-z]+)\}", r"\\\1 "),
+        ("\\", r"(?<!\\)\\(?:[,;:>]|(?= ))", " "),
+        ("~", "~", " "),
+        ("  ", r" {2,}", " "),
         (
-            r"(?<=[\d)}])\s*(?:\\(?:text|mathrm)\s*\{\s*(?:degrees?|deg|度)\s*\}|(?:degrees?|deg|度)(?![A-Za-z]))",
-            r"^{\\circ}",
-        ),
-        (r"\\operatorname\*?\s*\{([a-z]+)\}", r"\\\1 "),
-        (r"(?<!\\)\\(?:[,;:>]|(?= ))|~", " "),
-        (r" {2,}", " "),
-        (
+            "{",
             r"(?<![\d}])(?<![\d}] )(?<!\\cdot)\\(?:mathrm|mathit|rm|text)\s*\{\s*([a-zA-Z])\s*\}(?=\s*[-+*^/=)},]|$)",
             r"\1",
         ),
-        (r"\\frac\s*\\pi(?![A-Za-z])", r"\\frac{\\pi}"),
-        (r"\\frac\{([^{}]*)\}\s*(\\pi(?![A-Za-z])|[0-9A-Za-z])", r"\\frac{\1}{\2}"),
-        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
-        (r"\\phantom\s*(?:\{[^{}]*\}|[^{}\s])", ""),
-        (r"[\[(]\s*\\begin\{array\}\s*\{[^{}]*\}(.*?)\\end\{array\}\s*[\])]", r"\\begin{pmatrix}\1\\end{pmatrix}"),
-        (r"^(?:\\approx(?![A-Za-z])|=)\s*", ""),
-        (r"√\s*(\d+|\([^()]*\)|[a-z])", r"\\sqrt{\1}"),
-        (r"\\sqrt\[3\]\s*(\d+|\([^()]*\)|[a-z])", r"\\sqrt[3]{\1}"),
-        (r"(?<=[)\]}])\s*U\s*(?=[(\[\\])", r" \\cup "),
-        (r"(?<![A-Za-z\\])oo(?![A-Za-z])", r"\\infty "),
-        (r"(?<=[(,\s])\+\s*\\infty", r"\\infty"),
-        (r"\\text\s*\{[\s.,]*\}", ""),
-        (r"\s*(?:\\text\s*\{\s*)?\b(?:percentage|percent|pct)\b(?:\s*\})?", r"\\%"),
-        (r" {2,}", " "),
+        (r"\pi", r"\\frac\s*\\pi(?![A-Za-z])", r"\\frac{\\pi}"),
+        (r"\frac", r"\\frac\{([^{}]*)\}\s*(\\pi(?![A-Za-z])|[0-9A-Za-z])", r"\\frac{\1}{\2}"),
+        (r"\frac", r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"\phantom", r"\\phantom\s*(?:\{[^{}]*\}|[^{}\s])", ""),
+        (
+            "{array}",
+            r"[\[(]\s*\\begin\{array\}\s*\{[^{}]*\}(.*?)\\end\{array\}\s*[\])]",
+            r"\\begin{pmatrix}\1\\end{pmatrix}",
+        ),
+        ("", r"^(?:\\approx(?![A-Za-z])|=)\s*", ""),
+        ("√", r"√\s*(\d+|\([^()]*\)|[a-z])", r"\\sqrt{\1}"),
+        (r"\sqrt[3]", r"\\sqrt\[3\]\s*(\d+|\([^()]*\)|[a-z])", r"\\sqrt[3]{\1}"),
+        ("U", r"(?<=[)\]}])\s*U\s*(?=[(\[\\])", r" \\cup "),
+        ("oo", r"(?<![A-Za-z\\])oo(?![A-Za-z])", r"\\infty "),
+        (r"\infty", r"(?<=[(,\s])\+\s*\\infty", r"\\infty"),
+        (r"\text", r"\\text\s*\{[\s.,]*\}", ""),
+        ("p", r"\s*(?:\\text\s*\{\s*)?\b(?:percentage|percent|pct)\b(?:\s*\})?", r"\\%"),
+        ("  ", r" {2,}", " "),
     )
 )
 _AROUND_SIGNS = re.compile(r"(?<=[^A-Za-z0-9.]) | (?=[^A-Za-z0-9.])")
 _BEHIND = " \t\r\n,;"
 _SPACED_THOUSANDS = re.compile(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
-_MIXED = re.compile(r"(?P<whole>[+-]?\d+) (?P<over>\d+)/(?P<under>\d+)", re.ASCII)
+_MIXED = re.compile(r"\A([+-]?\d+) (\d+)/(\d+)\Z", re.ASCII)
 _REPEATING = re.compile(
     r"""(?<![\d.])(?P<whole>\d*)\.(?:
         (?P<fixed>\d*)(?:
@@ -126,7 +134,6 @@ _REPEATING = re.compile(
     )""",
     re.VERBOSE | re.ASCII,
 )
-_HAS_WORDS = re.compile(r"[A-Za-z]{2}|[\u4e00-\u9fff]")
 _OPEN = r"(?P<open>\\(?:text|textbf|mathrm|mbox)\s*\{\s*)?"
 _CLOSED = r"\s*(?P<closed>\})?\s*"
 _SO = re.compile(rf"{_OPEN}(?P<subject>(?:so|thus|hence|therefore|then)(?![A-Za-z])[,:]?){_CLOSED}", re.IGNORECASE)
@@ -162,18 +169,17 @@ NO_SOLUTION, NO_VALUE = "no solution", "no value"
 
 def respelled(text: str) -> str:
     """The answer without math signs, boxes and marks around it, sizes, thin spaces, unicode signs, a full stop."""
-    if _PLAIN.fullmatch(text):
-        return text
+    plain = _PLAIN.fullmatch(text)
+    if plain is not None:
+        return plain[2]
     text = _stated(_bare(text if text.isascii() else _in_latex(text)))
-    for pattern, replacement in _REWRITTEN:
-        text = pattern.sub(replacement, text)
+    for needed, pattern, replacement in _REWRITTEN:
+        if needed in text:
+            text = pattern.sub(replacement, text)
     text = _bare(_REPEATING.sub(_repeating, text) if "." in text else text)
     if _SPACED_THOUSANDS.fullmatch(text):
         return text.replace(" ", "")
-    mixed = _MIXED.fullmatch(text)
-    if mixed:
-        return f"{mixed['whole']}\\frac{{{mixed['over']}}}{{{mixed['under']}}}"
-    return text
+    return _MIXED.sub(r"\1\\frac{\2}{\3}", text)
 
 
 def unstyled(text: str) -> str:
@@ -211,9 +217,7 @@ def _stated(text: str) -> str:
 
     The subject must name a quantity (`is_name`), as the left side of an equation: ``half the answer is 42`` is no 42.
     """
-    if not _HAS_WORDS.search(text):
-        return text
-    behind = _IS_THE_ANSWER.fullmatch(text)
+    behind = _IS_THE_ANSWER.fullmatch(text) if "is " in text else None
     if behind is not None:
         return behind["answer"]
     for pattern in (_SO, _SUBJECT):
@@ -264,10 +268,11 @@ def _without_box(text: str) -> str:
 
 def _without_math_signs(text: str) -> str:
     for left, right in _MATH_SIGNS:
-        inner = text[len(left) : len(text) - len(right)]
-        once = left not in inner.replace("\\$", "") and right not in inner.replace("\\$", "")
-        if text.startswith(left) and text.endswith(right) and inner.strip() and once:
-            return inner.strip()
+        if text.startswith(left) and text.endswith(right):
+            inner = text[len(left) : len(text) - len(right)].strip()
+            unescaped = inner.replace("\\$", "")
+            if inner and left not in unescaped and right not in unescaped:
+                return inner
     return text
 
 

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from agentrl_envs.grading.reading.expressions import Apply, Expression, Number, Symbol, symbols
-from agentrl_envs.grading.reading.reader import read_expression
+from agentrl_envs.grading.reading.reader import UnreadableError, read_expression
 from agentrl_envs.grading.reading.spelling import (
     NO_SOLUTION,
     NO_VALUE,
@@ -28,7 +28,6 @@ from agentrl_envs.grading.reading.spelling import (
     unstyled,
     words_in,
 )
-from agentrl_envs.grading.reading.tokens import UnreadableError
 from agentrl_envs.grading.reading.units import (
     Unit,
     number_in_words,
@@ -65,10 +64,10 @@ class Numeral:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """A time of day in minutes after 0:00 as written; ``half``: ``am`` or ``pm``, or empty."""
+    """A time of day in seconds after 0:00 as written; ``half``: ``am`` or ``pm``, or empty."""
 
     text: str
-    minutes: int
+    seconds: int
     half: str
 
 
@@ -123,7 +122,9 @@ _THOUSANDS = re.compile(
     r"[+-]?\s*\\?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?:\s*\\[a-z]+\{[^{}]*\}|\s*[a-z][a-z ]*|\s*\\?[%$])?"
 )
 _TO = re.compile(r"(?<=[\d)}])\s*(?:\\text\s*\{\s*to\s*\}|(?<![A-Za-z])to(?![A-Za-z]))\s*(?=[\d({\\])")
-_CLOCK = re.compile(r"(\d{1,2})(?::(\d\d))?\s*(?:\\(?:text|mathrm)\s*\{\s*)?(?:([ap])\.? ?m\.?)?\s*\}?", re.IGNORECASE)
+_CLOCK = re.compile(
+    r"(\d{1,2})(?::(\d\d)(?::(\d\d))?)?\s*(?:\\(?:text|mathrm)\s*\{\s*)?(?:([ap])\.? ?m\.?)?\s*\}?", re.IGNORECASE
+)
 _NUMERAL = re.compile(
     r"[({]?\s*(?P<digits>-?[0-9A-F]+(?:\.[0-9A-F]+)?|[01]{1,4}(?: [01]{3,4})+)\s*[)}]?\s*"
     r"(?:_\s*(?P<base>\d+|[({]*\s*\w+\s*[)}]*)|[({]?\s*(?:in )?base\s*[({]*\s*(?P<named>\w+)\s*[)}]*)\s*",
@@ -362,14 +363,12 @@ def _with_two_signs(text: str) -> Answer | None:
 
 def _clock(text: str) -> Clock | None:
     time = _CLOCK.fullmatch(text)
-    if time is None or not (time[2] or time[3]):
+    if time is None or not (time[2] or time[4]):
         return None
-    hours, minutes = int(time[1]), int(time[2] or 0)
-    return (
-        Clock(text, 60 * hours + minutes, f"{time[3].lower()}m" if time[3] else "")
-        if hours < 24 and minutes < 60
-        else None
-    )
+    hours, minutes, seconds = (int(time[place] or 0) for place in (1, 2, 3))
+    if hours > 23 or minutes > 59 or seconds > 59:
+        return None
+    return Clock(text, 3600 * hours + 60 * minutes + seconds, f"{time[4].lower()}m" if time[4] else "")
 
 
 def _ratio(text: str) -> Answer | None:
