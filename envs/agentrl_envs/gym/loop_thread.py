@@ -51,7 +51,8 @@ class LoopThread:
         None while the loop waits for events.
         """
         frame = sys._current_frames().get(self._thread.ident or 0)
-        stack = [at for at in traceback.extract_stack(frame) if not at.filename.startswith("<")] if frame else []
+        stack: list[traceback.FrameSummary] = traceback.extract_stack(frame) if frame else []
+        stack = [at for at in stack if not at.filename.startswith("<") and at.filename != __file__]
         outside = [at for at in stack if at.filename.startswith(_INSTALLED) or not at.filename.startswith(_STANDARD)]
         own = [at for at in outside if not at.filename.startswith(_INSTALLED)]
         return next(reversed(own or outside), None)
