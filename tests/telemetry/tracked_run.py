@@ -105,7 +105,7 @@ def read_trackio(folder: Path) -> dict[str, object]:
 def read_tensorboard(folder: Path) -> dict[str, object]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder))
+    events = EventAccumulator(str(folder.parents[1]))
     events.Reload()
     tags = events.Tags()
     scalars = {tag: [(item.step, item.value) for item in events.Scalars(tag)] for tag in tags["scalars"]}

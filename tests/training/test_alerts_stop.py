@@ -29,7 +29,7 @@ def test_an_alert_is_shown_recorded_and_stops_the_run(command_line: CommandLine,
     assert said.count("warning: alert no_signal at step 5") == 2  # as it begins, and at the end
     assert "stopped after step 5; checkpoint saved" in said
     run = RunDirectory(command_line.folder / "runs" / "failing")
-    assert list((run.trackers / "tensorboard").glob("events.out.tfevents.*"))
+    assert list(run.trackers.parent.glob("events.out.tfevents.*"))
     assert [(alert.step, alert.alert) for alert in run.alerts()] == [(5, "no_signal")]
     check_trace(run)
 

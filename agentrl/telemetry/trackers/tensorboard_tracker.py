@@ -1,4 +1,4 @@
-"""TensorBoard: ``telemetry.trackers=[tensorboard]`` writes event files to ``trackers/tensorboard/``."""
+"""TensorBoard: ``telemetry.trackers=[tensorboard]`` writes event files into the run directory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ class TensorboardTracker:
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.id = self.place = str(run.folder)
+        # TensorBoard names a run by its path below --logdir: a folder of its own would be NAME/trackers/tensorboard.
+        self.id = self.place = str(run.folder.parents[1])
         self._step = run.step
-        self._writer = SummaryWriter(str(run.folder), purge_step=run.step + 1 if run.continued else None)
+        self._writer = SummaryWriter(self.place, purge_step=run.step + 1 if run.continued else None)
         lines = (f"    {key}: {json.dumps(value, default=str)}" for key, value in run.settings.items())
         self._writer.add_text("settings", "\n".join(lines), run.step)
 

@@ -130,7 +130,7 @@ def _public_functions(base: type) -> dict[str, Callable[..., object]]:
     The order of ``vars`` is not enough: cloudpickle restores the classes of a notebook with their attributes sorted by
     name. The lines of the functions say the order, unless one of them comes from outside the class body.
     """
-    functions = {
+    functions: dict[str, Callable[..., object]] = {
         name: member for name, member in vars(base).items() if inspect.isfunction(member) and not name.startswith("_")
     }
     originals = {name: inspect.unwrap(member) for name, member in functions.items()}

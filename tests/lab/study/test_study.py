@@ -136,7 +136,8 @@ def test_a_study_keeps_failures_goes_on_and_reports_from_its_record(tmp_path: Pa
     assert [run.status for run in record.runs] == ["finished", "finished", "finished", "failed"]
     assert [run.final for run in record.runs] == [0.6, 0.6, 0.7, None]
     report = (home / "report.md").read_text()
-    assert "| tir_otb | 2 | 0.200 [0.200, 0.200] | 0.650 [0.600, 0.700] |" in report
+    # 0.6 and 0.7: t(1) = 12.706, half-width 12.706 x 0.0707 / sqrt(2).
+    assert "| tir_otb | 2 | 0.200 [0.200, 0.200] | 0.650 [0.015, 1.285] |" in report
     assert "| tir_otb | 2 of 2 | 200 | 16 |" in report
     assert "| grpo | 1 | failed | exit status 1 error: the machine is on fire |" in report
     assert (home / "curves.png").stat().st_size > 10_000
