@@ -179,6 +179,14 @@ def test_names_count_up_and_do_not_touch_existing_runs(tmp_path: Path) -> None:
 
 # Shipped configs
 
+OTB_PAPER = {
+    "otb_paper_7b": ("Qwen/Qwen2.5-7B", True),
+    "otb_paper_8b": ("Qwen/Qwen3-8B-Base", False),
+    "otb_paper_8b_tir": ("Qwen/Qwen3-8B-Base", True),
+    "otb_paper_14b": ("Qwen/Qwen3-14B-Base", False),
+}
+"""Model of each recipe, and whether it has tools."""
+
 
 @pytest.mark.parametrize("name", sorted(shipped_configs()))
 def test_every_shipped_config_loads(name: str) -> None:
@@ -186,7 +194,7 @@ def test_every_shipped_config_loads(name: str) -> None:
 
 
 def test_the_named_configs_are_shipped_under_every_spelling() -> None:
-    assert {"tiny", "word_problems", "simpletir_7b", "otb_paper_7b"} <= set(shipped_configs())
+    assert {"tiny", "word_problems", "simpletir_7b", *OTB_PAPER} <= set(shipped_configs())
     file = shipped_configs()["tiny"]
     assert shipped_config("tiny") == shipped_config("tiny.yaml") == shipped_config("configs/tiny.yaml") == file
     assert shipped_config("huge") is None
@@ -219,11 +227,25 @@ def test_a_recipe_for_a_large_model_says_where_everything_runs(name: str) -> Non
     assert (training.zero_stage, settings.checkpoint.every) == (2, 20)
 
 
-def test_otb_paper_7b_has_the_published_values() -> None:
-    settings = load_settings(config_file="otb_paper_7b")
-    assert (settings.rollout.problems_per_step, settings.rollout.group_size) == (128, 16)
-    assert (settings.rollout.max_response_tokens, settings.algorithm.updates_per_step) == (8192, 1)
-    assert (settings.algorithm.estimator, settings.optimizer.learning_rate) == ("tir_otb", 1e-6)
+@pytest.mark.parametrize(("name", "recipe"), OTB_PAPER.items())
+def test_the_recipes_of_the_otb_paper_have_the_published_values(name: str, recipe: tuple[str, bool]) -> None:
+    """Section 6 and appendices F.1 and F.4; the estimators are those of its documentation."""
+    settings = load_settings(config_file=name)
+    rollout, algorithm, evaluation = settings.rollout, settings.algorithm, settings.evaluation
+    model, tools = recipe
+    assert settings.model.path == model
+    assert (rollout.problems_per_step, rollout.group_size, rollout.max_response_tokens) == (128, 16, 8192)
+    assert (rollout.temperature, settings.optimizer.learning_rate) == (1.0, 1e-6)
+    assert (algorithm.updates_per_step, algorithm.loss, algorithm.entropy_coefficient) == (1, "reinforce", 0.0)
+    assert settings.kl.coefficient == 0
+    assert (evaluation.samples, evaluation.temperature, evaluation.top_p) == (32, 1.0, 0.95)
+    assert len(settings.data.eval) == 4
+    if tools:
+        assert isinstance(settings.environment, SimpleTIRSettings)
+        assert (settings.environment.max_turns, algorithm.estimator) == (5, "tir_otb")
+    else:
+        assert isinstance(settings.environment, ReasoningSettings)
+        assert algorithm.estimator == "otb"
 
 
 # Bad input: each message names the key, the value, what is valid, and the nearest key

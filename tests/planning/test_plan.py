@@ -10,7 +10,7 @@ import pytest
 import torch
 from planning.support import gpus, tiny_shape, wish
 
-from agentrl.config import load_settings
+from agentrl.config import load_settings, shipped_configs
 from agentrl.errors import SettingsError
 from agentrl.models.settings import ModelSettings
 from agentrl.planning.command import PlanRequest, plan_command, plan_for
@@ -101,8 +101,14 @@ def test_a_recipe_has_a_plan_that_loads(memory: int, tmp_path: Path, monkeypatch
     assert loaded.model.gradient_checkpointing
 
 
-@pytest.mark.parametrize("recipe", ["simpletir_7b", "otb_paper_7b"])
-@pytest.mark.parametrize(("overlays", "memory"), [([], 80), (["lora"], 48)])
+@pytest.mark.parametrize(
+    ("recipe", "overlays", "memory"),
+    [
+        *((recipe, [], 80) for recipe in shipped_configs() if recipe.startswith(("simpletir", "otb_paper"))),
+        ("simpletir_7b", ["lora"], 48),
+        ("otb_paper_7b", ["lora"], 48),
+    ],
+)
 def test_the_dry_run_of_a_recipe_shows_that_eight_gpus_hold_it(
     recipe: str, overlays: list[str], memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
