@@ -254,10 +254,12 @@ def _user_panels() -> list[Panel]:
 
 
 _VARIANCE = {
-    "variance/diagonal_proxy": BLUE,
-    "variance/head_exact_P": ORANGE,
-    "variance/head_exact_S": GREEN,
-    "variance/head_exact_var": RED,
+    "variance/total_power": BLUE,
+    "variance/signal_strength": SKY,
+    "variance/pure_noise": VIOLET,
+    "variance/head_exact_total_power": ORANGE,
+    "variance/head_exact_signal_strength": GREEN,
+    "variance/head_exact_pure_noise": RED,
 }
 _entropy = _single(METRICS["policy/entropy"], VIOLET)
 _gradient_norm = _single(METRICS["policy/gradient_norm"], ORANGE)

@@ -10,6 +10,7 @@ from agentrl.algorithms import (
     diagnostics,
     diagonal_proxy,
 )
+from agentrl.training.step.diagnostics import variance_proxies
 
 TEMPERATURE = 0.8
 
@@ -156,3 +157,16 @@ def test_shapes_must_agree():
         accumulator.update(hidden=torch.zeros(4, 2), targets=three, advantages=three, rows=three, groups=three)
     with pytest.raises(InvalidInputError, match="temperature positive"):
         HeadVarianceAccumulator(torch.zeros(5, 2), temperature=0.0)
+
+
+def test_total_power_signal_strength_and_pure_noise_are_the_published_ones():
+    energy = torch.tensor([[0.5, 1.0, 0.5], [0.25, 0.75, 9.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    advantages = torch.tensor([[0.5] * 3, [-2.0] * 3])  # one a trajectory: W A^2, W = 2 and 1
+    powers = diagonal_proxy(energy, advantages, mask)
+    assert powers.tolist() == [2 * 0.25, 1 * 4.0]
+    found = variance_proxies(total_power=float(powers.mean()), gradient_norm=0.5, trajectories=2)
+    assert found == {"variance/signal_strength": 0.25, "variance/pure_noise": 2.25 - 0.25}
+    assert variance_proxies(total_power=6.0, gradient_norm=2.0, trajectories=5)["variance/pure_noise"] == 0.5
+    alone = variance_proxies(total_power=6.0, gradient_norm=1e200, trajectories=1)
+    assert alone == {"variance/signal_strength": float("inf")}

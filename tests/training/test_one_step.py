@@ -219,8 +219,12 @@ def test_effective_sample_size_is_that_of_the_step_however_it_was_split(alone: R
 
 def test_head_exact_variance_is_that_of_all_ranks_groups(alone: Results, pair: Results) -> None:
     one, two = (results["token_mean/groups"]["metrics"] for results in (alone, pair))
-    assert one["variance/head_exact_P"] > one["variance/head_exact_S"] > 0
-    for name in ("variance/head_exact_P", "variance/head_exact_S", "variance/head_exact_var"):
+    assert one["variance/head_exact_total_power"] > one["variance/head_exact_signal_strength"] > 0
+    for name in (
+        "variance/head_exact_total_power",
+        "variance/head_exact_signal_strength",
+        "variance/head_exact_pure_noise",
+    ):
         assert two[name] == pytest.approx(one[name], rel=1e-5)
 
 
@@ -297,7 +301,9 @@ def test_stored_statistics_add_up_to_the_metrics(stored: Path, alone: Results, c
     entropy = np.concatenate([row.entropy for row in rows]).astype(float)
     assert entropy.mean() == pytest.approx(metrics["policy/entropy"], rel=1e-3)
     power = sum(float((row.energy.astype(float) * row.advantages**2).sum()) for row in rows) / len(rows)
-    assert power == pytest.approx(metrics["variance/diagonal_proxy"], rel=1e-6)
+    assert power == pytest.approx(metrics["variance/total_power"], rel=1e-6)
+    assert (signal := metrics["variance/signal_strength"]) == metrics["policy/gradient_norm"] ** 2 > 0
+    assert metrics["variance/pure_noise"] == pytest.approx((power - signal) / (len(rows) - 1), rel=1e-6)
     assert sum(len(row) for row in rows) == metrics["policy/tokens"]
     if case in ("token_mean", "void_rows"):
         assert sum(row.loss_weight * row.loss_mask.sum() for row in rows) == pytest.approx(1.0)

@@ -124,16 +124,26 @@ _STALENESS = (
     Metric("queue/running_groups", "groups", "Groups that are being played.", "", _AHEAD),
 )  # fmt: skip
 _VARIANCE = (
-    Metric("variance/diagonal_proxy", "",
-           "Mean over trajectories of `sum_t w_t A_t^2`, a proxy of the gradient's power.", "falls or stays", _TRAINED,
-           "diagonal proxy"),
-    Metric("variance/head_exact_P", "",
-           "Mean squared norm of a group's gradient of the head ([formulas.md](formulas.md)).", "", _HEAD_EXACT,
-           "head exact: P, power"),
-    Metric("variance/head_exact_S", "", "Squared norm of the mean gradient of the head.", "not far below P",
-           _HEAD_EXACT, "head exact: S, signal"),
-    Metric("variance/head_exact_var", "", "`(P - S) / (groups - 1)`, the variance of the mean.", "small beside S",
-           _HEAD_EXACT, "head exact: variance"),
+    Metric("variance/total_power", "",
+           "Total power (OTB paper, Eq. 65): mean over trajectories of `sum_t w_t A_t^2`, which is `W A^2` where a "
+           "trajectory has one advantage. `w` is `policy/energy`'s, so the norm is one with respect to the logits.",
+           "falls or stays", _TRAINED, "total power"),
+    Metric("variance/signal_strength", "",
+           "Signal strength (OTB paper, Eq. 66): squared norm of the mean gradient, the square of "
+           "`policy/gradient_norm`. With respect to the parameters and on the loss's scale: not comparable in size "
+           "with `variance/total_power`.", "steady", _TRAINED, "signal strength"),
+    Metric("variance/pure_noise", "",
+           "Pure noise (OTB paper, Eq. 67): `(total_power - signal_strength) / (N - 1)`, N the trajectories of the "
+           "step. As published, it subtracts norms of two spaces: read its trend, it may be negative. "
+           "`variance/head_exact_pure_noise` has one space.", "falls or stays", "two trajectories were trained",
+           "pure noise"),
+    Metric("variance/head_exact_total_power", "",
+           "Total power P, exact for the head's weight, with groups as units: mean squared norm of a group's gradient "
+           "([formulas.md](formulas.md)).", "", _HEAD_EXACT, "head exact: total power"),
+    Metric("variance/head_exact_signal_strength", "", "Signal strength S of the same: squared norm of the mean "
+           "gradient.", "not far below P", _HEAD_EXACT, "head exact: signal strength"),
+    Metric("variance/head_exact_pure_noise", "", "Pure noise of the same: `(P - S) / (groups - 1)`, the variance of "
+           "the mean.", "small beside S", _HEAD_EXACT, "head exact: pure noise"),
 )  # fmt: skip
 _CORRECTIONS = (
     Metric("correction/mean_abs_difference", "nats/token", "Mean `|log rho|`, `rho = p_trainer / p_engine`, over all "

@@ -64,6 +64,10 @@ class Meter:
         total, weight = engine.all_reduce(pair).tolist()
         return float(total / weight) if weight else 0.0
 
+    def weight_of(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
+        """The weight of one mean so far, over all ranks. Collective."""
+        return float(engine.all_reduce(self._weights[name].clone()))
+
     def largest_of(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
         """One maximum so far, over all ranks; 0 if nothing weighs. Collective."""
         value = float(engine.all_reduce_largest(self._largest[name].clone()))

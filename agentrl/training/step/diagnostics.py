@@ -41,7 +41,20 @@ def measure_forward(meter: Meter, rows: LossRows, *, version: int) -> None:
     meter.largest("policy/engine_abs_diff_max", (own / counts.clamp(min=1)).max(), counts.sum())
     meter.mean("policy/log_ppl_gap", mismatch["log_ppl_gap"], trajectories)
     proxies = diagonal_proxy(statistics.energy, rows.advantages, mask)
-    meter.mean("variance/diagonal_proxy", proxies.sum() / trajectories.clamp(min=1), trajectories)
+    meter.mean("variance/total_power", proxies.sum() / trajectories.clamp(min=1), trajectories)
+
+
+def variance_proxies(*, total_power: float, gradient_norm: float, trajectories: float) -> dict[str, float]:
+    """Signal strength and pure noise of a step, as published: S = ||g||^2 and (P - S) / (N - 1), P the total power.
+
+    P is a norm with respect to the logits, S with respect to the parameters and on the scale of the loss. Only
+    :class:`HeadExactMonitor` measures both in one space. Pure noise needs two trajectories.
+    """
+    signal = gradient_norm * gradient_norm  # not **, which raises where a norm's square overflows
+    if trajectories < 2:
+        return {"variance/signal_strength": signal}
+    noise = (total_power - signal) / (trajectories - 1)
+    return {"variance/signal_strength": signal, "variance/pure_noise": noise}
 
 
 def of_several_versions(versions: Tensor) -> Tensor:
@@ -111,9 +124,9 @@ class HeadExactMonitor:
             return {}
         mean_power = power / groups
         signal = float(total.double().square().sum()) / groups**2
-        metrics = {"variance/head_exact_P": mean_power, "variance/head_exact_S": signal}
+        metrics = {"variance/head_exact_total_power": mean_power, "variance/head_exact_signal_strength": signal}
         if groups > 1:
-            metrics["variance/head_exact_var"] = (mean_power - signal) / (groups - 1)
+            metrics["variance/head_exact_pure_noise"] = (mean_power - signal) / (groups - 1)
         return metrics
 
 

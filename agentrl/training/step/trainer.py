@@ -22,7 +22,13 @@ from agentrl.training.engine.recovery import ShortageError
 from agentrl.training.step.batching import MicroBatch, RankPlan, UpdatePlan
 from agentrl.training.step.correction import effective_sample_size
 from agentrl.training.step.critic import Critic
-from agentrl.training.step.diagnostics import HeadExactMonitor, check_fidelity, measure, measure_forward
+from agentrl.training.step.diagnostics import (
+    HeadExactMonitor,
+    check_fidelity,
+    measure,
+    measure_forward,
+    variance_proxies,
+)
 from agentrl.training.step.loss_rows import LossRowMaker
 from agentrl.training.step.objective import PolicyObjective
 from agentrl.training.step.objective_settings import ObjectiveSettings
@@ -141,7 +147,10 @@ class Trainer:
         metrics = {"policy/tokens": 0.0} | meter.reduce(self._engine)
         metrics |= effective_sample_size(metrics)
         if step.norms:
-            metrics["policy/gradient_norm"] = math.fsum(step.norms) / len(step.norms)
+            norm = metrics["policy/gradient_norm"] = math.fsum(step.norms) / len(step.norms)
+            trajectories = meter.weight_of("variance/total_power", self._engine)
+            power = metrics.get("variance/total_power", 0.0)
+            metrics |= variance_proxies(total_power=power, gradient_norm=norm, trajectories=trajectories)
         if step.monitor is not None and plan.updates:
             metrics |= step.monitor.metrics(self._engine.all_reduce)
         if self._reference is not None:

@@ -25,7 +25,14 @@ const PANELS = [
   {
     title: "Variance diagnostics",
     log: true,
-    lines: [["variance/diagonal_proxy"], ["variance/head_exact_P"], ["variance/head_exact_S"], ["variance/head_exact_var"]],
+    lines: [
+      ["variance/total_power"],
+      ["variance/signal_strength"],
+      ["variance/pure_noise"],
+      ["variance/head_exact_total_power"],
+      ["variance/head_exact_signal_strength"],
+      ["variance/head_exact_pure_noise"],
+    ],
   },
   { title: "Length", unit: "tokens per trajectory", lines: [["rollout/response_tokens_mean"], ["rollout/model_tokens_mean"]] },
   { title: "Turns and tool calls", unit: "per trajectory", lines: [["rollout/turns_mean"], ["rollout/tool_calls_mean"]] },
