@@ -51,7 +51,7 @@ def test_a_key_belongs_to_one_metric() -> None:
 
 def test_what_others_read_is_in_the_catalogue() -> None:
     assert {name for rule in RULES for name in rule.metrics} <= {*METRICS, *MACHINE_METRICS}
-    panels = (ROOT / "agentrl" / "viewer" / "static" / "panels.js").read_text(encoding="utf-8")
+    panels = (ROOT / "agentrl" / "viewer" / "static" / "run.js").read_text(encoding="utf-8")
     shown = re.findall(r'"([a-z_]+/\w+)"', panels)
     assert [name for name in shown if metric_of(name) is None] == []
     assert len(shown) > 15
@@ -69,7 +69,8 @@ def test_a_metric_of_a_plug_in_is_measured_shown_and_drawn(tmp_path: Path) -> No
     row = user_metrics([SimpleNamespace(calls=1), SimpleNamespace(calls=2)], {})
     assert row == {"own/length": 1.5}
     assert describe({"policy/entropy": 0.5, **row}, None) == "entropy 0.500  calls 1.5"
-    assert [file.name for file in draw_plots([{"step": 1, **row}], tmp_path)] == ["own_length.png", "overview.png"]
+    files = draw_plots([{"step": 1, **row}], tmp_path)
+    assert [file.name for file in files] == ["own_length.png", "overview.png", "overview-dark.png"]
     assert metric_of("own/length").unit == "calls"  # type: ignore[union-attr]
 
 
