@@ -129,7 +129,7 @@ def own_log_probs(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
 
 def packed_log_probs(policy: PolicyModel, rows: Sequence[Tensor]) -> Tensor:
     """Log-probabilities [N] of the responses as training computes them."""
-    input_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)  # [2, S]
+    input_ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True)  # [2, S]
     prompts = input_ids.new_full((len(rows),), _PROMPT)
     lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
     mask = torch.arange(_PROMPT, input_ids.shape[1], device=input_ids.device) < lengths[:, None]  # [2, T]
@@ -175,8 +175,8 @@ def _keep_few_layers(config: PreTrainedConfig) -> None:
         return
     lists = {name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == layers}
     kept = min(layers, max([_LAYERS, *(value.index(kind) + 1 for value in lists.values() for kind in value)]))
-    for name, value in lists.items():
-        setattr(config, name, value[:kept])
+    for name, kinds in lists.items():
+        setattr(config, name, kinds[:kept])
     for name, value in _sizes(config):
         if ("layer" in name and value == layers) or name.endswith(("num_layers", "coder_layers")):
             setattr(config, name, kept)
