@@ -132,10 +132,10 @@ def evaluate(
     arguments = [text for key, value in options.items() if value is not None for text in (key, str(value))]
     arguments += overrides_from(_with_plugins(settings, names))
     digest = hashlib.sha256(json.dumps(arguments).encode()).hexdigest()[:8]
-    path = root / f"{Path(name).name}-{digest}" if output is None else Path(output)
+    folder = root / f"{Path(name).name}-{digest}" if output is None else Path(output)
     with errors_of_a_call():
-        run_command(["eval", *arguments, "--output", str(path)], progress=progress)
-    return EvaluationRun(path)
+        run_command(["eval", *arguments, "--output", str(folder)], progress=progress)
+    return EvaluationRun(folder)
 
 
 def overrides_from(settings: Mapping[str, object], prefix: str = "") -> list[str]:

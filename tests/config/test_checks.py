@@ -123,12 +123,19 @@ DEPLOYED = [
 ]
 
 
-@pytest.mark.parametrize("env", [["env=agent:true"], DEPLOYED])
+@pytest.mark.parametrize("env", [["env=agent:true", "gateway.agent_rewards=true"], DEPLOYED])
 def test_a_baseline_that_branches_do_not_have_is_said(env: list[str]) -> None:
     (said,) = settings_warnings(load_settings(overrides=[*env, "algorithm.estimator=otb"]))
     assert "algorithm.estimator=otb: its baselines are not defined over the branches" in said
     assert settings_warnings(load_settings(overrides=[*env, "algorithm.estimator=tir_otb"])) == []
     assert settings_warnings(load_settings(overrides=["algorithm.estimator=otb"])) == []
+
+
+@pytest.mark.parametrize("env", ["agent:true", "worker:python work.py"])
+def test_a_program_outside_the_trainer_needs_a_reward(env: str) -> None:
+    assert f"env='{env}' has no reward: name a function" in refused(f"env={env}")
+    load_settings(overrides=[f"env={env}", "gateway.agent_rewards=true"])
+    load_settings(overrides=[f"env={env}", "reward.functions={rewards:shorter: 1.0}"])
 
 
 def test_an_inexact_penalty_in_the_reward_is_said() -> None:
