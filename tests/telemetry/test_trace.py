@@ -66,7 +66,7 @@ def test_a_program_stands_beside_its_trajectory_and_in_the_sandbox(path: Path) -
     class Sandbox:
         async def execute(self, program: str, **options: object) -> SimpleNamespace:
             await asyncio.sleep(0)
-            return SimpleNamespace(outcome="ok")
+            return SimpleNamespace(session_ended=False, outcome="ok")
 
     async def play() -> None:
         own = execution.EpisodeSandbox(Sandbox(), ExecutionSettings())  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ class AgentGatewaySettings(BaseModel):
 
         >>> problem = Problem(id="0", statement="2 + 3?", answer="5", source="toy", info={"db": "a.sqlite", "key": "5"})
         >>> AgentGatewaySettings(agent_columns=["db"]).visible(problem)
-        {'id': '0', 'statement': '2 + 3?', 'messages': (), 'info': {'db': 'a.sqlite'}}
+        {'id': '0', 'statement': '2 + 3?', 'messages': [], 'info': {'db': 'a.sqlite'}}
         """
         whole = asdict(problem)
         if self.agent_columns is None:
