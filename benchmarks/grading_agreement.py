@@ -32,7 +32,7 @@ Case = tuple[str, str, str, bool]
 
 
 def cases_in(path: Path) -> Iterator[Case]:
-    """The pairs of a table of families, and those of every parametrization."""
+    """Return the pairs of a table of families and of every parametrization."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "FAMILIES":
             assert node.value is not None

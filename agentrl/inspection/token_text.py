@@ -45,7 +45,7 @@ class TokenText:
 
 
 def token_text(run: RunDirectory) -> TokenText:
-    """The tokenizer of a run: the file that training writes at its start, or that of a policy it wrote."""
+    """Return the tokenizer of a run: the file that training writes at its start, or a saved policy's file."""
     for folder in (run.path, run.path / "policy", run.path / "best"):
         if (folder / _FILE).is_file():
             return _opened(folder / _FILE, run.path, (folder / _FILE).stat().st_mtime_ns)

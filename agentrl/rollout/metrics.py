@@ -90,7 +90,7 @@ def problem_share(groups: Sequence[Group]) -> float:
 
 
 def _sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
-    """Mean of ``-log p`` of the sampled tokens, an estimate of the entropy of what they were drawn from."""
+    """Mean of ``-log p`` of the sampled tokens, an estimate of the entropy of the sampling distribution."""
     model = [item for row in trajectories for item in row.segments if item.origin == "model"]
     return -math.fsum(math.fsum(item.log_probs) for item in model) / sum(len(item.token_ids) for item in model)
 

@@ -1,6 +1,6 @@
 """Alerts over the metrics of a run: pure functions of the training rows so far, the newest one last.
 
-A rule returns a sentence that names what it found, or None. The rules are listed with causes before symptoms. A symptom
+A rule returns a sentence that describes the fault, or None. The rules are listed with causes before symptoms. A symptom
 whose cause fires too has no advice: what to do is the cause's advice.
 """
 

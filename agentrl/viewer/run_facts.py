@@ -101,7 +101,7 @@ def _progress(path: Path, folder: Path, *_changed: int) -> Progress:
 
 @lru_cache(maxsize=_KEPT)
 def _alerts(path: Path, folder: Path, *_changed: int) -> list[dict[str, object]]:
-    """The alerts in order, those that have a name."""
+    """Return the named alerts in order."""
     return [alert for alert in json_lines(path, folder) if isinstance(alert.get("alert"), str)]
 
 

@@ -110,7 +110,7 @@ async def start_process(
     stdout: int,
     stderr: int | None = None,
 ) -> asyncio.subprocess.Process:
-    """Start an agent's process in a session and a directory of its own. Raises AgentFailureError if it cannot start.
+    """Start an agent's process in a new session and an empty directory. Raises AgentFailureError if it cannot start.
 
     It inherits the usual environment variables and those named in ``inherited``, but not the rest, which may hold the
     trainer's credentials. Words that name files are made absolute, and modules of the trainer's working directory can
@@ -226,7 +226,7 @@ class _FunctionAgent(AgentProgram):
 
 
 class _Command(AgentProgram):
-    """A command for each rollout. Environment variables hold the policy's address and what it may see of the problem.
+    """A command for each rollout. Environment variables hold the policy's address and the visible part of the problem.
 
     With ``gateway.agent_rewards`` the last line of its output is the reward if it is a number.
     """

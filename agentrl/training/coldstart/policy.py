@@ -107,7 +107,7 @@ def starting_policy(settings: Settings, console: Console, *, say_found: bool = T
 def make_policy(settings: Settings, output: Path, console: Console, problems: Sequence[Problem] = ()) -> None:
     """Run the cold start, export its policy, which is to play ``problems``, to ``output``, and say what it solves.
 
-    Without ``problems``, those of the demonstrations are played.
+    Without ``problems``, it plays the problems of the demonstrations.
     """
     began = time.monotonic()
     losses: list[float] = []

@@ -153,7 +153,7 @@ def finish_run(
 
 
 def repeat_alerts(run: RunDirectory, console: Console) -> None:
-    """Show the alerts of a run at its end, causes before symptoms: those of its first steps have long scrolled away."""
+    """Show the alerts of a run at its end, causes first. Early ones have scrolled out of the terminal."""
     for alert in explained(run.alerts()):
         console.warning(str(alert))
 

@@ -70,7 +70,7 @@ class Server:
                 (self._controls if caller.control else self._connections)[caller.rank] = connection
             except queue.Empty:
                 if self._connections[0].poll():  # it sends nothing before it has an answer: this is its end
-                    sys.exit(1)  # silently: whoever started rank 0 reports it
+                    sys.exit(1)  # no message: the launcher of rank 0 reports the failure
                 if time.monotonic() >= deadline:
                     missing = sorted(set(range(startup.ranks)) - set(self._connections))
                     raise _RankGoneError(f"ranks {missing} did not connect") from None

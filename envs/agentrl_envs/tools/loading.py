@@ -109,7 +109,7 @@ def load_tools(names: Sequence[str], *, interpreter: str = "fresh", mcp_sessions
 
 
 def methods_as_tools(made: type, path: str, reserved: frozenset[str]) -> list[ToolEntry]:
-    """The public methods of a class as tools, in order of definition, those of its bases first."""
+    """Return the public methods of a class as tools, in order of definition, base classes first."""
     methods = {
         name: member
         for base in reversed(made.__mro__)
@@ -128,14 +128,14 @@ def _public_functions(base: type) -> dict[str, Callable[..., object]]:
     """The public functions of a class body, in order of definition.
 
     The order of ``vars`` is not enough: cloudpickle restores the classes of a notebook with their attributes sorted by
-    name. The lines of the functions say the order, unless one of them comes from outside the class body.
+    name. Functions are sorted by source line instead, unless one of them was defined outside the class body.
     """
     functions: dict[str, Callable[..., object]] = {
         name: member for name, member in vars(base).items() if inspect.isfunction(member) and not name.startswith("_")
     }
     originals = {name: inspect.unwrap(member) for name, member in functions.items()}
     for name, one in originals.items():
-        # The end of the qualified name: cloudpickle does not restore that of a class within a function.
+        # Only the end of the qualified name: cloudpickle does not restore the name of a class inside a function.
         if not inspect.isfunction(one) or one.__qualname__.split(".")[-2:] != [base.__name__, name]:
             return functions
     order = sorted(originals, key=lambda name: originals[name].__code__.co_firstlineno)

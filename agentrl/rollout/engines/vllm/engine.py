@@ -342,7 +342,7 @@ class VLLMEngine:
         self._revival.clear()
 
     async def _on_all(self, call: Callable[[Replica], Awaitable[_Result]]) -> list[_Result]:
-        """Call every server that answers; mark those that fail as down.
+        """Call every server that responds; mark the others as down.
 
         If none is left, wait for one to come back and call it. Raises WorldError if none does in time.
         """

@@ -276,7 +276,7 @@ def _same_as_group(gold: Answer, answer: Bracketed) -> bool:
 
 
 def _same_quotient(ratio: Bracketed, other: Answer) -> bool:
-    """``3:2`` is the number 3/2; ``3 to 2``, which may be a range, is a number only where that is none of the two."""
+    """``3:2`` is the number 3/2. ``3 to 2`` may be a range: it is no number if the other answer is 3 or 2."""
     trees = [part.tree for part in ratio.parts if isinstance(part, Leaf)]
     if len(trees) != 2 or len(ratio.parts) != 2 or not isinstance(other, Leaf):
         return False

@@ -3,7 +3,7 @@
 RLIMIT_AS bounds each process; this measures their sum. A program adopts its own orphans, as the first process of its
 PID namespace or as a subreaper, so its process tree is complete.
 
-Memory that the kernel holds for a program has no limit of its own, and a memory cgroup cannot be had in most places
+Memory that the kernel holds for a program has no separate limit, and a memory cgroup cannot be had in most places
 where the sandbox runs. So page tables are measured, and buffers are counted at their full size: the filter of system
 calls keeps programs from enlarging them (``seccomp``).
 """
@@ -148,7 +148,7 @@ class KernelMemory:
     def _add_descriptor(self, path: str, details: str) -> None:
         target = os.readlink(path)
         if target.startswith(("socket:", "pipe:")):
-            if target not in self._seen:  # processes share what they inherit
+            if target not in self._seen:  # processes share inherited pages
                 self._seen.add(target)
                 self.room -= self.socket_bytes if target.startswith("socket:") else _PIPE
             return

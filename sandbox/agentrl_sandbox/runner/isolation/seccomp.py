@@ -144,7 +144,7 @@ def _by_argument() -> dict[str, Code]:
     connected = bpf.only_if_one_of(1, (_SOCK_STREAM, _SOCK_SEQPACKET), bpf.allow(), refuse, mask=_SOCK_KIND)
     this_process = bpf.only_if_one_of(1, (0,), bpf.allow(), refuse)
     return {
-        # A thread with descriptors of its own would hide them from the watch.
+        # A thread with a separate descriptor table would hide its descriptors from the watch.
         "clone": bpf.only_if_one_of(
             0,
             (_AS_THREAD,),

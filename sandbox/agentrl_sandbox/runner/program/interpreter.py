@@ -33,7 +33,7 @@ def make_main() -> ModuleType:
 def take_task(scratch: str, on_out_of_memory: Callable[[], None]) -> Task | None:
     """Read the task behind descriptor 0 and write its files. Returns None, with the reason on stderr, if that fails.
 
-    Names, number and sizes are chosen by the caller, often a policy: what they exhaust is the program's error.
+    The caller, often a policy, chooses names, number and sizes. Exhausting a limit with them is the program's error.
     """
     try:
         task = read_task(0)
