@@ -222,7 +222,7 @@ def parameters(config: PreTrainedConfig) -> int:
 
 
 def random_model(config: PreTrainedConfig, *, attention: str, like: PreTrainedModel | None = None) -> PreTrainedModel:
-    """Return a float32 model in evaluation mode with the weights of ``like``, or random ones far from uniform output."""
+    """Return a float32 model in evaluation mode with the weights of ``like``, or random, far from uniform output."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
