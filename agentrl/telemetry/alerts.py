@@ -317,15 +317,19 @@ def random_reward(rows: Sequence[Metrics]) -> str | None:
 
 
 @_rule(
-    metrics=("rollout/sampled_entropy",),
-    fires="5-step mean of `rollout/sampled_entropy` under 0.01 nats and under a twentieth of the first 5 steps'",
+    metrics=("rollout/sampled_entropy", "reward/mean"),
+    fires="5-step mean of `rollout/sampled_entropy` under 0.01 nats and under a twentieth of the first 5 steps', and "
+    "of `reward/mean` under 0.9",
     advice="lower optimizer.learning_rate, raise algorithm.clip_high, or set algorithm.entropy_coefficient",
 )
 def entropy_collapse(rows: Sequence[Metrics]) -> str | None:
-    # A policy that has solved its task is nearly certain too: healthy runs with 0.93 of the reward reach 0.015 nats.
+    # A policy that solves nearly every problem is nearly certain too: healthy runs end below 0.01 nats at 0.97.
     # `policy/entropy` is missing in steps that train on nothing, as after a collapse.
     first, last = _first_and_last(rows, "rollout/sampled_entropy")
     if last is None or first is None or last >= 0.05 * first or last >= 0.01:
+        return None
+    _, reward = _first_and_last(rows, "reward/mean")
+    if reward is not None and reward >= 0.9:
         return None
     return f"entropy fell from {first:.3g} to {last:.3g} nats a token"
 

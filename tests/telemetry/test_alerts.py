@@ -237,6 +237,13 @@ def test_a_collapsed_entropy_is_seen_in_steps_that_train_on_nothing() -> None:
     assert messages(rows) == {"entropy_collapse": "entropy fell from 0.4 to 0.001 nats a token"}
 
 
+@pytest.mark.parametrize(("reward", "fires"), [(0.97, False), (0.6, True)])
+def test_a_policy_that_solves_nearly_everything_may_be_certain(reward: float, fires: bool) -> None:
+    rows: list[Metrics] = [{"rollout/sampled_entropy": 0.4, "reward/mean": 0.25}] * 5
+    rows += [{"rollout/sampled_entropy": 0.008, "reward/mean": reward}] * 5
+    assert ("entropy_collapse" in messages(rows)) is fires
+
+
 def test_a_reward_of_one_and_a_reward_of_zero_are_told_apart() -> None:
     assert messages(scored(*[(1.0, 0.0)] * 5)) == {
         "constant_reward": "every rollout of 5 steps has the reward 1 since the first step"

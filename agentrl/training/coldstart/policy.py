@@ -198,6 +198,8 @@ def describe_loss(losses: Sequence[float]) -> str:
     'cold start: the loss is on a plateau (1.100, before 1.100)'
     >>> describe_loss([1.0 - step / 100 for step in range(40)])
     'cold start: the loss still falls (0.625, before 0.665): more coldstart.steps would lower it'
+    >>> describe_loss([0.02 - step / 2000 for step in range(40)])
+    'cold start: the loss is near 0 (0.001, before 0.003)'
     """
     count = max(4, len(losses) // 10)
     if len(losses) < 2 * count:
@@ -205,6 +207,8 @@ def describe_loss(losses: Sequence[float]) -> str:
     before, last = losses[-2 * count : -count], losses[-count:]
     error = math.sqrt((statistics.variance(before) + statistics.variance(last)) / count)
     means = f"({statistics.fmean(last):.3f}, before {statistics.fmean(before):.3f})"
+    if statistics.fmean(last) < 0.01:  # more steps would repeat the demonstrations from memory
+        return f"cold start: the loss is near 0 {means}"
     if statistics.fmean(before) - statistics.fmean(last) > 2 * error:
         return f"cold start: the loss still falls {means}: more coldstart.steps would lower it"
     return f"cold start: the loss is on a plateau {means}"
