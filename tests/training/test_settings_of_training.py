@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config
 
-from agentrl.algorithms import ESTIMATORS, LOSSES
+from agentrl.algorithms import ESTIMATORS, LOSSES, register_loss
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.rollout.engines.vllm.servers import longest_request
@@ -105,6 +105,12 @@ def test_a_changed_option_that_the_estimator_lacks_is_an_error() -> None:
         loss_options(objective(loss="ppo", clip_low=0.1, loss_options={"clip_low": 0.2}))
     with pytest.raises(SettingsError, match=r"algorithm\.loss=ppo: clip_low=3\.0 lies outside \[0, 1\]"):
         loss_options(objective(loss="ppo", clip_low=3.0))
+
+
+def test_a_loss_that_returns_a_mean_is_refused_before_training(own_registries: None) -> None:
+    register_loss("averaged")(lambda inputs, options: inputs.log_probs.mean())
+    with pytest.raises(SettingsError, match=r"algorithm\.loss=averaged: loss 'averaged' returned a tensor: return \("):
+        loss_options(objective(loss="averaged"))
 
 
 def test_an_unknown_name_comes_with_the_nearest() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from agentrl.algorithms import (
     ESTIMATORS,
     LOSSES,
@@ -14,6 +16,7 @@ from agentrl.algorithms import (
     check_aggregation,
     default_aggregation,
     estimator_needs,
+    policy_loss,
 )
 from agentrl.algorithms.registry import OptionsRegistry
 from agentrl.errors import SettingsError
@@ -96,8 +99,19 @@ def estimator_options(settings: ObjectiveSettings) -> dict[str, Any]:
 
 
 def loss_options(settings: ObjectiveSettings) -> dict[str, Any]:
-    """Options of ``algorithm.loss``, as :func:`estimator_options`."""
-    return _options(settings.algorithm, "loss", LOSSES, _LOSS_KEYS, settings.algorithm.loss_options)
+    """Options of ``algorithm.loss``, as :func:`estimator_options`.
+
+    Also raises SettingsError if the loss does not return what ``register_loss`` asks for: it is called on one token.
+    """
+    name = settings.algorithm.loss
+    options = _options(settings.algorithm, "loss", LOSSES, _LOSS_KEYS, settings.algorithm.loss_options)
+    zero, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    try:
+        log_probs = zero.clone().requires_grad_()
+        policy_loss(name, log_probs=log_probs, old_log_probs=None, advantages=zero, loss_mask=mask, **options)
+    except AlgorithmError as error:
+        raise SettingsError(f"algorithm.loss={name}: {error}") from error
+    return options
 
 
 def needs(settings: ObjectiveSettings) -> EstimatorNeeds:
