@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.errors import SettingsError
+from agentrl.kernels.backends.products import tempered_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -67,8 +68,14 @@ class Anatomy:
     logit_map: LogitMap
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., D]."""
-        return self.logit_map(self.head(hidden))
+        """Logits [..., V] of hidden states [..., D], in float32 at least, as training computes them. Detached."""
+        weight, bias = self.head.weight, self.head.bias
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        if weight.dtype == dtype:
+            return self.logit_map(self.head(hidden))
+        rows = hidden.flatten(0, -2)
+        output = tempered_logits(rows, weight, bias, rows.new_empty(len(rows), len(weight), dtype=dtype), 1.0, None)
+        return self.logit_map(output).view(*hidden.shape[:-1], -1)
 
 
 def take_apart(causal_lm: PreTrainedModel) -> Anatomy:

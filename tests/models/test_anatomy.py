@@ -56,6 +56,15 @@ def gradients(value: torch.Tensor, model: Any) -> dict[str, torch.Tensor]:
     return {name: grad for name, grad in zip(names, found, strict=True) if grad is not None}
 
 
+@torch.no_grad()
+def test_logits_of_half_precision_weights_are_not_rounded() -> None:
+    model = build_tiny("qwen2").bfloat16()
+    parts = take_apart(model)
+    hidden = torch.randn(2, 3, parts.head.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = hidden.double() @ parts.head.weight.double().T
+    torch.testing.assert_close(parts.logits(hidden), exact.float(), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_statistics_and_gradients_are_those_of_the_models_own_softmax(kind: str, backend: Any) -> None:

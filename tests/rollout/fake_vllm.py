@@ -35,6 +35,8 @@ class FakeVLLM:
         self.broken = 0
         self.controls = self.scale_out = self.caching = self.tokenizes = True
         self.device, self.chunks = "cuda", True
+        self.dtype = "torch.float32"
+        self.hf_overrides: dict[str, Any] = {}
         self.logprobs_mode = "processed_logprobs"
         self.max_model_len = 4096
         self.awake = asyncio.Event()
@@ -129,6 +131,7 @@ class FakeVLLM:
                 self.version = body["new_version"]
             case "/server_info":
                 model = {"model": "m", "logprobs_mode": self.logprobs_mode, "max_model_len": self.max_model_len}
+                model |= {"dtype": self.dtype, "hf_overrides": self.hf_overrides}
                 return 200, {
                     "vllm_config": {
                         "model_config": model,

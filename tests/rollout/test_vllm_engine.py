@@ -72,6 +72,10 @@ async def test_scores_are_of_the_prompts_own_tokens() -> None:
         ({"caching": False}, "--enable-prefix-caching"),
         ({"max_model_len": 199}, "limit is 199, .* together are 200: start it with --max-model-len 200"),
         ({"device": "cpu"}, "--no-enable-chunked-prefill, or set rollout.vllm.seeded=false"),
+        (
+            {"dtype": "torch.bfloat16"},
+            """rounds its logits to bfloat16, .* --hf-overrides '{"head_dtype": "float32"}""",
+        ),
         ({"tokenizes": False}, "without --tokens-only"),
         ({"vocabulary": 256}, "another model: the policy has 257 tokens, the server's model has fewer"),
         ({"vocabulary": 300}, "another model: the policy has 257 tokens, the server's model has more"),
@@ -84,6 +88,17 @@ async def test_a_server_that_cannot_be_used_says_why(change: dict[str, Any], mes
         with pytest.raises(SettingsError, match=f"{server.address} cannot be used: .*{message}"):
             async with opened([server]):
                 pass
+
+
+@pytest.mark.parametrize(
+    ("device", "overrides", "head"),
+    [("cuda", {"head_dtype": "float32"}, "float32"), ("cpu", {}, "bfloat16"), ("cpu", "a function", "bfloat16")],
+)
+async def test_the_dtype_of_each_servers_logits_is_reported(device: str, overrides: Any, head: str) -> None:
+    async with fakes(CODEC) as (server,):
+        server.device, server.chunks, server.dtype, server.hf_overrides = device, False, "torch.bfloat16", overrides
+        async with opened([server]) as engine:
+            assert await engine.health() == f"vLLM 0.32.0, 1 servers: {server.address}; logits in {head}; version 0"
 
 
 async def test_without_seeds_a_server_on_a_cpu_may_prefill_in_parts() -> None:

@@ -63,7 +63,8 @@ def test_a_server_on_the_cpu_is_configured_for_training(monkeypatch: pytest.Monk
     assert {"--enable-scale-out", "--enable-prefix-caching", "--enforce-eager"} <= set(command)
     assert "--no-enable-chunked-prefill" in command
     assert command[-2:] == ["--max-num-seqs", "7"]
-    assert not {"--enable-sleep-mode", "--weight-transfer-config", "--tensor-parallel-size"} & set(command)
+    absent = {"--enable-sleep-mode", "--weight-transfer-config", "--tensor-parallel-size", "--hf-overrides"}
+    assert not absent & set(command)
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert not {"RANK", "MASTER_PORT", "VLLM_ALLOW_INSECURE_SERIALIZATION"} & environment.keys()
 
@@ -107,6 +108,7 @@ def test_servers_get_gpus_of_their_own(arguments: dict[str, Any], expected: list
     for plan in made:
         assert option(plan.command(), "--tensor-parallel-size") == str(len(plan.gpus))
         assert option(plan.command(), "--weight-transfer-config") == '{"backend": "nccl"}'
+        assert option(plan.command(), "--hf-overrides") == '{"head_dtype": "float32"}'
         assert ("--enable-sleep-mode" in plan.command()) == (arguments.get("placement") == "colocated")
 
 

@@ -367,7 +367,9 @@ async def test_a_server_that_dies_while_weights_change_is_left_behind() -> None:
         await engine.install(Path("/weights/1"), 1)
         engine.resume()
         assert (await ask(engine)).version_spans == ((1, 4),)
-        assert await engine.health() == f"vLLM 0.32.0, 1 servers, 1 down: {second.address}; version 1"
+        assert await engine.health() == (
+            f"vLLM 0.32.0, 1 servers, 1 down: {second.address}; logits in float32; version 1"
+        )
         await second.die()
         with pytest.raises(WorldError, match=r"no vLLM server works .*outage_deadline=0.5.*cannot be reached"):
             await engine.pause()

@@ -185,7 +185,7 @@ class TransformersEngine:
 
     async def health(self) -> str:
         parameters = sum(parameter.numel() for parameter in self._model.parameters())
-        return f"transformers engine, {parameters / 1e6:.2f}M parameters, version {self._version}"
+        return f"transformers engine, {parameters / 1e6:.2f}M parameters, logits in float32, version {self._version}"
 
     async def close(self) -> None:
         """End the serving task and its thread; requests still waiting are cancelled."""
@@ -281,5 +281,5 @@ class TransformersEngine:
         with self._lock:
             ids = torch.tensor([token_ids], device=next(self._model.parameters()).device)
             logits = self._parts.logits(self._parts.backbone(input_ids=ids, use_cache=False).last_hidden_state[0, :-1])
-            log_probs = torch.log_softmax(logits.float(), dim=-1)
+            log_probs = torch.log_softmax(logits, dim=-1)
             return tuple(log_probs.gather(1, ids[0, 1:, None])[:, 0].tolist())

@@ -403,5 +403,7 @@ class VLLMEngine:
         if not up:
             raise EngineError(f"no vLLM server works: {self._lost}")
         about = f"vLLM {up[0].identity.vllm}" if up[0].identity is not None else "vLLM"
+        heads = sorted({member.identity.head_dtype for member in up if member.identity is not None})
         down = f", {len(self._members) - len(up)} down" if len(up) < len(self._members) else ""
-        return f"{about}, {len(up)} servers{down}: {', '.join(member.address for member in up)}; version {self.version}"
+        addresses = ", ".join(member.address for member in up)
+        return f"{about}, {len(up)} servers{down}: {addresses}; logits in {', '.join(heads)}; version {self.version}"

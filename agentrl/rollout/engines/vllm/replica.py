@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from agentrl.rollout.engines.vllm.messages import (
     read_tokens,
     score_body,
 )
-from agentrl.rollout.engines.vllm.server import WITNESS, served_rank
+from agentrl.rollout.engines.vllm.server import FLOAT32_HEAD, WITNESS, served_rank
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +42,15 @@ _CONTROLS = "it has no control endpoints: start it with the environment variable
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """A server's description of itself: its release of vLLM, the label of its weights, its number of GPU workers."""
+    """A server's description of itself: its release of vLLM, the label of its weights, its number of GPU workers.
+
+    ``head_dtype``: the dtype of its logits, such as ``float32``.
+    """
 
     vllm: str
     version: str
     workers: int
+    head_dtype: str
 
 
 class Replica:
@@ -190,7 +195,7 @@ class Replica:
         vllm = await self._told("/version", "version", str)
         if not vllm.startswith(RELEASE):
             logger.warning("the server %s is vLLM %s; agentrl is made for %s", self.address, vllm, RELEASE)
-        return Identity(vllm=vllm, version=version, workers=workers)
+        return Identity(vllm=vllm, version=version, workers=workers, head_dtype=_head_dtype(config["model_config"]))
 
     async def _config(self) -> Mapping[str, Any]:
         info = await self._http.get("/server_info?config_format=json", seconds=4 * _QUICK)
@@ -221,6 +226,12 @@ class Replica:
             raise self._wrong(
                 "on a CPU it dies where a request with a seed is prefilled in parts: start it with "
                 "--no-enable-chunked-prefill, or set rollout.vllm.seeded=false"
+            )
+        head = _head_dtype(model)
+        if head != "float32" and config.get("device_config", {}).get("device") == "cuda":
+            raise self._wrong(
+                f"it rounds its logits to {head}, and training computes them in float32: start it with "
+                f"{shlex.join(FLOAT32_HEAD)}"
             )
         if int(model["max_model_len"]) < needed:
             raise self._wrong(
@@ -280,6 +291,20 @@ class Replica:
 
     def _wrong(self, what: str) -> SettingsError:
         return SettingsError(f"the vLLM server {self.address} cannot be used: {what}")
+
+
+def _head_dtype(model: Mapping[str, Any]) -> str:
+    """The dtype of a server's logits by its ``model_config``: the override, or the model's.
+
+    >>> _head_dtype({"dtype": "torch.bfloat16", "hf_overrides": {}})
+    'bfloat16'
+    >>> _head_dtype({"dtype": "torch.bfloat16", "hf_overrides": {"head_dtype": "float32"}})
+    'float32'
+    """
+    own = str(model.get("dtype")).removeprefix("torch.")
+    overrides = model.get("hf_overrides")  # text if it is a function
+    head = overrides.get("head_dtype", "model") if isinstance(overrides, Mapping) else "model"
+    return own if head == "model" else str(head).removeprefix("torch.")
 
 
 def _first_difference(ours: tuple[int, ...], theirs: tuple[int, ...]) -> str:

@@ -29,6 +29,12 @@ _FOREIGN = frozenset(
 WITNESS = "agentrl.weights.witness.WeightWitness"
 """The extension of vLLM's worker that reports checksums of its weights."""
 
+FLOAT32_HEAD = ("--hf-overrides", '{"head_dtype": "float32"}')
+"""Options that make vLLM compute logits in float32, as training does, instead of rounding them to the model's dtype.
+
+Free on GPUs. On a CPU vLLM would convert the whole head for every token, so servers there keep the model's dtype.
+"""
+
 _END = 30.0  # seconds for a server to end cleanly
 _SHARE = 0.85
 _LEAST_SHARE = 0.05
@@ -94,6 +100,8 @@ class ServerPlan:
         command += ["--disable-uvicorn-access-log", "--worker-extension-cls", WITNESS]
         if self.gpus:
             command += ["--gpu-memory-utilization", str(self.memory), "--tensor-parallel-size", str(len(self.gpus))]
+            if self.dtype != "float32":
+                command += FLOAT32_HEAD
         else:
             command += ["--enforce-eager"]  # compiling takes longer than it ever saves for small models on CPUs
             # vLLM 0.32 crashes if a request with a seed is prefilled in parts: "CPU Generator does not use offset".
