@@ -6,6 +6,7 @@ moment first takes the order away, so that it is carried out once.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -50,6 +51,15 @@ def reached(moment: str, *, lasting: float = 0.0) -> None:
     time.sleep(lasting)
 
 
+def ordered(word: str) -> bool:
+    """Whether the run's order contains ``word``, no matter which process takes the order away meanwhile."""
+    for path in (ORDER, TAKEN):  # an order that is renamed after the first look is found at the second
+        with contextlib.suppress(FileNotFoundError):
+            if f'"{word}"' in path.read_text():
+                return True
+    return False
+
+
 def wait_for(path: Path) -> None:
     """Return when a file is there."""
     while not path.exists():
@@ -70,7 +80,7 @@ class StoppingEnv(CountingEnv):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         reached("evaluation" if self._held_out else "plan", lasting=LONG)
         ahead = not self._held_out and next(_steps) >= FIRST_BATCH
-        if ahead and ORDER.exists() and '"settle"' in ORDER.read_text():
+        if ahead and ordered("settle"):
             wait_for(UPDATED)
             reached("settle")
         return super().step(action)
@@ -79,9 +89,7 @@ class StoppingEnv(CountingEnv):
 def _before_module(module: nn.Module, inputs: object) -> None:
     if isinstance(module, PolicyModel) and module.training and torch.is_grad_enabled():
         reached("forward")
-        if os.environ.get("RANK") == "0" and any(
-            '"fail"' in path.read_text() for path in (ORDER, TAKEN) if path.exists()
-        ):
+        if os.environ.get("RANK") == "0" and ordered("fail"):
             threading.Event().wait()  # as in a collective that never ends, for the rank that fails
 
 

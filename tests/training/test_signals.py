@@ -183,8 +183,8 @@ def test_a_rank_that_fails_alone_ends_the_others(tmp_path: Path, random_policy: 
     codes = ranks.end()
     said = ranks.said()
     assert codes == [1, 1], said
-    assert "this rank fails alone" in said
-    assert "rank 0: the rollout worker or another rank is gone" in said
+    assert "this rank fails alone" in said, said
+    assert "rank 0: the rollout worker or another rank is gone" in said, said
 
 
 def test_rollouts_may_take_longer_than_a_collective(tmp_path: Path, random_policy: Path) -> None:
