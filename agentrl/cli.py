@@ -323,7 +323,9 @@ def view(
             help="runs, evaluations, or folders of them; default: runs", metavar="[PATH]...", show_default=False
         ),
     ] = None,
-    port: Annotated[int | None, _option("N", "port to listen on; default: 8642, or a free one", low=1)] = None,
+    port: Annotated[
+        int | None, _option("N", "port to listen on; default: 8642 or, if taken, a free one", low=1)
+    ] = None,
     no_open: Annotated[bool, typer.Option("--no-open", help="print the address, and open no browser")] = False,
     export: Annotated[Path | None, _option("FILE", "write one run as a page that opens without this command")] = None,
     steps: Annotated[

@@ -84,7 +84,7 @@ class Segment:
         if min(counts, default=0) < 1 or sum(counts) != len(self.token_ids):
             raise TrajectoryError(f"version spans {self.version_spans} do not cover {len(self.token_ids)} tokens")
         if not abs(self.reward) <= MAX_REWARD:  # also refuses nan
-            raise TrajectoryError(f"the reward {self.reward} is not within {MAX_REWARD:,.0f} of 0")
+            raise TrajectoryError(f"the reward {self.reward} is not from {-MAX_REWARD:,.0f} to {MAX_REWARD:,.0f}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,9 +96,9 @@ class Trajectory:
     A rollout of an agent program may have several ``branches``, each a trajectory of the same ``group`` and ``sample``.
     Every sampled token is a model token of one of them. A branch whose prompt continues another one's conversation
     names it as its ``parent``, with its ``fork``: how many of that one's model tokens the prompt holds. ``weight`` is a
-    branch's share of the rollout's model tokens. The tokens of the last branch carry the rollout's reward;
-    ``reward_elsewhere`` is the reward that tokens of the rollout's other branches carry, so ``reward`` is the same on
-    each branch. ``reward_parts`` are the values of users' reward functions, each over all turns and without its weight.
+    branch's share of the rollout's model tokens. The rollout's reward is assigned to tokens of its last branch.
+    ``reward_elsewhere`` is the reward on tokens of other branches, so that ``reward`` is equal on all branches.
+    ``reward_parts`` are the values of users' reward functions, each over all turns and without its weight.
     """
 
     problem: Problem
@@ -163,7 +163,7 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        """The rollout's undiscounted total. Each branch of a rollout has the same."""
+        """The undiscounted reward of the whole rollout, equal on all of its branches."""
         return math.fsum([self.reward_elsewhere, *(segment.reward for segment in self.segments)])
 
     @property

@@ -44,8 +44,8 @@ def train(
 
     Args:
         env: name of an environment, or a class or function that makes one.
-        problems: problems to train on: a file, or rows with at least a statement (and an answer to grade), also as a
-            pandas data frame or a data set of ``datasets``.
+        problems: problems to train on: a file, rows with at least a statement (and an answer, if it is graded), a
+            pandas DataFrame, or a Dataset of the ``datasets`` package.
         eval_problems: problems to evaluate on. With ``problems`` and without this, nothing is evaluated.
         reward: a reward function or the name of one; several as a list, or with their weights as a mapping of names.
         config: a YAML file, or the name of a shipped one.
@@ -166,7 +166,7 @@ def check_keywords(call: Callable[..., object], settings: Mapping[str, object]) 
 
 @contextmanager
 def errors_of_a_call() -> Iterator[None]:
-    """Leave "command line" out of messages: the caller wrote a call."""
+    """Remove "(command line)" from error messages: the settings came from a Python call."""
     try:
         yield
     except SettingsError as error:
@@ -178,13 +178,13 @@ def _json(key: str, value: object) -> str:
         return json.dumps(str(value) if isinstance(value, Path) else value)
     except (TypeError, ValueError) as error:
         raise SettingsError(
-            f"{key}={value!r:.200} cannot be a setting: {error}; give functions and classes as env and reward, or by "
-            "their name, module:attribute"
+            f"{key}={value!r:.200} cannot be a setting: {error}; pass functions and classes as env or reward, or by "
+            "name as module:attribute"
         ) from None
 
 
 def _check_file(path: str) -> None:
-    """Raise ProblemFileError here for a file that is missing: the command takes its time to start."""
+    """Raise ProblemFileError for a missing file now, because the command takes seconds to start."""
     if path.lower().endswith(FILE_KINDS):
         require_file(Path(expand(path)))
 

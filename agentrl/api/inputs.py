@@ -32,9 +32,9 @@ from pathlib import Path
 
 
 def problem_file(problems: Problems, folder: Path) -> Path:
-    """Write the problems to ``folder/DIGEST/problems.jsonl``, with a digest of their content. Returns the whole path.
+    """Write the problems to ``folder/DIGEST/problems.jsonl``, with a digest of their content, and return the full path.
 
-    Raises SettingsError if there are none, or if a row is no mapping or holds values that JSON does not have.
+    Raises SettingsError if there are no problems, if a row is not a mapping, or if a value cannot be stored as JSON.
     """
     import pandas as pd
 

@@ -32,7 +32,7 @@ class Run:
     path: Path
 
     def __repr__(self) -> str:
-        """The run's place and state, as a notebook shows it."""
+        """Path and state of the run, for notebooks."""
         if not self._files.config.is_file():
             return f"<Run {self.path}: no run directory>"
         last: Metrics = {}
@@ -122,7 +122,7 @@ class Run:
             own = pd.DataFrame(columns).assign(trajectory=item.number, group=item.key.group, sample=item.key.sample)
             frames.append(own.set_index(["trajectory", "position"]))
         frame = pd.concat(frames)
-        narrow = frame.select_dtypes(np.float16).columns  # pandas overflows when it prints them
+        narrow = frame.select_dtypes(np.float16).columns  # pandas overflows when it prints float16
         return frame.astype(dict.fromkeys(narrow, np.float32))
 
     @property

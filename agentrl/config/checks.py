@@ -207,7 +207,7 @@ def _agent_problems(settings: Settings, command: Command) -> Iterator[str]:
     if runs_outside(settings.env) and not (settings.gateway.agent_rewards or settings.reward.functions):
         yield (
             f"env={settings.env!r} has no reward: name a function that computes it with --reward module:function, or "
-            "let the program report it with gateway.agent_rewards=true (docs/agents.md says what the program then sees)"
+            "set gateway.agent_rewards=true to let the program report it (docs/agents.md describes the risks)"
         )
 
 

@@ -34,7 +34,7 @@ class Answers:
         self._problems = load_run_plugins(run)
 
     def to(self, line: str) -> str:
-        """The answer to a line. What a plug-in's estimator raises is a message as well."""
+        """Return the answer to a line as JSON. Exceptions, also of a plug-in's estimator, become an error message."""
         try:
             return to_json({"answer": self._answer(json.loads(line))})
         except (AgentRLError, AlgorithmError, PluginError) as error:

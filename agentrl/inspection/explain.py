@@ -112,7 +112,7 @@ class Explanation:
         yield f"  compute_advantages on the stored statistics gives {same}"
 
     def _tail(self, facts: TokenFacts) -> Iterator[str]:
-        """Why a token past the end of all siblings has the baseline that it has."""
+        """Explain the baseline of a token at an index that no other trajectory of the group reaches."""
         entry = ESTIMATORS[facts.estimator]
         tail = getattr(entry.make_options(facts.estimator, facts.estimator_options), "tail", None)
         others = [item for item in self.step.siblings(self.trajectory) if item.key != self.trajectory.key]
@@ -121,10 +121,10 @@ class Explanation:
         else:
             alone = not any(len(item.positions) > self.index for item in others)
         if tail is not None and alone:
-            rule = {"zero": "b = 0", "self": "b = G", "carry": "b of the last token that a sibling has, too"}
+            rule = {"zero": "b = 0", "self": "b = G", "carry": "b of the last index that a sibling reaches"}
             yield (
-                f"  no other trajectory of the group has a model token {self.index}: nothing to compare with, so "
-                f"tail={tail} applies: {rule[str(tail)]}"
+                f"  no other trajectory of the group has a model token {self.index}, so tail={tail} sets the baseline: "
+                f"{rule[str(tail)]}"
             )
 
     def _loss(self, facts: TokenFacts) -> Iterator[str]:
@@ -188,10 +188,10 @@ def explain_command(path: Path, *, step: int, trajectory: int, token: int) -> li
 
 
 def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int) -> dict[RowKey, float]:
-    """The weight of each rollout's return in the baseline of one model token.
+    """Return the weight of each rollout's return in the baseline of one model token, by the key of its last branch.
 
-    Empty without a baseline of the group, and where that baseline is not a weighted mean of the returns. The weight of
-    a rollout is the baseline where its return is 1 and all others are 0. A rollout goes by the key of its last branch.
+    A rollout's weight is the baseline that results if its return is 1 and all others are 0. Empty if the estimator uses
+    no group baseline, or if the baseline is not a weighted sum of the returns.
     """
     facts, siblings = facts_of(step), step.siblings(trajectory)
     if not ESTIMATORS[facts.estimator].group_based:
@@ -206,7 +206,7 @@ def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int)
             last[item.key.sample] = place
 
     def baseline(returns: Mapping[int, float]) -> float:
-        """The token's baseline where the rollouts at these places have these returns and all others 0."""
+        """Return the token's baseline for these returns by index in ``siblings``; all other returns are 0."""
         rewards = torch.zeros_like(inputs.rewards)
         for place, value in returns.items():
             rewards[place, int(siblings[place].positions[-1])] = value
@@ -215,7 +215,7 @@ def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int)
         return float(made.baselines[row, int(trajectory.positions[index])])
 
     found = {place: baseline({place: 1.0}) for place in last.values()}
-    # Returns of no pattern: a baseline that is not linear in them differs from the weighted sum.
+    # Irregular returns, so that a baseline that is not linear in the returns differs from the weighted sum.
     returns = {place: 1.0 + 0.37 * number**1.5 for number, place in enumerate(last.values())}
     linear = sum(weight * returns[place] for place, weight in found.items())
     if not np.isclose(linear, baseline(returns), rtol=1e-5, atol=1e-6):

@@ -12,10 +12,10 @@ _POINTS = 1_000  # of a curve, at most: every second, third, ... token of a long
 
 
 def to_json(value: object) -> str:
-    """JSON that browsers read: the texts "NaN", "Infinity" and "-Infinity" for numbers that JSON cannot express.
+    """Return strict JSON for browsers, with the strings "NaN", "Infinity" and "-Infinity" for non-finite numbers.
 
-    Texts may hold lone surrogates, which UTF-8 cannot express and JSON's escapes can. Dates and other values that a
-    file may hold and JSON cannot are written as text.
+    Escapes all characters outside ASCII, because strings may contain lone surrogates, which UTF-8 cannot encode.
+    Dates and other values that JSON does not have are written as strings.
     """
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"), default=str)

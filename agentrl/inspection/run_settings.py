@@ -18,9 +18,9 @@ _MOST_BYTES, _DEEPEST = 1 << 20, 32  # a resolved config.yaml has about 10 kB an
 
 
 def run_settings(run: RunDirectory) -> Mapping[str, object]:
-    """Return ``config.yaml`` as it is stored. Raises WorldError where it is damaged or not one that training writes.
+    """Return ``config.yaml`` as it is stored. Raises WorldError if training cannot have written it.
 
-    Bounded in size and depth, and without aliases: some hundred bytes of them can stand for gigabytes of settings.
+    Limits size and depth, and refuses aliases, because a few hundred bytes of aliases can expand to gigabytes.
     """
     with world_errors(run.config, "read"), contained(run.config, run.path).open("rb") as file:
         content = file.read(_MOST_BYTES + 1)

@@ -18,9 +18,9 @@ _MOST_BYTES = 1 << 28  # the largest vocabularies take about 40 MB
 
 
 class TokenText:
-    """Cuts a run's token ids into pieces of text. Without the run's tokenizer, every piece is unknown.
+    """Splits a run's token ids into pieces of text. Without the run's tokenizer, every piece is None.
 
-    ``problem`` tells why a tokenizer that is there cannot be used.
+    ``problem`` is the reason why an existing tokenizer cannot be used, or empty.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, problem: str = "") -> None:
@@ -45,7 +45,7 @@ class TokenText:
 
 
 def token_text(run: RunDirectory) -> TokenText:
-    """Return the tokenizer of a run: the file that training writes at its start, or a saved policy's file."""
+    """Return the tokenizer of a run, from the file that training writes at its start or from a saved policy."""
     for folder in (run.path, run.path / "policy", run.path / "best"):
         if (folder / _FILE).is_file():
             return _opened(folder / _FILE, run.path, (folder / _FILE).stat().st_mtime_ns)
@@ -61,5 +61,5 @@ def _opened(path: Path, folder: Path, _changed: int) -> TokenText:
         return TokenText(Tokenizer.from_file(str(path)))
     except (WorldError, OSError) as error:
         return TokenText(None, str(error))
-    except Exception as error:  # noqa: BLE001  (tokenizers raises nothing more exact for a damaged file)
+    except Exception as error:  # noqa: BLE001  (tokenizers raises a plain Exception for a damaged file)
         return TokenText(None, f"{path}: damaged, no tokenizer ({error})")

@@ -35,9 +35,10 @@ def attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As `transformers` calls it. In :meth:`.PackedRow.states`, each document of the row attends to itself alone.
+    """Attention function in the signature that `transformers` requires.
 
-    Elsewhere the mask decides, as under `sdpa`, but scores are capped by ``softcap``.
+    Inside :meth:`.PackedRow.states`, each document of the row attends to itself only. Elsewhere it applies the mask as
+    `sdpa` does, and caps scores with ``softcap``.
     """
     packed_row = current_row()
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
@@ -51,7 +52,8 @@ def attention(
         return attend(packed_row, query, key, value, scale=scaling, window=window, cap=softcap), None
     if attention_mask is not None and attention_mask.numel() == 1 and query.shape[2] > 1:
         raise KernelInputError(
-            "a layer is recomputed without its packed row: enable checkpointing by checkpoint_layers"
+            "a checkpointed layer is recomputed outside its packed row: enable gradient checkpointing with "
+            "agentrl.models.loading.checkpoint_layers"
         )
     if softcap is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -1,8 +1,8 @@
 """Comparison of the packed forward pass that training runs with the model's own forward pass of one sequence.
 
-A model can run packed rows and still compute something else: BART adds positions by index and ignores ``position_ids``,
-for example. :func:`check_architecture` tests the code of a model on a small random copy before a run begins.
-:func:`check_policy` tests the loaded weights, in their dtype, on their device and with the ranks that share rows.
+A model can run on packed rows and still compute wrong values. For example, BART adds positions by index and ignores
+``position_ids``. :func:`check_architecture` tests a model's code on a small random copy before a run begins.
+:func:`check_policy` tests the loaded weights, in their dtype, on their device and on their sequence-parallel group.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 BOUNDS = {torch.float32: 1e-2, torch.bfloat16: 0.3}
-"""Largest mean absolute difference (nats) of loaded weights by dtype: ten times the bound on the difference between
-trainer and engine (FIDELITY_BOUNDS), because these tokens are arbitrary and rounding grows as they become unlikely."""
+"""Largest mean absolute difference (nats) for loaded weights, by dtype. Ten times the bounds on the difference between
+trainer and engine (FIDELITY_BOUNDS): the test tokens are random, and rounding errors grow as tokens become unlikely."""
 _COPY_BOUND = 1e-3
-"""Largest absolute difference (nats) of any token of a small copy in float32, which rounds at 1e-5."""
+"""Largest absolute difference (nats) of any token for a small copy in float32, where rounding errors are near 1e-5."""
 _LARGEST = 50_000_000
-"""Parameters of the largest copy that is tested: 200 MB in float32, under two seconds."""
+"""Most parameters of a copy that is tested: 200 MB in float32, under two seconds."""
 _PROMPT = 5
 _RESPONSES = (9, 7)
 _LAYERS, _HEADS, _HEAD_WIDTH, _INTERMEDIATE, _VOCABULARY, _WINDOW = 2, 4, 16, 64, 128, 4
@@ -39,10 +39,10 @@ _LAYERS, _HEADS, _HEAD_WIDTH, _INTERMEDIATE, _VOCABULARY, _WINDOW = 2, 4, 16, 64
 
 @torch.no_grad()
 def check_architecture(name: str, config: PreTrainedConfig) -> None:
-    """Raise SettingsError if training the model ``name`` would not compute the model's own log-probabilities.
+    """Raise SettingsError if the packed forward pass of model ``name`` differs from the model's own forward pass.
 
-    Compares them on a random float32 model with few heads, layers and tokens. Passes a configuration whose small copy
-    cannot run by itself: :func:`check_policy` decides then.
+    Compares log-probabilities on a random float32 copy with few heads, layers and tokens. Returns without an error if
+    the copy itself cannot run, which leaves the test to :func:`check_policy`.
     """
     obstacle = packing_obstacle(config)
     if obstacle is not None:
@@ -54,7 +54,7 @@ def check_architecture(name: str, config: PreTrainedConfig) -> None:
         own = random_model(small, attention="eager")
         rows = two_rows(small.get_text_config().vocab_size)
         wanted = own_log_probs(own, rows)
-    except Exception:  # noqa: BLE001 - no copy of these sizes can run; the model itself may be fine
+    except Exception:  # noqa: BLE001 - a copy of these sizes cannot run, but the model itself may
         return
     if not bool(wanted.isfinite().all()):
         return
@@ -65,9 +65,10 @@ def check_architecture(name: str, config: PreTrainedConfig) -> None:
 
 @torch.no_grad()
 def check_policy(name: str, policy: PolicyModel) -> None:
-    """Raise SettingsError if ``policy`` does not compute the log-probabilities of its own model ``name``.
+    """Raise SettingsError if the packed forward pass of ``policy`` differs from the forward pass of its model ``name``.
 
-    Two forward passes of short rows and one packed pass. Collective where ranks share rows or parameters.
+    Costs two forward passes of short rows and one packed pass. Collective over ranks that share parameters or form a
+    sequence-parallel group.
     """
     model, head = policy.causal_lm, policy.head
     rows = [row.to(head.weight.device) for row in two_rows(head.out_features)]
@@ -85,14 +86,14 @@ def _compare(difference: Tensor, bound: float) -> None:
     if not float(difference) <= bound:
         raise KernelInputError(
             f"log-probabilities of packed trajectories differ from the model's own by {float(difference):.2g} nats "
-            f"(rounding explains at most {bound:g}). Such a model computes positions or attention without "
-            "position_ids or the attention function that is set"
+            f"(rounding explains at most {bound:g}). The model's code probably ignores position_ids or the configured "
+            "attention function"
         )
 
 
 @contextmanager
 def _named(name: str, kind: str) -> Iterator[None]:
-    """Turn every failure of a model's code into a SettingsError with the model's name; not a lack of memory."""
+    """Turn every error of a model's code, except running out of memory, into a SettingsError with the model's name."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -110,7 +111,7 @@ def _named(name: str, kind: str) -> Iterator[None]:
 
 
 def two_rows(vocabulary: int) -> list[Tensor]:
-    """Two sequences [S] of token ids that share a prompt, and differ in length."""
+    """Return two sequences [S] of token ids with the same prompt and different lengths."""
     draw = torch.Generator().manual_seed(0)
     low, high = vocabulary // 4, max(vocabulary // 4 + 1, 3 * vocabulary // 4)  # special tokens lie at the ends
     prompt, *responses = (torch.randint(low, high, (length,), generator=draw) for length in (_PROMPT, *_RESPONSES))
@@ -118,7 +119,7 @@ def two_rows(vocabulary: int) -> list[Tensor]:
 
 
 def own_log_probs(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
-    """Log-probabilities [N] of the responses by the model's forward pass, one unpadded row at a time."""
+    """Return the log-probabilities [N] of the responses from the model's forward pass, one unpadded row at a time."""
     found = []
     for row in rows:
         logits = model(input_ids=row[None], use_cache=False).logits[0, _PROMPT - 1 : -1]
@@ -128,7 +129,7 @@ def own_log_probs(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
 
 
 def packed_log_probs(policy: PolicyModel, rows: Sequence[Tensor]) -> Tensor:
-    """Log-probabilities [N] of the responses as training computes them."""
+    """Return the log-probabilities [N] of the responses from the packed forward pass that training uses."""
     input_ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True)  # [2, S]
     prompts = input_ids.new_full((len(rows),), _PROMPT)
     lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
@@ -139,9 +140,9 @@ def packed_log_probs(policy: PolicyModel, rows: Sequence[Tensor]) -> Tensor:
 
 
 def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of ``config`` with few narrow heads, layers and tokens; all else is the same.
+    """Return a copy of ``config`` with few layers, few narrow heads and a small vocabulary, otherwise unchanged.
 
-    Layers are kept up to the first one of every kind. Windows are shorter than :func:`two_rows`.
+    Keeps enough layers to contain each kind of layer once. Attention windows become shorter than :func:`two_rows`.
     """
     small = copy.deepcopy(config)
     for part in _parts(small):
@@ -158,7 +159,7 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """The configuration and those inside of it."""
+    """Yield the configuration and all nested ones."""
     yield config
     for value in list(vars(config).values()):
         if hasattr(value, "model_type"):
@@ -183,7 +184,7 @@ def _keep_few_layers(config: PreTrainedConfig) -> None:
 
 
 def _keep_few_heads(config: PreTrainedConfig) -> None:
-    """Four heads, of which two share keys where heads share keys. Widths shrink with the width of a head."""
+    """Keep at most four heads, sharing keys in pairs if the model's heads share keys. Scale widths with the heads."""
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if not isinstance(width, int):
         return
@@ -192,7 +193,7 @@ def _keep_few_heads(config: PreTrainedConfig) -> None:
     keys = getattr(config, "num_key_value_heads", None) or heads
     few = min(heads, _HEADS)
     few_keys = few if keys == heads else min(keys, few // 2)
-    # Lists of rotary factors have the length of a head's width; latent attention gives the sizes of parts of a head.
+    # Keep the width of a head if rotary factors are listed per dimension. Latent attention splits a head into parts.
     listed = _holds_list(getattr(config, "rope_parameters", None))
     head = width // heads if listed else min(width // heads, _HEAD_WIDTH)
     divided = listed or hasattr(config, "qk_rope_head_dim")
@@ -214,7 +215,7 @@ def _holds_list(value: object) -> bool:
 
 
 def parameters(config: PreTrainedConfig) -> int:
-    """The number of parameters of a model with ``config``, which is built without memory."""
+    """Return the number of parameters of a model with ``config``. Builds it on the meta device, without memory."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -222,7 +223,10 @@ def parameters(config: PreTrainedConfig) -> int:
 
 
 def random_model(config: PreTrainedConfig, *, attention: str, like: PreTrainedModel | None = None) -> PreTrainedModel:
-    """Return a float32 model in evaluation mode with the weights of ``like``, or random, far from uniform output."""
+    """Return a float32 model in evaluation mode, with the weights of ``like`` or random ones.
+
+    The random weights are large enough that the predicted distributions are far from uniform.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 

@@ -65,7 +65,7 @@ def finish_model(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedM
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Recompute layers in the backward pass, packed rows included."""
+    """Enable gradient checkpointing, also for packed rows."""
     model.gradient_checkpointing_enable(
         gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": recompute_contexts}
     )

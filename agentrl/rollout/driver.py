@@ -208,7 +208,7 @@ class Driver:
         return self._admission.metrics() | agents
 
     def check_crashes(self, groups: Sequence[Group], what: str) -> None:
-        """Raise SettingsError if every rollout of ``groups`` ended with the same exception of an agent program."""
+        """Raise SettingsError if an agent program ended every rollout of ``groups`` with the same exception."""
         crashes = self.environment.crashes if isinstance(self.environment, AgentEnvironment) else {}
         if len(crashes) == 1 and all(item.no_data for group in groups for item in group.rollouts):
             (said,) = crashes.values()

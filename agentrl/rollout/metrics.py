@@ -68,10 +68,10 @@ def clustered_stderr(groups: Sequence[Group]) -> float:
 
 
 def problem_share(groups: Sequence[Group]) -> float:
-    """Share of the variance of rewards that lies between problems: the intraclass correlation by analysis of variance.
+    """Return the share of the variance of rewards that lies between problems (ANOVA intraclass correlation).
 
-    It is unbiased around 0 for rewards that do not depend on the problem, so single steps may be below 0. nan below two
-    groups, without two rollouts of a group, and for equal rewards.
+    A single step may be below 0, because the estimate is centered on 0 if rewards do not depend on the problem. nan for
+    fewer than two groups, if no group has two rollouts, and if all rewards are equal.
     """
     parts = [part for part in (_rewards(group.rollouts) for group in groups) if part]
     count = sum(map(len, parts))
@@ -90,7 +90,7 @@ def problem_share(groups: Sequence[Group]) -> float:
 
 
 def _sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
-    """Mean of ``-log p`` of the sampled tokens, an estimate of the entropy of the sampling distribution."""
+    """Return the mean of ``-log p`` of the sampled tokens, which estimates the entropy of the sampling distribution."""
     model = [item for row in trajectories for item in row.segments if item.origin == "model"]
     return -math.fsum(math.fsum(item.log_probs) for item in model) / sum(len(item.token_ids) for item in model)
 

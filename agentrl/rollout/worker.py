@@ -21,7 +21,7 @@ from agentrl.telemetry.metrics.definitions import user_metrics
 from agentrl.telemetry.trace import now, since
 from agentrl.trajectory import Group
 
-# Steps in a row without a rollout that is data, after which a run ends. Steps that filters leave empty do not count.
+# Consecutive steps with every rollout excluded after which a run ends. Steps that filters leave empty do not count.
 _FAILED_STEPS = 3
 
 
@@ -155,15 +155,15 @@ class RolloutWorker:
         return BackgroundSource(self.driver, queue, settings, schedule, step=step, greedy=self.greedy)
 
     def _check_failures(self, played: Sequence[Group], step: int) -> None:
-        """Raise where no rollout is data: at once for an agent that always crashes, else after some steps in a row."""
+        """Raise if every rollout was excluded: at once if an agent always crashes, else after _FAILED_STEPS steps."""
         self.driver.check_crashes(played, f"step {step}")
         failed = all(item.no_data for group in played for item in group.rollouts)
         self._failed_steps = self._failed_steps + 1 if failed else 0
         if self._failed_steps == _FAILED_STEPS:
             raise WorldError(
                 f"steps {step - _FAILED_STEPS + 1} to {step}: every rollout failed for reasons outside the policy, so "
-                f"nothing is trained; the last failure: {self.driver.last_failure or 'see the log above'}. Mend its "
-                "cause, then continue the run with --resume"
+                f"nothing was trained. Last failure: {self.driver.last_failure or 'see the log above'}. Fix its cause, "
+                "then continue the run with --resume"
             )
 
     def _check_staleness(self, step: int, stalest: float) -> None:

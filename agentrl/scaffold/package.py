@@ -22,10 +22,10 @@ _PACKAGE = "package"  # the folder of the templates that stands for the package
 
 
 def new_environment_command(name: str) -> list[str]:
-    """Write the package ``name`` into the working directory; returns what to say.
+    """Write the package ``name`` into the working directory, and return the lines to print.
 
-    Raises SettingsError before anything is written: for an unusable name, an existing folder, and if agentrl was not
-    installed by pip or uv.
+    Raises SettingsError before anything is written if the name is invalid, the folder exists, or agentrl is not an
+    installed distribution.
     """
     folder = Path(name)
     written = write_environment(name, folder)
@@ -52,7 +52,7 @@ def write_environment(name: str, folder: Path) -> list[Path]:
         "module": module,
         "class_name": _class_name(name),
         "trainer": pinned(DISTRIBUTION),
-        "sandbox": pinned("agentrl-sandbox"),  # the trainer needs it, and names no place to get it from
+        "sandbox": pinned("agentrl-sandbox"),  # agentrl requires it, but records no origin for it
     }
     try:
         folder.mkdir(parents=True)
@@ -68,9 +68,10 @@ def write_environment(name: str, folder: Path) -> list[Path]:
 
 
 def pinned(name: str) -> str:
-    """Return the requirement for an installed distribution: its origin if it has one (PEP 610), otherwise its version.
+    """Return a requirement for an installed distribution, pinned to its recorded origin or else to its version.
 
-    The origin is a commit, a directory or an archive. Raises SettingsError if the distribution is not installed.
+    The origin (PEP 610) is a commit, a directory or an archive. Raises SettingsError if the distribution is not
+    installed.
     """
     try:
         found = distribution(name)

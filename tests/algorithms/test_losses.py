@@ -394,6 +394,6 @@ def test_a_loss_that_returns_something_else_is_told_what_to_return(own_registrie
     with pytest.raises(AlgorithmError) as raised:
         run("mine", [1.0], [1.0])
     assert str(raised.value) == (
-        f"loss 'mine' returned {found}: return (per_token, metrics), the loss of each token as a tensor [1, 1] "
-        "(not averaged) and a dict of scalar tensors, {} for none"
+        f"loss 'mine' returned {found}: return (per_token, metrics), a tensor of shape [1, 1] with the loss of each "
+        "token (not averaged) and a dict of scalar tensors, which may be empty"
     )

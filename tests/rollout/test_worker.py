@@ -130,7 +130,7 @@ async def test_three_steps_in_a_row_without_data_end_the_run() -> None:
         assert batch.groups == ()  # of step 2, too: its groups have equal rewards, which ends nothing
         one.confirm(batch)
     now[0] = 5
-    message = r"steps 3 to 5: every rollout failed .* Mend its cause, then continue the run with --resume"
+    message = r"steps 3 to 5: every rollout failed .* Fix its cause, then continue the run with --resume"
     with pytest.raises(WorldError, match=message):
         await one.next_batch(5)
     assert len(one.state_dict()["queue"]) == 3  # nothing that a resumed run needs is lost

@@ -88,22 +88,22 @@ class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
         by_column: bool = False,
         pooled: bool = False,
     ) -> Callable[[EstimatorFunction], EstimatorFunction]:
-        """Add an advantage estimator under `name`, for `algorithm.estimator`. A decorator.
+        """Return a decorator that registers an advantage estimator as `name`, a value of `algorithm.estimator`.
 
-        The function is called as `function(inputs, record)`: `inputs` are EstimatorInputs of complete groups, with
-        `mask` and `rewards` [B, T], `totals` [B], the summed rewards, and `groups`, all float64 and 0 off the model
-        tokens; `record` holds the options, an instance of the frozen dataclass `options`. It returns Advantages:
-        `advantages`, `returns` and `baselines`, each float64 [B, T] (one number a token) or [B, 1] (one a trajectory):
+        The function is called as `function(inputs, record)`. `inputs` are EstimatorInputs of complete groups, with
+        `mask` and `rewards` [B, T], `totals` [B] (the summed rewards) and `groups`, all float64 and 0 outside the model
+        tokens. `record` holds the options, an instance of the frozen dataclass `options`. The function returns
+        Advantages: `advantages`, `returns` and `baselines`, each float64 [B, T] (per token) or [B, 1] (per trajectory):
 
             @register_estimator("half", options=ScalarOptions)
             def half(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
                 totals = inputs.totals.unsqueeze(-1)
                 return Advantages(advantages=totals / 2, returns=totals, baselines=totals / 2)
 
-        `requires` names the fields of AdvantageInputs that must be given. `group_based`: the baseline comes from the
-        group's trajectories. Without `step_wide` the function sees some whole groups at a time, never a part of one;
-        with it, all rows of the step. With `pooled` it sees those of its rank at once, and reaches the others through
-        `inputs.calls`. `by_column`: a branched rollout has one baseline.
+        `requires` lists the fields of AdvantageInputs that must be given. Set `group_based` if the baseline is computed
+        from the group's trajectories, and `by_column` if a branched rollout has one baseline. By default, a call gets
+        one or more complete groups. With `step_wide` it gets all rows of the step. With `pooled` it gets all rows of
+        its rank, and reaches the other ranks through `inputs.calls`.
 
         docs/estimators.md has a worked example. Raises NameTakenError if the name is taken, UnknownNameError if a
         required input does not exist.

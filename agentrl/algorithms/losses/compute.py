@@ -39,8 +39,8 @@ def policy_loss(
     is what `step_selection` gave for these rows; without it a step-wide loss takes this call for the whole step. Values
     where the mask is False reach no result and no gradient. Options: the fields of the loss's options record.
 
-    Raises UnknownNameError, InvalidOptionError, InvalidInputError; AlgorithmError if the function of the loss returns
-    something else than its loss per token and its metrics.
+    Raises UnknownNameError, InvalidOptionError or InvalidInputError, and AlgorithmError if the loss function returns
+    anything but the loss per token and a dict of metrics.
     """
     entry, traits = LOSSES[name], LOSSES.traits(name)
     record = entry.make_options(f"loss {name!r}", options)
@@ -108,7 +108,7 @@ def check_aggregation(loss: str, mode: str) -> None:
 
 
 def _checked(name: str, made: object, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a loss function returned. Raises AlgorithmError if it is not (loss per token [B, T], metrics)."""
+    """Return the result of a loss function. Raises AlgorithmError if it is not (loss per token [B, T], metrics)."""
     match made:
         case (Tensor() as per_token, dict() as metrics) if per_token.shape == mask.shape:
             if all(isinstance(value, Tensor) for value in metrics.values()):
@@ -121,8 +121,8 @@ def _checked(name: str, made: object, mask: Tensor) -> tuple[Tensor, dict[str, T
         case _:
             found = f"a {type(made).__name__}"
     raise AlgorithmError(
-        f"loss {name!r} returned {found}: return (per_token, metrics), the loss of each token as a tensor "
-        f"{list(mask.shape)} (not averaged) and a dict of scalar tensors, {{}} for none"
+        f"loss {name!r} returned {found}: return (per_token, metrics), a tensor of shape {list(mask.shape)} with the "
+        "loss of each token (not averaged) and a dict of scalar tensors, which may be empty"
     )
 
 

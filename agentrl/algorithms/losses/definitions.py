@@ -70,12 +70,12 @@ class LossRegistry(OptionsRegistry[LossEntry]):
     """Names -> losses."""
 
     def register(self, name: str, options: type = NoOptions, traits: LossTraits | None = None) -> Callable[[F], F]:
-        """Add a policy loss under `name`, for `algorithm.loss`. A decorator.
+        """Return a decorator that registers a policy loss as `name`, a value of `algorithm.loss`.
 
-        The function is called as `function(inputs, record)`: `inputs` are LossInputs, masked tensors [B, T], and
-        `record` holds the options, an instance of the frozen dataclass `options`. It returns the loss of each token, a
-        tensor [B, T] that carries the gradient, and a dict of metrics, scalar tensors by name (`{}` for none). The
-        trainer applies the correction's weights, masks and averages. `traits` sets the aggregations:
+        The function is called as `function(inputs, record)`. `inputs` are LossInputs, masked tensors [B, T]. `record`
+        holds the options, an instance of the frozen dataclass `options`. The function returns the loss of each token, a
+        tensor [B, T] with its gradient, and a dict of metrics, scalar tensors by name (`{}` for none). The trainer
+        applies the correction's weights and the mask, and averages. `traits` declares the valid aggregations:
 
             @register_loss("soft_ratio")
             def soft_ratio(inputs: LossInputs, options: NoOptions) -> tuple[Tensor, dict[str, Tensor]]:

@@ -137,11 +137,12 @@ def difference_on_this_benchmark(n1: Floats, c1: Floats, n2: Floats, c2: Floats)
 
 
 def difference_on_problems_like_these(n1: Floats, c1: Floats, n2: Floats, c2: Floats) -> Interval:
-    """Return Student's t interval over problems, with the variance of two more problems won and two more lost.
+    """Return Student's t interval over problems, widened by four pseudo-problems: two gains and two equal losses.
 
-    Each added problem has the root mean square of the gains that are not 0; if all are 0, a gain of 1. The mean stays
-    as it is. Agresti and Coull (1998) add two successes and two failures for the same reason: if few problems change,
-    the sample often has none or few of them, and Student's interval alone is too narrow (``benchmarks/coverage.py``).
+    They add to the variance only; the mean is unchanged. Their size is the root mean square of the nonzero gains, or 1
+    if all gains are 0. If few problems change, a sample often contains none or few of them, so Student's interval alone
+    is too narrow (``benchmarks/coverage.py``). Agresti and Coull (1998) add two successes and two failures to a
+    proportion for the same reason.
     """
     problems = len(n1)
     if problems == 1:

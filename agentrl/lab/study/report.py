@@ -46,8 +46,8 @@ def _scores(record: StudyRecord) -> list[str]:
     lines = [
         "## Scores",
         "",
-        "Held-out score after training, and its mean over all steps (area). Intervals: 95 % over seeds, Student's t; "
-        "for the interquartile mean, Tukey and McLaughlin's.",
+        "Held-out score after training, and its mean over all steps (area). Brackets are 95 % intervals over seeds: "
+        "Student's t for means, Tukey and McLaughlin's for the interquartile mean.",
         "",
         "| variant | seeds | at the start | final | final, interquartile mean | area | collapsed | failed |",
         "|---|---|---|---|---|---|---|---|",

@@ -20,11 +20,11 @@ class Estimated:
 
 
 def over_seeds(values: Sequence[float] | np.ndarray) -> Estimated:
-    """Return the mean with Student's 95 % interval; the interval of a single seed is nan.
+    """Return the mean over seeds with Student's 95 % interval, which is nan for a single seed.
 
-    Over so few seeds a percentile bootstrap is too narrow: its 95 % interval contains the mean of a normal population
-    in 77 % of studies with 3 seeds and in 85 % with 5. Student's interval contains it in 95 %, but less often where
-    some runs collapse; use :func:`interquartile_mean` there. ``benchmarks/coverage.py`` measures both.
+    A percentile bootstrap is too narrow for few seeds: its 95 % interval contains the mean of a normal population in
+    77 % of studies with 3 seeds and in 85 % with 5. Student's interval contains it in 95 %, but less often if some runs
+    collapse; then use :func:`interquartile_mean`. ``benchmarks/coverage.py`` measures both.
 
     >>> over_seeds([0.5, 0.5, 0.5])
     Estimated(value=0.5, low=0.5, high=0.5, seeds=3)
@@ -40,11 +40,11 @@ def over_seeds(values: Sequence[float] | np.ndarray) -> Estimated:
 
 
 def interquartile_mean(values: Sequence[float]) -> Estimated:
-    """Return the mean of the middle half (Agarwal et al. 2021, "Deep RL at the edge of the statistical precipice").
+    """Return the interquartile mean (Agarwal et al. 2021, "Deep RL at the edge of the statistical precipice").
 
-    Its 95 % interval is Tukey and McLaughlin's (1963). Cut ``g = floor(n / 4)`` values at each end, which leaves
-    ``h = n - 2 g``. With the winsorized standard deviation ``s``, the half-width is Student's t with ``h - 1`` degrees
-    of freedom times ``s sqrt((n - 1) / (h (h - 1)))``. The interval of a single seed is nan.
+    Its 95 % interval is that of Tukey and McLaughlin (1963), or nan for a single seed. Of ``n`` values, drop
+    ``g = floor(n / 4)`` at each end, which leaves ``h = n - 2 g``. The half-width is the quantile of Student's t with
+    ``h - 1`` degrees of freedom times ``s sqrt((n - 1) / (h (h - 1)))``, with the winsorized standard deviation ``s``.
 
     >>> interquartile_mean([0.0, 0.5, 0.7, 9.0]).value
     0.6
@@ -64,8 +64,10 @@ def interquartile_mean(values: Sequence[float]) -> Estimated:
 
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
-    """A variant minus the baseline, paired by seed, with the p-value of the sign-flip test; ``adjusted_p`` is adjusted
-    by Holm's method over all variants compared."""
+    """Mean difference of a variant from the baseline, paired by seed.
+
+    ``p`` is the p-value of the sign-flip test. ``adjusted_p`` is adjusted by Holm's method for all compared variants.
+    """
 
     variant: str
     difference: Estimated

@@ -43,10 +43,11 @@ _SCORE = "coldstart.json"  # beside the policy
 
 @dataclass(frozen=True, kw_only=True)
 class StartScore:
-    """What a policy solves right after its cold start: one rollout, sampled as in training, of each problem.
+    """Score of a policy right after its cold start, from one rollout per problem, sampled as in training.
 
-    ``source``: where the ``problems`` came from. ``low`` and ``high``: the 95 % interval, for problems like these, of
-    the share that is ``solved``. A rollout solves its problem with a reward of at least 1.
+    A rollout with a reward of at least 1 solves its problem. ``problems`` is the number of problems that were played,
+    and ``source`` their origin. ``low`` and ``high`` bound the share of problems like these that the policy solves
+    (95 %).
     """
 
     source: str
@@ -59,7 +60,7 @@ class StartScore:
 
     @classmethod
     def read(cls, policy: Path) -> StartScore | None:
-        """The score stored beside a policy, if it was played. Raises WorldError for a damaged one."""
+        """Return the score that is stored beside a policy, None without one. Raises WorldError if it is damaged."""
         path = policy / _SCORE
         if not path.is_file():
             return None
@@ -71,7 +72,7 @@ class StartScore:
         atomic_write(policy / _SCORE, lambda out: out.write(json.dumps(asdict(self), indent=1).encode()))
 
     def show(self, console: Console) -> None:
-        """Print what the policy solves, and a warning with advice if nothing that it did was rewarded."""
+        """Print how many problems the policy solves, and a warning with advice if no rollout was rewarded."""
         said = f"cold start: the policy solves {self.solved} of {self.problems} problems of {self.source}, "
         said += f"{self.solved / self.problems:.3f} [{self.low:.3f}, {self.high:.3f}]"
         if not self.solved and self.highest_reward > 0:
@@ -79,9 +80,9 @@ class StartScore:
         console.note(said)
         if not self.solved and self.highest_reward <= 0:
             console.warning(
-                "the policy of the cold start solves nothing, so training has no success to reinforce: raise "
-                "coldstart.steps two or three times over (a loss on a plateau can fall again later), give more "
-                "demonstrations (coldstart.count, or more rows), or begin with easier problems (docs/data.md)"
+                "the policy solves no problem after its cold start, so training has no success to reinforce: double or "
+                "triple coldstart.steps (a loss on a plateau can fall again later), add demonstrations "
+                "(coldstart.count, or more rows), or begin with easier problems (docs/data.md)"
             )
 
 
@@ -105,9 +106,9 @@ def starting_policy(settings: Settings, console: Console, *, say_found: bool = T
 
 
 def make_policy(settings: Settings, output: Path, console: Console, problems: Sequence[Problem] = ()) -> None:
-    """Run the cold start, export its policy, which is to play ``problems``, to ``output``, and say what it solves.
+    """Run the cold start, export its policy to ``output``, and report how many of ``problems`` it solves.
 
-    Without ``problems``, it plays the problems of the demonstrations.
+    Without ``problems``, the policy plays the problems of the demonstrations.
     """
     began = time.monotonic()
     losses: list[float] = []
@@ -121,12 +122,12 @@ def make_policy(settings: Settings, output: Path, console: Console, problems: Se
     perplexity = math.exp(min(sum(losses[-10:]) / len(losses[-10:]), 50.0))
     console.note(f"policy: {output}, made in {time.monotonic() - began:.0f} s, last perplexity {perplexity:.3f}")
     cold = settings.coldstart
-    late = (cold.direct_steps or 0) if cold.direct_share else 0  # steps on other demonstrations: another loss
+    late = (cold.direct_steps or 0) if cold.direct_share else 0  # the last steps use other demonstrations
     console.note(describe_loss(losses[: max(0, cold.steps - late)] or losses))
     try:
         score = asyncio.run(_play(settings, output, problems))
-    except (AgentRLError, UnavailableError) as error:  # the policy is made: what uses it fails by itself, if it does
-        console.warning(f"the policy of the cold start could not be played: {error}")
+    except (AgentRLError, UnavailableError) as error:  # the policy is saved; only its score is missing
+        console.warning(f"the policy of the cold start has no score, because it could not be played: {error}")
         return
     if score is not None:
         score.write(output)
@@ -134,7 +135,7 @@ def make_policy(settings: Settings, output: Path, console: Console, problems: Se
 
 
 async def _play(settings: Settings, path: Path, problems: Sequence[Problem]) -> StartScore | None:
-    """Play some ``problems`` with the policy in ``path``, as training will; None if no prompt fits the limits."""
+    """Play up to 64 problems with the policy in ``path`` as in training. Returns None if every prompt is too long."""
     source = ", ".join(sorted({problem.source for problem in problems}))
     if not problems:
         shown = read_cold_demonstrations(settings).demonstrations
@@ -143,7 +144,7 @@ async def _play(settings: Settings, path: Path, problems: Sequence[Problem]) -> 
     chosen = [problems[index * len(problems) // count] for index in range(count)]
     environment, codec = environment_and_codec(settings, read_tokenizer(str(path)), str(path))
     rewards = build_rewards(settings)
-    with torch.random.fork_rng():  # the training that follows draws the same with a cached policy
+    with torch.random.fork_rng():  # so that training draws the same numbers as with a cached policy
         model = read_model(str(path), settings.model).to("cuda" if torch.cuda.is_available() else "cpu").eval()
         deterministic = settings.training.deterministic
         engine = TransformersEngine(model, codec, settings.rollout, deterministic=deterministic)
@@ -192,7 +193,9 @@ async def _play(settings: Settings, path: Path, problems: Sequence[Problem]) -> 
 
 
 def describe_loss(losses: Sequence[float]) -> str:
-    """Whether the loss still fell at the end: the last tenth of the steps against the tenth before, by two errors.
+    """Describe whether the loss still falls: compare the last tenth of the steps with the tenth before it.
+
+    The loss falls if the two means differ by more than two standard errors.
 
     >>> describe_loss([1.0, 1.2] * 20)
     'cold start: the loss is on a plateau (1.100, before 1.100)'
