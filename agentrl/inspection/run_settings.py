@@ -34,9 +34,9 @@ def run_settings(run: RunDirectory) -> Mapping[str, object]:
                 raise WorldError(f"{run.config}: damaged, it has aliases or is nested deeper than {_DEEPEST} levels")
         settings = yaml.load(content, Loader=_LOADER)
     except (ValueError, yaml.YAMLError) as error:
-        raise WorldError(f"{run.config}: damaged, no YAML ({error})") from error
+        raise WorldError(f"{run.config}: damaged, not valid YAML ({error})") from error
     if not isinstance(settings, Mapping):
-        raise WorldError(f"{run.config}: damaged, no settings")
+        raise WorldError(f"{run.config}: damaged, not a mapping of settings")
     return settings
 
 

@@ -62,4 +62,4 @@ def _opened(path: Path, folder: Path, _changed: int) -> TokenText:
     except (WorldError, OSError) as error:
         return TokenText(None, str(error))
     except Exception as error:  # noqa: BLE001  (tokenizers raises a plain Exception for a damaged file)
-        return TokenText(None, f"{path}: damaged, no tokenizer ({error})")
+        return TokenText(None, f"{path}: damaged, not a tokenizer ({error})")

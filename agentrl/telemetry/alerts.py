@@ -1,7 +1,7 @@
-"""Alerts over the metrics of a run: pure functions of the training rows so far, the newest one last.
+"""Alerts over the metrics of a run: pure functions of the training rows so far, in order of steps.
 
-A rule returns a sentence that describes the fault, or None. The rules are listed with causes before symptoms. A symptom
-whose cause fires too has no advice: what to do is the cause's advice.
+A rule returns a sentence that describes the fault, or None. Rules are ordered with causes before symptoms. If a symptom
+and its cause both fire, only the cause gives advice.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from agentrl.telemetry.records import ChangeRecord, Metrics
 _START = 3  # rows before the earliest comparison with the start
 _RECENT = 5  # rows behind an average of the present
 _PAST = 20  # rows behind a median of the past
-_FALL = 4.0  # standard errors that a fall from the start exceeds
-_WORSE = 3.0  # standard errors by which a policy is worse than at the start
-_GROUPS = 8  # groups behind a standard error that is to be trusted
-_EARLY = 10  # updates after which a collapse has causes other than the learning rate
+_FALL = 4.0  # standard errors; a larger fall from the start is a collapse
+_WORSE = 3.0  # standard errors; a policy that fell by as many is worse than at the start
+_GROUPS = 8  # fewest groups for a usable standard error
+_EARLY = 10  # updates; a collapse within them is usually due to the learning rate
 _GIB = 1024**3
 
 Rule = Callable[[Sequence[Metrics]], str | None]
@@ -31,16 +31,19 @@ class AlertRule:
     """A rule, the metrics that it reads, and what to try when it fires."""
 
     name: str
-    metrics: tuple[str, ...]  # what the rule reads, by its name in the catalogue
-    fires: str  # when, with the threshold
+    metrics: tuple[str, ...]  # names in the catalogue of the metrics that the rule reads
+    fires: str  # the condition, with its threshold
     advice: str
     rule: Rule
-    symptom_of: tuple[str, ...] = ()  # the rules that explain it where they fire, too
+    symptom_of: tuple[str, ...] = ()  # rules whose alerts explain this one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alert:
-    """An alert that began at a step. ``alert``: its rule. ``advice``: empty if another alert explains it."""
+    """An alert that began at a step.
+
+    ``alert`` is the name of its rule. ``advice`` is empty if another alert explains this one.
+    """
 
     step: int
     alert: str
@@ -70,7 +73,7 @@ def _rule(
 
 
 def training_rows(rows: Iterable[Metrics]) -> list[Metrics]:
-    """The rows of training steps. Each contains the metrics of the evaluations of the policy that it rolled out."""
+    """Return the rows of training steps. Evaluations before a step are merged into its row."""
     trained: list[Metrics] = []
     evaluated: Metrics = {}
     for row in rows:
@@ -83,7 +86,7 @@ def training_rows(rows: Iterable[Metrics]) -> list[Metrics]:
 
 
 def alerts(rows: Sequence[Metrics]) -> list[Alert]:
-    """The alerts that fire on a history of :func:`training_rows`, causes before symptoms."""
+    """Return the alerts that fire after the last of these :func:`training_rows`, causes before symptoms."""
     found = ((rule, rule.rule(rows)) for rule in RULES) if rows else ()
     return explained(
         Alert(step=int(rows[-1]["step"]), alert=rule.name, message=message, advice=rule.advice)
@@ -93,7 +96,7 @@ def alerts(rows: Sequence[Metrics]) -> list[Alert]:
 
 
 def explained(found: Iterable[Alert]) -> list[Alert]:
-    """The first alert of each rule, causes before symptoms; a symptom names its cause in place of its advice."""
+    """Return the first alert of each rule, causes before symptoms. A symptom names its cause instead of advice."""
     first: dict[str, Alert] = {}
     for alert in found:
         first.setdefault(alert.alert, alert)
@@ -106,16 +109,16 @@ def explained(found: Iterable[Alert]) -> list[Alert]:
 
 
 def reward_change(rows: Sequence[Metrics]) -> ChangeRecord | None:
-    """The mean reward of the last steps against the first, up to five each; None for fewer than two steps."""
+    """Compare the mean reward of the first and last steps, up to five each. Returns None for fewer than two steps."""
     scored = [row for row in rows if "reward/stderr" in row]
     count = min(_RECENT, len(scored) // 2)
     return _compared(scored[:count], scored[-count:]) if count else None
 
 
 def held_out_change(rows: Sequence[Metrics]) -> ChangeRecord | None:
-    """The newest held-out score against the one before training; None if there are not both.
+    """Compare the held-out score before training with the newest one. Returns None unless there are both.
 
-    The problems are the same, so the errors are those of the interval for this benchmark.
+    Both evaluations play the same problems, so the standard errors are those of the interval for this benchmark.
     """
     scored = [row for row in rows if "eval/avg_at_k" in row]
     if len(scored) < 2:
@@ -126,15 +129,15 @@ def held_out_change(rows: Sequence[Metrics]) -> ChangeRecord | None:
 
 
 def is_worse(reward: ChangeRecord | None, held_out: ChangeRecord | None) -> bool:
-    """Whether a policy is worse than at the start by three standard errors: held out, or else by its reward."""
+    """Return whether the held-out score, or without one the reward, fell by at least three standard errors."""
     change = held_out or reward
     return change is not None and change["end"] < change["start"] and _errors(change) >= _WORSE
 
 
 @_rule(
     metrics=("groups/infrastructure_failures",),
-    fires="over a tenth of the rollouts of 5 steps failed outside the policy",
-    advice="look at the sandbox and the servers (agentrl doctor); the run's console names the errors",
+    fires="more than 10 % of the rollouts of 5 steps failed outside the policy",
+    advice="check the sandbox and the servers (agentrl doctor); the errors are in the run's console output",
 )
 def infrastructure(rows: Sequence[Metrics]) -> str | None:
     recent = rows[-_RECENT:]
@@ -147,29 +150,32 @@ def infrastructure(rows: Sequence[Metrics]) -> str | None:
 
 @_rule(
     metrics=("policy/engine_abs_diff",),
-    fires="5-step mean of `policy/engine_abs_diff` over 0.005 nats and over 5 times the first 5 steps'",
+    fires="5-step mean of `policy/engine_abs_diff` above 0.005 nats and above 5 times the mean of the first 5 steps",
     advice="set correction.weights=token, or a wider dtype on one side; see docs/rollout.md",
 )
 def engine_difference(rows: Sequence[Metrics]) -> str | None:
     first, last = _first_and_last(rows, "policy/engine_abs_diff")
     if last is None or first is None or last <= 5 * first or last <= 0.005:
         return None
-    return f"engine and trainer differ by {last:.3g} nats a token; it was {first:.3g}"
+    return f"log-probabilities of engine and trainer differ by {last:.3g} nats per token, at first by {first:.3g}"
 
 
 @_rule(
     metrics=("policy/log_ppl_gap",),
-    fires="5-step mean of `policy/log_ppl_gap` over 0.1 nats a token",
-    advice="lower the staleness (rollout.schedule) or mask what is far off (correction.ratio_mask=geometric)",
+    fires="5-step mean of `policy/log_ppl_gap` above 0.1 nats per token",
+    advice="lower the staleness (rollout.schedule) or mask trajectories that are far off "
+    "(correction.ratio_mask=geometric)",
 )
 def perplexity_gap(rows: Sequence[Metrics]) -> str | None:
-    return _above(rows, "policy/log_ppl_gap", 0.1, "trajectories are {0:.3g} nats a token apart in log-perplexity")
+    return _above(
+        rows, "policy/log_ppl_gap", 0.1, "log-perplexities of engine and trainer differ by {0:.3g} nats per token"
+    )
 
 
 @_rule(
     metrics=("staleness/mean",),
-    fires="5-step mean of `staleness/mean` over 4 steps",
-    advice="lower rollout.max_staleness, or give rollouts more of the hardware",
+    fires="5-step mean of `staleness/mean` above 4 steps",
+    advice="lower rollout.max_staleness, or assign more of the hardware to rollouts",
 )
 def staleness(rows: Sequence[Metrics]) -> str | None:
     return _above(rows, "staleness/mean", 4.0, "tokens are {0:.3g} steps old on average")
@@ -177,11 +183,12 @@ def staleness(rows: Sequence[Metrics]) -> str | None:
 
 @_rule(
     metrics=("reward/mean", "eval/avg_at_k"),
-    fires="mean of 2 to 5 steps (from step 3 on) of `reward/mean` under half of the first steps' by 4 standard errors; "
-    "5-step mean under its best by 5 standard errors (the largest) and half of the range; `eval/avg_at_k` under that "
-    "before training by 4 standard errors",
-    advice="lower optimizer.learning_rate and start again, or go back to a checkpoint before the fall; if the rate is "
-    "not the cause, read the trajectories of the fall",
+    fires="any of: from step 3 on, the mean of `reward/mean` over the last 2 to 5 steps is below half of its value in "
+    "the first steps, by more than 4 standard errors; its 5-step mean is below its best by more than 5 of the largest "
+    "standard errors and half of the range; `eval/avg_at_k` is below its value before training by more than 4 standard "
+    "errors",
+    advice="lower optimizer.learning_rate and start again, or go back to a checkpoint from before the fall; if the "
+    "learning rate is not the cause, read the trajectories of those steps",
 )
 def reward_collapse(rows: Sequence[Metrics]) -> str | None:
     held_out = held_out_change(rows)
@@ -197,14 +204,15 @@ def _below_the_start(rows: Sequence[Metrics]) -> str | None:
         return None
     count = max(2, min(_RECENT, len(scored) // 2))
     last = scored[-count:]
-    # The first steps of a policy that collapses at once are few: later ones would hide the fall.
+    # A policy that collapses at once has few good steps. Comparing with later steps too would hide the fall.
     for first in (scored[:number] for number in range(1, min(_RECENT, len(scored) - count) + 1)):
         change = _compared(first, last)
         groups = sum(row.get("groups/issued", 0.0) for row in first)
         if groups < _GROUPS or change["end"] > 0.5 * change["start"] or _errors(change) <= _FALL:
             continue
         updates = sum(row.get("policy/updates", 0.0) for row in scored[:-count])
-        cause = "; so early, the usual cause is a too large optimizer.learning_rate" if updates <= _EARLY else ""
+        early = "; this early, the usual cause is an optimizer.learning_rate that is too large"
+        cause = early if updates <= _EARLY else ""
         return (
             f"the reward fell from {change['start']:.3g} ({_steps(first)}) to {change['end']:.3g} ({_steps(last)}), by "
             f"{_errors(change):.1f} standard errors, after {updates:.0f} update{'s' * (updates != 1)}{cause}"
@@ -226,17 +234,17 @@ def _below_the_best(rows: Sequence[Metrics]) -> str | None:
 
 @_rule(
     metrics=("rollout/ended/{ending}",),
-    fires="over half of the rollouts of 5 steps ended with a void turn",
-    advice="raise rollout.max_turn_tokens, or start from a policy that knows the protocol (agentrl coldstart)",
+    fires="more than half of the rollouts of 5 steps ended with a void turn",
+    advice="raise rollout.max_turn_tokens, or start from a policy that was trained on the protocol (agentrl coldstart)",
     symptom_of=("reward_collapse",),
 )
 def void_share(rows: Sequence[Metrics]) -> str | None:
-    return _share(rows, ("rollout/ended/void_turn",), 0.5, "{0:.0%} of the rollouts ended with a turn without action")
+    return _share(rows, ("rollout/ended/void_turn",), 0.5, "{0:.0%} of the rollouts ended with a void turn")
 
 
 @_rule(
     metrics=("rollout/ended/{ending}",),
-    fires="over half of the rollouts of 5 steps ended at a limit",
+    fires="more than half of the rollouts of 5 steps ended at a limit of turns, tokens or time",
     advice="raise rollout.max_response_tokens or environment.max_turns, or set reward.overlong_buffer",
     symptom_of=("reward_collapse",),
 )
@@ -247,7 +255,7 @@ def truncated_share(rows: Sequence[Metrics]) -> str | None:
 
 @_rule(
     metrics=("rollout/tool_outcome/{outcome}",),
-    fires="over half of the tool calls of 5 steps failed, and over twice the share of the first 5 steps",
+    fires="more than half of the tool calls of 5 steps failed, and more than twice the share of the first 5 steps",
     advice="read what the failing programs print; raise environment.execution_timeout if they time out",
     symptom_of=("reward_collapse",),
 )
@@ -256,14 +264,14 @@ def tool_failures(rows: Sequence[Metrics]) -> str | None:
     if len(shares) < 2 * _RECENT:
         return None
     first, last = statistics.fmean(shares[:_RECENT]), statistics.fmean(shares[-_RECENT:])
-    return None if last <= max(0.5, 2 * first) else f"{last:.0%} of the tool calls fail; it was {first:.0%}"
+    return None if last <= max(0.5, 2 * first) else f"{last:.0%} of the tool calls fail, at first {first:.0%}"
 
 
 @_rule(
     metrics=("reward/mean", "rollout/verdict/{verdict}"),
-    fires="all rewards equal and not above 0, without a correct verdict, from the first step on (from step 3 on)",
-    advice="train longer before RL (coldstart.steps, docs/data.md), name a stronger model.path, begin with easier "
-    "problems; see in the trajectories that the reward accepts a right answer",
+    fires="from step 3 on: all rewards since the first step are equal and at most 0, and no verdict was correct",
+    advice="train longer before RL (coldstart.steps, docs/data.md), start from a stronger model.path, or begin with "
+    "easier problems; check in the trajectories that the reward accepts a correct answer",
 )
 def never_correct(rows: Sequence[Metrics]) -> str | None:
     played = [row for row in rows if row.get("reward/count")]
@@ -276,9 +284,9 @@ def never_correct(rows: Sequence[Metrics]) -> str | None:
 
 @_rule(
     metrics=("reward/mean", "reward/stderr"),
-    fires="all rollouts of 5 steps with the same reward, above 0 or with a correct verdict",
-    advice="if the problems are solved, end the run or take harder ones; if not, the reward does not tell rollouts "
-    "apart: test it on a right and on a wrong answer",
+    fires="all rollouts of 5 steps have the same reward, which is above 0 or comes with a correct verdict",
+    advice="if the problems are solved, end the run or use harder problems; otherwise the reward does not distinguish "
+    "rollouts: test it on a correct and on a wrong answer",
     symptom_of=("reward_collapse",),
 )
 def constant_reward(rows: Sequence[Metrics]) -> str | None:
@@ -288,16 +296,16 @@ def constant_reward(rows: Sequence[Metrics]) -> str | None:
         return None
     if value <= 0 and not any(row.get("rollout/verdict/correct") for row in recent):
         return None  # rare successes: no_signal
-    since = " since the first step" if _constant(rows) is not None else ""
-    return f"every rollout of {_RECENT} steps has the reward {value:.3g}{since}"
+    when = "since the first step" if _constant(rows) is not None else f"of the last {_RECENT} steps"
+    return f"every rollout {when} has the reward {value:.3g}"
 
 
 @_rule(
     metrics=("reward/mean", "reward/problem_share"),
-    fires="under 5 % of the variance of rewards between problems (40 steps, by 2 standard errors), and 20 steps of "
-    "`reward/mean` within 2.5 standard errors of the first 20",
-    advice="test the reward on a right and on a wrong answer of one problem; see that it reads the answer of its own "
-    "rollout",
+    fires="less than 5 % of the variance of rewards lies between problems (40 steps, by 2 standard errors), and "
+    "`reward/mean` over the last 20 steps is within 2.5 standard errors of the first 20",
+    advice="test the reward on a correct and on a wrong answer to one problem; check that it grades the answer of its "
+    "own rollout",
 )
 def random_reward(rows: Sequence[Metrics]) -> str | None:
     # Problems that are all equally hard look the same, until training improves the reward.
@@ -312,36 +320,38 @@ def random_reward(rows: Sequence[Metrics]) -> str | None:
     first, last = statistics.fmean(values[:_PAST]), statistics.fmean(values[-_PAST:])
     return (
         f"the reward looks random: {max(share, 0.0):.0%} of its variance lies between problems, and training does not "
-        f"change it ({first:.3g}, now {last:.3g})"
+        f"change it ({first:.3g} at first, {last:.3g} now)"
     )
 
 
 @_rule(
     metrics=("rollout/sampled_entropy", "reward/mean"),
-    fires="5-step mean of `rollout/sampled_entropy` under 0.01 nats and under a twentieth of the first 5 steps', and "
-    "of `reward/mean` under 0.9",
+    fires="5-step mean of `rollout/sampled_entropy` below 0.01 nats and below a twentieth of the mean of the first 5 "
+    "steps, while the 5-step mean of `reward/mean` is below 0.9",
     advice="lower optimizer.learning_rate, raise algorithm.clip_high, or set algorithm.entropy_coefficient",
 )
 def entropy_collapse(rows: Sequence[Metrics]) -> str | None:
-    # A policy that solves nearly every problem is nearly certain too: healthy runs end below 0.01 nats at 0.97.
-    # `policy/entropy` is missing in steps that train on nothing, as after a collapse.
+    # A policy that solves nearly every problem has a low entropy too: healthy runs end below 0.01 nats at a reward of
+    # 0.97. `policy/entropy` is missing in steps that train no group, as after a collapse.
     first, last = _first_and_last(rows, "rollout/sampled_entropy")
     if last is None or first is None or last >= 0.05 * first or last >= 0.01:
         return None
     _, reward = _first_and_last(rows, "reward/mean")
     if reward is not None and reward >= 0.9:
         return None
-    return f"entropy fell from {first:.3g} to {last:.3g} nats a token"
+    return f"entropy fell from {first:.3g} to {last:.3g} nats per token"
 
 
 @_rule(
     metrics=("policy/gradient_norm",),
-    fires="5-step median of `policy/gradient_norm` over 10 times that of the 20 before, and over all before",
-    advice="look at the step's tokens with the largest share (agentrl explain); lower optimizer.gradient_clip",
+    fires="5-step median of `policy/gradient_norm` above 10 times the median of the 20 steps before, and above every "
+    "earlier value",
+    advice="find the tokens with the largest share of the step's gradient (agentrl explain); lower "
+    "optimizer.gradient_clip",
     symptom_of=("reward_collapse",),
 )
 def gradient_spike(rows: Sequence[Metrics]) -> str | None:
-    # Single steps are heavy-tailed, and norms return to early values where groups with signal become rare.
+    # Norms of single steps are heavy-tailed, and return to early values when few groups have a signal.
     values = _series(rows, "policy/gradient_norm")
     if len(values) < _PAST + _RECENT:
         return None
@@ -353,8 +363,8 @@ def gradient_spike(rows: Sequence[Metrics]) -> str | None:
 
 @_rule(
     metrics=("rollout/model_tokens_mean",),
-    fires="5-step mean of `rollout/model_tokens_mean` over 3 times the first 5 steps'",
-    advice="read the longest trajectories; set reward.overlong_buffer, or aggregate by token_mean",
+    fires="5-step mean of `rollout/model_tokens_mean` above 3 times the mean of the first 5 steps",
+    advice="read the longest trajectories; set reward.overlong_buffer or algorithm.aggregation=token_mean",
     symptom_of=("reward_collapse",),
 )
 def length_explosion(rows: Sequence[Metrics]) -> str | None:
@@ -366,7 +376,7 @@ def length_explosion(rows: Sequence[Metrics]) -> str | None:
 
 @_rule(
     metrics=("groups/trained",),
-    fires="no group was trained in 5 steps in a row",
+    fires="no group was trained in 5 consecutive steps",
     advice="mix in easier or harder problems, raise rollout.group_size, or set rollout.max_extra_rounds",
     symptom_of=(
         "reward_collapse",
@@ -378,13 +388,15 @@ def no_signal(rows: Sequence[Metrics]) -> str | None:
     recent = rows[-_RECENT:]
     if len(recent) < _RECENT or any(row.get("groups/trained", 1) for row in recent):
         return None
-    return f"no group had a signal to train on for {_RECENT} steps"
+    return f"no group gave a training signal for {_RECENT} steps"
 
 
 @_rule(
     metrics=("reward/mean", "policy/entropy"),
-    fires="after 100 steps, `reward/mean` and `policy/entropy` within 2.5 standard errors of the first 20 steps'",
-    advice="raise optimizer.learning_rate; see that groups have a signal (groups/trained) and that tokens get it",
+    fires="from step 100 on: `reward/mean` and `policy/entropy` over the last 20 steps are within 2.5 standard errors "
+    "of the first 20",
+    advice="raise optimizer.learning_rate; check that groups are trained (groups/trained) and that their tokens have "
+    "advantages",
     symptom_of=(
         "never_correct",
         "constant_reward",
@@ -398,12 +410,13 @@ def standstill(rows: Sequence[Metrics]) -> str | None:
     moved = [_change(_series(rows, key)) for key in ("reward/mean", "policy/entropy")]
     if any(change is None or change >= 2.5 for change in moved):
         return None
-    return f"reward and entropy are those of the first {_PAST} steps"
+    return f"reward and entropy have not changed since the first {_PAST} steps"
 
 
 @_rule(
     metrics=(DISK_FREE,),
-    fires="under 1 GiB free in the run directory, or full in 20 steps at the pace of the last 20",
+    fires="less than 1 GiB is free on the disk of the run directory, or it will be full within 20 steps at the pace of "
+    "the last 20",
     advice="lower checkpoint.keep; raise telemetry.trajectories_every and telemetry.tokens_every; free space",
 )
 def disk(rows: Sequence[Metrics]) -> str | None:
@@ -411,27 +424,27 @@ def disk(rows: Sequence[Metrics]) -> str | None:
     if not free:
         return None
     if free[-1] < _GIB:
-        return f"the disk of the run directory has {free[-1] / _GIB:.2f} GiB left"
+        return f"the disk of the run directory has only {free[-1] / _GIB:.2f} GiB left"
     pace = (free[-_PAST - 1] - free[-1]) / _PAST if len(free) > _PAST else 0.0
     if pace <= 0 or free[-1] > _PAST * pace:
         return None
-    return f"the disk of the run directory is full in {free[-1] / pace:.0f} steps ({free[-1] / _GIB:.2f} GiB left)"
+    return f"the disk of the run directory will be full in {free[-1] / pace:.0f} steps ({free[-1] / _GIB:.2f} GiB left)"
 
 
 @_rule(
     metrics=(MEMORY_FREE,),
-    fires="under 5 % of the memory of rank 0's machine (or its control group) free, mean of 5 steps",
+    fires="5-step mean of the free memory of rank 0's machine (or its control group) below 5 %",
     advice="lower rollout.concurrency or training.micro_batch_tokens; lower rollout.kv_cache_tokens",
 )
 def memory(rows: Sequence[Metrics]) -> str | None:
     free = _series(rows[-_RECENT:], MEMORY_FREE)
     if len(free) < _RECENT or statistics.fmean(free) >= 0.05:
         return None
-    return f"{statistics.fmean(free):.1%} of the memory of rank 0's machine is free"
+    return f"only {statistics.fmean(free):.1%} of the memory of rank 0's machine is free"
 
 
 MACHINE_METRICS = (DISK_FREE, MEMORY_FREE)
-"""What :func:`agentrl.telemetry.machine.free_room` adds to the rows that the rules see; no row of a file has them."""
+"""Added to the rows by :func:`agentrl.telemetry.machine.free_room`, for the rules only: no file contains them."""
 
 NAMES = tuple(rule.name for rule in RULES)
 
@@ -441,7 +454,7 @@ def _series(rows: Sequence[Metrics], key: str) -> list[float]:
 
 
 def _first_and_last(rows: Sequence[Metrics], key: str) -> tuple[float | None, float | None]:
-    """The means of the first and of the last rows; None while they overlap."""
+    """Return the means of the first and of the last five values, or None for both while they overlap."""
     values = _series(rows, key)
     if len(values) < 2 * _RECENT:
         return None, None
@@ -449,17 +462,18 @@ def _first_and_last(rows: Sequence[Metrics], key: str) -> tuple[float | None, fl
 
 
 def _constant(rows: Sequence[Metrics]) -> float | None:
-    """The reward that all rollouts of the rows have; None if they differ, or cannot be told from their errors."""
+    """Return the reward of all rollouts of the rows if it is one value, otherwise None."""
     values = {row.get("reward/mean") for row in rows}
     alike = len(values) == 1 and all(row.get("reward/stderr") == 0 for row in rows)
     return values.pop() if alike else None
 
 
 def _compared(first: Sequence[Metrics], last: Sequence[Metrics]) -> ChangeRecord:
-    """The mean reward of the last rows against the first.
+    """Compare the mean reward of the first and last rows.
 
-    The first rows get at least the noise of the last: few groups may have equal means by chance. The reverse would hide
-    a collapse, after which rewards no longer vary.
+    The variance of the first rows counts as at least that of the last, because few groups may have equal means by
+    chance. The variance of the last rows is not raised: rewards no longer vary after a collapse, which must not be
+    hidden.
     """
     start, end = (statistics.fmean(row["reward/mean"] for row in part) for part in (first, last))
     noises = [statistics.fmean(row["reward/stderr"] ** 2 for row in part) for part in (first, last)]
@@ -472,7 +486,7 @@ def _change_record(start: float, end: float, error: float) -> ChangeRecord:
 
 
 def _errors(change: ChangeRecord) -> float:
-    """By how many standard errors the end is below the start."""
+    """Return by how many standard errors the end is below the start."""
     if change["standard_errors"] is None:
         return math.inf if change["end"] < change["start"] else 0.0
     return -change["standard_errors"]
@@ -484,7 +498,7 @@ def _steps(rows: Sequence[Metrics]) -> str:
 
 
 def _change(values: Sequence[float]) -> float | None:
-    """How far the means of the first and last 20 values lie apart, in standard errors; None for too few values."""
+    """Return the distance of the means of the first and last 20 values in standard errors, None for too few values."""
     if len(values) < 2 * _PAST:
         return None
     first, last = values[:_PAST], values[-_PAST:]

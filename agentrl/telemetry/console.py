@@ -34,7 +34,7 @@ class Console:
         self._rich = probe if probe.is_terminal else RichConsole(file=file, width=_PLAIN_WIDTH)
 
     def note(self, text: str) -> None:
-        """Print a line, above the progress display if there is one. A terminal wraps it between words."""
+        """Print a line, above the progress display if there is one. On a terminal, wrap it between words."""
         self._print(Text(text))
 
     def warning(self, text: str) -> None:
@@ -51,7 +51,7 @@ class Console:
         self._print(table)
 
     def _print(self, what: Text | Table) -> None:
-        # A line of a log stays one line; a terminal would break a long one inside its words.
+        # Log lines are not wrapped. On a terminal, rich wraps between words; the terminal itself would break words.
         self._rich.print(what, soft_wrap=isinstance(what, Text) and not self._rich.is_terminal)
         if self.copy is not None:
             self.copy._print(what)
@@ -114,7 +114,7 @@ class RunProgress:
 
 
 class _Figures(ProgressColumn):
-    """The figures of the newest step, on as many lines as they need; none is cut or broken."""
+    """Metrics of the newest step, wrapped to as many lines as needed. No metric is cut or split between lines."""
 
     def render(self, task: Task) -> Columns:
         return Columns([Text(part) for part in task.fields["figures"].split("  ")], padding=(0, 2))

@@ -34,7 +34,7 @@ def world_errors(path: Path, doing: str) -> Iterator[None]:
 
 @contextmanager
 def wrong_shape(where: str) -> Iterator[None]:
-    """Turn what a value of unexpected shape raises (a missing field, a text for a number) into a WorldError."""
+    """Turn errors from a value of unexpected shape (a missing field, a string for a number) into a WorldError."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -57,18 +57,18 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def contained(path: Path, folder: Path) -> Path:
-    """Return ``path`` without links. Raises WorldError if a link leads out of ``folder``, or to no regular file.
+    """Return ``path`` with links resolved. Raises WorldError if it is outside ``folder`` or is not a regular file.
 
-    Directories of runs and evaluations are sent from person to person: a link in one of them must not show a file of
-    the reader's machine. A missing file is returned as it is; opening it raises FileNotFoundError.
+    Directories of runs and evaluations are shared between people, so a link inside one must not expose files of the
+    reader's machine. A missing file is no error here; opening it raises FileNotFoundError.
     """
     with world_errors(path, "read"):
         found, root = path.resolve(), folder.resolve()
         if not found.is_relative_to(root):
             raise WorldError(
-                f"{path} is a link that leads out of {folder}, so it is not read: put the file itself there"
+                f"{path} is a link that leads out of {folder}, so it is not read: replace it with the file itself"
             )
-        # A pipe or a device would block its reader or never end.
+        # Reading a pipe or a device could block or never end.
         if found.exists() and not stat.S_ISREG(found.stat().st_mode):
             raise WorldError(f"{path} is not a regular file, so it is not read")
     return found
@@ -77,9 +77,9 @@ def contained(path: Path, folder: Path) -> Path:
 def take_lock(path: Path, busy: str, *, deadline: float) -> int:
     """Lock the file ``path``, made if missing. Returns the open handle; closing it releases the lock.
 
-    The file then holds the identity of this machine, for :func:`lock_is_held`. Raises SettingsError with the message
-    ``busy`` after ``deadline`` seconds, OSError if the file cannot be made. Not guarded: file systems without
-    ``flock``.
+    Writes the identity of this machine into the file, for :func:`lock_is_held`. Raises SettingsError with the message
+    ``busy`` after ``deadline`` seconds, and OSError if the file cannot be created. Gives no protection on file systems
+    without ``flock``.
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     end = time.monotonic() + deadline
@@ -98,27 +98,28 @@ def take_lock(path: Path, busy: str, *, deadline: float) -> int:
 
 
 def lock_is_held(path: Path) -> bool | None:
-    """True while a process holds the lock ``path``, False if none does, and None if that cannot be determined.
+    """Return True while a process holds the lock ``path``, False if none does, None if that cannot be determined.
 
-    Some remote file systems keep locks on one machine only. A free lock is proof only where this machine took it last.
+    Some network file systems do not share locks between machines, so a free lock means something only if this machine
+    was the last to take it.
     """
     try:
         lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing releases it; take_lock waits that long
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released by closing; take_lock retries meanwhile
         return False if os.read(lock, 256).decode(errors="replace") == _machine() else None
     except BlockingIOError:
         return True
-    except OSError:  # no flock here
+    except OSError:  # the file system has no flock
         return None
     finally:
         os.close(lock)
 
 
 def _machine() -> str:
-    """The identity of the running kernel, which is what keeps locks: containers on one machine share it."""
+    """Return the identity of the running kernel. Containers on one machine share the kernel and its locks."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

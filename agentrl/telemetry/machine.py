@@ -69,7 +69,7 @@ def usable_memory() -> int:
 
 
 def free_room(folder: Path) -> dict[str, float]:
-    """What is free on the disk of ``folder``, and of the memory that this process may use; for alerts."""
+    """Return the free bytes on the disk of ``folder`` and the free share of usable memory, for alerts."""
     found = {MEMORY_FREE: free_memory() / usable_memory()}
     with contextlib.suppress(OSError):  # a disk that does not answer has no number
         found[DISK_FREE] = float(shutil.disk_usage(folder).free)

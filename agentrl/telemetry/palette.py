@@ -1,7 +1,7 @@
-"""The colours of lines in pictures and in the viewer, on light and on dark ground.
+"""Line colours of plots and of the viewer, on light and dark backgrounds.
 
-Any two of a palette differ by at least 20 in CIELAB, also as seen with deuteranopia (tests/telemetry/test_palette.py).
-Dashes or markers are the second cue.
+Any two colours of a palette differ by at least 20 in CIELAB, also under simulated deuteranopia
+(tests/telemetry/test_palette.py). Dashes or markers also distinguish lines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ PAPER, INK = ("#ffffff", "#1a1e25"), ("#1c2128", "#e4e8ee")
 
 
 def palette_css() -> str:
-    """The palettes as the variables ``--line-1`` to ``--line-8``."""
+    """Return a style sheet with the palettes as the variables ``--line-1`` to ``--line-8``."""
 
     def variables(colours: tuple[str, ...]) -> str:
         return " ".join(f"--line-{number}: {colour};" for number, colour in enumerate(colours, start=1))

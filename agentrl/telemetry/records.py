@@ -40,7 +40,7 @@ class BestRecord(EvaluationRecord):
 
 
 class ChangeRecord(TypedDict):
-    """A mean before and after training. ``standard_errors``: by how many it rose; None if both are without error."""
+    """A mean before and after training. ``standard_errors`` is the rise in standard errors, None if these are 0."""
 
     start: float
     end: float
@@ -50,8 +50,8 @@ class ChangeRecord(TypedDict):
 class Summary(TypedDict):
     """``summary.json``. ``evaluations`` holds the evaluations' rows of ``metrics.jsonl``, ``scores`` their records.
 
-    ``worse_than_start``: whether the held-out score, or without one the reward, fell by three standard errors.
-    ``alerts``: the rows of ``alerts.jsonl``, causes before symptoms.
+    ``worse_than_start`` is true if the held-out score, or without one the reward, fell by at least three standard
+    errors. ``alerts`` holds the first alert of each rule in ``alerts.jsonl``, causes before symptoms.
     """
 
     agentrl: str

@@ -106,7 +106,7 @@ class RunDirectory:
             self._unlock = None
 
     def in_use(self) -> bool | None:
-        """True while a process continues the run, False if none does, None if that cannot be determined from here."""
+        """Return True while a process continues the run, False if none does, None if that cannot be determined."""
         return lock_is_held(self.path / "lock")
 
     def write_text(self, name: str, text: str) -> None:
@@ -140,7 +140,7 @@ class RunDirectory:
         append_line(self.alerts_file, json_line(asdict(alert)))
 
     def alerts(self) -> list[Alert]:
-        """The alerts so far, in order; a torn last line is left out."""
+        """Return the alerts so far, in order, without an incomplete last line."""
         if not self.alerts_file.exists():
             return []
         lines = self.alerts_file.read_bytes().splitlines(keepends=True)
@@ -267,7 +267,7 @@ def _is_debris(name: str) -> bool:
 
 
 def _steps(files: Iterable[Path]) -> list[int]:
-    """The steps that file names begin with, ascending."""
+    """Return the steps at the beginning of file names, ascending."""
     return sorted({int(start) for path in files if (start := path.name.split(".")[0]).isdecimal()})
 
 

@@ -108,16 +108,16 @@ def test_a_disk_that_fills_is_an_alert_twenty_steps_before_it_is_full() -> None:
         return [{DISK_FREE: (100.0 - 2 * step) * GIB} for step in range(steps + 1)]
 
     assert "disk" not in messages(filling(29))  # 42 GiB, 2 a step: 21 steps
-    assert messages(filling(30)) == {"disk": "the disk of the run directory is full in 20 steps (40.00 GiB left)"}
+    assert messages(filling(30)) == {"disk": "the disk of the run directory will be full in 20 steps (40.00 GiB left)"}
     assert messages([{DISK_FREE: (20.0 + step) * GIB} for step in range(40)]) == {}
     assert messages([{DISK_FREE: GIB}]) == {}
-    assert messages([{DISK_FREE: GIB / 2}]) == {"disk": "the disk of the run directory has 0.50 GiB left"}
+    assert messages([{DISK_FREE: GIB / 2}]) == {"disk": "the disk of the run directory has only 0.50 GiB left"}
 
 
 def test_memory_is_an_alert_by_the_mean_of_five_steps() -> None:
     share = [0.5] * 3 + [0.01, 0.02, 0.06, 0.07, 0.08]  # the last five: 0.048
     assert messages([{MEMORY_FREE: value} for value in share]) == {
-        "memory": "4.8% of the memory of rank 0's machine is free"
+        "memory": "only 4.8% of the memory of rank 0's machine is free"
     }
     assert messages([{MEMORY_FREE: value} for value in [*share[:-1], 0.09]]) == {}
 
@@ -152,8 +152,8 @@ def test_a_policy_broken_by_its_first_update_is_a_collapse_at_step_3() -> None:
     (alert,) = alerts(rows)
     assert alert.alert == "reward_collapse"
     assert alert.message == (
-        "the reward fell from 0.41 (step 1) to 0 (steps 2 to 3), by 6.8 standard errors, after 1 update; so early, the "
-        "usual cause is a too large optimizer.learning_rate"
+        "the reward fell from 0.41 (step 1) to 0 (steps 2 to 3), by 6.8 standard errors, after 1 update; this early, "
+        "the usual cause is an optimizer.learning_rate that is too large"
     )
     assert alert.advice.startswith("lower optimizer.learning_rate")
     late = scored(*[(0.41, 0.06)] * 12, *[(0.0, 0.0)] * 5)
@@ -215,7 +215,7 @@ def test_symptoms_of_a_collapse_stand_below_it_without_advice() -> None:
     found = alerts(rows)
     assert [alert.alert for alert in found] == ["reward_collapse", "void_share", "no_signal"]
     assert [bool(alert.advice) for alert in found] == [True, False, False]
-    assert str(found[1]).endswith("ended with a turn without action (follows from reward_collapse)")
+    assert str(found[1]).endswith("ended with a void turn (follows from reward_collapse)")
     rows = [row | {"rollout/sampled_entropy": 0.5 if row["step"] == 1 else 0.001} for row in rows]
     assert "entropy_collapse" not in messages(rows)  # the first five steps are to be over
 
@@ -234,7 +234,7 @@ def test_alerts_of_a_whole_run_begin_with_the_cause() -> None:
 def test_a_collapsed_entropy_is_seen_in_steps_that_train_on_nothing() -> None:
     rows: list[Metrics] = [{"rollout/sampled_entropy": 0.4, "policy/entropy": 0.4}] * 5
     rows += [{"rollout/sampled_entropy": 0.001}] * 5
-    assert messages(rows) == {"entropy_collapse": "entropy fell from 0.4 to 0.001 nats a token"}
+    assert messages(rows) == {"entropy_collapse": "entropy fell from 0.4 to 0.001 nats per token"}
 
 
 @pytest.mark.parametrize(("reward", "fires"), [(0.97, False), (0.6, True)])
@@ -246,14 +246,14 @@ def test_a_policy_that_solves_nearly_everything_may_be_certain(reward: float, fi
 
 def test_a_reward_of_one_and_a_reward_of_zero_are_told_apart() -> None:
     assert messages(scored(*[(1.0, 0.0)] * 5)) == {
-        "constant_reward": "every rollout of 5 steps has the reward 1 since the first step"
+        "constant_reward": "every rollout since the first step has the reward 1"
     }
     assert messages(scored(*[(0.0, 0.0)] * 3)) == {
         "never_correct": "no rollout of steps 1 to 3 was correct: all have the reward 0"
     }
     # Right answers without a reward: it is the reward that is wrong.
     assert messages(scored(*[(0.0, 0.0)] * 5, **{"rollout/verdict/correct": 30})) == {
-        "constant_reward": "every rollout of 5 steps has the reward 0 since the first step"
+        "constant_reward": "every rollout since the first step has the reward 0"
     }
     assert messages(scored(*[(0.0, 0.0)] * 2)) == {}
     assert messages(scored((0.1, 0.05), *[(0.0, 0.0)] * 5)) == {}  # rare successes
@@ -270,7 +270,7 @@ def test_a_reward_is_random_where_neither_problem_nor_training_matter() -> None:
     # Standard errors: 0.04 / sqrt(39) = 0.0064 of the share, 0.013 of the reward's change.
     assert messages(rows(0.036, 0.0)) == {
         "random_reward": "the reward looks random: 4% of its variance lies between problems, and training does not "
-        "change it (0.5, now 0.5)"
+        "change it (0.5 at first, 0.5 now)"
     }
     assert messages(rows(0.038, 0.0)) == messages(rows(0.0, 0.04)) == messages(rows(0.0, 0.0)[:39]) == {}
 

@@ -30,7 +30,7 @@ _REWARD = (
            "rises", _DATA, "reward"),
     Metric("reward/stderr", "reward", "Standard error of `reward/mean` with groups as clusters.", "", "two groups"),
     Metric("reward/problem_share", "share", "Share of the rewards' variance that lies between problems (intraclass "
-           "correlation): around 0 if the reward does not depend on the problem.", "", "two groups of unequal rewards"),
+           "correlation); near 0 if the reward does not depend on the problem.", "", "two groups of unequal rewards"),
     Metric("reward/count", "rollouts", "Rollouts behind `reward/mean`.", "problems x group size"),
     Metric("reward/greedy_mean", "reward", "Mean reward of the greedy rollouts.", "", "the estimator plays them"),
     Metric("reward/overlong_penalty", "reward", "Mean penalty for long responses.", "near 0",
@@ -83,7 +83,7 @@ _ROLLOUT = (
            "below the limit", _DATA, "with observations"),
     Metric("rollout/model_tokens_mean", "tokens", "Mean sampled tokens of a rollout.", "", _DATA, "the model's own"),
     Metric("rollout/sampled_entropy", "nats/token", "Mean `-log p_engine` of the sampled tokens: an estimate of the "
-           "entropy that does not need a group to train.", "falls slowly", _DATA),
+           "entropy that exists also in steps that train no group.", "falls slowly", _DATA),
     Metric("rollout/model_tokens", "tokens", "Sampled tokens of the step.", "", _DATA),
     Metric("rollout/seconds_max", "s", "Seconds of the slowest rollout.", "", _DATA),
     Metric("rollout/ended/{ending}", "rollouts", "Rollouts that ended so ([endings](environments.md)).",
@@ -125,25 +125,25 @@ _STALENESS = (
 )  # fmt: skip
 _VARIANCE = (
     Metric("variance/total_power", "",
-           "Total power (OTB paper, Eq. 65): mean over trajectories of `sum_t w_t A_t^2`, which is `W A^2` where a "
-           "trajectory has one advantage. `w` is `policy/energy`'s, so the norm is one with respect to the logits.",
+           "Total power (OTB paper, Eq. 65): mean over trajectories of `sum_t w_t A_t^2`, or `W A^2` if all tokens of "
+           "a trajectory have one advantage. `w` is the energy of `policy/energy`, a norm with respect to the logits.",
            "falls or stays", _TRAINED, "total power"),
     Metric("variance/signal_strength", "",
            "Signal strength (OTB paper, Eq. 66): squared norm of the mean gradient, the square of "
-           "`policy/gradient_norm`. With respect to the parameters and on the loss's scale: not comparable in size "
-           "with `variance/total_power`.", "steady", _TRAINED, "signal strength"),
+           "`policy/gradient_norm`. A norm with respect to the parameters and on the scale of the loss, so its size is "
+           "not comparable with `variance/total_power`.", "steady", _TRAINED, "signal strength"),
     Metric("variance/pure_noise", "",
-           "Pure noise (OTB paper, Eq. 67): `(total_power - signal_strength) / (N - 1)`, N the trajectories of the "
-           "step. As published, it subtracts norms of two spaces: read its trend, it may be negative. "
-           "`variance/head_exact_pure_noise` has one space.", "falls or stays", "two trajectories were trained",
+           "Pure noise (OTB paper, Eq. 67): `(total_power - signal_strength) / (N - 1)` for N trajectories. The "
+           "published formula subtracts norms from two spaces, so it may be negative and only its trend is meaningful. "
+           "`variance/head_exact_pure_noise` uses one space.", "falls or stays", "two trajectories were trained",
            "pure noise"),
     Metric("variance/head_exact_total_power", "",
-           "Total power P, exact for the head's weight, with groups as units: mean squared norm of a group's gradient "
+           "Total power P of the head's weight, exact and per group: mean squared norm of a group's gradient "
            "([formulas.md](formulas.md)).", "", _HEAD_EXACT, "head exact: total power"),
-    Metric("variance/head_exact_signal_strength", "", "Signal strength S of the same: squared norm of the mean "
-           "gradient.", "not far below P", _HEAD_EXACT, "head exact: signal strength"),
-    Metric("variance/head_exact_pure_noise", "", "Pure noise of the same: `(P - S) / (groups - 1)`, the variance of "
-           "the mean.", "small beside S", _HEAD_EXACT, "head exact: pure noise"),
+    Metric("variance/head_exact_signal_strength", "", "Signal strength S of the head's weight, exact: squared norm of "
+           "the mean gradient over groups.", "not far below P", _HEAD_EXACT, "head exact: signal strength"),
+    Metric("variance/head_exact_pure_noise", "", "Pure noise of the head's weight, exact: `(P - S) / (groups - 1)`, "
+           "the variance of the mean gradient.", "much less than S", _HEAD_EXACT, "head exact: pure noise"),
 )  # fmt: skip
 _CORRECTIONS = (
     Metric("correction/mean_abs_difference", "nats/token", "Mean `|log rho|`, `rho = p_trainer / p_engine`, over all "

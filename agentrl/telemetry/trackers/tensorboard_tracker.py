@@ -15,7 +15,7 @@ class TensorboardTracker:
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard names a run by its path below --logdir: a folder of its own would be NAME/trackers/tensorboard.
+        # TensorBoard shows a run's path below --logdir as its name: NAME, not NAME/trackers/tensorboard.
         self.id = self.place = str(run.folder.parents[1])
         self._step = run.step
         self._writer = SummaryWriter(self.place, purge_step=run.step + 1 if run.continued else None)

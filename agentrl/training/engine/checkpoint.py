@@ -174,7 +174,7 @@ def open_newest(root: Path, ranks: Ranked, *, keep: int, warn: Callable[[str], N
 
 
 def newest_step(root: Path) -> int:
-    """The step of the newest complete checkpoint, 0 without one. Reads no weights and changes nothing."""
+    """Return the step of the newest complete checkpoint, 0 if there is none. Reads no weights."""
     return max((_step(path) for path in _complete(root)), default=0)
 
 

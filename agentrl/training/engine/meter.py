@@ -65,7 +65,7 @@ class Meter:
         return float(total / weight) if weight else 0.0
 
     def weight_of(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
-        """The weight of one mean so far, over all ranks. Collective."""
+        """Return the total weight of one mean so far, over all ranks. Collective."""
         return float(engine.all_reduce(self._weights[name].clone()))
 
     def largest_of(self, name: str, engine: TrainingEngine[nn.Module]) -> float:

@@ -43,8 +43,8 @@ def launched(settings: Settings) -> bool:
 def launch(settings: Settings, run_path: Path, *, resume: bool) -> int:
     """Run ``training.num_processes`` ranks on the run directory until they end, and return the exit code.
 
-    Raises WorldError if a rank failed or a node was lost, and ``cluster.restarts`` does not allow another attempt.
-    Raises KeyboardInterrupt if the run was stopped and no rank has reported it.
+    Raises WorldError if a rank failed or a node was lost and no attempt of ``cluster.restarts`` is left. Raises
+    KeyboardInterrupt if the run was stopped and no rank has reported it.
     """
     console = Console(settings.telemetry)
     cluster = open_cluster(settings.cluster, _own_gpus())
@@ -68,7 +68,7 @@ def launch(settings: Settings, run_path: Path, *, resume: bool) -> int:
 
 
 class _RanksLostError(WorldError):
-    """A rank failed in a way that a restart may mend."""
+    """A rank failed in a way that a restart may fix."""
 
 
 def _attempt(
@@ -101,7 +101,7 @@ def _attempt(
 def _outcome(group: RankGroup, end: RankEnd | None) -> int:
     code = 0 if end is None else end.code
     if group.insisted or (group.asked and (code < 0 or code == FOLLOWED)):
-        raise KeyboardInterrupt  # forced, or before the ranks could catch the signal: none has reported it
+        raise KeyboardInterrupt  # forced, or before the ranks handled signals, so no rank has reported it
     if code in _FINAL:
         return code
     raise (WorldError if group.asked else _RanksLostError)(str(end))

@@ -1,4 +1,4 @@
-"""What a run leaves behind: how far it came; once finished, the exported policy, plots, a summary and scores."""
+"""Output at the end of a run: its progress if it ended early, otherwise the exported policy, plots, summary, scores."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ ADAPTER = "adapter"
 
 
 def resume_command(settings: Settings) -> str:
-    """The command that continues a run."""
+    """Return the command that continues a run."""
     places = [f"name={settings.name}", f"runs_dir={settings.runs_dir}"]
     return shlex.join(["agentrl", "train", "--resume", *places])
 
 
 def progress_of(settings: Settings) -> str:
-    """How many steps a run has trained and saved, and the command that continues it: the end of the last message."""
+    """Return a sentence on the steps that a run trained and saved, with the command that continues it."""
     run = RunDirectory(settings.run_path)
     if not run.config.is_file():
         return "no step is trained, and nothing was written"
@@ -139,7 +139,7 @@ def finish_run(
     change, score = (reward, "reward") if held_out is None else (held_out, "held-out score")
     if change is not None and is_worse(reward, held_out):
         console.warning(
-            f"the policy is worse than at the start: its {score} was {change['start']:.3f} and is {change['end']:.3f}"
+            f"the policy is worse than at the start: its {score} fell from {change['start']:.3f} to {change['end']:.3f}"
         )
     repeat_alerts(run, console)
     if chosen is not None:
@@ -153,7 +153,7 @@ def finish_run(
 
 
 def repeat_alerts(run: RunDirectory, console: Console) -> None:
-    """Show the alerts of a run at its end, causes first. Early ones have scrolled out of the terminal."""
+    """Print the alerts of a run again at its end, causes first: early ones have scrolled out of the terminal."""
     for alert in explained(run.alerts()):
         console.warning(str(alert))
 

@@ -94,9 +94,9 @@ def machine_problems(settings: Settings) -> list[str]:
 
 
 def _check_model(settings: Settings) -> None:
-    """Raise SettingsError for a model that cannot be adapted so, or cannot read rows so long on as many ranks.
+    """Raise SettingsError if a model does not support the settings for LoRA, lengths or sequence parallelism.
 
-    Policy, reference and critic read packed rows, so each is compared with its own forward pass.
+    Also raises it if the packed forward pass of policy, reference or critic differs from the model's own.
     """
     if settings.model.lora.rank:
         check_peft()

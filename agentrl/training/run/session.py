@@ -80,9 +80,9 @@ class Session:
         self._done = _Progress()
         self._saved: tuple[int, int] | None = None  # steps and evaluations in the newest checkpoint
         self._empty_steps = 0
-        self._alerting: set[str] = set()  # alerts of the last step
+        self._alerting: set[str] = set()  # names of the alerts after the last step
         self._trained: list[Metrics] | None = None  # the rows of all steps, from the first step of this process on
-        self._held_out: Metrics = {}  # the evaluation before the next step
+        self._held_out: Metrics = {}  # metrics of an evaluation since the last step
         self._checkpoints = settings.run_path / "checkpoints"
         self._trackers = Trackers(settings.telemetry, run, say=console.note, warn=console.warning)
         if settings.telemetry.trace:

@@ -26,7 +26,7 @@ _SAME = 1.0
 def stop_requests(ask: Callable[[], None], insist: Callable[[], None], *, announce: bool) -> Iterator[None]:
     """Call ``ask`` at the first signal and ``insist`` at later ones, in a thread. Enter it in the main thread only.
 
-    ``announce``: print that the first signal has arrived. Set it in one process of a run only.
+    With ``announce``, print a message at the first signal. Set it in one process of a run only.
     """
 
     def first() -> None:

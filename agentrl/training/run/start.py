@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def train(settings: Settings, resume: bool) -> int:
     """Train and return the exit code. Under a launcher this process is one of its ranks (``cluster.kind``).
 
-    However the run ends early, the last message contains its progress and the command that continues it.
+    If the run ends early, the last message contains its progress and the command that continues it.
     """
     kind, first = settings.cluster.kind, True
     with sigterm_as_ctrl_c():
@@ -101,7 +101,7 @@ def run_rank(settings: Settings, run: RunDirectory | None, *, resume: bool) -> i
     settings = settings.model_copy(update={"name": name, "runs_dir": runs_dir, "training": training})
     if world > 1:
         check_shared_folder(settings.run_path, rank=rank)
-    reports = rank == 0 and STARTED_BY not in os.environ  # otherwise the command that started the ranks does
+    reports = rank == 0 and STARTED_BY not in os.environ  # otherwise the command that started the ranks reports
 
     def end_at_once() -> None:
         if reports:

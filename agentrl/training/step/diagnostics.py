@@ -45,12 +45,12 @@ def measure_forward(meter: Meter, rows: LossRows, *, version: int) -> None:
 
 
 def variance_proxies(*, total_power: float, gradient_norm: float, trajectories: float) -> dict[str, float]:
-    """Signal strength and pure noise of a step, as published: S = ||g||^2 and (P - S) / (N - 1), P the total power.
+    """Return signal strength and pure noise of a step as published: S = ||g||^2 and (P - S) / (N - 1).
 
-    P is a norm with respect to the logits, S with respect to the parameters and on the scale of the loss. Only
-    :class:`HeadExactMonitor` measures both in one space. Pure noise needs two trajectories.
+    The total power P is a norm with respect to the logits. S is a norm with respect to the parameters, on the scale of
+    the loss. :class:`HeadExactMonitor` measures both in one space. Without two trajectories, pure noise is left out.
     """
-    signal = gradient_norm * gradient_norm  # not **, which raises where a norm's square overflows
+    signal = gradient_norm * gradient_norm  # ** raises OverflowError for large norms
     if trajectories < 2:
         return {"variance/signal_strength": signal}
     noise = (total_power - signal) / (trajectories - 1)

@@ -101,7 +101,7 @@ def estimator_options(settings: ObjectiveSettings) -> dict[str, Any]:
 def loss_options(settings: ObjectiveSettings) -> dict[str, Any]:
     """Options of ``algorithm.loss``, as :func:`estimator_options`.
 
-    Also raises SettingsError if the loss does not return what ``register_loss`` asks for: it is called on one token.
+    Calls the loss on one token, and raises SettingsError if its result is not as ``register_loss`` requires.
     """
     name = settings.algorithm.loss
     options = _options(settings.algorithm, "loss", LOSSES, _LOSS_KEYS, settings.algorithm.loss_options)
