@@ -43,7 +43,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Inline styles are allowed because charts and tokens set colours; no content of a run becomes a style."""
+"""Inline styles are allowed because charts and tokens set colours. No content of a run is used as a style."""
 
 HEADERS = {
     "content-security-policy": POLICY,
@@ -56,7 +56,7 @@ Answer = Callable[[Request], object]
 
 
 def make_app(library: Library, *, token: str, calculator: Calculator) -> Starlette:
-    """Return the application."""
+    """Return the ASGI application of the viewer. Every request for data must carry ``token``."""
 
     def page(_request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
@@ -110,20 +110,20 @@ class _Answers:
         }
 
     def places(self, _request: Request) -> object:
-        """Every run (:func:`run_summary`) and evaluation; ``problem`` alone tells why one cannot be shown."""
+        """Return all runs (:func:`run_summary`) and evaluations. Unreadable ones have only the field ``problem``."""
         found = {"run": list[object](), "evaluation": list[object]()}
         for place in self._library.places():
             try:
                 is_run = place.kind == "run"
                 about = run_summary(RunDirectory(place.path)) if is_run else evaluation_summary(place.path)
-                to_json(about)  # what cannot be sent is this run's problem as well
-            except Exception as error:  # noqa: BLE001  (whatever is wrong with one run must not hide the others)
+                to_json(about)  # raises here, not for the whole list
+            except Exception as error:  # noqa: BLE001  (a run that cannot be read must not hide the others)
                 about = {"problem": str(error) if isinstance(error, AgentRLError) else describe_error(error)}
             found[place.kind].append({"id": place.id, "name": place.name, **about})
         return {"runs": found["run"], "evaluations": found["evaluation"]}
 
     def series(self, request: Request) -> object:
-        """The curves of a run (:meth:`MetricsColumns.series`); several ``names`` are repeated in the query."""
+        """Return the curves of a run (:meth:`MetricsColumns.series`). The query may repeat ``names``."""
         run, given = self._run(request), request.query_params
         return metrics_of(run.metrics_file, run.path).series(
             names=given.getlist("names"),
@@ -166,7 +166,7 @@ def _named(request: Request) -> dict[str, object]:
 
 
 def _endpoint(answer: Answer, token: str) -> Callable[[Request], Response]:
-    """Answers in a thread of starlette's; every failure is one message, which the page shows."""
+    """Answer requests in Starlette's threads. Every failure becomes one message, which the page shows."""
 
     def endpoint(request: Request) -> Response:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -180,7 +180,7 @@ def _endpoint(answer: Answer, token: str) -> Callable[[Request], Response]:
             return _json({"error": str(error)}, 503)
         except QueryError as error:
             return _json({"error": str(error)}, 400)
-        except Exception as error:  # noqa: BLE001  (a damaged file or a bug: the page names it, the terminal traces it)
+        except Exception as error:  # noqa: BLE001  (a damaged file or a bug: the page shows the error, the terminal its traceback)
             traceback.print_exc()
             return _json({"error": f"{request.url.path} cannot be answered: {describe_error(error)}"}, 500)
 

@@ -83,7 +83,7 @@ def _paired(name: str, before: Results, after: Results) -> Iterator[dict[str, ob
 
 
 def read_object(path: Path) -> JSONObject:
-    """A JSON file of an evaluation, or nothing while it is missing. Raises WorldError where it is damaged."""
+    """Return the object in a JSON file of an evaluation, or {} if the file is missing. Raises WorldError if damaged."""
     try:
         value = json.loads(contained(path, path.parent).read_bytes())
     except FileNotFoundError:

@@ -69,7 +69,7 @@ class Library:
         place = self._known.get(place_id)
         if place is not None and place.kind == kind == _kind(place.path):
             return place.path
-        raise SettingsError(f"there is no {kind} {place_id} here any more")
+        raise SettingsError(f"there is no {kind} {place_id}: it was moved or deleted")
 
 
 def _below(folder: Path, depth: int) -> Iterator[tuple[Kind, Path]]:

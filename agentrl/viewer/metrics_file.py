@@ -1,4 +1,4 @@
-"""``metrics.jsonl`` as columns that follow the growing file, and other files of JSON lines, read within bounds."""
+"""Readers with size limits for ``metrics.jsonl``, as columns that follow the growing file, and for other JSON lines."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ import numpy as np
 from agentrl.inspection.json_values import finite
 from agentrl.telemetry.files import contained
 
-_LONGEST_LINE = 1 << 24  # bytes; a row of metrics has some thousand
+_LONGEST_LINE = 1 << 24  # bytes; a row of metrics has a few thousand
 _KEPT_RUNS = 16  # runs whose columns stay in memory: 8 MB each with 5,000 steps of 100 metrics
 _RECENT = 15  # steps behind a mean of the present
-_MOST_STEP = 1 << 53  # JavaScript's integers end there
+_MOST_STEP = 1 << 53  # JavaScript's largest exact integer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What a run has reached. ``seconds``: the sum of its steps'. ``step_seconds``: the median of the last steps.
+    """Progress of a run.
 
-    ``result``: the newest held-out score with its 95 % interval, or the mean reward of the last 15 steps where there is
-    no evaluation: ``{"metric", "step", "value", "low", "high"}``, with None for a bound that is not known.
+    ``seconds`` is the sum of the steps' times and ``step_seconds`` the median of the last 15. ``result`` is the newest
+    held-out score with its 95 % interval or, without evaluations, the mean reward of the last 15 steps, as
+    ``{"metric", "step", "value", "low", "high"}``. Unknown bounds are None.
     """
 
     step: int
@@ -43,16 +44,16 @@ class Progress:
 
 @dataclass(frozen=True)
 class _Column:
-    """The values of a metric, and the numbers of the rows that have them."""
+    """The values of a metric, and the indices of their rows."""
 
     rows: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
 
 class MetricsColumns:
-    """The numbers of one ``metrics.jsonl`` by metric. Reads only what was appended since the last call.
+    """The numbers of one ``metrics.jsonl`` by metric. Each call reads only the lines that were appended since.
 
-    A damaged line is passed over and counted; values that are no numbers are left out.
+    Damaged lines are skipped and counted. Values that are not numbers are left out.
     """
 
     def __init__(self, path: Path, folder: Path) -> None:
@@ -61,7 +62,7 @@ class MetricsColumns:
         self._clear(0)
 
     def progress(self) -> Progress:
-        """What the run has reached by now."""
+        """Return the run's progress so far."""
         with self._lock:
             self._refresh()
             seconds = [value for value in self._values("time/step_s") if math.isfinite(value)]
@@ -74,18 +75,17 @@ class MetricsColumns:
             )
 
     def series(self, *, names: Collection[str] = (), points: int = 800, since: str = "") -> dict[str, object]:
-        """The curves of the metrics ``names`` (default: all), each with ``points`` points at most.
+        """Return the curves of the metrics ``names`` (default: all), each with at most ``points`` points.
 
-        Returns ``{"version", "changed", "rows", "names", "axes", "series"}``. ``version`` names the state of the file:
-        if it is given as ``since`` and still holds, the answer is ``version`` and ``changed: False`` alone. ``names``
-        are all metrics of the run, and ``rows`` counts its rows.
+        Returns ``{"version", "changed", "rows", "names", "axes", "series"}``. ``version`` identifies the state of the
+        file. If it is passed as ``since`` and the file has not changed, only ``version`` and ``changed: False`` are
+        returned. ``names`` lists all metrics of the run, and ``rows`` is its number of rows.
 
         ``series[name]`` is ``{"axis", "value", "low", "high", "last"}``. ``axes[axis]`` holds ``step``, ``tokens``
-        (trained so far) and ``hours`` (of steps so far), one number for each ``value``. A metric with more than
-        ``points`` values is cut into so many spans of consecutive rows: ``value`` is the mean of a span, ``low`` and
-        ``high`` its least and greatest value, and the axes are those of its last row. Otherwise ``value`` holds the
-        exact values, and ``low`` and ``high`` are None. ``last`` is the newest value, exact. What is no finite number
-        is None.
+        (trained so far) and ``hours`` (of steps so far), one number for each ``value``. If a metric has at most
+        ``points`` values, ``value`` holds the exact values, and ``low`` and ``high`` are None. Otherwise its rows are
+        split into ``points`` spans: ``value`` is the mean of a span, ``low`` and ``high`` are its minimum and maximum,
+        and the axes are taken from its last row. ``last`` is the newest value. Non-finite numbers are None.
         """
         with self._lock:
             self._refresh()
@@ -102,7 +102,7 @@ class MetricsColumns:
                 values = np.array(self._columns[name].values)
                 ends, mean, low, high = _spans(values, points)
                 key = rows[ends].tobytes()
-                if key not in places:  # most metrics are in the same rows
+                if key not in places:  # most metrics share their rows, and so one axis
                     places[key] = len(drawn_axes)
                     drawn_axes.append({kind: finite(axis[rows[ends]]) for kind, axis in axes.items()})
                 series[name] = {
@@ -127,7 +127,7 @@ class MetricsColumns:
         self._columns: dict[str, _Column] = {}
 
     def _refresh(self) -> None:
-        """Read what was appended. A file that was cut or replaced (``--resume``) is read from its start."""
+        """Read the appended lines. A file that was truncated or replaced (``--resume``) is read from its start."""
         try:
             with contained(self._path, self._folder).open("rb") as file:
                 inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
@@ -158,7 +158,7 @@ class MetricsColumns:
         return self._columns.get(name, _Column()).values
 
     def _sums(self, name: str) -> np.ndarray:
-        """The sum of a metric up to each row."""
+        """Return the cumulative sum of a metric at each row."""
         column = self._columns.get(name, _Column())
         whole = np.zeros(len(self._steps))
         whole[np.array(column.rows, dtype=np.int64)] = np.nan_to_num(np.array(column.values), posinf=0.0, neginf=0.0)
@@ -185,14 +185,14 @@ class MetricsColumns:
         return {"metric": "reward/mean", "step": self._steps[column.rows[-1]], "value": mean, **bounds}
 
     def _at(self, name: str, row: int) -> float | None:
-        """The value of a metric in one of the last rows."""
+        """Return the value of a metric in one of the last 15 rows that have it, otherwise None."""
         column = self._columns.get(name, _Column())
         recent = dict(zip(column.rows[-_RECENT:], column.values[-_RECENT:], strict=True))
         return recent.get(row)
 
     def _problems(self) -> Iterator[str]:
         if self._damaged:
-            yield f"{self._path.name}: {self._damaged} damaged lines are left out"
+            yield f"{self._path.name}: skipped {self._damaged} damaged line{'s' * (self._damaged > 1)}"
         for name, column in self._columns.items():
             wrong = next(
                 (row for row, value in zip(column.rows, column.values, strict=True) if not math.isfinite(value)), None
@@ -203,12 +203,12 @@ class MetricsColumns:
 
 @lru_cache(maxsize=_KEPT_RUNS)
 def metrics_of(path: Path, folder: Path) -> MetricsColumns:
-    """The columns of the file ``path`` in ``folder``, the same object from call to call."""
+    """Return the columns of the file ``path`` in ``folder``, the same object for each call."""
     return MetricsColumns(path, folder)
 
 
 def _spans(values: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Last places, means, and least and greatest values of at most ``points`` spans; None where all values remain."""
+    """Return last index, mean, minimum and maximum of at most ``points`` spans; None for these two if all remain."""
     if len(values) <= points:
         return np.arange(len(values)), values, None, None
     edges = np.linspace(0, len(values), points + 1).astype(np.int64)
@@ -218,7 +218,7 @@ def _spans(values: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def json_lines(path: Path, folder: Path) -> list[dict[str, object]]:
-    """The objects of a file of JSON lines in ``folder``; a torn last line and damaged ones are passed over."""
+    """Return the objects of a file of JSON lines in ``folder``, without damaged lines and an incomplete last line."""
     try:
         with contained(path, folder).open("rb") as file:
             return [row for line in _lines(file) if (row := _object(line))]
@@ -227,13 +227,13 @@ def json_lines(path: Path, folder: Path) -> list[dict[str, object]]:
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Whole lines. One that is too long comes in pieces, none of which is an object."""
+    """Yield complete lines. A line that is too long is yielded in pieces, none of which is a JSON object."""
     while (line := file.readline(_LONGEST_LINE)).endswith(b"\n") or len(line) == _LONGEST_LINE:
         yield line
 
 
 def _object(line: bytes) -> dict[str, object]:
-    """The object of a line; empty for a damaged one, also where it is nested too deep."""
+    """Return the object of a line, empty if the line is damaged or nested too deeply."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

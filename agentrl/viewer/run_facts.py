@@ -1,4 +1,4 @@
-"""What a run's files show of it: settings, progress, result, alerts, stored steps, and whether it is running."""
+"""Summary of a run from its files: settings, progress, result, alerts, stored steps, and whether it is running."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ _NOTES = "notes.md"
 _MOST_NOTES = 20_000  # bytes
 _KEPT = 4_096  # runs whose facts stay in memory until their files change
 _COLLAPSES = ("reward_collapse", "entropy_collapse")
-_QUIET = 120.0  # seconds; a run of shorter steps also saves checkpoints and evaluates
-_QUIET_STEPS = 10  # step times without a new row, after which a run counts as stopped
-_START = 900.0  # seconds that a run may take to its first step
+_QUIET = 120.0  # seconds without a new row before a run may count as stopped: checkpoints and evaluations take time too
+_QUIET_STEPS = 10  # step times without a new row before a run may count as stopped
+_START = 900.0  # seconds that a run may take to complete its first step
 _UNKNOWN = Progress(step=0, seconds=0.0, step_seconds=None, result=None, problems=())
 
 Part = TypeVar("Part")
 
 
 def run_summary(run: RunDirectory) -> dict[str, object]:
-    """A run in the table of runs.
+    """Return a run's entry in the table of runs.
 
-    - ``state``: ``"running"``, ``"finished"`` (summary.json is written) or ``"stopped"``.
-    - ``step`` of ``steps``: the newest step, 0 before the first, and the steps that the run will have (None if the
-      settings do not say). ``seconds``: the sum of the steps' times.
+    - ``state``: ``"running"``, ``"finished"`` (summary.json exists) or ``"stopped"``.
+    - ``step`` and ``steps``: the newest step, 0 before the first, and ``training.steps`` (None if the settings cannot
+      be read). ``seconds``: the sum of the steps' times.
     - ``result``: ``{"metric", "step", "value", "low", "high"}``, the newest held-out score with its 95 % interval or,
       without evaluations, the mean reward of the last 15 steps; None before the first step. ``low`` and ``high`` may
       be None.
     - ``alerts``: ``{"alert", "step", "message"}`` of the newest alert of each name, newest first. ``collapsed``: True
-      if one of them says that the reward or the entropy collapsed.
-    - ``problems``: sentences about files of the run that could not be read; what depends on them is missing.
-    - ``modified`` (seconds since 1970), ``stored_steps`` (how many steps have trajectories), ``notes``, ``settings``
+      if one of them is a collapse of the reward or the entropy.
+    - ``problems``: messages about files of the run that could not be read. Fields that depend on them are empty.
+    - ``modified`` (seconds since 1970), ``stored_steps`` (number of steps with trajectories), ``notes``, ``settings``
       by dotted key.
     """
     problems: list[str] = []
 
     def read(part: Callable[[], Part], missing: Part) -> Part:
-        """A part of the summary; a damaged file costs its own part alone."""
+        """Return a part of the summary, or ``missing`` if its file is damaged."""
         try:
             return part()
         except (AgentRLError, OSError) as error:
@@ -75,7 +75,7 @@ def run_summary(run: RunDirectory) -> dict[str, object]:
 
 
 def run_facts(run: RunDirectory) -> dict[str, object]:
-    """A run's own page, without its curves: :func:`run_summary` with all alerts and the steps that are stored."""
+    """Return the content of a run's page, without curves: :func:`run_summary` with all alerts and stored steps."""
     return {
         **run_summary(run),
         "path": str(run.path),
@@ -86,7 +86,7 @@ def run_facts(run: RunDirectory) -> dict[str, object]:
 
 
 def _state(run: RunDirectory, progress: Progress) -> str:
-    """The lock decides where it can be seen. A run on another machine is running while its steps come in as usual."""
+    """Return the state of a run. Without a lock that can be checked, a run counts as running while rows arrive."""
     in_use = run.in_use()
     if in_use is None and not run.summary.is_file():
         usual = _START if progress.step_seconds is None else max(_QUIET, _QUIET_STEPS * progress.step_seconds)
@@ -111,7 +111,7 @@ def _stored_steps(path: Path, _changed: float) -> tuple[int, ...]:
 
 
 def _signature(path: Path) -> tuple[int, int, int]:
-    """Changes when the file does; zeros for a missing one."""
+    """Return inode, size and modification time (ns) of a file, which change with it; zeros if it is missing."""
     try:
         about = os.stat(path)
     except OSError:
@@ -120,12 +120,12 @@ def _signature(path: Path) -> tuple[int, int, int]:
 
 
 def _modified(path: Path) -> float:
-    """When the file was changed, in seconds since 1970; 0 for a missing one."""
+    """Return the modification time of a file in seconds since 1970, 0 if it is missing."""
     return _signature(path)[2] / 1e9
 
 
 def _notes(run: RunDirectory) -> str:
-    """The user's own notes: the file ``notes.md`` in the run's directory, its beginning at least."""
+    """Return the user's notes, the first 20,000 bytes of ``notes.md`` in the run's directory."""
     try:
         with contained(run.path / _NOTES, run.path).open("rb") as file:
             return file.read(_MOST_NOTES).decode(errors="replace")
@@ -134,9 +134,9 @@ def _notes(run: RunDirectory) -> str:
 
 
 def flat_settings(run: RunDirectory) -> dict[str, object]:
-    """Every setting by its key, as on the command line, in lists as ``data.eval[0].path``.
+    """Return all settings by their keys on the command line; entries of lists have keys such as ``data.eval[0].path``.
 
-    Raises WorldError where ``config.yaml`` is damaged.
+    Raises WorldError if ``config.yaml`` is damaged.
     """
     return _flat_settings(run.path, *_signature(run.config))
 

@@ -27,7 +27,7 @@ PORT = 8642
 
 
 def view_command(paths: Sequence[Path], *, port: int | None, browse: bool, echo: Callable[[str], object]) -> None:
-    """Serve until Ctrl-C. Raises SettingsError where there is nothing to view, or the port is in use."""
+    """Serve until Ctrl-C. Raises SettingsError if there is nothing to view or the port is in use."""
     library = Library(paths)
     listener = listen(port)
     token = stored_token()
@@ -68,9 +68,10 @@ def export_command(
 
 
 def listen(port: int | None) -> socket.socket:
-    """A socket of this machine alone, at :data:`PORT` or, if that is taken, a free port by default.
+    """Return a socket that accepts connections from this machine only.
 
-    Raises SettingsError where the port that was asked for is in use.
+    Without ``port``, it listens on :data:`PORT` or, if that is taken, on a free port. Raises SettingsError if ``port``
+    is in use.
     """
     try:
         return socket.create_server((HOST, port or PORT))
@@ -83,10 +84,10 @@ def listen(port: int | None) -> socket.socket:
 
 
 def stored_token() -> str:
-    """The token of this user's viewer, the same at every start, so that bookmarks and tunnels go on working.
+    """Return the token of this user's viewer. It stays the same between starts, so that bookmarks keep working.
 
-    It is kept in ``~/.cache/agentrl/view-token``, which the user alone may read. Where that file cannot be used, the
-    token is a new one.
+    The token is stored in ``~/.cache/agentrl/view-token``, readable by the user only. Returns a new token if that file
+    cannot be used.
     """
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentrl" / "view-token"
     fresh = secrets.token_urlsafe(16)

@@ -58,7 +58,9 @@ def pipe(run: Path) -> None:
         pytest.param(
             append("metrics.jsonl", b'{"step":3,"reward/mean":NaN}\n'), "not a finite number at step 3", id="nan"
         ),
-        pytest.param(append("metrics.jsonl", b'{"step":3,"a":' + DEEP + b"}\n"), "1 damaged lines", id="deep line"),
+        pytest.param(
+            append("metrics.jsonl", b'{"step":3,"a":' + DEEP + b"}\n"), "skipped 1 damaged line", id="deep line"
+        ),
         pytest.param(
             append("metrics.jsonl", b'{"step":3,"a":"' + b"x" * (1 << 25) + b'"}\n'), "damaged lines", id="huge"
         ),

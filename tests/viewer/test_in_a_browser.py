@@ -136,7 +136,7 @@ def test_a_run_shows_its_panels_and_alerts_and_a_point_opens_its_step(page: Page
     page.goto(address)
     page.get_by_role("link", name="first").press("Enter")
     expect(page.locator("main")).to_be_focused()
-    for title in ("Reward", "Entropy", "Gradient norm", "How trajectories ended", "Where the seconds of a step went"):
+    for title in ("Reward", "Entropy", "Gradient norm", "How trajectories ended", "Time per step"):
         expect(page.get_by_role("heading", name=title, exact=True)).to_be_visible()
     entropy = page.locator(".card", has=page.get_by_role("heading", name="Entropy", exact=True))
     entropy.get_by_text("What it shows").click()
@@ -363,7 +363,7 @@ def test_a_line_of_a_hundred_thousand_characters_is_shown(page: Page, tmp_path: 
 
 def test_what_went_wrong_is_one_message(page: Page, address: str) -> None:
     page.goto(address.partition("?")[0] + "?token=" + TOKEN + "#/run/gone")
-    expect(page.get_by_role("alert")).to_have_text("there is no run gone here any more")
+    expect(page.get_by_role("alert")).to_have_text("there is no run gone: it was moved or deleted")
 
 
 def test_a_constant_advantage_is_coloured_and_the_page_opens_with_a_field_that_varies(
@@ -476,11 +476,13 @@ def test_a_deleted_run_and_an_ended_viewer_are_said(page: Page, run: RunDirector
         page.get_by_role("link", name="first").click()
         expect(page.get_by_role("heading", name="Entropy", exact=True)).to_be_visible()
         shutil.rmtree(tmp_path / "runs" / "first")
-        expect(page.locator("#trouble")).to_contain_text("This page shows the state of")
+        expect(page.locator("#trouble")).to_contain_text("This page shows data from")
         page.get_by_role("link", name="Runs").click()
         expect(page.get_by_role("heading", name="Runs", exact=True)).to_be_visible()
         expect(page.locator("#trouble")).to_be_hidden()
-    expect(page.locator("#trouble")).to_contain_text("The viewer does not answer: its command has ended.")
+    expect(page.locator("#trouble")).to_contain_text(
+        "The viewer does not respond: `agentrl view` has ended. Start it again."
+    )
 
 
 def test_a_phone_sees_scores_and_no_panel_covers_text(phone: Page, run: RunDirectory, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """`agentrl view RUN --export page.html`: a run with chosen steps as one file that needs no server and no network.
 
 The page is the viewer's own, with its modules and styles inside. The server's answers are stored in the page compressed
-and base64-encoded, so no content of a run is read as markup. The page's security policy runs its one script only, and
-lets it fetch nothing.
+and base64-encoded, so no content of a run is read as markup. The page's security policy allows its single script and no
+network requests.
 """
 
 from __future__ import annotations

@@ -1,29 +1,31 @@
-// Charts as SVG. A line is one path and a stack is one path per part, both reduced to the pixels they cover, so a run of
-// any length draws at the same cost. Charts with the same Link share the range and the cursor of their x axis.
+// Charts as SVG. A line is one path and a stack is one path per part. Both are reduced to at most a few values per pixel,
+// so the cost of drawing does not depend on the length of a run. Charts with the same Link share the range and the cursor
+// of their x axis.
 //
 // A chart is described by:
-//   series: [{ name, x, y, low, high, color, dash, width, points, held, custom }]   ascending x; gaps in y are null;
-//           `low` and `high` draw a band, `points` draws no line, `held` keeps each value until the next one,
-//           `custom[i]` is passed to `onpoint`; `last` is the newest value where y holds means; `unnamed` keeps a second line of a name out of the legend
-//   stacked, share: series are stacked as bars, in absolute values or in shares; `left` and `right` of the first series
-//           give the bars' edges where they are not centred on x
+//   series: [{ name, x, y, low, high, color, dash, width, points, held, custom, last, unnamed }]
+//           x ascends; gaps in y are null. `low` and `high` draw a band. `points` draws points without a line. `held`
+//           draws steps: each value holds until the next. `custom[i]` is passed to `onpoint`. `last` is the newest value,
+//           for the legend, if y holds means. `unnamed` leaves the series out of the legend.
+//   stacked, share: stack the series as bars, in absolute values or in shares. `left` and `right` of the first series
+//           are the edges of bars that are not centred on x.
 //   x, y:   { title, log, ticks, zero, whole }; `extent`: [least, most] of x if other charts share it
 //   marks:  x of dotted vertical lines;  link, height, onpoint(custom, x)
 
 import { el, number } from "./dom.js";
 
-const FEW = 60; // points of a line that are marked each
+const FEW = 60; // lines with fewer points also mark every point
 const FONT = 6.4; // pixels of a digit
 const MARGIN = { top: 16, right: 10, bottom: 32 };
 const DASHES = ["", "7 3", "1.5 2.5", "9 3 1.5 3"];
-export const LOOKS = 16; // lines that are told apart
+export const LOOKS = 16; // lines that can be distinguished
 
-// The look of the n-th line: eight colours, the second four dashed; the next eight have the same colours in other dashes.
+// Colour and dash of the n-th line. Dashes change every four lines and colours repeat after eight, so 16 lines differ.
 export function lineStyle(place) {
   return { color: `var(--line-${(place % 8) + 1})`, dash: DASHES[Math.floor(place / 4) % DASHES.length] };
 }
 
-// As many of `items` as a chart draws, with those that `kept` accepts among them, in their order.
+// At most `most` of `items`, in order: all that `kept` accepts, then the first of the others.
 export function drawable(items, kept, most = LOOKS) {
   const others = items.filter((item) => !kept(item)).slice(0, Math.max(0, most - items.filter(kept).length));
   return items.filter((item) => kept(item) || others.includes(item));
@@ -37,7 +39,7 @@ export class Link {
     this.charts = new Set();
   }
 
-  // Shows a range of x in every chart; null: all of it.
+  // Shows a range of x in every chart, or all of it for null.
   zoom(range) {
     if (range === this.range) return;
     this.range = range;
@@ -57,7 +59,7 @@ export class Link {
 const drawn = new WeakMap();
 const sizes = new ResizeObserver((entries) => entries.forEach(({ target }) => drawn.get(target).resized()));
 
-// Draws a chart into `element`, or draws it anew; an element that is not on the page yet is drawn once it is.
+// Draws or redraws a chart in `element`. An element outside the page is drawn when it is added.
 export function draw(element, spec) {
   if (!drawn.has(element)) {
     drawn.set(element, new Chart(element));
@@ -109,7 +111,7 @@ class Chart {
     this.range = this.link.range ?? all ?? [0, 1];
     if (this.range[0] === this.range[1]) this.range = [this.range[0] - 0.5, this.range[1] + 0.5];
     const plot = width - MARGIN.right;
-    // Reduced for a plot without labels; the labels of y need its values.
+    // Reduced to the full width, because the width of the y labels depends on the reduced values.
     const parts = spec.stacked ? stack(shown, this.range, plot, spec.share) : shown.map((series) => reduced(series, this.range, plot, y.log));
     const scaleY = axis(valuesOf(parts, spec), { ...y, zero: y.zero || spec.stacked }, height - MARGIN.bottom, MARGIN.top, Math.max(2, Math.floor(height / 42)));
     const left = Math.max(24, 10 + FONT * Math.max(...scaleY.ticks.map(([, text]) => text.length), 1));
@@ -165,7 +167,7 @@ class Chart {
     return made;
   }
 
-  // The names of the series with their values at the cursor; a click hides one.
+  // Draws the legend: names of the series with their values at the cursor. A click hides or shows a series.
   describe() {
     this.values = new Map();
     const whole = this.spec.series.every((series) => series.y.every((value) => value === null || Number.isInteger(value)));
@@ -186,7 +188,7 @@ class Chart {
     this.legend.replaceChildren(...(entries.length ? [...entries, this.where] : []));
   }
 
-  // Shows the values at `x`; without one, the last values.
+  // Shows the values at `x` in the legend, or the last values for null.
   point(x) {
     if (!this.scaleX) return;
     for (const [series, shown] of this.values) {
@@ -198,7 +200,7 @@ class Chart {
     this.where.textContent = found === null ? "" : `${this.spec.x?.title ?? ""} ${number(found)}`;
   }
 
-  // The x of a value that is nearest to `x`.
+  // The x of the nearest value.
   snap(x) {
     const places = this.shown.filter((series) => series.x.length).map((series) => series.x[nearest(series.x, x)]);
     return places.reduce((best, place) => (best === null || Math.abs(place - x) < Math.abs(best - x) ? place : best), null);
@@ -231,7 +233,7 @@ class Chart {
     if (found) this.spec.onpoint(found.custom, found.x);
   }
 
-  // The value nearest to a place: by x first, then by y.
+  // The value nearest to the pointer, by x first and then by y.
   hit(x, down) {
     const x0 = this.snap(x);
     let best = null;
@@ -246,7 +248,7 @@ class Chart {
   }
 }
 
-// A series within a range of x, at most four values for each pixel: the first, the least, the greatest and the last.
+// A series within a range of x, with at most three values per pixel: the least, the greatest and the last.
 function reduced(series, [from, to], pixels, log) {
   const { low: lows, high: highs } = series;
   const start = Math.max(0, first(series.x, from) - 1);
@@ -277,7 +279,7 @@ function reduced(series, [from, to], pixels, log) {
   return made;
 }
 
-// Series as stacked bars; where bars are narrower than two pixels, neighbours become one bar of their mean.
+// Series as stacked bars. If bars are narrower than two pixels, neighbours are merged into one bar of their mean.
 function stack(shown, [from, to], pixels, share) {
   const byX = new Map();
   shown.forEach((series, part) => {
@@ -352,10 +354,10 @@ function decades(low, high, count) {
   const found = [];
   for (let power = Math.floor(low); power <= high; power++) for (const factor of factors) if (power % every === 0) found.push(factor * 10 ** power);
   const inside = found.filter((value) => Math.log10(value) >= low - 1e-9 && Math.log10(value) <= high + 1e-9);
-  return inside.length > 1 ? inside : steps(10 ** low, 10 ** high, count); // a narrow range has no two such numbers
+  return inside.length > 1 ? inside : steps(10 ** low, 10 ** high, count); // a narrow range contains fewer than two such numbers
 }
 
-// A tick's label, with the digits that tell it from the next one, `step` away.
+// The label of a tick, with enough digits to differ from the next tick, which is `step` away.
 function tick(value, step) {
   const size = Math.abs(value);
   if (size >= 1e6 || (size > 0 && size < 1e-3)) return value.toExponential(1).replace(".0e", "e").replace("e+", "e");
@@ -372,7 +374,7 @@ function extent(values) {
   return least <= most ? [least, most] : null;
 }
 
-// The first place whose x is at least `value`.
+// The first index whose x is at least `value`.
 function first(x, value) {
   let [low, high] = [0, x.length];
   while (low < high) {

@@ -1,4 +1,4 @@
-// What the pages read: the viewer's server, or in an exported page the answers inside it; the metrics of runs.
+// Data of the pages: requests to the viewer's server, or to the answers inside an exported page; curves and metrics.
 
 import { el } from "./dom.js";
 
@@ -16,7 +16,7 @@ export async function ask(path, query = {}) {
   try {
     answer = await fetch(`/api${path}${tail}`, { headers: { Authorization: `Bearer ${token}` } });
   } catch {
-    throw new Error("The viewer does not answer: its command has ended.");
+    throw new Error("The viewer does not respond: `agentrl view` has ended. Start it again.");
   }
   const body = await answer.json();
   if (!answer.ok) throw new Error(body.error);
@@ -25,8 +25,8 @@ export async function ask(path, query = {}) {
 
 const trouble = document.getElementById("trouble");
 
-// Repeats a task until its screen is left. While it fails, the page says why and since when, and the task is tried again.
-// Between two tries is ten times what the task takes at least, so that a slow disk is not read all the time.
+// Repeats a task until its screen is left. If it fails, shows the error and the time of the last success, and tries again.
+// Waits at least ten times as long as the task took, so that a slow disk is not read all the time.
 export function every(seconds, signal, task) {
   if (isExported) return;
   let good = new Date();
@@ -45,7 +45,7 @@ export function every(seconds, signal, task) {
       }
     } catch (error) {
       if (signal.aborted) return;
-      trouble.textContent = `${error.message} This page shows the state of ${good.toLocaleTimeString()}.`;
+      trouble.textContent = `${error.message} This page shows data from ${good.toLocaleTimeString()}.`;
       trouble.hidden = false;
     }
     if (!signal.aborted) timer = setTimeout(once, Math.max(seconds * 1000, 10 * (performance.now() - began)));
@@ -61,7 +61,7 @@ async function answerFromPage(path, query) {
 
 async function unpacked(path) {
   const script = held.get(path);
-  if (!script) throw new Error("This page was exported without what it should show here.");
+  if (!script) throw new Error("This exported page does not contain this part of the run.");
   const bytes = Uint8Array.from(atob(script.textContent), (letter) => letter.charCodeAt(0));
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
 }
@@ -95,8 +95,8 @@ async function withText(path, rows, text) {
   return kept;
 }
 
-const POINTS = 1000; // of a curve; a longer run's are means of consecutive steps
-const ALL_POINTS = 10_000; // of a curve that is looked at closely
+const POINTS = 1000; // points of a curve; for longer runs, they are means of consecutive steps
+const ALL_POINTS = 10_000; // points of a curve after zooming in
 
 // The curves of a run over steps, tokens or hours, as the server reduces them (MetricsColumns.series).
 export class Series {
@@ -109,7 +109,7 @@ export class Series {
     this.curves = {};
   }
 
-  // Reads the curves of the metrics that `wanted` chooses among the run's. True if anything is new.
+  // Reads the curves of the metrics that `wanted` selects from the run's. Returns true if anything is new.
   async refresh(wanted) {
     if (!this.names.length) this.names = (await this.ask({ names: ["step"], points: 2 })).names;
     const names = wanted(this.names);
@@ -124,7 +124,7 @@ export class Series {
     return ask(`/runs/${this.id}/series`, query);
   }
 
-  // Reads every step where the run has more than a chart shows. True if that is more than before.
+  // Reads the curves again with up to ALL_POINTS points. Returns true if that gives more points than before.
   async closely(wanted) {
     if (this.points === ALL_POINTS || !(this.rows > POINTS)) return false;
     this.points = ALL_POINTS;
@@ -132,19 +132,19 @@ export class Series {
     return this.refresh(wanted);
   }
 
-  // A curve: x, y and steps; for means of several steps also the least and greatest values; the newest value. `window`
-  // smooths over so many steps; the metrics `less` are taken off.
+  // A curve: x, y, steps and the newest value; for means of several steps also the least and greatest values. Smoothed
+  // over `window` steps; the metrics in `less` are subtracted.
   line(name, kind = "step", window = 1, less = []) {
     const { axis, value, low, high, last } = this.curves[name];
     const places = this.axes[axis];
     const parts = less.map((part) => this.beside(part, axis));
     const rest = value.map((whole, place) => (whole === null ? null : parts.reduce((sum, part) => sum - (part[place] ?? 0), whole)));
-    const each = low ? this.rows / value.length : 1; // steps behind a value
+    const each = low ? this.rows / value.length : 1; // steps per value
     const spread = low && window === 1 && !less.length;
     return { x: places[kind], y: smoothed(rest, Math.round(window / each)), steps: places.step, low: spread ? low : null, high: spread ? high : null, last: less.length ? rest.at(-1) : last };
   }
 
-  // The values of a metric at the places of an axis; nothing where it has none.
+  // The values of a metric at the steps of an axis, undefined at steps without one.
   beside(name, axis) {
     const curve = this.curves[name];
     if (!curve) return [];
@@ -153,13 +153,13 @@ export class Series {
     return this.axes[axis].step.map((step) => found.get(step));
   }
 
-  // The least and the greatest place of all curves.
+  // The least and greatest x of all curves.
   extent(kind) {
     const ends = this.axes.filter((axis) => axis.step.length).map((axis) => [axis[kind][0], axis[kind].at(-1)]);
     return ends.length ? [Math.min(...ends.map(([first]) => first)), Math.max(...ends.map(([, last]) => last))] : null;
   }
 
-  // Where alerts lie on an axis.
+  // The x of alerts on an axis.
   places(alerts, kind) {
     const longest = this.axes.reduce((best, axis) => (axis.step.length > (best?.step.length ?? 0) ? axis : best), null);
     const at = (step) => (kind === "step" ? step : longest?.[kind][longest.step.findIndex((each) => each >= step)]);
@@ -167,7 +167,7 @@ export class Series {
   }
 }
 
-// The mean of each value and its neighbours, `window` in all, fewer at the ends; null is left out.
+// Moving average over `window` values, fewer at the ends, without nulls.
 function smoothed(values, window) {
   const half = Math.floor(window / 2);
   if (half === 0) return values;
@@ -192,7 +192,7 @@ export const AXES = [
 let definitions;
 let metrics = [];
 
-// Reads what every metric is, once: label, unit, meaning and healthy range, as the program defines them.
+// Loads the metric catalogue once: label, unit, meaning and healthy range of each metric.
 export async function loadCatalogue() {
   definitions ??= ask("/metrics");
   try {
@@ -203,7 +203,7 @@ export async function loadCatalogue() {
   }
 }
 
-// The definition of a metric; of a plug-in's, which is not known here, its name alone.
+// The definition of a metric. For the metrics of plug-ins, which the catalogue lacks, only the name.
 function metricOf(name) {
   const family = (metric) => metric.name.includes("{") && name.startsWith(metric.name.split("{")[0]);
   return metrics.find((metric) => metric.name === name) ?? metrics.find(family) ?? { name, unit: "", meaning: "", healthy: "", label: "" };
@@ -217,7 +217,7 @@ export function unitOf(names) {
   return units.size === 1 ? [...units][0] : "";
 }
 
-// The definitions of metrics, to unfold; nothing where none is known.
+// A collapsed list of the definitions of metrics, or nothing if none is known.
 export function meanings(names) {
   const known = [...new Map(names.map(metricOf).filter((metric) => metric.meaning).map((metric) => [metric.name, metric])).values()];
   if (!known.length) return null;
@@ -225,5 +225,5 @@ export function meanings(names) {
   return el("details", {}, el("summary", {}, "What it shows"), ...lines);
 }
 
-// Markdown's code and links as plain text.
+// Markdown without the marks of code and links.
 const plain = (text) => text.replace(/\[([^\]]+)\]\([^)]+\)/g, "$1").replaceAll("`", "");

@@ -36,8 +36,8 @@ export function factList(pairs) {
 const counts = new Intl.NumberFormat("en");
 const decimals = new Intl.NumberFormat("en", { minimumFractionDigits: 3, maximumFractionDigits: 3 });
 
-// A number as every page writes it: three decimals, or none if all of `among`, the numbers it is read beside, are whole.
-// Numbers that three decimals cannot show get an exponent. Exact values are in titles.
+// A number as text, in the same way on every page: three decimals, or none if all of `among`, the numbers beside it, are
+// integers. Numbers that are too small or too large for that get an exponent. Tooltips show exact values.
 export function number(value, among = [value]) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
@@ -74,10 +74,10 @@ const code = (character) => `‹U+${character.codePointAt(0).toString(16).toUppe
 // Text with what cannot be seen made visible: marks of direction, controls.
 export const visible = (text) => text.replace(CONTROLS, code);
 
-const SHOWN = 250; // rows that are drawn at first, and with every "Show more"
+const SHOWN = 250; // rows that are drawn at first, and added by every "Show more"
 
-// A table whose columns sort. Columns: { title, value(row), cell(row), class, number, fraction }: numbers are aligned, and
-// fractions have decimals even where all are whole. `fill` draws the rows again.
+// A table that can be sorted by its columns: { title, value(row), cell(row), class, number, fraction }. Columns with
+// `number` are right-aligned, and those with `fraction` always have decimals. `fill` redraws the rows.
 export function table(columns, rows, { caption, label, order = null, mark } = {}) {
   const body = el("tbody");
   let sorted = order;
@@ -110,7 +110,7 @@ export function table(columns, rows, { caption, label, order = null, mark } = {}
   return { element: el("div", { class: "wide", tabIndex: 0, role: "region", "aria-label": caption ?? label }, whole, more), fill };
 }
 
-// From a row to its cell in a column, whose numbers all have the same decimals.
+// A function from a row to its cell in a column. All numbers of a column have the same decimals.
 function cellsOf(column, rows) {
   const style = column.number ? "number" : (column.class ?? "");
   if (column.cell) return (row) => el("td", { class: style }, column.cell(row));

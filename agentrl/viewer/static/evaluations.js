@@ -107,19 +107,19 @@ function conduct(rows) {
     { title: "Benchmark", value: ([name]) => name },
     { title: "Turns", number: true, fraction: true, value: ([, one]) => one.turns },
     { title: "Tool calls", number: true, fraction: true, value: ([, one]) => one.tool_calls.mean },
-    { title: "Tokens of the model", number: true, fraction: true, value: ([, one]) => one.tokens.model_mean },
+    { title: "Model tokens", number: true, fraction: true, value: ([, one]) => one.tokens.model_mean },
     { title: "Truncated", number: true, fraction: true, value: ([, one]) => one.truncated.share },
     { title: "Void", number: true, fraction: true, value: ([, one]) => one.void_share },
     { title: "Seconds", number: true, fraction: true, value: ([, one]) => one.seconds.mean },
     { title: "Failed outside the policy", number: true, value: ([, one]) => one.no_data.total },
   ];
-  return table(columns, rows, { caption: "Averages per rollout, and shares" }).element;
+  return table(columns, rows, { caption: "Means per rollout, and shares of rollouts" }).element;
 }
 
 function kinds(rows) {
   const names = [...new Set(rows.flatMap(([, one]) => Object.keys(one.kinds)))];
   const columns = [{ title: "Benchmark", value: ([name]) => name }, ...names.map((kind) => ({ title: words(kind), number: true, value: ([, one]) => one.kinds[kind] }))];
-  return table(columns, rows, { caption: "Outcomes of rollouts: all except correct and no data count as wrong" }).element;
+  return table(columns, rows, { caption: "Outcomes of rollouts: all but correct and no data count as wrong" }).element;
 }
 
 export async function comparisonScreen({ parts: [first, second] }) {
@@ -153,7 +153,7 @@ function differenceTable({ differences, scores }) {
     { title: "B won", number: true, value: ([, one]) => one.won },
     { title: "B lost", number: true, value: ([, one]) => one.lost },
     { title: "Tied", number: true, value: ([, one]) => one.tied },
-    { title: "Without data in one", number: true, value: ([, one]) => one.unpaired },
+    { title: "Excluded in A or B", number: true, value: ([, one]) => one.unpaired },
   ];
   return table(columns, Object.entries(differences), { caption: "Mean scores and their difference" }).element;
 }

@@ -1,5 +1,5 @@
-// Shows the screen that the address's end names. The end is `#PATH?VIEW`: the view is what the user chose on the screen,
-// and how far the page is scrolled, so an address that is sent to someone opens at the same place.
+// Shows the screen in the fragment of the address, `#PATH?VIEW`. VIEW holds the user's choices on the screen and the
+// scroll position, so that a shared address opens the same view.
 
 import { ask, every, isExported } from "./data.js";
 import { el } from "./dom.js";
@@ -10,7 +10,7 @@ import { trajectoriesScreen } from "./trajectories.js";
 import { trajectoryScreen } from "./trajectory.js";
 
 const screens = [
-  [/^\/$/, isExported ? ({ ...given }) => runScreen({ ...given, parts: ["run"] }) : runsScreen], // an export holds one run
+  [/^\/$/, isExported ? ({ ...given }) => runScreen({ ...given, parts: ["run"] }) : runsScreen], // an export contains one run
   [/^\/run\/(\w+)$/, runScreen],
   [/^\/run\/(\w+)\/trajectories$/, trajectoriesScreen],
   [/^\/run\/(\w+)\/(\d+)\/(\d+)$/, trajectoryScreen],
@@ -18,8 +18,8 @@ const screens = [
   [/^\/evaluation\/(\w+)\/(\d+)$/, rolloutScreen],
   [/^\/comparison\/(\w+)\/(\w+)$/, comparisonScreen],
 ];
-const SETTLED = 200; // milliseconds without a change before a view is written into the address: browsers limit the rate
-const CHECKED = 10; // seconds between two looks at whether the run of a page that does not change still exists
+const SETTLED = 200; // milliseconds without a change before the address is updated: browsers limit the rate of updates
+const CHECKED = 10; // seconds between checks that the run of a page without live data still exists
 
 let current = new AbortController();
 let remember = () => {};
@@ -41,7 +41,7 @@ async function show(event) {
     const links = trail.filter(([, address]) => !isExported || address !== "#/").map(([text, address]) => el("a", { href: address }, text));
     document.getElementById("trail").replaceChildren(...links, el("span", { "aria-current": "page" }, title));
     page.replaceChildren(...content.filter(Boolean));
-    await framed(); // charts get their heights
+    await framed(); // charts have their heights then
     if (mine.signal.aborted) return;
     window.scrollTo(0, Number(query.get("at") ?? 0));
     if (event) page.focus({ preventScroll: true }); // keys and screen readers go on in the new screen
@@ -57,7 +57,7 @@ async function show(event) {
   page.dataset.ready = location.hash;
 }
 
-// Writes what a screen gives it into the address, in place of the entry that is there; null removes a name.
+// Returns a function that writes values by name into the address, without a new history entry; null removes a name.
 function rememberer(path, query, signal, page) {
   let timer;
   return (values) => {

@@ -1,22 +1,22 @@
-// One run: its state, its alerts and its curves. A click on a point opens the trajectories of its step.
+// The page of a run: state, alerts and curves. A click on a point opens the trajectories of its step.
 
 import { draw, lineStyle, Link } from "./charts.js";
 import { ask, AXES, every, labelOf, loadCatalogue, meanings, Series, unitOf } from "./data.js";
 import { choice, duration, el, factList, interval, notices, number, section, table, visible, words } from "./dom.js";
 
 const REFRESH = 3; // seconds
-const FIRST_ALERTS = 4; // the others are folded away
+const FIRST_ALERTS = 4; // the others are collapsed
 const USUAL = ["rollout/ended/answered", "rollout/tool_outcome/ok"]; // drawn first
 const PASSES = ["time/forward_s", "time/backward_s", "time/update_s"];
 
-// 95 % intervals of metrics that have one: the metrics it is made of, and both ends from the value and those.
+// Metrics with a 95 % interval: the metrics that it needs, and a function from the value and these to both ends.
 const INTERVALS = {
   "reward/mean": [["reward/stderr"], (mean, error = 0) => [mean - 1.96 * error, mean + 1.96 * error]],
   "eval/avg_at_k": [["eval/low", "eval/high"], (score, low = score, high = score) => [low, high]],
 };
 
-// `lines`: [metric, metrics to take off, what is left then]; `prefix`: every metric that begins so. Labels and units are
-// the catalogue's; `unit` is given where the panel draws something else.
+// `lines`: [metric, metrics to subtract, label of the rest]; `prefix`: draw all metrics with this prefix. Labels and units
+// come from the catalogue; `unit` overrides the unit.
 const PANELS = [
   { title: "Reward", lines: [["reward/mean"]] },
   { title: "Held-out score", lines: [["eval/avg_at_k"]] },
@@ -41,13 +41,13 @@ const PANELS = [
   { title: "Engine against trainer", log: true, lines: [["policy/engine_abs_diff"], ["policy/kl_engine_k3"]] },
   { title: "Staleness", zero: true, lines: [["staleness/mean"], ["staleness/max"]] },
   {
-    title: "Where the seconds of a step went",
+    title: "Time per step",
     stacked: true,
     lines: [["time/train_idle_s"], ...PASSES.map((pass) => [pass]), ["time/train_s", PASSES, "rest of training"], ["time/transfer_s"]],
   },
 ];
 
-const HINT = "A click on a point opens the trajectories of its step. Drag over steps to zoom all charts; a double click shows all steps again.";
+const HINT = "Click a point to open the trajectories of its step. Drag to zoom all charts; double-click to show all steps again.";
 const PREFIXES = PANELS.map((panel) => panel.prefix).filter(Boolean);
 const drawnMetrics = new Set([...PANELS.flatMap((panel) => panel.lines.flatMap(([name, less = []]) => [name, ...less])), ...Object.values(INTERVALS).flatMap(([names]) => names)]);
 
@@ -88,7 +88,7 @@ export async function runScreen({ parts: [id], query, signal, remember }) {
     while (charts.children.length > panels.length) charts.lastChild.remove();
     const ends = series.extent(state.axis);
     const extent = ends && state.axis === "step" ? [ends[0] - 0.5, ends[1] + 0.5] : ends; // bars are a step wide
-    hint.textContent = panels.length ? HINT : "No step has ended yet.";
+    hint.textContent = panels.length ? HINT : "No step is complete yet.";
     const shared = { link, extent, marks: series.places(facts.alerts, state.axis), onpoint: open };
     for (const [place, panel] of panels.entries()) {
       if (!charts.children[place]) charts.append(section("", el("div", { class: "chart" })));
@@ -109,7 +109,7 @@ export async function runScreen({ parts: [id], query, signal, remember }) {
     facts = await ask(`/runs/${id}`);
     if (!grown && JSON.stringify(facts) === before) return;
     show();
-    if (grown) status.textContent = `Step ${facts.step} came in.`;
+    if (grown) status.textContent = `Updated to step ${facts.step}.`;
   });
   const more = async (value) => {
     state.metric = value;
@@ -122,7 +122,7 @@ export async function runScreen({ parts: [id], query, signal, remember }) {
     "div",
     { class: "bar" },
     ...curveChoices(state, remember, () => (link.zoom(null), show())),
-    choice("One more metric", names, state.metric, more),
+    choice("Additional metric", names, state.metric, more),
     whole,
   );
   const name = facts.path.split("/").at(-1);
@@ -131,7 +131,7 @@ export async function runScreen({ parts: [id], query, signal, remember }) {
   return { title: name, trail: [["Runs", "#/"]], content };
 }
 
-// What the user chose about curves: axis, smoothing, a metric and a range of the axis, as the address holds them.
+// The user's choices for curves from the address: axis, smoothing, a metric and a range of the axis.
 export function curveState(query) {
   const range = (query.get("range") ?? "").split("~").map(Number);
   return {
@@ -151,8 +151,8 @@ export function curveChoices(state, remember, redraw) {
 
 export const axisTitle = (state) => AXES.find(([kind]) => kind === state.axis)[1];
 
-// One metric of a run as a line of a chart: with its 95 % interval, or with the least and greatest values of the steps
-// behind each mean; without either if it is smoothed.
+// A metric of a run as a line of a chart, with its 95 % interval or, if points are means of steps, with the least and
+// greatest values of these steps. Smoothed lines have no band.
 export function metricLine(metric, series, { axis, window }, less = []) {
   const line = { ...series.line(metric, axis, window, less) };
   const [names, ends] = INTERVALS[metric] ?? [];
@@ -164,7 +164,7 @@ export function metricLine(metric, series, { axis, window }, less = []) {
   return { ...line, custom: line.steps };
 }
 
-// The metrics that a line of `metric` is made of.
+// The metrics that the line of `metric` needs.
 export const metricsOf = (metric) => [metric, ...(INTERVALS[metric]?.[0] ?? [])];
 
 function summary(facts, id) {
@@ -193,7 +193,7 @@ export function resultText({ result }) {
 
 export const stateTag = ({ state }) => el("span", { class: state === "running" ? "tag good" : "tag" }, state);
 
-// What happened and what to do about it, apart from each other.
+// The alerts, each with its message and its advice.
 function alertList(alerts, id) {
   const shown = alerts.map((alert) => {
     const link = el("a", { href: `#/run/${id}/trajectories?first=${alert.step}&last=${alert.step}` }, `step ${alert.step}`);
@@ -205,7 +205,7 @@ function alertList(alerts, id) {
   return [...shown, el("details", { class: "card" }, el("summary", {}, `${more.length} earlier alerts`), ...more)];
 }
 
-// The lines of a panel that the run has: [metric, label, metrics to take off].
+// The lines of a panel for the run's metrics: [metric, label, metrics to subtract].
 function linesOf(panel, series) {
   if (panel.prefix) {
     const found = series.names.filter((name) => name.startsWith(panel.prefix) && name in series.curves);

@@ -1,4 +1,4 @@
-// All runs side by side: overlaid curves, a table, the evaluations, and the settings in which the shown runs differ.
+// The page of all runs: overlaid curves, a table, the evaluations, and the settings in which the shown runs differ.
 
 import { draw, lineStyle, LOOKS } from "./charts.js";
 import { ask, every, loadCatalogue, meanings, Series, unitOf } from "./data.js";
@@ -6,7 +6,7 @@ import { choice, duration, el, interval, notices, number, section, table, visibl
 import { axisTitle, curveChoices, curveState, metricLine, metricsOf, progress, resultText, stateTag } from "./run.js";
 
 const FIRST = "reward/mean";
-const SHOWN_AT_FIRST = 8; // as many as there are colours
+const SHOWN_AT_FIRST = 8; // the number of colours
 const REFRESH = 5; // seconds
 const STORED_PLACES = "places of runs among the colours";
 
@@ -15,7 +15,7 @@ export async function runsScreen({ query, signal, remember }) {
   const state = { ...curveState(query), search: query.get("search") ?? "" };
   state.metric ||= FIRST;
   const asked = query.get("runs")?.split("~").slice(0, LOOKS);
-  const chosen = new Set(asked); // in the order in which they were chosen: earlier ones keep their colours
+  const chosen = new Set(asked); // in order of selection, so that earlier runs keep their colours
   const places = storedPlaces();
   const series = new Map();
   const [runs, rows, evaluations] = [[], [], []];
@@ -49,7 +49,7 @@ export async function runsScreen({ query, signal, remember }) {
   ];
   const runTable = table(columns, rows, { caption: "All runs", mark: (run) => (run.collapsed ? "troubled" : "") });
 
-  // Reads which runs there are. True if anything about them is new.
+  // Reads the list of runs. Returns true if anything in it has changed.
   async function read() {
     const before = JSON.stringify([runs, evaluations]);
     const found = await ask("/places");
@@ -80,14 +80,14 @@ export async function runsScreen({ query, signal, remember }) {
 
   function list() {
     rows.splice(0, Infinity, ...runs.filter((run) => `${run.name}\n${run.notes}`.toLowerCase().includes(state.search.toLowerCase())));
-    runTable.element.querySelector("caption").textContent = `${rows.length} of ${runs.length} runs${full() ? `. ${LOOKS} curves are drawn, as many as can be told apart: take one off to choose another` : ""}`;
+    runTable.element.querySelector("caption").textContent = `${rows.length} of ${runs.length} runs${full() ? `. At most ${LOOKS} curves are shown, because more cannot be distinguished: remove one to add another` : ""}`;
     runTable.fill();
   }
 
   function settings() {
     const some = shown();
     const keys = [...new Set(some.flatMap((run) => Object.keys(run.settings)))].sort();
-    const text = (run, key) => (typeof run.settings[key] === "string" ? run.settings[key] : JSON.stringify(run.settings[key])); // undefined: another environment's or another version's
+    const text = (run, key) => (typeof run.settings[key] === "string" ? run.settings[key] : JSON.stringify(run.settings[key])); // undefined: a setting of another environment or version
     const differ = keys.filter((key) => key !== "name" && new Set(some.map((run) => text(run, key)).filter((value) => value !== undefined)).size > 1);
     if (some.length < 2) return differing.replaceChildren();
     const heads = [{ title: "Setting", value: (key) => key }, ...some.map((run) => ({ title: run.name, value: (key) => text(run, key), class: "brief" }))];
@@ -119,8 +119,8 @@ export async function runsScreen({ query, signal, remember }) {
   return { title: "Runs", content: [el("h1", {}, "Runs"), troubles, card, all, scores, differing] };
 }
 
-// Gives every run of `shown` a place among the colours, its own one if no earlier run has it: of up to eight runs no two
-// have the same colour, and a run that is added takes a free one.
+// Assigns a line style to every run in `shown`. A run keeps its style unless an earlier run has it, and otherwise gets the
+// first free one, so up to eight runs have different colours.
 function assignPlaces(places, shown) {
   const taken = new Set();
   const most = Math.max(SHOWN_AT_FIRST, shown.length);
@@ -134,7 +134,7 @@ function assignPlaces(places, shown) {
   try {
     localStorage.setItem(STORED_PLACES, JSON.stringify([...places]));
   } catch {
-    // A browser that stores nothing assigns colours anew at the next visit.
+    // Without storage, colours are assigned again at the next visit.
   }
 }
 
@@ -152,7 +152,7 @@ const swatch = (color) => {
   return mark;
 };
 
-// The newest alert, or the newest one of a collapse, and how many there are beside it.
+// A mark with the newest collapse or else the newest alert, and the number of further alerts.
 function alertMark({ alerts }) {
   if (!alerts.length) return null;
   const worst = alerts.find(({ alert }) => alert.endsWith("_collapse")) ?? alerts[0];

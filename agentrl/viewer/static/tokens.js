@@ -1,34 +1,34 @@
-// The model's tokens as elements: their fields, how a value becomes a colour, and the choice of a token by pointer or keys.
+// Model tokens as elements: their fields, their colours, and selection by pointer or keyboard.
 
 import { el, visible } from "./dom.js";
 
-// Name, how it is made, and the value without a colour: 0 unless given, "least" for numbers that only count.
+// Name, description, and the value that gets no colour: 0 by default, "least" for counts and indices.
 export const TOKEN_FIELDS = {
-  advantages: ["Advantage", "A = G − b, as the estimator gives it"],
-  baselines: ["Baseline", "b, the estimator's: for token-level optimal baselines Σ W G / Σ W over the siblings"],
+  advantages: ["Advantage", "A = G − b, from the estimator"],
+  baselines: ["Baseline", "b, from the estimator; for token-level optimal baselines Σ W G / Σ W over the siblings"],
   returns: ["Return", "G, the sum of rewards from this token on"],
-  gradient_share: ["Share of the gradient", "w (loss weight × A × weight)², over its sum in the step (without cross terms)"],
+  gradient_share: ["Share of the gradient", "w (loss weight × A × weight)², divided by its sum over the step (without cross terms)"],
   energy: ["Energy", "w = 1 − 2p + Σ p², the squared norm of the gradient with respect to the logits"],
   realized_energy: ["Realized energy", "W, the sum of (weight × mask)² × w up to this token"],
   rewards: ["Reward", "at the last token of a turn, with penalties"],
   log_probs: ["Log-prob, trainer", "of the policy before the step's updates"],
   engine_log_probs: ["Log-prob, engine", "of the distribution that the token was sampled from"],
   difference: ["Trainer − engine", "difference of the two log-probabilities"],
-  ratio: ["Ratio", "probability under the policy that was updated over that before the step", 1],
+  ratio: ["Ratio", "probability under the updated policy, divided by the probability before the step", 1],
   entropy: ["Entropy", "nats, of the policy before the step's updates"],
   loss_mask: ["Loss mask", "false where a filter or the rollout correction rejects the token"],
   weights: ["Weight", "of the rollout correction"],
   policy_version: ["Policy version", "the number of updates behind the weights that sampled the token", "least"],
-  turn: ["Turn", "of the model, from 0", "least"],
-  values: ["Value", "the critic's"],
+  turn: ["Turn", "index of the model's turn, from 0", "least"],
+  values: ["Value", "from the critic"],
   reference_log_probs: ["Log-prob, reference", "of the reference policy"],
-  update_log_probs: ["Log-prob, updated", "of the policy that an update of the step changed"],
+  update_log_probs: ["Log-prob, updated", "of the policy during the update that trained on the token"],
   hidden_norm_squared: ["Hidden norm²", "of the head's input, for head-exact energy"],
-  loss_weight: ["Loss weight", "the factor of the token in the loss, before the correction's weight"],
+  loss_weight: ["Loss weight", "factor of the token in the loss, without the weight of the correction"],
   what_if_advantages: ["What if: advantage", "under the estimator chosen below"],
   what_if_baselines: ["What if: baseline", "under the estimator chosen below"],
   what_if_returns: ["What if: return", "under the estimator chosen below"],
-  update: ["Update", "which update of the step trained on it", "least"],
+  update: ["Update", "index of the step's update that trained on the token", "least"],
 };
 
 const numbersOf = (values) => values.filter((value) => value !== null && value !== undefined).map(Number).filter(Number.isFinite);
@@ -38,9 +38,9 @@ export function isConstant(values) {
   return values.every((value) => value === null || value === first);
 }
 
-// The scale of a field: { low, high, below, above, shade(value) }. Blue is above the origin and orange below it, both as
-// strong as the value is far from it; the two per cent farthest away share the strongest colour. A constant field is
-// painted too: with the colour of its value.
+// The colour scale of a field: { low, high, below, above, shade(value) }. Values above the origin are blue and values below
+// are orange, stronger with distance; the farthest two per cent share the strongest colour. Constant fields are coloured
+// too.
 export function scaleOf(name, values) {
   const numbers = numbersOf(values).sort((a, b) => a - b);
   if (!numbers.length) return { low: 0, high: 0, shade: () => "" };
@@ -57,13 +57,13 @@ export function scaleOf(name, values) {
 const STRONGEST = 0.75;
 const ink = (name, strength) => `rgb(var(${name}) / ${(STRONGEST * Math.min(1, Math.max(0, strength))).toFixed(3)})`;
 
-// The colours of a scale from its low end to its high one, as a background.
+// The colours of a scale from low to high, as a CSS background.
 export function gradientOf({ below, above }) {
   const colours = [...(below ? [ink("--down", 1)] : []), "transparent", ...(above ? [ink("--up", 1)] : [])];
   return `linear-gradient(to right, ${colours.length > 1 ? colours : "transparent, transparent"})`;
 }
 
-// The text of a token. Marks of white space are drawn by the style sheet, so that copied text is the model's own.
+// The text of a token. The style sheet draws marks for white space, so that copied text does not contain them.
 function textOf(piece, id) {
   if (piece === null) return [`⟨${id}⟩ `];
   return visible(piece).split(/(\n|\t|^ +$)/).filter(Boolean).map((part) => {
@@ -74,18 +74,18 @@ function textOf(piece, id) {
 }
 
 export class TokenView {
-  // `onchoose` gets the index of the token that is pointed at or moved to, the token, and whether it was only pointed at.
+  // `onchoose` is called with the index of the chosen token, the token, and whether the pointer only passes over it.
   constructor(onchoose) {
     this.items = [];
     this.onchoose = onchoose;
     this.current = -1;
   }
 
-  // The tokens of one segment; they continue the indices of those before.
+  // The tokens of one segment. Indices continue from the segments before.
   segment({ pieces, token_ids: ids, special, text }) {
     const specials = new Set(special);
     const whole = pieces.every((piece) => piece !== null) && pieces.join("").startsWith(text);
-    const box = el("div", { class: "said tokens", tabIndex: 0, role: "group", "aria-label": "Tokens of the model; arrow keys move from one to the next" });
+    const box = el("div", { class: "said tokens", tabIndex: 0, role: "group", "aria-label": "Model tokens; arrow keys move between them" });
     let length = 0;
     pieces.forEach((piece, place) => {
       const past = whole && length >= text.length && piece !== "";
@@ -101,9 +101,9 @@ export class TokenView {
     const first = this.items.length - pieces.length;
     const of = (event) => event.target.closest?.("i[data-index]");
     box.addEventListener("pointerover", (event) => event.pointerType === "mouse" && of(event) && this.choose(Number(of(event).dataset.index), { passing: true }));
-    box.addEventListener("click", (event) => of(event) && this.choose(Number(of(event).dataset.index), { scroll: event.pointerType === "mouse" ? null : "nearest" })); // a phone's panel covers tokens
+    box.addEventListener("click", (event) => of(event) && this.choose(Number(of(event).dataset.index), { scroll: event.pointerType === "mouse" ? null : "nearest" })); // on a phone, the panel covers tokens
     const inside = () => this.current >= first && this.current < first + pieces.length;
-    box.addEventListener("focus", () => box.matches(":focus-visible") && !inside() && this.choose(first)); // by keys
+    box.addEventListener("focus", () => box.matches(":focus-visible") && !inside() && this.choose(first)); // focused by keyboard
     box.addEventListener("keydown", (event) => {
       const all = this.items.length;
       const move = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -all, End: all }[event.key];
@@ -124,7 +124,7 @@ export class TokenView {
     this.onchoose(index, this.items[index], passing);
   }
 
-  // Colours every token by its value of a field; returns the scale.
+  // Colours every token by its value of a field. Returns the scale.
   colour(name, values) {
     const scale = scaleOf(name, values);
     this.items.forEach(({ item }, index) => {

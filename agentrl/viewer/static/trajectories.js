@@ -48,7 +48,7 @@ export async function trajectoriesScreen({ parts: [id], query }) {
     overSteps();
   }
 
-  // The rewards of one problem along the steps.
+  // Draws the rewards of one problem over the steps.
   function overSteps() {
     if (!asked.problem || new Set(rows.map((row) => row.problem)).size !== 1) return;
     const ordered = [...rows].sort((a, b) => a.step - b.step);
@@ -71,7 +71,7 @@ export async function trajectoriesScreen({ parts: [id], query }) {
   return { title: steps, trail: [["Runs", "#/"], [name, `#/run/${id}`]], content: [heading, filters(id, asked), problems, course, found] };
 }
 
-// Rewards in at most twenty bars; `onbar` gets the least and the greatest reward of a bar that is clicked.
+// A histogram of rewards with at most twenty bars. `onbar` is called with the least and greatest reward of a clicked bar.
 function histogram(rewards, onbar) {
   const least = rewards.reduce((a, b) => Math.min(a, b), Infinity);
   const width = (rewards.reduce((a, b) => Math.max(a, b), -Infinity) - least) / 20 || 1;
@@ -84,7 +84,7 @@ function histogram(rewards, onbar) {
   const at = (offset) => bars.map(([bin]) => least + (bin + offset) * width);
   const ends = bars.map(([, inside]) => [Math.min(...inside), Math.max(...inside)]);
   const series = { color: lineStyle(0).color, x: at(0.5), left: at(0.05), right: at(0.95), y: bars.map(([, inside]) => inside.length), custom: ends };
-  return { series: bars.length ? [series] : [], stacked: true, height: 96, x: { title: "reward: a click shows a bar alone", ticks: [...new Set([ends[0]?.[0], ends.at(-1)?.[1]])].filter(Number.isFinite) }, y: { whole: true }, onpoint: onbar };
+  return { series: bars.length ? [series] : [], stacked: true, height: 96, x: { title: "reward (click a bar to filter)", ticks: [...new Set([ends[0]?.[0], ends.at(-1)?.[1]])].filter(Number.isFinite) }, y: { whole: true }, onpoint: onbar };
 }
 
 function go(id, values) {

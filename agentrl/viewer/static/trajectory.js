@@ -110,7 +110,7 @@ function textOf({ text, pieces, token_ids: ids }) {
   return text || ids.map((token) => `⟨${token}⟩`).join(" ");
 }
 
-// From the index of a token of the model to a part of the panel that tells how it got its gradient.
+// Returns a function from the index of a model token to a button and its explanation of the token's gradient.
 function explainer(page, address) {
   const positions = [];
   let position = 0;
@@ -133,7 +133,7 @@ function explainer(page, address) {
   };
 }
 
-// What training made of one token; exact values are in titles.
+// Shows the fields of one token. Tooltips show exact values.
 function describe(panel, page, state, index, token, explain) {
   const rows = Object.keys(TOKEN_FIELDS).filter((name) => name in page.fields).map((name) => {
     const value = page.fields[name][index];
@@ -162,14 +162,14 @@ const CURVES = [
   ["advantages", "advantage"],
 ];
 
-// Energy, baseline and advantage along the model's tokens, for every trajectory of the group.
+// Charts of energy, baseline and advantage over the model tokens, for the trajectories of the group.
 function siblingCharts(page, place) {
   const trained = page.siblings.filter((sibling) => sibling.curves);
-  if (!trained.length) return [el("p", { class: "quiet" }, "No trajectory of the group has statistics of its tokens.")];
+  if (!trained.length) return [el("p", { class: "quiet" }, "No trajectory of the group has token statistics.")];
   const link = new Link();
   const most = Math.max(...trained.map((sibling) => sibling.index.at(-1) ?? 0));
   const drawn = drawable(trained, (sibling) => sibling.number === Number(place));
-  const fewer = drawn.length < trained.length ? [el("p", { class: "hint" }, `${drawn.length} of ${trained.length} trajectories are drawn, as many as can be told apart.`)] : [];
+  const fewer = drawn.length < trained.length ? [el("p", { class: "hint" }, `${drawn.length} of ${trained.length} trajectories are shown, because more lines cannot be distinguished.`)] : [];
   const charts = CURVES.map(([name, title], row) => {
     const chart = el("div", { class: "chart", role: "img", "aria-label": `${title} of the siblings` });
     const series = drawn.map((sibling, at) => ({
@@ -180,7 +180,7 @@ function siblingCharts(page, place) {
       width: sibling.number === Number(place) ? 3 : 1.2,
       ...lineStyle(at),
     }));
-    draw(chart, { series, link, extent: [0, most], height: 150, x: { title: row === CURVES.length - 1 ? "token of the model" : "", whole: true }, y: { title } });
+    draw(chart, { series, link, extent: [0, most], height: 150, x: { title: row === CURVES.length - 1 ? "model token" : "", whole: true }, y: { title } });
     return chart;
   });
   return [...fewer, ...charts];

@@ -1,5 +1,5 @@
-// The stored group under another estimator, computed by the viewer's machine: curves beside those of training, and the
-// chosen trajectory's tokens to colour.
+// The stored group under another estimator, computed on the viewer's machine: curves beside those of training, and values
+// for the tokens of the open trajectory.
 
 import { draw, drawable, lineStyle, LOOKS, Link } from "./charts.js";
 import { ask, isExported } from "./data.js";
@@ -10,7 +10,7 @@ const CURVES = [
   ["advantages", "advantage"],
 ];
 
-// `onfound` gets the columns of the trajectory's tokens, by the names of TOKEN_FIELDS.
+// `onfound` is called with the values of the trajectory's tokens by field, named as in TOKEN_FIELDS.
 export function whatIf(page, { id, step, number: place }, onfound) {
   if (!page.fields.advantages || isExported) return null;
   const body = el("div", {}, el("p", { class: "hint" }, "The first computation takes some seconds: it loads torch and the run's plug-ins."));
@@ -81,8 +81,8 @@ function valuesOf(options) {
 
 function shown(page, found, place) {
   const before = new Map(page.siblings.map((sibling) => [sibling.number, sibling]));
-  const drawn = drawable(found.siblings, (sibling) => sibling.number === Number(place), LOOKS / 2); // dots are training's
-  const fewer = drawn.length < found.siblings.length ? ` ${drawn.length} of ${found.siblings.length} trajectories are drawn, as many as can be told apart.` : "";
+  const drawn = drawable(found.siblings, (sibling) => sibling.number === Number(place), LOOKS / 2); // the other half is dotted, for training
+  const fewer = drawn.length < found.siblings.length ? ` ${drawn.length} of ${found.siblings.length} trajectories are shown, because more lines cannot be distinguished.` : "";
   const link = new Link();
   const charts = CURVES.map(([name, title], row) => {
     const chart = el("div", { class: "chart", role: "img", "aria-label": `${title} under the other estimator and in training` });
@@ -94,7 +94,7 @@ function shown(page, found, place) {
         { name: String(sibling.number), x: sibling.index, y: sibling[name], ...look },
       ];
     });
-    draw(chart, { series, link, height: 180, x: { title: row === CURVES.length - 1 ? "token of the model" : "", whole: true }, y: { title } });
+    draw(chart, { series, link, height: 180, x: { title: row === CURVES.length - 1 ? "model token" : "", whole: true }, y: { title } });
     return chart;
   });
   const columns = [
@@ -104,5 +104,5 @@ function shown(page, found, place) {
     { title: `Mean advantage by ${found.estimator}`, number: true, fraction: true, value: (sibling) => sibling.mean },
   ];
   const power = `Gradient power of these trajectories: ${number(found.power)}, in training ${number(found.power_before)} (the diagonal proxy of the variance). Solid: ${said(found.estimator, found.options)}; dotted: training.${fewer}`;
-  return [el("p", { class: "hint", "data-power": found.power }, power), ...charts, table(columns, found.siblings, { caption: "The group under both" }).element];
+  return [el("p", { class: "hint", "data-power": found.power }, power), ...charts, table(columns, found.siblings, { caption: "The group under both estimators" }).element];
 }
