@@ -44,7 +44,7 @@ class _InfrastructureError(Exception):
 class EpisodeSandbox:
     """Runs an episode's programs: each in a fresh interpreter or, with ``interpreter=session``, all in one.
 
-    A program that is killed or leaves the interpreter (``os._exit``) ends the session; the next one starts another.
+    A program that is killed or calls ``os._exit`` ends the session, and the next program starts a new one.
     Belongs to the event loop in which it is made.
     """
 

@@ -20,7 +20,7 @@ from agentrl_envs.episode import AgentRLEnvError, Environment
 
 Item = TypeVar("Item")
 DISTRIBUTION = "agentrl-trainer"
-"""The installed distribution that contains this package. `agentrl` on PyPI is another project."""
+"""Name of the distribution that contains this package. `agentrl` on PyPI is another project."""
 TRL = "trl:"
 """Before ``module:Class`` of an environment that was written for TRL's ``environment_factory``."""
 
@@ -28,7 +28,7 @@ EnvironmentFactory = Callable[..., Environment]
 
 
 def install_extra(name: str) -> str:
-    """Return the command that adds an extra to this installation. pip keeps the installation, also an editable one."""
+    """Return the command that installs an extra. pip keeps the installed version, including an editable install."""
     return f"pip install '{DISTRIBUTION}[{name}]'"
 
 

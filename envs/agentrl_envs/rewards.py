@@ -213,7 +213,7 @@ class Rewards:
             turns = tuple(as_reward(math.fsum(turn)) for turn in zip(*weighted, strict=True))
         except ValueError as error:
             raise RewardError(
-                f"the weighted sum of reward.functions for a turn is {error} (problem {problem.id}); lower the weights"
+                f"problem {problem.id}: the weighted sum of reward.functions for a turn is {error}. Lower the weights"
             ) from None
         return RewardSum(
             turns=turns,

@@ -101,14 +101,14 @@ class Problem:
 
 
 MAX_REWARD = 1e6
-"""The largest magnitude of a turn's reward. Statistics square rewards and add them up in float32."""
+"""Largest magnitude of a turn's reward. Statistics sum squares of rewards in float32."""
 
 
 def as_reward(value: object) -> float:
-    """Return a reward from any source as a float: Python's, NumPy's and torch's numbers, and truth values.
+    """Return a reward as a float. Accepts numbers and booleans of Python, NumPy and torch.
 
-    Raises ValueError for anything else, and for numbers that are not finite or exceed ``MAX_REWARD`` in magnitude. The
-    message shows the value and the valid range.
+    Raises ValueError for other types, for non-finite numbers, and for magnitudes above ``MAX_REWARD``. The message
+    contains the value and the valid range.
 
     >>> as_reward(True)
     1.0

@@ -215,7 +215,7 @@ async def test_a_weight_of_zero_is_a_metric_alone() -> None:
 
 
 async def test_a_weighted_sum_beyond_the_bound_names_the_weights() -> None:
-    with pytest.raises(RewardError, match=r"weighted sum .* is 2000000\.0; .* \(problem toy-3\); lower the weights"):
+    with pytest.raises(RewardError, match=r"problem toy-3: the weighted sum .* is 2000000\.0; .*\. Lower the weights"):
         await rewards({"large": 2.0})(PROBLEM, CONVERSATION, None)
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REWARD_SOURCES = (
-    "set reward.functions, or return it from the function; a command or worker reports it with "
+    "set reward.functions, return a number from the agent function, or let a command or worker report it with "
     "gateway.agent_rewards=true"
 )
 _LIMITED = (Ended.TURN_LIMIT, Ended.TOKEN_LIMIT)
@@ -63,7 +63,7 @@ def agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings: Agen
 
 
 def load_program(env: str, options: Mapping[str, object], settings: AgentGatewaySettings) -> AgentProgram:
-    """The program of an environment's name and its own settings. Raises PluginError if there is none."""
+    """Return the agent program for an environment's name and options. Raises PluginError if there is none."""
     if env.startswith(VERIFIERS):
         return verifiers_worker_of(env.removeprefix(VERIFIERS), read_options(VerifiersSettings, options), settings)
     read_options(NoSettings, options)
@@ -109,7 +109,7 @@ class AgentEnvironment:
         self._gateway = AgentGateway(settings)
         self._counts: Counter[str] = Counter()
         self.crashes: dict[str, str] = {}
-        """The exceptions of the rollouts since the last one without: type and place, and the newest traceback."""
+        """Exceptions since the last rollout that did not crash: from type and location to the newest traceback."""
 
     async def open(self) -> None:
         """Start the gateway. Raises SettingsError if its address is not free."""
@@ -200,7 +200,7 @@ class AgentEnvironment:
         return None
 
     def _note_crash(self, rollout: AgentRollout, crash: Exception | None) -> None:
-        """Keep an exception that neither the engine nor a limit explains."""
+        """Record an exception of the program itself, not one that follows from the engine's failure or a limit."""
         if crash is None or rollout.failure is not None or rollout.stopped is not None:
             self.crashes.clear()
         elif isinstance(crash, AgentFailureError):  # a command: the first line names its exit code

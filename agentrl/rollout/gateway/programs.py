@@ -25,7 +25,7 @@ from agentrl_envs.gym.loop_thread import LoopThread
 from agentrl_envs.registry import PluginError, import_attribute
 from agentrl_envs.types import Problem, as_reward
 
-# Inherited by agents' processes. Proxies are not: their addresses may hold a password.
+# Environment variables that agents' processes inherit. Proxies are left out: their addresses may contain passwords.
 _USUAL = (
     "CURL_CA_BUNDLE",
     "HOME",
@@ -46,7 +46,7 @@ _USUAL = (
 _TAIL = 2000  # characters of a command's output that a message shows
 
 BLOCKED_SECONDS = 1.0
-"""An async function that holds the event loop of the agents longer is reported, with the line."""
+"""An async agent function that blocks the agents' event loop for longer than this is reported with the line."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class AgentProgram(ABC):
     """Plays problems through the gateway; without more it has nothing to prepare, to wait for or to release."""
 
     trusted = False
-    """Whether the program always reports rewards and gets the whole problem, whatever the gateway's settings are."""
+    """Whether the program reports rewards and gets the whole problem regardless of the gateway's settings."""
 
     async def open(self, server: AgentGateway) -> None:  # noqa: B027 - most have nothing to do
         """Get to know the server."""
@@ -80,7 +80,7 @@ class AgentProgram(ABC):
 
 
 def load_agent(named: str, settings: AgentGatewaySettings) -> AgentProgram:
-    """The program of ``module:function`` or ``COMMAND``. Raises PluginError if there is none."""
+    """Return the agent program for ``module:function`` or a command. Raises PluginError if it is invalid."""
     if FUNCTION.fullmatch(named):
         found = import_attribute(named, "agent")
         if not callable(found):
@@ -112,9 +112,9 @@ async def start_process(
 ) -> asyncio.subprocess.Process:
     """Start an agent's process in a new session and an empty directory. Raises AgentFailureError if it cannot start.
 
-    It inherits the usual environment variables and those named in ``inherited``, but not the rest, which may hold the
-    trainer's credentials. Words that name files are made absolute, and modules of the trainer's working directory can
-    be imported, because the process starts elsewhere.
+    It inherits only common environment variables and those in ``inherited``, because others may hold the trainer's
+    credentials. Because it starts in another directory, words that name files are made absolute, and the trainer's
+    working directory is added to ``PYTHONPATH``.
     """
     names = {*_USUAL, *inherited, *(name for name in os.environ if name.startswith("LC_"))}
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -139,12 +139,12 @@ async def start_process(
 
 @contextlib.asynccontextmanager
 async def agent_directory() -> AsyncIterator[str]:
-    """An empty working directory of an agent's process, removed at the end. Files are removed in a thread."""
+    """Create an empty working directory for an agent's process. It is removed at the end, in a thread."""
     directory = await asyncio.to_thread(tempfile.mkdtemp, prefix="agentrl-agent-")
     try:
         yield directory
     finally:
-        # Shielded: a rollout that is cancelled here would leave its files behind.
+        # Shielded, so that a rollout that is cancelled here still removes its files.
         await asyncio.shield(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
 
 
@@ -204,7 +204,7 @@ class _FunctionAgent(AgentProgram):
             self._loop = None
 
     async def _report_blocking(self, loop: LoopThread) -> None:
-        """Warn once about each line that holds the loop: all other rollouts wait for it."""
+        """Warn once about each line that blocks the loop, because all other rollouts wait for it."""
         reported: set[tuple[str, int | None]] = set()
         while True:
             answer = asyncio.wrap_future(loop.start(asyncio.sleep(0)))
@@ -213,9 +213,9 @@ class _FunctionAgent(AgentProgram):
                 if at is not None and (at.filename, at.lineno) not in reported:
                     reported.add((at.filename, at.lineno))
                     logger.warning(
-                        "agent %s: %s:%s blocks the event loop for more than %g s, and every other rollout waits: %s\n"
-                        "await an asynchronous version of this call or asyncio.to_thread(...), or make the agent a "
-                        "plain function, which runs in a thread",
+                        "agent %s: %s:%s blocks the event loop for more than %g s, and all other rollouts wait: %s\n"
+                        "Use an asynchronous version of this call, asyncio.to_thread(...), or a plain function as the "
+                        "agent, which runs in a thread",
                         self._name,
                         at.filename,
                         at.lineno,
@@ -226,9 +226,10 @@ class _FunctionAgent(AgentProgram):
 
 
 class _Command(AgentProgram):
-    """A command for each rollout. Environment variables hold the policy's address and the visible part of the problem.
+    """A command that runs once per rollout.
 
-    With ``gateway.agent_rewards`` the last line of its output is the reward if it is a number.
+    It gets the policy's address and the visible part of the problem in environment variables. With
+    ``gateway.agent_rewards``, the last line of its output is the reward if it is a number.
     """
 
     def __init__(self, words: list[str], settings: AgentGatewaySettings) -> None:

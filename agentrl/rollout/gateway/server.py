@@ -229,7 +229,7 @@ class AgentGateway:
         rollout = self._entry(http).rollout
         if not self._settings.agent_rewards:
             raise WireError(
-                "agents do not report rewards in this run; gateway.agent_rewards=true lets them",
+                "this run does not accept rewards from agents; set gateway.agent_rewards=true to accept them",
                 status=403,
                 code="reward_not_accepted",
             )
@@ -241,9 +241,9 @@ class AgentGateway:
 
     async def _finish(self, http: Request) -> Response:
         rollout = self._entry(http).rollout
-        # With a rollout's key, a program that the policy wrote could take its rollout out of the data.
+        # Otherwise code that the policy wrote could exclude its own rollout.
         if not _same(_key(http), self.key):
-            raise WireError("a rollout is finished with the gateway's key", status=403, code="gateway_key_needed")
+            raise WireError("only the gateway's key can finish a rollout", status=403, code="gateway_key_needed")
         error = read_body(_Finish, await self._body(http)).error
         if error is not None and not rollout.finished:
             rollout.given_up = f"the agent failed: {error}"

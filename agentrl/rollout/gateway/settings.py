@@ -14,7 +14,7 @@ AGENT, WORKER, VERIFIERS = "agent:", "worker:", "verifiers:"
 """Before a function or a command for each rollout, a command for all of them, and a task set of verifiers."""
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-"""The name of a function, ``module:function``; any other text after ``agent:`` is a command."""
+"""Matches the name of a function, ``module:function``. Any other text after ``agent:`` is a command."""
 
 KEY_VARIABLE = "AGENTRL_GATEWAY_KEY"
 """Environment variable with the key of the gateway itself; without it the key is a new one for each run."""
@@ -26,7 +26,7 @@ def is_agent(env: str) -> bool:
 
 
 def runs_outside(env: str) -> bool:
-    """Return whether an environment's name is a command or a worker, which runs outside the trainer's process."""
+    """Return whether an environment is a command or a worker, which runs outside the trainer's process."""
     return env.startswith(WORKER) or (env.startswith(AGENT) and not FUNCTION.fullmatch(env.removeprefix(AGENT).strip()))
 
 
@@ -52,23 +52,23 @@ class AgentGatewaySettings(BaseModel):
     template_options: dict[str, object] = Field({}, description="variables of the chat template")
     agent_columns: list[str] | None = Field(
         [],
-        description="columns of a problem that commands and workers are given besides id, statement and messages, such "
-        "as a database's path or answer; null: all of them. Functions run in the trainer and get the whole problem",
+        description="columns of a problem that commands and workers get in addition to id, statement and messages, for "
+        "example the path of a database, or answer; null: all columns. Functions always get the whole problem",
     )
     agent_rewards: bool = Field(
         False,
-        description="whether commands and workers report the reward of a rollout; false: reward.functions compute it "
+        description="whether commands and workers report the rewards of rollouts; false: reward.functions compute them "
         "in the trainer",
     )
     agent_environment: list[str] = Field(
         [],
-        description="environment variables that commands and workers inherit besides the usual ones (PATH, HOME, LANG, "
-        "PYTHONPATH and the like), such as the API key of a service they use",
+        description="environment variables that commands and workers inherit in addition to common ones (PATH, HOME, "
+        "LANG, PYTHONPATH and similar), for example the API key of a service",
     )
     threads: int = Field(256, ge=1, description="most agents that run at once as blocking functions")
 
     def visible(self, problem: Problem) -> dict[str, object]:
-        """Return the part of a problem that programs outside the trainer are given.
+        """Return the part of a problem that programs outside the trainer get.
 
         >>> problem = Problem(id="0", statement="2 + 3?", answer="5", source="toy", info={"db": "a.sqlite", "key": "5"})
         >>> AgentGatewaySettings(agent_columns=["db"]).visible(problem)

@@ -221,8 +221,8 @@ def read_request(body: bytes, *, model: str, header_train: str | None = None) ->
     """Read the body of a chat request for ``model``. Raises WireError that names the field at fault."""
     request = read_body(ChatRequest, body)
     extra = request.model_extra or {}
-    if "max_tokens" in extra:  # the limit was read from max_completion_tokens
-        message = "max_tokens and max_completion_tokens are two names of one limit: send only one of them"
+    if "max_tokens" in extra:  # the limit was already read from max_completion_tokens
+        message = "max_tokens and max_completion_tokens are the same limit: send only one of them"
         raise WireError(message, param="max_tokens")
     for name, value in extra.items():
         if name not in _UNUSED and value not in _SAYS_NOTHING:

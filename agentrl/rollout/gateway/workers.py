@@ -127,7 +127,7 @@ def load_worker(named: str, settings: AgentGatewaySettings) -> Workers:
 
 
 def verifiers_worker_of(name: str, options: VerifiersSettings, settings: AgentGatewaySettings) -> Workers:
-    """The worker that plays a task set of verifiers, with the Python that has verifiers. Raises PluginError."""
+    """Return the worker that plays a task set of verifiers, in the Python that has verifiers. Raises PluginError."""
     if not name:
         raise PluginError(f"env={VERIFIERS}: write {VERIFIERS}TASKSET")
     if options.python is None:
@@ -143,5 +143,5 @@ def verifiers_worker_of(name: str, options: VerifiersSettings, settings: AgentGa
         settings,
         name=f"verifiers {name}",
         variables={"AGENTRL_VERIFIERS": options.model_dump_json(include={"config", "concurrency"})},
-        trusted=True,  # the task set holds answers and rewards, and the worker runs its code alone
+        trusted=True,  # the task set contains answers and rewards, and the worker runs no other code
     )

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 CLOSE_SECONDS = 5.0
-"""How long `LoopThread.close` waits for a coroutine that holds the loop. Its thread does not keep the process."""
+"""Seconds that `LoopThread.close` waits if a coroutine blocks the loop. The daemon thread ends with the process."""
 
 _STANDARD = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib"))
@@ -23,7 +23,7 @@ _INSTALLED = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platl
 class LoopThread:
     """Runs coroutines from synchronous code, inside or outside another event loop, until it is closed.
 
-    Neither a coroutine that never ends nor a call of ``asyncio.to_thread`` keeps the process from exiting.
+    Coroutines that never end and calls through ``asyncio.to_thread`` do not keep the process from exiting.
     """
 
     def __init__(self) -> None:
@@ -46,9 +46,9 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def line(self) -> traceback.FrameSummary | None:
-        """The line that the loop executes: the innermost one outside of installed libraries, else of one of these.
+        """Return the line that the loop executes, or None while the loop waits for events.
 
-        None while the loop waits for events.
+        That is the innermost line outside installed libraries or, if there is none, inside one.
         """
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack: list[traceback.FrameSummary] = traceback.extract_stack(frame) if frame else []
@@ -58,7 +58,7 @@ class LoopThread:
         return next(reversed(own or outside), None)
 
     def close(self) -> None:
-        """Stop the loop and end the thread, unless a coroutine holds it. May be called more than once."""
+        """Stop the loop and end the thread, unless a coroutine blocks the loop. May be called more than once."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_SECONDS)
@@ -67,7 +67,7 @@ class LoopThread:
 
 
 class _DaemonThreads(ThreadPoolExecutor):
-    """A thread for each call. Python waits for the threads of the base class before it exits."""
+    """Executor with one daemon thread per call. Python would wait for the base class's threads before it exits."""
 
     def submit(self, call: Callable[..., Result], /, *given: Any, **named: Any) -> Future[Result]:
         future: Future[Result] = Future()
@@ -77,7 +77,7 @@ class _DaemonThreads(ThreadPoolExecutor):
                 return
             try:
                 future.set_result(call(*given, **named))
-            except BaseException as error:  # noqa: BLE001  (it is raised where the call is awaited)
+            except BaseException as error:  # noqa: BLE001  (raised where the call is awaited)
                 future.set_exception(error)
 
         threading.Thread(target=work, name="agentrl-env-call", daemon=True).start()

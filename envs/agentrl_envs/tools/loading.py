@@ -125,17 +125,17 @@ def methods_as_tools(made: type, path: str, reserved: frozenset[str]) -> list[To
 
 
 def _public_functions(base: type) -> dict[str, Callable[..., object]]:
-    """The public functions of a class body, in order of definition.
+    """Return the public functions of a class body, in order of definition.
 
-    The order of ``vars`` is not enough: cloudpickle restores the classes of a notebook with their attributes sorted by
-    name. Functions are sorted by source line instead, unless one of them was defined outside the class body.
+    Sorts by source line, unless a function was defined outside the class body. The order of ``vars`` is not reliable:
+    cloudpickle restores classes of a notebook with their attributes sorted by name.
     """
     functions: dict[str, Callable[..., object]] = {
         name: member for name, member in vars(base).items() if inspect.isfunction(member) and not name.startswith("_")
     }
     originals = {name: inspect.unwrap(member) for name, member in functions.items()}
     for name, one in originals.items():
-        # Only the end of the qualified name: cloudpickle does not restore the name of a class inside a function.
+        # Compare only the end of the qualified name: cloudpickle does not restore the prefix of a local class.
         if not inspect.isfunction(one) or one.__qualname__.split(".")[-2:] != [base.__name__, name]:
             return functions
     order = sorted(originals, key=lambda name: originals[name].__code__.co_firstlineno)

@@ -125,7 +125,7 @@ async def test_a_line_that_holds_the_event_loop_of_the_agents_is_named(
     lines, first = inspect.getsourcelines(agents.held)
     place = f"agent rollout.gateway.agents:rude: {agents.__file__}:{first + len(lines) - 1} blocks the event loop"
     (message,) = [item.message for item in caplog.records if item.message.startswith(place)]
-    assert "every other rollout waits: assert event.wait(60)\n" in message
+    assert "all other rollouts wait: assert event.wait(60)\n" in message
     assert "or make the agent a plain function, which runs in a thread" in message
 
 

@@ -115,7 +115,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True, "top_logprobs": 5}, "the field top_logprobs is not supported"),
     (
         {"max_tokens": 7, "max_completion_tokens": 7},
-        "max_tokens and max_completion_tokens are two names of one limit: send only one of them",
+        "max_tokens and max_completion_tokens are the same limit: send only one of them",
     ),
     ({"max_tokens": 0}, "max_tokens=0: Input should be greater than or equal to 1"),
     ({"messages": []}, "messages=[]: it must hold at least one entry"),

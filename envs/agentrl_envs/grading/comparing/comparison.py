@@ -44,7 +44,7 @@ from agentrl_envs.types import Verdict
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+", re.ASCII)
 _ROUGHLY = 0.05  # relative: what is called approximately equal
 _UNORDERED = frozenset({"list", "set", "union"})
-_RADIANS = quotient(Apply("pi", ()), Number(Fraction(180)))  # in a degree
+_RADIANS = quotient(Apply("pi", ()), Number(Fraction(180)))  # radians per degree
 _OF_RADIANS = frozenset({"pi", "arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc"})
 _ASKED_FOR = frozenset({"*", "over", "abs", "sin", "cos", "tan", "sec", "csc", "cot", "ln", "det"})
 
@@ -160,7 +160,10 @@ def _number_of(words: Words) -> Number | None:
 
 
 def _same_time(gold: Answer, answer: Answer) -> bool:
-    """Either half of the day, or either clock (22:30). ``3:10`` is also a fraction, and 9 is ``9 a.m.``"""
+    """Compare times of day. A missing ``am`` or ``pm`` may be either, and 22:30 equals 10:30 pm.
+
+    ``3:10`` also equals the ratio or fraction 3/10, and ``9 a.m.`` equals 9.
+    """
     if isinstance(gold, Clock) and isinstance(answer, Clock):
         if not (gold.half and answer.half) and gold.seconds == answer.seconds:
             return True
@@ -201,7 +204,7 @@ def _same_leaf(gold: Leaf, answer: Leaf) -> bool:
 
 
 def _same_angle(gold: Leaf, answer: Leaf) -> bool:
-    """Degrees beside radians: a number in radians says so, or holds what only radians do."""
+    """Compare degrees with radians. A number counts as radians by its unit, or if it contains pi or an arc function."""
     degrees = [leaf for leaf in (gold, answer) if leaf.unit is not None and leaf.unit.dimension == (("°", 1),)]
     if len(degrees) != 1:
         return False
@@ -238,7 +241,7 @@ def _same_parts(gold: Bracketed, answer: Answer, *, ordered: bool = False) -> bo
         return gold.kind in ("set", "[]") and len(parts) == 1 and same(parts[0], answer)
     if ordered:
         return len(gold.parts) == len(answer.parts) and all(map(same, gold.parts, answer.parts))
-    if gold.kind == answer.kind == "set":  # which a repeated element does not change
+    if gold.kind == answer.kind == "set":  # repeated elements do not count
         return all(any(same(part, other) for other in answer.parts) for part in gold.parts) and all(
             any(same(part, other) for part in gold.parts) for other in answer.parts
         )
@@ -276,7 +279,7 @@ def _same_as_group(gold: Answer, answer: Bracketed) -> bool:
 
 
 def _same_quotient(ratio: Bracketed, other: Answer) -> bool:
-    """``3:2`` is the number 3/2. ``3 to 2`` may be a range: it is no number if the other answer is 3 or 2."""
+    """Compare a ratio with a number: ``3:2`` equals 3/2. ``3 to 2`` may be a range, so it never equals 3 or 2."""
     trees = [part.tree for part in ratio.parts if isinstance(part, Leaf)]
     if len(trees) != 2 or len(ratio.parts) != 2 or not isinstance(other, Leaf):
         return False
@@ -357,10 +360,10 @@ def _same_name(gold: Expression, answer: Expression) -> bool:
 
 
 def _gives_its_right_side(relation: Relation) -> bool:
-    """Whether the left side is what a problem may ask for: a name, equal numbers, or sums and products of names.
+    """Return whether a relation states the value of its left side: a name, a number, or sums and products of names.
 
-    ``a + b = 7`` gives 7. ``2x = 10``, ``-x = 5`` and ``x^n = 9`` have an unknown to be solved for, and ``ax + by = c``
-    is a relation of variables.
+    ``a + b = 7`` states 7. ``2x = 10``, ``-x = 5`` and ``x^n = 9`` are equations to solve, and ``ax + by = c`` is a
+    relation of variables.
     """
     if not _is_assignment(relation) or _numbers_differ(relation):
         return False

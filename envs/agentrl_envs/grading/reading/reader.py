@@ -22,14 +22,14 @@ from typing import Literal
 
 from agentrl_envs.grading.reading.expressions import Apply, Expression, Number, Symbol, quotient
 
-_WORDS = {  # of plain notation: what LaTeX writes with a backslash
+_WORDS = {  # names in plain notation, and their LaTeX commands
     "pi": r"\pi", "oo": r"\infty", "inf": r"\infty", "infinity": r"\infty", "ln": r"\ln", "log": r"\ln",
     "abs": r"\abs", "Abs": r"\abs", "asin": r"\arcsin", "acos": r"\arccos", "atan": r"\arctan",
     "ceiling": r"\ceil", "Fraction": r"\Rational",
 }  # fmt: skip
 _SAME = "sqrt cbrt root Rational Integer Float exp sin cos tan sec csc cot sinh cosh tanh binomial factorial floor ceil"
 _WORDS |= {name: f"\\{name}" for name in (*_SAME.split(), "arcsin", "arccos", "arctan", "gcd", "lcm", "max", "min")}
-# Scientific notation, but for what is rather a multiple of Euler's number: 2e+1, 3e-4.
+# Scientific notation, except 2e+1, 3e-4 and the like, which are multiples of Euler's number.
 _SCIENTIFIC = r"(?:\d*\.\d+[eE][-+]?\d+|1[eE][-+]?\d+|\d+[eE](?:\d+|[-+]\d{2,}))(?![\d.])"
 _PATTERN = re.compile(
     r"(?P<blank>\s+)"
@@ -45,12 +45,12 @@ _Kind = Literal["number", "command", "name", "sign", "end"]
 
 
 class UnreadableError(Exception):
-    """The text is not in a notation that is understood here."""
+    """The text is not in a supported notation."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    """``spaced``: a blank stands before it."""
+    """A token. ``spaced`` is true if a blank precedes it."""
 
     kind: _Kind
     text: str
@@ -99,7 +99,7 @@ def read_expression(text: str) -> Expression:
 
 
 def _tokens_of(text: str) -> list[_Token]:
-    """All of the text as tokens. Capitals side by side are one name: ``HHT`` is not ``THH``."""
+    """Split the whole text into tokens. Adjacent capitals are one name, so ``HHT`` is not ``THH``."""
     found: list[_Token] = []
     place, spaced = 0, False
     while place < len(text):
@@ -140,7 +140,7 @@ class _Reader:
             raise UnreadableError(f"{self._next.text!r} at the end")
 
     def whole(self) -> Expression:
-        r"""A sum; with ``\over`` or ``\choose`` behind it, plain TeX's fraction or binomial of the whole group."""
+        r"""Read a sum. ``\over`` or ``\choose`` after it makes plain TeX's fraction or binomial of the whole group."""
         tree = self.sum()
         if self._taken(r"\over"):
             return quotient(tree, self.sum())
@@ -226,7 +226,7 @@ class _Reader:
         return Apply("^", (base, self._exponent()))
 
     def _exponent_is(self, command: str) -> bool:
-        """Take the exponent if it is this command alone."""
+        """Consume the exponent if it is this single command. Returns whether it is."""
         ahead = [token.text for token in self._tokens[self._place : self._place + 3]]
         taken = 1 if ahead[:1] == [command] else 3 if ahead == ["{", command, "}"] else 0
         self._place += taken

@@ -21,15 +21,15 @@ _SIGNS = r"""
     \ne ≠; \approx ≈;
     \pm ±; \mp ∓; \cup ∪; \cap ∩; \in ∈; \notin ∉; \emptyset ∅; \setminus ∖; \infty ∞; \sum ∑; \prod ∏; \int ∫;
     \langle ⟨; \rangle ⟩; \angle ∠; \triangle △; \parallel ∥; \odot ⊙; \circ ∘; ^{\circ} °˚; \mathbb{R} ℝ; \sqrt[3] ∛
-"""  # a sign or command, and the characters that are other spellings of it
+"""  # a sign or command, and the characters that are replaced by it
 
 
 class _Characters(dict[int, str]):
-    """Other spellings of characters, derived from Unicode's properties where the tables above have none.
+    """Replacements of characters, derived from Unicode properties for characters that the tables above lack.
 
-    Digits of any script are digits, dashes are minus signs, blanks are blanks, invisible characters are dropped, and
-    compatibility characters (full width, bold, fractions, circled numbers, unit squares) are what they decompose into.
-    Superscripts and subscripts are enclosed in control characters here; `_in_latex` joins them.
+    Digits of any script, dashes and blanks become ASCII digits, minus signs and blanks. Invisible characters are
+    dropped. Compatibility characters (full width, bold, fractions, circled numbers, unit squares) are decomposed.
+    Superscripts and subscripts are enclosed in control characters, which `_in_latex` joins.
     """
 
     def __missing__(self, code: int) -> str:
@@ -44,7 +44,10 @@ class _Characters(dict[int, str]):
             return {"Cf": "", "Zs": " ", "Pd": "-"}[category]
         tag, *codes = unicodedata.decomposition(character).split() or [""]
         if tag and not tag.startswith("<"):
-            tag, codes = "", [] if codes else [tag]  # one character is a copy, several are a letter with its accent
+            tag, codes = (
+                "",
+                [] if codes else [tag],
+            )  # one code is a duplicate character, several are a letter with accents
         inner = "".join(chr(int(code, 16)) for code in codes).translate(self)
         if tag == "<fraction>":
             return "\\frac{{{}}}{{{}}}".format(*inner.split("/"))
@@ -56,14 +59,14 @@ _CHARACTERS = _Characters({code: chr(code) for code in range(128)})
 _CHARACTERS |= {0x3B1 + place: f"\\{name} " for place, name in enumerate(_GREEK.split()) if name != "_"}
 for _sign, _others in (line.split() for line in _SIGNS.replace("\n", "").split(";")):
     _CHARACTERS |= {ord(other): f"{_sign} " if re.search(r"\\[a-z]+$", _sign) else _sign for other in _others}
-_PLAIN = re.compile(r"(\$?)([+-]?\d+(?:,\d+)*(?:\.\d+)?)\1", re.ASCII)  # No rewriting changes such a number.
+_PLAIN = re.compile(r"(\$?)([+-]?\d+(?:,\d+)*(?:\.\d+)?)\1", re.ASCII)  # no rewriting changes such a number
 _MATH_SIGNS = [pair.split() for pair in (r"$$ $$", "$ $", r"\( \)", r"\[ \]", "** **", "__ __", "` `", "* *")]
 _BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])\s*")
 _INNER = r"[^{}]*(?:\{[^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*\}[^{}]*)*"
 _ARGUMENT = rf"\{{({_INNER})\}}"
 _COLOR = r"\\color\s*\{[^{}]*\}\s*"
 _UPRIGHT = r"\\(?:text|mathrm)\s*\{\s*"
-# Each pattern is preceded by a substring of all its matches. Most answers contain few of these substrings.
+# (substring of every match, pattern, replacement). Patterns whose substring is missing are skipped, for speed.
 _REWRITTEN: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
     (needed, re.compile(pattern), replacement)
     for needed, pattern, replacement in (
@@ -204,7 +207,7 @@ def words_in(text: str) -> str | None:
 
 
 def _in_latex(text: str) -> str:
-    """The text in ASCII: lines and dots over digits, superscripts, subscripts and fractions as LaTeX."""
+    """Return the text with lines and dots over digits, superscripts, subscripts and fractions as LaTeX."""
     text = re.sub(r"(?:\d[\u0304\u0305])+", lambda lined: f"\\overline{{{lined.group()[::2]}}}", text)
     text = re.sub(r"(\d)\u0307", r"\\dot{\1}", text).translate(_CHARACTERS)
     text = re.sub(r"\x12\x11|\x14\x13", "", text)
@@ -213,9 +216,9 @@ def _in_latex(text: str) -> str:
 
 
 def _stated(text: str) -> str:
-    r"""The answer that a sentence states: ``42`` of ``\text{Thus the answer is } 42``; any other text unchanged.
+    r"""Return the answer in a sentence, ``42`` for ``\text{Thus the answer is } 42``, and any other text unchanged.
 
-    The subject must name a quantity (`is_name`), as the left side of an equation: ``half the answer is 42`` is no 42.
+    The subject must name a quantity (`is_name`), so ``half the answer is 42`` does not state 42.
     """
     behind = _IS_THE_ANSWER.fullmatch(text) if "is " in text else None
     if behind is not None:
@@ -229,12 +232,12 @@ def _stated(text: str) -> str:
 
 
 def is_name(words: str) -> bool:
-    """Whether words may name the quantity that a problem asks for. ``twice the area`` names another one."""
+    """Return whether words may name the quantity that a problem asks for. ``twice the area`` names a different one."""
     return _OTHER_QUANTITIES.isdisjoint(re.findall(r"[a-z']+", words.casefold()))
 
 
 def _repeating(match: re.Match[str]) -> str:
-    r"""A repeating decimal as a fraction: ``0.1\overline{6}``, ``0.1\dot{6}``, ``0.1(6)`` or ``0.1666...``"""
+    r"""Return a repeating decimal as a fraction: ``0.1\overline{6}``, ``0.1\dot{6}``, ``0.1(6)`` or ``0.1666...``"""
     fixed = match["fixed"] or match["before"] or ""
     period = "".join(match[name] or "" for name in ("line", "first", "middle", "last", "bracket", "again"))
     start = match["whole"] + fixed
@@ -282,6 +285,6 @@ def _without_trailing(text: str) -> str:
     while shorter != before:
         before = shorter
         shorter = shorter.rstrip(_BEHIND).removesuffix("\\\\")
-        if not shorter.endswith(".."):  # which are dots of omission
+        if not shorter.endswith(".."):  # keep an ellipsis
             shorter = shorter.removesuffix(".")
     return shorter or text

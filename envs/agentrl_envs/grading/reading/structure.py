@@ -47,7 +47,7 @@ class Unread:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Plain words in small letters; ``number``: the number that they name."""
+    """Plain words in lower case. ``number`` is the number that they name, if any."""
 
     text: str
     number: Fraction | None = None
@@ -64,7 +64,7 @@ class Numeral:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """A time of day in seconds after 0:00 as written; ``half``: ``am`` or ``pm``, or empty."""
+    """A time of day. ``seconds`` counts from 0:00 as written. ``half`` is ``am``, ``pm`` or empty."""
 
     text: str
     seconds: int
@@ -73,7 +73,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """An expression with the unit behind it. ``measured``: the same if the letter behind it is a unit (``5m``)."""
+    """An expression and its unit. ``measured`` is the reading with the last letter as a unit (``5m``), if possible."""
 
     text: str
     tree: Expression
@@ -103,7 +103,7 @@ class Relation:
 Answer: TypeAlias = Unread | Words | Numeral | Clock | Leaf | Bracketed | Relation
 
 AND, OR = "\x1f", "\x1e"  # between answers, in place of the words
-TO = "\x1d"  # in a ratio, in place of the word
+TO = "\x1d"  # replaces the word "to" in a ratio
 _CONJUNCTION = re.compile(
     r",?\s*\\(?:text|mbox|textrm|mathrm)\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}\s*|,?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])\s*"
 )
@@ -176,7 +176,7 @@ def _list(text: str, *, bracketed: bool = False) -> Answer:
 
 
 def _flat(parts: Iterable[Answer]) -> tuple[Answer, ...]:
-    r"""The parts, with both values in place of each ``\pm``."""
+    r"""Return the parts with each ``\pm`` replaced by both of its values."""
     return tuple(
         value
         for part in parts
@@ -228,7 +228,7 @@ def _related(text: str) -> Answer:
 
 
 def _equation(text: str, parts: tuple[Answer, ...], signs: tuple[str, ...]) -> Answer:
-    r"""An equation with the unknown on its left, or two of them (``x = \pm 2``)."""
+    r"""Return an equation with the unknown on its left, or two equations for ``x = \pm 2``."""
     left, right = parts
     if not is_named(left) and (is_named(right) or (_variables(right) and not _variables(left))):
         left, right = right, left
@@ -239,7 +239,7 @@ def _equation(text: str, parts: tuple[Answer, ...], signs: tuple[str, ...]) -> A
 
 
 def is_named(answer: Answer) -> bool:
-    """Whether it is a name: a symbol, a function's value, a ratio or tuple of names, words."""
+    """Return whether an answer is a name: a symbol, a function's value, a ratio or tuple of names, or words."""
     match answer:
         case Words():
             return answer.number is None and is_name(answer.text)
@@ -308,7 +308,7 @@ def _part(text: str) -> Answer:
     if len(union) > 1:
         return _group(text, "union", [_part(piece) for piece in union])
     signs = _TWO_SIGNS.findall(text)
-    if text[:1] == "(" and (len(signs) == 1 or "mp" in signs):  # two points; of two signs that are not tied, nothing
+    if text[:1] == "(" and (len(signs) == 1 or "mp" in signs):  # two points, or Unread for independent signs
         return _with_two_signs(text) or Unread(text)
     return _bracketed(text) or _with_two_signs(text) or _clock(text) or _ratio(text) or _leaf(text)
 
@@ -399,7 +399,7 @@ def _leaf(text: str) -> Answer:
 
 
 def _numeral(text: str) -> Numeral | None:
-    """A numeral whose base is written beside it, in digits or words."""
+    """Return a numeral with an explicit base, in digits or words."""
     match = _NUMERAL.fullmatch(STYLE.sub(r"\1", text)) if "_" in text or "base" in text else None
     if match is None:
         return None
@@ -436,7 +436,7 @@ def _measured(text: str, number: str, unit: Unit) -> Leaf | None:
 
 
 def _sum_of_quantities(text: str) -> Leaf | None:
-    """``5 ft 6 in`` as one length."""
+    """Return a sum such as ``5 ft 6 in`` as one quantity."""
     found = split_quantities(text) if text[:1].isdigit() else None
     if found is None:
         return None

@@ -1,4 +1,4 @@
-r"""Words beside a number: units with their conversions, counted things, and words that change the number.
+r"""Words next to a number: units with their conversions, counted things, and words that change the number.
 
 >>> split_words(r"12\text{ cm}^2")[1].dimension, split_words("8 hours")[1].factor, split_words("5 pi")
 ((('m', 2),), Fraction(3600, 1), None)
@@ -34,7 +34,7 @@ _MULTIPLES = _SCALES | {
     "ten": 10, "dozen": 12, "hundred": 100, "grand": 10**3, "lakh": 10**5, "crore": 10**7,
     "mil": 10**6, "mn": 10**6, "mln": 10**6, "bn": 10**9, "bln": 10**9, "tn": 10**12, "万": 10**4, "亿": 10**8,
 }  # fmt: skip
-_SUFFIXES = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}  # set upright, directly behind the digits
+_SUFFIXES = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}  # upright, directly after the digits
 _PARTS = {"half": 2, "halve": 2, "quarter": 4, "third": 3, "fifth": 5, "eighth": 8, "ninth": 9, "twelfth": 12}
 _SCALED = re.compile(
     r"(?P<rest>.*\d)(?:(?P<suffix>\\(?:text|mathrm)\s*\{[kKMB]\})"
@@ -44,7 +44,7 @@ _SCALED = re.compile(
 
 
 def number_in_words(words: str) -> Fraction | None:
-    """The number that all of the words name, or None."""
+    """Return the number that the words spell, or None."""
     *others, last = re.split(r"[\s-]+", words.strip().casefold())
     parts = _denominator(last)
     if parts is not None and others and (last.endswith("s") or others in (["one"], ["a"])):
@@ -65,7 +65,7 @@ def number_in_words(words: str) -> Fraction | None:
 
 
 def scaled_by_words(text: str) -> tuple[str, Fraction] | None:
-    """The text before ``million``, ``tens``, ``hundredths`` or ``k`` at its end, and the factor; or None."""
+    """Split ``million``, ``tens``, ``hundredths`` or ``k`` off the end. Returns the rest and the factor, or None."""
     match = _SCALED.fullmatch(text)
     if match is None:
         return None
@@ -78,7 +78,7 @@ def scaled_by_words(text: str) -> tuple[str, Fraction] | None:
 
 
 def _denominator(word: str) -> int | None:
-    """The denominator that a word for a part names: 10 for ``tenths``, 10,000 for ``ten-thousandth``."""
+    """Return the denominator of a word for a fraction: 10 for ``tenths``, 10,000 for ``ten-thousandth``."""
     singular = word.removesuffix("s")
     if singular in _PARTS or not singular.endswith("th"):
         return _PARTS.get(singular)
@@ -101,7 +101,7 @@ class Unit:
     dimension: tuple[tuple[str, int], ...] = ()
 
 
-# Symbols and names, then the size in units above it; a line without a size is a base unit.
+# Symbols and names, then the size in terms of units above. Entries without a size are base units.
 _TABLE = """
     m meter metre 米; g gram gm 克; s sec second 秒; A amp ampere; mol mole; month 个月; °; dollar usd USD; euro eur;
     yuan 元; pound-sterling; yen; rad radian; ton tonne 吨; celsius; fahrenheit; unit
@@ -149,7 +149,7 @@ _QUANTITIES = re.compile(r"(\d[\d.]*) ?([A-Za-z]+)(?: and |, | |$)")
 
 
 def split_words(text: str) -> tuple[str, Unit] | None:
-    """The text before the unit or counted thing, and the unit; None without one."""
+    """Split a unit or counted thing off a text. Returns the rest and the unit, or None without one."""
     currency = _CURRENCY.fullmatch(text)
     if currency is not None:
         name = _CURRENCIES[currency[2] or currency[5]]
@@ -168,13 +168,16 @@ def split_words(text: str) -> tuple[str, Unit] | None:
 
 
 def split_letter(text: str) -> tuple[str, Unit] | None:
-    """The text before a single letter that may be a unit, and the unit: ``5m``."""
+    """Split off a single last letter that may be a unit (``5m``). Returns the rest and the unit, or None."""
     match = re.fullmatch(r"(.*\d)\s*([A-Za-z])", text)
     return (match[1], _KNOWN[match[2]]) if match is not None and match[2] in _LETTER_UNITS else None
 
 
 def split_quantities(text: str) -> tuple[list[tuple[str, Fraction]], Unit] | None:
-    """``5 ft 6 in`` as numbers with their sizes in the first unit; None unless the units are of one kind and fall."""
+    """Split ``5 ft 6 in`` into numbers, each with the size of its unit in terms of the first unit, and the first unit.
+
+    Returns None unless all units have one dimension and descending sizes.
+    """
     plain = " ".join(re.sub(_STYLE, r" \1 ", text).split())
     found = _QUANTITIES.findall(plain)
     if len(found) < 2 or "".join(_QUANTITIES.split(plain)[::3]):
@@ -188,25 +191,28 @@ def split_quantities(text: str) -> tuple[list[tuple[str, Fraction]], Unit] | Non
 
 
 def conversion(answer: Unit | None, gold: Unit | None) -> Fraction | None:
-    """The factor from the gold answer's unit to the answer's; 1 where either leaves it open, None if they differ."""
+    """Return the factor from the gold answer's unit to the answer's: 1 if one has none, None if they do not match."""
     if answer is None or gold is None or answer.factor is None or gold.factor is None or answer == gold:
         return Fraction(1)
     bases = {base for unit in (answer, gold) for base, _ in unit.dimension}
-    if "unit" in bases or bases in ({"°", "celsius"}, {"°", "fahrenheit"}):  # square units; degrees of some scale
+    if "unit" in bases or bases in (
+        {"°", "celsius"},
+        {"°", "fahrenheit"},
+    ):  # "square units", or degrees without a scale
         return Fraction(1)
     return gold.factor / answer.factor if answer.dimension == gold.dimension else None
 
 
 @lru_cache(maxsize=4096)
 def unit_of(words: str) -> Unit | None:
-    """The unit or thing that words name; None where they say more."""
+    """Return the unit or counted thing that words name, None if they contain anything else."""
     plain = " ".join(words.replace("~", " ").replace(".", " ").replace(r"\cdot", " ").split())
     plain = re.sub(r" ?\^ ?", "^", plain)
     return _product(plain) or _thing(plain.lower())
 
 
 def _product(words: str) -> Unit | None:
-    """A product of known units: ``m/s^2``, ``kg m per second squared``, ``square feet``, ``平方米``."""
+    """Return a product of known units: ``m/s^2``, ``kg m per second squared``, ``square feet``, ``平方米``."""
     factor, dimension = Fraction(1), dict[str, int]()
     named = re.sub(r"\s*[{}]\s*", "", words).replace("平方", "square ").replace("立方", "cubic ")
     for place, side in enumerate(re.split(r"\s*/\s*|\s+per\s+", named)):
@@ -235,7 +241,7 @@ def _product(words: str) -> Unit | None:
 
 
 def _named(name: str) -> Unit | None:
-    """Symbols mind capitals (``mW``, ``MW``); names and longer symbols in other capitals do not."""
+    """Return a known unit. Case matters for symbols that differ only in it (``mW``, ``MW``), otherwise not."""
     lower = name.lower() if len(name) > 1 else name
     return _KNOWN.get(name) or _KNOWN.get(lower) or _KNOWN.get(lower.removesuffix("s") or name)
 
@@ -249,7 +255,7 @@ def _thing(plain: str) -> Unit | None:
 
 
 def _changes(word: str) -> bool:
-    """Whether a word may change the number before it."""
+    """Return whether a word may change the number before it."""
     singular = word.removesuffix("s")
     if len(word) < 2 or not _CHANGING.isdisjoint((word, singular)) or singular in _MULTIPLES:
         return True
