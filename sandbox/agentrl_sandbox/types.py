@@ -33,7 +33,7 @@ class Execution:
     ``exit_code`` is the exit status, minus the signal's number when a signal ended the program, and None for
     infrastructure failures. ``seconds`` is wall time. ``truncated``: a stream was longer than
     ``output_limit``, and only its head and tail were kept. ``files`` are those ``fetch_files`` that exist.
-    ``session_ended``: the program's session ended with it.
+    ``session_ended`` is true if the session ended together with this program.
     """
 
     outcome: Outcome

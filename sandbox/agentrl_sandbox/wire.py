@@ -27,7 +27,7 @@ class FrameError(ValueError):
 
 def pack(header: Mapping[str, object], *blobs: bytes) -> bytes:
     whole = {**header, "blobs": [len(blob) for blob in blobs]} if blobs else header
-    # Escaped, the names of files would take three times the bytes that the limits of messages allow for.
+    # Not escaped: escapes could triple the size of file names, which the limits of messages do not allow for.
     text = json.dumps(whole, ensure_ascii=False).encode("utf-8", "surrogatepass")
     size = len(text) + sum(len(blob) for blob in blobs)
     if size > _MAX_FRAME:

@@ -97,7 +97,7 @@ except OSError:
 print("reached" if made == {_MOST_FILES} else "bounded")
 """
 
-# Memory that the kernel holds for a program. Each stops at about a gigabyte.
+# Kernel memory that is held for a program. Each attack stops at about a gigabyte.
 _C = """
 import ctypes, fcntl, mmap, os, resource, select, socket, time
 libc = ctypes.CDLL(None, use_errno=True)

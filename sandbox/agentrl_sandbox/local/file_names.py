@@ -14,7 +14,7 @@ MOST_FILES = 1024
 _DEEPEST = 32
 _LONGEST = 255  # bytes of a component
 LONGEST_NAME = 4096
-"""Characters of a whole name."""
+"""Most characters of a whole name."""
 _PAGE = 4096
 
 

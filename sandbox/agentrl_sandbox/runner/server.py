@@ -382,7 +382,7 @@ class ForkServer:
 
     def _watch_usage(self, program: Program) -> None:
         used = usage(program.pid, self._zygotes[program.zygote].resident)
-        # First what costs nothing: the memory of a fork bomb takes too long to measure.
+        # Check tasks first: measuring the memory of a fork bomb takes too long.
         if not self._own_users and used.tasks > self._config.max_processes:
             self.kill(program, Outcome.KILLED)
         elif self._look.memory_is_over(program, used, self._zygotes[program.zygote].resident):

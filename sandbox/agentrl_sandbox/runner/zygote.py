@@ -111,9 +111,9 @@ def _add_site_builtins() -> None:
 
 
 def _put_shared_memory_into_files() -> None:
-    """Have ``mmap.mmap(-1, length)`` map a file in the scratch directory, whose limit then counts it.
+    """Make ``mmap.mmap(-1, length)`` map a file in the scratch directory, so that it counts toward the scratch limit.
 
-    The filter of system calls denies shared memory without a file: it would stay while no process maps it.
+    The system call filter denies shared memory without a file, because it would persist when no process maps it.
     """
     plain = importlib.import_module("mmap")
 

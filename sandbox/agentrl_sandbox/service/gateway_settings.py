@@ -41,7 +41,7 @@ class GatewaySettings(BaseModel):
     )
     max_body_mb: int = Field(32, ge=1, le=60, description="maximum size of a request body in megabytes")
     receive_seconds: float = Field(
-        60.0, gt=0, description="seconds in which a request's body must arrive; its headers have 10"
+        60.0, gt=0, description="seconds within which the body of a request must arrive; for its headers, 10"
     )
     queue_limit: int = Field(4096, ge=0, description="calls that may wait for a runner; further calls get 429")
     queue_seconds: float = Field(

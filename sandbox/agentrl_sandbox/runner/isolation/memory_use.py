@@ -3,9 +3,9 @@
 RLIMIT_AS bounds each process; this measures their sum. A program adopts its own orphans, as the first process of its
 PID namespace or as a subreaper, so its process tree is complete.
 
-Memory that the kernel holds for a program has no separate limit, and a memory cgroup cannot be had in most places
-where the sandbox runs. So page tables are measured, and buffers are counted at their full size: the filter of system
-calls keeps programs from enlarging them (``seccomp``).
+Kernel memory that is held for a program has no limit of its own, and most hosts of the sandbox do not allow it to
+create a memory cgroup. So page tables are measured, and buffers are counted at their full size, which the system call
+filter keeps programs from enlarging (``seccomp``).
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from dataclasses import dataclass, field
 
 _PAGE = resource.getpagesize()
 _MOST_PROCESSES = 8192  # twice what max_processes may be
-_INTERPRETERS_TABLES = 1 << 20  # what a warm interpreter starts with
-_PIPE = 16 * _PAGE  # the data that fits in a pipe
+_INTERPRETERS_TABLES = 1 << 20  # page tables of a warm interpreter at its start
+_PIPE = 16 * _PAGE  # capacity of a pipe
 _MAPPING = 256  # the kernel's record of a mapped range
-_MAPPINGS_READ = 256 << 10  # bytes of a list of mappings, of which ordinary programs have 50 kB
+_MAPPINGS_READ = 256 << 10  # most bytes read of a list of mappings; ordinary programs have 50 kB
 _MOST_MAPPINGS = 65_530  # vm.max_map_count
-# A lock, or a descriptor that epoll watches. It takes 200 bytes, but a long list of them takes the watch too much time.
+# For a lock or a descriptor watched by epoll. Each takes 200 bytes, but long lists of them would slow down the watch.
 _RECORD = 16 << 10
-_RECORDS_READ = 1 << 20  # bytes of one descriptor's list of them
+_RECORDS_READ = 1 << 20  # most bytes read of one descriptor's list of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """Of a process tree: bytes of resident memory and page tables, tasks (processes and threads), and its processes.
+    """Resource usage of a process tree.
 
-    Memory that processes share, as after a fork, counts once per process in ``resident``: it is an upper bound. Page
-    tables are never shared, and may be far larger than the memory they map, if that lies far apart.
+    ``resident`` and ``tables`` are bytes of resident memory and of page tables. ``tasks`` counts processes and threads.
+    ``resident`` is an upper bound: memory that processes share, as after a fork, counts once per process. Page tables
+    are never shared, and for scattered mappings may be far larger than the mapped memory.
     """
 
     resident: int = 0
@@ -100,21 +101,21 @@ def _resident_and_tables(pid: int) -> tuple[int, int]:
 
 
 def _views(pid: int, name: str) -> Iterator[str]:
-    """A file of a process in /proc. If its first thread ended before the others, only theirs show anything."""
+    """Yield the paths of a process's file in /proc. If its first thread has ended, only other threads show content."""
     yield f"/proc/{pid}/{name}"
     yield from (f"/proc/{pid}/task/{task}/{name}" for task in tasks(pid))
 
 
 @dataclass(kw_only=True, slots=True)
 class KernelMemory:
-    """Counts what the kernel may hold for processes besides their pages, up to ``room`` bytes.
+    """Counts kernel memory that processes may hold in addition to their pages, up to ``room`` bytes.
 
-    Needs the rights of the processes' user: what may not be seen is not counted. Descriptors in flight between sockets
-    are not seen; the kernel limits a user to twice RLIMIT_NOFILE of them.
+    Needs the rights of the processes' user, and counts only what these rights show. Does not count descriptors in flight
+    between sockets, of which the kernel allows a user twice RLIMIT_NOFILE.
     """
 
     room: int
-    socket_bytes: int  # what fits into a socket's send buffer
+    socket_bytes: int  # capacity of a socket's send buffer
     _seen: set[str] = field(default_factory=set)
 
     @property
@@ -148,7 +149,7 @@ class KernelMemory:
     def _add_descriptor(self, path: str, details: str) -> None:
         target = os.readlink(path)
         if target.startswith(("socket:", "pipe:")):
-            if target not in self._seen:  # processes share inherited pages
+            if target not in self._seen:  # count sockets and pipes that processes share once
                 self._seen.add(target)
                 self.room -= self.socket_bytes if target.startswith("socket:") else _PIPE
             return

@@ -15,7 +15,7 @@ from agentrl_sandbox.runner import kernel
 SCRATCH = "/scratch"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
-# Without /dev/zero: a shared mapping of it is memory that nothing counts.
+# Without /dev/zero, because nothing counts the memory of a shared mapping of it.
 _DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 _LINKS = {"/tmp": SCRATCH, "/dev/shm": SCRATCH, "/dev/fd": "/proc/self/fd"}
 _BUILD_AT = "/tmp"  # hidden by the new root, in this mount namespace only
@@ -27,8 +27,8 @@ def enter(readable: Iterable[str]) -> None:
     The only network is then an unconfigured loopback. Raises OSError if the kernel refuses.
     """
     kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
-    with contextlib.suppress(OSError):  # a kernel without cgroups has no such namespace
-        kernel.unshare(kernel.CLONE_NEWCGROUP)  # /proc/self/cgroup shows paths below the server's own
+    with contextlib.suppress(OSError):  # a kernel without cgroups has no cgroup namespace
+        kernel.unshare(kernel.CLONE_NEWCGROUP)  # hides the host's paths in /proc/self/cgroup
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     sources = _open_sources(readable)
     kernel.mount("root", _BUILD_AT, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
@@ -45,7 +45,7 @@ def enter(readable: Iterable[str]) -> None:
 
 
 def mount_proc(flags: int) -> None:
-    """Mount /proc of this PID namespace, without the command line of the host's kernel."""
+    """Mount /proc of this PID namespace, and hide the command line of the host's kernel."""
     kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC)
     kernel.mount("/dev/null", "/proc/cmdline", None, kernel.MS_BIND)
 

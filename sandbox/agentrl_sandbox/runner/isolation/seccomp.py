@@ -55,8 +55,8 @@ DENIED = _groups(_TEXT)
 """Calls that fail with EPERM in every mode, by purpose."""
 
 MISSING = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register", "flock")
-"""Calls that fail with ENOSYS, so that libraries use their predecessors. A ``flock`` on a file of the interpreter would
-be shared with all programs; ``lockf`` works."""
+"""Calls that fail with ENOSYS, so that libraries fall back to older calls. ``flock`` on a file of the interpreter would
+lock it for all programs; ``lockf`` works."""
 
 DENIED_WITHOUT_OWN_USER = _groups(_TEXT_WITHOUT_OWN_USER)
 """Also denied if programs share the server's user: changes of files that Landlock does not prevent, and leaving the
@@ -66,14 +66,14 @@ _ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
 _NEW_NAMESPACES = 0x7E02_0000  # every CLONE_NEW* that clone(2) knows
 _AS_SIBLING = 0x8000  # CLONE_PARENT would leave the watched process tree
 _AS_THREAD, _SHARING_FILES = 0x10000, 0x400  # CLONE_THREAD, CLONE_FILES
-# Names, timer slack, huge pages, no_new_privs, vector lengths, and questions. New options are added to prctl all the
-# time; some allocate kernel memory (PR_FUTEX_HASH took 256 MB in one call).
+# Allowed options: names, timer slack, huge pages, no_new_privs, vector lengths, and queries. New kernels add options,
+# and some of them allocate kernel memory (PR_FUTEX_HASH took 256 MB in one call).
 _PRCTL = (2, 3, 15, 16, 21, 23, 25, 27, 29, 30, 37, 38, 39, 40, 41, 42, 51, 56)
 _FCNTL = (
     1024,  # F_SETLEASE
     1026,  # F_NOTIFY
-    1031,  # F_SETPIPE_SZ: pipes keep the default size, by which the watch counts them
-    36,  # F_OFD_GETLK, F_OFD_SETLK and F_OFD_SETLKW: such locks survive in files that are in flight
+    1031,  # F_SETPIPE_SZ: the watch counts pipes at the default size
+    36,  # F_OFD_GETLK, F_OFD_SETLK and F_OFD_SETLKW: such locks persist while their files are in flight
     37,
     38,
 )
@@ -144,7 +144,7 @@ def _by_argument() -> dict[str, Code]:
     connected = bpf.only_if_one_of(1, (_SOCK_STREAM, _SOCK_SEQPACKET), bpf.allow(), refuse, mask=_SOCK_KIND)
     this_process = bpf.only_if_one_of(1, (0,), bpf.allow(), refuse)
     return {
-        # A thread with a separate descriptor table would hide its descriptors from the watch.
+        # The watch cannot count descriptors of a thread with a separate descriptor table.
         "clone": bpf.only_if_one_of(
             0,
             (_AS_THREAD,),
@@ -156,7 +156,7 @@ def _by_argument() -> dict[str, Code]:
         "mknodat": bpf.only_if_one_of(2, node, bpf.allow(), refuse, mask=0o170000),
         "ioctl": bpf.unless_one_of(1, _IOCTL, refuse),
         "fcntl": bpf.unless_one_of(1, _FCNTL, refuse),
-        # Memory that neither a process's size nor the scratch directory's limit counts. The interpreter replaces it.
+        # Shared memory without a file counts toward no limit. The zygote makes Python's mmap use files instead.
         "mmap": bpf.only_if_one_of(
             3, (_SHARED_ANONYMOUS,), refuse, bpf.unless_any_bit(3, _MAP_HUGETLB, refuse), mask=_MAP_KIND
         ),

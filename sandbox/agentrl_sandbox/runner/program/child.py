@@ -28,7 +28,7 @@ OUT_OF_MEMORY = b"M"
 _STATUS_DESCRIPTOR = 200
 _FETCHED_DESCRIPTOR = 201
 _OPEN_FILES = 256
-_QUEUED_SIGNALS = 256  # also timers, of which the kernel would hold 100,000
+_QUEUED_SIGNALS = 256  # also bounds timers, of which the kernel would allow 100,000
 _NICENESS = 5  # so that busy programs cannot keep the server from killing them
 _SPARE_MEMORY = 16 << 20  # extra bytes for reporting a MemoryError
 _OTHER_TASKS = 256  # tasks that the server's user may add later, where programs share that user
@@ -102,7 +102,7 @@ def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: lis
         limits.lockdown.close(scratch)
         close_descriptors_but(_STATUS_DESCRIPTOR, *([_FETCHED_DESCRIPTOR] if len(descriptors) > 4 else []))
         limits.reseed()
-        os.write(_STATUS_DESCRIPTOR, STARTED)  # from here on a failure is the call's, not the sandbox's
+        os.write(_STATUS_DESCRIPTOR, STARTED)  # later failures are the program's, not the sandbox's
         exit_code, mark, names = _run(scratch)
         if names and os.getpid() == pid:  # not a forked child of the program, which also returns here
             _fetch(scratch, names)
@@ -169,7 +169,7 @@ def isolate(limits: ChildLimits, slot: int) -> str:
 
 
 def _run(scratch: str) -> tuple[int, bytes, tuple[str, ...]]:
-    """Run the program as ``__main__``. Returns its exit status, the mark for the status pipe, and the files to fetch.
+    """Run the program as ``__main__``. Returns its exit status, the mark for the status pipe, and names to fetch.
 
     Only this mark counts, not what others write to the pipe, such as a fork that ran out of memory.
     """

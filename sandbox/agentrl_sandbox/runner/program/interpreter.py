@@ -31,9 +31,9 @@ def make_main() -> ModuleType:
 
 
 def take_task(scratch: str, on_out_of_memory: Callable[[], None]) -> Task | None:
-    """Read the task behind descriptor 0 and write its files. Returns None, with the reason on stderr, if that fails.
+    """Read the task from descriptor 0 and write its files. If that fails, print the reason and return None.
 
-    The caller, often a policy, chooses names, number and sizes. Exhausting a limit with them is the program's error.
+    The caller, often a policy, chooses number, names and sizes of the files, so exceeding a limit is its own error.
     """
     try:
         task = read_task(0)

@@ -1,4 +1,4 @@
-"""Checks what the kernel does not bound: the memory of a program's processes, and files without their own mount.
+"""Enforces limits that the kernel does not: the memory of a program's processes, and files without their own mount.
 
 A program decides how much there is to check, so expensive checks take at most a tenth of the server's time.
 """
@@ -19,7 +19,7 @@ from agentrl_sandbox.runner.program.program import Program
 
 _PERIOD = 10.0  # time between checks, as a multiple of a check's duration
 _SOCKET_BYTES = "/proc/sys/net/core/wmem_default"
-_USUAL_SOCKET_BYTES = 212_992  # where a network namespace does not show it
+_USUAL_SOCKET_BYTES = 212_992  # default if the network namespace does not show it
 
 
 class Watch:

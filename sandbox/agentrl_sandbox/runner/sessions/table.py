@@ -96,7 +96,7 @@ class SessionTable:
             self._server.reply({"op": "refused", "id": session.request, "kind": "start", "why": why})
         session.program = None
         self._server.reply({"op": "ended", "number": session.identifier, "why": why})
-        if session.answer is not None:  # of the program with which it ends
+        if session.answer is not None:  # the answer of the program that ended the session
             header, blobs = session.answer
             session.answer = {**header, "session_ended": True}, blobs
         self.answer(session)

@@ -37,7 +37,7 @@ from agentrl_sandbox.service.gateway.metrics import CONTENT_TYPE, Metrics
 from agentrl_sandbox.service.pool.pool import RunnerPool
 from agentrl_sandbox.types import Execution
 
-_MOST_NAMED = 16  # wrong fields that an answer names
+_MOST_NAMED = 16  # most invalid fields that an answer lists
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": meaning}
     for status, meaning in {
@@ -130,7 +130,7 @@ def _add_errors(app: FastAPI, gateway: Gateway) -> None:
         return JSONResponse(body, status, {"Retry-After": str(after)} if again else None)
 
     async def refuse_body(request: Request, error: Exception) -> Response:
-        """Name the first wrong fields. Their values are left out: NaN and lone surrogates cannot be sent back."""
+        """Answer with the first invalid fields, without their values: NaN and lone surrogates cannot be sent back."""
         assert isinstance(error, RequestValidationError)
         gateway.metrics.refused(HTTPStatus.UNPROCESSABLE_ENTITY)
         wrong = [{key: field[key] for key in ("loc", "msg", "type")} for field in error.errors()[:_MOST_NAMED]]

@@ -86,7 +86,7 @@ class ExecutionAnswer(BaseModel):
     seconds: float
     truncated: bool = Field(description="whether the middle of an output was dropped")
     files: dict[str, str] = Field(description="base64 contents of those fetch_files that exist")
-    session_ended: bool = Field(description="whether the program's session ended with it")
+    session_ended: bool = Field(description="whether the session ended together with this program")
 
 
 class BatchAnswer(BaseModel):

@@ -26,18 +26,18 @@ _log = logging.getLogger(__name__)
 _KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close first
 _HEAD_SECONDS = 10.0  # from the first byte of a request to the end of its headers
 _HEAD_BYTES = 65_536
-_CHUNKS_BYTES = 1 << 20  # what the division of a body into chunks may add to it
+_CHUNKS_BYTES = 1 << 20  # overhead of the chunked encoding of a body
 
 
 def bounded_protocol(*, receive_seconds: float, max_body: int) -> type[HttpToolsProtocol]:
-    """A protocol that closes connections whose request takes too long to arrive or is too large.
+    """Return a protocol class that closes connections whose request arrives too slowly or is too large.
 
-    uvicorn has no such limits, and what comes before the end of the headers reaches no application.
+    uvicorn has no such limits, and an application cannot apply them before the headers are complete.
     """
 
     class BoundedProtocol(HttpToolsProtocol):
         _closing: asyncio.TimerHandle | None = None
-        _received = 0  # bytes of the request under way
+        _received = 0  # bytes of the current request
         _in_body = False
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -49,7 +49,7 @@ def bounded_protocol(*, receive_seconds: float, max_body: int) -> type[HttpTools
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
-            if self._closing is None:  # the next request of a connection that was idle
+            if self._closing is None:  # the next request on an idle connection
                 self._close_in(min(_HEAD_SECONDS, receive_seconds))
             self._received += len(data)
             super().data_received(data)
