@@ -110,8 +110,8 @@ def _views(pid: int, name: str) -> Iterator[str]:
 class KernelMemory:
     """Counts kernel memory that processes may hold in addition to their pages, up to ``room`` bytes.
 
-    Needs the rights of the processes' user, and counts only what these rights show. Does not count descriptors in flight
-    between sockets, of which the kernel allows a user twice RLIMIT_NOFILE.
+    Needs the rights of the processes' user, and counts only what these rights show. Does not count descriptors that are
+    in flight between sockets, of which the kernel allows a user twice RLIMIT_NOFILE.
     """
 
     room: int
