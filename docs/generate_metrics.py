@@ -21,8 +21,8 @@ HEAD = """# Metrics
 
 `metrics.jsonl` has a row for each training step and each evaluation. This page is generated from
 `agentrl/telemetry/metrics/catalogue.py` (`make docs`), which the console and the plots read too. *Healthy* is what a
-run that learns shows; where an [alert](telemetry.md#alerts) watches a metric, its name stands there. *When* says which
-rows have the metric; without it, every training row has it. `{...}` stands for any text.
+run that learns shows, and the [alerts](telemetry.md#alerts) that read the metric. *When* says which rows have the
+metric; without it, every training row has it. `{...}` stands for any text.
 
 A loss or an estimator of your own adds `policy/NAME` for each metric that it returns.
 
