@@ -255,7 +255,7 @@ def _same_parts(gold: Bracketed, answer: Answer, *, ordered: bool = False) -> bo
 
 
 def _without_repeats(parts: Sequence[Answer], *, allowed: int) -> list[Answer]:
-    """Return the parts without repetitions if ``allowed``, the number of parts that the answer has too many, is positive."""
+    """Return the parts, without repetitions if ``allowed``, the surplus over the gold answer's parts, is positive."""
     if allowed <= 0:
         return list(parts)
     kept: list[Answer] = []
