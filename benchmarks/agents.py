@@ -1,4 +1,4 @@
-"""Do real agents learn? Trains the tiny policy through clients of the OpenAI API and prints a table.
+"""Train the tiny policy through clients of the OpenAI API, and print a table of its rewards.
 
     python benchmarks/agents.py [--clients openai openai_own agents_sdk smolagents verifiers] [--steps 20]
 
@@ -101,7 +101,7 @@ def write_data(folder: Path, client: str) -> None:
 
 
 def train(client: str, steps: int, folder: Path) -> tuple[list[float], list[float]]:
-    """The mean reward and the seconds of each step of a run from nothing."""
+    """Train a new run. Returns the mean reward and the seconds of each step."""
     write_data(folder, client)
     env = f"agent:agents_clients:{client}"
     further = ["coldstart.steps=240"] if client == "smolagents" else []  # its replies are programs

@@ -15,7 +15,7 @@ SMOLAGENTS_INSTRUCTION = "You know numbers. Write code that gives final_answer o
 
 @cache
 def shared() -> openai_package.DefaultAsyncHttpxClient:
-    """The HTTP client of all rollouts: making one loads the certificates of the machine."""
+    """Return the HTTP client that all rollouts share, because creating one loads the machine's certificates."""
     return openai_package.DefaultAsyncHttpxClient()
 
 
@@ -26,13 +26,13 @@ async def openai(problem: Problem, *, base_url: str, api_key: str, model: str) -
 
 
 async def openai_own(problem: Problem, *, base_url: str, api_key: str, model: str) -> float:
-    """The openai package, with a new HTTP client for each rollout."""
+    """Agent with the openai package, with a new HTTP client for each rollout."""
     async with openai_package.AsyncOpenAI(base_url=base_url, api_key=api_key) as policy:
         return await asked(problem, policy, model)
 
 
 async def asked(problem: Problem, policy: openai_package.AsyncOpenAI, model: str) -> float:
-    """1.0 for the right answer."""
+    """Ask the policy, and return 1.0 for the correct answer, otherwise 0.0."""
     reply = await policy.chat.completions.create(model=model, messages=[{"role": "user", "content": problem.statement}])
     return float((reply.choices[0].message.content or "").strip() == problem.answer)
 

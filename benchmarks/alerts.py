@@ -1,12 +1,11 @@
-"""Which alerts fire on runs that are made to fail, and on healthy ones? Trains the tiny preset and prints a table.
+"""Train the tiny preset so that runs fail in known ways, and healthy runs, and print a table of their alerts.
 
     python benchmarks/alerts.py [--cases healthy frozen ...] [--seeds 0 1 2] [KEY=VALUE ...]
     python benchmarks/alerts.py --replay RUN ...
 
-The runs are short: 8 problems x 8 trajectories a step, without evaluation. ``--replay`` goes through the metrics of
-runs that exist, step by step, with the rules as they are now; RUN is a run or a folder of runs. What fired while they
-trained (``alerts.jsonl``: also disk and memory, of which the metrics say nothing) stands beside it. It ends with status
-1 if anything fired.
+Runs are short: 8 problems x 8 trajectories a step, without evaluation. ``--replay`` applies the present rules, step by
+step, to the metrics of existing runs; RUN is a run or a folder of runs. Its table also shows the alerts that fired in
+training (``alerts.jsonl``), which include disk and memory. The exit status is 1 if any alert fired.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def main() -> None:
 
 
 def replay(paths: Iterable[Path]) -> int:
-    """Print the table of runs that exist; 1 if anything fired."""
+    """Print the table for existing runs. Returns 1 if an alert fired, otherwise 0."""
     runs = [file.parent for path in paths for file in sorted(path.rglob("metrics.jsonl"))]
     print("| run | steps | alerts, with the step at which they began | fired in training |\n|---|---|---|---|")
     silent = bool(runs)
@@ -99,7 +98,7 @@ def line(name: str, run: RunDirectory) -> str:
 
 
 def first_alerts(run: RunDirectory) -> list[Alert]:
-    """The first time that each alert fires on the metrics of a run."""
+    """Return the first alert of each name on the metrics of a run."""
     rows = training_rows(run)
     first: dict[str, Alert] = {}
     for count in range(1, len(rows) + 1):

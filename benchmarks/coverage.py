@@ -8,7 +8,7 @@ Coverage is the share of simulated evaluations whose interval contains the true 
   anew in every run (*problems like these*). Target for *this benchmark*, n >= 2 and at least 3 expected successes and
   failures: 0.93 to 0.97, which is 0.95 plus or minus four standard errors of 2,000 runs. The last columns compare two
   runs by problem; the second has its success rates moved a fifth of the way towards a half.
-- ``moves``: comparisons of two runs in which few problems change; the others are always right or always wrong.
+- ``moves``: comparisons of two runs in which few problems change; all others are always right or always wrong.
 - ``seeds``: means and interquartile means over the seeds of a study.
 """
 
@@ -48,7 +48,7 @@ MOVES = {
     "10 % at 0.5, no change": (0.1, 0.5, 0.5),
     "all at 0.5, no change": (1.0, 0.5, 0.5),
 }
-"""The share of problems that change, and their success rates before and after."""
+"""Share of problems that change, and their success rates before and after."""
 
 SEEDS: dict[str, Population] = {
     "normal": lambda rng, seeds: rng.normal(size=seeds),

@@ -1,13 +1,13 @@
-r"""How far the grader, and math-verify alone, agree with pairs of answers whose verdict is known.
+r"""Measure how often the grader, and math-verify alone, agree with pairs of answers whose verdict is known.
 
     python benchmarks/grading_agreement.py tests/answer_families.py
     python benchmarks/grading_agreement.py math_verify-0.9.0/tests/*.py
 
-A file holds a table ``FAMILIES``, as ``tests/answer_families.py``, or pytest parametrizations whose first three values
-are ``(gold, answer, expected)``, as math-verify's own tests (``pip download --no-binary :all: --no-deps math-verify``).
-Of the latter, the cases with one gold answer and one box count: math-verify reads several boxes as a list and searches
-texts without a box for something readable, both of which an episode here does not do. Every wrong verdict of the
-grader is printed, then a table of right verdicts, false positives and false negatives.
+A file contains a table ``FAMILIES``, as ``tests/answer_families.py`` does, or pytest parametrizations whose first three
+values are ``(gold, answer, expected)``, as math-verify's own tests do (``pip download --no-binary :all: --no-deps
+math-verify``). Of these, only cases with one gold answer and one box count: math-verify reads several boxes as a list
+and searches texts without a box for an answer, but episodes do neither. The output lists every wrong verdict of the
+grader, then a table of right verdicts, false positives and false negatives.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Case = tuple[str, str, str, bool]
 
 
 def cases_in(path: Path) -> Iterator[Case]:
-    """Return the pairs of a table of families and of every parametrization."""
+    """Yield the cases of a table of families and of all parametrizations in a file."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "FAMILIES":
             assert node.value is not None
@@ -43,7 +43,7 @@ def cases_in(path: Path) -> Iterator[Case]:
 
 
 def family_cases(families: dict[str, str]) -> Iterator[Case]:
-    """The lines ``= answer | gold`` and ``! answer | gold``."""
+    """Yield the cases in lines such as ``= answer | gold`` (equal) and ``! answer | gold`` (different)."""
     for family, lines in families.items():
         for line in lines.strip().splitlines():
             answer, _, gold = line.strip()[2:].rpartition(" | ")
@@ -51,7 +51,7 @@ def family_cases(families: dict[str, str]) -> Iterator[Case]:
 
 
 def parametrized(family: str, table: ast.expr) -> Iterator[Case]:
-    """The rows that are written out and have one gold answer and one box."""
+    """Yield the literal rows of a parametrization that have one gold answer and one box."""
     for row in table.elts if isinstance(table, ast.List) else ():
         try:
             values = ast.literal_eval(row)
@@ -72,7 +72,7 @@ def is_one_box(gold: str, answer: str) -> bool:
 
 
 async def ours(cases: list[Case]) -> list[Verdict]:
-    """The grader's verdict on each case."""
+    """Return the grader's verdict on each case."""
     grader = Grader(GraderSettings())
     try:
         return [await grader.grade(answer, gold) for _, answer, gold, _ in cases]
@@ -81,7 +81,7 @@ async def ours(cases: list[Case]) -> list[Verdict]:
 
 
 def by_math_verify(answer: str, gold: str) -> bool:
-    """math-verify alone, without its timeouts."""
+    """Return whether math-verify alone, without its timeouts, accepts the answer."""
     forms = [parse("\\boxed{" + text + "}", parsing_timeout=None) for text in (gold, answer)]
     return bool(verify(*forms, timeout_seconds=None))
 
