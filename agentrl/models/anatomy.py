@@ -68,7 +68,7 @@ class Anatomy:
     logit_map: LogitMap
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., D], in float32 at least, as training computes them. Detached."""
+        """Logits [..., V] of hidden states [..., D], in float32 at least, as training computes them. For inference."""
         weight, bias = self.head.weight, self.head.bias
         dtype = torch.promote_types(weight.dtype, torch.float32)
         if weight.dtype == dtype:

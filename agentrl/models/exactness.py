@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 BOUNDS = {torch.float32: 1e-2, torch.bfloat16: 0.3}
-"""Largest mean absolute difference (nats) for loaded weights, by dtype. Ten times the bounds on the difference between
-trainer and engine (FIDELITY_BOUNDS): the test tokens are random, and rounding errors grow as tokens become unlikely."""
+"""Largest mean absolute difference (nats) for loaded weights, by dtype. Ten times the smallest fidelity bounds: the
+test tokens are random, and rounding errors grow as tokens become unlikely."""
 _COPY_BOUND = 1e-3
 """Largest absolute difference (nats) of any token for a small copy in float32, where rounding errors are near 1e-5."""
 _LARGEST = 50_000_000

@@ -68,7 +68,7 @@ class AlgorithmSettings(_Settings):
     """steps between head-exact variance diagnostics; 0: never"""
     fidelity_bound: float | None = Field(None, gt=0)
     """largest mean |log-prob difference| between engine and trainer before the run stops, in float32 also for each
-    trajectory; null: a bound for the dtype"""
+    trajectory; null: four times the difference measured at the start, within bounds for the dtype"""
 
     @model_validator(mode="after")
     def _consistent(self) -> AlgorithmSettings:

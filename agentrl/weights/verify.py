@@ -26,6 +26,15 @@ _TIMES = 4.0
 _MISSING = 0.75
 
 
+def noise_bound(noise: float, *, floor: float, limit: float) -> float:
+    """The largest difference that counts as equal weights, where equal weights were measured to differ by ``noise``.
+
+    >>> noise_bound(0.011, floor=5e-3, limit=0.15), noise_bound(0.064, floor=5e-3, limit=0.15)
+    (0.044, 0.15)
+    """
+    return min(limit, max(floor, _TIMES * noise))
+
+
 def probe_tokens(prompts: Iterable[tuple[int, ...]], *, longest: int) -> tuple[int, ...]:
     """The first tokens of the concatenated prompts, at most ``PROBE_TOKENS`` and ``longest``.
 
@@ -82,7 +91,7 @@ class Gauge:
         seen = (probe, tuple(scores))
         if self._last is None or self._moved is None:
             self.measured = difference
-            self.bound = min(self._limit, max(self._floor, _TIMES * difference))
+            self.bound = noise_bound(difference, floor=self._floor, limit=self._limit)
             self._last = self._moved = seen
             return None
         problem = self._rests(*self._last, *seen) or self._lags(*self._moved, *seen)
@@ -115,6 +124,30 @@ class Gauge:
         return (
             f"its log-probabilities of the probe do not follow the trainer's, which moved by {moved:.3g} nats on "
             f"average since they last did (bound {self.bound:.3g})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """The verification of one engine: the ``noise`` measured at the start and its ``bound``, in nats.
+
+    ``compared``: of so many ``parameters`` of the trainer the engine provides checksums; 0 of 0 for shared weights.
+    """
+
+    engine: str
+    noise: float
+    bound: float
+    compared: int
+    parameters: int
+
+    def __str__(self) -> str:
+        difference = f"the two sides' log-probabilities differ by {self.noise:.2g} nats on average"
+        if not self.parameters:
+            return f"{self.engine} shares the trained weights; with the start policy {difference}"
+        checksums = f"checksums of {self.compared} of {self.parameters} parameters"
+        return (
+            f"{self.engine}: every transfer is verified by {checksums} and by a probe; "
+            f"with the start policy {difference}, bound {self.bound:.2g}"
         )
 
 
@@ -158,17 +191,18 @@ class Verifier:
         self._compared[engine] = (len(probe.checksums.keys() & told.keys()), len(probe.checksums))
         return None
 
-    def describe(self) -> list[str]:
-        """One line per engine: what every transfer compares, and what the start measured."""
-        lines = []
-        for engine, (known, all_of_them) in self._compared.items():
+    def verified(self) -> list[Verified]:
+        """Every engine that has been verified: the parameters compared, and the noise measured at the start."""
+        made = []
+        for engine, (compared, parameters) in self._compared.items():
             gauge = self._gauges[engine]
-            lines.append(
-                f"{engine}: every transfer is verified by checksums of {known} of {all_of_them} parameters and by a "
-                f"probe; with the start policy the two sides' log-probabilities differ by {gauge.measured:.2g} nats on "
-                f"average, bound {gauge.bound:.2g}"
+            assert gauge.measured is not None  # its first scores were accepted
+            made.append(
+                Verified(
+                    engine=engine, noise=gauge.measured, bound=gauge.bound, compared=compared, parameters=parameters
+                )
             )
-        return lines
+        return made
 
 
 def _mean_difference(one: Sequence[float], other: Sequence[float]) -> float:

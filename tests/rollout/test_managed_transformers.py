@@ -76,9 +76,9 @@ async def test_an_honest_transfer_is_taken_every_time(host: ManagedTransformers,
     for version in range(1, 6):
         step(model, version)
         assert await install(host, tmp_path, model.named_parameters(), probe_of(model), version) is None
-    (line,) = host.verifier.describe()
+    (one,) = host.verifier.verified()
     known = len(probe_of(model).checksums)
-    assert f"checksums of {known} of {known} parameters" in line
+    assert f"checksums of {known} of {known} parameters" in str(one)
 
 
 async def test_a_step_that_did_not_arrive_is_found_at_once(host: ManagedTransformers, tmp_path: Path) -> None:

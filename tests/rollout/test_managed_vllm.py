@@ -113,7 +113,7 @@ async def test_a_part_that_did_not_arrive_is_named_whatever_the_probe_says(polic
         )
         servers[1].checksums = {"a": (6, 22), "b": (2, 7)}  # twice, as by two workers
         assert await installed(one, policy, 1, updated) is None
-        assert all("checksums of 2 of 2 parameters" in line for line in one.verifier.describe())
+        assert all("checksums of 2 of 2 parameters" in str(item) for item in one.verifier.verified())
         assert not any(call == "/weight_checker" for server in servers for call in server.calls)
         await one.engine.close()
 

@@ -36,7 +36,7 @@ from agentrl.training.settings import (
 )
 from agentrl.training.step.batching import plan_step
 from agentrl.training.step.critic import Critic
-from agentrl.training.step.diagnostics import FIDELITY_BOUNDS, FidelityError
+from agentrl.training.step.diagnostics import FidelityError, fidelity_bound
 from agentrl.training.step.objective_settings import ObjectiveSettings
 from agentrl.training.step.reference import Reference
 from agentrl.training.step.token_recorder import TokenRecorder
@@ -445,7 +445,7 @@ def gate(
         updates=10,
     )
     plan = plan_step(record, settings, budget=WHOLE_GROUPS, ranks=1)[0]
-    trainer = Trainer(engine, settings, temperature=0.8, pad_id=0, fidelity_bound=FIDELITY_BOUNDS["float32"])
+    trainer = Trainer(engine, settings, temperature=0.8, pad_id=0, fidelity_bound=fidelity_bound("float32", 0.0))
     try:
         metrics = trainer.train(plan)
     except FidelityError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -164,10 +165,12 @@ def test_a_verifier_says_what_it_compares_and_what_it_measured() -> None:
     probe = policy.probe()
     assert verifier.judge("one", probe, told=dict(probe.checksums), scores=policy.scores()) is None
     assert verifier.judge("two", probe, told={}, scores=policy.scores()) is None
-    first, second = verifier.describe()
+    first, second = map(str, verifier.verified())
     assert first.startswith("one: every transfer is verified by checksums of 1 of 1 parameters and by a probe; ")
     assert "differ by 0.011 nats on average, bound 0.04" in first
     assert second.startswith("two: every transfer is verified by checksums of 0 of 1 parameters and by a probe; ")
+    assert verifier.judge("shared", replace(probe, checksums={}), told={}, scores=policy.scores()) is None
+    assert str(verifier.verified()[2]).startswith("shared shares the trained weights; with the start policy the two ")
 
 
 def test_checksums_decide_before_the_probe() -> None:
@@ -177,4 +180,4 @@ def test_checksums_decide_before_the_probe() -> None:
     wrong = {"a": Checksum(values=1, total=77)}
     said = verifier.judge("one", probe, told=wrong, scores=policy.scores())
     assert said == "one: by their checksums 1 of 1 parameters are not the trainer's: a"
-    assert verifier.describe() == []
+    assert verifier.verified() == []

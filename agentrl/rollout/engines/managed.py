@@ -154,8 +154,8 @@ class ManagedTransformers:
 
     async def _compare(self, probe: Probe) -> str | None:
         self._model.eval()
-        told = with_head(await asyncio.to_thread(checksums, self._model.named_parameters()))
-        return self.verifier.judge("the engine", probe, told=told, scores=await self.engine.score(probe.token_ids))
+        own = with_head(await asyncio.to_thread(checksums, self._model.named_parameters())) if probe.checksums else {}
+        return self.verifier.judge("the engine", probe, told=own, scores=await self.engine.score(probe.token_ids))
 
 
 class ManagedVLLM:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ from agentrl.training.run.signals import INTERRUPTED
 from agentrl.training.run.token_writer import TokenWriter
 from agentrl.training.step.batching import RankPlan, due
 from agentrl.training.step.critic import open_critic
-from agentrl.training.step.diagnostics import FIDELITY_BOUNDS
+from agentrl.training.step.diagnostics import fidelity_bound
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 from agentrl.training.step.reference import open_reference, reference_path
 from agentrl.training.step.token_recorder import TokenRecorder
@@ -132,7 +133,7 @@ class Session:
             objective,
             temperature=settings.rollout.temperature,
             pad_id=TextCodec(self._tokenizer).pad_id,
-            fidelity_bound=FIDELITY_BOUNDS[settings.model.dtype],
+            fidelity_bound=math.inf,  # until start() has measured it
             reference=reference,
             critic=self._critic,
             budget=self._budget,
@@ -166,7 +167,14 @@ class Session:
         for line in self._service.describe():
             self._console.note(line)
         self._console.note(f"training: {_reading(self._policy)}")
-        self._sender.begin()  # before a checkpoint is loaded, while both sides hold the start policy's weights
+        noise = self._sender.begin()  # before a checkpoint is loaded, while both sides hold the start policy's weights
+        own = self._settings.algorithm.fidelity_bound
+        bound = self._trainer.fidelity_bound = own or fidelity_bound(self._settings.model.dtype, noise)
+        reason = "algorithm.fidelity_bound" if own else f"from {noise:.2g} measured at the start"
+        self._console.note(
+            "fidelity: the run stops at a step whose log-probabilities differ from the engine's by more than "
+            f"{bound:.2g} nats on average ({reason})"
+        )
         if resume:
             self._budget.recall()
             self._restore()

@@ -13,11 +13,25 @@ from agentrl.models.policy import PolicyModel
 from agentrl.training.engine.meter import Meter
 from agentrl.training.step.rows import LossRows
 from agentrl.weights.sources import gathered
+from agentrl.weights.verify import LIMITS, noise_bound
 
 Reduce = Callable[[Tensor], Tensor]
 
-FIDELITY_BOUNDS = {"float32": 1e-3, "bfloat16": 3e-2}
-"""Largest mean absolute difference (nats) by dtype of the weights. In float32 it also bounds each trajectory's mean."""
+_FLOORS = {"float32": 1e-3, "bfloat16": 3e-2}
+"""Smallest fidelity bound (nats) by dtype of the weights, whatever the measurement at the start says."""
+
+
+def fidelity_bound(dtype: str, noise: float) -> float:
+    """Largest mean absolute difference (nats) between engine and trainer in a step, by dtype of the weights.
+
+    ``noise``: the difference measured at the start with equal weights; models with experts have several times that of
+    dense ones, because a rounding changes which expert computes a token. In float32 the bound also holds for each
+    trajectory's mean.
+
+    >>> fidelity_bound("bfloat16", 0.005), fidelity_bound("bfloat16", 0.03), fidelity_bound("bfloat16", 0.064)
+    (0.03, 0.12, 0.15)
+    """
+    return noise_bound(noise, floor=_FLOORS[dtype], limit=LIMITS[dtype])
 
 
 def measure_forward(meter: Meter, rows: LossRows, *, version: int) -> None:

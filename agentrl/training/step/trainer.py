@@ -82,14 +82,15 @@ class Trainer:
         critic: Critic | None = None,
         budget: MicroBatchBudget | None = None,
     ) -> None:
-        """``reference`` and ``critic`` are given if and only if ``settings`` need them.
+        """``reference`` and ``critic`` are given if and only if ``settings`` need them. ``fidelity_bound``: see
+        :func:`.diagnostics.check_fidelity`.
 
         Where memory runs out, ``budget`` says how much smaller micro-batches must be.
         """
         self._engine = engine
         self._temperature = temperature
         self._pad_id = pad_id
-        self._fidelity_bound = settings.algorithm.fidelity_bound or fidelity_bound
+        self.fidelity_bound = fidelity_bound
         # In coarser dtypes rounding alone moves short trajectories far.
         self._exact = next(engine.module.parameters()).dtype == torch.float32
         self._rows = LossRowMaker(settings)
@@ -305,7 +306,7 @@ class Trainer:
         worst = step.meter.largest_of("policy/engine_abs_diff_max", self._engine)
         check_fidelity(
             step.meter.mean_of("policy/engine_abs_diff", self._engine),
-            self._fidelity_bound,
+            self.fidelity_bound,
             worst=worst if self._exact else None,
         )
         if step.before_update is not None:

@@ -38,7 +38,7 @@ from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 from agentrl.training.worker.event_loop import Loop
 from agentrl.training.worker.service import InterruptedRunError
 from agentrl.weights.native import TransferTarget
-from agentrl.weights.verify import Probe, probe_tokens
+from agentrl.weights.verify import Probe, Verified, probe_tokens
 from agentrl_envs import execution
 from agentrl_envs.episode import Environment
 
@@ -176,8 +176,8 @@ class LocalService:
     def probe_tokens(self) -> tuple[int, ...]:
         return self._finish(self._probe_tokens())
 
-    def verification(self) -> list[str]:
-        return self._managed.verifier.describe()
+    def verification(self) -> list[Verified]:
+        return self._managed.verifier.verified()
 
     def verify(self, version: int, probe: Probe) -> str | None:
         return self._finish(self._arrived(self._managed.verify(version, probe), version))

@@ -14,7 +14,7 @@ from agentrl.evaluation.play.during_training import EvaluationReport
 from agentrl.rollout.work_queue import QueueState
 from agentrl.training.step.batching import RankPlan
 from agentrl.weights.native import TransferTarget
-from agentrl.weights.verify import Probe
+from agentrl.weights.verify import Probe, Verified
 
 _Method = TypeVar("_Method", bound=Callable[..., object])
 
@@ -107,8 +107,8 @@ class RolloutService(Protocol):
         """The tokens that both trainer and engine score: the prompts of the first problems."""
 
     @_call("how transfers are verified")
-    def verification(self) -> list[str]:
-        """How transfers are verified, and the noise measured for this."""
+    def verification(self) -> list[Verified]:
+        """How transfers to each engine are verified, and the noise measured for this."""
 
     @_call("the engine to score the first probe")
     def verify(self, version: int, probe: Probe) -> str | None:

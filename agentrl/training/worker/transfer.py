@@ -58,23 +58,27 @@ class WeightSender:
         self._host = host
         self._native: tuple[TransferTarget, NativeTransfer] | None = None
 
-    def begin(self) -> None:
-        """Make sure that the engine holds the start policy. Called when a run starts, and also when it resumes.
+    def begin(self) -> float:
+        """Make sure that the engine holds the start policy, and return the noise between trainer and engine (nats).
 
-        The noise between trainer and engine is measured here, so the trainer must hold the start policy too.
+        Called when a run starts, and also when it resumes; the trainer must hold the start policy too. Raises
+        WeightMismatchError if the two are different policies.
         """
         target = self._service.transfer_target()
-        if target is None:
-            return
-        self._source = self._source_of(target)
         self._probe = self._service.probe_tokens()
-        for _ in self._source:
-            pass  # iterating computes the checksums
+        if target is not None:
+            self._source = self._source_of(target)
+            for _ in self._source:
+                pass  # iterating computes the checksums
         problem = self._service.verify(0, self._score())
+        if problem is not None and target is None:
+            raise WeightMismatchError(f"trainer and engine compute the same weights differently: {problem}")
         if problem is not None:
             self.send(0)
-        for line in self._service.verification():
-            self._console.note(line)
+        verified = self._service.verification()
+        for one in verified:
+            self._console.note(str(one))
+        return max(one.noise for one in verified)
 
     def send(self, version: int) -> None:
         """Send ``version`` to the engine. Raises WeightMismatchError if two attempts fail."""
