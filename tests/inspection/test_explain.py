@@ -261,4 +261,4 @@ def test_a_token_that_no_sibling_reaches_names_the_rule_of_tails(tmp_path: Path)
     said = "\n".join(explain(run, step=3, trajectory=0, token=4).lines())
     assert "b = 0 by otb" in said
     assert "no other trajectory of the group has a model token 2" in said
-    assert "tail=zero applies: b = 0" in said
+    assert "tail=zero sets the baseline: b = 0" in said

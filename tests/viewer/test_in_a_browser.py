@@ -442,7 +442,7 @@ def test_no_more_curves_are_drawn_than_have_a_look_of_their_own(page: Page, run:
         page.goto(f"{url}#/?runs={chosen}")
         expect(page.get_by_role("checkbox", disabled=True)).to_have_count(1)
         expect(page.get_by_role("checkbox", checked=True)).to_have_count(16)
-        expect(page.get_by_text("16 curves are drawn")).to_be_visible()
+        expect(page.get_by_text("At most 16 curves are shown")).to_be_visible()
         looks = page.locator(".chart path.line").evaluate_all(
             "lines => lines.map(({ style }) => style.stroke + style.strokeDasharray)"
         )
