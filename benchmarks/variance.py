@@ -17,10 +17,10 @@ from agentrl.lab.plots import logarithmic
 from agentrl.lab.results import PROBLEMS, SETTINGS, Measured, MeasurementFiles, ProblemLine, measured_of
 from agentrl.lab.summary import IntervalEstimate, Line, summarise
 from agentrl.telemetry.files import atomic_write, json_line
-from agentrl.telemetry.plots import BLUE, GREEN, GREY, RED, VIOLET
+from agentrl.telemetry.plots import caption, dress, legend_below, look, new_figure
 
 STUDIES = Path(__file__).parent / "studies" / "variance"
-DRAWN = {"grpo": GREY, "ogb": BLUE, "ogb_pooled": GREEN, "otb_isolated": VIOLET, "tir_otb": RED}
+DRAWN = ("grpo", "ogb", "ogb_pooled", "otb_isolated", "tir_otb")
 
 
 def main() -> None:
@@ -36,16 +36,18 @@ def main() -> None:
     if arguments.keep is not None:
         keep(arguments.keep, STUDIES / arguments.keep.name)
         return
-    found = {}
+    found, counts = {}, {}
     for folder in sorted(path.parent for path in STUDIES.glob(f"*/{PROBLEMS}")):
         problems = measured_of(MeasurementFiles(folder).lines())
         if len(problems) > 1 and arguments.baseline in next(iter(problems[0].moments.values())):
             moments = [item.moments for item in problems]
+            counts[folder.name] = len(problems)
             found[folder.name] = summarise(moments, resamples=arguments.resamples, seed=0, baseline=arguments.baseline)
             print_study(folder.name, MeasurementFiles(folder).lines(), problems, found[folder.name], arguments.baseline)
     if arguments.figure is not None:
         draw(
             {name: lines for name, lines in found.items() if len({line.group_size for line in lines}) > 2},
+            counts,
             arguments.figure,
             arguments.baseline,
         )
@@ -123,21 +125,19 @@ def digits(value: float) -> str:
     return f"{value:.2f}" if 0.1 <= abs(value) < 10 else f"{value:.2g}"
 
 
-def draw(found: dict[str, list[Line]], path: Path, baseline: str) -> None:
-    """Noise over that of the baseline against N, one panel a study."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.6 * len(found), 4.4), dpi=140, layout="constrained")
+def draw(found: dict[str, list[Line]], problems: dict[str, int], path: Path, baseline: str) -> None:
+    """Noise over that of the baseline against N, one panel a study of this many ``problems``."""
+    figure = new_figure(4.6 * len(found), 4.6)
     panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
     for axes, (name, lines) in zip(panels, found.items(), strict=True):
-        for place, (estimator, color) in enumerate(DRAWN.items()):
+        for place, estimator in enumerate(DRAWN):
             own = sorted((line for line in lines if line.estimator == estimator), key=lambda line: line.group_size)
             ratios = [line.to_baseline for line in own if line.to_baseline is not None]
             sizes = np.array([line.group_size for line in own]) * 1.04 ** (place - len(DRAWN) / 2)
             values = np.array([item.value for item in ratios])
             spread = np.abs([[item.value - item.low for item in ratios], [item.high - item.value for item in ratios]])
             spread = np.where(np.isfinite(spread), spread, 0.0)
-            axes.errorbar(sizes, values, yerr=spread, color=color, label=estimator, marker="os^Dv"[place],
+            axes.errorbar(sizes, values, yerr=spread, **look(place), label=estimator, marker="os^Dv"[place],
                           markersize=4, linewidth=1.2, elinewidth=0.8, capsize=2)  # fmt: skip
         logarithmic(axes)
         axes.axhline(1.0, color="#444444", linewidth=0.9)
@@ -145,12 +145,11 @@ def draw(found: dict[str, list[Line]], path: Path, baseline: str) -> None:
         ticks = sorted({line.group_size for line in lines})
         axes.set_xticks(ticks, [str(size) for size in ticks])
         axes.minorticks_off()
-        axes.grid(axis="y", color="#e3e5e8", linewidth=0.8)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_title(name, loc="left", fontsize=11, fontweight="bold")
+        dress(axes, f"{name}: {problems[name]} problems")
         axes.set_xlabel("trajectories in a group, N")
     panels[0].set_ylabel(f"noise over that of {baseline}")
-    panels[-1].legend(fontsize=7.5, frameon=False, loc="center", bbox_to_anchor=(0.5, 0.7))
+    legend_below(panels[0], columns=3)
+    caption(figure, "one policy; bars are 95 % intervals over problems")
     atomic_write(path, lambda out: figure.savefig(out, format="png"))
 
 

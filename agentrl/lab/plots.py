@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agentrl.lab.results import Energies, ProblemLine, Shown
+from agentrl.lab.results import MEASURED, Energies, ProblemLine, Shown
 from agentrl.lab.summary import OPTIMAL, IntervalEstimate, Line, energy_correlations, proxy_energies
-from agentrl.telemetry.plots import BLUE, CYCLE, GREY, ORANGE, save_twins
+from agentrl.telemetry.plots import BLUE, GREY, ORANGE, caption, dress, look, new_figure, save_twins
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLORS = (*CYCLE, GREY)
-_MARKERS = "osD^vPX"  # fewer than colors, so that pairs repeat late
+_MARKERS = "osD^vPX"  # fewer than colours, so that pairs repeat late
 
 
 def draw_all(folder: Path, lines: Sequence[Line], problems: Sequence[ProblemLine]) -> list[Path]:
@@ -32,13 +31,16 @@ def draw_all(folder: Path, lines: Sequence[Line], problems: Sequence[ProblemLine
     advantages = _advantages([tokens for _, tokens in pairs])
     if advantages is not None:
         drawn["advantages.png"] = advantages
+    measured = sum(line["outcome"] == MEASURED for line in problems)
     for figure in drawn.values():
-        figure.suptitle(f"{folder.resolve().parent.name}: bars are 95 % intervals", x=0.01, ha="left", fontsize=9)
+        caption(
+            figure, f"{folder.resolve().name}: one policy, {measured} problems; bars are 95 % intervals over problems"
+        )
     return [file for name, figure in drawn.items() for file in save_twins(figure, folder / name)]
 
 
 def _noise(lines: Sequence[Line]) -> Figure:
-    figure = _figure(15.5, 4.8)
+    figure = new_figure(15.5, 4.8)
     names = sorted({line.estimator for line in lines}, key=lambda name: (name.split(":")[0] in OPTIMAL, name))
     panels = figure.subplots(1, 3)
     draws: tuple[Callable[[Line], IntervalEstimate], ...] = (
@@ -55,9 +57,9 @@ def _noise(lines: Sequence[Line]) -> Figure:
             values = np.array([item.value if np.isfinite(item.value) else np.nan for item in found])
             spread = np.abs([[item.value - item.low for item in found], [item.high - item.value for item in found]])
             axes.errorbar(
-                sizes, values, yerr=np.where(np.isfinite(spread), spread, 0.0), color=_COLORS[place % len(_COLORS)],
+                sizes, values, yerr=np.where(np.isfinite(spread), spread, 0.0), **look(place),
                 marker=_MARKERS[place % len(_MARKERS)], markersize=4.5, linewidth=1.1, elinewidth=0.8, capsize=2,
-                linestyle="-" if name.split(":")[0] in OPTIMAL else "--", label=name,
+                label=name,
             )  # fmt: skip
     _dress(panels[0], "Noise of one group's gradient", "variance / squared signal")
     _dress(panels[1], "Noise along the true gradient", "variance / squared signal, along it")
@@ -87,7 +89,7 @@ def logarithmic(axes: Axes) -> None:
 def _energy(energies: Sequence[Energies], shown: Sequence[tuple[Energies, Shown]]) -> Figure:
     from matplotlib.ticker import MaxNLocator
 
-    figure = _figure(12.0, 3.9)
+    figure = new_figure(12.0, 3.9)
     first, second, third = figure.subplots(1, 3)
     own, tokens = max(shown, key=lambda pair: float(np.std(pair[0]["length"])))
     rows = range(len(tokens["realized"]))
@@ -96,7 +98,7 @@ def _energy(energies: Sequence[Energies], shown: Sequence[tuple[Energies, Shown]
     first.set_xlabel("trajectory of one problem (blue: rewarded)")
     _dress(first, "Exact total energy", r"$\|\nabla \log \pi(\tau)\|^2$")
     for row, values in enumerate(tokens["realized"]):
-        second.plot(range(1, len(values) + 1), values, color=_COLORS[row % len(_COLORS)], linewidth=1.3)
+        second.plot(range(1, len(values) + 1), values, **look(row), linewidth=1.3)
     second.set_xlabel("model token k")
     _dress(second, "Realized energy, the same trajectories", r"$W_k = \sum_{j\leq k} w_j$")
     lengths, energy, returns = (
@@ -120,13 +122,12 @@ def _advantages(shown: Sequence[Shown]) -> Figure | None:
     if not both:
         return None
     longest = max(both, key=lambda item: max(len(row) for rows in item.values() for row in rows))
-    figure = _figure(11.5, 4.2)
+    figure = new_figure(11.5, 4.2)
     panels = figure.subplots(1, 2, sharey=True)
     for place, (label, rows) in enumerate(longest.items()):
         for axes, own in zip(panels, rows, strict=True):
             axes.step(
-                range(1, len(own) + 1), own, where="mid", color=_COLORS[place % len(_COLORS)], linewidth=1.2,
-                linestyle="-" if label.split(":")[0] in OPTIMAL else "--", label=label,
+                range(1, len(own) + 1), own, where="mid", **look(place), linewidth=1.2, label=label,
             )  # fmt: skip
     for axes, title in zip(panels, ("A rewarded trajectory", "One without reward, same group"), strict=True):
         _dress(axes, title, "advantage")
@@ -138,7 +139,7 @@ def _advantages(shown: Sequence[Shown]) -> Figure | None:
 
 
 def _proxies(energies: Sequence[Energies]) -> Figure:
-    figure = _figure(12.0, 3.9)
+    figure = new_figure(12.0, 3.9)
     exact = np.concatenate([item["exact"] for item in energies])
     correlations = energy_correlations(energies)
     titles = {"logit_proxy": "Logit-gradient proxy", "head_exact": "Head-exact, diagonal", "length": "Length"}
@@ -155,15 +156,5 @@ def _proxies(energies: Sequence[Energies]) -> Figure:
 
 
 def _dress(axes: Axes, title: str, label: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    dress(axes, title)
     axes.set_ylabel(label)
-    axes.grid(axis="y", color="#e3e5e8", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GREY)
-
-
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), dpi=140, layout="constrained")

@@ -1,7 +1,8 @@
 """Pictures of a run, from its ``metrics.jsonl``: one PNG a subject and one overview. What was not measured is left out.
 
 Rows with ``reward/...`` and so on are training steps, rows with ``eval/...`` are evaluations. Shaded bands and error
-bars are 95 % intervals (``reward/mean`` +- 1.96 ``reward/stderr``; ``eval/low`` to ``eval/high``).
+bars are 95 % intervals (``reward/mean`` +- 1.96 ``reward/stderr``; ``eval/low`` to ``eval/high``). Every picture has a
+twin for dark pages, ``NAME-dark.png``. The figures of evaluations, studies and measurements are dressed here, too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.telemetry.files import atomic_write
 from agentrl.telemetry.metrics.catalogue import METRICS
 from agentrl.telemetry.metrics.definitions import USER_METRICS, Metric
-from agentrl.telemetry.palette import DARK, INK, LIGHT, PAPER
+from agentrl.telemetry.palette import DARK, INK, LIGHT, PAPER, line_look
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 Row = Mapping[str, float]
 Draw = Callable[["Axes", Sequence[Row]], bool]
 
-BLUE, ORANGE, _, VIOLET, SKY, GREEN, BROWN, RED = LIGHT
-GREY, CYCLE = "#8a8f98", LIGHT
+BLUE, ORANGE, GREEN, RED = LIGHT[0], LIGHT[1], LIGHT[5], LIGHT[7]
+GREY = "#8a8f98"
 _DOTS_PER_INCH = 140
+_LABEL_HEIGHT = 32  # points from an x axis to below its label
 _WINDOW = 15  # steps of the running mean
 
 
@@ -38,22 +40,23 @@ class Panel:
     draw: Draw
 
 
-def draw_plots(rows: Iterable[Row], folder: Path, title: str = "") -> list[Path]:
+def draw_plots(rows: Iterable[Row], folder: Path, title: str) -> list[Path]:
     """Draw every panel that has data, and ``overview.png`` of them all, into ``folder``; returns the files.
 
-    The overview has ``title``, usually the name of the run, and a twin for dark pages, ``overview-dark.png``.
+    ``title`` is written on each picture: the name of the run, its seed, the size of its steps.
     """
     measured = list(rows)
     drawn: list[Panel] = []
     files = []
     for panel in (*PANELS, *_user_panels()):
-        figure = _figure(6.4, 4.0)
+        figure = new_figure(6.4, 4.0)
         if _draw(panel, figure.add_subplot(), measured):
             drawn.append(panel)
-            files.append(_save(figure, folder / panel.file))
+            caption(figure, title)
+            files += save_twins(figure, folder / panel.file)
     if drawn:
         overview = _overview(drawn, measured)
-        overview.suptitle(f"{title or 'Overview'}: one run, bands and bars are 95 % intervals", x=0.01, ha="left")
+        caption(overview, f"{title}; one run, bands and bars are 95 % intervals")
         files += save_twins(overview, folder / "overview.png")
     return files
 
@@ -78,7 +81,7 @@ def running_mean(values: Sequence[float], window: int = _WINDOW) -> list[float]:
 def _overview(panels: Sequence[Panel], rows: Sequence[Row]) -> Figure:
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
-    figure = _figure(5.0 * columns, 3.4 * lines)
+    figure = new_figure(5.0 * columns, 3.6 * lines)
     for place, panel in enumerate(panels, start=1):
         _draw(panel, figure.add_subplot(lines, columns, place), rows)
     return figure
@@ -89,29 +92,59 @@ def _draw(panel: Panel, axes: Axes, rows: Sequence[Row]) -> bool:
 
     if not panel.draw(axes, rows):
         return False
-    axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold")
+    dress(axes, panel.title)
     axes.set_xlabel("optimizer step")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
-    axes.grid(axis="y", color="#e3e5e8", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GREY)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(fontsize=8, frameon=True, framealpha=0.9, edgecolor="none", loc="best")
+    legend_below(axes)
     return True
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of this size in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=_DOTS_PER_INCH, layout="constrained")
 
 
+def caption(figure: Figure, text: str) -> None:
+    """Write above a figure which run or measurement it shows and what its intervals are."""
+    figure.suptitle(text, x=0.01, ha="left", fontsize=9)
+
+
+def dress(axes: Axes, title: str) -> None:
+    """Give axes a title, horizontal rules and no frame."""
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.grid(axis="y", color="#e3e5e8", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GREY)
+
+
+def legend_below(axes: Axes, columns: int = 2) -> None:
+    """Add the legend below the label of the x axis, where it covers no line."""
+    from matplotlib.transforms import ScaledTranslation
+
+    if not axes.get_legend_handles_labels()[1]:
+        return
+    shift = ScaledTranslation(0, -_LABEL_HEIGHT / 72, axes.get_figure(root=True).dpi_scale_trans)
+    axes.legend(fontsize=8, frameon=False, loc="upper left", ncols=columns, handlelength=3.2, borderaxespad=0,
+                bbox_to_anchor=(0, 0), bbox_transform=axes.transAxes + shift)  # fmt: skip
+
+
+def look(place: int) -> dict[str, Any]:
+    """Colour and dashes of the n-th line of a picture, as arguments of matplotlib."""
+    colour, dashes = line_look(place)
+    return {"color": LIGHT[colour], "linestyle": (0, dashes) if dashes else "-"}
+
+
 def save_twins(figure: Figure, path: Path) -> list[Path]:
     """Write the figure for light pages to ``path``, and for dark ones to ``NAME-dark.png``."""
-    light = _save(figure, path)
+    dark = path.with_name(f"{path.stem}-dark.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, lambda out: figure.savefig(out, format="png"))
     _darken(figure)
-    return [light, _save(figure, path.with_name(f"{path.stem}-dark.png"))]
+    atomic_write(dark, lambda out: figure.savefig(out, format="png"))
+    return [path, dark]
 
 
 def _darken(figure: Figure) -> None:
@@ -146,28 +179,22 @@ def _darken(figure: Figure) -> None:
             item.set(facecolor=[dark(each) for each in faces], edgecolor=[dark(each) for each in edges])
 
 
-def _save(figure: Figure, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, lambda out: figure.savefig(out, format="png"))
-    return path
-
-
-def _line(axes: Axes, rows: Sequence[Row], key: str, label: str | None, color: str) -> bool:
-    """One measured line: the steps pale, their running mean strong; few steps are drawn as they are."""
+def _line(axes: Axes, rows: Sequence[Row], key: str, label: str | None, place: int = 0) -> bool:
+    """Draw the n-th line: the steps pale, their running mean strong. Few steps are drawn as they are."""
     steps, values = series(rows, key)
     if not steps:
         return False
     smooth = len(steps) > 2 * _WINDOW
-    axes.plot(steps, values, color=color, linewidth=0.9 if smooth else 1.6, alpha=0.35 if smooth else 1.0,
-              marker="o" if len(steps) == 1 else None, label=None if smooth else label)  # fmt: skip
     if smooth:
-        axes.plot(steps, running_mean(values), color=color, linewidth=1.8, label=label)
+        axes.plot(steps, values, color=look(place)["color"], linewidth=0.9, alpha=0.35)
+    axes.plot(steps, running_mean(values) if smooth else values, **look(place), linewidth=1.8, label=label,
+              marker="o" if len(steps) == 1 else None)  # fmt: skip
     return True
 
 
 def _reward(axes: Axes, rows: Sequence[Row]) -> bool:
     steps, means = series(rows, "reward/mean")
-    if not _line(axes, rows, "reward/mean", f"mean over {_WINDOW} steps" if len(steps) > 2 * _WINDOW else None, BLUE):
+    if not _line(axes, rows, "reward/mean", f"mean over {_WINDOW} steps" if len(steps) > 2 * _WINDOW else None):
         return False
     errors = {row["step"]: row["reward/stderr"] for row in rows if row.get("reward/stderr") is not None}
     half = [1.96 * errors.get(step, 0.0) for step in steps]
@@ -184,29 +211,30 @@ def _evaluation(axes: Axes, rows: Sequence[Row]) -> bool:
     if not evaluations:
         return False
     families = sorted({key for row in evaluations for key in row if key.startswith("eval/family/")})
-    for place, key in enumerate(families):
+    for place, key in enumerate(families, start=1):
         steps, values = series(evaluations, key)
         name = key.removeprefix("eval/family/")
-        color = CYCLE[(place + 1) % len(CYCLE)]
-        axes.plot(steps, values, color=color, linewidth=1.0, marker=".", alpha=0.75,
+        axes.plot(steps, values, **look(place), linewidth=1.0, marker=".",
                   label=name if len(families) <= 7 else None)  # fmt: skip
     steps, means = series(evaluations, "eval/avg_at_k")
     # Rows of older runs may hold a bound that lies a rounding error on the wrong side of its mean.
     below = [max(mean - row.get("eval/low", mean), 0.0) for mean, row in zip(means, evaluations, strict=True)]
     above = [max(row.get("eval/high", mean) - mean, 0.0) for mean, row in zip(means, evaluations, strict=True)]
-    k = evaluations[-1].get("eval/k", "k")
-    axes.errorbar(steps, means, yerr=[below, above], color=BLUE, linewidth=2.0, marker="o", capsize=4,
-                  label="all, 95 % interval")  # fmt: skip
+    last = evaluations[-1]
+    k, problems = last.get("eval/k", "k"), last.get("eval/problems")
+    every = "all" if problems is None else f"all {problems:g} problems"
+    axes.errorbar(steps, means, yerr=[below, above], **look(0), linewidth=2.0, marker="o", capsize=4,
+                  label=f"{every}, 95 % interval")  # fmt: skip
     axes.set_ylabel(f"avg@{k}: share of answers correct")
     axes.set_ylim(-0.03, 1.03)
     return True
 
 
-def _lines(label: str, lines: Mapping[str, str], *, logarithmic: bool = False) -> Draw:
-    """Draws metrics by name in these colors, on request on a logarithmic axis where anything is above zero."""
+def _lines(label: str, *names: str, logarithmic: bool = False) -> Draw:
+    """Draws metrics by name, on request on a logarithmic axis where anything is above zero."""
 
     def draw(axes: Axes, rows: Sequence[Row]) -> bool:
-        drawn = [key for key, color in lines.items() if _line(axes, rows, key, METRICS[key].label, color)]
+        drawn = [key for place, key in enumerate(names) if _line(axes, rows, key, METRICS[key].label, place)]
         if logarithmic and any(value > 0 for key in drawn for value in series(rows, key)[1]):
             axes.set_yscale("log", nonpositive="mask")
         axes.set_ylabel(label)
@@ -226,20 +254,20 @@ def _endings(axes: Axes, rows: Sequence[Row]) -> bool:
         running_mean([row.get(name, 0.0) / whole for row, whole in zip(steps, totals, strict=True)]) for name in names
     ]
     labels = [name.removeprefix(prefix).replace("_", " ") for name in names]
-    axes.stackplot([row["step"] for row in steps], shares, labels=labels, colors=CYCLE, alpha=0.85)
+    axes.stackplot([row["step"] for row in steps], shares, labels=labels, colors=LIGHT, alpha=0.85)
     axes.set_ylim(0, 1)
     axes.set_ylabel("share of trajectories")
     return True
 
 
-def _single(metric: Metric, color: str) -> Draw:
+def _single(metric: Metric) -> Draw:
     """Draws one metric; the axis has its name and unit."""
 
     def draw(axes: Axes, rows: Sequence[Row]) -> bool:
         axes.set_ylabel(
             f"{metric.label or metric.name} ({metric.unit})" if metric.unit else metric.label or metric.name
         )
-        return _line(axes, rows, metric.name, None, color)
+        return _line(axes, rows, metric.name, None)
 
     return draw
 
@@ -247,29 +275,28 @@ def _single(metric: Metric, color: str) -> Draw:
 def _user_panels() -> list[Panel]:
     entries = [USER_METRICS[name] for name in USER_METRICS.names()]
     return [
-        Panel(file=f"{own.metric.name.replace('/', '_')}.png", title=own.metric.name, draw=_single(own.metric, BLUE))
+        Panel(file=f"{own.metric.name.replace('/', '_')}.png", title=own.metric.name, draw=_single(own.metric))
         for own in entries
         if own.plot
     ]
 
 
-_VARIANCE = {
-    "variance/total_power": BLUE,
-    "variance/signal_strength": SKY,
-    "variance/pure_noise": VIOLET,
-    "variance/head_exact_total_power": ORANGE,
-    "variance/head_exact_signal_strength": GREEN,
-    "variance/head_exact_pure_noise": RED,
-}
-_entropy = _single(METRICS["policy/entropy"], VIOLET)
-_gradient_norm = _single(METRICS["policy/gradient_norm"], ORANGE)
-_variance = _lines("gradient variance (squared norm)", _VARIANCE, logarithmic=True)
-_tool_use = _lines("mean per trajectory", {"rollout/turns_mean": BLUE, "rollout/tool_calls_mean": ORANGE})
-_length = _lines("tokens per trajectory", {"rollout/response_tokens_mean": BLUE, "rollout/model_tokens_mean": GREEN})
-_engine_policy = _lines(
-    "engine against policy (nats per token)",
-    {"policy/kl_engine_k3": BLUE, "policy/engine_abs_diff": ORANGE},
+_entropy = _single(METRICS["policy/entropy"])
+_gradient_norm = _single(METRICS["policy/gradient_norm"])
+_variance = _lines(
+    "gradient variance (squared norm)",
+    "variance/total_power",
+    "variance/signal_strength",
+    "variance/pure_noise",
+    "variance/head_exact_total_power",
+    "variance/head_exact_signal_strength",
+    "variance/head_exact_pure_noise",
     logarithmic=True,
+)
+_tool_use = _lines("mean per trajectory", "rollout/turns_mean", "rollout/tool_calls_mean")
+_length = _lines("tokens per trajectory", "rollout/response_tokens_mean", "rollout/model_tokens_mean")
+_engine_policy = _lines(
+    "engine against policy (nats per token)", "policy/engine_abs_diff", "policy/kl_engine_k3", logarithmic=True
 )
 
 PANELS = (

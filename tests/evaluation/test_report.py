@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import json
 import random
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 import pytest
 from evaluation.runs import HOSTILE, WrittenEngine, failed, play, problem_set, results, transcript
 
-from agentrl.evaluation.records.transcript import Sample, Turn
+from agentrl.evaluation.records.transcript import KINDS, Sample, Turn
 from agentrl.evaluation.results import report
 from agentrl.evaluation.results.formulas import formulas_of
+from agentrl.telemetry.palette import palette_css
 
 COLUMNS = {"db": HOSTILE, "rows": [1, {"a": None}], "long": "x" * 3000}
 
@@ -91,6 +93,14 @@ async def test_nothing_comes_from_outside_and_only_its_own_script_runs(page: str
     digest = base64.b64encode(hashlib.sha256(parsed.scripts["script"].encode()).digest()).decode()
     assert policy == f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
     assert "innerHTML" not in page
+
+
+async def test_outcomes_have_the_colours_of_pictures(page: str) -> None:
+    assert palette_css() in page
+    colours = [
+        re.search(rf"\.{kind} {{ background: (var\(--line-\d\)); }}", page) for kind in KINDS if kind != "no_data"
+    ]
+    assert len({found[1] for found in colours if found}) == len(KINDS) - 1
 
 
 async def test_the_last_attempt_is_what_is_shown(tmp_path: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 
-from agentrl.telemetry.palette import DARK, LIGHT
+from agentrl.telemetry.palette import DARK, LIGHT, LOOKS, line_look, palette_css
 
 # Machado, Oliveira and Fernandes (2009), table 1, deuteranopia (severity 1.0), on linear RGB.
 DEUTERANOPIA = np.array(
@@ -34,3 +34,18 @@ def test_any_two_colours_differ(palette: tuple[str, ...], sight: np.ndarray) -> 
         for one, other in combinations(palette, 2)
     }
     assert min(distances.values()) >= 20, min(distances.items(), key=lambda pair: pair[1])
+
+
+def test_any_two_lines_differ_and_neighbours_in_colour_and_dashes() -> None:
+    looks = [line_look(place) for place in range(LOOKS)]
+    assert len(set(looks)) == LOOKS
+    assert all(one[0] != other[0] and one[1] != other[1] for one, other in pairwise(looks))
+
+
+def test_the_style_sheet_has_the_same_looks() -> None:
+    style = palette_css()
+    assert f"--line-2: {LIGHT[1]};" in style
+    assert f"--line-10: {DARK[1]};" in style
+    assert "--dash-1: none;" in style
+    assert "--dash-2: 7.2 3.6;" in style  # 4 and 2 widths of a line of 1.8 pixels
+    assert f"--line-{LOOKS + 1}" not in style

@@ -410,7 +410,7 @@ def test_runs_keep_their_colours_and_new_ones_appear(page: Page, run: RunDirecto
     def colours() -> dict[str, str]:
         marks = page.locator("td.name").evaluate_all(
             "cells => cells.map(each => [each.querySelector('a').textContent,"
-            " getComputedStyle(each.querySelector('.swatch')).backgroundColor])"
+            " getComputedStyle(each.querySelector('.line-mark path')).stroke])"
         )
         return dict(marks)
 
@@ -447,6 +447,10 @@ def test_no_more_curves_are_drawn_than_have_a_look_of_their_own(page: Page, run:
             "lines => lines.map(({ style }) => style.stroke + style.strokeDasharray)"
         )
         assert len(set(looks)) == len(looks) == 16
+        marks = page.locator("td.name .line-mark path").evaluate_all(
+            "lines => lines.map(({ style }) => style.stroke + style.strokeDasharray)"
+        )
+        assert set(looks) == set(marks) - {"transparent"}
 
 
 def test_a_long_run_draws_few_paths_and_its_charts_zoom_together(page: Page, tmp_path: Path) -> None:

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.evaluation.formats import BenchmarkResults, Results
-from agentrl.telemetry.plots import BLUE, CYCLE, GREEN, GREY, ORANGE, save_twins
+from agentrl.telemetry.palette import LIGHT
+from agentrl.telemetry.plots import BLUE, GREEN, ORANGE, caption, dress, legend_below, look, new_figure, save_twins
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-_DOTS_PER_INCH = 140
 
 
 def draw_results(results: Results, folder: Path) -> list[Path]:
@@ -25,23 +24,18 @@ def draw_results(results: Results, folder: Path) -> list[Path]:
         "problems.png": ("Problems by how often they are solved", lambda axes: _problems(axes, benchmarks)),
         "endings.png": ("How rollouts ended", lambda axes: _endings(axes, benchmarks)),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"{results['provenance']['model']['name']}, seed {results['provenance']['seed']}"
-    return [path for file, (title, draw) in panels.items() for path in _save(folder / file, f"{title} ({name})", draw)]
+    provenance = results["provenance"]
+    name = f"{provenance['model']['name']}, seed {provenance['seed']}, {n} samples of each problem"
+    return [path for file, (title, draw) in panels.items() for path in _save(folder / file, title, name, draw)]
 
 
-def _save(path: Path, title: str, draw: Callable[[Axes], None]) -> list[Path]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.0), dpi=_DOTS_PER_INCH, layout="constrained")
+def _save(path: Path, title: str, name: str, draw: Callable[[Axes], None]) -> list[Path]:
+    figure = new_figure(6.4, 4.0)
     axes = figure.add_subplot()
     draw(axes)
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    axes.grid(axis="y", color="#e3e5e8", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GREY)
-
+    dress(axes, title)
+    legend_below(axes)
+    caption(figure, name)
     return save_twins(figure, path)
 
 
@@ -60,18 +54,18 @@ def _scores(axes: Axes, benchmarks: Mapping[str, BenchmarkResults], n: int) -> N
             axes.plot(
                 [place], [one["maj"]], marker="D", color=GREEN, linestyle="", label=f"maj@{n}" if place == 0 else None
             )
-    axes.set_xticks(range(len(benchmarks)), list(benchmarks))
+    names = [f"{name}\n{one['avg']['problems']} problems" for name, one in benchmarks.items()]
+    axes.set_xticks(range(len(benchmarks)), names)
     axes.set_xlim(-0.6, len(benchmarks) - 0.4)
     axes.set_ylim(-0.03, 1.03)
     axes.set_ylabel(f"avg@{n}")
-    axes.legend(fontsize=8, frameon=False)
 
 
 def _passes(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
     ticks: set[int] = set()
     for place, (name, one) in enumerate(benchmarks.items()):
         found = {int(k): value["value"] for k, value in one["pass"].items() if value is not None}
-        axes.plot(list(found), list(found.values()), marker="o", color=CYCLE[place % len(CYCLE)], label=name)
+        axes.plot(list(found), list(found.values()), marker="o", **look(place), label=name)
         ticks |= set(found)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)])
@@ -79,7 +73,6 @@ def _passes(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
     axes.set_ylim(-0.03, 1.03)
     axes.set_xlabel("k")
     axes.set_ylabel("pass@k")
-    axes.legend(fontsize=8, frameon=False)
 
 
 def _problems(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
@@ -87,12 +80,11 @@ def _problems(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
         played = [part for part in one["per_problem"].values() if part["samples"]]
         shares = sorted((part["correct"] / part["samples"] for part in played), reverse=True)
         steps = [(rank + 0.5) / len(shares) for rank in range(len(shares))]
-        axes.step(steps, shares, where="mid", color=CYCLE[place % len(CYCLE)], label=name)
+        axes.step(steps, shares, where="mid", **look(place), label=name)
     axes.set_xlim(0, 1)
     axes.set_ylim(-0.03, 1.03)
     axes.set_xlabel("share of the problems, easiest first")
     axes.set_ylabel("share of samples correct")
-    axes.legend(fontsize=8, frameon=False)
 
 
 def _endings(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
@@ -100,8 +92,7 @@ def _endings(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
     bottom = [0.0] * len(benchmarks)
     for place, kind in enumerate(kinds):
         shares = [one["ended"].get(kind, 0) / sum(one["ended"].values()) for one in benchmarks.values()]
-        axes.bar(list(benchmarks), shares, 0.6, bottom, color=CYCLE[place % len(CYCLE)], label=kind.replace("_", " "))
+        axes.bar(list(benchmarks), shares, 0.6, bottom, color=LIGHT[place % len(LIGHT)], label=kind.replace("_", " "))
         bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
     axes.set_ylim(0, 1)
     axes.set_ylabel("share of rollouts that hold data")
-    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -23,6 +23,7 @@ from agentrl.evaluation.records.directory import EvaluationDirectory
 from agentrl.evaluation.records.transcript import KINDS
 from agentrl.evaluation.results.formulas import formulas_of
 from agentrl.evaluation.results.tables import Table, result_tables
+from agentrl.telemetry.palette import palette_css
 from agentrl_envs.types import Problem
 
 _EXCERPT = 120  # characters of a statement in the list of problems
@@ -45,6 +46,7 @@ def write_report(directory: EvaluationDirectory, results: Results, *, conversati
     values = {
         "TITLE": html.escape(f"Evaluation of {provenance['model']['name']}"),
         "SUBTITLE": html.escape(_subtitle(provenance)),
+        "PALETTE": palette_css(),
         "TABLES": "".join(_table(table) for table in result_tables(results)),
         "PLOTS": "".join(_plots(directory)),
         "SHOWN": html.escape(_shown(count, kinds)),
@@ -83,7 +85,7 @@ def _shown(count: int, kinds: Mapping[tuple[str, str], Mapping[int, str]]) -> st
     if all(len(part) <= count for part in kinds.values()):
         return "Click a cell to open its conversation."
     return (
-        f"Click a cell with a white dot to open its conversation: at most {count} per problem, alternating correct and "
+        f"Click a cell with a dot to open its conversation: at most {count} per problem, alternating correct and "
         "incorrect ones (--conversations). rollouts.jsonl.zst contains all conversations."
     )
 

@@ -116,7 +116,8 @@ def finish_run(
     export.write(run.path / "policy", f"Held-out scores and settings are in {run.path.name}/summary.json.")
     rows = list(run.metrics())
     if settings.telemetry.plots:
-        draw_plots(rows, run.plots, run.path.name)
+        size = f"{settings.rollout.problems_per_step} problems x {settings.rollout.group_size} rollouts a step"
+        draw_plots(rows, run.plots, f"{run.path.name}, seed {settings.seed}: {size}")
     chosen = best.record(evaluations)
     reward, held_out = reward_change(rows), held_out_change(rows)
     run.write_summary(

@@ -17,12 +17,18 @@ import { el, number } from "./dom.js";
 const FEW = 60; // lines with fewer points also mark every point
 const FONT = 6.4; // pixels of a digit
 const MARGIN = { top: 16, right: 10, bottom: 32 };
-const DASHES = ["", "7 3", "1.5 2.5", "9 3 1.5 3"];
-export const LOOKS = 16; // lines that can be distinguished
+export const LOOKS = 16; // lines that can be distinguished: as many as /palette.css defines
 
-// Colour and dash of the n-th line. Dashes change every four lines and colours repeat after eight, so 16 lines differ.
+// Colour and dashes of the n-th line, as in plots (agentrl/telemetry/palette.py).
 export function lineStyle(place) {
-  return { color: `var(--line-${(place % 8) + 1})`, dash: DASHES[Math.floor(place / 4) % DASHES.length] };
+  const number = (place % LOOKS) + 1;
+  return { color: `var(--line-${number})`, dash: `var(--dash-${number})` };
+}
+
+// A short piece of a line, for legends.
+export function lineMark({ color, dash = "" }) {
+  const line = styled(svg("path", { d: "M0 6H30" }), { stroke: color, strokeWidth: 2.4, strokeDasharray: dash });
+  return svg("svg", { class: "line-mark", width: 30, height: 12, "aria-hidden": "true" }, line);
 }
 
 // At most `most` of `items`, in order: all that `kept` accepts, then the first of the others.
@@ -175,9 +181,8 @@ class Chart {
     const entries = this.spec.series.filter((series) => series.name && !series.unnamed).map((series) => {
       const value = el("b", {});
       this.values.set(series, value);
-      const shape = this.spec.stacked || series.points ? svg("rect", { width: 10, height: 10, x: 4, y: 1, rx: 2 }) : svg("path", { d: "M0 6H18" });
-      const style = this.spec.stacked || series.points ? { fill: series.color } : { stroke: series.color, strokeWidth: 2.4, strokeDasharray: series.dash ?? "" };
-      const mark = svg("svg", { width: 18, height: 12, "aria-hidden": "true" }, styled(shape, style));
+      const square = () => svg("svg", { width: 18, height: 12, "aria-hidden": "true" }, styled(svg("rect", { width: 10, height: 10, x: 4, y: 1, rx: 2 }), { fill: series.color }));
+      const mark = this.spec.stacked || series.points ? square() : lineMark(series);
       const toggle = () => {
         if (!this.hidden.delete(series.name)) this.hidden.add(series.name);
         this.render();

@@ -1,6 +1,6 @@
 // The page of all runs: overlaid curves, a table, the evaluations, and the settings in which the shown runs differ.
 
-import { draw, lineStyle, LOOKS } from "./charts.js";
+import { draw, lineMark, lineStyle, LOOKS } from "./charts.js";
 import { ask, every, loadCatalogue, meanings, Series, unitOf } from "./data.js";
 import { choice, duration, el, interval, notices, number, section, table, visible, words } from "./dom.js";
 import { axisTitle, curveChoices, curveState, metricLine, metricsOf, progress, resultText, stateTag } from "./run.js";
@@ -21,7 +21,6 @@ export async function runsScreen({ query, signal, remember }) {
   const [runs, rows, evaluations] = [[], [], []];
   const chart = el("div", { class: "chart", role: "img", "aria-label": "Curves of the chosen runs" });
   const [metrics, about, differing, troubles, scores] = [el("div"), el("div"), el("div"), el("div"), el("div")];
-  const color = (run) => `var(--line-${(places.get(run.id) % 8) + 1})`;
   const style = (run) => lineStyle(places.get(run.id));
   const shown = () => [...chosen].map((id) => runs.find((run) => run.id === id)).filter(Boolean);
   const full = () => shown().length >= LOOKS;
@@ -37,7 +36,7 @@ export async function runsScreen({ query, signal, remember }) {
   };
   const columns = [
     { title: "Curve", value: (run) => chosen.has(run.id), cell: (run) => el("input", { type: "checkbox", checked: chosen.has(run.id), disabled: full() && !chosen.has(run.id), "aria-label": `Show ${run.name}`, onchange: toggle(run) }) },
-    { title: "Run", value: (run) => run.name, class: "name", cell: (run) => [chosen.has(run.id) ? swatch(color(run)) : swatch("transparent"), el("a", { href: `#/run/${run.id}` }, run.name), run.notes ? el("div", { class: "hint" }, visible(run.notes.split("\n")[0])) : null].filter(Boolean) },
+    { title: "Run", value: (run) => run.name, class: "name", cell: (run) => [lineMark(chosen.has(run.id) ? style(run) : { color: "transparent" }), el("a", { href: `#/run/${run.id}` }, run.name), run.notes ? el("div", { class: "hint" }, visible(run.notes.split("\n")[0])) : null].filter(Boolean) },
     { title: "Result", number: true, value: (run) => run.result?.value, cell: resultText },
     { title: "State", value: (run) => run.state, class: "brief", cell: (run) => [stateTag(run), alertMark(run)].filter(Boolean) },
     { title: "Step", number: true, value: (run) => run.step, cell: progress },
@@ -145,12 +144,6 @@ function storedPlaces() {
     return new Map();
   }
 }
-
-const swatch = (color) => {
-  const mark = el("span", { class: "swatch" });
-  mark.style.backgroundColor = color;
-  return mark;
-};
 
 // A mark with the newest collapse or else the newest alert, and the number of further alerts.
 function alertMark({ alerts }) {

@@ -10,6 +10,8 @@ const CURVES = [
   ["advantages", "advantage"],
 ];
 
+const TRAINED = lineStyle(2).dash; // dots
+
 // `onfound` is called with the values of the trajectory's tokens by field, named as in TOKEN_FIELDS.
 export function whatIf(page, { id, step, number: place }, onfound) {
   if (!page.fields.advantages || isExported) return null;
@@ -90,7 +92,7 @@ function shown(page, found, place) {
       const look = { color: lineStyle(at).color, width: sibling.number === Number(place) ? 2.6 : 1.1, held: true };
       const trained = before.get(sibling.number);
       return [
-        { name: String(sibling.number), unnamed: true, x: trained.index, y: trained.curves[name], ...look, dash: "1.5 2.5" },
+        { name: String(sibling.number), unnamed: true, x: trained.index, y: trained.curves[name], ...look, dash: TRAINED },
         { name: String(sibling.number), x: sibling.index, y: sibling[name], ...look },
       ];
     });

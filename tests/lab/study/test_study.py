@@ -402,13 +402,14 @@ def test_every_variant_is_named_inside_the_picture(count: int):
     names = [f"estimator_{place} learning_rate=0.0001" for place in range(count)]
     one = study(variants={name: {} for name in names}, baseline=names[-1])
     figure = study_figure(StudyRecord(agentrl="0", study=one, runs=[curve(name, 0, 0.2, 0.8) for name in names]))
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     legend = figure.axes[0].get_legend()
     texts = legend.get_texts() if legend else [text for axes in figure.axes for text in axes.findobj(Text)]
     boxes = {text.get_text(): text.get_window_extent() for text in texts if text.get_text() in names}
     assert list(boxes) == names
     assert not [box for box in boxes.values() if not figure.bbox.contains(*box.p0) or not figure.bbox.contains(*box.p1)]
     assert not [pair for pair in itertools.combinations(boxes.values(), 2) if Bbox.intersection(*pair)]
+    assert any("1 seeds, bands are 95 % intervals over seeds" in text.get_text() for text in figure.findobj(Text))
 
 
 CORES = """#!/usr/bin/env python3
