@@ -24,7 +24,7 @@ def line_look(place: int) -> tuple[int, tuple[float, ...]]:
 
 
 def palette_css() -> str:
-    """Return a style sheet with the looks of lines as ``--line-1`` to ``--line-16`` and ``--dash-1`` to ``--dash-16``."""
+    """Return a style sheet with colours and dashes, ``--line-1`` to ``--line-16`` and ``--dash-1`` to ``--dash-16``."""
 
     def dashes(place: int) -> str:
         return " ".join(f"{length * _LINE_WIDTH:g}" for length in line_look(place)[1]) or "none"
