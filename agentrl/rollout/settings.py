@@ -64,7 +64,7 @@ class VLLMSettings(BaseModel):
         300.0,
         gt=0,
         description="seconds a server with requests may compute no token before its requests go to another server; "
-        "the duration of a request is not limited",
+        "the duration of a request is not limited. Also the seconds in which nccl and ipc must send another parameter",
     )
     outage_deadline: float = Field(
         600.0, gt=0, description="seconds without any working server after which the run ends with an error"

@@ -5,11 +5,15 @@ docs/rollout.md lists where each path has run.
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,8 +22,12 @@ from agentrl.errors import SettingsError, WorldError
 from agentrl.weights.sources import GROUP_ELEMENTS, ParameterSource
 from agentrl_envs.registry import install_extra
 
+_Result = TypeVar("_Result")
+
 # Seconds one call to a server may take, including the transfer of all weights.
 _CALL = 1800.0
+# Seconds for an aborted communicator to return from its broadcast.
+_ABORT = 30.0
 _SMALLEST_BUFFER = 4 * GROUP_ELEMENTS
 
 
@@ -30,7 +38,8 @@ class TransferTarget:
 
     ``form``: whether it takes all parameters, or of a policy with adapters the merged model or the adapters alone.
     ``kept``: how many versions before the newest one keep their files. ``starts``: how often each server was started;
-    a restarted one has left the group of the transfer.
+    a restarted one has left the group of the transfer. ``deadline``: seconds in which a native transfer must send
+    another parameter.
     """
 
     backend: Literal["file", "nccl", "ipc"]
@@ -39,18 +48,22 @@ class TransferTarget:
     addresses: tuple[str, ...] = ()
     world_sizes: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
+    deadline: float = 300.0
 
 
 class ServersClient:
     """Several vLLM servers as one ``VLLMWeightSyncClient``: each call goes to all of them at once.
 
     Their workers join one NCCL group after the sender: the ranks of server ``i`` follow those of the servers before it.
+    The first failure ends all calls, because servers that still respond wait in NCCL for the one that failed.
     """
 
     def __init__(self, clients: Sequence[Any], world_sizes: Sequence[int]) -> None:
         """``clients`` have vLLM's four methods, such as its ``HTTPVLLMWeightSyncClient``."""
         self._clients = tuple(clients)
         self._offsets = [sum(world_sizes[:place]) for place in range(len(self._clients))]
+        self.failed: Future[None] = Future()
+        """Holds the exception of the first call that failed; it never has a result."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         def shifted(place: int) -> dict[str, Any]:
@@ -69,14 +82,50 @@ class ServersClient:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._all(lambda place, client: client.finish_weight_update(weight_version))
 
+    def fail(self, error: BaseException) -> None:
+        """End all calls with ``error``, unless one has failed before."""
+        with contextlib.suppress(InvalidStateError):
+            self.failed.set_exception(error)
+
     def _all(self, call: Callable[[int, Any], None]) -> None:
-        with ThreadPoolExecutor(max_workers=len(self._clients)) as threads:
-            for future in [threads.submit(call, place, client) for place, client in enumerate(self._clients)]:
-                future.result()
+        calls = [_in_thread(partial(call, place, client)) for place, client in enumerate(self._clients)]
+        for one in calls:
+            one.add_done_callback(self._note)
+        for one in calls:
+            wait([one, self.failed], return_when=FIRST_COMPLETED)
+            if self.failed.done():
+                self.failed.result()
+
+    def _note(self, call: Future[None]) -> None:
+        error = call.exception()
+        if error is not None:
+            self.fail(error)
 
 
-def vllm_source(source: ParameterSource) -> Any:
-    """``source`` as vLLM's ``WeightSource``: shapes without communication, then whole values in the same order."""
+def _in_thread(work: Callable[[], _Result]) -> Future[_Result]:
+    """Run ``work`` in a daemon thread, which this process's end does not wait for, on the caller's GPU."""
+    future: Future[_Result] = Future()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)
+            result = work()
+        except BaseException as error:  # noqa: BLE001 - raised where the result is read
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, daemon=True, name="weight-transfer").start()
+    return future
+
+
+def vllm_source(source: ParameterSource, sent: Callable[[], None] = lambda: None) -> Any:
+    """``source`` as vLLM's ``WeightSource``: shapes without communication, then whole values in the same order.
+
+    ``sent`` is called whenever vLLM takes the next value.
+    """
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     class _Source(WeightSource):
@@ -85,6 +134,7 @@ def vllm_source(source: ParameterSource) -> Any:
 
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
             for name, tensor in source:
+                sent()
                 # A sender packs tensors of several groups into one buffer, so they outlive their group.
                 yield name, tensor.clone()
 
@@ -92,23 +142,58 @@ def vllm_source(source: ParameterSource) -> Any:
 
 
 class NativeTransfer:
-    """One rank's side of the native transfer. All ranks create one and call :meth:`send` together."""
+    """One rank's side of the native transfer. All ranks create one and call :meth:`send` together.
 
-    def __init__(self, init_info: Any, client: Any, source: ParameterSource) -> None:
+    A server that dies in the middle leaves the sender inside NCCL, which has no time limit. The sender therefore works
+    in a thread. If a server's answer fails or no parameter is sent for ``deadline`` seconds, the communicator is
+    aborted and the transfer raises WorldError. It cannot be used again: the other servers wait in NCCL too.
+    """
+
+    def __init__(
+        self, init_info: Any, client: ServersClient, source: ParameterSource, *, deadline: float = _CALL
+    ) -> None:
         """``init_info`` is one of vLLM's trainer init infos and selects the backend. See :func:`open_native`."""
         factory, _ = _vllm()
-        self._engine = factory.trainer_init(init_info=init_info, client=client, source=vllm_source(source))
+        self._client = client
+        self._deadline = deadline
+        self._sender = init_info.is_sender
+        self._moved = 0.0
+        self._engine: Any = None
+        made = partial(factory.trainer_init, init_info=init_info, client=client, source=vllm_source(source, self._sent))
+        self._engine = self._within("could not be set up", made)
 
     def send(self) -> None:
         """Send every parameter to every server and wait for its arrival. Collective; the servers must be paused."""
-        try:
-            self._engine.send_weights()
-        except (OSError, RuntimeError, ValueError) as error:
-            raise WorldError(f"vLLM's weight transfer failed: {error}") from error
+        self._within("failed", self._engine.send_weights)
 
     def close(self) -> None:
         """Leave the servers' group."""
         self._engine.shutdown()
+
+    def _sent(self) -> None:
+        self._moved = time.monotonic()
+
+    def _within(self, failed: str, work: Callable[[], _Result]) -> _Result:
+        """The result of ``work``, which the sender aborts without progress. Other ranks wait for the sender's end."""
+        try:
+            if not self._sender:
+                return work()
+            self._sent()
+            done = _in_thread(work)
+            while not (done.done() or self._client.failed.done()):
+                left = self._moved + self._deadline - time.monotonic()
+                if left <= 0:
+                    reason = f"nothing was sent for {self._deadline:g} s (rollout.vllm.stall_deadline)"
+                    self._client.fail(TimeoutError(f"{reason}: a server has died or hangs"))
+                wait([done, self._client.failed], timeout=left, return_when=FIRST_COMPLETED)
+            if self._client.failed.done():
+                if self._engine is not None:
+                    self._engine.shutdown()  # aborts the communicator, whose broadcast then returns
+                wait([done], timeout=_ABORT)
+                self._client.failed.result()
+            return done.result()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise WorldError(f"vLLM's weight transfer {failed}: {error}") from error
 
 
 def open_native(target: TransferTarget, source: ParameterSource, *, rank: int, host: str) -> NativeTransfer:
@@ -120,10 +205,7 @@ def open_native(target: TransferTarget, source: ParameterSource, *, rank: int, h
     largest = max((item.bytes for item in source.shapes()), default=0)
     client = ServersClient([clients(address, timeout=_CALL) for address in target.addresses], target.world_sizes)
     init_info = _init_info(target, rank=rank, host=host, buffer=max(_SMALLEST_BUFFER, largest))
-    try:
-        return NativeTransfer(init_info, client, source)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise WorldError(f"vLLM's weight transfer could not be set up: {error}") from error
+    return NativeTransfer(init_info, client, source, deadline=target.deadline)
 
 
 def _init_info(target: TransferTarget, *, rank: int, host: str, buffer: int) -> Any:

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from warm import WarmPopen
 
-from agentrl.weights.native import ServersClient, default_backend
+from agentrl.errors import WorldError
+from agentrl.weights.native import NativeTransfer, ServersClient, default_backend
 from agentrl.weights.sources import ParameterSource
 
 pytestmark = pytest.mark.slow
@@ -128,6 +129,66 @@ def test_one_servers_refusal_is_the_transfers() -> None:
     client = ServersClient([Server(barrier), Server(barrier, fails=True)], [1, 1])
     with pytest.raises(OSError, match="refused"):
         client.start_weight_update()
+
+
+class BlockingCommunicator:
+    """Records broadcasts. The second one blocks until the communicator is aborted, as NCCL does without its peer."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self._aborted = threading.Event()
+
+    def broadcast(self, tensor: torch.Tensor, *, src: int, stream: object) -> None:
+        if self._aborted.is_set():
+            return
+        self.calls.append(f"broadcast {tensor.numel()}")
+        if len(self.calls) == 2:
+            assert self._aborted.wait(60)
+
+    def destroy(self) -> None:
+        self.calls.append("abort")
+        self._aborted.set()
+
+
+@pytest.mark.usefixtures("vllm_here")
+@pytest.mark.parametrize(
+    ("dies", "deadline", "message"),
+    [
+        (False, 0.3, r"failed: nothing was sent for 0.3 s \(rollout.vllm.stall_deadline\)"),
+        (True, 600.0, "failed: connection reset"),
+    ],
+)
+def test_a_server_lost_in_the_middle_aborts_the_communicator(
+    monkeypatch: pytest.MonkeyPatch, dies: bool, deadline: float, message: str
+) -> None:
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    communicator, received = BlockingCommunicator(), threading.Event()
+
+    class Lost(Server):
+        """A server that answers no request for weights, or whose connection breaks."""
+
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            """Join."""
+
+        def update_weights(self, update_info: Any) -> None:
+            if dies:
+                raise ConnectionResetError("connection reset")
+            received.wait(60)
+
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda init_info: communicator)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    init_info = nccl_engine.NCCLTrainerInitInfo(
+        master_address="127.0.0.1", master_port=1, world_size=2, packed=False, rank=0
+    )
+    client = ServersClient([Lost(threading.Barrier(1))], [1])
+    source = ParameterSource(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
+    transfer = NativeTransfer(init_info, client, source, deadline=deadline)
+    with pytest.raises(WorldError, match=message):
+        transfer.send()
+    assert communicator.calls == ["broadcast 6", "broadcast 3", "abort"]
+    transfer.close()
+    received.set()
 
 
 def test_without_a_gpu_weights_travel_by_file() -> None:

@@ -177,6 +177,7 @@ class ManagedVLLM:
         self._colocated = vllm.placement == "colocated"
         self._backend = transfer_backend(vllm) if request.trained and not self._adapters else "file"
         self._dtype = request.policy.dtype
+        self._deadline = vllm.stall_deadline
         self.verifier = Verifier(request.policy.dtype, bound=vllm.probe_bound)
         if self._backend != "file" and not torch.cuda.is_available():
             raise SettingsError(f"rollout.vllm.transfer={vllm.transfer} needs a GPU here; set it to file")
@@ -222,6 +223,7 @@ class ManagedVLLM:
             addresses=tuple(address for address, _, _ in targets),
             world_sizes=tuple(workers for _, workers, _ in targets),
             starts=tuple(starts for _, _, starts in targets),
+            deadline=self._deadline,
         )
 
     async def verify(self, version: int, probe: Probe) -> str | None:
