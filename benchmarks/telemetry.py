@@ -1,4 +1,4 @@
-"""What telemetry costs: the token statistics of a step, and the slices of a trace.
+"""What telemetry costs: the trajectories and the token statistics of a step, and the slices of a trace.
 
 ``python benchmarks/telemetry.py [--rows 128] [--tokens 4096] [--run RUN]``. The values are random as those of a real
 step are: log-probabilities, energies and entropies to their last digit, returns equal within a trajectory. With a run
@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import numpy as np
-from made_tokens import made_tokens
+from made_tokens import made_record, made_tokens
 
+from agentrl.telemetry.files import BackgroundWriter
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.token_file import TokenFacts, TokenFile, write_tokens
 from agentrl.telemetry.tokens.trajectory_tokens import TrajectoryTokens
@@ -37,10 +39,32 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="model tokens of each")
     parser.add_argument("--run", type=Path, help="a run directory")
     options = parser.parse_args()
+    trajectories_cost(options.rows, options.tokens)
     token_seconds = statistics_cost(options.rows, options.tokens)
     slice_seconds = trace_cost()
     if options.run is not None:
         shares(RunDirectory(options.run), token_seconds, slice_seconds)
+
+
+def trajectories_cost(trajectories: int, tokens: int) -> None:
+    """What a step waits for its trajectories, and what writing them takes in the background."""
+    draw = np.random.default_rng(3)
+    records = [made_record(1, number, tokens, draw) for number in range(trajectories)]
+    count = sum(len(segment["token_ids"]) for record in records for segment in record["segments"])
+    waits, seconds = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        run, writer = RunDirectory(folder), BackgroundWriter("trajectories")
+        run.trajectories.mkdir()
+        for _ in range(REPEATS):
+            began, used = time.perf_counter(), time.process_time()
+            writer.submit(partial(run.write_trajectories, 1, records))
+            waits.append(time.perf_counter() - began)
+            writer.settle()
+            seconds.append(time.process_time() - used)
+        writer.close()
+        size = run.trajectory_file(1).stat().st_size
+    print(f"trajectories: a step of {count} tokens waits {median(waits) * 1e3:.1f} ms; writing beside it takes")
+    print(f"{median(seconds) / count * 1e6:.2f} s of a core a million tokens, {size / count:.1f} bytes a token")
 
 
 def statistics_cost(trajectories: int, tokens: int) -> float:

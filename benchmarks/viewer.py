@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import yaml
-from made_tokens import GROUP, made_tokens
+from made_tokens import TURNS, VOCABULARY, made_record, made_tokens
 from playwright.sync_api import Page, sync_playwright
 from tokenizers import Tokenizer, decoders, models
 
@@ -34,9 +34,7 @@ from agentrl.telemetry.tokens.token_file import TokenFacts, write_tokens
 from agentrl.viewer.library import Library
 
 LONG = 16_384  # tokens of each step's first trajectory
-TURNS = 4
 DIFFERENT = 4  # steps that are written; the others are links to them
-VOCABULARY = 32_000
 DEADLINE = 300_000  # milliseconds that a page may take before the measurement is given up
 
 
@@ -71,7 +69,7 @@ METRICS = (
 
 
 def _write_step(run: RunDirectory, step: int, lengths: Sequence[int], draw: np.random.Generator) -> None:
-    run.write_trajectories(step, (_record(step, number, length, draw) for number, length in enumerate(lengths)))
+    run.write_trajectories(step, (made_record(step, number, length, draw) for number, length in enumerate(lengths)))
     facts = TokenFacts(
         step=step, version=step - 1, rank=0, ranks=1, estimator="tir_otb", loss="ppo", aggregation="token_mean"
     )
@@ -79,45 +77,6 @@ def _write_step(run: RunDirectory, step: int, lengths: Sequence[int], draw: np.r
         made_tokens(number, length // TURNS * TURNS, draw, loss_weight=1e-6) for number, length in enumerate(lengths)
     ]
     write_tokens(run.token_file(step, 0), facts, rows)
-
-
-def _record(step: int, number: int, length: int, draw: np.random.Generator) -> dict[str, object]:
-    segments = []
-    for turn in range(TURNS):
-        ids = draw.integers(0, VOCABULARY, length // TURNS).tolist()
-        segments.append(
-            {
-                "origin": "model",
-                "token_ids": ids,
-                "text": "".join(f" word{token}" for token in ids),
-                "log_probs": np.log(draw.beta(5, 1, len(ids))).astype(np.float32).tolist(),
-                "version_spans": [[step - 1, len(ids)]],
-                "reward": float(number % 2) if turn == TURNS - 1 else 0.0,
-            }
-        )
-        seen = draw.integers(0, VOCABULARY, 20).tolist()
-        observation = {"origin": "observation", "token_ids": seen, "text": "\nCode execution result: 5\n"}
-        segments.append({**observation, "log_probs": [], "version_spans": [], "reward": 0.0})
-    problem = {"id": f"toy-{number // GROUP}", "statement": "What is 2 + 3?", "answer": "5", "source": "toy"}
-    return {
-        "problem": {**problem, "family": "", "setup": "", "info": {}, "messages": []},
-        "step": step,
-        "group": number // GROUP,
-        "sample": number % GROUP,
-        "prompt_ids": draw.integers(0, VOCABULARY, 200).tolist(),
-        "segments": segments,
-        "ended": "answered",
-        "verdict": "correct" if number % 2 else "incorrect",
-        "answer": "5",
-        "tool_calls": [{"outcome": "ok", "seconds": 0.2, "truncated": False, "printed": "5\n"}] * TURNS,
-        "seconds": 30.0,
-        "reward_parts": {},
-        "branch": 0,
-        "branches": 1,
-        "parent": -1,
-        "fork": 0,
-        "weight": 1.0,
-    }
 
 
 def measure(run: RunDirectory) -> None:

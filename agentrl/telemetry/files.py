@@ -9,6 +9,7 @@ import platform
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -54,6 +55,29 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         finally:
             partial.unlink(missing_ok=True)
         _sync_folder(path.parent)
+
+
+class BackgroundWriter:
+    """Writes files in a thread, one at a time: nothing waits for a file but the next one."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._under_way: Future[object] | None = None
+
+    def submit(self, write: Callable[[], object]) -> None:
+        """Begin to ``write`` when the file before is written. Raises that file's error."""
+        self.settle()
+        self._under_way = self._thread.submit(write)
+
+    def settle(self) -> None:
+        """Wait until every file is written. Raises the error of one that was not."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def close(self) -> None:
+        """Wait for the file under way, without its error, and end the thread."""
+        self._thread.shutdown()
 
 
 def contained(path: Path, folder: Path) -> Path:

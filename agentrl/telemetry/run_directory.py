@@ -6,7 +6,6 @@ file systems without ``flock``, and other programs that write there.
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
@@ -14,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.telemetry.alerts import Alert
@@ -29,11 +27,8 @@ from agentrl.telemetry.files import (
     take_lock,
     world_errors,
 )
-from agentrl.telemetry.frames import frame_is_whole
 from agentrl.telemetry.records import JsonRecord, Metrics, Summary
-
-_READ = 1 << 20  # bytes of trajectories that are decompressed at a time
-_LONGEST_LINE = 1 << 26  # bytes of one trajectory: 20 times a trajectory of 100,000 tokens
+from agentrl.telemetry.trajectory_file import is_whole, read_trajectories, write_trajectories
 
 
 class RunDirectory:
@@ -148,19 +143,12 @@ class RunDirectory:
 
     def trajectory_file(self, step: int) -> Path:
         """Where the trajectories of ``step`` lie."""
-        return self.trajectories / f"{step:08d}.jsonl.zst"
+        return self.trajectories / f"{step:08d}.parquet"
 
     def write_trajectories(self, step: int, rows: Iterable[Mapping[str, object]]) -> Path:
-        """Write the trajectories of one step, compressed, one JSON object a line; the file appears whole."""
-        import zstandard
-
-        def write(out: IO[bytes]) -> None:
-            with zstandard.ZstdCompressor(level=3).stream_writer(out, closefd=False) as packed:
-                for row in rows:
-                    packed.write(json_line(row))
-
+        """Write the trajectories of one step; the file appears whole."""
         path = self.trajectory_file(step)
-        atomic_write(path, write)
+        write_trajectories(path, rows)
         return path
 
     def read_trajectories(self, step: int) -> Iterator[JsonRecord]:
@@ -168,35 +156,23 @@ class RunDirectory:
         return (record for _, record in self.chosen_trajectories(step, lambda _number, _line: True))
 
     def chosen_trajectories(self, step: int, wanted: Callable[[int, bytes], bool]) -> Iterator[tuple[int, JsonRecord]]:
-        """The place, from 0, and the row of each line of which ``wanted(place, line)`` is true.
+        """The index, from 0, and the row of each trajectory of which ``wanted(index, its JSON)`` is true.
 
-        Others are not parsed, which takes most of the time. Raises WorldError as :meth:`read_trajectories`.
+        The JSON contains no token ids and log-probabilities. Raises WorldError as :meth:`read_trajectories`.
         """
-        import zstandard
-
-        path = contained(self.trajectory_file(step), self.path)
-        try:
-            if not frame_is_whole(path):
-                raise WorldError(f"cannot read the trajectories {path}: the file is cut off or damaged")
-            with path.open("rb") as packed, zstandard.ZstdDecompressor().stream_reader(packed) as plain:
-                lines = io.BufferedReader(plain, _READ)
-                for number, line in enumerate(iter(lambda: lines.readline(_LONGEST_LINE), b"")):
-                    if len(line) == _LONGEST_LINE:
-                        raise WorldError(f"{path}, line {number + 1}: damaged, over {_LONGEST_LINE >> 20} MB")
-                    if wanted(number, line):
-                        yield number, _row(line, f"{path}, line {number + 1}")
-        except (OSError, zstandard.ZstdError) as error:
-            raise WorldError(f"cannot read the trajectories {path}: {error}") from error
+        return read_trajectories(contained(self.trajectory_file(step), self.path), wanted)
 
     def trajectory_steps(self) -> list[int]:
         """The steps whose trajectories are there, ascending."""
-        return _steps(self.trajectories.glob("*.jsonl.zst"))
+        return _steps(self.trajectories.glob("*.parquet"))
 
     def check_stored(self, step: int) -> None:
         """Raise SettingsError unless the trajectories of ``step`` are there."""
         steps = self.trajectory_steps()
         if step not in steps:
             stored = f"stored: steps {steps[0]} to {steps[-1]}" if steps else "none are stored"
+            if step in _steps(self.trajectories.glob("*.jsonl.zst")):
+                stored = "an earlier version of agentrl stored them as JSON: read them with that version"
             raise SettingsError(f"{self.path} has no trajectories of step {step}; {stored}")
 
     def token_file(self, step: int, rank: int) -> Path:
@@ -216,7 +192,7 @@ class RunDirectory:
         """The truncated trajectory files."""
         with world_errors(self.trajectories, "read"):
             files = map(self.trajectory_file, self.trajectory_steps())
-            return [path for path in files if not frame_is_whole(path)]
+            return [path for path in files if not is_whole(path)]
 
     def truncate_after(self, step: int, *, rows: int) -> None:
         """Keep ``rows`` rows of metrics, and the files up to ``step``: a resumed run writes the others again."""
@@ -227,12 +203,10 @@ class RunDirectory:
         if self.alerts_file.exists():
             atomic_write(self.alerts_file, lambda out: out.writelines(json_line(asdict(alert)) for alert in alerts))
         with world_errors(self.trajectories, "cut"):
-            for later in self.trajectory_steps():
-                if later > step:
-                    self.trajectory_file(later).unlink()
-            for later in self.token_steps():
-                for file in self.token_files(later) if later > step else ():
-                    file.unlink()
+            for folder in (self.trajectories, self.tokens):
+                for file in folder.glob("*"):
+                    if any(later > step for later in _steps([file])):
+                        file.unlink()
 
     def _never_began(self, names: Iterable[str]) -> bool:
         """True if ``names``, all entries here, are only what a run makes before its first row."""

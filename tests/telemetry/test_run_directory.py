@@ -4,16 +4,18 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from contextlib import closing
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.telemetry import run_directory
-from agentrl.telemetry.files import atomic_write, repair_torn_line
+from agentrl.telemetry import run_directory, trajectory_file
+from agentrl.telemetry.files import BackgroundWriter, atomic_write, repair_torn_line
 from agentrl.telemetry.run_directory import RunDirectory
 
 CONFIG = "name: x\n"
@@ -161,15 +163,48 @@ def test_repair_keeps_exactly_the_whole_lines(
     assert repair_torn_line(file) == 0
 
 
-def test_trajectories_are_compressed_and_come_back(run: RunDirectory) -> None:
-    rows = [{"id": f"p-{place}", "tokens": list(range(50)), "text": "é"} for place in range(40)]
+def test_trajectories_are_compressed_and_come_back(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trajectory_file, "_BLOCK", 600)  # four blocks
+    seen = {"origin": "observation", "token_ids": [3, 4], "log_probs": [], "text": "é"}
+    rows = [
+        {
+            "id": f"p-{place}",
+            "prompt_ids": list(range(place)),
+            "segments": [{"origin": "model", "token_ids": [place] * 9, "log_probs": [-1 / (place + 3)] * 9}, seen],
+            "numbers": [place, 0.5],
+        }
+        for place in range(40)
+    ]
     path = run.write_trajectories(12, iter(rows))
-    assert path.name == "00000012.jsonl.zst"
+    assert path.name == "00000012.parquet"
     assert list(run.read_trajectories(12)) == rows
-    assert path.stat().st_size < len(json.dumps(rows)) / 5
+    assert 1 < pq.ParquetFile(path).num_row_groups < 40
     assert run.trajectory_steps() == [12]
     found = run.chosen_trajectories(12, lambda place, line: place > 37 or b'"p-2"' in line)
     assert list(found) == [(place, rows[place]) for place in (2, 38, 39)]
+
+
+def test_a_file_is_written_beside_the_caller_who_learns_of_an_error_with_the_next_one() -> None:
+    writer, go, written = BackgroundWriter("test"), threading.Event(), list[str]()
+
+    def slow() -> None:
+        assert go.wait(60)
+        written.append("slow")
+
+    def full() -> None:
+        raise WorldError("the disk is full")
+
+    writer.submit(slow)
+    assert not written  # submit has returned
+    go.set()
+    writer.submit(full)
+    assert written == ["slow"]
+    with pytest.raises(WorldError, match="the disk is full"):
+        writer.submit(slow)
+    writer.settle()
+    writer.submit(slow)
+    writer.close()
+    assert written == ["slow", "slow"]
 
 
 def test_no_trajectories_are_an_empty_file(run: RunDirectory) -> None:
@@ -178,11 +213,14 @@ def test_no_trajectories_are_an_empty_file(run: RunDirectory) -> None:
 
 
 def test_unreadable_trajectories_are_named(run: RunDirectory) -> None:
-    with pytest.raises(WorldError, match=r"00000003.jsonl.zst: .*No such file"):
+    with pytest.raises(WorldError, match=r"00000003.parquet: .*No such file"):
         list(run.read_trajectories(3))
     run.trajectory_file(4).write_bytes(b"not compressed")
     with pytest.raises(WorldError, match=r"cannot read the trajectories .*00000004"):
         list(run.read_trajectories(4))
+    (run.trajectories / "00000005.jsonl.zst").touch()
+    with pytest.raises(SettingsError, match="of step 5; an earlier version of agentrl stored them as JSON"):
+        run.check_stored(5)
 
 
 def test_a_failing_source_of_rows_leaves_no_file(run: RunDirectory) -> None:
@@ -197,10 +235,13 @@ def test_truncation_keeps_as_many_rows_as_a_checkpoint_knew_and_trajectories_up_
         run.append_metrics(row)
     for step in (1, 2, 3, 10):
         run.write_trajectories(step, [{"step": step}])
+    for step in (2, 3):  # by an earlier version
+        (run.trajectories / f"{step:08d}.jsonl.zst").touch()
     before = run.metrics_file.read_bytes().splitlines(keepends=True)
     run.truncate_after(2, rows=3)  # the evaluation at step 2 was played after the checkpoint
     assert run.metrics_file.read_bytes() == b"".join(before[:3])
     assert run.trajectory_steps() == [1, 2]
+    assert [path.name for path in run.trajectories.glob("*.zst")] == ["00000002.jsonl.zst"]
     run.truncate_after(2, rows=3)
     assert list(run.metrics()) == rows[:3]
 
@@ -243,7 +284,7 @@ def test_a_trajectory_file_that_is_cut_off_anywhere_is_noticed(
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * share)])
     assert made.damaged_trajectories() == [path]
-    with pytest.raises(WorldError, match="the file is cut off or damaged"):
+    with pytest.raises(WorldError, match="cannot read the trajectories"):
         list(made.read_trajectories(3))
     path.write_bytes(whole + b"x")
     assert made.damaged_trajectories() == [path]

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-import zstandard
 from viewer.conftest import client_of
 from viewer.made_run import make_run
 from viewer.test_api import get, run_id
@@ -35,7 +36,8 @@ def replace(name: str, content: bytes) -> Callable[[Path], None]:
 
 
 def trajectories(content: bytes) -> Callable[[Path], None]:
-    return replace("trajectories/00000001.jsonl.zst", zstandard.compress(content))
+    table = pa.table({"record": [content], "token_ids": [[1]], "log_probs": [[-0.5]]})
+    return lambda run: pq.write_table(table, run / "trajectories/00000001.parquet", compression="zstd")
 
 
 def link(name: str) -> Callable[[Path], None]:
@@ -72,7 +74,7 @@ def pipe(run: Path) -> None:
         pytest.param(link("metrics.jsonl"), "leads out of", id="metrics elsewhere"),
         pytest.param(link("notes.md"), "leads out of", id="notes elsewhere"),
         pytest.param(pipe, "not a regular file", id="a pipe"),
-        pytest.param(append("trajectories/x.jsonl.zst", b""), "", id="a file without a step"),
+        pytest.param(append("trajectories/x.parquet", b""), "", id="a file without a step"),
     ],
 )
 def test_a_damaged_run_is_its_own_notice(tmp_path: Path, damage: Callable[[Path], None], said: str) -> None:
@@ -90,10 +92,15 @@ def test_a_damaged_run_is_its_own_notice(tmp_path: Path, damage: Callable[[Path]
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        pytest.param(trajectories(b'{"step":1,"group":1,"sample":0}\n'), "line 1: damaged (KeyError", id="no segments"),
-        pytest.param(trajectories(b'{"a":' + DEEP + b"}\n"), "line 1: damaged, no JSON", id="a deep line"),
-        pytest.param(trajectories(b"x" * (1 << 27)), "line 1: damaged, over 64 MB", id="a huge line"),
-        pytest.param(link("trajectories/00000001.jsonl.zst"), "leads out of", id="trajectories elsewhere"),
+        pytest.param(
+            trajectories(b'{"step":1,"group":1,"sample":0,"prompt_ids":1,"log_probs":1}'),
+            "line 1: damaged (KeyError",
+            id="no segments",
+        ),
+        pytest.param(trajectories(b'{"a":' + DEEP + b"}\n"), "line 1: damaged (RecursionError", id="a deep line"),
+        pytest.param(trajectories(b'{"prompt_ids":2}'), "line 1: damaged (ValueError: 2 token ids", id="lost tokens"),
+        pytest.param(trajectories(b"x" * (1 << 29)), "line 1: damaged, over 256 MB", id="a huge line"),
+        pytest.param(link("trajectories/00000001.parquet"), "leads out of", id="trajectories elsewhere"),
         pytest.param(replace("tokenizer.json", b'{"model":'), "", id="tokenizer"),
         pytest.param(replace("tokens/00000001.0.parquet", b"PAR1"), "", id="token statistics"),
     ],
@@ -117,7 +124,7 @@ def test_an_export_holds_no_file_from_outside_the_run(tmp_path: Path) -> None:
     export_page(run, tmp_path / "page.html")
     facts = client_of(run.path).get("/api/places").json()["runs"][0]
     assert (facts["notes"], len(facts["problems"])) == ("", 1)
-    link("trajectories/00000001.jsonl.zst")(run.path)
+    link("trajectories/00000001.parquet")(run.path)
     with pytest.raises(WorldError, match="leads out of"):
         export_page(run, tmp_path / "page.html")
 

@@ -32,6 +32,7 @@ class Trackers:
         """Without a ``run`` (ranks other than 0) there are none."""
         self._telemetry, self._run, self._say, self._warn = telemetry, run, say, warn
         self._threads: list[TrackerThread] = []
+        self._due: int | None = None  # the step whose sample is to be sent
 
     def begin(self, settings: Mapping[str, object], *, step: int, resumed: bool) -> None:
         """Open the trackers, after ``step`` steps; a ``resumed`` run continues what it began."""
@@ -43,13 +44,18 @@ class Trackers:
             self._threads.append(TrackerThread(name, opening, say=self._say, warn=self._warn))
 
     def row(self, row: Metrics) -> None:
-        """A row that ``metrics.jsonl`` has, and a sample of the step's trajectories if it is due."""
+        """A row that ``metrics.jsonl`` has, and a sample of the step's trajectories if it is due.
+
+        The sample is sent with the next step, because the trajectories of one step are written during the next.
+        """
         step = int(row["step"])
         numbers = {key: value for key, value in row.items() if key != "step"}
+        every, trained = self._telemetry.tracker_tables_every, "policy/updates" in row
+        if trained:
+            self._send_due_table()  # before the metrics: wandb drops what belongs to an earlier step
         self._tell(lambda tracker: tracker.metrics(step, numbers))
-        every, run = self._telemetry.tracker_tables_every, self._run
-        if run is not None and "policy/updates" in row and every and step % every == 0:
-            self._tell(lambda tracker: self._send_table(tracker, run, step))
+        if trained and every and step % every == 0:
+            self._due = step
 
     def table(self, table: SampleTable) -> None:
         """A sample that the caller chose."""
@@ -63,6 +69,7 @@ class Trackers:
 
     def close(self) -> None:
         """Wait, all trackers together for ``telemetry.tracker_deadline`` seconds at most, until everything is sent."""
+        self._send_due_table()
         deadline = time.monotonic() + self._telemetry.tracker_deadline
         for thread in self._threads:
             thread.close(deadline)
@@ -71,6 +78,11 @@ class Trackers:
     def _tell(self, message: Callable[[Tracker], object]) -> None:
         for thread in self._threads:
             thread.put(message)
+
+    def _send_due_table(self) -> None:
+        step, run, self._due = self._due, self._run, None
+        if step is not None and run is not None:
+            self._tell(lambda tracker: self._send_table(tracker, run, step))
 
     def _send_table(self, tracker: Tracker, run: RunDirectory, step: int) -> None:
         if run.trajectory_file(step).exists():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from agentrl.telemetry.files import world_errors
+from agentrl.telemetry.files import BackgroundWriter, world_errors
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.settings import TelemetrySettings
 from agentrl.telemetry.tokens.token_file import TokenFacts, write_tokens
@@ -28,8 +28,7 @@ class TokenWriter:
         self._objective = objective
         self._groups = groups
         self._hidden_norms = "hidden_norm_squared" in needs(objective).inputs
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokens")
-        self._under_way: Future[None] | None = None
+        self._writer = BackgroundWriter("tokens")
 
     def recorder(self, step: int) -> TokenRecorder | None:
         """What collects the rows of ``step``; None if they are not recorded."""
@@ -40,20 +39,18 @@ class TokenWriter:
 
     def write(self, plan: RankPlan, recorder: TokenRecorder | None) -> None:
         """Begin to write the rows of a finished step."""
-        self.settle()
+        self._writer.settle()
         if recorder is not None and plan.updates:
             facts = token_facts(self._objective, plan, self._groups)
-            self._under_way = self._thread.submit(self._write, facts, recorder.rows)
+            self._writer.submit(partial(self._write, facts, recorder.rows))
 
     def settle(self) -> None:
         """Return when every file is written."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        self._writer.settle()
 
     def close(self) -> None:
         """End the thread; a file that is being written will be complete."""
-        self._thread.shutdown()
+        self._writer.close()
 
     def _write(self, facts: TokenFacts, rows: list[TrajectoryTokens]) -> None:
         path = self._run.token_file(facts.step, facts.rank)

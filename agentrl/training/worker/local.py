@@ -31,6 +31,7 @@ from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.work_queue import QueueState
 from agentrl.rollout.worker import RolloutBatch, RolloutWorker
+from agentrl.telemetry.files import BackgroundWriter
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.trace import call, start_trace, stop_trace
 from agentrl.training.step.batching import RankPlan, due, plan_step
@@ -73,6 +74,7 @@ class LocalService:
         self._loop = Loop(resting=settings.rollout.schedule == "synchronous")
         self._interrupted = False
         self._batch: RolloutBatch | None = None
+        self._writer = BackgroundWriter("trajectories")
         self._rewards = build_rewards(settings)
         self._run(environment.open())
         if self._rewards is not None:
@@ -161,12 +163,13 @@ class LocalService:
             self._run(self._worker.settle())
 
     def confirm(self, step: int) -> None:
-        """Raises WorldError if the trajectories cannot be written."""
+        """The trajectories are written in the background. Raises WorldError if those before could not be written."""
         if self._batch is None or self._batch.step != step:
             raise RuntimeError(f"step {step} is confirmed but was not the last one planned")
+        self._writer.settle()
         if due(step, self._settings.telemetry.trajectories_every):
             rows = (item.to_record() for group in self._batch.played for item in group.everyone)
-            RunDirectory(self._folder).write_trajectories(step, rows)
+            self._writer.submit(partial(RunDirectory(self._folder).write_trajectories, step, rows))
         self._finish(self._in_loop(partial(self._worker.confirm, self._batch)))
         self._batch = None
 
@@ -209,6 +212,7 @@ class LocalService:
         return replace(report, groups=())
 
     def state_dict(self) -> QueueState:
+        self._writer.settle()  # a resumed run does not write these trajectories again
         return self._finish(self._in_loop(self._worker.state_dict))
 
     def load_state_dict(self, state: QueueState) -> None:
@@ -220,6 +224,7 @@ class LocalService:
             self._loop.interrupt()
 
     def close(self) -> None:
+        self._writer.close()
         self._finish(self._worker.close())
         self._finish(self._managed.close())
         if self._rewards is not None:

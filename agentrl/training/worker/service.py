@@ -81,7 +81,10 @@ class RolloutService(Protocol):
 
     @_call("the worker to note that step {step} is trained")
     def confirm(self, step: int) -> None:
-        """Note that the step is trained: write its trajectories and remove its groups from the work queue."""
+        """Note that the step is trained: begin to write its trajectories and remove its groups from the work queue.
+
+        Return when those of the step before are written.
+        """
 
     @_call("the evaluation at step {step} (training.worker_timeout)", interruptible=True)
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
@@ -92,7 +95,7 @@ class RolloutService(Protocol):
 
     @_call("the worker's state")
     def state_dict(self) -> QueueState:
-        """The position in the problems and the work queue."""
+        """The position in the problems and the work queue, once the trajectories of all confirmed steps are written."""
 
     @_call("the worker to restore its state")
     def load_state_dict(self, state: QueueState) -> None:

@@ -1,0 +1,163 @@
+"""The trajectories of one step on disk: Parquet with Zstandard, one row a trajectory.
+
+Token ids and log-probabilities are columns of numbers. The rest of a record is a JSON object in ``record``, in which
+a list of numbers is replaced by its length:
+
+>>> _split({"prompt_ids": [7, 8], "segments": [{"token_ids": [1], "log_probs": [-0.5], "text": "a"}]})
+({'prompt_ids': 2, 'segments': [{'token_ids': 1, 'log_probs': 1, 'text': 'a'}]}, [[7, 8], [1]], [[-0.5]])
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from agentrl.errors import WorldError
+from agentrl.telemetry.files import atomic_write, json_line, wrong_shape
+from agentrl.telemetry.records import JsonRecord
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_MAGIC = b"PAR1"  # first and last bytes of a whole file
+_BLOCK = 1 << 18  # tokens, or bytes of JSON, that are written and read together
+_LARGEST_BLOCK = 1 << 28  # bytes: 20 times a block; a larger one would fill the reader's memory
+_COLUMNS = ["record", "token_ids", "log_probs"]
+_IDS, _LOG_PROBS = ("prompt_ids", "token_ids"), "log_probs"
+
+
+def write_trajectories(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write records as :meth:`~agentrl.trajectory.Trajectory.to_record` returns them; the file appears whole.
+
+    Raises WorldError if it cannot be written and ValueError for a record that JSON cannot express. Compression, most
+    of the time, releases the interpreter's lock.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    types = (pa.binary(), pa.list_(pa.int32()), pa.list_(pa.float64()))
+    schema = pa.schema(list(zip(_COLUMNS, types, strict=True)))
+
+    def write(out: IO[bytes]) -> None:
+        with pq.ParquetWriter(
+            out,
+            schema,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=False,
+            # Sorting bytes by significance lets Zstandard drop the zeros: most log-probabilities are float32 values.
+            use_byte_stream_split=["token_ids.list.element", "log_probs.list.element"],
+            write_statistics=False,
+        ) as writer:
+            for block in _blocks(records):
+                lines, ids, log_probs = zip(*block, strict=True)
+                columns = [pa.array(lines), _lists(ids, "i"), _lists(log_probs, "d")]
+                writer.write_table(pa.table(columns, schema=schema))
+
+    atomic_write(path, write)
+
+
+def read_trajectories(path: Path, wanted: Callable[[int, bytes], bool]) -> Iterator[tuple[int, JsonRecord]]:
+    """The index, from 0, and the record of each row of which ``wanted(index, JSON of the record)`` is true.
+
+    The JSON contains no token ids and log-probabilities. Raises WorldError for a missing or damaged file.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            if file.schema_arrow.names != _COLUMNS:
+                raise WorldError(f"{path}: damaged, its columns are {file.schema_arrow.names}")
+            start = 0
+            for block in range(file.num_row_groups):
+                if file.metadata.row_group(block).total_byte_size > _LARGEST_BLOCK:
+                    raise WorldError(f"{path}, line {start + 1}: damaged, over {_LARGEST_BLOCK >> 20} MB")
+                lines = file.read_row_group(block, columns=["record"])["record"].to_pylist()
+                chosen = [row for row, line in enumerate(lines) if wanted(start + row, line)]
+                if chosen:
+                    numbers = file.read_row_group(block, columns=["token_ids", "log_probs"]).take(chosen)
+                    for row, ids, log_probs in zip(chosen, numbers["token_ids"], numbers["log_probs"], strict=True):
+                        with wrong_shape(f"{path}, line {start + row + 1}"):
+                            record = _joined(lines[row], _plain(ids.values), _plain(log_probs.values))
+                        yield start + row, record
+                start += len(lines)
+    except (OSError, pa.ArrowException) as error:
+        raise WorldError(f"cannot read the trajectories {path}: {error}") from error
+
+
+def is_whole(path: Path) -> bool:
+    """False for a truncated file. Not detected: bits that changed inside the file."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - len(_MAGIC)))
+        return size > len(_MAGIC) and file.read() == _MAGIC
+
+
+_Row = tuple[bytes, list[Sequence[int]], list[Sequence[float]]]
+
+
+def _blocks(records: Iterable[Mapping[str, Any]]) -> Iterator[list[_Row]]:
+    rows: list[_Row] = []
+    size = 0
+    for record in records:
+        rest, ids, log_probs = _split(record)
+        rows.append((json_line(rest), ids, log_probs))
+        size += len(rows[-1][0]) + sum(map(len, ids))
+        if size >= _BLOCK:
+            yield rows
+            rows, size = [], 0
+    if rows:
+        yield rows
+
+
+def _split(record: Mapping[str, Any]) -> tuple[JsonRecord, list[Sequence[int]], list[Sequence[float]]]:
+    """A record with lengths in place of its numbers; lists of token ids and of log-probabilities, in its order."""
+    ids: list[Sequence[int]] = []
+    log_probs: list[Sequence[float]] = []
+
+    def shortened(item: Mapping[str, Any]) -> JsonRecord:
+        copy = dict(item)
+        for name in copy.keys() & {*_IDS, _LOG_PROBS}:
+            (log_probs if name == _LOG_PROBS else ids).append(copy[name])
+            copy[name] = len(copy[name])
+        return copy
+
+    rest = shortened(record)
+    if "segments" in rest:
+        rest["segments"] = [shortened(segment) for segment in rest["segments"]]
+    return rest, ids, log_probs
+
+
+def _joined(line: bytes, ids: list[int], log_probs: list[float]) -> JsonRecord:
+    """The inverse of :func:`_split`. ValueError if the lengths do not add up."""
+    record = json.loads(line)
+    used, scored = 0, 0
+    for item in (record, *record.get("segments", ())):
+        for name in item.keys() & {*_IDS, _LOG_PROBS}:
+            if name == _LOG_PROBS:
+                item[name] = log_probs[scored : (scored := scored + item[name])]
+            else:
+                item[name] = ids[used : (used := used + item[name])]
+    if (used, scored) != (len(ids), len(log_probs)):
+        raise ValueError(f"{used} token ids and {scored} log-probabilities of {len(ids)} and {len(log_probs)}")
+    return dict(record)
+
+
+def _lists(rows: Sequence[Sequence[Sequence[float]]], code: Literal["i", "d"]) -> pa.ListArray:
+    """One list of C's int or double for each row, of all its numbers. struct converts twice as fast as NumPy."""
+    import pyarrow as pa
+
+    lengths = [sum(map(len, parts)) for parts in rows]
+    flat = b"".join(struct.pack(f"{len(part)}{code}", *part) for parts in rows for part in parts)
+    return pa.ListArray.from_arrays(np.cumsum([0, *lengths], dtype=np.int32), np.frombuffer(flat, dtype=code))
+
+
+def _plain(values: pa.Array) -> list[Any]:
+    # ``to_pylist`` is 20 times slower, and ``to_numpy`` imports pandas.
+    return np.from_dlpack(values).tolist()
