@@ -10,30 +10,52 @@ CPU time is that of the whole process (``time.process_time``), fakes and event l
 machine not. Event-loop lag is how late a sleeper of 5 ms wakes: the stretch in which nothing else could run. On a busy
 machine part of it is the wait for a core; "own lag" leaves that out (at most the CPU time used since the sleep began).
 "shortest" is the sum of a trajectory's latencies, which no driver can undercut.
+
+    python benchmarks/driver.py --step 512 16384
+
+prints what the tokens of one step cost in Python, stage by stage, from the answers of a vLLM server to the padded
+tensors of a training rank, without sampling and without the model: CPU seconds of one thread for all trajectories,
+measured on ``--measured`` of them. Goal: 2 s for 8 million tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import pickle
 import statistics
+import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
+import msgspec
+import numpy as np
+from made_tokens import GROUP, TURNS, made_record
 from scripted import ScriptedEngine, written
 
+from agentrl.kernels.attention import pack_row
 from agentrl.models.tiny import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import Completion, Sampling
+from agentrl.rollout.engines.vllm.messages import read_completion
+from agentrl.rollout.metrics import VersionClock, rollout_metrics
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest
+from agentrl.telemetry.trajectory_file import write_trajectories
+from agentrl.training.step.batching import pack
+from agentrl.trajectory import Batch, Group, Trajectory
 from agentrl_envs.episode import Environment
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment
 from agentrl_envs.types import Ended, Problem, Step
 from agentrl_sandbox.client import Execution, Isolation, Outcome
 
+_Value = TypeVar("_Value")
 GROUP_SIZE = 16
 _PROBE = 0.005
 WORK = "The train covers 12 km in 3 hours.\n```py\nspeed = 12 / 3\nprint(speed)\n```"
@@ -208,6 +230,74 @@ async def measure(kind: str, codec: TextCodec, args: argparse.Namespace) -> Meas
     )
 
 
+def step_costs(trajectories: int, tokens: int, measured: int) -> None:
+    """Print the CPU seconds that a step of ``trajectories`` of ``tokens`` tokens takes on worker and rank."""
+    draw = np.random.default_rng(0)
+    records = [made_record(1, number, tokens, draw) for number in range(measured)]
+    answers = [server_answer(segment) for record in records for segment in record["segments"][::2]]
+    turns = Sampling(max_tokens=tokens // TURNS)
+    rows = [Trajectory.from_record({**record, "seconds": 0.0}) for record in records]
+    seconds: dict[str, float] = {}
+
+    def stage(name: str, work: Callable[[], _Value]) -> _Value:
+        """The result of ``work``. The time is the least of three."""
+        spent = []
+        for _ in range(3):
+            began = time.thread_time()
+            result = work()
+            spent.append(time.thread_time() - began)
+        seconds[name] = min(spent) * trajectories / measured
+        return result
+
+    stage("write requests", lambda: [msgspec.json.encode(list(one.prompt_ids + one.response_ids)) for one in rows])
+    stage("read answers", lambda: [read_completion(content, turns, frozenset()) for content in answers])
+    stage("check segments", lambda: [replace(segment) for one in rows for segment in one.segments])
+    made = [
+        Group(problem=part[0].problem, index=part[0].group, trajectories=tuple(part))
+        for part in (rows[start : start + GROUP] for start in range(0, len(rows), GROUP))
+    ]
+    clock = VersionClock()
+    stage("metrics", lambda: (rollout_metrics(made), clock.metrics(made)))
+    units = [group.trajectories for group in made]
+    (plan,) = stage("plan", lambda: pack(units, 8 * tokens, ranks=1))
+    sent = stage("send plans", lambda: pickle.dumps(plan, protocol=5))
+    received = stage("receive plans", lambda: pickle.loads(sent))
+    batches = stage("pad", lambda: [Batch.from_rows(micro.rows, pad_id=0) for micro in received])
+
+    def packed() -> None:
+        for batch in batches:
+            ends = (batch.prompt_lengths + batch.response_lengths).tolist()
+            pack_row(batch.input_ids, batch.prompt_lengths.tolist(), ends, backend="flash")
+
+    stage("pack rows", packed)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "step.parquet"
+        stage("write trajectories (beside training)", lambda: write_trajectories(path, (r.to_record() for r in rows)))
+    for name, value in seconds.items():
+        print(f"{name:40}{value:7.3f} s")
+    print(f"{'sum':40}{sum(seconds.values()):7.3f} s for {trajectories * tokens / 1e6:.1f} million tokens")
+
+
+def server_answer(segment: dict[str, Any]) -> bytes:
+    """The answer of vLLM 0.32 at /inference/v1/generate that gave a model's segment."""
+    ids, log_probs = segment["token_ids"], segment["log_probs"]
+    content = [
+        {**(own := {"token_id": token, "logprob": value, "rank": 1}), "top_logprobs": [own]}
+        for token, value in zip(ids, log_probs, strict=True)
+    ]
+    choice = {
+        "index": 0,
+        "logprobs": {"content": content},
+        "finish_reason": "length",
+        "stop_reason": None,
+        "token_ids": ids,
+        "routed_experts": None,
+        "sampling_mask": None,
+        "weight_versions": [{"version": "0", "start": 0, "end": len(ids)}],
+    }
+    return json.dumps({"request_id": "r", "choices": [choice], "usage": None}, separators=(",", ":")).encode()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trajectories", type=int, default=4096)
@@ -215,7 +305,12 @@ def main() -> None:
     parser.add_argument("--engine-latency", type=float, default=2.0, help="seconds")
     parser.add_argument("--sandbox-latency", type=float, default=0.5, help="seconds")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--step", type=int, nargs=2, metavar=("TRAJECTORIES", "TOKENS"), help="costs of one step")
+    parser.add_argument("--measured", type=int, default=32, help="trajectories of --step that are measured")
     args = parser.parse_args()
+    if args.step is not None:
+        step_costs(*args.step, args.measured)
+        return
     codec = TextCodec(train_tokenizer([WORK, ANSWER] * 20, vocabulary_size=512))
     codec.decode(())
     print(

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
+import msgspec
 
 
 class ServerCallError(Exception):
@@ -47,6 +48,7 @@ Transport = httpx.AsyncBaseTransport
 
 # Maximum number of characters of an answer that an error quotes.
 _QUOTED = 300
+_JSON = {"content-type": "application/json"}
 
 
 class JSONClient:
@@ -79,6 +81,10 @@ class JSONClient:
         """As :meth:`post`, for an answer that says nothing but that it worked."""
         await self._content("POST", path, body, seconds)
 
+    async def content(self, path: str, body: object, *, seconds: float | None) -> bytes:
+        """As :meth:`post`, for an answer that the caller decodes."""
+        return await self._content("POST", path, body, seconds)
+
     async def close(self) -> None:
         await self._client.aclose()
 
@@ -90,9 +96,11 @@ class JSONClient:
             raise GarbageError(f"{self.address}{path} answered with invalid JSON: {_quoted(content)}") from None
 
     async def _content(self, method: str, path: str, body: object, seconds: float | None) -> bytes:
+        # A long prompt is sent again with every turn: msgspec encodes its tokens ten times faster than json.
+        sent = {} if body is None else {"content": msgspec.json.encode(body), "headers": _JSON}
         try:
             async with asyncio.timeout(seconds):
-                answer = await self._client.request(method, path, json=body)
+                answer = await self._client.request(method, path, **sent)
         except TimeoutError:
             raise TooSlowError(f"{self.address}{path} gave no answer within {seconds:g} s") from None
         except (httpx.TransportError, OSError) as error:

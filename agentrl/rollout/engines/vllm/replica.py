@@ -88,7 +88,7 @@ class Replica:
             salt=salt,
             adapter=adapter,
         )
-        return read_completion(await self._http.post(GENERATE, body, seconds=None), sampling, eos_ids)
+        return read_completion(await self._http.content(GENERATE, body, seconds=None), sampling, eos_ids)
 
     async def score(self, token_ids: tuple[int, ...], *, salt: str, seconds: float = _LONG) -> tuple[float, ...]:
         """Log-probabilities at temperature 1 of ``token_ids[1:]``. Raises ServerCallError."""
