@@ -42,6 +42,7 @@ SHORT = (
 )
 CASES = {
     "healthy": (),
+    "learning rate 3e-2": ("optimizer.learning_rate=3e-2",),
     "learning rate 1e-2": ("optimizer.learning_rate=1e-2",),
     "mask of another row": ("algorithm.loss=shifted_rows",),
     "frozen weights": ("optimizer.learning_rate=1e-12",),
