@@ -33,7 +33,8 @@ class ClusterSettings(BaseModel):
     start_deadline: float = Field(300.0, gt=0)
     """seconds for Ray to give a run its nodes, which others may use, and for these to start processes"""
     deadline: float = Field(60.0, gt=0)
-    """seconds without an answer after which another machine counts as lost"""
+    """seconds without an answer after which another machine counts as lost, and without progress in a micro-batch or a
+    wait for the rollout worker after which a rank counts as stuck (docs/cluster.md)"""
     restarts: int = Field(0, ge=0)
     """how often a run goes on by itself from its last checkpoint after it lost a rank, its worker or a node. Of use
     with several ranks or Ray; a launcher restarts its ranks itself"""

@@ -14,7 +14,8 @@ import pytest
 from agentrl.cluster.local import HERE, LocalCluster, LocalProcess
 from agentrl.cluster.logs import LogRelay
 from agentrl.cluster.processes import NodeLostError, Place, ProcessSpec
-from agentrl.training.run.rank_group import FOLLOWED, RankGroup
+from agentrl.training.run.rank_group import RankGroup
+from agentrl.training.worker.wire import FOLLOWED, STUCK
 
 SLEEP = "import time; time.sleep(600)"
 
@@ -78,6 +79,8 @@ def test_whoever_ends_with_the_worker_is_not_the_cause() -> None:
     alone = RankGroup([Told(0, FOLLOWED), Told(1, None, -signal.SIGTERM)], reported.append).end()
     assert str(alone) == f"training rank 0 on {HERE.node} has lost the rollout worker"
     assert reported == [end, alone]
+    stuck = RankGroup([Told(0, FOLLOWED), Told(1, None, STUCK), Told(2, None, None, 1)]).end()
+    assert str(stuck) == f"training rank 1 on {HERE.node} was stuck"
 
 
 def test_ranks_that_end_well_have_no_failure() -> None:

@@ -32,7 +32,11 @@ FIRST_BATCH = 3 * 4 * 2
 LONG = 5.0
 """Seconds that a step takes in which a signal was sent: rollouts are not over before the signal is heard."""
 
+FIRST = 12.0
+"""Seconds of the first forward of a run in which a rank will stall: its allowance is longer."""
+
 _steps = itertools.count()
+_forwards = itertools.count()
 
 
 def reached(moment: str, *, lasting: float = 0.0) -> None:
@@ -46,6 +50,10 @@ def reached(moment: str, *, lasting: float = 0.0) -> None:
         return
     if order["do"] == "fail":
         raise RuntimeError("this rank fails alone")
+    if order["do"] == "stall":
+        threading.Event().wait()
+    if order["do"] == "halt":
+        os.kill(os.getpid(), signal.SIGSTOP)
     for process in order["processes"]:
         os.kill(process, signal.SIGTERM)
     time.sleep(lasting)
@@ -89,6 +97,10 @@ class StoppingEnv(CountingEnv):
 def _before_module(module: nn.Module, inputs: object) -> None:
     if isinstance(module, PolicyModel) and module.training and torch.is_grad_enabled():
         reached("forward")
+        number = next(_forwards)
+        if number == 0 and ordered("stall"):
+            time.sleep(FIRST)
+        reached(f"forward {number}")
         if os.environ.get("RANK") == "0" and ordered("fail"):
             threading.Event().wait()  # as in a collective that never ends, for the rank that fails
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ import pytest
 from warm import WarmPopen
 
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.worker.wire import WorkerLostError, receive
+from agentrl.training.worker.wire import FOLLOWED, WorkerLostError, receive
 
 from .conftest import DEADLINE, CommandLine, wait_until
 from .test_ranks import assert_all_end, family
@@ -182,9 +183,31 @@ def test_a_rank_that_fails_alone_ends_the_others(tmp_path: Path, random_policy: 
     ranks = Ranks(tmp_path, random_policy, runs={"failed": [failing]}, count=2)
     codes = ranks.end()
     said = ranks.said()
-    assert codes == [1, 1], said
+    assert codes == [FOLLOWED, 1], said
     assert "this rank fails alone" in said, said
     assert "rank 0: the rollout worker or another rank is gone" in said, said
+
+
+def test_a_stuck_rank_is_named_and_the_run_goes_on(command_line: CommandLine, random_policy: Path) -> None:
+    orders, taken = command_line.folder / "order.json", command_line.folder / "taken.json"
+    stuck = {"moment": "forward 3", "at": "1", "processes": []}
+    orders.write_text(json.dumps({**stuck, "do": "stall"}))
+    settings = ["--num-processes", "2", "cluster.restarts=2", "cluster.deadline=10", "training.steps=8"]
+    settings += ["--env", "stopping_env:StoppingEnv", "name=stuck", "checkpoint.every=1"]
+    process = command_line.start(*command_line.counting(random_policy, *settings))
+    wait_until(taken.exists, process)
+    taken.unlink()
+    orders.write_text(json.dumps({**stuck, "do": "halt"}))  # SIGSTOP, by itself
+    said = process.communicate(timeout=DEADLINE)[0]
+    assert process.returncode == 0, said
+    reports = [line for line in said.splitlines() if line.startswith("rollout worker: training rank 1 on ")]
+    assert len(reports) == 2, said
+    where = r" is stuck: no progress for \d+ s in the training of step {}, longer than the \d+ s allowed"
+    assert re.search(where.format(4), reports[0]), said
+    assert re.search(where.format("[67]"), reports[1]), said
+    assert "its process does not respond" in reports[1]
+    assert f"restart 1 of 2 from the last checkpoint: training rank 1 on {socket.gethostname()} was stuck" in said
+    assert command_line.steps("stuck") == list(range(1, 9))
 
 
 def test_rollouts_may_take_longer_than_a_collective(tmp_path: Path, random_policy: Path) -> None:

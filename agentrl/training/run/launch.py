@@ -22,9 +22,10 @@ from agentrl.evaluation.options import quoted
 from agentrl.rollout.engines.table import servers_on_nodes
 from agentrl.rollout.engines.vllm.placed import server_bundles
 from agentrl.telemetry.console import Console
-from agentrl.training.run.rank_group import FOLLOWED, RankEnd, RankGroup
+from agentrl.training.run.rank_group import RankEnd, RankGroup
 from agentrl.training.run.signals import INTERRUPTED, stop_requests
 from agentrl.training.run.sizes import RunSizes
+from agentrl.training.worker.wire import FOLLOWED
 
 if TYPE_CHECKING:
     from agentrl.config import Settings

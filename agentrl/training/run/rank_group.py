@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from agentrl.cluster.processes import NodeLostError, ProcessHandle
 from agentrl.training.run.signals import INTERRUPTED
+from agentrl.training.worker.wire import FOLLOWED, STUCK
 
 # Seconds for ranks to end by themselves once one has failed, and once one or the worker is lost, when there is
 # nothing left to say; for the cause of a loss to show; and between two looks.
@@ -20,8 +21,6 @@ _LOOK = 0.2
 
 CRASHED = 1
 """Exit code of a rank that ended by an error that is not one of ours, such as that of a broken GPU."""
-FOLLOWED = 3
-"""Exit code of a rank that ended because the rollout worker or another rank is gone."""
 REPORTED = 4
 """Exit code of a rank that ended by an AgentRLError whose own code that is."""
 
@@ -40,8 +39,8 @@ class RankEnd:
 
     @property
     def own_fault(self) -> bool:
-        """Whether it was killed or crashed, on a node that is there."""
-        return self.lost is None and (self.killed or self.code == CRASHED)
+        """Whether it was killed, crashed or was stuck, on a node that is there."""
+        return self.lost is None and (self.killed or self.code in (CRASHED, STUCK))
 
     @property
     def gravity(self) -> int:
@@ -50,6 +49,8 @@ class RankEnd:
             return 3
         if self.killed:
             return 2 if self.code != -signal.SIGTERM else 0
+        if self.code == STUCK:
+            return 2
         return 0 if self.code == FOLLOWED else 1
 
     def __str__(self) -> str:
@@ -57,6 +58,8 @@ class RankEnd:
             return f"training {self.rank.spec.name} is lost: {self.lost}"
         if self.code == FOLLOWED:
             return f"training {self.rank.spec.name} on {self.rank.place.node} has lost the rollout worker"
+        if self.code == STUCK:
+            return f"training {self.rank.spec.name} on {self.rank.place.node} was stuck"
         if self.code == REPORTED:
             return f"training {self.rank.spec.name} on {self.rank.place.node} ended with an error"
         how = f"was ended by {signal.Signals(-self.code).name}" if self.killed else f"ended with exit code {self.code}"

@@ -27,6 +27,7 @@ from agentrl.training.coldstart.policy import starting_policy
 from agentrl.training.engine.adapter import adapter_record, check_adapter, describe_size, policy_optimizer
 from agentrl.training.engine.checkpoint import CheckpointWriter, RunState, check_reference, open_newest
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_policy
+from agentrl.training.engine.heartbeat import Pulse
 from agentrl.training.engine.memory import MicroBatchBudget
 from agentrl.training.engine.recovery import ShortageError
 from agentrl.training.run.best import BestPolicy, best_evaluation
@@ -85,6 +86,7 @@ class Session:
         self._trained: list[Metrics] | None = None  # the rows of all steps, from the first step of this process on
         self._held_out: Metrics = {}  # metrics of an evaluation since the last step
         self._checkpoints = settings.run_path / "checkpoints"
+        self._pulse = Pulse(deadline=settings.cluster.deadline, slow=settings.training.collective_deadline)
         self._trackers = Trackers(settings.telemetry, run, say=console.note, warn=console.warning)
         if settings.telemetry.trace:
             start_trace(RunDirectory(self._checkpoints.parent).trace, f"rank {rank}")
@@ -137,6 +139,7 @@ class Session:
             reference=reference,
             critic=self._critic,
             budget=self._budget,
+            pulse=self._pulse,
         )
 
     def _open_sender(self) -> WeightSender:
@@ -156,7 +159,7 @@ class Session:
         if self._world > 1 or self._settings.rollout.schedule != "synchronous":
             from agentrl.training.worker.remote import open_remote_service
 
-            return open_remote_service(self._settings, path, rank=self.rank, ranks=self._world)
+            return open_remote_service(self._settings, path, rank=self.rank, ranks=self._world, pulse=self._pulse)
         shared = engine_facts(self._settings.rollout).in_process and self._settings.training.zero_stage <= 2
         return LocalService(self._settings, path, trained=self._policy.causal_lm if shared else None)
 
@@ -244,6 +247,7 @@ class Session:
         with span("wait for rollouts"):
             plan = self._service.plan(step, self._budget.tokens)
         planned = time.monotonic()
+        self._pulse.train(step)
         for engine in self._engines.values() if self._moves_state else ():
             engine.reload()  # the servers sleep
         with span("train"):
@@ -377,11 +381,13 @@ class Session:
 
     def _save(self) -> None:
         self._tokens.settle()
+        worker = self._service.state_dict()
+        self._pulse.enter(f"the checkpoint of step {self._done.step}")
         state = RunState(
             step=self._done.step,
             updates=self._done.updates,
             ranks=self._world,
-            worker=self._service.state_dict(),
+            worker=worker,
             evaluations=self._done.evaluations,
             rows=0 if self._run is None else sum(1 for _ in self._run.metrics()),
             trainer=self._trainer.state_dict(),

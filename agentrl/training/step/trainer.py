@@ -16,6 +16,7 @@ from agentrl.kernels import TokenStatistics
 from agentrl.models.policy import PolicyModel, scatter_tokens
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.engine.determinism import random_state, set_random_state
+from agentrl.training.engine.heartbeat import Pulse
 from agentrl.training.engine.memory import Attempt, Fitted, Forgetting, MicroBatchBudget
 from agentrl.training.engine.meter import Meter
 from agentrl.training.engine.recovery import ShortageError
@@ -81,11 +82,13 @@ class Trainer:
         reference: Reference | None = None,
         critic: Critic | None = None,
         budget: MicroBatchBudget | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
         """``reference`` and ``critic`` are given if and only if ``settings`` need them. ``fidelity_bound``: see
         :func:`.diagnostics.check_fidelity`.
 
-        Where memory runs out, ``budget`` says how much smaller micro-batches must be.
+        Where memory runs out, ``budget`` says how much smaller micro-batches must be. Each pass over a micro-batch is
+        marked in ``pulse``.
         """
         self._engine = engine
         self._temperature = temperature
@@ -98,6 +101,7 @@ class Trainer:
         self._reference = reference
         self._critic = critic
         self._budget = budget
+        self._pulse = pulse or Pulse(deadline=math.inf, slow=math.inf)
         self._kl = kl_controller(settings.kl)
         self._fitted = Fitted()
 
@@ -205,6 +209,7 @@ class Trainer:
         largest = max((sum(rows.lengths) for rows in micro_batches), default=0)
         attempt = self._attempt(kind, largest)
         done = [attempt.run(partial(work, rows), lengths=rows.lengths) for rows in micro_batches]
+        self._pulse.after_micro_batches()
         attempt.agree()
         self._fitted.add(kind, largest)
         return done
@@ -328,6 +333,7 @@ class Trainer:
     # -- pieces ---------------------------------------------------------------------------------------------------
 
     def _forward(self, batch: Batch, *, keep_hidden: bool = False) -> _Forward:
+        self._pulse.micro_batch()
         reference_log_probs = head = None
         if self._reference is not None and self._reference.over_vocabulary:
             reference_log_probs, head = self._reference.read(batch)
@@ -402,6 +408,7 @@ class Trainer:
                 update_log_probs=statistics.log_probs.detach() if update else None,
             )
         step.meter.total("policy/loss", value.detach())
+        self._pulse.micro_batch()
         measure(step.meter, "policy", metrics, rows.loss_mask.sum())
         self._engine.backward(value * self._engine.world_size)
 

@@ -1,7 +1,8 @@
 """The rollout worker's own process: ``python -m agentrl.training.worker.process TALK CONTROL DOOR``.
 
 Rank 0 passes it two pipes, for calls and for interrupts, and the socket on which each other rank opens the same two.
-It ends when any rank is gone, and ignores signals, which launchers send to every process: the ranks tell it to stop.
+It ends when any rank is gone or stuck, and ignores signals, which launchers send to every process: the ranks tell it
+to stop.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from agentrl.cluster.silence import end_in_silence
 from agentrl.errors import AgentRLError
 from agentrl.training.coldstart.policy import computing_processes, set_threads
 from agentrl.training.engine.determinism import set_determinism
+from agentrl.training.engine.heartbeat import INTERVAL, Watch
 from agentrl.training.worker.local import LocalService
 from agentrl.training.worker.service import InterruptedRunError
-from agentrl.training.worker.wire import Caller, Failure, Reply, Startup, WorkerRequest
+from agentrl.training.worker.wire import Caller, Failure, Reply, Startup, StuckRanks, WorkerRequest
 from agentrl_envs.episode import EnvironmentContractError
 from agentrl_envs.plugins import load_plugins
 from agentrl_envs.registry import PluginError
@@ -39,8 +41,8 @@ _CONNECT = 600.0
 _END = 20.0
 
 
-class _RankGoneError(Exception):
-    """A rank's connection ended."""
+class _RankLostError(Exception):
+    """A rank's connection ended, or its main thread is stuck."""
 
 
 class Server:
@@ -51,10 +53,10 @@ class Server:
         self._connections = {0: first}
         self._controls = {0: control}
         self._door = door
-        self._requests: queue.Queue[tuple[int, WorkerRequest | None]] = queue.Queue()
+        self._requests: queue.Queue[tuple[int, WorkerRequest] | None] = queue.Queue()
         self._interrupt: Callable[[], None] | None = None
         self._interrupted = False
-        self._gone: int | None = None
+        self._lost: str | None = None
         self._lock = threading.Lock()
 
     # -- connections ----------------------------------------------------------------------------------------------
@@ -73,34 +75,50 @@ class Server:
                     sys.exit(1)  # no message: the launcher of rank 0 reports the failure
                 if time.monotonic() >= deadline:
                     missing = sorted(set(range(startup.ranks)) - set(self._connections))
-                    raise _RankGoneError(f"ranks {missing} did not connect") from None
+                    raise _RankLostError(f"ranks {missing} did not connect") from None
         threading.Thread(target=self._hear, daemon=True, name="hear").start()
 
     def _hear(self) -> None:
         talks = {connection: rank for rank, connection in self._connections.items()}
         controls = {connection: rank for rank, connection in self._controls.items()}
+        watch = Watch(len(controls))
         while True:
-            for ready in wait([*talks, *controls]):
+            for ready in wait([*talks, *controls], timeout=INTERVAL):
                 if not isinstance(ready, Connection):
                     raise TypeError(f"waited for connections, got {ready!r}")
                 try:
                     message = ready.recv()
                 except (EOFError, OSError):
-                    self._end({**talks, **controls}[ready])
+                    rank = {**talks, **controls}[ready]
+                    self._end(f"training rank {rank} is gone")
                     return
-                if ready in controls:
+                if ready in talks:
+                    self._requests.put((talks[ready], message))
+                elif message is None:
                     self._cancel()
                 else:
-                    self._requests.put((talks[ready], message))
+                    watch.hear(controls[ready], message, time.monotonic())
+            now = time.monotonic()
+            if ranks := watch.stuck(now):
+                self._end_stuck(ranks, "; ".join(watch.describe(rank, now) for rank in ranks))
+                return
 
-    def _end(self, rank: int) -> None:
-        """Wake the main thread because a rank is gone, and end the process if shutting down takes too long."""
-        self._gone = rank
+    def _end_stuck(self, ranks: list[int], message: str) -> None:
+        """Report that ranks are stuck, on the console and to all ranks, and end."""
+        print(f"rollout worker: {message}", file=sys.stderr, flush=True)
+        for control in self._controls.values():
+            with contextlib.suppress(OSError):  # a rank that is gone needs no message
+                control.send(StuckRanks(ranks=ranks, message=message))
+        self._end(message)
+
+    def _end(self, why: str) -> None:
+        """Wake the main thread because a rank is lost, and end the process if shutting down takes too long."""
+        self._lost = why
         timer = threading.Timer(_END, os._exit, args=(1,))
         timer.daemon = True
         timer.start()
         self._cancel()
-        self._requests.put((rank, None))
+        self._requests.put(None)
 
     def _cancel(self) -> None:
         with self._lock:
@@ -118,7 +136,7 @@ class Server:
             self._watch(service)
             self._tell(Reply())
             self._answer_all(service)
-        except _RankGoneError as error:
+        except _RankLostError as error:
             self._tell(Reply(failure=Failure(message=str(error), lost=True)))
         except _REPORTED as error:
             code = error.exit_code if isinstance(error, AgentRLError) else _USERS
@@ -136,9 +154,10 @@ class Server:
     def _answer_all(self, service: LocalService) -> None:
         waiting: dict[int, WorkerRequest] = {}
         while True:
-            rank, request = self._requests.get()
-            if request is None:
-                raise _RankGoneError(f"training rank {rank} is gone")
+            asked = self._requests.get()
+            if asked is None:
+                raise _RankLostError(self._lost)
+            rank, request = asked
             waiting[rank] = request
             if len(waiting) < len(self._connections):
                 continue
@@ -162,8 +181,8 @@ class Server:
             self._send(rank, Reply(value=value))
 
     def _stopped(self) -> Reply:
-        if self._gone is not None:
-            raise _RankGoneError(f"training rank {self._gone} is gone")
+        if self._lost is not None:
+            raise _RankLostError(self._lost)
         return Reply(failure=Failure(message="interrupted", interrupted=True))
 
     def _tell(self, reply: Reply) -> None:
@@ -215,7 +234,7 @@ def main() -> None:
     server = Server(first, control, door)
     try:
         server.listen(startup)
-    except _RankGoneError as error:
+    except _RankLostError as error:
         print(f"rollout worker: {error}", file=sys.stderr)
         sys.exit(1)
     server.serve(lambda: _made(startup))

@@ -1,7 +1,7 @@
 """The training ranks' client of a rollout worker in a process of its own.
 
 Rank 0 starts it and talks over inherited pipes; the other ranks connect over TCP with a random key that rank 0
-broadcasts. The worker ends when any rank ends, and the ranks end with it.
+broadcasts. The worker ends when any rank ends or is stuck, and the ranks end with it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import os
 import queue
 import secrets
+import select
 import signal
 import socket
 import sys
@@ -29,8 +30,20 @@ from agentrl.cluster.silence import end_in_silence
 from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.training.engine.deepspeed_engine import from_rank_zero
+from agentrl.training.engine.heartbeat import INTERVAL, Pulse
 from agentrl.training.worker.service import CALLS, InterruptedRunError, RolloutService
-from agentrl.training.worker.wire import Caller, Failure, Reply, Startup, WorkerLostError, WorkerRequest, receive
+from agentrl.training.worker.wire import (
+    FOLLOWED,
+    STUCK,
+    Caller,
+    Failure,
+    Reply,
+    Startup,
+    StuckRanks,
+    WorkerLostError,
+    WorkerRequest,
+    receive,
+)
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -39,13 +52,17 @@ if TYPE_CHECKING:
 _START = 600.0
 # Seconds for the worker to release its engine and environment after its connection has ended.
 _END = 30.0
-# Seconds for a rank to report its own error and end once the worker is gone.
+# Seconds for a rank to report its own error and end once the worker is gone, and if it is known that a rank is stuck.
 _LAST_WORDS = 30.0
+_FEW_WORDS = 5.0
 
 
-def open_remote_service(settings: Settings, policy_path: str, *, rank: int, ranks: int) -> RolloutService:
-    """Open a worker in a process of its own. Every rank calls this. Raises WorldError if the worker does not start."""
-    return cast("RolloutService", RemoteService(settings, policy_path, rank=rank, ranks=ranks))
+def open_remote_service(settings: Settings, policy_path: str, *, rank: int, ranks: int, pulse: Pulse) -> RolloutService:
+    """Open a worker in a process of its own. Every rank calls this. Raises WorldError if the worker does not start.
+
+    ``pulse``: the marks of this rank's main thread, which the worker watches.
+    """
+    return cast("RolloutService", RemoteService(settings, policy_path, rank=rank, ranks=ranks, pulse=pulse))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +76,10 @@ class _Place:
 class RemoteService:
     """One rank's connections to the worker's process. Use it through :func:`open_remote_service`."""
 
-    def __init__(self, settings: Settings, policy_path: str, *, rank: int, ranks: int) -> None:
+    def __init__(self, settings: Settings, policy_path: str, *, rank: int, ranks: int, pulse: Pulse) -> None:
         self._rank = rank
+        self._pulse = pulse
+        self._sending = threading.Lock()  # of the control connection, on which two threads send
         self._seconds = settings.training.worker_timeout
         self._process: LocalProcess | None = None
         self._interrupted = threading.Event()
@@ -81,7 +100,8 @@ class RemoteService:
             silence = settings.cluster.deadline
             self._connection = _connect(place, Caller(rank=rank, control=False), silence)
             self._control = _connect(place, Caller(rank=rank, control=True), silence)
-        threading.Thread(target=self._end_with_worker, daemon=True, name="end-with-worker").start()
+        pulse.shortened = self._send_beat
+        threading.Thread(target=self._beat_and_end_with_worker, daemon=True, name="beat").start()
         self._answer("the rollout worker's set-up", _START + engine_facts(settings.rollout).start_seconds)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -93,8 +113,8 @@ class RemoteService:
     def interrupt(self) -> None:
         """Have the worker cancel its rollouts. Callable from any thread; a call by one rank is enough."""
         self._interrupted.set()
-        with contextlib.suppress(OSError):  # without a worker there is nothing to cancel
-            self._control.send("interrupt")
+        with contextlib.suppress(OSError), self._sending:  # without a worker there is nothing to cancel
+            self._control.send(None)
 
     def close(self) -> None:
         """Close this rank's connection, which ends the worker."""
@@ -132,22 +152,40 @@ class RemoteService:
         return self._answer(waiting_for, self._seconds, self._interrupted if call.interruptible else None)
 
     def _answer(self, waiting_for: str, seconds: float, stops: threading.Event | None = None) -> object:
+        self._pulse.wait(waiting_for)
         try:
-            reply: Reply = receive(self._connection, seconds=seconds, waiting_for=waiting_for, stops=stops)
+            reply: Reply = receive(
+                self._connection, seconds=seconds, waiting_for=waiting_for, stops=stops, waits=self._pulse.again
+            )
         except WorkerLostError as error:
             raise WorkerLostError(f"rollout worker: {error}{self._how_it_ended()}") from error
+        self._pulse.enter(f"the work after {waiting_for}")
         if reply.failure is not None:
             raise _error_of(reply.failure)
         return reply.value
 
-    def _end_with_worker(self) -> None:
-        """End this process a fixed time after the worker: a rank in a collective may not notice a lost one."""
+    def _beat_and_end_with_worker(self) -> None:
+        """Send a beat every second. End this process soon after the worker: a rank in a collective may not notice."""
+        stuck = StuckRanks(ranks=[], message="the rollout worker or another rank is gone")
+        patience, code = _LAST_WORDS, FOLLOWED
         with contextlib.suppress(EOFError, OSError):
-            self._control.recv()
-        if not self._closed.wait(_LAST_WORDS):
-            print(f"rank {self._rank}: the rollout worker or another rank is gone", file=sys.stderr, flush=True)
-            os._exit(1)
+            while not self._control.poll(INTERVAL):
+                self._send_beat()
+            stuck, patience = self._control.recv(), _FEW_WORDS
+        if self._rank in stuck.ranks:
+            patience, code = 0.0, STUCK
+        if not self._closed.wait(patience):
+            print(f"rank {self._rank}: {stuck.message}", file=sys.stderr, flush=True)
+            os._exit(code)
         self._control.close()
+
+    def _send_beat(self) -> None:
+        """Send the latest beat, unless the worker does not read: a full connection would block."""
+        writable = select.poll()
+        with contextlib.suppress(OSError), self._sending:  # the worker is gone, but its last message may be unread
+            writable.register(self._control.fileno(), select.POLLOUT)
+            if writable.poll(0):
+                self._control.send(self._pulse.beat)
 
     def _how_it_ended(self) -> str:
         if self._process is None:

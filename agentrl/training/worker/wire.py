@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,11 @@ from agentrl.errors import WorldError
 if TYPE_CHECKING:
     from agentrl.config import Settings
 
+
+FOLLOWED = 3
+"""Exit code of a rank that ended because the rollout worker or another rank is gone or stuck."""
+STUCK = 6
+"""Exit code of a rank whose main thread was stuck."""
 
 STOP_TIMEOUT = 60.0
 """Seconds for the worker to cancel its rollouts; it waits only for running programs and requests."""
@@ -34,7 +39,10 @@ class Startup:
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """The first message on the connection of another rank. ``control``: the connection carries interrupts."""
+    """The first message on the connection of another rank.
+
+    ``control``: the connection carries the rank's beats and interrupts to the worker, and :class:`StuckRanks` back.
+    """
 
     rank: int
     control: bool
@@ -70,6 +78,14 @@ class Reply:
     failure: Failure | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class StuckRanks:
+    """The worker's last message on every rank's control connection, if ``ranks`` are stuck."""
+
+    ranks: list[int]
+    message: str
+
+
 class WorkerLostError(WorldError):
     """The other end of a connection is gone or did not answer in time."""
 
@@ -81,16 +97,19 @@ def receive(
     waiting_for: str,
     stops: threading.Event | None = None,
     stop_timeout: float = STOP_TIMEOUT,
+    waits: Callable[[], None] = lambda: None,
 ) -> Any:
     """Return the next message. Raises WorkerLostError if the other end is gone or ``seconds`` have passed.
 
-    Once ``stops`` is set, the other end must answer within ``stop_timeout`` seconds.
+    Once ``stops`` is set, the other end must answer within ``stop_timeout`` seconds. ``waits`` is called twice a
+    second.
     """
     began = time.monotonic()
     deadline = began + seconds
     stopping = False
     try:
         while not connection.poll(min(_LOOK, max(0.0, deadline - time.monotonic()))):
+            waits()
             if stops is not None and stops.is_set() and not stopping:
                 stopping, deadline = True, min(deadline, time.monotonic() + stop_timeout)
             if time.monotonic() >= deadline:

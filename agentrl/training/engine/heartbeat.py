@@ -1,0 +1,182 @@
+"""Heartbeats of training ranks, which reveal a rank that is alive but stuck: it closes no connection.
+
+A rank's main thread marks its place in a :class:`Pulse`. Another thread sends the latest mark to the rollout worker
+once a second, and the worker's :class:`Watch` finds the rank that is stuck.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from agentrl.cluster.local import HERE
+
+INTERVAL = 1.0
+"""Seconds between two beats of a rank, and between two looks of the worker."""
+
+# How many times as long as the longest micro-batch so far the next one may take.
+_LENIENCE = 10.0
+# Seconds without a beat after which a rank's process does not respond; without a look, the worker was suspended.
+_SILENT = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """The latest mark of a rank's main thread on ``node``.
+
+    ``place``: number of worker calls, and of marks since the last call. All ranks make the same ones, so places can be
+    compared. ``allowed``: seconds until the next mark, unless the rank waits for ranks at the same or an earlier place.
+    ``waits``: the rank waits for the worker only. ``marks`` differs between any two marks of a rank.
+    """
+
+    node: str
+    place: tuple[int, int]
+    doing: str
+    allowed: float
+    waits: bool = False
+    marks: int = 0
+
+
+class Pulse:
+    """The marks of a rank's main thread. Other threads may read :attr:`beat`.
+
+    A mark that shortens the allowance is reported to :attr:`shortened` at once: the process may be stopped before the
+    next second, and the worker would allow it as long as before. There are about ten of them in a step.
+
+    The allowance of a micro-batch's pass is ``deadline`` or ten times the longest pass so far, whichever is longer.
+    Everything else has ``slow`` seconds: transfers, checkpoints, updates, and the whole first step, which compiles
+    kernels and is not measured.
+
+    >>> now = 0.0
+    >>> pulse = Pulse(deadline=60.0, slow=1800.0, clock=lambda: now)
+    >>> for now, step in ((0.0, 1), (100.0, 2)):
+    ...     pulse.train(step)
+    ...     pulse.micro_batch()
+    >>> pulse.beat.allowed
+    1800.0
+    >>> now = 107.0  # a pass of the second step took 7 s
+    >>> pulse.micro_batch()
+    >>> pulse.beat.doing, pulse.beat.allowed
+    ('the training of step 2', 70.0)
+    """
+
+    def __init__(self, *, deadline: float, slow: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """``deadline``: ``cluster.deadline``; ``slow``: ``training.collective_deadline``."""
+        self._deadline = deadline
+        self._slow = max(deadline, slow)
+        self._clock = clock
+        self._step = ""
+        self._steps = 0
+        self._began: float | None = None  # of the current pass, if it is measured
+        self._longest = 0.0
+        self.beat = Beat(node=HERE.node, place=(0, 0), doing="the start", allowed=self._slow)
+        self.shortened: Callable[[], None] = lambda: None
+
+    def wait(self, waiting_for: str) -> None:
+        """Begin to wait for the worker. Call :meth:`again` while waiting."""
+        self._end_pass()
+        calls = self.beat.place[0] + 1
+        self._mark((calls, 0), f"waiting for {waiting_for}", self._deadline, waits=True)
+
+    def again(self) -> None:
+        """Repeat the last mark."""
+        self.beat = replace(self.beat, marks=self.beat.marks + 1)
+
+    def enter(self, doing: str) -> None:
+        """Begin work that may take long."""
+        self._end_pass()
+        self._mark(self._next(), doing, self._slow)
+
+    def train(self, step: int) -> None:
+        """Begin the training of a step."""
+        self._steps += 1
+        self._step = f"the training of step {step}"
+        self.enter(self._step)
+
+    def micro_batch(self) -> None:
+        """Begin a forward or backward pass over a micro-batch."""
+        self._end_pass()
+        allowed = max(self._deadline, _LENIENCE * self._longest) if self._longest else self._slow
+        self._mark(self._next(), self._step, allowed)
+        self._began = self._clock() if self._steps > 1 else None
+
+    def after_micro_batches(self) -> None:
+        """Begin to wait for the other ranks' micro-batches, and to update."""
+        self.enter(f"{self._step}, after its micro-batches")
+
+    def _end_pass(self) -> None:
+        if self._began is not None:
+            self._longest = max(self._longest, self._clock() - self._began)
+            self._began = None
+
+    def _next(self) -> tuple[int, int]:
+        calls, marks = self.beat.place
+        return calls, marks + 1
+
+    def _mark(self, place: tuple[int, int], doing: str, allowed: float, *, waits: bool = False) -> None:
+        before = self.beat
+        self.beat = Beat(node=HERE.node, place=place, doing=doing, allowed=allowed, waits=waits, marks=before.marks + 1)
+        if allowed < before.allowed:
+            self.shortened()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Heard:
+    beat: Beat
+    since: float  # when the mark was first heard
+    last: float  # when anything was heard
+
+
+class Watch:
+    """Finds the ranks whose main threads are stuck. Times are the caller's, in seconds."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._heard: dict[int, _Heard] = {}
+        self._looked: float | None = None
+
+    def hear(self, rank: int, beat: Beat, now: float) -> None:
+        """Take the next beat of a rank."""
+        known = self._heard.get(rank)
+        since = known.since if known is not None and known.beat.marks == beat.marks else now
+        self._heard[rank] = _Heard(beat=beat, since=since, last=now)
+
+    def stuck(self, now: float) -> list[int]:
+        """The ranks that hold up the run: of those that are overdue, the ones at the earliest place.
+
+        A rank that waits in a collective is not overdue before the ranks that it may wait for. If processes of several
+        ranks at one place respond and others do not, only the latter are returned.
+        """
+        if self._looked is not None and now - self._looked > _SILENT:
+            self._forgive(now - self._looked, now)  # the worker was suspended, perhaps with all ranks
+        self._looked = now
+        if len(self._heard) < self._ranks:
+            return []
+        overdue = {rank for rank, one in self._heard.items() if now > one.since + one.beat.allowed}
+        found = {rank: self._heard[rank] for rank in sorted(overdue) if not self._excused(rank, overdue)}
+        first = min((one.beat.place for one in found.values()), default=None)
+        found = {rank: one for rank, one in found.items() if one.beat.place == first}
+        silent = [rank for rank, one in found.items() if now > one.last + _SILENT]
+        return silent or list(found)
+
+    def describe(self, rank: int, now: float) -> str:
+        """What is known of a stuck rank."""
+        one = self._heard[rank]
+        silent = now > one.last + _SILENT
+        return (
+            f"training rank {rank} on {one.beat.node} is stuck: no progress for {now - one.since:.0f} s in "
+            f"{one.beat.doing}, longer than the {one.beat.allowed:.0f} s allowed (cluster.deadline)"
+            + ("; its process does not respond, as when it was stopped with SIGSTOP" if silent else "")
+        )
+
+    def _excused(self, rank: int, overdue: set[int]) -> bool:
+        """Whether a rank may wait in a collective for one that is not overdue."""
+        own = self._heard[rank].beat
+        others = (one.beat.place for other, one in self._heard.items() if other not in overdue)
+        return not own.waits and any(place <= own.place for place in others)
+
+    def _forgive(self, seconds: float, now: float) -> None:
+        for rank, one in self._heard.items():
+            since, last = min(now, one.since + seconds), min(now, one.last + seconds)
+            self._heard[rank] = replace(one, since=since, last=last)

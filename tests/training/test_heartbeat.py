@@ -1,0 +1,126 @@
+"""The allowances of ranks and the judgement of the worker, in plain seconds."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from agentrl.training.engine.heartbeat import Beat, Pulse, Watch
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def beat(*place: int, allowed: float = 60.0, marks: int = 0, waits: bool = False) -> Beat:
+    return Beat(node="n1", place=(place[0], place[1]), doing="work", allowed=allowed, marks=marks, waits=waits)
+
+
+def watched(*beats: Beat, now: float = 0.0) -> Watch:
+    watch = Watch(len(beats))
+    for rank, own in enumerate(beats):
+        watch.hear(rank, own, now)
+    assert watch.stuck(now) == []
+    return watch
+
+
+def heard(watch: Watch, ranks: dict[int, Beat], *, until: int) -> None:
+    """Each second the ranks send the same beat again, and the worker looks."""
+    for second in range(until + 1):
+        for rank, own in ranks.items():
+            watch.hear(rank, own, float(second))
+        assert watch.stuck(float(second)) == []
+
+
+def test_the_first_step_compiles_and_is_not_measured() -> None:
+    clock = Clock()
+    pulse = Pulse(deadline=60.0, slow=1800.0, clock=clock)
+    allowed = []
+    for step, seconds in ((1, 500.0), (2, 2.0), (3, 9.0), (4, 1.0)):
+        pulse.wait(f"the plan of step {step}")
+        allowed.append(pulse.beat.allowed)
+        pulse.train(step)
+        for _ in range(2):  # passes
+            pulse.micro_batch()
+            allowed.append(pulse.beat.allowed)
+            clock.now += seconds
+        pulse.after_micro_batches()
+        allowed.append(pulse.beat.allowed)
+        clock.now += 1000.0  # an update, a checkpoint: not a pass
+    first, second = [60.0, 1800.0, 1800.0, 1800.0], [60.0, 1800.0, 60.0, 1800.0]
+    assert allowed == [*first, *second, 60.0, 60.0, 90.0, 1800.0, 60.0, 90.0, 90.0, 1800.0]
+
+
+def test_every_mark_is_at_a_later_place_and_a_wait_repeats_its_own() -> None:
+    pulse = Pulse(deadline=60.0, slow=10.0)
+    beats = [pulse.beat]
+    waits = partial(pulse.wait, "the worker")
+    for mark in (partial(pulse.train, 1), pulse.micro_batch, pulse.after_micro_batches, waits):
+        mark()
+        beats.append(pulse.beat)
+    assert [one.place for one in beats] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]
+    pulse.again()
+    assert (pulse.beat.place, pulse.beat.marks) == ((1, 0), beats[-1].marks + 1)
+    assert {one.allowed for one in beats} == {60.0}  # never less than cluster.deadline
+
+
+def test_a_shorter_allowance_is_reported_at_once() -> None:
+    pulse, reported = Pulse(deadline=60.0, slow=1800.0), list[float]()
+    pulse.shortened = lambda: reported.append(pulse.beat.allowed)
+    pulse.wait("the plan")
+    for mark in (pulse.again, partial(pulse.wait, "more"), partial(pulse.train, 1), pulse.micro_batch):
+        mark()
+        assert reported == [60.0]
+    pulse.wait("the worker")
+    assert reported == [60.0, 60.0]
+
+
+def test_of_ranks_that_wait_for_each_other_the_last_one_is_stuck() -> None:
+    ahead, behind = beat(5, 8), beat(5, 7)
+    watch = watched(ahead, behind)
+    heard(watch, {0: ahead, 1: behind}, until=60)
+    assert watch.stuck(61.0) == [1]
+    assert watch.describe(1, 61.0) == (
+        "training rank 1 on n1 is stuck: no progress for 61 s in work, longer than the 60 s allowed (cluster.deadline)"
+    )
+
+
+def test_a_rank_may_wait_for_as_long_as_others_go_on() -> None:
+    waiting = beat(5, 8)
+    watch = watched(waiting, beat(5, 0, allowed=600.0))
+    heard(watch, {0: waiting}, until=599)  # the other computes one long pass
+    watch.hear(1, beat(5, 8, marks=1), 600.0)  # it arrives: the first one has waited long at the same place
+    watch.hear(0, waiting, 600.0)
+    assert watch.stuck(600.0) == []
+
+
+def test_a_stopped_process_is_told_from_one_that_waits_for_it() -> None:
+    same = beat(5, 7)
+    watch = watched(same, same)
+    heard(watch, {0: same}, until=60)
+    assert watch.stuck(61.0) == [1]
+    assert watch.describe(1, 61.0).endswith("; its process does not respond, as when it was stopped with SIGSTOP")
+
+
+def test_a_rank_that_waits_for_the_worker_is_not_excused_by_others() -> None:
+    watch = watched(beat(6, 0, waits=True), beat(6, 0, waits=True))
+    for second in range(61):
+        watch.hear(0, beat(6, 0, waits=True, marks=second), float(second))
+        assert watch.stuck(float(second)) == []
+    assert watch.stuck(61.0) == [1]
+
+
+def test_nobody_is_stuck_after_all_processes_were_suspended() -> None:
+    watch = watched(beat(5, 7), beat(5, 7))
+    assert watch.stuck(1000.0) == []
+    assert watch.stuck(1004.0) == []
+    heard_last = [watch.stuck(1004.0 + seconds) for seconds in range(60)]
+    assert heard_last[-1] == [0, 1]
+
+
+def test_a_rank_that_has_not_started_is_not_watched() -> None:
+    watch = Watch(2)
+    watch.hear(0, beat(0, 0), 0.0)
+    assert [watch.stuck(float(second)) for second in range(100)] == [[]] * 100
