@@ -68,4 +68,4 @@ def test_the_worked_example_prints_what_the_page_says(own_registries, capsys):
     section = PAGE.split("\n## Your own loss\n")[1]
     exec(compile(section.split("```python\n")[1].split("```")[0], "losses.md", "exec"), {})
     (printed,) = capsys.readouterr().out.splitlines()
-    assert f"\nprints `{printed}`." in section
+    assert f"\nThis prints `{printed}`." in section
