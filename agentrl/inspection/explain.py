@@ -94,8 +94,10 @@ class Explanation:
         yield f"baseline: b = {baseline:.9g} by {facts.estimator}{_options(facts.estimator_options)}"
         yield from self._tail(facts)
         weights = baseline_weights(self.step, self.trajectory, self.index)
-        if ESTIMATORS[facts.estimator].group_based and not weights:
-            yield "  not a weighted mean of the group's returns"
+        if not ESTIMATORS[facts.estimator].group_based:
+            yield "  b does not come from the returns of the group, so no trajectory has a weight in it"
+        elif not weights:
+            yield "  b is not a weighted mean of the group's returns, so no trajectory has a weight in it"
         for sibling, weight in weights.items():
             other = next(item for item in self.step.siblings(self.trajectory) if item.key == sibling)
             assert other.tokens is not None

@@ -187,7 +187,13 @@ def test_a_baseline_that_is_not_a_weighted_mean_is_said_to_be_none(tmp_path: Pat
 
     made = make_run(tmp_path / "best", "best")
     lines = list(explain(made, step=3, trajectory=0, token=0).lines())
-    assert "  not a weighted mean of the group's returns" in lines
+    assert "  b is not a weighted mean of the group's returns, so no trajectory has a weight in it" in lines
+    assert not any(line.startswith("  weight ") for line in lines)
+
+
+def test_an_estimator_without_a_group_says_why_it_lists_no_weights(tmp_path: Path) -> None:
+    lines = list(explain(make_run(tmp_path / "x", "reinforce_pp"), step=3, trajectory=0, token=0).lines())
+    assert "  b does not come from the returns of the group, so no trajectory has a weight in it" in lines
     assert not any(line.startswith("  weight ") for line in lines)
 
 
@@ -201,7 +207,7 @@ def test_weights_on_returns_make_the_stored_baseline(tmp_path: Path, own_registr
         return Advantages(advantages=totals - mean, returns=totals, baselines=mean)
 
     lines = list(explain(make_run(tmp_path / "x", "squares"), step=3, trajectory=0, token=0).lines())
-    assert "  not a weighted mean of the group's returns" in lines
+    assert "  b is not a weighted mean of the group's returns, so no trajectory has a weight in it" in lines
 
 
 @pytest.mark.filterwarnings("error")
