@@ -37,7 +37,7 @@ import numpy as np
 from made_tokens import GROUP, TURNS, made_record
 from scripted import ScriptedEngine, written
 
-from agentrl.kernels.attention import pack_row
+from agentrl.kernels.attention import PackedRow, pack_row
 from agentrl.models.tiny import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver
@@ -264,12 +264,13 @@ def step_costs(trajectories: int, tokens: int, measured: int) -> None:
     received = stage("receive plans", lambda: pickle.loads(sent))
     batches = stage("pad", lambda: [Batch.from_rows(micro.rows, pad_id=0) for micro in received])
 
-    def packed() -> None:
-        for batch in batches:
-            ends = (batch.prompt_lengths + batch.response_lengths).tolist()
-            pack_row(batch.input_ids, batch.prompt_lengths.tolist(), ends, backend="flash")
+    def packed() -> list[PackedRow]:
+        lengths = [(one.prompt_lengths.tolist(), one.prompt_lengths + one.response_lengths) for one in batches]
+        parts = zip(batches, lengths, strict=True)
+        return [pack_row(one.input_ids, prompts, ends.tolist()) for one, (prompts, ends) in parts]
 
-    stage("pack rows", packed)
+    packed_rows = stage("pack rows", packed)
+    stage("lengths of rows for attention", lambda: [replace(row).bounds for row in packed_rows])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.parquet"
         stage("write trajectories (beside training)", lambda: write_trajectories(path, (r.to_record() for r in rows)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 ATTENTION = "agentrl"
 _KINDS = ("full_attention", "sliding_attention")
 _FLASH_HEAD_DIM = 256
+_FLASH_CAPABILITY = (8, 0)
 
 
 def attention(
@@ -82,7 +84,12 @@ def _checked_window(module: torch.nn.Module, window: int | None) -> int | None:
 
 @cache
 def register_attention() -> str:
-    """Tell `transformers` of :func:`attention`; returns its name there."""
+    """Tell `transformers` of :func:`attention`; returns its name there.
+
+    Turns off cuDNN's attention in this process. On Hopper torch prefers it, it plans a graph for every new shape (20 to
+    40 ms each, never evicted: pytorch#190388), and nearly every packed row and decoded batch has a new one.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -162,30 +169,41 @@ def choose_attention(
     """``model.attention`` for this machine and model. Raises SettingsError where they cannot run what is ``wanted``."""
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    capped = bool(getattr(text, "attn_logit_softcapping", None))
     if wanted == "auto":
-        if attention_obstacle("flash", dtype=dtype, head_dim=head_dim) is None:
+        if attention_obstacle("flash", dtype=dtype, head_dim=head_dim, capped=capped) is None:
             return "flash"
-        masked = getattr(text, "sliding_window", None) or getattr(text, "attn_logit_softcapping", None)
+        masked = getattr(text, "sliding_window", None) or capped
         return "flex" if masked and attention_obstacle("flex", dtype=dtype) is None else "sdpa"
-    obstacle = attention_obstacle(wanted, dtype=dtype, head_dim=head_dim)
+    obstacle = attention_obstacle(wanted, dtype=dtype, head_dim=head_dim, capped=capped)
     if obstacle is not None:
         raise SettingsError(obstacle)
     return wanted
 
 
-def attention_obstacle(backend: AttentionBackend, *, dtype: str, head_dim: int = 0) -> str | None:
-    """Why this machine cannot train with ``backend`` in ``dtype``; None if it can. ``head_dim`` is 0 if unknown."""
+def attention_obstacle(backend: AttentionBackend, *, dtype: str, head_dim: int = 0, capped: bool = False) -> str | None:
+    """Why this machine cannot train with ``backend`` in ``dtype``; None if it can. ``head_dim`` is 0 if unknown.
+
+    ``capped``: the model caps its scores.
+    """
     if backend == "sdpa":
         return None
     problem = None
     if not torch.cuda.is_available():
         problem = "needs a GPU"
-    elif backend == "flash" and not _has_flash():
-        problem = "needs the package flash-attn, which is not installed: pip install flash-attn"
     elif backend == "flash" and dtype == "float32":
         problem = "needs model.dtype=bfloat16"
     elif backend == "flash" and head_dim > _FLASH_HEAD_DIM:
         problem = f"takes heads of up to {_FLASH_HEAD_DIM} dimensions, and the model's have {head_dim}"
+    elif backend == "flash" and not _has_flash_attn():
+        # torch's varlen_attn, which agentrl.kernels.attention.variants calls instead
+        if capped or head_dim % 8:
+            why = "caps its scores" if capped else f"has heads of {head_dim} dimensions"
+            problem = f"needs the package flash-attn (pip install flash-attn), because the model {why}"
+        elif torch.cuda.get_device_capability() < _FLASH_CAPABILITY:
+            problem = "needs a GPU of compute capability 8.0 or above"
+        elif not _has_torch_varlen():
+            problem = "needs the package flash-attn (pip install flash-attn), because torch lacks varlen_attn with GQA"
     return None if problem is None else f"model.attention={backend} {problem}; or set model.attention=auto"
 
 
@@ -205,5 +223,14 @@ def attention_length(config: PreTrainedConfig) -> float:
     return (2 * hidden * (width + kept) + 3 * hidden * inner) / width
 
 
-def _has_flash() -> bool:
+def _has_flash_attn() -> bool:
     return any(importlib.util.find_spec(name) is not None for name in ("flash_attn", "flash_attn_interface"))
+
+
+def _has_torch_varlen() -> bool:
+    """Earlier releases of torch lack the function, or its windows and grouped queries."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()

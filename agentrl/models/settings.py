@@ -56,9 +56,9 @@ class ModelSettings(BaseModel):
     """keep what gradient_checkpointing recomputes from in host memory until the backward pass: less memory on the GPU,
     slower; without a GPU the memory is the same"""
     attention: Literal["auto", "sdpa", "flex", "flash"] = "auto"
-    """how training computes attention over packed trajectories: sdpa on any machine; flex on GPUs; flash on GPUs with
-    the package flash-attn, in bfloat16; auto: flash if it can run, else flex on GPUs for models with sliding windows or
-    capped scores, else sdpa"""
+    """how training computes attention over packed trajectories: sdpa on any machine; flex on GPUs; flash on GPUs in
+    bfloat16, by the package flash-attn or else by torch's varlen_attn, which caps no scores; auto: flash if
+    it can run, else flex on GPUs for models with sliding windows or capped scores, else sdpa"""
     lora: LoRASettings = LoRASettings()
     tiny: TinyModelSettings = TinyModelSettings()
 

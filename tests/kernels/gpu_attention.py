@@ -8,17 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.varlen as torch_module
 from torch import Tensor
 
 from agentrl.kernels.attention import variants
 
 
-def stand_in(patch: pytest.MonkeyPatch) -> None:
-    """`flex` uncompiled, with the backward pass that torch has for a CPU but refuses; :func:`varlen` as `flash`."""
+def stand_in(patch: pytest.MonkeyPatch, *, torch_kernel: bool = False) -> None:
+    """`flex` uncompiled, with the backward pass that torch has for a CPU but refuses; :func:`varlen` as `flash`.
+
+    Where ``torch_kernel``, `flash` calls torch's function, and that is :func:`torch_varlen_attn`.
+    """
     flex = importlib.import_module("torch.nn.attention.flex_attention")
     patch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     patch.setattr(flex, "_validate_device", lambda *_: None)
-    patch.setattr(variants, "flash_varlen", lambda: varlen)
+    patch.setattr(variants, "varlen_kernel", lambda: variants.torch_varlen if torch_kernel else varlen)
+    patch.setattr(torch_module, "varlen_attn", torch_varlen_attn)
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
@@ -38,3 +43,25 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
         weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
         parts.append(torch.einsum("hqk,khe->qhe", weights, other))
     return torch.cat(parts)
+
+
+def torch_varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """What torch's documentation says of varlen_attn: (-1, 0) is causal, (W, 0) the last W tokens and a query's own."""
+    assert window_size[1] == 0
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert (max_q, max_k) == tuple(int(ends.diff().max()) for ends in (cu_seq_q, cu_seq_k))
+    assert {cu_seq_q.dtype, cu_seq_k.dtype} == {torch.int32}
+    bounds = {"cu_seqlens_q": cu_seq_q, "cu_seqlens_k": cu_seq_k}
+    return varlen(query, key, value, causal=True, softcap=0, softmax_scale=scale, window_size=window_size, **bounds)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from kernels.gpu_attention import stand_in
 from torch import Tensor
 
-from agentrl.kernels.attention import PackedRow, Stretch, attend, pack_row
+from agentrl.kernels import KernelInputError
+from agentrl.kernels.attention import PackedRow, Stretch, attend, pack_row, variants
 
 
 def documents(draw: random.Random, count: int) -> tuple[Tensor, list[int], list[int]]:
@@ -52,9 +53,12 @@ def test_segments_name_the_prompt_that_they_follow() -> None:
         Stretch(start=3, stop=4, prefix=(0, 2)),
         Stretch(start=4, stop=6),
     )
-    places, queries, keys = row.key_places
-    assert places is not None
-    assert (places.tolist(), queries, keys) == ([0, 1, 0, 1, 2, 0, 1, 3, 4, 5], (2, 1, 1, 2), (2, 3, 3, 2))
+    bounds = row.bounds
+    assert bounds.places is not None
+    assert bounds.places.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5]
+    assert (bounds.queries.tolist(), bounds.keys.tolist()) == ([0, 2, 3, 4, 6], [0, 2, 5, 8, 10])
+    assert (bounds.most_queries, bounds.most_keys) == (2, 3)
+    assert pack_row(ids, [2, 2, 1], [3, 3, 2], share_prompts=False).bounds.places is None
 
 
 def one_at_a_time(
@@ -75,18 +79,24 @@ def one_at_a_time(
 
 
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (3, None), (None, 2.0), (3, 2.0)])
-@pytest.mark.parametrize("backend", ["sdpa", "flex", "flash"])
+@pytest.mark.parametrize("backend", ["sdpa", "flex", "flash", "torch"])
 @pytest.mark.parametrize("seed", range(3))
 def test_attention_is_that_of_each_document_alone(
     monkeypatch: pytest.MonkeyPatch, backend: Any, window: int | None, cap: float | None, seed: int
 ) -> None:
-    stand_in(monkeypatch)
+    torch_kernel = backend == "torch"  # which `flash` calls without flash-attn
+    stand_in(monkeypatch, torch_kernel=torch_kernel)
+    backend = "flash" if torch_kernel else backend
     ids, prompts, lengths = documents(random.Random(seed), 7)
     row = pack_row(ids, prompts, lengths, backend=backend)
     torch.manual_seed(seed)
     query = torch.randn(1, 4, row.input_ids.shape[1], 8, dtype=torch.float64)
     key, value = torch.randn(2, 1, 2, row.input_ids.shape[1], 8, dtype=torch.float64)
     inputs = [states.requires_grad_() for states in (query, key, value)]
+    if torch_kernel and cap is not None:
+        with pytest.raises(KernelInputError, match="caps no scores"):
+            attend(row, *inputs, scale=0.4, window=window, cap=cap)
+        return
     found = attend(row, *inputs, scale=0.4, window=window, cap=cap)
     wanted = one_at_a_time(row, *inputs, window, cap)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
@@ -109,3 +119,22 @@ def test_a_change_in_one_document_changes_no_other_by_one_bit() -> None:
     others[changed] = False
     assert torch.equal(after[:, others], before[:, others])
     assert not torch.isfinite(after[:, changed]).any()
+
+
+def test_a_layer_is_one_call_that_copies_nothing_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def counting(query: Tensor, *_: Tensor, **given: Any) -> Tensor:
+        calls.append(given)
+        return query
+
+    monkeypatch.setattr(variants, "varlen_kernel", lambda: counting)
+    for seed in range(3):
+        row = pack_row(*documents(random.Random(seed), 9), backend="flash")
+        layers = 4
+        for _ in range(layers):
+            attend(row, *torch.randn(3, 1, 4, row.input_ids.shape[1], 8).unbind())
+        own, calls[:] = list(calls), []
+        assert len(own) == layers
+        # The same tensors in every layer: the lengths were copied once.
+        assert len({(id(given["cu_seqlens_q"]), id(given["cu_seqlens_k"])) for given in own}) == 1

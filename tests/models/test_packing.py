@@ -16,7 +16,7 @@ from torch import Tensor
 from agentrl.errors import SettingsError
 from agentrl.kernels import KernelInputError
 from agentrl.models import attention as attention_module
-from agentrl.models.attention import attention_length, choose_attention, length_obstacle
+from agentrl.models.attention import attention_length, choose_attention, length_obstacle, register_attention
 from agentrl.models.loading import checkpoint_layers, read_config, read_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
@@ -240,7 +240,7 @@ def test_a_layer_that_is_recomputed_without_its_row_raises() -> None:
     policy = PolicyModel(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     statistics, _ = policy(batch.input_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask)
-    with pytest.raises(KernelInputError, match="enable checkpointing by checkpoint_layers"):
+    with pytest.raises(KernelInputError, match="checkpoint_layers"):
         statistics.log_probs.sum().backward()
 
 
@@ -266,8 +266,15 @@ def test_capped_scores_are_those_of_the_model_itself(tmp_path: Path) -> None:
     torch.testing.assert_close(hidden, states, rtol=1e-4, atol=1e-4)
 
 
+def test_cudnn_plans_no_attention() -> None:
+    build_tiny("qwen2")
+    register_attention()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_attention_is_chosen_by_machine_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, windows = build_tiny("qwen2").config, build_tiny("mistral", sliding_window=4).config
+    capped = build_tiny("gemma2", attn_logit_softcapping=2.0).config
 
     def chosen(wanted: Any, config: Any = plain, dtype: str = "bfloat16") -> str:
         return choose_attention(wanted, config, dtype=dtype)
@@ -279,9 +286,14 @@ def test_attention_is_chosen_by_machine_and_model(monkeypatch: pytest.MonkeyPatc
             chosen(wanted)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
     assert (chosen("auto"), chosen("auto", windows), chosen("flex")) == ("sdpa", "flex", "flex")
-    with pytest.raises(SettingsError, match="needs the package flash-attn"):
+    with pytest.raises(SettingsError, match=r"needs a GPU of compute capability 8\.0"):
         chosen("flash")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))  # by torch's varlen_attn
+    assert (chosen("auto"), chosen("auto", windows), chosen("auto", capped)) == ("flash", "flash", "flex")
+    with pytest.raises(SettingsError, match=r"needs the package flash-attn .*, because the model caps its scores"):
+        chosen("flash", capped)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     assert (chosen("auto"), chosen("auto", dtype="float32"), chosen("flash")) == ("flash", "sdpa", "flash")
     with pytest.raises(SettingsError, match=r"needs model\.dtype=bfloat16"):

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,16 @@ class Reading:
 
     places: Tensor  # [n] int64, on the CPU
     first: int = 0
+
+
+class Bounds(NamedTuple):
+    """N segments of a row and the keys that each sees: those of its prefix, then its own."""
+
+    places: Tensor | None  # [K] int64, where the keys stand in the row; None: the row as it is
+    queries: Tensor  # [N + 1] int32, cumulative lengths
+    keys: Tensor  # [N + 1] int32, cumulative lengths
+    most_queries: int
+    most_keys: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,16 +139,24 @@ class PackedRow:
         return pair[0].to(self.input_ids.device), pair[1].to(self.input_ids.device)
 
     @cached_property
-    def key_places(self) -> tuple[Tensor | None, tuple[int, ...], tuple[int, ...]]:
-        """For kernels that take segments of several lengths: (where the keys stand, queries and keys a segment).
-
-        The keys of a segment are its prefix and its own. None where that is the row as it stands.
-        """
+    def bounds(self) -> Bounds:
+        """The row for kernels that take segments of several lengths; copied to the device once, not in every layer."""
+        device = self.input_ids.device
         queries = [one.stop - one.start for one in self.segments]
-        if all(one.prefix is None for one in self.segments):
-            return None, tuple(queries), tuple(queries)
         parts = [torch.cat([torch.arange(*(one.prefix or (0, 0))), _places(one)]) for one in self.segments]
-        return torch.cat(parts).to(self.input_ids.device), tuple(queries), tuple(len(part) for part in parts)
+        keys = [len(part) for part in parts]
+
+        def ends(lengths: Sequence[int]) -> Tensor:
+            return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+
+        shared = any(one.prefix is not None for one in self.segments)
+        return Bounds(
+            places=torch.cat(parts).to(device) if shared else None,
+            queries=ends(queries),
+            keys=ends(keys),
+            most_queries=max(queries),
+            most_keys=max(keys),
+        )
 
     @cached_property
     def calls(self) -> tuple[tuple[Tensor, ...], Tensor]:

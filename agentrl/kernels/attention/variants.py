@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import cache
 from typing import cast
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from agentrl.kernels.attention.row import PackedRow
+from agentrl.kernels.records import KernelInputError
 
 
 def attend_by_blocks(
@@ -78,18 +78,21 @@ def attend_by_segments(
     window: int | None,
     cap: float | None,
 ) -> Tensor:
-    """`flash`: one call of flash-attn for segments of several lengths; a causal query sees the last keys of its own."""
-    places, queries, keys = row.key_places
-    if places is not None:
-        key, value = key.index_select(2, places), value.index_select(2, places)
-    attended = flash_varlen()(
+    """`flash`: one call for segments of several lengths; a causal query sees the last keys of its own.
+
+    Nothing is planned or compiled for a shape, so rows of new lengths cost nothing on the host.
+    """
+    bounds = row.bounds
+    if bounds.places is not None:
+        key, value = key.index_select(2, bounds.places), value.index_select(2, bounds.places)
+    attended = varlen_kernel()(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        cu_seqlens_q=_bounds(queries, query.device),
-        cu_seqlens_k=_bounds(keys, query.device),
-        max_seqlen_q=max(queries),
-        max_seqlen_k=max(keys),
+        cu_seqlens_q=bounds.queries,
+        cu_seqlens_k=bounds.keys,
+        max_seqlen_q=bounds.most_queries,
+        max_seqlen_k=bounds.most_keys,
         softmax_scale=scale,
         causal=True,
         window_size=(-1, -1) if window is None else (window - 1, 0),
@@ -100,16 +103,51 @@ def attend_by_segments(
     return states[None]
 
 
-def _bounds(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-
-
 @cache
-def flash_varlen() -> Callable[..., Tensor | tuple[Tensor, ...]]:
-    """The function of flash-attn 3 or 2. Raises ImportError where neither is installed."""
+def varlen_kernel() -> Callable[..., Tensor | tuple[Tensor, ...]]:
+    """The function of flash-attn 3 or 2, else torch's, which takes no softcap, with flash-attn's arguments."""
     try:
         from flash_attn_interface import flash_attn_varlen_func
     except ImportError:
-        from flash_attn import flash_attn_varlen_func
+        try:
+            from flash_attn import flash_attn_varlen_func
+        except ImportError:
+            return torch_varlen
     varlen: Callable[..., Tensor | tuple[Tensor, ...]] = flash_attn_varlen_func
     return varlen
+
+
+def torch_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    window_size: tuple[int, int],
+    softcap: float,
+    **_: bool,  # always causal; torch's global switch makes its backward pass deterministic
+) -> Tensor:
+    """flash-attn 2 as a part of torch, called with flash-attn's arguments."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if softcap:
+        raise KernelInputError("torch's varlen_attn caps no scores: set model.attention=flex, or install flash-attn")
+    return cast(
+        Tensor,
+        varlen_attn(
+            query,
+            key,
+            value,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            scale=softmax_scale,
+            window_size=(window_size[0], 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        ),
+    )
