@@ -19,7 +19,16 @@ Everything else is a bug and raises as it is.
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
+
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemory"  # torch, CUDA, Triton, and NCCL's "Cuda failure 2 'out of memory'"
+    r"|can(?:no|')t allocate memory|DefaultCPUAllocator: not enough memory|bad_alloc"  # of the machine
+    r"|Failed to CUDA (?:host )?[cm]alloc"  # NCCL's last error, below "unhandled cuda error"
+    r"|STATUS_ALLOC_FAILED|DEVICE_ALLOCATION_FAILED",  # cuBLAS and cuDNN
+    re.IGNORECASE,
+)
 
 
 class AgentRLError(Exception):
@@ -38,3 +47,23 @@ class WorldError(AgentRLError):
     """Something outside the program failed: the message says what, and what it was waiting for."""
 
     exit_code: ClassVar[int] = 1
+
+
+def says_out_of_memory(text: str) -> bool:
+    """Whether an error's text reports a lack of memory, on a GPU or on the machine.
+
+    >>> says_out_of_memory("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    True
+    >>> says_out_of_memory("NCCL error ..., unhandled cuda error\\nLast error:\\nFailed to CUDA calloc async 608 bytes")
+    True
+    >>> says_out_of_memory("no memory of it")
+    False
+    """
+    return _OUT_OF_MEMORY.search(text) is not None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch, or of a library that it calls, reports a lack of memory."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and says_out_of_memory(f"{type(error).__name__}: {error}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from agentrl.errors import SettingsError
+from agentrl.errors import SettingsError, is_out_of_memory
 from agentrl.kernels import KernelInputError
 from agentrl.models.attention import ATTENTION, packing_obstacle, register_attention, use_attention
 from agentrl.models.dropout import switch_off_dropout
@@ -96,9 +96,9 @@ def _named(name: str, kind: str) -> Iterator[None]:
     """Turn every error of a model's code, except running out of memory, into a SettingsError with the model's name."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # the code of any model runs here
+        if is_out_of_memory(error):
+            raise
         cause = str(error).removeprefix("model.path: ")
         if isinstance(error, KeyError) and error.args == (ATTENTION,):
             cause = "its layers accept the attention functions of their own class only"

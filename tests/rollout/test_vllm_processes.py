@@ -26,7 +26,13 @@ from agentrl.rollout.settings import RolloutSettings
 
 
 def plans(
-    *, gpus: int = 0, ranks: int = 1, backend: str = "file", memory: tuple[int, int] | None = None, **vllm: Any
+    *,
+    gpus: int = 0,
+    ranks: int = 1,
+    backend: str = "file",
+    memory: tuple[int, int] | None = None,
+    largest: int = 0,
+    **vllm: Any,
 ) -> list[ServerPlan]:
     settings = RolloutSettings(engine="vllm", max_prompt_tokens=100, max_response_tokens=200, vllm=vllm)
     return plan_servers(
@@ -39,6 +45,8 @@ def plans(
         gpus=[str(number) for number in range(gpus)],
         backend=backend,
         memory=memory,
+        largest=largest,
+        sleep_options=("--sleep-mode-offload-cudagraph",),
     )
 
 
@@ -70,21 +78,23 @@ def test_a_server_on_the_cpu_is_configured_for_training(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("free", "explicit", "expected"),
+    ("free", "largest", "explicit", "expected"),
     [
-        (None, None, "0.85"),
-        (None, 0.3, "0.3"),
-        (64.5, None, "0.78"),  # of 80 GiB beside 15 GB of parameters, with 2 GiB of margin
-        (64.5, 0.9, "0.9"),
-        (79.5, None, "0.85"),
-        (6.0, None, "0.05"),
+        (None, 0, None, "0.85"),
+        (None, 0, 0.3, "0.3"),
+        (64.5, 0, None, "0.78"),  # of 80 GiB beside 15 GB of parameters, with 2 GiB of margin
+        (64.5, 2, None, "0.73"),  # with 2 + 2 x 2 GiB of margin
+        (64.5, 2, 0.9, "0.9"),
+        (79.5, 0, None, "0.85"),
+        (6.0, 0, None, "0.05"),
     ],
 )
 def test_a_colocated_server_takes_what_training_leaves(
-    free: float | None, explicit: float | None, expected: str
+    free: float | None, largest: int, explicit: float | None, expected: str
 ) -> None:
     memory = None if free is None else (int(free * 2**30), 80 * 2**30)
-    (plan,) = plans(gpus=1, placement="colocated", gpu_memory_utilization=explicit, memory=memory)
+    shares = {"gpu_memory_utilization": explicit, "memory": memory, "largest": largest * 2**30}
+    (plan,) = plans(gpus=1, placement="colocated", **shares)
     assert option(plan.command(), "--gpu-memory-utilization") == expected
 
 
@@ -109,7 +119,9 @@ def test_servers_get_gpus_of_their_own(arguments: dict[str, Any], expected: list
         assert option(plan.command(), "--tensor-parallel-size") == str(len(plan.gpus))
         assert option(plan.command(), "--weight-transfer-config") == '{"backend": "nccl"}'
         assert option(plan.command(), "--hf-overrides") == '{"head_dtype": "float32"}'
-        assert ("--enable-sleep-mode" in plan.command()) == (arguments.get("placement") == "colocated")
+        sleeps = arguments.get("placement") == "colocated"
+        for name in ("--enable-sleep-mode", "--sleep-mode-offload-cudagraph"):
+            assert (name in plan.command()) == sleeps
 
 
 def test_ipc_handles_may_travel() -> None:

@@ -27,7 +27,26 @@ def test_the_machines_own_message_is_known() -> None:
         torch.empty(1 << 60, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried ..."), MemoryError()])
+NCCL = """NCCL error in: ProcessGroupNCCL.cpp:3699, unhandled cuda error (run with NCCL_DEBUG=INFO for details)
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+"""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried ..."),
+        MemoryError(),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        torch.distributed.DistBackendError(NCCL + "Failed to CUDA calloc async 6291456 bytes"),
+        torch.distributed.DistBackendError(NCCL + "Cuda failure 2 'out of memory'"),
+    ],
+    ids=str,
+)
 def test_what_cannot_be_repeated_names_remedies_and_is_remembered(error: Exception, tmp_path: Path) -> None:
     remedies = r"training\.micro_batch_tokens=500\..*training\.offload=optimizer or all"
     with pytest.raises(WorldError, match=remedies), budget(tmp_path).named(step=1):
@@ -37,9 +56,10 @@ def test_what_cannot_be_repeated_names_remedies_and_is_remembered(error: Excepti
     assert resumed.tokens == 500
 
 
-def test_another_error_stays_what_it_is() -> None:
-    with pytest.raises(RuntimeError, match="shape"), budget().named(step=1):
-        raise RuntimeError("shape mismatch")
+@pytest.mark.parametrize("text", ["shape mismatch", NCCL + "Cuda failure 700 'an illegal memory access'"])
+def test_another_error_stays_what_it_is(text: str) -> None:
+    with pytest.raises(RuntimeError, match=r"shape|unhandled"), budget().named(step=1):
+        raise RuntimeError(text)
 
 
 @pytest.mark.parametrize(("size", "left"), [(5000, 500), (1000, 500), (999, 500), (500, 250), (100, 62)])

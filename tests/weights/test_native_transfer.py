@@ -136,13 +136,14 @@ class BlockingCommunicator:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self._aborted = threading.Event()
+        self.blocked, self._aborted = threading.Event(), threading.Event()
 
     def broadcast(self, tensor: torch.Tensor, *, src: int, stream: object) -> None:
         if self._aborted.is_set():
             return
         self.calls.append(f"broadcast {tensor.numel()}")
         if len(self.calls) == 2:
+            self.blocked.set()
             assert self._aborted.wait(60)
 
     def destroy(self) -> None:
@@ -173,6 +174,7 @@ def test_a_server_lost_in_the_middle_aborts_the_communicator(
 
         def update_weights(self, update_info: Any) -> None:
             if dies:
+                assert communicator.blocked.wait(60)
                 raise ConnectionResetError("connection reset")
             received.wait(60)
 

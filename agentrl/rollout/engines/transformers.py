@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentrl.errors import SettingsError
+from agentrl.errors import SettingsError, is_out_of_memory
 from agentrl.models.anatomy import take_apart
 from agentrl.models.attention import use_attention
 from agentrl.models.loading import attends_to_everything, model_fingerprint
@@ -237,7 +237,7 @@ class TransformersEngine:
         if server.cancelled():
             return
         error = server.exception()
-        if isinstance(error, torch.OutOfMemoryError):
+        if error is not None and is_out_of_memory(error):
             batch, cache = self._batcher.halve()
             logger.warning(
                 "the engine ran out of memory: from now on at most %d tokens in a forward "

@@ -13,14 +13,11 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed
 
-from agentrl.errors import SettingsError, WorldError
+from agentrl.errors import SettingsError, WorldError, is_out_of_memory
 from agentrl.telemetry.files import atomic_write, world_errors
 from agentrl.training.engine.recovery import Shortage, ShortageError, agreement_of_ranks
 
 _Result = TypeVar("_Result")
-
-_SHORTAGES = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
-"""What torch's RuntimeError says where the machine's memory is meant."""
 
 _REMEDIES = (
     "model.gradient_checkpointing=true, model.checkpoint_offload=true, training.sequence_parallel=2, "
@@ -90,7 +87,7 @@ class Attempt:
         except ShortageError as error:
             found: Shortage | None = error.shortage
         except (RuntimeError, MemoryError) as error:
-            if not is_shortage(error) or not self._agreement.watching:
+            if not is_out_of_memory(error) or not self._agreement.watching:
                 raise
             found = None
         # With the exception its frames are gone, and what they held.
@@ -111,18 +108,6 @@ class Attempt:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return found
-
-
-def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a GPU or on the machine.
-
-    >>> is_shortage(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ...")), \\
-    ... is_shortage(RuntimeError("shape mismatch"))
-    (True, False)
-    """
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _SHORTAGES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +187,7 @@ class MicroBatchBudget:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            if not is_shortage(error):
+            if not is_out_of_memory(error):
                 raise
             why = (str(error) or "MemoryError").splitlines()[0]
             self.tokens = max(1, self.tokens // 2)

@@ -111,6 +111,9 @@ class WeightSender:
         if native:
             now = self._service.transfer_target()  # servers may have been lost or restarted until they paused
             self._native_to(target if now is None else now).send()
+            if torch.cuda.is_available():
+                # Colocated servers wake their caches next, in the room of the transfer's buffer and copy.
+                torch.cuda.empty_cache()
         return self._service.install(directory, version, self._with_checksums(probe))
 
     def _source_of(self, target: TransferTarget) -> ParameterSource:

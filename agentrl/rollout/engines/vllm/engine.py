@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from agentrl.errors import WorldError
+from agentrl.errors import WorldError, says_out_of_memory
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling
 from agentrl.rollout.engines.http import GarbageError, ServerCallError, StatusError
@@ -20,7 +20,7 @@ from agentrl.rollout.engines.vllm.balancer import Balancer
 from agentrl.rollout.engines.vllm.member import LONGEST_LOOK, Member
 from agentrl.rollout.engines.vllm.replica import Replica
 from agentrl.rollout.engines.vllm.served_weights import Check, ServedAdapters, ServedWeights
-from agentrl.rollout.engines.vllm.server import ServerProcess, says_out_of_memory
+from agentrl.rollout.engines.vllm.server import ServerProcess
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.telemetry.trace import call
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from agentrl.errors import WorldError
+from agentrl.errors import WorldError, says_out_of_memory
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.http import ServerCallError, TooSlowError
 from agentrl.rollout.engines.vllm.balancer import Load
 from agentrl.rollout.engines.vllm.pulse import Pulse
 from agentrl.rollout.engines.vllm.replica import Identity, Replica
 from agentrl.rollout.engines.vllm.served_weights import ServedWeights
-from agentrl.rollout.engines.vllm.server import ServerProcess, says_out_of_memory
+from agentrl.rollout.engines.vllm.server import ServerProcess
 from agentrl.rollout.settings import VLLMSettings
 
 logger = logging.getLogger(__name__)

