@@ -1,217 +1,224 @@
-"""What this machine's GPU gives: kernels, training steps, memory against the plan, vLLM beside training, the tiny job.
+"""Measure the GPU code on this machine: each figure beside its expectation from first principles, in ten minutes.
 
-    python benchmarks/gpu.py                     all sections, under 25 minutes
-    python benchmarks/gpu.py --only kernel step  these sections
-    python benchmarks/gpu.py --tiny              the same code at small sizes on the CPU: no figure means anything
+    python benchmarks/gpu.py                          all parts, the most telling first
+    python benchmarks/gpu.py --only head attention    these parts
+    python benchmarks/gpu.py --device cpu             the same code with tiny shapes; no time or size is judged
 
-Every section prints its lines, or why it did not run; one that breaks or takes longer than its limit says so, gives its
-memory back, and the next one runs. Sections:
-
-kernel     token statistics by each backend against the bare products (cuBLAS) and the full logits: time, extra memory
-step       forward, backward and update of random models of Qwen2.5's shapes with as many layers as fit, packed and
-           padded: tokens/s, model FLOP utilisation, peak memory against the planner's estimate
-colocated  the tiny job in bfloat16 with vLLM on the same GPU, which sleeps while it trains and wakes with weights over
-           CUDA IPC that are verified: seconds of a transfer, mean |log-prob difference| of engine and trainer
-job        the tiny job with the `transformers` engine: seconds, share of right answers before and after
+Each part runs in a process of its own, which returns its memory. A part that lacks a package or a device is skipped, one
+that raises has failed, and one that exceeds its seconds is cut off; the next part runs in any case. `--output` (default:
+gpu.json) receives all results in one file, rewritten after each part. The exit code is 1 if a part failed or was cut
+off, or a figure is not as expected. `python benchmarks/gpu_pack.py` packs all of it for a machine without a network.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import importlib
 import json
+import math
 import os
+import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-import gpu_step
-import torch
-from token_statistics import Problem, bare_product, full_logits, gpu_times, make_inputs
-from torch import Tensor
+TOTAL = 600.0
+"""Seconds of all parts together."""
+_GRACE = 8.0
+"""Seconds that a part may take to end its own processes after its time is over."""
 
-from agentrl.kernels import token_statistics, triton_obstacle
 
-Section = Callable[[bool], Iterator[str]]
-_LIMIT = 330.0
-"""Seconds that a run of the tiny job may take."""
-_STEP_LIMIT = 150.0
-"""Seconds that the steps of one model may take, packed or padded: two models, both ways."""
-_GRACE = 20.0
-"""Seconds to end after a command was asked to."""
-_SMALL = {
-    "coldstart.steps": "120",
-    "coldstart.count": "2048",
-    "coldstart.direct_steps": "20",
-    "evaluation.problems": "8",
-    "evaluation.samples": "1",
-    "evaluation.falsified": "false",
-    "rollout.problems_per_step": "8",
-    "algorithm.drop_zero_variance": "false",  # so each step trains and sends its weights
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A row of the table of parts: the function ``name`` of ``module`` yields figures and remarks."""
+
+    module: str
+    seconds: float
+    about: str
+
+
+PARTS = {
+    "head": Part(module="gpu_kernels", seconds=60, about="token statistics against the bare matrix product"),
+    "attention": Part(module="gpu_kernels", seconds=50, about="lengths that are new in each call"),
+    "step_1_5b": Part(module="gpu_step", seconds=65, about="training steps of a 1.5B model"),
+    "step_7b": Part(module="gpu_step", seconds=105, about="training steps of a 7B model, as many layers as fit"),
+    "accumulation": Part(module="gpu_kernels", seconds=30, about="sums over micro-batches and products in float32"),
+    "shortage": Part(module="gpu_step", seconds=35, about="out of memory, and the step repeated"),
+    "energies": Part(module="gpu_kernels", seconds=30, about="exact energies against forward plus backward"),
+    "determinism": Part(module="gpu_kernels", seconds=30, about="the same gradients twice, bit by bit"),
+    "kernel_tests": Part(module="gpu_train", seconds=75, about="tests/kernels on CUDA tensors"),
+    "train_tiny": Part(module="gpu_train", seconds=50, about="a training of the tiny policy"),
+    "train_0_5b": Part(module="gpu_train", seconds=70, about="a training of a random 0.5B model"),
+    "colocated": Part(module="gpu_train", seconds=150, about="a training beside vLLM on the same GPU"),
 }
-"""A short run with a start that is too weak to learn from."""
-_SMALLEST = {"coldstart.steps": "21", "coldstart.count": "64", "rollout.problems_per_step": "2", "training.steps": "2"}
+"""In the order in which they run. ``colocated`` needs vLLM and has no share of the ten minutes: it uses what is left."""
 
 
-class NotRun(Exception):
-    """Why a section cannot run here."""
+class Skip(Exception):
+    """Raised by a part that cannot run on this machine, with the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A measurement and the range in which it is expected.
+
+    >>> print(Figure(name="forward", value=13.2, unit="ms", low=12.5, high=14))
+    forward: 13.2 ms, expected 12.5 to 14: ok
+    >>> print(Figure(name="energies", value=1.8, high=1.5, why="one forward and one backward"))
+    energies: 1.8, expected at most 1.5 (one forward and one backward): NOT AS EXPECTED
+    """
+
+    name: str
+    value: float
+    unit: str = ""
+    low: float | None = None
+    high: float | None = None
+    why: str = ""  # where the expectation comes from
+    judged: bool = True  # False: a time or size of tiny shapes
+
+    @property
+    def verdict(self) -> str:
+        """``ok``, ``NOT AS EXPECTED``, or ``not judged`` where nothing is expected."""
+        if not self.judged or (self.low is None and self.high is None):
+            return "not judged"
+        low, high = -math.inf if self.low is None else self.low, math.inf if self.high is None else self.high
+        return "ok" if low <= self.value <= high else "NOT AS EXPECTED"
+
+    def __str__(self) -> str:
+        text = f"{self.name}: {self.value:.4g}" + (f" {self.unit}" if self.unit else "")
+        if self.low is not None and self.high is not None:
+            text += f", expected {self.low:.4g} to {self.high:.4g}"
+        elif self.low is not None:
+            text += f", expected at least {self.low:.4g}"
+        elif self.high is not None:
+            text += f", expected at most {self.high:.4g}"
+        return text + (f" ({self.why})" if self.why else "") + f": {self.verdict}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=sorted(SECTIONS), default=list(SECTIONS))
-    parser.add_argument("--tiny", action="store_true", help="small sizes on the CPU, to try the program")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--output", type=Path, default=Path("gpu.json"))
+    parser.add_argument("--stretch", type=float, default=1.0, metavar="FACTOR", help="multiplies the seconds of parts")
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # module:function, for the process of one part
     options = parser.parse_args()
-    if options.tiny:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before CUDA starts, and for what is started here
-    print(f"torch {torch.__version__}, {_device(options.tiny)}", flush=True)
+    if options.part is not None:
+        measure(options.part, options.device, options.output)
+        return
+    results: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "parts": {},
+    }
+    began = time.monotonic()
     for name in options.only:
-        run_section(name, tiny=options.tiny)
+        part, left = PARTS[name], TOTAL * options.stretch - (time.monotonic() - began)
+        print(f"\n{name}: {part.about}", flush=True)
+        found = run_part(f"{part.module}:{name}", options.device, min(part.seconds * options.stretch, left))
+        results["parts"][name] = found
+        for line in found["lines"]:
+            print(f"  {line}")
+        print(f"  {found['state']}, {found['seconds']:.0f} s" + (f": {found['reason']}" if found["reason"] else ""))
+        partial = options.output.with_suffix(".part")
+        partial.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        partial.replace(options.output)
+    print(f"\n{time.monotonic() - began:.0f} s; {options.output}")
+    raise SystemExit(0 if all(map(good, results["parts"].values())) else 1)
 
 
-def run_section(name: str, *, tiny: bool) -> None:
-    """Print a section, or why there is none."""
+def good(found: dict[str, Any]) -> bool:
+    """Whether a part ran or was skipped, and each of its figures is as expected."""
+    verdicts = [figure["verdict"] for figure in found["figures"]]
+    return found["state"] in ("ran", "skipped") and "NOT AS EXPECTED" not in verdicts
+
+
+def run_part(function: str, device: str, seconds: float) -> dict[str, Any]:
+    """Run ``module:function`` in a process group of its own; end the group after ``seconds``. Returns its record."""
+    if seconds <= 0:
+        return outcome([], "cut off", 0.0, "no time was left")
     began = time.monotonic()
-    try:
-        if not tiny and not torch.cuda.is_available():
-            raise NotRun("torch finds no GPU")
-        for line in SECTIONS[name](tiny):
-            print(f"{name}: {line}", flush=True)
-    except NotRun as reason:
-        print(f"{name}: did not run: {reason}", flush=True)
-    except Exception as error:  # noqa: BLE001 - the next section runs, whatever breaks this one
-        print(f"{name}: broke: {type(error).__name__}: {str(error).strip()[-600:]}", flush=True)
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # the next section's processes use the same GPU
-    print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
-
-
-def _device(tiny: bool) -> str:
-    return "the CPU, tiny sizes" if tiny or not torch.cuda.is_available() else torch.cuda.get_device_name()
-
-
-def kernel(tiny: bool) -> Iterator[str]:
-    """Forward, and forward and backward, of log-probabilities and entropy."""
-    tokens, width, vocabulary = (64, 16, 1000) if tiny else (8192, 3584, 151_936)
-    problem = Problem(tokens=tokens, hidden=width, vocabulary=vocabulary, entropy=True)
-    device, dtype = ("cpu", torch.float32) if tiny else ("cuda", torch.bfloat16)
-    hidden, weight, targets = (tensor.detach().to(device) for tensor in make_inputs(problem))
-    hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
-    factors = hidden.detach(), weight.detach()
-    bare = _seconds(lambda: factors[0] @ factors[1].t()) * 1e3 if tiny else bare_product(*factors, 5)
-    yield f"{problem}, {dtype}: bare product {bare:.2f} ms"
-    for name in ("triton", "chunked", "full logits"):
-        obstacle = triton_obstacle(torch.device(device)) if name == "triton" else None
-        if obstacle is not None:
-            yield f"{name}: did not run: {obstacle}"
-            continue
-        try:
-            yield from _kernel_lines(name, (hidden, weight, targets), bare, tiny=tiny)
-        except torch.OutOfMemoryError:
-            yield f"{name}: did not run: it needs more memory than the GPU has"
-
-
-def _kernel_lines(name: str, inputs: tuple[Tensor, Tensor, Tensor], bare: float, *, tiny: bool) -> Iterator[str]:
-    hidden, weight, targets = inputs
-
-    def forward() -> tuple[Tensor, Tensor]:
-        if name == "full logits":
-            return full_logits(hidden, weight, targets)
-        found = token_statistics(hidden, weight, targets, backend="triton" if name == "triton" else "chunked")
-        return found.log_probs, found.entropy
-
-    def both() -> None:
-        log_probs, entropy = forward()
-        (log_probs.sum() - 0.01 * entropy.sum()).backward()
-        hidden.grad = weight.grad = None
-
-    runs: Sequence[tuple[str, Callable[[], object], int]] = (("forward", forward, 1), ("forward and backward", both, 4))
-    for what, run, products in runs:
-        if tiny:
-            yield f"{name} {what}: {_seconds(run) * 1e3:.2f} ms; memory is measured on GPUs alone"
-            continue
-        taken, memory = gpu_times(run, 5)
-        memory -= weight.nbytes / 1e6 if products > 1 else 0.0
-        ratio = taken / products / bare
-        yield f"{name} {what}: {taken:.1f} ms, {ratio:.2f} of {products} bare; extra memory {memory:.0f} MB"
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
-
-
-def step(tiny: bool) -> Iterator[str]:
-    """Each model, packed and padded, in a process of its own, whose end frees its memory."""
-    for model in ("tiny",) if tiny else ("Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B"):
-        for way in gpu_step.WAYS:
-            done = _command([sys.executable, gpu_step.__file__, "--model", model, "--way", way], limit=_STEP_LIMIT)
-            yield from done.stdout.splitlines()
-            if done.returncode:
-                yield f"{model}, {way}: broke: {done.stderr.strip()[-600:]}"
-
-
-def colocated(tiny: bool) -> Iterator[str]:
-    """Three steps beside a server."""
-    if tiny:
-        raise NotRun("vLLM cannot sleep on a CPU")
-    settings = {"model.dtype": "bfloat16", "model.tiny.heads": "3", "rollout.engine": "vllm", "training.steps": "3"}
-    beside = {"placement": "colocated", "transfer": "ipc", "gpu_memory_utilization": "0.4"}
-    settings |= {f"rollout.vllm.{name}": value for name, value in beside.items()}
-    for row in _train(_SMALL | settings):
-        yield (
-            f"step {row['step']:g}: {row['time/step_s']:.1f} s, of which transfer with wake and verification "
-            f"{row['time/transfer_s']:.1f} s; mean |log-prob difference| {row['policy/engine_abs_diff']:.2g}"
-        )
-
-
-def job(tiny: bool) -> Iterator[str]:
-    """The tiny main job."""
-    began = time.monotonic()
-    rows = _train(_SMALL | _SMALLEST if tiny else {"training.steps": "30", "evaluation.falsified": "false"})
-    seconds = time.monotonic() - began
-    shares = [row["reward/mean"] for row in rows]
-    ends = max(1, len(shares) // 10)
-    yield (
-        f"{len(rows)} steps in {seconds:.0f} s, cold start included; mean reward of the first {ends}: "
-        f"{sum(shares[:ends]) / ends:.3f}, of the last: {sum(shares[-ends:]) / ends:.3f}"
-    )
-
-
-def _train(settings: Mapping[str, str]) -> list[dict[str, float]]:
-    """The metrics of a run of the tiny job. Raises RuntimeError with what it said last."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "agentrl.cli", "train", "--env", "simpletir", f"runs_dir={folder}", "name=gpu"]
-        done = _command([*command, *(f"{key}={value}" for key, value in settings.items())], limit=_LIMIT)
-        if done.returncode:
-            raise RuntimeError(done.stderr.strip() or done.stdout.strip())
-        lines = (Path(folder) / "gpu" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [row for row in map(json.loads, lines) if "time/step_s" in row]
-
-
-def _command(command: Sequence[str], *, limit: float) -> subprocess.CompletedProcess[str]:
-    """What it printed and how it ended; 124 if it took longer than ``limit`` seconds."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            out, problems = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # agentrl ends its servers
+        record, log = Path(folder) / "record.jsonl", Path(folder) / "log"
+        command = [sys.executable, __file__, "--part", function, "--device", device, "--output", str(record)]
+        hidden = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+        with log.open("wb") as out:
+            child = subprocess.Popen(
+                command, stdout=out, stderr=out, env=os.environ | hidden, start_new_session=True, cwd=folder
+            )
+            late = False
             try:
-                out, _ = process.communicate(timeout=_GRACE)
+                child.wait(seconds)
             except subprocess.TimeoutExpired:
-                process.kill()  # its servers end with it
-                out, _ = process.communicate()
-            return subprocess.CompletedProcess(command, 124, out, f"it took longer than {limit:.0f} s")
-    return subprocess.CompletedProcess(command, process.returncode, out, problems)
+                late = True
+            for kind, grace in ((signal.SIGTERM, _GRACE if late else 0.0), (signal.SIGKILL, _GRACE)):
+                try:
+                    os.killpg(child.pid, kind)  # the part, and what it started
+                    child.wait(grace)
+                except (ProcessLookupError, subprocess.TimeoutExpired):
+                    continue
+        entries = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+        state, reason = "ran", ""
+        if entries and "state" in entries[-1]:
+            state, reason = entries[-1]["state"], entries[-1]["reason"]
+        elif late:
+            state, reason = "cut off", f"it took longer than {seconds:.0f} s"
+        else:
+            tail = log.read_text(errors="replace").strip()[-1500:]
+            state, reason = "failed", f"the process ended with {child.returncode}: {tail}"
+        return outcome([one for one in entries if "state" not in one], state, time.monotonic() - began, reason)
 
 
-SECTIONS: dict[str, Section] = {"kernel": kernel, "step": step, "colocated": colocated, "job": job}
+def outcome(entries: Sequence[dict[str, Any]], state: str, seconds: float, reason: str) -> dict[str, Any]:
+    return {
+        "state": state,
+        "reason": reason,
+        "seconds": round(seconds, 1),
+        "lines": [one["line"] for one in entries],
+        "figures": [one["figure"] for one in entries if "figure" in one],
+    }
+
+
+def measure(function: str, device: str, record: Path) -> None:
+    """Run ``module:function`` in this process; append each figure and remark to ``record`` as it comes, then how it ended."""
+
+    def write(**entry: object) -> None:
+        with record.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(entry) + "\n")
+
+    try:
+        import torch
+
+        if device == "cuda" and not torch.cuda.is_available():
+            raise Skip("torch finds no GPU")
+        about = torch.cuda.get_device_name() if device == "cuda" else "CPU, tiny shapes"
+        write(line=f"torch {torch.__version__}, {about}")
+        module, _, name = function.partition(":")
+        for found in getattr(importlib.import_module(module), name)(torch.device(device)):
+            if isinstance(found, Figure):
+                write(line=str(found), figure=asdict(found) | {"verdict": found.verdict})
+            else:
+                write(line=found)
+    except Skip as reason:
+        write(state="skipped", reason=str(reason))
+    except Exception as error:  # noqa: BLE001 - the record says why the part ended, whatever ended it
+        if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("agentrl"):
+            write(state="skipped", reason=f"{error.name} is not installed")
+            return
+        write(state="failed", reason=f"{type(error).__name__}: {error} {traceback.format_exc()[-1200:]}")
+    else:
+        write(state="ran", reason="")
 
 
 if __name__ == "__main__":
+    sys.modules["gpu"] = sys.modules["__main__"]  # the parts import Figure and Skip from here
     main()

@@ -1,10 +1,13 @@
-"""The program for machines with a GPU, at tiny sizes on the CPU: every section says something."""
+"""The benchmark for machines with a GPU and its pack, tried with tiny shapes on the CPU."""
 
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import subprocess
 import sys
-from collections.abc import Iterator
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +16,23 @@ import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
+# What a part can do, as a module that gpu.py imports by name.
+PARTS = """
+from gpu import Figure, Skip
+
+def breaks(device):
+    yield Figure(name="share", value=0.5, low=0.4, high=0.6)
+    yield "a remark"
+    raise ValueError("no such thing")
+
+def is_skipped(device):
+    raise Skip("no room")
+
+def lacks_a_package(device):
+    import nothing_of_this_name
+    yield ""
+"""
+
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -20,69 +40,102 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("gpu")
 
 
-def test_kernels_and_steps_print_a_result_or_why_there_is_none(
-    gpu: ModuleType, capsys: pytest.CaptureFixture[str]
+def recorded(gpu: ModuleType, function: str, folder: Path) -> list[dict[str, object]]:
+    record = folder / "record"
+    record.unlink(missing_ok=True)
+    gpu.measure(function, "cpu", record)
+    return [json.loads(line) for line in record.read_text().splitlines()][1:]  # the first names the device
+
+
+def test_the_record_holds_figures_with_verdicts_and_how_the_part_ended(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for section in ("kernel", "step", "colocated"):
-        gpu.run_section(section, tiny=True)
-    lines = capsys.readouterr().out.splitlines()
-    assert not [line for line in lines if "broke" in line]
-    for way in ("chunked", "full logits", "triton"):
-        assert any(line.startswith(f"kernel: {way}") for line in lines)
-    for way in ("packed", "padded"):
-        assert any(line.startswith(f"step: {way}, 256 tokens in 8 documents: ") for line in lines)
-    assert "colocated: did not run: vLLM cannot sleep on a CPU" in lines
+    (tmp_path / "some_parts.py").write_text(PARTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    figure, remark, end = recorded(gpu, "some_parts:breaks", tmp_path)
+    assert figure["line"] == "share: 0.5, expected 0.4 to 0.6: ok"
+    assert figure["figure"] == {
+        "name": "share", "value": 0.5, "unit": "", "low": 0.4, "high": 0.6, "why": "", "judged": True, "verdict": "ok",
+    }  # fmt: skip
+    assert remark == {"line": "a remark"}
+    assert end["state"] == "failed"
+    assert "ValueError: no such thing" in str(end["reason"])
+    assert recorded(gpu, "some_parts:is_skipped", tmp_path) == [{"state": "skipped", "reason": "no room"}]
+    [end] = recorded(gpu, "some_parts:lacks_a_package", tmp_path)
+    assert end == {"state": "skipped", "reason": "nothing_of_this_name is not installed"}
+
+
+@pytest.mark.parametrize(
+    ("figure", "verdict"),
+    [
+        ({"value": 0.4, "low": 0.4}, "ok"),
+        ({"value": 0.39, "low": 0.4}, "NOT AS EXPECTED"),
+        ({"value": float("nan"), "high": 1.0}, "NOT AS EXPECTED"),
+        ({"value": 2.0, "high": 1.0, "judged": False}, "not judged"),
+        ({"value": 2.0}, "not judged"),
+    ],
+)
+def test_verdicts(gpu: ModuleType, figure: dict[str, object], verdict: str) -> None:
+    assert gpu.Figure(name="a", **figure).verdict == verdict
+
+
+def test_a_part_that_takes_too_long_is_cut_off(gpu: ModuleType) -> None:
+    found = gpu.run_part("gpu_kernels:head", "cpu", 0.2)
+    assert (found["state"], found["reason"]) == ("cut off", "it took longer than 0 s")
+    assert not gpu.good(found)
+
+
+def test_the_shares_of_the_parts_fill_ten_minutes(gpu: ModuleType) -> None:
+    assert sum(part.seconds for name, part in gpu.PARTS.items() if name != "colocated") == gpu.TOTAL == 600
+
+
+@pytest.mark.parametrize("part", ["head", "attention", "energies"])
+def test_parts_of_the_kernels_find_what_they_expect(gpu: ModuleType, part: str) -> None:
+    figures = [one for one in getattr(importlib.import_module("gpu_kernels"), part)(torch.device("cpu"))]
+    judged = [one.verdict for one in figures if isinstance(one, gpu.Figure) and one.judged]
+    assert judged
+    assert set(judged) == {"ok"}
 
 
 @pytest.mark.slow
-def test_the_tiny_job_runs(gpu: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    gpu.run_section("job", tiny=True)
-    first, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("job: 2 steps in ")
-    assert last.startswith("job: ")
+@pytest.mark.parametrize(
+    "function",
+    ["gpu_kernels:accumulation", "gpu_kernels:determinism", "gpu_step:step_7b", "gpu_step:shortage"]
+    + ["gpu_train:train_tiny", "gpu_train:train_0_5b"],
+)
+def test_parts_that_train_find_what_they_expect(gpu: ModuleType, function: str) -> None:
+    found = gpu.run_part(function, "cpu", 300.0)
+    assert found["state"] == "ran", found["reason"]
+    assert gpu.good(found), found["lines"]
+    assert found["figures"]
 
 
-def test_a_section_that_runs_out_of_memory_says_so(
-    gpu: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_pack_holds_what_the_parts_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    pack = importlib.import_module("gpu_pack")
+    pack.copy_source(tmp_path)
+    for name in ("agentrl/cli.py", "envs/agentrl_envs/registry.py", "benchmarks/gpu.py", "tests/kernels/cases.py"):
+        assert (tmp_path / name).read_bytes() == (BENCHMARKS.parent / name).read_bytes()
+    assert not (tmp_path / "tests" / "planning").exists()
+
+
+def test_run_sh_unpacks_missing_packages_alone_and_passes_its_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(tiny: bool) -> Iterator[str]:
-        yield "half"
-        raise torch.OutOfMemoryError("all of it")
-
-    monkeypatch.setitem(gpu.SECTIONS, "kernel", full)
-    gpu.run_section("kernel", tiny=True)
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[:2] == ["kernel: half", "kernel: broke: OutOfMemoryError: all of it"]
-
-
-def test_a_command_that_does_not_end_when_asked_is_killed(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_GRACE", 0.1)
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    done = gpu._command([sys.executable, "-c", stubborn], limit=1.0)
-    assert (done.returncode, done.stderr) == (124, "it took longer than 1 s")
-
-
-def test_the_limits_add_up_to_less_than_25_minutes(gpu: ModuleType) -> None:
-    steps = 2 * len(gpu.gpu_step.WAYS) * gpu._STEP_LIMIT
-    assert steps + 2 * gpu._LIMIT + 6 * gpu._GRACE < 25 * 60 - 60  # and a minute for the kernels
-
-
-def test_without_a_gpu_each_section_says_so(
-    gpu: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    for section in gpu.SECTIONS:
-        gpu.run_section(section, tiny=False)
-        assert f"{section}: did not run: torch finds no GPU" in capsys.readouterr().out
-
-
-def test_what_breaks_and_what_takes_too_long_is_said(
-    gpu: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu, "_LIMIT", 0.0)
-    monkeypatch.setattr(gpu, "_STEP_LIMIT", 0.0)
-    gpu.run_section("step", tiny=True)
-    gpu.run_section("job", tiny=True)
-    said = capsys.readouterr().out
-    assert "step: tiny, packed: broke: it took longer than 0 s" in said
-    assert "job: broke: RuntimeError: it took longer than 0 s" in said
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    pack = importlib.import_module("gpu_pack")
+    (tmp_path / "run.sh").write_text(pack.RUN)
+    (tmp_path / "wheels").mkdir()
+    for name in ("not_installed_here-1.0-py3-none-any.whl", "PyYAML-0.0-py3-none-any.whl"):
+        with zipfile.ZipFile(tmp_path / "wheels" / name, "w") as wheel:
+            wheel.writestr(f"{name.partition('-')[0]}.py", "here = True")
+    (tmp_path / "source" / "benchmarks").mkdir(parents=True)
+    program = "import sys, not_installed_here; print(sys.argv[1:])"
+    (tmp_path / "source" / "benchmarks" / "gpu.py").write_text(program)
+    for _ in range(2):  # the second finds everything unpacked
+        done = subprocess.run(
+            ["sh", str(tmp_path / "run.sh"), "--only", "head"],
+            env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert done.stdout == "['--only', 'head']\n"
+    assert [path.name for path in (tmp_path / "packages").glob("*.py")] == ["not_installed_here.py"]
