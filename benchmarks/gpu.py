@@ -4,10 +4,10 @@
     python benchmarks/gpu.py --only head attention    these parts
     python benchmarks/gpu.py --device cpu             the same code with tiny shapes; no time or size is judged
 
-Each part runs in a process of its own, which returns its memory. A part that lacks a package or a device is skipped, one
-that raises has failed, and one that exceeds its seconds is cut off; the next part runs in any case. `--output` (default:
-gpu.json) receives all results in one file, rewritten after each part. The exit code is 1 if a part failed or was cut
-off, or a figure is not as expected. `python benchmarks/gpu_pack.py` packs all of it for a machine without a network.
+Each part runs in a process of its own, which returns its memory. A part that lacks a package or a device is skipped. A
+part that raises has failed, and a part that exceeds its seconds is cut off. The next part runs in any case. `--output`
+(default: gpu.json) receives all results in one file, rewritten after each part. The exit code is 1 if a part failed or
+was cut off, or a figure is not as expected. `gpu_pack.py` packs all of it for a machine without a network.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PARTS = {
     "train_0_5b": Part(module="gpu_train", seconds=70, about="a training of a random 0.5B model"),
     "colocated": Part(module="gpu_train", seconds=150, about="a training beside vLLM on the same GPU"),
 }
-"""In the order in which they run. ``colocated`` needs vLLM and has no share of the ten minutes: it uses what is left."""
+"""In the order in which they run. ``colocated`` needs vLLM and uses what is left of the ten minutes."""
 
 
 class Skip(Exception):
@@ -189,7 +189,7 @@ def outcome(entries: Sequence[dict[str, Any]], state: str, seconds: float, reaso
 
 
 def measure(function: str, device: str, record: Path) -> None:
-    """Run ``module:function`` in this process; append each figure and remark to ``record`` as it comes, then how it ended."""
+    """Run ``module:function`` in this process. Appends each figure and remark to ``record``, then how it ended."""
 
     def write(**entry: object) -> None:
         with record.open("a", encoding="utf-8") as out:

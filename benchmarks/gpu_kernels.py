@@ -154,15 +154,15 @@ def _own_attention(device: torch.device) -> tuple[Attend, str]:
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # since torch 2.10
+    """torch's function, even where flash-attn is installed."""
+    from torch.nn.attention.varlen import varlen_attn
 
-    known = inspect.signature(varlen_attn).parameters
-    grouped = {"enable_gqa": True} if "enable_gqa" in known else {}
+    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11
+        key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=query.device)
-    found = varlen_attn(
-        query, key, value, bounds, bounds, max(lengths), max(lengths), window_size=(-1, 0), **grouped
-    )  # fmt: skip
-    assert isinstance(found, Tensor)
+    longest = max(lengths)
+    found: Tensor = varlen_attn(query, key, value, bounds, bounds, longest, longest, window_size=(-1, 0), **grouped)
     return found
 
 

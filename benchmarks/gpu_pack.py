@@ -5,8 +5,8 @@
 The machine has Python 3.12 on x86_64 Linux, torch, Triton, transformers and pyarrow. FOLDER (default: gpu-kit) receives
 this source tree, wheels of the other packages, and run.sh, which passes its arguments to gpu.py. It is at most 60 MiB.
 DeepSpeed is built from its source distribution without compiled operators. run.sh unpacks each wheel whose package
-the machine lacks and puts them on PYTHONPATH; pip is not used there. `--wheels` keeps the wheels, so that packing again needs
-no network.
+the machine lacks and puts them on PYTHONPATH; pip is not used there. `--wheels` keeps the wheels, so that packing again
+needs no network.
 """
 
 from __future__ import annotations
@@ -24,16 +24,28 @@ LIMIT = 60 << 20
 SOURCE = ("agentrl", "envs", "sandbox", "benchmarks", "configs", "tests/kernels", "pyproject.toml", "LICENSE")
 TEST_FILES = ("tests/conftest.py", "tests/shared.py", "tests/ranks.py")
 DEEPSPEED = "deepspeed==0.19.8"
-PACKAGES = """
-    pydantic pydantic-core annotated-types typing-inspection
-    gymnasium farama-notifications math-verify latex2sympy2-extended antlr4-python3-runtime==4.13.2
-    einops hjson msgpack ninja psutil py-cpuinfo
-    httpx httpcore h11 anyio idna certifi stamina tenacity starlette uvicorn click
-    typer shellingham annotated-doc rich markdown-it-py mdurl pygments
-    cloudpickle zstandard latex2mathml jsonschema attrs referencing rpds-py jsonschema-specifications
-    pytest<9.2 pytest-asyncio pluggy iniconfig hypothesis sortedcontainers
-""".split()
+# fmt: off
+PACKAGES = [
+    "pydantic", "pydantic-core", "annotated-types", "typing-inspection",
+    "gymnasium", "farama-notifications", "math-verify", "latex2sympy2-extended", "antlr4-python3-runtime==4.13.2",
+    "einops", "hjson", "msgpack", "ninja", "psutil", "py-cpuinfo",
+    "httpx", "httpcore", "h11", "anyio", "idna", "certifi", "stamina", "tenacity", "starlette", "uvicorn", "click",
+    "typer", "shellingham", "annotated-doc", "rich", "markdown-it-py", "mdurl", "pygments",
+    "cloudpickle", "msgspec", "zstandard", "latex2mathml",
+    "jsonschema", "attrs", "referencing", "rpds-py", "jsonschema-specifications",
+    "pytest<9.2", "pytest-asyncio", "pytest-xdist", "execnet", "pluggy", "iniconfig", "hypothesis", "sortedcontainers",
+]
+# fmt: on
 """With what each of them requires beyond torch and transformers: pip does not resolve, so that it cannot add torch."""
+# fmt: off
+PRESENT = [
+    "torch", "transformers", "numpy", "safetensors", "tokenizers", "tqdm",
+    "pyyaml", "sympy", "typing-extensions", "pyarrow",
+]
+# fmt: on
+"""What the machine has: torch and transformers with their requirements, and pyarrow, which is too large to pack."""
+UNUSED = ["agentrl-sandbox", "datasets", "matplotlib", "pandas", "scipy"]
+"""Requirements of the project that no part imports; the sandbox is part of the source."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64")
 
 RUN = """\
@@ -112,8 +124,8 @@ def fetch_wheels(folder: Path) -> None:
         subprocess.run([*pip, "download", "--no-deps", *target, "--dest", folder, *missing], check=True)
     if "deepspeed" not in held:
         environment = os.environ | {"DS_BUILD_OPS": "0"}  # no compiler, no CUDA: torch's AdamW trains
-        build = ["wheel", "--no-deps", "--no-build-isolation", "--no-binary", "deepspeed", "--wheel-dir", folder, DEEPSPEED]
-        subprocess.run([*pip, *build], check=True, env=environment)
+        build = ["wheel", "--no-deps", "--no-build-isolation", "--no-binary", "deepspeed", "--wheel-dir", folder]
+        subprocess.run([*pip, *build, DEEPSPEED], check=True, env=environment)
 
 
 if __name__ == "__main__":

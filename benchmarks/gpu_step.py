@@ -241,4 +241,3 @@ def _library_shortages(device: torch.device) -> Iterator[Figure | str]:
     else:
         yield "a product without memory: it ran"
     held.clear()
-

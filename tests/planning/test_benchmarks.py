@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -91,7 +93,7 @@ def test_the_shares_of_the_parts_fill_ten_minutes(gpu: ModuleType) -> None:
 
 @pytest.mark.parametrize("part", ["head", "attention", "energies"])
 def test_parts_of_the_kernels_find_what_they_expect(gpu: ModuleType, part: str) -> None:
-    figures = [one for one in getattr(importlib.import_module("gpu_kernels"), part)(torch.device("cpu"))]
+    figures = list(getattr(importlib.import_module("gpu_kernels"), part)(torch.device("cpu")))
     judged = [one.verdict for one in figures if isinstance(one, gpu.Figure) and one.judged]
     assert judged
     assert set(judged) == {"ok"}
@@ -100,8 +102,14 @@ def test_parts_of_the_kernels_find_what_they_expect(gpu: ModuleType, part: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
-    ["gpu_kernels:accumulation", "gpu_kernels:determinism", "gpu_step:step_7b", "gpu_step:shortage"]
-    + ["gpu_train:train_tiny", "gpu_train:train_0_5b"],
+    [
+        "gpu_kernels:accumulation",
+        "gpu_kernels:determinism",
+        "gpu_step:step_7b",
+        "gpu_step:shortage",
+        "gpu_train:train_tiny",
+        "gpu_train:train_0_5b",
+    ],
 )
 def test_parts_that_train_find_what_they_expect(gpu: ModuleType, function: str) -> None:
     found = gpu.run_part(function, "cpu", 300.0)
@@ -117,6 +125,15 @@ def test_the_pack_holds_what_the_parts_import(tmp_path: Path, monkeypatch: pytes
     for name in ("agentrl/cli.py", "envs/agentrl_envs/registry.py", "benchmarks/gpu.py", "tests/kernels/cases.py"):
         assert (tmp_path / name).read_bytes() == (BENCHMARKS.parent / name).read_bytes()
     assert not (tmp_path / "tests" / "planning").exists()
+
+
+def test_every_requirement_of_the_project_is_packed_or_accounted_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    pack = importlib.import_module("gpu_pack")
+    project = tomllib.loads((BENCHMARKS.parent / "pyproject.toml").read_text())["project"]
+    required = {re.split(r"[\[<>=]", one)[0] for one in project["dependencies"]}
+    packed = {re.split("[<=]", one)[0] for one in [*pack.PACKAGES, pack.DEEPSPEED]}
+    assert required <= packed | set(pack.PRESENT) | set(pack.UNUSED)
 
 
 def test_run_sh_unpacks_missing_packages_alone_and_passes_its_arguments(
