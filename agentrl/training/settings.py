@@ -258,9 +258,10 @@ class CheckpointSettings(_Settings):
     """steps between checkpoints; the last step is always saved"""
     keep: int = Field(2, ge=1)
     """number of checkpoints to keep; older ones are deleted"""
-    asynchronous: bool = False
+    asynchronous: bool | None = None
     """write checkpoints beside training: a step waits only for a copy of the state in the machine's memory, 12 bytes a
-    trained parameter over all ranks. A checkpoint counts at the end of the step in which its files are written"""
+    trained parameter over all ranks. A checkpoint counts at the end of the step in which its files are written. null:
+    only checkpoints of more than 1 GB over all ranks"""
     best: bool = True
     """export the policy with the best score on held-out problems to checkpoints/best"""
 

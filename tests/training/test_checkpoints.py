@@ -17,6 +17,7 @@ from training.conftest import CommandLine
 
 from agentrl.errors import WorldError
 from agentrl.telemetry.checksums import checksum, damaged
+from agentrl.training.engine import checkpoint
 from agentrl.training.engine.checkpoint import CheckpointWriter, RunState, open_newest
 from agentrl.training.engine.parts import Facts, Part
 from agentrl.training.settings import CheckpointSettings
@@ -144,9 +145,11 @@ class HeldUp(FakeEngine):
         return cast(Part, SimpleNamespace(write=write))
 
 
-def beside_training(root: Path, engine: Any, *, keep: int = 3) -> tuple[CheckpointWriter, list[int]]:
+def beside_training(
+    root: Path, engine: Any, *, keep: int = 3, asynchronous: bool | None = True
+) -> tuple[CheckpointWriter, list[int]]:
     published: list[int] = []
-    settings = CheckpointSettings(keep=keep, asynchronous=True)
+    settings = CheckpointSettings(keep=keep, asynchronous=asynchronous)
     return CheckpointWriter(root, engine, settings, published=lambda state: published.append(state.step)), published
 
 
@@ -160,6 +163,17 @@ def test_a_checkpoint_written_beside_training_has_the_same_bytes(root: Path, alo
     folders = root / "step-000003", tmp_path / "beside" / "step-000003"
     for name in (MODEL, CRITIC, "state.json"):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
+
+
+def test_a_large_checkpoint_is_written_beside_training(root: Path, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, published = beside_training(root, alone, asynchronous=None)
+    writer.save({"engine": alone}, state(4))
+    assert published == [4]
+    monkeypatch.setattr(checkpoint, "_LARGE", alone.part().size - 1)
+    writer.save({"engine": alone}, state(5))
+    assert published == [4]
+    writer.settle()
+    assert published == [4, 5]
 
 
 def test_a_checkpoint_counts_only_when_all_of_it_is_written(root: Path, alone: Any, tmp_path: Path) -> None:

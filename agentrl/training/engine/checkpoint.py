@@ -34,6 +34,7 @@ from agentrl.training.settings import CheckpointSettings
 
 _Value = TypeVar("_Value")
 _STATE = "state.json"
+_LARGE = 1_000_000_000  # bytes: seconds on most disks
 _NAME = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.partial")
 
 
@@ -101,7 +102,10 @@ class CheckpointWriter:
         own = {f"{name}/part-{self._rank:05d}.safetensors": item.part() for name, item in saved.items()}
         files = self._thread.submit(_write_parts, folder, own)
         self._under_way = _Write(state=_as_read(state), folder=folder, files=files)
-        if not self._settings.asynchronous:
+        asynchronous = self._settings.asynchronous
+        if asynchronous is None:
+            asynchronous = sum(gather_from_ranks(sum(part.size for part in own.values()))) > _LARGE
+        if not asynchronous:
             self.settle()
 
     def settle(self, *, wait: bool = True) -> None:

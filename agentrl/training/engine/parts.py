@@ -51,6 +51,11 @@ class Part:
     facts: Facts
     tensors: dict[str, Tensor]
 
+    @property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
     def write(self, path: Path) -> None:
         """Write one file, always with the same bytes. Raises OSError or SafetensorError."""
         path.parent.mkdir(exist_ok=True)
