@@ -24,7 +24,7 @@ from typing import ClassVar
 
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory"  # torch, CUDA, Triton, and NCCL's "Cuda failure 2 'out of memory'"
-    r"|can(?:no|')t allocate memory|DefaultCPUAllocator: not enough memory|bad_alloc"  # of the machine
+    r"|can(?:no|')t allocate memory|DefaultCPUAllocator: not enough memory|bad_alloc"  # host memory
     r"|Failed to CUDA (?:host )?[cm]alloc"  # NCCL's last error, below "unhandled cuda error"
     r"|STATUS_ALLOC_FAILED|DEVICE_ALLOCATION_FAILED",  # cuBLAS and cuDNN
     re.IGNORECASE,
@@ -50,7 +50,7 @@ class WorldError(AgentRLError):
 
 
 def says_out_of_memory(text: str) -> bool:
-    """Whether an error's text reports a lack of memory, on a GPU or on the machine.
+    """Return whether an error's text reports that memory ran out, on a GPU or on the host.
 
     >>> says_out_of_memory("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
     True
@@ -63,7 +63,7 @@ def says_out_of_memory(text: str) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of torch, or of a library that it calls, reports a lack of memory."""
+    """Return whether an error of torch, or of a library that it calls, reports that memory ran out."""
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and says_out_of_memory(f"{type(error).__name__}: {error}")

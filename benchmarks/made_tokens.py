@@ -1,4 +1,4 @@
-"""Trajectories that nobody played and their token statistics, of the size of real ones."""
+"""Synthetic trajectories and token statistics of realistic size."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def made_tokens(number: int, length: int, draw: np.random.Generator, *, loss_wei
 
 
 def made_record(step: int, number: int, length: int, draw: np.random.Generator) -> dict[str, Any]:
-    """The record of the ``number``-th trajectory of a step, of ``length`` model tokens in four turns."""
+    """Return the record of the ``number``-th trajectory of a step, with ``length`` model tokens in four turns."""
     segments = []
     for turn in range(TURNS):
         ids = draw.integers(0, VOCABULARY, length // TURNS).tolist()

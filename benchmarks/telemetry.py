@@ -1,4 +1,4 @@
-"""What telemetry costs: the trajectories and the token statistics of a step, and the slices of a trace.
+"""Measure the cost of telemetry: the trajectories and the token statistics of a step, and the slices of a trace.
 
 ``python benchmarks/telemetry.py [--rows 128] [--tokens 4096] [--run RUN]``. The values are random as those of a real
 step are: log-probabilities, energies and entropies to their last digit, returns equal within a trajectory. With a run
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def trajectories_cost(trajectories: int, tokens: int) -> None:
-    """What a step waits for its trajectories, and what writing them takes in the background."""
+    """Print how long a step waits for its trajectories, and the CPU time of writing them in the background."""
     draw = np.random.default_rng(3)
     records = [made_record(1, number, tokens, draw) for number in range(trajectories)]
     count = sum(len(segment["token_ids"]) for record in records for segment in record["segments"])
@@ -63,7 +63,7 @@ def trajectories_cost(trajectories: int, tokens: int) -> None:
             seconds.append(time.process_time() - used)
         writer.close()
         size = run.trajectory_file(1).stat().st_size
-    print(f"trajectories: a step of {count} tokens waits {median(waits) * 1e3:.1f} ms; writing beside it takes")
+    print(f"trajectories: a step of {count} tokens waits {median(waits) * 1e3:.1f} ms; writing in the background takes")
     print(f"{median(seconds) / count * 1e6:.2f} s of a core a million tokens, {size / count:.1f} bytes a token")
 
 

@@ -84,10 +84,10 @@ def _checked_window(module: torch.nn.Module, window: int | None) -> int | None:
 
 @cache
 def register_attention() -> str:
-    """Tell `transformers` of :func:`attention`; returns its name there.
+    """Register :func:`attention` with `transformers`, and return its name there.
 
-    Turns off cuDNN's attention in this process. On Hopper torch prefers it, it plans a graph for every new shape (20 to
-    40 ms each, never evicted: pytorch#190388), and nearly every packed row and decoded batch has a new one.
+    Turns off cuDNN attention in this process. torch prefers it on Hopper, but it plans a graph for every new shape (20
+    to 40 ms each, never evicted: pytorch#190388), and nearly every packed row and decoded batch has a new shape.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     from transformers import AttentionInterface, AttentionMaskInterface

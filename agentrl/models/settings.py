@@ -57,8 +57,8 @@ class ModelSettings(BaseModel):
     slower; without a GPU the memory is the same"""
     attention: Literal["auto", "sdpa", "flex", "flash"] = "auto"
     """how training computes attention over packed trajectories: sdpa on any machine; flex on GPUs; flash on GPUs in
-    bfloat16, by the package flash-attn or else by torch's varlen_attn, which caps no scores; auto: flash if
-    it can run, else flex on GPUs for models with sliding windows or capped scores, else sdpa"""
+    bfloat16, with the package flash-attn or else torch's varlen_attn, which does not support capped scores; auto: flash
+    if it can run, else flex on GPUs for models with sliding windows or capped scores, else sdpa"""
     lora: LoRASettings = LoRASettings()
     tiny: TinyModelSettings = TinyModelSettings()
 

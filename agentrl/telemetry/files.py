@@ -58,25 +58,25 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 class BackgroundWriter:
-    """Writes files in a thread, one at a time: nothing waits for a file but the next one."""
+    """Writes files in a background thread, one at a time. Only the next file waits for the one before."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._under_way: Future[object] | None = None
 
     def submit(self, write: Callable[[], object]) -> None:
-        """Begin to ``write`` when the file before is written. Raises that file's error."""
+        """Wait until the previous file is written, then start ``write``. Raises the error of the previous file."""
         self.settle()
         self._under_way = self._thread.submit(write)
 
     def settle(self) -> None:
-        """Wait until every file is written. Raises the error of one that was not."""
+        """Wait until the current file is written. Raises its error."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
 
     def close(self) -> None:
-        """Wait for the file under way, without its error, and end the thread."""
+        """Wait for the current file, ignore its error, and end the thread."""
         self._thread.shutdown()
 
 

@@ -146,7 +146,7 @@ class RunDirectory:
         return self.trajectories / f"{step:08d}.parquet"
 
     def write_trajectories(self, step: int, rows: Iterable[Mapping[str, object]]) -> Path:
-        """Write the trajectories of one step; the file appears whole."""
+        """Write the trajectories of one step to a file, atomically."""
         path = self.trajectory_file(step)
         write_trajectories(path, rows)
         return path
@@ -156,9 +156,9 @@ class RunDirectory:
         return (record for _, record in self.chosen_trajectories(step, lambda _number, _line: True))
 
     def chosen_trajectories(self, step: int, wanted: Callable[[int, bytes], bool]) -> Iterator[tuple[int, JsonRecord]]:
-        """The index, from 0, and the row of each trajectory of which ``wanted(index, its JSON)`` is true.
+        """Yield the index (from 0) and the row of each trajectory for which ``wanted(index, its JSON)`` is true.
 
-        The JSON contains no token ids and log-probabilities. Raises WorldError as :meth:`read_trajectories`.
+        The JSON does not contain token ids and log-probabilities. Raises WorldError as :meth:`read_trajectories` does.
         """
         return read_trajectories(contained(self.trajectory_file(step), self.path), wanted)
 
@@ -172,7 +172,7 @@ class RunDirectory:
         if step not in steps:
             stored = f"stored: steps {steps[0]} to {steps[-1]}" if steps else "none are stored"
             if step in _steps(self.trajectories.glob("*.jsonl.zst")):
-                stored = "an earlier version of agentrl stored them as JSON: read them with that version"
+                stored = "an earlier version of agentrl stored them as JSON: use that version to read them"
             raise SettingsError(f"{self.path} has no trajectories of step {step}; {stored}")
 
     def token_file(self, step: int, rank: int) -> Path:

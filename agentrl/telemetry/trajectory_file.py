@@ -1,7 +1,7 @@
-"""The trajectories of one step on disk: Parquet with Zstandard, one row a trajectory.
+"""Files with the trajectories of one step: Parquet with Zstandard, one row per trajectory.
 
-Token ids and log-probabilities are columns of numbers. The rest of a record is a JSON object in ``record``, in which
-a list of numbers is replaced by its length:
+Token ids and log-probabilities are columns of numbers. The column ``record`` holds the rest as JSON, in which each list
+of numbers is replaced by its length:
 
 >>> _split({"prompt_ids": [7, 8], "segments": [{"token_ids": [1], "log_probs": [-0.5], "text": "a"}]})
 ({'prompt_ids': 2, 'segments': [{'token_ids': 1, 'log_probs': 1, 'text': 'a'}]}, [[7, 8], [1]], [[-0.5]])
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _MAGIC = b"PAR1"  # first and last bytes of a whole file
-_BLOCK = 1 << 18  # tokens, or bytes of JSON, that are written and read together
-_LARGEST_BLOCK = 1 << 28  # bytes: 20 times a block; a larger one would fill the reader's memory
+_BLOCK = 1 << 18  # tokens plus bytes of JSON in a row group, which is written and read as a whole
+_LARGEST_BLOCK = 1 << 28  # bytes; 20 times an ordinary row group. Limits the memory of a reader
 _COLUMNS = ["record", "token_ids", "log_probs"]
 _IDS, _LOG_PROBS = ("prompt_ids", "token_ids"), "log_probs"
 
 
 def write_trajectories(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write records as :meth:`~agentrl.trajectory.Trajectory.to_record` returns them; the file appears whole.
+    """Write the records of :meth:`~agentrl.trajectory.Trajectory.to_record` to one file, atomically.
 
-    Raises WorldError if it cannot be written and ValueError for a record that JSON cannot express. Compression, most
-    of the time, releases the interpreter's lock.
+    Raises WorldError if the file cannot be written, and ValueError if JSON cannot express a record. Most of the time is
+    spent in compression, which releases the GIL.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -50,7 +50,7 @@ def write_trajectories(path: Path, records: Iterable[Mapping[str, Any]]) -> None
             compression="zstd",
             compression_level=1,
             use_dictionary=False,
-            # Sorting bytes by significance lets Zstandard drop the zeros: most log-probabilities are float32 values.
+            # Most log-probabilities are float32 values, so grouping bytes by position yields zeros that compress well.
             use_byte_stream_split=["token_ids.list.element", "log_probs.list.element"],
             write_statistics=False,
         ) as writer:
@@ -63,9 +63,9 @@ def write_trajectories(path: Path, records: Iterable[Mapping[str, Any]]) -> None
 
 
 def read_trajectories(path: Path, wanted: Callable[[int, bytes], bool]) -> Iterator[tuple[int, JsonRecord]]:
-    """The index, from 0, and the record of each row of which ``wanted(index, JSON of the record)`` is true.
+    """Yield the index (from 0) and the record of each row for which ``wanted(index, JSON of the record)`` is true.
 
-    The JSON contains no token ids and log-probabilities. Raises WorldError for a missing or damaged file.
+    The JSON does not contain token ids and log-probabilities. Raises WorldError if the file is missing or damaged.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -92,7 +92,7 @@ def read_trajectories(path: Path, wanted: Callable[[int, bytes], bool]) -> Itera
 
 
 def is_whole(path: Path) -> bool:
-    """False for a truncated file. Not detected: bits that changed inside the file."""
+    """Return False if the file is truncated. Does not detect damage inside the file."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - len(_MAGIC)))
@@ -117,7 +117,7 @@ def _blocks(records: Iterable[Mapping[str, Any]]) -> Iterator[list[_Row]]:
 
 
 def _split(record: Mapping[str, Any]) -> tuple[JsonRecord, list[Sequence[int]], list[Sequence[float]]]:
-    """A record with lengths in place of its numbers; lists of token ids and of log-probabilities, in its order."""
+    """Return a record with lengths in place of lists of numbers, the lists of token ids, and of log-probabilities."""
     ids: list[Sequence[int]] = []
     log_probs: list[Sequence[float]] = []
 
@@ -135,7 +135,7 @@ def _split(record: Mapping[str, Any]) -> tuple[JsonRecord, list[Sequence[int]], 
 
 
 def _joined(line: bytes, ids: list[int], log_probs: list[float]) -> JsonRecord:
-    """The inverse of :func:`_split`. ValueError if the lengths do not add up."""
+    """Inverse of :func:`_split`. Raises ValueError if the lengths do not add up."""
     record = json.loads(line)
     used, scored = 0, 0
     for item in (record, *record.get("segments", ())):
@@ -150,7 +150,7 @@ def _joined(line: bytes, ids: list[int], log_probs: list[float]) -> JsonRecord:
 
 
 def _lists(rows: Sequence[Sequence[Sequence[float]]], code: Literal["i", "d"]) -> pa.ListArray:
-    """One list of C's int or double for each row, of all its numbers. struct converts twice as fast as NumPy."""
+    """Return one list of C ints or doubles per row. struct converts twice as fast as NumPy."""
     import pyarrow as pa
 
     lengths = [sum(map(len, parts)) for parts in rows]

@@ -237,7 +237,7 @@ class TrainingSettings(_Settings):
     collective_deadline: float = Field(1800.0, gt=0)
     """seconds a rank waits for another one in a collective. Ranks never wait there for rollouts, but while another rank
     loads kernels, trains longer micro-batches or writes its part of a large checkpoint. A rank without progress for so
-    long in an update, a transfer, a checkpoint or the first step counts as stuck; elsewhere, cluster.deadline holds"""
+    long in an update, a transfer, a checkpoint or the first step counts as stuck; otherwise cluster.deadline applies"""
 
     def stage_that_runs(self, *, bfloat16: bool) -> int:
         """DeepSpeed's stage.

@@ -32,7 +32,7 @@ class Trackers:
         """Without a ``run`` (ranks other than 0) there are none."""
         self._telemetry, self._run, self._say, self._warn = telemetry, run, say, warn
         self._threads: list[TrackerThread] = []
-        self._due: int | None = None  # the step whose sample is to be sent
+        self._due: int | None = None  # step whose sample is sent next
 
     def begin(self, settings: Mapping[str, object], *, step: int, resumed: bool) -> None:
         """Open the trackers, after ``step`` steps; a ``resumed`` run continues what it began."""
@@ -44,15 +44,15 @@ class Trackers:
             self._threads.append(TrackerThread(name, opening, say=self._say, warn=self._warn))
 
     def row(self, row: Metrics) -> None:
-        """A row that ``metrics.jsonl`` has, and a sample of the step's trajectories if it is due.
+        """Send a row of ``metrics.jsonl``, and a sample of the previous step's trajectories if it is due.
 
-        The sample is sent with the next step, because the trajectories of one step are written during the next.
+        The sample is sent one step later, because the trajectories of a step are written during the next one.
         """
         step = int(row["step"])
         numbers = {key: value for key, value in row.items() if key != "step"}
         every, trained = self._telemetry.tracker_tables_every, "policy/updates" in row
         if trained:
-            self._send_due_table()  # before the metrics: wandb drops what belongs to an earlier step
+            self._send_due_table()  # before the metrics: wandb drops data of earlier steps
         self._tell(lambda tracker: tracker.metrics(step, numbers))
         if trained and every and step % every == 0:
             self._due = step

@@ -18,14 +18,14 @@ from agentrl.weights.verify import LIMITS, noise_bound
 Reduce = Callable[[Tensor], Tensor]
 
 _FLOORS = {"float32": 1e-3, "bfloat16": 3e-2}
-"""Smallest fidelity bound (nats) by dtype of the weights, whatever the measurement at the start says."""
+"""Smallest fidelity bound (nats) by dtype of the weights, also if less was measured at the start."""
 
 
 def fidelity_bound(dtype: str, noise: float) -> float:
-    """Largest mean absolute difference (nats) between engine and trainer in a step, by dtype of the weights.
+    """Return the largest allowed mean absolute difference (nats) between engine and trainer in a step.
 
-    ``noise``: the difference measured at the start with equal weights; models with experts have several times that of
-    dense ones, because a rounding changes which expert computes a token. In float32 the bound also holds for each
+    ``noise`` is the difference that was measured at the start with equal weights. It is several times larger for models
+    with experts, because rounding can change which expert computes a token. In float32, the bound also applies to each
     trajectory's mean.
 
     >>> fidelity_bound("bfloat16", 0.005), fidelity_bound("bfloat16", 0.03), fidelity_bound("bfloat16", 0.064)
