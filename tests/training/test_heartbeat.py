@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+from torch._dynamo.callback import callback_handler
+
 from agentrl.training.engine.heartbeat import Beat, Pulse, Watch
 
 
@@ -51,6 +54,26 @@ def test_the_first_step_compiles_and_is_not_measured() -> None:
         clock.now += 1000.0  # an update, a checkpoint: not a pass
     first, second = [60.0, 1800.0, 1800.0, 1800.0], [60.0, 1800.0, 60.0, 1800.0]
     assert allowed == [*first, *second, 60.0, 60.0, 90.0, 1800.0, 60.0, 90.0, 90.0, 1800.0]
+
+
+def test_a_pass_in_which_torch_compiles_has_more_time_and_is_not_measured() -> None:
+    clock = Clock()
+    pulse = Pulse(deadline=60.0, slow=1800.0, clock=clock)
+    pulse.train(1)
+    pulse.train(2)
+    pulse.micro_batch()
+    clock.now += 7.0
+    pulse.micro_batch()
+    place = pulse.beat.place
+    callback_handler.register_start_callback(pulse.compiling)
+    try:
+        torch.compile(lambda values: values + 1, backend="eager")(torch.zeros(2))
+    finally:
+        callback_handler.remove_start_callback(pulse.compiling)
+    assert (pulse.beat.allowed, pulse.beat.place) == (1800.0, place)
+    clock.now += 500.0
+    pulse.micro_batch()
+    assert pulse.beat.allowed == 70.0
 
 
 def test_every_mark_is_at_a_later_place_and_a_wait_repeats_its_own() -> None:

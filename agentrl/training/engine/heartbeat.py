@@ -45,8 +45,8 @@ class Pulse:
     next second, and the worker would allow it as long as before. There are about ten of them in a step.
 
     The allowance of a micro-batch's pass is ``deadline`` or ten times the longest pass so far, whichever is longer.
-    Everything else has ``slow`` seconds: transfers, checkpoints, updates, and the whole first step, which compiles
-    kernels and is not measured.
+    Everything else has ``slow`` seconds: transfers, checkpoints, updates, passes in which torch compiles, and the whole
+    first step, which loads kernels and is not measured.
 
     >>> now = 0.0
     >>> pulse = Pulse(deadline=60.0, slow=1800.0, clock=lambda: now)
@@ -100,6 +100,11 @@ class Pulse:
         allowed = max(self._deadline, _LENIENCE * self._longest) if self._longest else self._slow
         self._mark(self._next(), self._step, allowed)
         self._began = self._clock() if self._steps > 1 else None
+
+    def compiling(self, *_: object) -> None:
+        """Allow the current work more time and do not measure it. Torch calls this when a compilation starts."""
+        self._began = None
+        self.beat = replace(self.beat, allowed=max(self._slow, self.beat.allowed), marks=self.beat.marks + 1)
 
     def after_micro_batches(self) -> None:
         """Begin to wait for the other ranks' micro-batches, and to update."""

@@ -22,6 +22,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection
 from typing import TYPE_CHECKING, Any, cast
 
+from torch._dynamo.callback import callback_handler
+
 from agentrl.cluster.launchers import listen_for_ranks
 from agentrl.cluster.local import HERE, LocalProcess
 from agentrl.cluster.logs import log_file
@@ -101,6 +103,7 @@ class RemoteService:
             self._connection = _connect(place, Caller(rank=rank, control=False), silence)
             self._control = _connect(place, Caller(rank=rank, control=True), silence)
         pulse.shortened = self._send_beat
+        callback_handler.register_start_callback(pulse.compiling)
         threading.Thread(target=self._beat_and_end_with_worker, daemon=True, name="beat").start()
         self._answer("the rollout worker's set-up", _START + engine_facts(settings.rollout).start_seconds)
 
@@ -118,6 +121,7 @@ class RemoteService:
 
     def close(self) -> None:
         """Close this rank's connection, which ends the worker."""
+        callback_handler.remove_start_callback(self._pulse.compiling)
         self._closed.set()  # first: nobody is stuck any more, however long the worker takes to end
         self._connection.close()
         if self._process is not None:
