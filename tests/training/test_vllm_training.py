@@ -1,8 +1,9 @@
-"""Training on vLLM servers that the run starts itself: one of two is killed; weights change under running requests."""
+"""Training on vLLM servers that the run starts itself: one of two and the only one are killed, and weights change."""
 
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -77,13 +78,25 @@ def test_a_run_loses_no_trajectory_with_one_of_two_servers(command_line: Command
     assert not alive
 
 
-def test_weights_change_under_running_requests(command_line: CommandLine, policy: Path) -> None:
+def test_weights_change_under_running_requests_though_the_only_server_is_lost(
+    command_line: CommandLine, policy: Path
+) -> None:
     ahead = ["rollout.schedule=asynchronous", "rollout.max_staleness=2", "correction.weights=token"]
     own = ["rollout.engine=vllm", "rollout.concurrency=3", "training.steps=6", "telemetry.trajectories_every=1"]
-    command_line.run(*command_line.counting(policy, "name=ahead", "environment.kwargs.seconds=0.1", *ahead, *own))
+    arguments = command_line.counting(policy, "name=ahead", "environment.kwargs.seconds=0.1", *ahead, *own)
+    process = command_line.start(*arguments)
+    wait_until(lambda: command_line.steps("ahead") != [], process)
+    (server,) = servers(process.pid)
+    server.kill()  # during step 2
+    said = process.communicate(timeout=DEADLINE)[0]
+    assert process.returncode == 0, said
+    assert re.search(r"the vLLM server \S+ has ended and is started again(?s:.*)the vLLM server \S+ is back", said), (
+        said
+    )
     rows = [row for row in command_line.metrics("ahead") if "policy/updates" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["policy/updates"] for row in rows] == [1] * 6
+    assert [row["groups/infrastructure_failures"] for row in rows] == [0] * 6
     assert 1 <= max(row["staleness/max"] for row in rows) <= 2
     assert max(row["staleness/mixed_share"] for row in rows) > 0
     assert max(row.get("policy/engine_abs_diff", 0.0) for row in rows) < 1e-5
