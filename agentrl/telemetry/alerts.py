@@ -305,7 +305,7 @@ def constant_reward(rows: Sequence[Metrics]) -> str | None:
     fires="less than 5 % of the variance of rewards lies between problems (40 steps, by 2 standard errors), and "
     "`reward/mean` over the last 20 steps is within 2.5 standard errors of the first 20",
     advice="test the reward on a correct and on a wrong answer to one problem; check that it grades the answer of its "
-    "own rollout",
+    "own rollout; if it is right, the policy does not learn: raise optimizer.learning_rate",
 )
 def random_reward(rows: Sequence[Metrics]) -> str | None:
     # Problems that are all equally hard look the same, until training improves the reward.
