@@ -17,8 +17,8 @@ from agentrl.kernels.backends.products import tempered_logits
 from agentrl.kernels.records import KernelInputError, check_cap, check_inputs, statistics_dtype
 from agentrl.kernels.softcap import cap_slope
 
-_BLOCK_ELEMENTS = 1 << 23  # logits of one matrix product: 32 MB of float32
-_PIECE_ELEMENTS = {"cpu": 1 << 18}  # logits that the elementwise passes touch at a time; elsewhere the whole block
+_BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}  # logits of one matrix product: 32 and 256 MB of float32
+_PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}  # logits that the elementwise passes touch at a time
 
 
 def full_kl(
@@ -133,19 +133,19 @@ def _blocks(
     hidden, weight, bias, ref_hidden, ref_weight, ref_bias = tensors
     dtype = _dtype(tensors)
     total, vocabulary = hidden.shape[0], weight.shape[0]
-    size = max(1, min(total, _BLOCK_ELEMENTS // vocabulary))
+    size = max(1, min(total, _BLOCK_ELEMENTS[hidden.device.type] // vocabulary))
     buffers = hidden.new_empty((2, size, vocabulary), dtype=dtype)
     for start in range(0, total, size):
         rows = slice(start, min(start + size, total))
         own, other = buffers[:, : rows.stop - start]
         sides = ((hidden, weight, bias, own), (ref_hidden, ref_weight, ref_bias, other))
         for (states, head, shift, out), (temperature, cap) in zip(sides, maps, strict=True):
-            tempered_logits(states[rows].to(dtype), head, shift, out, temperature, cap)
+            tempered_logits(states[rows], head, shift, out, temperature, cap)
         yield rows, own, other
 
 
 def _pieces(block: Tensor) -> Iterator[slice]:
     """Rows of the block [R, V], a few at a time."""
-    step = max(1, _PIECE_ELEMENTS.get(block.device.type, block.numel()) // block.shape[1])
+    step = max(1, _PIECE_ELEMENTS[block.device.type] // block.shape[1])
     for start in range(0, block.shape[0], step):
         yield slice(start, start + step)

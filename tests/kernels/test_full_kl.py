@@ -39,8 +39,8 @@ def test_by_hand():
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
 @pytest.mark.parametrize("rows_per_block", [1, 2, 5])
 def test_values_and_gradients_are_those_of_the_whole_logits(temperature, rows_per_block, monkeypatch):
-    monkeypatch.setattr(divergence, "_BLOCK_ELEMENTS", 11 * rows_per_block)
-    monkeypatch.setattr(divergence, "_PIECE_ELEMENTS", {"cpu": 22})
+    monkeypatch.setattr(divergence, "_BLOCK_ELEMENTS", dict.fromkeys(("cpu", "cuda"), 11 * rows_per_block))
+    monkeypatch.setattr(divergence, "_PIECE_ELEMENTS", dict.fromkeys(("cpu", "cuda"), 22))
     policy, reference = problem()
     upstream = torch.linspace(-1, 2, 5, dtype=torch.float64)
     results = []

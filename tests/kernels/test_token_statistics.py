@@ -12,6 +12,7 @@ from torch import Tensor
 
 from agentrl.kernels import BACKENDS, KernelInputError, TokenStatistics, records, token_statistics
 from agentrl.kernels.backends import chunked
+from agentrl.kernels.backends import gradients as head_gradients
 
 EVERY_BACKEND = [pytest.param(name, marks=needs_triton if name == "triton" else ()) for name in sorted(BACKENDS)]
 
@@ -153,9 +154,9 @@ def gradients(
 
 
 def limit_memory(monkeypatch: pytest.MonkeyPatch, *, block: int, keep: int, piece: int) -> None:
-    monkeypatch.setattr(chunked, "_BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(chunked, "_BLOCK_ELEMENTS", dict.fromkeys(("cpu", "cuda"), block))
     monkeypatch.setattr(chunked, "_KEEP_ELEMENTS", keep)
-    monkeypatch.setattr(chunked, "_PIECE_ELEMENTS", piece)
+    monkeypatch.setattr(chunked, "_PIECE_ELEMENTS", dict.fromkeys(("cpu", "cuda"), piece))
 
 
 @pytest.mark.parametrize("uses", ["l", "e", "le", ""])
@@ -174,6 +175,18 @@ def test_values_and_gradients_agree_with_the_reference_for_every_block_size(monk
     found = token_statistics(hidden, weight, targets, temperature=0.7, backend="chunked", cap=cap)
     for name in (*FIELDS, "hidden_norm_squared"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_a_weight_gradient_of_bfloat16_factors_keeps_bfloat16(monkeypatch, cap):
+    # On GPUs the gradient of the logits is rounded to bfloat16 for the product with the hidden states; here told to.
+    monkeypatch.setattr(head_gradients, "factor_dtype", lambda hidden, weight, dtype: torch.bfloat16)
+    limit_memory(monkeypatch, block=33, keep=0, piece=22)
+    hidden, weight, targets = problem(10, 4, 11, dtype=torch.bfloat16)
+    _, found = gradients("chunked", hidden, weight, targets, "le", 0.7, cap)
+    _, expected = gradients("reference", hidden.double(), weight.double(), targets, "le", 0.7, cap)
+    error = torch.linalg.vector_norm(found.double() - expected) / torch.linalg.vector_norm(expected)
+    assert error < torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize("keep", [0, 1000])

@@ -18,8 +18,10 @@ from agentrl.kernels.backends.products import tempered_logits
 from agentrl.kernels.records import TokenStatistics, statistics_dtype
 from agentrl.kernels.softcap import cap_slope
 
-_BLOCK_ELEMENTS = 1 << 23  # logits of one matrix product: 32 MB of float32
-_PIECE_ELEMENTS = 1 << 21  # logits that one elementwise pass touches: 8 MB, within the last-level cache
+# Logits of one matrix product: 32 MB of float32 on CPUs; 256 MB, 441 rows of 151,936 tokens, fill a GPU's tensor cores.
+_BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
+# Logits that one elementwise pass touches: 8 MB, within a CPU's last-level cache; 64 MB.
+_PIECE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
 _KEEP_ELEMENTS = 1 << 23  # a problem of at most this many logits keeps ln p for backward: cheaper than the product
 
 
@@ -117,7 +119,7 @@ def _logit_blocks(
 ) -> Iterator[tuple[slice, Tensor]]:
     """(rows, tempered logits [R, V]) of a block after another, or of all rows at once; the next overwrites the last."""
     total, vocabulary = hidden.shape[0], weight.shape[0]
-    size = max(1, total if whole else min(total, _BLOCK_ELEMENTS // vocabulary))
+    size = max(1, total if whole else min(total, _BLOCK_ELEMENTS[hidden.device.type] // vocabulary))
     buffer = hidden.new_empty((size, vocabulary), dtype=dtype)
     for start in range(0, total, size):
         rows = slice(start, min(start + size, total))
@@ -126,7 +128,7 @@ def _logit_blocks(
 
 def _pieces(z: Tensor, rows: slice) -> Iterator[tuple[slice, slice]]:
     """(rows of the block z [R, V], the same as rows of the whole), few enough to stay in cache."""
-    step = max(1, _PIECE_ELEMENTS // z.shape[1])
+    step = max(1, _PIECE_ELEMENTS[z.device.type] // z.shape[1])
     for start in range(0, z.shape[0], step):
         stop = min(start + step, z.shape[0])
         yield slice(start, stop), slice(rows.start + start, rows.start + stop)

@@ -5,7 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from agentrl.kernels.backends.products import add_head_weight_gradient, head_input_gradient
+from agentrl.kernels.backends.products import (
+    add_head_weight_gradient,
+    add_product,
+    factor_dtype,
+    head_input_gradient,
+)
 
 IMPOSSIBLE = -1e4
 """Stands for ln 0 where 0 * ln 0 must be 0; its exponential is 0 in float64 too."""
@@ -52,12 +57,17 @@ class HeadGradients:
     def add(self, rows: slice, dz: Tensor, temperature: float = 1.0) -> None:
         """Take dz [R, V], the temperature times the gradient with respect to the head's output of these rows."""
         hidden, weight, _ = self._inputs
-        if self._hidden is not None:
-            self._hidden[rows] = _tempered(head_input_gradient(dz, weight), temperature)
-        if self._weight is not None:
-            add_head_weight_gradient(dz, _tempered(hidden[rows].to(dz.dtype), temperature), self._weight)
         if self._bias is not None:
             self._bias += _tempered(dz.sum(0), temperature)
+        if self._hidden is not None:
+            self._hidden[rows] = _tempered(head_input_gradient(dz, weight), temperature)
+        if self._weight is None:
+            return
+        # float16 would lose the smallest gradients; bfloat16 has float32's range.
+        if factor_dtype(hidden, weight, dz.dtype) == torch.bfloat16:
+            add_product(_tempered(dz, temperature).t().bfloat16(), hidden[rows], self._weight, accumulate=True)
+        else:
+            add_head_weight_gradient(dz, _tempered(hidden[rows].to(dz.dtype), temperature), self._weight)
 
     def results(self) -> tuple[Tensor | None, ...]:
         """(hidden, weight, bias), each in the dtype of its input."""
