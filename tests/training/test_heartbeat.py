@@ -22,7 +22,7 @@ def beat(*place: int, allowed: float = 60.0, marks: int = 0, waits: bool = False
 
 
 def watched(*beats: Beat, now: float = 0.0) -> Watch:
-    watch = Watch(len(beats))
+    watch = Watch(len(beats), deadline=60.0)
     for rank, own in enumerate(beats):
         watch.hear(rank, own, now)
     assert watch.stuck(now) == []
@@ -127,6 +127,17 @@ def test_a_stopped_process_is_told_from_one_that_waits_for_it() -> None:
     assert watch.describe(1, 61.0).endswith("; its process does not respond, as when it was stopped with SIGSTOP")
 
 
+def test_a_silent_process_is_stuck_wherever_it_is() -> None:
+    ahead, behind = beat(5, 8, allowed=1800.0), beat(5, 8, allowed=1800.0)
+    watch = watched(ahead, behind)
+    heard(watch, {0: ahead}, until=600)  # ten times the deadline
+    assert watch.stuck(601.0) == [1]
+    assert watch.describe(1, 601.0) == (
+        "training rank 1 on n1 is stuck: no progress for 601 s in work; its process does not respond, as when it was "
+        "stopped with SIGSTOP"
+    )
+
+
 def test_a_rank_that_waits_for_the_worker_is_not_excused_by_others() -> None:
     watch = watched(beat(6, 0, waits=True), beat(6, 0, waits=True))
     for second in range(61):
@@ -144,6 +155,6 @@ def test_nobody_is_stuck_after_all_processes_were_suspended() -> None:
 
 
 def test_a_rank_that_has_not_started_is_not_watched() -> None:
-    watch = Watch(2)
+    watch = Watch(2, deadline=60.0)
     watch.hear(0, beat(0, 0), 0.0)
     assert [watch.stuck(float(second)) for second in range(100)] == [[]] * 100

@@ -15,7 +15,8 @@ from agentrl.cluster.local import HERE
 INTERVAL = 1.0
 """Seconds between two beats of a rank, and between two looks of the worker."""
 
-# How many times as long as the longest micro-batch so far the next one may take.
+# How many times as long as the longest micro-batch so far the next one may take, and how many times `cluster.deadline`
+# a process may be silent wherever it is: a library that writes a large file can keep Python threads from running.
 _LENIENCE = 10.0
 # Seconds without a beat after which a rank's process does not respond; without a look, the worker was suspended.
 _SILENT = 5.0
@@ -136,8 +137,10 @@ class _Heard:
 class Watch:
     """Finds the ranks whose main threads are stuck. Times are the caller's, in seconds."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, *, deadline: float) -> None:
+        """``deadline``: ``cluster.deadline``."""
         self._ranks = ranks
+        self._silence = _LENIENCE * deadline
         self._heard: dict[int, _Heard] = {}
         self._looked: float | None = None
 
@@ -159,7 +162,9 @@ class Watch:
         if len(self._heard) < self._ranks:
             return []
         overdue = {rank for rank, one in self._heard.items() if now > one.since + one.beat.allowed}
-        found = {rank: self._heard[rank] for rank in sorted(overdue) if not self._excused(rank, overdue)}
+        mute = {rank for rank, one in self._heard.items() if now > one.last + self._silence}
+        blamed = mute | {rank for rank in overdue if not self._excused(rank, overdue)}
+        found = {rank: self._heard[rank] for rank in sorted(blamed)}
         first = min((one.beat.place for one in found.values()), default=None)
         found = {rank: one for rank, one in found.items() if one.beat.place == first}
         silent = [rank for rank, one in found.items() if now > one.last + _SILENT]
@@ -168,12 +173,13 @@ class Watch:
     def describe(self, rank: int, now: float) -> str:
         """What is known of a stuck rank."""
         one = self._heard[rank]
-        silent = now > one.last + _SILENT
-        return (
-            f"training rank {rank} on {one.beat.node} is stuck: no progress for {now - one.since:.0f} s in "
-            f"{one.beat.doing}, longer than the {one.beat.allowed:.0f} s allowed (cluster.deadline)"
-            + ("; its process does not respond, as when it was stopped with SIGSTOP" if silent else "")
-        )
+        text = f"training rank {rank} on {one.beat.node} is stuck: no progress for {now - one.since:.0f} s in "
+        text += one.beat.doing
+        if now > one.since + one.beat.allowed:
+            text += f", longer than the {one.beat.allowed:.0f} s allowed (cluster.deadline)"
+        if now > one.last + _SILENT:
+            text += "; its process does not respond, as when it was stopped with SIGSTOP"
+        return text
 
     def _excused(self, rank: int, overdue: set[int]) -> bool:
         """Whether a rank may wait in a collective for one that is not overdue."""

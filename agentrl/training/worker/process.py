@@ -76,12 +76,12 @@ class Server:
                 if time.monotonic() >= deadline:
                     missing = sorted(set(range(startup.ranks)) - set(self._connections))
                     raise _RankLostError(f"ranks {missing} did not connect") from None
-        threading.Thread(target=self._hear, daemon=True, name="hear").start()
+        watch = Watch(startup.ranks, deadline=startup.settings.cluster.deadline)
+        threading.Thread(target=self._hear, args=(watch,), daemon=True, name="hear").start()
 
-    def _hear(self) -> None:
+    def _hear(self, watch: Watch) -> None:
         talks = {connection: rank for rank, connection in self._connections.items()}
         controls = {connection: rank for rank, connection in self._controls.items()}
-        watch = Watch(len(controls))
         while True:
             for ready in wait([*talks, *controls], timeout=INTERVAL):
                 if not isinstance(ready, Connection):
