@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from agentrl_sandbox.client import SandboxSettings
+from agentrl_sandbox.runner.isolation.memory_use import KernelMemory
 from agentrl_sandbox.runner.program.capture import Capture
 from agentrl_sandbox.runner.routing import needs_science
 from agentrl_sandbox.types import PROPERTIES, Isolation
@@ -89,3 +92,30 @@ def test_isolation_says_what_holds_and_what_does_not():
 def test_bad_settings_are_refused(wrong):
     with pytest.raises(ValidationError):
         SandboxSettings(**wrong)
+
+
+def test_mapped_ranges_count_where_several_processes_can_hold_them():
+    # Neighbouring pages of different protection are ranges of their own. The kernel's record of one takes 256 bytes.
+    ranges = 2000
+    program = (
+        "import ctypes, mmap, sys\n"
+        f"memory = mmap.mmap(-1, {ranges} * mmap.PAGESIZE)\n"
+        "start = ctypes.addressof(ctypes.c_char.from_buffer(memory))\n"
+        f"for page in range(0, {ranges} if len(sys.argv) > 1 else 0, 2):\n"
+        "    ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + page * mmap.PAGESIZE), mmap.PAGESIZE, 0)\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+
+    def bytes_counted(*arguments: str, processes: int) -> int:
+        command = [sys.executable, "-c", program, *arguments]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as held:
+            held.stdout.readline()
+            counted = KernelMemory(room=1 << 30, socket_bytes=0)
+            counted.add([held.pid] * processes)
+            held.stdin.close()
+        return (1 << 30) - counted.room
+
+    few, many = bytes_counted(processes=2), bytes_counted("split", processes=2)
+    assert abs(many - few - 2 * 256 * ranges) <= 2 * 256 * 20  # the loader's own mappings may vary
+    assert bytes_counted(processes=1) == bytes_counted("split", processes=1)
