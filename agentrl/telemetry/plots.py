@@ -126,7 +126,7 @@ def legend_below(axes: Axes, columns: int = 2) -> None:
 
     if not axes.get_legend_handles_labels()[1]:
         return
-    shift = ScaledTranslation(0, -_LABEL_HEIGHT / 72, axes.get_figure(root=True).dpi_scale_trans)
+    shift = ScaledTranslation(0, -_LABEL_HEIGHT / 72, axes.figure.dpi_scale_trans)
     axes.legend(fontsize=8, frameon=False, loc="upper left", ncols=columns, handlelength=3.2, borderaxespad=0,
                 bbox_to_anchor=(0, 0), bbox_transform=axes.transAxes + shift)  # fmt: skip
 

@@ -180,12 +180,13 @@ class NativeTransfer:
                 return work()
             self._sent()
             done = _in_thread(work)
+            futures: list[Future[Any]] = [done, self._client.failed]
             while not (done.done() or self._client.failed.done()):
                 left = self._moved + self._deadline - time.monotonic()
                 if left <= 0:
                     reason = f"nothing was sent for {self._deadline:g} s (rollout.vllm.stall_deadline)"
                     self._client.fail(TimeoutError(f"{reason}: a server has died or hangs"))
-                wait([done, self._client.failed], timeout=left, return_when=FIRST_COMPLETED)
+                wait(futures, timeout=left, return_when=FIRST_COMPLETED)
             if self._client.failed.done():
                 if self._engine is not None:
                     self._engine.shutdown()  # aborts the communicator, whose broadcast then returns

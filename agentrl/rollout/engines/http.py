@@ -97,10 +97,10 @@ class JSONClient:
 
     async def _content(self, method: str, path: str, body: object, seconds: float | None) -> bytes:
         # A long prompt is sent again with every turn: msgspec encodes its tokens ten times faster than json.
-        sent = {} if body is None else {"content": msgspec.json.encode(body), "headers": _JSON}
+        sent = None if body is None else msgspec.json.encode(body)
         try:
             async with asyncio.timeout(seconds):
-                answer = await self._client.request(method, path, **sent)
+                answer = await self._client.request(method, path, content=sent, headers=_JSON if sent else None)
         except TimeoutError:
             raise TooSlowError(f"{self.address}{path} gave no answer within {seconds:g} s") from None
         except (httpx.TransportError, OSError) as error:
