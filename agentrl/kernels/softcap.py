@@ -12,6 +12,6 @@ def cap_and_temper(logits: Tensor, cap: float, temperature: float) -> Tensor:
     return logits.div_(cap).tanh_().mul_(cap / temperature)
 
 
-def cap_slope(tempered: Tensor, cap: float, temperature: float) -> Tensor:
+def cap_slope(tempered: Tensor, cap: float, temperature: float = 1.0) -> Tensor:
     """dz/dx = 1 - tanh(x / cap)^2, from what :func:`cap_and_temper` gives."""
     return 1 - (tempered * (temperature / cap)).square()

@@ -34,15 +34,13 @@ def token_statistics(
 
     Gradients through `log_probs` and `entropy` with respect to hidden, head_weight and bias are exact; the other
     fields are detached. Backends: `chunked` and `triton` (for GPUs) never hold more than a block of logits;
-    `reference` holds them all; `auto` is `triton` on GPUs where it is installed, else `chunked`, which it also is
-    with a cap: `triton` knows none.
+    `reference` holds them all; `auto` is `triton` on GPUs where it is installed, else `chunked`.
 
     Raises KernelInputError if the arguments do not fit together.
     """
     check_inputs(hidden, head_weight, targets, temperature, bias)
     check_cap(cap)
-    automatic = "chunked" if cap is not None else automatic_backend(hidden.device)
-    name = automatic if backend == "auto" else backend
+    name = automatic_backend(hidden.device) if backend == "auto" else backend
     if name not in BACKENDS:
         raise KernelInputError(f"unknown backend {backend!r}: one of {', '.join(['auto', *BACKENDS])}")
     with torch.autocast(hidden.device.type, enabled=False):

@@ -40,8 +40,6 @@ class PolicyModel(nn.Module):
         if backend == "triton":
             _check_triton(triton_obstacle(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
         parts = take_apart(causal_lm)
-        if backend == "triton" and parts.logit_map.cap is not None:
-            _check_triton(f"knows no capped logits, as {type(causal_lm).__name__} has them")
         use_packed_attention(causal_lm, ranks=1 if sequence is None else sequence.size)
         if not isinstance(parts.head, FusedHead):
             head = FusedHead.from_linear(parts.head, backend=backend, logit_map=parts.logit_map)

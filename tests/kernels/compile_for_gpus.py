@@ -2,7 +2,8 @@
 
 import os
 
-SHARED = {"targets": "*i64", "width": "i32", "start": "i32", "HAS_BIAS": "constexpr", "BLOCK": "constexpr"}
+CONSTANTS = dict.fromkeys(("HAS_BIAS", "CAP", "BLOCK"), "constexpr")
+SHARED = {"targets": "*i64", "width": "i32", "start": "i32", **CONSTANTS}
 
 
 def compile_kernels(capability: int) -> None:
@@ -12,12 +13,13 @@ def compile_kernels(capability: int) -> None:
 
     from agentrl.kernels.backends.triton_epilogue import gradient_kernel, sums_kernel
 
-    for out, bias in (("*fp32", False), ("*bf16", True), ("*fp16", True)):
+    for out, bias, cap in (("*fp32", False, None), ("*bf16", True, None), ("*fp16", True, 30.0)):
         for kernel in (sums_kernel, gradient_kernel):
             types = {name: SHARED.get(name, "*fp32") for name in kernel.arg_names}
             if kernel is gradient_kernel:
                 types["out"] = out
-            source = ASTSource(fn=kernel, signature=types, constexprs={"HAS_BIAS": bias, "BLOCK": 2048})
+            constants = {"HAS_BIAS": bias, "CAP": cap, "BLOCK": 2048}
+            source = ASTSource(fn=kernel, signature=types, constexprs=constants)
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
             assert compiled.asm["cubin"]
 

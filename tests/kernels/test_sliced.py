@@ -33,6 +33,7 @@ def statistics_of(
     epilogue: str,
     temperature: float = 1.0,
     bias: Tensor | None = None,
+    cap: float | None = None,
 ) -> TokenStatistics:
     return sliced.sliced_statistics(
         hidden,
@@ -41,14 +42,15 @@ def statistics_of(
         temperature,
         bias,
         epilogue=importlib.import_module(f"agentrl.kernels.backends.{epilogue}_epilogue"),
+        cap=cap,
     )
 
 
-def reference_of(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, bias=None):
+def reference_of(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, bias=None, cap=None):
     """In float64."""
     bias = None if bias is None else bias.double()
     return token_statistics(
-        hidden.double(), weight.double(), targets, temperature=temperature, bias=bias, backend="reference"
+        hidden.double(), weight.double(), targets, temperature=temperature, bias=bias, cap=cap, backend="reference"
     )
 
 
@@ -82,14 +84,17 @@ def assert_near(found: Tensor, expected: Tensor, bound: float) -> None:
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("uses", ["l", "e", "le"])
 @pytest.mark.parametrize(("width", "elements"), [(4, 12), (11, 22), (100, 1000), (3, 1)])
-def test_values_and_gradients_agree_with_the_reference_for_every_tile(monkeypatch, epilogue, uses, width, elements):
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_values_and_gradients_agree_with_the_reference_for_every_tile(
+    monkeypatch, epilogue, uses, width, elements, cap
+):
     cut(monkeypatch, width=width, elements=elements)
     hidden, weight, targets = problem(7, 4, 11)
     inputs = (hidden, weight, torch.linspace(-1, 1, 11, dtype=torch.float64))
     for tensor in inputs:
         tensor.requires_grad_()
-    found = statistics_of(*inputs[:2], targets, epilogue=epilogue, temperature=0.7, bias=inputs[2])
-    expected = reference_of(*inputs[:2], targets, temperature=0.7, bias=inputs[2])
+    found = statistics_of(*inputs[:2], targets, epilogue=epilogue, temperature=0.7, bias=inputs[2], cap=cap)
+    expected = reference_of(*inputs[:2], targets, temperature=0.7, bias=inputs[2], cap=cap)
     for name in (*FIELDS, "hidden_norm_squared"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-12, atol=1e-12)
     for one, other in zip(gradients(found, inputs, uses), gradients(expected, inputs, uses), strict=True):
@@ -404,10 +409,10 @@ class LiveBytes(TorchDispatchMode):
 class NoEpilogue:
     """Computes nothing."""
 
-    def add_sums(self, *arguments: Any, start: int) -> None:
+    def add_sums(self, *arguments: Any, **options: Any) -> None:
         pass
 
-    def to_gradient(self, *arguments: Any, start: int) -> None:
+    def to_gradient(self, *arguments: Any, **options: Any) -> None:
         pass
 
 

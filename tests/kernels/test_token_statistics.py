@@ -106,7 +106,7 @@ def test_a_nan_row_touches_no_other_row():
     assert torch.equal(dirty.entropy[keep], clean.entropy[keep])
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("bias", [None, [0.3, -0.2, 4.0]])
 def test_a_cap_by_the_sums_written_out(backend, bias):
     outputs, cap, temperature, target = [2.0, -1.0, 9.0], 3.0, 0.5, 0
@@ -126,11 +126,6 @@ def test_a_cap_by_the_sums_written_out(backend, bias):
 def test_a_cap_that_is_no_positive_number_is_refused(cap):
     with pytest.raises(KernelInputError, match="cap must be positive"):
         from_logits([0.0, 1.0], 0, "chunked", cap=cap)
-
-
-def test_triton_knows_no_cap():
-    with pytest.raises(KernelInputError, match="capped logits: take the backend chunked"):
-        from_logits([0.0, 1.0], 0, "triton", cap=3.0)
 
 
 def gradients(

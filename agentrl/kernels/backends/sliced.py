@@ -17,6 +17,7 @@ from agentrl.kernels.backends.gradients import row_coefficients
 from agentrl.kernels.backends.products import add_product, factor_dtype, head_logits
 from agentrl.kernels.backends.sums import Ranks, finish_sums, start_sums
 from agentrl.kernels.records import TokenStatistics, statistics_dtype
+from agentrl.kernels.softcap import cap_and_temper
 
 _SLICE = 2048  # tokens of the vocabulary in a tile
 _TILE_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 21}  # logits in a tile: 64 MB of float32; 8 MB, within a CPU's cache
@@ -37,6 +38,7 @@ def sliced_statistics(
     bias: Tensor | None,
     *,
     epilogue: Epilogue,
+    cap: float | None = None,
     ranks: Ranks | None = None,
 ) -> TokenStatistics:
     """The statistics of docs/formulas.md 2 by slices of the vocabulary; see `token_statistics` for the arguments.
@@ -44,7 +46,7 @@ def sliced_statistics(
     With `ranks` head_weight [V_r, D] and bias [V_r] are this rank's part, targets those of the whole vocabulary.
     """
     log_probs, entropy, sum_pi_squared, energy = _SlicedStatistics.apply(
-        hidden, head_weight, bias, targets.contiguous(), temperature, epilogue, ranks
+        hidden, head_weight, bias, targets.contiguous(), temperature, cap, epilogue, ranks
     )
     # One pass without a float32 copy of hidden.
     norms = torch.linalg.vector_norm(hidden.detach(), dim=-1, dtype=log_probs.dtype).square()
@@ -64,6 +66,7 @@ class _SlicedStatistics(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
+        cap: float | None,
         epilogue: Epilogue,
         ranks: Ranks | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -71,16 +74,17 @@ class _SlicedStatistics(torch.autograd.Function):
         dtype = statistics_dtype(hidden, weight)
         # A tensor: Triton takes numbers as float32.
         heat = torch.full((), temperature, dtype=dtype, device=hidden.device)
-        sums = start_sums(hidden, hidden.shape[0], dtype)
+        sums = start_sums(hidden, hidden.shape[0], dtype, capped=cap is not None)
         first = 0 if ranks is None else ranks.first
-        tiles = _Tiles(hidden, weight, bias, dtype)
+        tiles = _Tiles(hidden, weight, bias, dtype, cap=cap)
         for columns, rows in tiles:
             z = tiles.logits(rows, columns)
-            epilogue.add_sums(z, tiles.bias(columns), targets[rows], sums[rows], heat, start=first + columns.start)
+            own = tiles.bias(columns), targets[rows], sums[rows]
+            epilogue.add_sums(z, *own, heat, start=first + columns.start, cap=cap)
         if ranks is not None:
             sums = ranks.merge_sums(sums, heat)
-        (log_probs, entropy, sum_pi_squared, energy), normalisers = finish_sums(sums, heat)
-        ctx.heat, ctx.epilogue, ctx.ranks = heat, epilogue, ranks
+        (log_probs, entropy, sum_pi_squared, energy), normalisers = finish_sums(sums, heat, cap)
+        ctx.heat, ctx.cap, ctx.epilogue, ctx.ranks = heat, cap, epilogue, ranks
         ctx.save_for_backward(hidden, weight, bias, targets, log_probs, entropy, normalisers)
         ctx.mark_non_differentiable(sum_pi_squared, energy)
         return log_probs.clone(), entropy.clone(), sum_pi_squared, energy
@@ -88,7 +92,7 @@ class _SlicedStatistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, log_prob_gradient: Tensor | None, entropy_gradient: Tensor | None, *_: Any) -> Any:
-        nothing = (None,) * 7
+        nothing = (None,) * 8
         if log_prob_gradient is None and entropy_gradient is None:
             return nothing
         hidden, weight, bias, targets, log_probs, entropy, normalisers = ctx.saved_tensors
@@ -98,7 +102,9 @@ class _SlicedStatistics(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad, coefficients)
             # The tile's memory is gone when the gradients are converted.
-            _collect(ctx, _Tiles(hidden, weight, bias, log_probs.dtype, gradient=True), targets, normalisers, gradients)
+            tiles = _Tiles(hidden, weight, bias, log_probs.dtype, gradient=True, cap=ctx.cap)
+            _collect(ctx, tiles, targets, normalisers, gradients)
+            del tiles
             return (*gradients.results(ctx.ranks), *nothing[3:])
 
 
@@ -109,7 +115,8 @@ def _collect(ctx: Any, tiles: "_Tiles", targets: Tensor, normalisers: Tensor, gr
         z = tiles.logits(rows, columns)
         dz = tiles.gradient(z)
         given = targets[rows], normalisers[rows], gradients.coefficients[rows]
-        ctx.epilogue.to_gradient(z, tiles.bias(columns), *given, ctx.heat, dz, start=first + columns.start)
+        start = first + columns.start
+        ctx.epilogue.to_gradient(z, tiles.bias(columns), *given, ctx.heat, dz, start=start, cap=ctx.cap)
         gradients.add(rows, columns, dz)
 
 
@@ -117,9 +124,16 @@ class _Tiles:
     """The tiles of hidden [N, D] times weight [V, D]: which there are, and their logits in a buffer used again."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, gradient: bool = False
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        *,
+        gradient: bool = False,
+        cap: float | None = None,
     ) -> None:
-        self._hidden, self._weight = hidden, weight
+        self._hidden, self._weight, self._cap = hidden, weight, cap
         self._bias = None if bias is None else bias.to(dtype).contiguous()
         self._width = min(_SLICE, weight.shape[0])
         elements = _TILE_ELEMENTS["cuda" if hidden.is_cuda else "cpu"]
@@ -136,13 +150,22 @@ class _Tiles:
         return ((columns, block) for columns in _ranges(self._weight.shape[0], self._width) for block in rows)
 
     def bias(self, columns: slice) -> Tensor | None:
-        return None if self._bias is None else self._bias[columns]
+        """What the epilogue adds to :meth:`logits`."""
+        return None if self._bias is None or self._cap is not None else self._bias[columns]
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
-        """The raw logits [R, W] of a tile, without bias, contiguous, in the memory of the last."""
+        """The logits [R, W] of a tile, without temperature, contiguous, in the memory of the last.
+
+        They lack the bias, but capped ones contain it: a cap comes after it.
+        """
         shape = (rows.stop - rows.start, columns.stop - columns.start)
         out = self._buffer[: shape[0] * shape[1]].view(shape)
-        return head_logits(self._hidden[rows], self._weight[columns], out)
+        head_logits(self._hidden[rows], self._weight[columns], out)
+        if self._cap is None:
+            return out
+        if self._bias is not None:
+            out += self._bias[columns]
+        return cap_and_temper(out, self._cap, 1.0)
 
     def gradient(self, logits: Tensor) -> Tensor:
         """Room for the gradient of a tile, in the dtype it has as a factor: its own memory where that is the same."""

@@ -9,6 +9,10 @@ A row's state is six numbers of its raw logits z, the target's left out of all b
 ``MOMENT``   Z3 = sum of (z - M) / T e^((z - M) / T)
 ``TARGET``   the target's own logit, 0 before its slice has come
 
+Capped logits z = cap tanh(x / cap) have a seventh number, of which only the energy is made:
+
+``STEEP``    sum of (e^((z - M) / T) dz/dx)^2
+
 Leaving the target out keeps the relative accuracy of 1 - p where it has nearly all the mass. T, the temperature,
 divides differences of logits and never the logits themselves, which would round them at their own, larger scale.
 """
@@ -18,24 +22,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from agentrl.kernels.backends.gradients import IMPOSSIBLE
+from agentrl.kernels.softcap import cap_slope
 
-TOP, TIES, LOWER, SQUARES, MOMENT, TARGET = range(6)
-SIZE = 6
+TOP, TIES, LOWER, SQUARES, MOMENT, TARGET, STEEP = range(7)
 
 
-def start_sums(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """The state [rows, 6] before any logit, on the device of `like`."""
-    sums = like.new_zeros((rows, SIZE), dtype=dtype)
+def start_sums(like: Tensor, rows: int, dtype: torch.dtype, *, capped: bool = False) -> Tensor:
+    """The state [rows, 6] before any logit, or [rows, 7] of `capped` ones, on the device of `like`."""
+    sums = like.new_zeros((rows, 7 if capped else 6), dtype=dtype)
     sums[:, TOP] = -torch.inf
     return sums
 
 
 def rescale(sums: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
-    """The state [N, 6] for another maximum `top` [N], at least its own: Z3 <- c (Z3 + s Z1), Z2 <- c^2 Z2, ...
+    """The state [N, 6 or 7] for another maximum `top` [N], at least its own: Z3 <- c (Z3 + s Z1), Z2 <- c^2 Z2, ...
 
     s = (M - top) / T and c = e^s. What was at the maximum counts among the lower ones where the maximum rises.
     """
-    old, ties, lower, squares, moment, target = sums.unbind(-1)
+    old, ties, lower, squares, moment, target, *steep = sums.unbind(-1)
     stays = old == top
     shift = torch.where(stays, 0.0, (old - top) / temperature).clamp(min=IMPOSSIBLE)
     factor = shift.exp()
@@ -47,6 +51,7 @@ def rescale(sums: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
             factor.square() * squares,
             factor * (moment + shift * (ties + lower)),
             target,
+            *(factor.square() * own for own in steep),
         ],
         dim=-1,
     )
@@ -73,13 +78,13 @@ class Ranks:
         dist.all_reduce(part, group=self._group)
 
 
-def finish_sums(sums: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """(statistics [4, N], normalisers [N, 2]) from the final state [N, 6].
+def finish_sums(sums: Tensor, temperature: Tensor, cap: float | None = None) -> tuple[Tensor, Tensor]:
+    """(statistics [4, N], normalisers [N, 2]) from the final state [N, 6], or [N, 7] with a cap.
 
     The statistics are log_prob, entropy, sum_pi_squared, energy; the normalisers b and L such that
     ln p(v) = (z_v - b) / T - L.
     """
-    top, ties, lower, squares, moment, target = sums.unbind(-1)
+    top, ties, lower, squares, moment, target, *steep = sums.unbind(-1)
     best = torch.maximum(top, target)
     shift = ((top - best) / temperature).clamp(min=IMPOSSIBLE)  # of the others
     own_shift = ((target - best) / temperature).clamp(min=IMPOSSIBLE)
@@ -91,6 +96,8 @@ def finish_sums(sums: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
     # Where the target has much of the mass, ln p = -log1p(rest / own) keeps the relative accuracy of 1 - p.
     log_probs = torch.where(log_probs > -1.0, -torch.log1p(rest / own), log_probs)
     entropy = log_total - (factor * (moment + shift * (ties + lower)) + own * own_shift) / total
-    others = (factor / total).square() * squares
-    statistics = [log_probs, entropy, (2 * log_probs).exp() + others, log_probs.expm1().square() + others]
+    share = (factor / total).square()
+    slope = 1.0 if cap is None else cap_slope(target, cap)
+    energy = (log_probs.expm1() * slope).square() + share * (squares if cap is None else steep[0])
+    statistics = [log_probs, entropy, (2 * log_probs).exp() + share * squares, energy]
     return torch.stack(statistics), torch.stack([best, log_total], dim=-1)

@@ -4,15 +4,24 @@ import torch
 from torch import Tensor
 
 from agentrl.kernels.backends.gradients import IMPOSSIBLE
-from agentrl.kernels.backends.sums import LOWER, MOMENT, SQUARES, TARGET, TIES, TOP, rescale
+from agentrl.kernels.backends.sums import LOWER, MOMENT, SQUARES, STEEP, TARGET, TIES, TOP, rescale
+from agentrl.kernels.softcap import cap_slope
 
 
 def add_sums(
-    logits: Tensor, bias: Tensor | None, targets: Tensor, sums: Tensor, temperature: Tensor, *, start: int
+    logits: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    sums: Tensor,
+    temperature: Tensor,
+    *,
+    start: int,
+    cap: float | None = None,
 ) -> None:
     """Take the raw logits [R, W] of the tokens start..start+W into the state [R, 6] of their rows, in place.
 
-    bias [W] belongs to the same tokens; targets [R] count from token 0 and may lie elsewhere. logits are overwritten.
+    With a cap they are capped, and the state is [R, 7]. bias [W] belongs to the same tokens; targets [R] count from
+    token 0 and may lie elsewhere. logits are overwritten.
     """
     if bias is not None:
         logits += bias
@@ -20,6 +29,7 @@ def add_sums(
     own = logits.gather(-1, index)
     sums[:, TARGET] += torch.where(here, own, 0.0).squeeze(-1)
     logits.scatter_(-1, index, torch.where(here, -torch.inf, own))
+    slope = None if cap is None else cap_slope(logits.clamp(min=-cap), cap)  # 0 at the target
     top = torch.maximum(sums[:, TOP], logits.amax(-1))
     sums.copy_(rescale(sums, top, temperature))
     at_top = (logits == torch.where(top == -torch.inf, torch.inf, top).unsqueeze(-1)).to(logits.dtype)
@@ -28,6 +38,8 @@ def add_sums(
     masses = shifts.exp()
     sums[:, MOMENT] += (masses * shifts).sum(-1)
     sums[:, SQUARES] += masses.square().sum(-1)
+    if slope is not None:
+        sums[:, STEEP] += slope.mul_(masses).square().sum(-1)
     sums[:, TIES] += at_top.sum(-1)
     sums[:, LOWER] += masses.sub_(at_top).sum(-1)  # 1 at the top leaves nothing; NaN, where the top is inf, stays
 
@@ -42,21 +54,23 @@ def to_gradient(
     out: Tensor,
     *,
     start: int,
+    cap: float | None = None,
 ) -> None:
     """out [R, W] <- p (offset + slope ln p), at_target at the target, from the raw logits [R, W] of tokens from start.
 
-    normalisers [R, 2] are those of `finish_sums`, coefficients [R, 3] offset, slope and at_target. logits are
-    overwritten; out may be the same tensor.
+    With a cap the logits are capped, and the gradient is that with respect to what was. normalisers [R, 2] are those of
+    `finish_sums`, coefficients [R, 3] offset, slope and at_target. logits are overwritten; out may be the same tensor.
     """
     if bias is not None:
         logits += bias
     here, index = _targets_here(targets, start, logits.shape[1])
+    outer = None if cap is None else cap_slope(logits, cap)
     best, log_total = normalisers.split(1, dim=-1)
     offset, slope, at_target = coefficients.split(1, dim=-1)
     log_p = logits.sub_(best).div_(temperature).sub_(log_total).clamp_(min=IMPOSSIBLE)
     gradient = torch.addcmul(offset, log_p, slope).mul_(log_p.exp())
     gradient.scatter_(-1, index, torch.where(here, at_target, gradient.gather(-1, index)))
-    out.copy_(gradient)
+    out.copy_(gradient if outer is None else gradient.mul_(outer))
 
 
 def _targets_here(targets: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:

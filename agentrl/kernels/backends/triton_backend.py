@@ -24,16 +24,13 @@ def triton_statistics(
 ) -> TokenStatistics:
     """The statistics of docs/formulas.md 2 by cuBLAS and Triton; see `token_statistics` for the arguments.
 
-    Raises KernelInputError without Triton, on CPU tensors unless Triton interprets (TRITON_INTERPRET=1), and for a cap,
-    which the running sums over the vocabulary do not hold.
+    Raises KernelInputError without Triton, and on CPU tensors unless Triton interprets (TRITON_INTERPRET=1).
     """
-    if cap is not None:
-        raise KernelInputError("the backend triton knows no capped logits: take the backend chunked")
     obstacle = triton_obstacle(hidden.device)
     if obstacle is not None:
         raise KernelInputError(f"the backend triton {obstacle}: take the backend chunked")
     epilogue = _triton_epilogue()
-    return sliced_statistics(hidden, head_weight, targets, temperature, bias, epilogue=epilogue)
+    return sliced_statistics(hidden, head_weight, targets, temperature, bias, epilogue=epilogue, cap=cap)
 
 
 def automatic_backend(device: torch.device) -> str:

@@ -16,9 +16,18 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 @triton.jit(do_not_specialize=["start"])
 def sums_kernel(  # type: ignore[no-untyped-def]  # Triton allows no Any in a kernel
-    logits, bias, targets, sums, temperature, width, start, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    bias,
+    targets,
+    sums,
+    temperature,
+    width,
+    start,
+    HAS_BIAS: tl.constexpr,
+    CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """One row: logits [R, width] into sums [R, 6], in the order of `kernels.sums`."""
+    """One row: logits [R, width] into sums [R, 6], with a cap [R, 7], in the order of `kernels.sums`."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -32,7 +41,7 @@ def sums_kernel(  # type: ignore[no-untyped-def]  # Triton allows no Any in a ke
     own = tl.sum(tl.where(is_target, z, 0.0), axis=0)
     z = tl.where(is_target, nothing, z)
 
-    state = sums + row * 6
+    state = sums + row * (6 if CAP is None else 7)
     old = tl.load(state)
     ties, lower, squares = tl.load(state + 1), tl.load(state + 2), tl.load(state + 3)
     moment, target = tl.load(state + 4), tl.load(state + 5)
@@ -59,6 +68,10 @@ def sums_kernel(  # type: ignore[no-untyped-def]  # Triton allows no Any in a ke
     tl.store(state + 3, factor * factor * squares + tl.sum(masses * masses, axis=0))
     tl.store(state + 4, factor * (moment + shift * before) + tl.sum(masses * shifts, axis=0))
     tl.store(state + 5, target + own)
+    if CAP is not None:
+        inner = tl.where(possible, z / CAP, 1.0)
+        steep = masses * (1.0 - inner * inner)
+        tl.store(state + 6, factor * factor * tl.load(state + 6) + tl.sum(steep * steep, axis=0))
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -73,6 +86,7 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
     width,
     start,
     HAS_BIAS: tl.constexpr,
+    CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One row: out [R, width] <- p (offset + slope ln p), at_target at the target; out may be logits."""
@@ -89,11 +103,21 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
     gradient = tl.exp(log_p) * (offset + slope * log_p)
     is_target = columns == tl.load(targets + row) - start
     gradient = tl.where(is_target, tl.load(coefficients + row * 3 + 2), gradient)
+    if CAP is not None:
+        inner = tl.where(inside, z / CAP, 1.0)
+        gradient *= 1.0 - inner * inner
     tl.store(out + row * width + columns, gradient.to(out.dtype.element_ty), mask=inside)
 
 
 def add_sums(
-    logits: Tensor, bias: Tensor | None, targets: Tensor, sums: Tensor, temperature: Tensor, *, start: int
+    logits: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    sums: Tensor,
+    temperature: Tensor,
+    *,
+    start: int,
+    cap: float | None = None,
 ) -> None:
     """As `torch_epilogue.add_sums`; logits, targets and sums contiguous, logits left as they are."""
     rows, width = logits.shape
@@ -102,6 +126,7 @@ def add_sums(
         sums_kernel[(rows,)](
             *(logits, logits if bias is None else bias, targets, sums, temperature, width, start),
             HAS_BIAS=bias is not None,
+            CAP=cap,
             BLOCK=block,
             num_warps=_warps(block),
         )
@@ -117,6 +142,7 @@ def to_gradient(
     out: Tensor,
     *,
     start: int,
+    cap: float | None = None,
 ) -> None:
     """As `torch_epilogue.to_gradient`; all contiguous, logits left as they are unless out is the same tensor."""
     rows, width = logits.shape
@@ -126,6 +152,7 @@ def to_gradient(
             *(logits, logits if bias is None else bias, targets, normalisers, coefficients, out),
             *(temperature, width, start),
             HAS_BIAS=bias is not None,
+            CAP=cap,
             BLOCK=block,
             num_warps=_warps(block),
         )
