@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.cases import needs_triton
 from models.architectures import SHAPES, build_tiny
 from rollout.fakes import byte_codec, played
 
@@ -225,12 +224,6 @@ def test_what_else_a_model_does_is_refused_by_name(half: bool) -> None:
         take_apart(build_tiny("gpt2").transformer)
     with pytest.raises(SettingsError, match=r"multiplies its head's output by -0\.5"):
         take_apart(build_tiny("cohere", logit_scale=-0.5))
-
-
-@needs_triton
-def test_triton_is_refused_where_logits_are_capped() -> None:
-    with pytest.raises(SettingsError, match=r"head_backend=triton .*Gemma2ForCausalLM.*head_backend=auto"):
-        PolicyModel(build_tiny("gemma2"), backend="triton")
 
 
 def test_the_check_reads_no_weight() -> None:
