@@ -1,4 +1,4 @@
-"""Heartbeats of training ranks, which reveal a rank that is alive but stuck: it closes no connection.
+"""Heartbeats of training ranks, which detect a rank that is alive but stuck, and so closes no connection.
 
 A rank's main thread marks its place in a :class:`Pulse`. Another thread sends the latest mark to the rollout worker
 once a second, and the worker's :class:`Watch` finds the rank that is stuck.
@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from agentrl.cluster.local import HERE
 
 INTERVAL = 1.0
-"""Seconds between two beats of a rank, and between two looks of the worker."""
+"""Seconds between two heartbeats of a rank, and between two checks by the worker."""
 
-# How many times as long as the longest micro-batch so far the next one may take, and how many times `cluster.deadline`
-# a process may be silent wherever it is: a library that writes a large file can keep Python threads from running.
+# A micro-batch may take this many times as long as the longest one so far, and a process may be silent for this many
+# times `cluster.deadline` in any place: a library that writes a large file can keep Python threads from running.
 _LENIENCE = 10.0
-# Seconds without a beat after which a rank's process does not respond; without a look, the worker was suspended.
+# Seconds. After so long without a heartbeat, a rank's process counts as not responding. After so long without a check,
+# the worker itself was suspended.
 _SILENT = 5.0
 
 
@@ -26,9 +27,9 @@ _SILENT = 5.0
 class Beat:
     """The latest mark of a rank's main thread on ``node``.
 
-    ``place``: number of worker calls, and of marks since the last call. All ranks make the same ones, so places can be
-    compared. ``allowed``: seconds until the next mark, unless the rank waits for ranks at the same or an earlier place.
-    ``waits``: the rank waits for the worker only. ``marks`` differs between any two marks of a rank.
+    ``place`` is the number of worker calls, and of marks since the last call. All ranks make the same ones, so places
+    can be compared. ``allowed`` is the time in seconds until the next mark, unless the rank waits for ranks at the same
+    or an earlier place. ``waits`` is true if the rank waits for the worker only. ``marks`` counts the marks.
     """
 
     node: str
@@ -42,12 +43,12 @@ class Beat:
 class Pulse:
     """The marks of a rank's main thread. Other threads may read :attr:`beat`.
 
-    A mark that shortens the allowance is reported to :attr:`shortened` at once: the process may be stopped before the
-    next second, and the worker would allow it as long as before. There are about ten of them in a step.
+    A mark that shortens the allowance is reported to :attr:`shortened` at once. Otherwise, if the process is stopped
+    within the next second, the worker would apply the longer allowance. A step has about ten such marks.
 
     The allowance of a micro-batch's pass is ``deadline`` or ten times the longest pass so far, whichever is longer.
-    Everything else has ``slow`` seconds: transfers, checkpoints, updates, passes in which torch compiles, and the whole
-    first step, which loads kernels and is not measured.
+    Everything else is allowed ``slow`` seconds: transfers, checkpoints, updates, passes in which torch compiles, and
+    the whole first step, which loads kernels and is not measured.
 
     >>> now = 0.0
     >>> pulse = Pulse(deadline=60.0, slow=1800.0, clock=lambda: now)
@@ -135,7 +136,7 @@ class _Heard:
 
 
 class Watch:
-    """Finds the ranks whose main threads are stuck. Times are the caller's, in seconds."""
+    """Finds the ranks whose main threads are stuck. The caller passes the time, in seconds."""
 
     def __init__(self, ranks: int, *, deadline: float) -> None:
         """``deadline``: ``cluster.deadline``."""
@@ -145,16 +146,16 @@ class Watch:
         self._looked: float | None = None
 
     def hear(self, rank: int, beat: Beat, now: float) -> None:
-        """Take the next beat of a rank."""
+        """Record a heartbeat of a rank."""
         known = self._heard.get(rank)
         since = known.since if known is not None and known.beat.marks == beat.marks else now
         self._heard[rank] = _Heard(beat=beat, since=since, last=now)
 
     def stuck(self, now: float) -> list[int]:
-        """The ranks that hold up the run: of those that are overdue, the ones at the earliest place.
+        """Return the ranks that block the run: the overdue ranks at the earliest place.
 
-        A rank that waits in a collective is not overdue before the ranks that it may wait for. If processes of several
-        ranks at one place respond and others do not, only the latter are returned.
+        A rank that waits in a collective is not overdue before the ranks that it may wait for. If the processes of some
+        of these ranks do not respond, only those are returned.
         """
         if self._looked is not None and now - self._looked > _SILENT:
             self._forgive(now - self._looked, now)  # the worker was suspended, perhaps with all ranks
@@ -171,7 +172,7 @@ class Watch:
         return silent or list(found)
 
     def describe(self, rank: int, now: float) -> str:
-        """What is known of a stuck rank."""
+        """Return a message about a stuck rank."""
         one = self._heard[rank]
         text = f"training rank {rank} on {one.beat.node} is stuck: no progress for {now - one.since:.0f} s in "
         text += one.beat.doing
@@ -182,7 +183,7 @@ class Watch:
         return text
 
     def _excused(self, rank: int, overdue: set[int]) -> bool:
-        """Whether a rank may wait in a collective for one that is not overdue."""
+        """Return whether a rank may be waiting in a collective for a rank that is not overdue."""
         own = self._heard[rank].beat
         others = (one.beat.place for other, one in self._heard.items() if other not in overdue)
         return not own.waits and any(place <= own.place for place in others)
