@@ -8,6 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from gpu import Figure
@@ -17,6 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from agentrl.kernels import token_statistics, triton_obstacle
+
+if TYPE_CHECKING:
+    from agentrl.models.policy import PolicyModel
 
 PEAK = 989e12
 """Dense bfloat16 operations a second that NVIDIA publishes for the H100 SXM and the H200."""
@@ -97,8 +101,9 @@ def attention(device: torch.device) -> Iterator[Figure | str]:
     fresh = [documents(total, seed) for seed in range(2 * repeats)]
     floor = statistics.median(7 * heads * size * sum(n * n for n in one) / PEAK * 1e3 for one in fresh)
     yield f"floor of the same operations: {floor:.2f} ms for {len(fresh[0])} documents of {total} tokens together"
-    with torch.no_grad():
-        exact = _each_document(SDPBackend.MATH)(*(one.float() for one in states), fresh[0])
+    short = documents(max(128, total // 8), 0)  # the reference holds all scores
+    few = [one.detach()[: sum(short)] for one in states]
+    exact = _each_document(SDPBackend.MATH)(*(one.float() for one in few), short)
     own, backend = _own_attention(device)
     ways: dict[str, tuple[Attend, float | None, float | None]] = {
         # name: (function, least and most of the ratio of new to repeated lengths)
@@ -109,8 +114,7 @@ def attention(device: torch.device) -> Iterator[Figure | str]:
     }
     for name, (attend, least, most) in ways.items():
         try:
-            with torch.no_grad():
-                error = float((attend(*states, fresh[0]).float() - exact).abs().max())
+            error = float((attend(*few, short).float() - exact).abs().max())
             new, again = (
                 statistics.median(_milliseconds(lambda: _both(attend, states, lengths)) for lengths in every)  # noqa: B023
                 for every in (fresh[1:], [fresh[-1]] * repeats)
@@ -140,8 +144,9 @@ def _own_attention(device: torch.device) -> tuple[Attend, str]:
     from transformers import Qwen2Config
 
     from agentrl.kernels.attention import attend, pack_row
-    from agentrl.models.attention import choose_attention
+    from agentrl.models.attention import choose_attention, register_attention
 
+    register_attention()  # as a model does when it is loaded: it switches cuDNN's attention off
     config = Qwen2Config(hidden_size=3584, num_attention_heads=28, num_key_value_heads=4)
     backend = choose_attention("auto", config, dtype="bfloat16" if device.type == "cuda" else "float32")
 
@@ -255,7 +260,7 @@ def energies(device: torch.device) -> Iterator[Figure | str]:
     if real:
         with device:
             case = Case(rows=8, length=2048, hidden=1536, layers=8, vocabulary=32_768)
-        case.policy.to(torch.bfloat16)
+        _as_in_training(case.policy)
     runs = (case.energies, case.training)
     times: list[list[float]] = [[], []]
     for _ in range(5):
@@ -281,7 +286,7 @@ def determinism(device: torch.device) -> Iterator[Figure | str]:
     with device:
         case = Case(rows=8, length=512 if real else 32, hidden=512 if real else 32, layers=2, vocabulary=8192)
     if real:
-        case.policy.to(torch.bfloat16)
+        _as_in_training(case.policy)
 
     def gradients() -> list[Tensor]:
         found, _ = case.policy(case.ids, case.prompts, case.responses, case.mask)
@@ -293,3 +298,11 @@ def determinism(device: torch.device) -> Iterator[Figure | str]:
         not torch.equal(one, other) for _ in range(3) for one, other in zip(first, gradients(), strict=True)
     )
     yield Figure(name="tensors that differ in three repeats", value=different, high=0, why="training.deterministic")
+
+
+def _as_in_training(policy: PolicyModel) -> None:
+    """Change the weights to bfloat16 and the attention to what ``model.attention=auto`` chooses."""
+    from agentrl.models.attention import choose_attention
+
+    policy.to(torch.bfloat16)
+    policy.attention = choose_attention("auto", policy.causal_lm.config, dtype="bfloat16")

@@ -79,8 +79,9 @@ def train_0_5b(device: torch.device) -> Iterator[Figure | str]:
             "model.dtype": "bfloat16" if real else "float32",
             "model.gradient_checkpointing": "true",
             "coldstart.demonstrations": "null",
+            "environment.protocol": "torl",  # a random model's turns have no program, and would be void in simpletir
             "rollout.problems_per_step": "8" if real else "2",
-            "rollout.max_turn_tokens": "128" if real else "16",
+            "rollout.max_turn_tokens": "256" if real else "16",
             "rollout.max_response_tokens": "256" if real else "64",
             "training.micro_batch_tokens": "16384",
             "training.steps": "2",
