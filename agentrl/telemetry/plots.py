@@ -169,8 +169,11 @@ def _darken(figure: Figure) -> None:
         return (*mixed, alpha)
 
     for item in figure.findobj():
-        if isinstance(item, Line2D | Text):
+        if isinstance(item, Text):
             item.set_color(dark(item.get_color()))
+        elif isinstance(item, Line2D):  # caps of error bars have edge colours that do not follow the line's
+            face, edge = dark(item.get_markerfacecolor()), dark(item.get_markeredgecolor())
+            item.set(color=dark(item.get_color()), markerfacecolor=face, markeredgecolor=edge)
         elif isinstance(item, Patch):
             face, edge = dark(item.get_facecolor()), dark(item.get_edgecolor())
             item.set(facecolor=face, edgecolor=edge)

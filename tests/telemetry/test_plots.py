@@ -4,10 +4,21 @@ import struct
 from pathlib import Path
 
 import pytest
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from agentrl.telemetry.plots import PANELS, draw_plots, legend_below, new_figure, running_mean, series
+from agentrl.telemetry.palette import DARK
+from agentrl.telemetry.plots import (
+    PANELS,
+    draw_plots,
+    legend_below,
+    look,
+    new_figure,
+    running_mean,
+    save_twins,
+    series,
+)
 
 
 def steps(count: int) -> list[dict[str, object]]:
@@ -112,6 +123,16 @@ def test_what_was_not_measured_is_left_out(tmp_path: Path) -> None:
 def test_figures_without_anything_above_zero_are_drawn_too(tmp_path: Path) -> None:
     rows = [{"step": step, "policy/kl_engine_k3": 0.0} for step in (1, 2)]
     assert [file.name for file in draw_plots(rows, tmp_path, "a run")] == twins("engine_policy", "overview")
+
+
+def test_every_part_of_an_error_bar_has_its_colour_on_dark_pages(tmp_path: Path) -> None:
+    figure = new_figure(3.0, 2.0)
+    axes = figure.add_subplot()
+    axes.errorbar([1, 2], [1, 2], yerr=[0.1, 0.2], **look(2), capsize=4, marker="o")
+    assert [file.name for file in save_twins(figure, tmp_path / "bar.png")] == twins("bar")
+    for line in axes.get_lines():
+        for colour in (line.get_color(), line.get_markerfacecolor(), line.get_markeredgecolor()):
+            assert to_hex(colour) == DARK[2]
 
 
 def test_series_and_running_mean() -> None:
