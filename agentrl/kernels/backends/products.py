@@ -1,4 +1,4 @@
-"""The three matrix products of a language-model head, accumulated in float32 (float64) whatever the weight's dtype.
+"""The matrix products of a head and of exact energies, accumulated in float32 (float64) whatever the factors' dtype.
 
 Half-precision factors are multiplied as they are where the device gives a float32 result (CUDA); elsewhere slices of
 the weight's rows are converted one after another, so that no full-precision copy of it ever exists.
@@ -82,6 +82,13 @@ def add_product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool) -
         torch.addmm(out, left, right, out_dtype=out.dtype, beta=int(accumulate), out=out)
     else:
         out.addmm_(left.to(out.dtype), right.to(out.dtype), beta=int(accumulate))
+
+
+def batched_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left [R, A, B] right [R, B, C] -> [R, A, C], accumulated in `dtype`, which the result has."""
+    if left.dtype != dtype and factor_dtype(left, right, dtype) != dtype:
+        return torch.bmm(left, right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)
 
 
 def _slices(weight: Tensor) -> Iterator[slice]:

@@ -7,6 +7,8 @@ are formed in the dtype given. Nothing here reads a weight, so a sharded one nee
 import torch
 from torch import Tensor
 
+from agentrl.kernels.backends.products import batched_product
+
 
 def gram_is_cheaper(tokens: int, inputs: int, outputs: int) -> bool:
     """Whether two Gram matrices of the tokens cost less than the product [inputs, outputs] itself.
@@ -20,12 +22,15 @@ def gram_is_cheaper(tokens: int, inputs: int, outputs: int) -> bool:
     return tokens * (inputs + outputs) < inputs * outputs
 
 
-def linear_energy(inputs: Tensor, gradients: Tensor) -> Tensor:
-    """||sum_s g_s a_s^T||_F^2 = sum_{s,s'} (a_s . a_s') (g_s . g_s') from a [R, S, D_in] and g [R, S, D_out]."""
+def linear_energy(inputs: Tensor, gradients: Tensor, dtype: torch.dtype) -> Tensor:
+    """||sum_s g_s a_s^T||_F^2 = sum_{s,s'} (a_s . a_s') (g_s . g_s') from a [R, S, D_in] and g [R, S, D_out].
+
+    Products are accumulated in `dtype`.
+    """
     if gram_is_cheaper(inputs.shape[1], inputs.shape[2], gradients.shape[2]):
-        product = (inputs @ inputs.mT).mul_(gradients @ gradients.mT)
+        product = batched_product(inputs, inputs.mT, dtype).mul_(batched_product(gradients, gradients.mT, dtype))
         return product.sum((1, 2), dtype=torch.float64)
-    return squared_norm(gradients.mT @ inputs)
+    return squared_norm(batched_product(gradients.mT, inputs, dtype))
 
 
 def bias_energy(gradients: Tensor) -> Tensor:

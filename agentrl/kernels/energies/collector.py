@@ -146,7 +146,7 @@ class _Site:
         wide = gradients.to(dtype)
         if isinstance(self.module, nn.Linear):
             if self.module.weight.requires_grad:
-                total += linear_energy(inputs.to(dtype), wide)
+                total += linear_energy(inputs, gradients, dtype)
             if bias is not None and bias.requires_grad:
                 total += bias_energy(wide)
         else:

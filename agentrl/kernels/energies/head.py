@@ -34,13 +34,14 @@ def head_row(
     inputs: Tensor | None,
 ) -> HeadRow:
     """dx_t = c_t (onehot(y_t) - p_t) / tau, times dz/dx of a cap z = cap tanh(x / cap), for hidden [K, D], targets [K],
-    coefficients c [K]; `inputs` [S] asks for the cross term. hidden and coefficients in the accumulation dtype, weight
+    coefficients c [K]; `inputs` [S] asks for the cross term. coefficients in the accumulation dtype, hidden and weight
     [V, D] in any.
 
     Logits are held for a block of the vocabulary. If all of them are no more than a block they are computed once,
     otherwise twice: once for the normaliser.
     """
-    blocks = _Blocks(hidden, weight, bias, temperature, cap, targets)
+    blocks = _Blocks(hidden, weight, bias, temperature, cap, targets, coefficients.dtype)
+    hidden = hidden.to(coefficients.dtype)
     normalizer, rest = blocks.normalizer()
     scale = (coefficients / temperature).unsqueeze(-1)
     gram = gram_is_cheaper(hidden.shape[0], weight.shape[1], weight.shape[0])
@@ -83,8 +84,9 @@ class _Blocks:
         temperature: float,
         cap: float | None,
         targets: Tensor,
+        dtype: torch.dtype,
     ) -> None:
-        self._hidden, self._weight, self._bias = hidden, weight, bias
+        self._hidden, self._weight, self._bias, self._dtype = hidden, weight, bias, dtype
         self._map = temperature, cap
         self._targets = targets
         self._step = max(1, min(weight.shape[0], _BLOCK_ELEMENTS // max(1, hidden.shape[0])))
@@ -97,7 +99,7 @@ class _Blocks:
 
     def normalizer(self) -> tuple[Tensor, Tensor]:
         """(ln sum_v e^z_v, 1 - p(y)), each [K]; the second from the other tokens, so it has no cancellation."""
-        others = self._hidden.new_full(self._hidden.shape[:1], -torch.inf)
+        others = self._hidden.new_full(self._hidden.shape[:1], -torch.inf, dtype=self._dtype)
         own = torch.empty_like(others)
         for start, z in self:
             at, column = self.targets_in(start, z.shape[1])
@@ -112,7 +114,7 @@ class _Blocks:
         if self._kept is not None:
             yield 0, self._kept
             return
-        buffer = self._hidden.new_empty(self._hidden.shape[0], self._step)
+        buffer = self._hidden.new_empty(self._hidden.shape[0], self._step, dtype=self._dtype)
         for start in range(0, self._weight.shape[0], self._step):
             part = self._weight[start : start + self._step]
             whole = buffer.shape[1] == part.shape[0]

@@ -150,7 +150,7 @@ def _head_shares(parts: Parts, hidden: Tensor, rows: _Rows, temperature: float, 
             tokens = rows.mask[row].nonzero().squeeze(-1)
             shares.append(
                 head_row(
-                    states[rows.places[row, tokens - 1]].to(rows.coefficients.dtype),
+                    states[rows.places[row, tokens - 1]],
                     parts.head.weight.detach(),
                     None if parts.head.bias is None else parts.head.bias.detach(),
                     rows.input_ids[row, tokens],
