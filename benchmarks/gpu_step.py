@@ -11,6 +11,7 @@ from gpu import Figure, Skip
 from gpu_kernels import PEAK, documents
 from torch import Tensor
 
+from agentrl.errors import is_out_of_memory
 from agentrl.kernels import TokenStatistics
 from agentrl.models.attention import choose_attention
 from agentrl.models.head import ReferenceHead
@@ -22,7 +23,7 @@ from agentrl.planning.estimate import CONTEXT, rank_memory, usable
 from agentrl.planning.memory import ModelShape, TrainingSetup
 from agentrl.planning.shapes import read_shape, shape_of
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
-from agentrl.training.engine.memory import Attempt, is_shortage
+from agentrl.training.engine.memory import Attempt
 from agentrl.training.engine.recovery import ShortageError
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 
@@ -237,7 +238,7 @@ def _library_shortages(device: torch.device) -> Iterator[Figure | str]:
         torch.cuda.synchronize()
     except RuntimeError as error:
         yield f"a product without memory: {str(error).splitlines()[0][:160]}"
-        yield Figure(name="recognized as out of memory", value=is_shortage(error), low=1)
+        yield Figure(name="recognized as out of memory", value=is_out_of_memory(error), low=1)
     else:
         yield "a product without memory: it ran"
     held.clear()

@@ -151,6 +151,9 @@ def _train(settings: Mapping[str, str]) -> list[dict[str, float]]:
         command += [f"{key}={value}" for key, value in settings.items()]
         # An empty cache: the cold start is trained, not read.
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"XDG_CACHE_HOME": folder})
+        last = done.stderr.strip().rpartition("\n")[2]
+        if done.returncode and last.startswith("ModuleNotFoundError"):
+            raise Skip(last)
         if done.returncode:
             raise RuntimeError((done.stdout.strip()[-300:] + "\n" + done.stderr.strip()[-1200:]).strip())
         lines = (Path(folder) / "gpu" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

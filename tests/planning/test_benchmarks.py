@@ -87,6 +87,11 @@ def test_a_part_that_takes_too_long_is_cut_off(gpu: ModuleType) -> None:
     assert not gpu.good(found)
 
 
+def test_every_part_can_be_imported(gpu: ModuleType) -> None:
+    for name, part in gpu.PARTS.items():
+        assert callable(getattr(importlib.import_module(part.module), name))
+
+
 def test_the_shares_of_the_parts_fill_ten_minutes(gpu: ModuleType) -> None:
     assert sum(part.seconds for name, part in gpu.PARTS.items() if name != "colocated") == gpu.TOTAL == 600
 
