@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state
 from torch import Tensor, nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl.models.policy import PolicyModel
 from agentrl.training.engine import deepspeed_engine
@@ -52,7 +52,7 @@ def accumulate(stage: int, micro_batches: int) -> dict[str, Any]:
     every = (1 + torch.rand(micro_batches, engine.world_size, 3, 5, generator=draw) / 8).to(torch.bfloat16)
     every /= micro_batches * engine.world_size
     for terms in every:
-        engine.backward(engine(terms[engine.rank]) * engine.world_size)
+        engine.backward(engine(terms[engine.rank].to(engine.device)) * engine.world_size)
     norm = engine.step()
     return {
         "norm": norm,
@@ -81,8 +81,60 @@ def norms(kind: str) -> list[float]:
     found = []
     for _ in range(2):
         for ids in torch.randint(0, 100, (3, 2, 12), generator=draw):
-            statistics, _ = engine(ids, torch.tensor([4, 4]), ids[:, 4:], torch.ones(2, 8, dtype=torch.bool))
+            inputs = (ids, torch.tensor([4, 4]), ids[:, 4:], torch.ones(2, 8, dtype=torch.bool))
+            statistics, _ = engine(*(one.to(engine.device) for one in inputs))
             engine.backward(-statistics.log_probs.mean())
+        found.append(float(engine.step()))
+    return found
+
+
+class Routed(nn.Module):
+    """Two experts: the tokens of each rank reach its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(3, 1, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[torch.distributed.get_rank()](x)
+
+
+def routed() -> float:
+    """The gradient norm of :class:`Routed` at ZeRO 3, below a layer that passes its input on."""
+    module = nn.Sequential(nn.Linear(3, 3, bias=False), Routed())
+    for parameter, value in zip(module.parameters(), (torch.eye(3), torch.zeros(1, 3), torch.zeros(1, 3)), strict=True):
+        parameter.data = value
+    engine = TrainingEngine(
+        module,
+        optimizer=OptimizerSettings(gradient_clip=1e9),
+        training=TrainingSettings(zero_stage=3, persistence_threshold=0),
+        bfloat16=False,
+        updates=1,
+    )
+    inputs = torch.tensor([[1.0, 2.0, 2.0], [2.0, 3.0, 6.0]])  # of norms 3 and 7
+    engine.backward(engine(inputs[engine.rank].to(engine.device)).sum())
+    return engine.step()
+
+
+def experts(stage: int) -> list[float]:
+    """The gradient norms of two updates of a Qwen3-MoE, on other tokens in each rank."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "head_dim": 8, "moe_intermediate_size": 8, "num_experts": 8}
+    engine = TrainingEngine(
+        PolicyModel(Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=100, num_experts_per_tok=1, **sizes))),
+        optimizer=OptimizerSettings(learning_rate=0.01),
+        training=TrainingSettings(zero_stage=stage, persistence_threshold=0),
+        bfloat16=False,
+        updates=2,
+    )
+    draw = torch.Generator().manual_seed(1)
+    found = []
+    for every in torch.randint(0, 100, (2, 2, 1, 5), generator=draw):
+        ids = every[engine.rank]
+        inputs = (ids, torch.tensor([2]), ids[:, 2:], torch.ones(1, 3, dtype=torch.bool))
+        statistics, _ = engine(*(one.to(engine.device) for one in inputs))
+        engine.backward(-statistics.log_probs.mean())
         found.append(float(engine.step()))
     return found
 
@@ -100,6 +152,8 @@ def main() -> None:
     rank, _ = start_distributed(deadline=600.0)
     torch.set_num_threads(1)
     results: dict[Any, Any] = {(stage, count): accumulate(stage, count) for stage in STAGES for count in COUNTS}
+    results["routed"] = routed()
+    results |= {("experts", stage): experts(stage) for stage in (0, 3)}
     deepspeed_engine.deepspeed_config = with_small_buckets
     results |= {kind: norms(kind) for kind in OFFLOADS}
     if rank == 0:

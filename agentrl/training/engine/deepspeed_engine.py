@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -68,10 +68,12 @@ def deepspeed_config(
     gradient_clip: float = 0.0,
     world_size: int = 1,
     trained: int = REDUCE_BUCKET,
+    leaves: Sequence[str] = (),
 ) -> dict[str, Any]:
     """DeepSpeed's own configuration. ``step()`` ends an accumulation, however many micro-batches it had.
 
     ``trained``: parameters that have a gradient; DeepSpeed allocates the whole bucket whatever they fill of it.
+    ``leaves``: classes of modules whose parameters ZeRO-3 gathers together (:func:`expert_blocks`).
 
     Gradients are added up in float32 over micro-batches and ranks, whatever the dtype of the weights: in bfloat16 256
     equal ones plus another are still 256.
@@ -83,6 +85,8 @@ def deepspeed_config(
         "stage3_param_persistence_threshold": training.persistence_threshold,
     }
     on_the_host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if leaves:
+        zero["leaf_module"] = {"classes": list(leaves)}
     if training.offload != "none":
         zero["offload_optimizer"] = on_the_host
     if training.offload == "all":
@@ -101,6 +105,16 @@ def deepspeed_config(
         "zero_optimization": zero,
         "steps_per_print": 10**12,
     }
+
+
+def expert_blocks(module: nn.Module) -> list[str]:
+    """Full names of the classes of ``module``'s mixture-of-experts blocks: modules with a child ``experts``.
+
+    ZeRO-3 gathers a module's weights in its forward, on all ranks together. Ranks whose tokens are routed to different
+    experts would gather different weights, and hang or mix them up, so a block's weights are gathered with the block.
+    """
+    blocks = {type(block) for block in module.modules() if isinstance(getattr(block, "experts", None), nn.Module)}
+    return sorted(f"{block.__module__}.{block.__qualname__}" for block in blocks)
 
 
 def start_distributed(*, deadline: float) -> tuple[int, int]:
@@ -224,6 +238,7 @@ class TrainingEngine(Generic[_Module_co]):
             gradient_clip=0.0 if self._clips_here else optimizer.gradient_clip,
             world_size=self.world_size,
             trained=sum(map(_elements, trained)),
+            leaves=expert_blocks(module),
         )
         with _visible_statistics(module):
             self._engine, *_ = deepspeed.initialize(
@@ -402,7 +417,7 @@ def frozen(module: nn.Module, training: TrainingSettings, *, bfloat16: bool) -> 
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
         return FrozenModule(module.to(device))
     world_size = torch.distributed.get_world_size()
-    config = deepspeed_config(training, bfloat16=bfloat16, world_size=world_size)
+    config = deepspeed_config(training, bfloat16=bfloat16, world_size=world_size, leaves=expert_blocks(module))
     with _visible_statistics(module):
         engine, *_ = deepspeed.initialize(model=module, config=config)
     engine.eval()
