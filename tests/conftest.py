@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -67,6 +67,19 @@ def _shares_with_its_module(item: pytest.Function) -> bool:
     """Whether a fixture of these tests, not of a plugin, has the scope of a module."""
     known = item._fixtureinfo.name2fixturedefs
     return any(fixture.scope == "module" and fixture.baseid for name in known for fixture in known[name])
+
+
+@pytest.fixture(autouse=True)
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The device on which a test with the mark `on_device` makes its tensors: a GPU if there is one, otherwise the CPU.
+
+    Kernels of Triton run on a GPU compiled, on a CPU in its interpreter.
+    """
+    if not torch.cuda.is_available() or request.node.get_closest_marker("on_device") is None:
+        yield torch.device("cpu")
+        return
+    with torch.device("cuda") as gpu:
+        yield gpu
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Scripts run on several ranks of one gloo group, each a process."""
+"""Scripts run on several ranks of one group, each a process."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from warm import WarmPopen
 
 
-def start_ranks(script: Path, outputs: Sequence[Path]) -> list[subprocess.Popen[str]]:
-    """The script once for each of ``outputs``, its argument; they are as many ranks of one group."""
+def start_ranks(script: Path, outputs: Sequence[Path], *, gpus: bool = False) -> list[subprocess.Popen[str]]:
+    """The script once for each of ``outputs``, its argument; they are as many ranks of one group.
+
+    ``gpus``: they use GPUs if there is one for each rank. Otherwise they run on the CPU whatever the machine has.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     network = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     network["WORLD_SIZE"] = str(len(outputs))
+    if not gpus or torch.cuda.device_count() < len(outputs):
+        network |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "TRITON_INTERPRET": "1"}
     return [
         WarmPopen(
             [sys.executable, str(script), str(output)],

@@ -4,14 +4,17 @@ import math
 
 import pytest
 import torch
+from kernels.cases import seeded
 from torch import Tensor
 
 from agentrl.kernels import KernelInputError, divergence, full_kl, token_statistics
 
+pytestmark = pytest.mark.on_device
+
 
 def problem(n: int = 5, d: int = 3, v: int = 11, *, dtype: torch.dtype = torch.float64, close: float = 1.0):
     """(hidden, weight, bias) of the policy and (hidden, weight, bias) of the reference."""
-    generator = torch.Generator().manual_seed(n)
+    generator = seeded(n)
     shapes = [(n, d), (v, d), (v,)]
     first = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     second = [x + close * torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in first]

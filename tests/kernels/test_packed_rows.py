@@ -15,6 +15,8 @@ from torch import Tensor
 from agentrl.kernels import KernelInputError
 from agentrl.kernels.attention import PackedRow, Stretch, attend, pack_row, variants
 
+pytestmark = pytest.mark.on_device
+
 
 def documents(draw: random.Random, count: int) -> tuple[Tensor, list[int], list[int]]:
     """Padded documents over three prompts, their prompt lengths and their lengths."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cases import FIELDS, needs_triton, problem
+from kernels.cases import FIELDS, needs_triton, problem, seeded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,6 +21,8 @@ from agentrl.errors import SettingsError
 from agentrl.kernels import KernelInputError, TokenStatistics, token_statistics
 from agentrl.kernels.backends import products, sliced, torch_epilogue, triton_backend
 from agentrl.models.policy import PolicyModel
+
+pytestmark = pytest.mark.on_device
 
 EPILOGUES = ["torch", pytest.param("triton", marks=needs_triton)]
 
@@ -57,7 +59,7 @@ def reference_of(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature
 def cut(monkeypatch: pytest.MonkeyPatch, *, width: int, elements: int) -> None:
     """Slices of `width` tokens, tiles of `elements` logits."""
     monkeypatch.setattr(sliced, "_SLICE", width)
-    monkeypatch.setattr(sliced, "_TILE_ELEMENTS", {"cpu": elements})
+    monkeypatch.setattr(sliced, "_TILE_ELEMENTS", {torch.get_default_device().type: elements})
 
 
 def of_logits(rows: list[list[float]], targets: list[int], *, dtype: torch.dtype = torch.float32):
@@ -147,7 +149,7 @@ def test_any_shape(epilogue, n, d, v, width, elements, seed, scale, temperature)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_float32_agrees_to_1e_5_on_flat_and_peaked_distributions(monkeypatch, epilogue, scale, temperature):
     cut(monkeypatch, width=64, elements=256)
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     logits = torch.randn(9, 500, generator=generator) * scale
     logits[4:, 17] += 4 * scale
     hidden, weight, targets = of_logits(logits.tolist(), [17, 3, 400, 499, 17, 17, 5, 0, 499])
@@ -356,7 +358,7 @@ def test_gradients_flow_through_log_probs_and_entropy_only(epilogue):
 )
 def test_the_epilogues_agree_on_a_slice_wherever_the_target_is(width, start, seed, with_bias, scale):
     triton_epilogue = importlib.import_module("agentrl.kernels.backends.triton_epilogue")
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -465,5 +467,5 @@ def test_a_machine_without_triton_is_told_so(monkeypatch):
 @needs_triton
 def test_cpu_tensors_need_the_interpreter(monkeypatch):
     monkeypatch.setattr("agentrl.kernels.backends.triton_epilogue.INTERPRETED", False)
-    with pytest.raises(KernelInputError, match="needs tensors on a GPU, not on cpu"):
+    with torch.device("cpu"), pytest.raises(KernelInputError, match="needs tensors on a GPU, not on cpu"):
         token_statistics(*problem(2, 3, 4), backend="triton")

@@ -14,6 +14,8 @@ from agentrl.kernels import BACKENDS, KernelInputError, TokenStatistics, records
 from agentrl.kernels.backends import chunked
 from agentrl.kernels.backends import gradients as head_gradients
 
+pytestmark = pytest.mark.on_device
+
 EVERY_BACKEND = [pytest.param(name, marks=needs_triton if name == "triton" else ()) for name in sorted(BACKENDS)]
 
 
@@ -265,10 +267,10 @@ def test_half_precision_gradients_are_those_of_the_exact_function_rounded_once()
         torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
 
 
-def test_autocast_does_not_lower_the_precision():
+def test_autocast_does_not_lower_the_precision(device):
     hidden, weight, targets = problem(6, 16, 40, dtype=torch.float32)
     plain = token_statistics(hidden, weight, targets)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device.type, dtype=torch.bfloat16):
         inside = token_statistics(hidden, weight, targets)
         reference = token_statistics(hidden, weight, targets, backend="reference")
     assert torch.equal(plain.log_probs, inside.log_probs)

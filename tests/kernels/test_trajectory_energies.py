@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from kernels.cases import seeded
 from torch import Tensor, nn
 
 from agentrl.kernels import KernelInputError, trajectory_energies
 from agentrl.kernels.energies import closed_forms, collector, head
 from agentrl.models.loading import checkpoint_layers
 from agentrl.models.policy import PolicyModel
+
+pytestmark = pytest.mark.on_device
 
 VOCABULARY = 37
 WIDTH = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -60,7 +63,7 @@ class Rows:
 
 def make_rows(lengths: tuple[int, ...] = (9, 14, 4, 11), seed: int = 1) -> Rows:
     """Prompts of two tokens, then model tokens with observations between; ids repeat, PAD occurs inside."""
-    draw = torch.Generator().manual_seed(seed)
+    draw = seeded(seed)
     ids, counted, weights = [], [], []
     for length in lengths:
         tokens = torch.randint(0, 12, (length,), generator=draw).tolist()

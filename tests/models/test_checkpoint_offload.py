@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernels.cases import seeded
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -17,9 +18,10 @@ from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import LoRASettings, ModelSettings
 from agentrl.models.value import ValueModel
 
+pytestmark = pytest.mark.on_device
+
 LAYERS, WIDTH = 3, 16
 LENGTHS, PROMPTS = (9, 14, 6), (3, 3, 2)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(scope="module")
@@ -55,25 +57,26 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def model(folder: Path, *, offload: bool, checkpointing: bool = True, lora: int = 0) -> Any:
     settings = ModelSettings(dtype="float32", gradient_checkpointing=checkpointing, checkpoint_offload=offload)
     torch.manual_seed(1)
-    return with_adapter(read_model(folder, settings), LoRASettings(rank=lora)).to(DEVICE).train()
+    with torch.device("cpu"):  # transformers reads onto another default device only with accelerate
+        read = with_adapter(read_model(folder, settings), LoRASettings(rank=lora))
+    return read.to(torch.get_default_device()).train()
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(2)
-    ids = torch.randint(0, 40, (len(LENGTHS), max(LENGTHS)), generator=draw).to(DEVICE)
+    ids = torch.randint(0, 40, (len(LENGTHS), max(LENGTHS)), generator=seeded(2))
     ids[1, : PROMPTS[1]] = ids[0, : PROMPTS[0]]  # one prompt, which is read once
-    prompts = torch.tensor(PROMPTS, device=DEVICE)
-    return ids, prompts, torch.tensor(LENGTHS, device=DEVICE) - prompts
+    prompts = torch.tensor(PROMPTS)
+    return ids, prompts, torch.tensor(LENGTHS) - prompts
 
 
 def gradients(causal_lm: Any, *, critic: bool = False) -> list[Tensor]:
     ids, prompts, responses = batch()
     if critic:
-        value = ValueModel(causal_lm).to(DEVICE)
+        value = ValueModel(causal_lm).to(torch.get_default_device())
         torch.nn.init.ones_(value.value_head.weight)
         value(ids, prompts, responses).square().sum().backward()
     else:
-        steps = torch.arange(int(responses.max()), device=DEVICE)
+        steps = torch.arange(int(responses.max()))
         columns = (prompts[:, None] + steps).clamp(max=ids.shape[1] - 1)
         found, _ = PolicyModel(causal_lm)(ids, prompts, ids.gather(1, columns), steps < responses[:, None])
         (found.log_probs.sum() + found.entropy.sum()).backward()
@@ -95,7 +98,7 @@ def test_no_bit_of_a_gradient_changes(folder: Path, moved: list[Tensor], critic:
 
 def test_energies_are_the_same(folder: Path) -> None:
     ids, prompts, responses = batch()
-    mask = torch.arange(int(responses.max()), device=DEVICE) < responses[:, None]
+    mask = torch.arange(int(responses.max())) < responses[:, None]
     found = [
         PolicyModel(model(folder, offload=offload)).trajectory_energies(ids, prompts, mask) for offload in (False, True)
     ]

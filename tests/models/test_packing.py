@@ -70,6 +70,7 @@ def gradients(model: Any, log_probs: Tensor, entropy: Tensor) -> dict[str, Tenso
     return {name: value.grad.clone() for name, value in model.named_parameters()}
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
 def test_packed_is_padded_is_one_row_at_a_time(kind: str, checkpointing: bool) -> None:
@@ -99,6 +100,7 @@ def test_packed_is_padded_is_one_row_at_a_time(kind: str, checkpointing: bool) -
             assert float((own - gradient).norm()) <= 1e-5 * float(gradient.norm()) + 1e-7, name
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("backend", ["flex", "flash"])
 @pytest.mark.parametrize("kind", ["qwen3", "mistral", "gemma2"])
 def test_the_kernels_of_gpus_give_what_sdpa_gives_for_prompts_that_stand_once(
@@ -125,6 +127,7 @@ def statistics_and_gradients(kind: str, changes: dict[str, Any], batch: Batch, a
     return found | {"exact energies": policy.trajectory_energies(*places)}
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_change_in_one_document_changes_no_other_by_one_bit(kind: str) -> None:
     batch = conversations(seed=3)
@@ -211,6 +214,7 @@ def test_the_refusal_names_what_would_work() -> None:
     assert "beyond 256 tokens the model's positions (dynamic)" in str(length_obstacle(layers, 257))
 
 
+@pytest.mark.on_device
 def test_values_are_those_of_one_row_at_a_time() -> None:
     batch = conversations(seed=5)
     critic = ValueModel(build_tiny("qwen2").double())

@@ -79,6 +79,7 @@ def run(*, zero_stage: int, tied: bool = True, kind: str = "qwen3", checkpointed
         )
         # Rank 0 takes two rows, the others the rest: a head that ran once a row would wait for ever.
         share = slice(0, ROWS) if engine.world_size == 1 else (slice(0, 2), slice(2, ROWS))[engine.rank]
+        ids, lengths, response, mask = (one.to(engine.device) for one in (ids, lengths, response, mask))
         found = []
         sharded = zero_stage == 3
         for _ in range(2):

@@ -20,10 +20,10 @@ SCRIPT = Path(__file__).with_name("energies_on_ranks.py")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """What one rank and two ranks found, run side by side."""
     folder = tmp_path_factory.mktemp("energies")
-    started = {ranks: start_ranks(SCRIPT, [folder / f"{ranks}.pt"] * ranks) for ranks in (1, 2)}
+    started = {ranks: start_ranks(SCRIPT, [folder / f"{ranks}.pt"] * ranks, gpus=True) for ranks in (1, 2)}
     for processes in started.values():
         finish(processes, seconds=600)
-    return {ranks: torch.load(folder / f"{ranks}.pt") for ranks in (1, 2)}
+    return {ranks: torch.load(folder / f"{ranks}.pt", map_location="cpu") for ranks in (1, 2)}
 
 
 def one_by_one(*, tied: bool = True, kind: str = "qwen3") -> torch.Tensor:
