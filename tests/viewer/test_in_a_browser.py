@@ -23,6 +23,7 @@ from viewer.made_run import HOSTILE, make_run, metrics_row
 
 from agentrl.inspection.recompute import recomputed
 from agentrl.inspection.what_if import what_if
+from agentrl.telemetry.alerts import Alert
 from agentrl.telemetry.metrics.catalogue import METRICS
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import read_step
@@ -432,6 +433,16 @@ def test_runs_keep_their_colours_and_new_ones_appear(page: Page, run: RunDirecto
         expect(page.get_by_label("Metric")).to_have_value("policy/entropy")
         expect(page.get_by_label("Over")).to_have_value("hours")
         expect(page.get_by_text("1 of 8 runs")).to_be_visible()
+
+
+def test_an_alert_that_follows_from_another_one_has_no_line_of_advice(page: Page, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "first", steps=1)
+    run.append_alert(Alert(step=2, alert="no_signal", message="no group (follows from reward_collapse)", advice=""))
+    with serving(run.path.parent) as url:
+        page.goto(url)
+        page.get_by_role("link", name="first").click()
+        expect(page.locator(".alert")).to_have_count(2)
+        expect(page.locator(".alert .advice")).to_have_text(["Advice explore more"])
 
 
 def test_no_more_curves_are_drawn_than_have_a_look_of_their_own(page: Page, run: RunDirectory, tmp_path: Path) -> None:

@@ -198,7 +198,8 @@ function alertList(alerts, id) {
   const shown = alerts.map((alert) => {
     const link = el("a", { href: `#/run/${id}/trajectories?first=${alert.step}&last=${alert.step}` }, `step ${alert.step}`);
     const what = el("p", {}, el("strong", {}, words(alert.alert)), " · ", link, el("br"), visible(alert.message));
-    return el("div", { class: "alert", role: "listitem" }, what, el("p", { class: "advice" }, el("b", {}, "Advice"), ` ${visible(alert.advice)}`));
+    const advice = alert.advice ? el("p", { class: "advice" }, el("b", {}, "Advice"), ` ${visible(alert.advice)}`) : null; // none where another alert is the cause
+    return el("div", { class: "alert", role: "listitem" }, what, advice);
   });
   if (shown.length <= FIRST_ALERTS + 1) return shown;
   const more = shown.splice(0, shown.length - FIRST_ALERTS);
