@@ -78,7 +78,7 @@ class WeightSender:
         verified = self._service.verification()
         for one in verified:
             self._console.note(str(one))
-        return max(one.noise for one in verified)
+        return max((one.noise for one in verified), default=0.0)
 
     def send(self, version: int) -> None:
         """Send ``version`` to the engine. Raises WeightMismatchError if two attempts fail."""
