@@ -28,7 +28,8 @@ _MAGIC = b"PAR1"  # first and last bytes of a whole file
 _BLOCK = 1 << 18  # tokens plus bytes of JSON in a row group, which is written and read as a whole
 _LARGEST_BLOCK = 1 << 28  # bytes; 20 times an ordinary row group. Limits the memory of a reader
 _COLUMNS = ["record", "token_ids", "log_probs"]
-_IDS, _LOG_PROBS = ("prompt_ids", "token_ids"), "log_probs"
+_LOG_PROBS = "log_probs"
+_NUMBERS = ("prompt_ids", "token_ids", _LOG_PROBS)
 
 
 def write_trajectories(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
@@ -123,7 +124,7 @@ def _split(record: Mapping[str, Any]) -> tuple[JsonRecord, list[Sequence[int]], 
 
     def shortened(item: Mapping[str, Any]) -> JsonRecord:
         copy = dict(item)
-        for name in copy.keys() & {*_IDS, _LOG_PROBS}:
+        for name in filter(copy.__contains__, _NUMBERS):
             (log_probs if name == _LOG_PROBS else ids).append(copy[name])
             copy[name] = len(copy[name])
         return copy
@@ -139,7 +140,7 @@ def _joined(line: bytes, ids: list[int], log_probs: list[float]) -> JsonRecord:
     record = json.loads(line)
     used, scored = 0, 0
     for item in (record, *record.get("segments", ())):
-        for name in item.keys() & {*_IDS, _LOG_PROBS}:
+        for name in filter(item.__contains__, _NUMBERS):
             if name == _LOG_PROBS:
                 item[name] = log_probs[scored : (scored := scored + item[name])]
             else:

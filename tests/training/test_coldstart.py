@@ -323,6 +323,10 @@ def test_a_cached_policy_shows_the_stored_score(tmp_path: Path, monkeypatch: pyt
     # Rewards between 0 and 1 are something to learn from.
     assert shown(mean_reward=0.25, highest_reward=0.5)[1:] == [f"{line}; mean reward 0.250"]
     assert len(shown(mean_reward=-1.0, highest_reward=-1.0)) == 3
+    (path / "coldstart.json").write_text("{")
+    said = StringIO()
+    assert starting_policy(settings, Console(settings.telemetry, said)) == str(path)
+    assert "warning: the score of the cold start cannot be read: " in said.getvalue()
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agentrl.errors import AgentRLError, SettingsError
+from agentrl.errors import AgentRLError, SettingsError, WorldError
 from agentrl.evaluation.play.during_training import evaluate_policy
 from agentrl.models.loading import read_model
 from agentrl.models.tokenizer import read_tokenizer
@@ -95,8 +95,13 @@ def starting_policy(settings: Settings, console: Console, *, say_found: bool = T
     if path.exists():
         if say_found:
             console.note(f"policy: {path} (cold start of an earlier run)")
-            if (score := StartScore.read(path)) is not None:
-                score.show(console)
+            try:
+                score = StartScore.read(path)
+            except WorldError as error:  # the policy is whole; only its score is missing
+                console.warning(f"the score of the cold start cannot be read: {error}")
+            else:
+                if score is not None:
+                    score.show(console)
         return str(path)
     console.note(f"cold start: {settings.coldstart.steps} steps on {loaded.description}")
     if settings.coldstart.direct_share:

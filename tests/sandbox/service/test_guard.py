@@ -135,6 +135,24 @@ async def test_a_body_that_does_not_arrive_closes_its_connection(sockets, runner
     assert runner.sandbox.started == ["wait"]
 
 
+async def test_bytes_behind_a_request_do_not_end_its_answer(sockets, runner, running_gateway, until):
+    body = b'{"program": "wait"}'
+    head = b"POST /v1/execute HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head += b"Authorization: Bearer the-token\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with running_gateway(sockets, receive_seconds=0.2) as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(head + body)
+        await until(lambda: runner.sandbox.started)
+        writer.write(b"\r\n")
+        await writer.drain()
+        later, silent = await asyncio.open_connection("127.0.0.1", gateway.port)
+        assert await asyncio.wait_for(closed(later), 30) == b""  # the limit has passed for both connections
+        silent.close()
+        runner.sandbox.release.set()
+        assert (await asyncio.wait_for(closed(reader), 30)).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
 @pytest.mark.parametrize("part", [b"GET /" + b"x" * 65_536, b"GET / HTTP/1.1\r\nA: " + b"x" * 65_536])
 async def test_a_head_without_an_end_is_not_kept(gateway, part):
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)

@@ -49,7 +49,8 @@ def bounded_protocol(*, receive_seconds: float, max_body: int) -> type[HttpTools
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
-            if self._closing is None:  # the next request on an idle connection
+            answering = self.cycle is not None and not self.cycle.response_complete
+            if self._closing is None and not answering:  # the next request on an idle connection
                 self._close_in(min(_HEAD_SECONDS, receive_seconds))
             self._received += len(data)
             super().data_received(data)
