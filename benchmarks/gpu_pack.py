@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 60 << 20
 """Bytes of the folder."""
 SOURCE = ("agentrl", "envs", "sandbox", "benchmarks", "configs", "tests/kernels", "pyproject.toml", "LICENSE")
-TEST_FILES = ("tests/conftest.py", "tests/shared.py", "tests/ranks.py")
+TEST_FILES = ("tests/conftest.py", "tests/shared.py", "tests/ranks.py", "tests/warm")
 DEEPSPEED = "deepspeed==0.19.8"
 # fmt: off
 PACKAGES = [

@@ -132,6 +132,16 @@ def test_the_pack_holds_what_the_parts_import(tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "tests" / "planning").exists()
 
 
+@pytest.mark.slow
+def test_the_packed_kernel_tests_can_be_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    importlib.import_module("gpu_pack").copy_source(tmp_path)
+    own = os.pathsep.join(str(tmp_path / name) for name in ("", "envs", "sandbox"))
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "tests/kernels"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": own}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
 def test_every_requirement_of_the_project_is_packed_or_accounted_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     pack = importlib.import_module("gpu_pack")
