@@ -85,11 +85,14 @@ class Run:
     def trajectories(self, step: int | None = None) -> Iterator[Trajectory]:
         """The trajectories of one step, or of all stored steps in order, one in memory at a time.
 
-        Raises SettingsError if the trajectories of ``step`` are not stored.
+        Raises SettingsError if the trajectories of ``step`` are not stored, or any are in the format of an earlier
+        version.
         """
         from agentrl.trajectory import Trajectory
 
-        if step is not None:
+        if step is None:
+            self._files.check_trajectory_format()
+        else:
             self._files.check_stored(step)
         for one in self.steps() if step is None else [step]:
             for record in self._files.read_trajectories(one):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
 from functools import cache
@@ -15,6 +14,7 @@ from agentrl.errors import SettingsError
 from agentrl.kernels import KernelInputError
 from agentrl.kernels.attention import AttentionBackend, attend, current_row
 from agentrl.kernels.attention.packed import capped_attention
+from agentrl.kernels.attention.variants import torch_varlen, varlen_kernel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -224,7 +224,8 @@ def attention_length(config: PreTrainedConfig) -> float:
 
 
 def _has_flash_attn() -> bool:
-    return any(importlib.util.find_spec(name) is not None for name in ("flash_attn", "flash_attn_interface"))
+    """Whether flash-attn is installed and loads: a build for another release of torch does not."""
+    return varlen_kernel() is not torch_varlen
 
 
 def _has_torch_varlen() -> bool:

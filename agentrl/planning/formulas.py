@@ -17,8 +17,9 @@ REDUCE_BUCKET = 500_000_000
 _LIVE = 1_000_000_000
 """Gathered elements that ZeRO-3 keeps at most (stage3_max_live_parameters)."""
 _FLOAT32 = 4
-_BLOCK = 1 << 23  # elements of a block of rows (chunked)
-_PIECE = 1 << 21  # elements that one elementwise pass of it touches
+_KEPT = 1 << 23  # elements that are kept for backward (chunked)
+_BLOCK = {"cpu": 1 << 23, "cuda": 1 << 26}  # elements of a block of rows (chunked)
+_PIECE = {"cpu": 1 << 21, "cuda": 1 << 24}  # elements that one elementwise pass of it touches
 _TILE = 1 << 24  # elements of a tile (triton)
 _SLICE = 2048  # rows of the weight in a tile's slice
 _STATISTICS = 12  # float32 numbers that a token's statistics and its loss keep
@@ -144,14 +145,19 @@ def reference_head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
 def chunked_head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     """``chunked``: a block of logits, three pieces of it, and the gradients; up to ``2^23`` logits are kept whole.
 
-    The gradient of a bfloat16 weight is added up in float32, ``4 D V``, and converted at the end.
+    The gradient of a bfloat16 weight is added up in float32, ``4 D V``, and converted at the end; on a GPU from a
+    bfloat16 copy of the block.
     """
     elements = setup.local_tokens * shape.vocabulary
-    if elements <= _BLOCK:
-        logits = 3 * elements
+    summed = 0
+    if elements <= _KEPT:
+        block, logits = elements, 3 * elements
     else:
-        logits = max(shape.vocabulary, _BLOCK // shape.vocabulary * shape.vocabulary) + 3 * min(_PIECE, elements)
-    summed = _FLOAT32 * shape.vocabulary * shape.hidden if setup.bfloat16 and not setup.lora_rank else 0
+        rows = max(1, min(setup.local_tokens, _BLOCK[setup.device] // shape.vocabulary))
+        block = rows * shape.vocabulary
+        logits = block + 3 * min(_PIECE[setup.device], block)
+    if setup.bfloat16 and not setup.lora_rank:
+        summed = _FLOAT32 * shape.vocabulary * shape.hidden + (2 * block if setup.device == "cuda" else 0)
     return _FLOAT32 * logits + summed + _gradients(shape, setup)
 
 

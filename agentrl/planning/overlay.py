@@ -34,6 +34,7 @@ def setup_of(
         sequence_parallel=training.sequence_parallel,
         lora_rank=settings.model.lora.rank,
         head_backend=backend if training.head_backend == "auto" else training.head_backend,
+        device="cuda" if backend == "triton" else "cpu",
         reference=settings.kl.coefficient > 0,
         critic=critic,
     )

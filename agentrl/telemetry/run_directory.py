@@ -170,10 +170,17 @@ class RunDirectory:
         """Raise SettingsError unless the trajectories of ``step`` are there."""
         steps = self.trajectory_steps()
         if step not in steps:
+            self.check_trajectory_format()
             stored = f"stored: steps {steps[0]} to {steps[-1]}" if steps else "none are stored"
-            if step in _steps(self.trajectories.glob("*.jsonl.zst")):
-                stored = "an earlier version of agentrl stored them as JSON: use that version to read them"
             raise SettingsError(f"{self.path} has no trajectories of step {step}; {stored}")
+
+    def check_trajectory_format(self) -> None:
+        """Raise SettingsError if an earlier version of agentrl stored trajectories here, in another format."""
+        if steps := _steps(self.trajectories.glob("*.jsonl.zst")):
+            raise SettingsError(
+                f"{self.path}: an earlier version of agentrl stored the trajectories of steps {steps[0]} to "
+                f"{steps[-1]} as JSON; use that version to read them"
+            )
 
     def token_file(self, step: int, rank: int) -> Path:
         """Where the token statistics of the rows of one rank lie."""

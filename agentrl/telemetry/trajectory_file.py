@@ -73,13 +73,16 @@ def read_trajectories(path: Path, wanted: Callable[[int, bytes], bool]) -> Itera
 
     try:
         with pq.ParquetFile(path) as file:
-            if file.schema_arrow.names != _COLUMNS:
-                raise WorldError(f"{path}: damaged, its columns are {file.schema_arrow.names}")
+            columns = [(field.name, field.type) for field in file.schema_arrow]
+            if file.schema_arrow.names != _COLUMNS or columns[0][1] != pa.binary():
+                raise WorldError(f"{path}: damaged, its columns are {columns}")
             start = 0
             for block in range(file.num_row_groups):
                 if file.metadata.row_group(block).total_byte_size > _LARGEST_BLOCK:
                     raise WorldError(f"{path}, line {start + 1}: damaged, over {_LARGEST_BLOCK >> 20} MB")
                 lines = file.read_row_group(block, columns=["record"])["record"].to_pylist()
+                if None in lines:
+                    raise WorldError(f"{path}, line {start + lines.index(None) + 1}: damaged, it has no record")
                 chosen = [row for row, line in enumerate(lines) if wanted(start + row, line)]
                 if chosen:
                     numbers = file.read_row_group(block, columns=["token_ids", "log_probs"]).take(chosen)
@@ -141,6 +144,8 @@ def _joined(line: bytes, ids: list[int], log_probs: list[float]) -> JsonRecord:
     used, scored = 0, 0
     for item in (record, *record.get("segments", ())):
         for name in filter(item.__contains__, _NUMBERS):
+            if item[name] < 0:
+                raise ValueError(f"{item[name]} {name}")
             if name == _LOG_PROBS:
                 item[name] = log_probs[scored : (scored := scored + item[name])]
             else:
@@ -155,7 +160,10 @@ def _lists(rows: Sequence[Sequence[Sequence[float]]], code: Literal["i", "d"]) -
     import pyarrow as pa
 
     lengths = [sum(map(len, parts)) for parts in rows]
-    flat = b"".join(struct.pack(f"{len(part)}{code}", *part) for parts in rows for part in parts)
+    try:
+        flat = b"".join(struct.pack(f"{len(part)}{code}", *part) for parts in rows for part in parts)
+    except struct.error as error:
+        raise ValueError(f"a token id or log-probability cannot be stored: {error}") from error
     return pa.ListArray.from_arrays(np.cumsum([0, *lengths], dtype=np.int32), np.frombuffer(flat, dtype=code))
 
 

@@ -56,6 +56,7 @@ def run_summary(run: RunDirectory) -> dict[str, object]:
     progress = read(lambda: _progress(run.metrics_file, run.path, *_signature(run.metrics_file)), _UNKNOWN)
     alerts: list[dict[str, object]] = read(lambda: _alerts(run.alerts_file, run.path, *_signature(run.alerts_file)), [])
     notes = read(lambda: _notes(run), "")
+    read(run.check_trajectory_format, None)
     newest = {str(alert["alert"]): alert for alert in alerts}
     steps = settings.get("training.steps")
     return {

@@ -26,6 +26,8 @@ _Result = TypeVar("_Result")
 
 # Seconds one call to a server may take, including the transfer of all weights.
 _CALL = 1800.0
+# Least seconds for the servers to join a group, which moves no parameter.
+_SETUP = 300.0
 # Seconds for an aborted communicator to return from its broadcast.
 _ABORT = 30.0
 _SMALLEST_BUFFER = 4 * GROUP_ELEMENTS
@@ -160,11 +162,11 @@ class NativeTransfer:
         self._moved = 0.0
         self._engine: Any = None
         made = partial(factory.trainer_init, init_info=init_info, client=client, source=vllm_source(source, self._sent))
-        self._engine = self._within("could not be set up", made)
+        self._engine = self._within("could not be set up", made, max(deadline, _SETUP))
 
     def send(self) -> None:
         """Send every parameter to every server and wait for its arrival. Collective; the servers must be paused."""
-        self._within("failed", self._engine.send_weights)
+        self._within("failed", self._engine.send_weights, self._deadline)
 
     def close(self) -> None:
         """Leave the servers' group."""
@@ -173,7 +175,7 @@ class NativeTransfer:
     def _sent(self) -> None:
         self._moved = time.monotonic()
 
-    def _within(self, failed: str, work: Callable[[], _Result]) -> _Result:
+    def _within(self, failed: str, work: Callable[[], _Result], deadline: float) -> _Result:
         """The result of ``work``, which the sender aborts without progress. Other ranks wait for the sender's end."""
         try:
             if not self._sender:
@@ -182,9 +184,9 @@ class NativeTransfer:
             done = _in_thread(work)
             futures: list[Future[Any]] = [done, self._client.failed]
             while not (done.done() or self._client.failed.done()):
-                left = self._moved + self._deadline - time.monotonic()
+                left = self._moved + deadline - time.monotonic()
                 if left <= 0:
-                    reason = f"nothing was sent for {self._deadline:g} s (rollout.vllm.stall_deadline)"
+                    reason = f"nothing was sent for {deadline:g} s (rollout.vllm.stall_deadline)"
                     self._client.fail(TimeoutError(f"{reason}: a server has died or hangs"))
                 wait(futures, timeout=left, return_when=FIRST_COMPLETED)
             if self._client.failed.done():

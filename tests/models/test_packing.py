@@ -15,6 +15,7 @@ from torch import Tensor
 
 from agentrl.errors import SettingsError
 from agentrl.kernels import KernelInputError
+from agentrl.kernels.attention.variants import torch_varlen
 from agentrl.models import attention as attention_module
 from agentrl.models.attention import attention_length, choose_attention, length_obstacle, register_attention
 from agentrl.models.loading import checkpoint_layers, read_config, read_model
@@ -289,7 +290,7 @@ def test_attention_is_chosen_by_machine_and_model(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(SettingsError, match=f"model.attention={wanted} needs a GPU; or set model.attention=auto"):
             chosen(wanted)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.models.attention.varlen_kernel", lambda: torch_varlen)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
     assert (chosen("auto"), chosen("auto", windows), chosen("flex")) == ("sdpa", "flex", "flex")
     with pytest.raises(SettingsError, match=r"needs a GPU of compute capability 8\.0"):
@@ -298,7 +299,7 @@ def test_attention_is_chosen_by_machine_and_model(monkeypatch: pytest.MonkeyPatc
     assert (chosen("auto"), chosen("auto", windows), chosen("auto", capped)) == ("flash", "flash", "flex")
     with pytest.raises(SettingsError, match=r"needs the package flash-attn .*, because the model caps its scores"):
         chosen("flash", capped)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("agentrl.models.attention.varlen_kernel", lambda: lambda *given: None)  # flash-attn's
     assert (chosen("auto"), chosen("auto", dtype="float32"), chosen("flash")) == ("flash", "sdpa", "flash")
     with pytest.raises(SettingsError, match=r"needs model\.dtype=bfloat16"):
         chosen("flash", dtype="float32")

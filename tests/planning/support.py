@@ -26,7 +26,14 @@ def tiny_shape(kind: str = "qwen2", **more: Any) -> ModelShape:
 
 
 def setup(**more: Any) -> TrainingSetup:
-    given: dict[str, Any] = {"ranks": 4, "stage": 2, "bfloat16": True, "tokens": 1024, "head_backend": "chunked"}
+    given: dict[str, Any] = {
+        "ranks": 4,
+        "stage": 2,
+        "bfloat16": True,
+        "tokens": 1024,
+        "head_backend": "chunked",
+        "device": "cpu",
+    }
     return TrainingSetup(**(given | more))
 
 

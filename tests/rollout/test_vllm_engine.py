@@ -158,6 +158,7 @@ GARBAGE: dict[str, tuple[Any, str]] = {
     "no tokens": ({"choices": [sampled([])]}, "not 1 to 4 token ids"),
     "too many tokens": ({"choices": [sampled([1] * 5)]}, "not 1 to 4 token ids"),
     "text for tokens": ({"choices": [sampled([1]) | {"token_ids": "1"}]}, r"Expected `array`, got `str` .*token_ids"),
+    "too large a token": ({"choices": [sampled([1 << 31, 1, 1, 1])]}, r"Expected `int` <= 2147483647 .*token_ids"),
     "negative token": ({"choices": [sampled([-1, 1, 1, 1])]}, r"Expected `int` >= 0 .*token_ids"),
     "cut by the server": ({"choices": [sampled([1, 2])]}, "its own limit on tokens"),
     "aborted": ({"choices": [sampled([1], reason="abort")]}, "for the reason 'abort'"),

@@ -8,15 +8,18 @@ import threading
 from contextlib import closing
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.api.run import Run
 from agentrl.errors import SettingsError, WorldError
 from agentrl.telemetry import run_directory, trajectory_file
 from agentrl.telemetry.files import BackgroundWriter, atomic_write, repair_torn_line
 from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.viewer.run_facts import run_summary
 
 CONFIG = "name: x\n"
 
@@ -219,8 +222,34 @@ def test_unreadable_trajectories_are_named(run: RunDirectory) -> None:
     with pytest.raises(WorldError, match=r"cannot read the trajectories .*00000004"):
         list(run.read_trajectories(4))
     (run.trajectories / "00000005.jsonl.zst").touch()
-    with pytest.raises(SettingsError, match="of step 5; an earlier version of agentrl stored them as JSON"):
+    earlier = "an earlier version of agentrl stored the trajectories of steps 5 to 5 as JSON"
+    with pytest.raises(SettingsError, match=earlier):
         run.check_stored(5)
+    with pytest.raises(SettingsError, match=earlier):
+        list(Run(run.path).trajectories())
+    assert earlier in str(run_summary(run)["problems"])
+
+
+@pytest.mark.parametrize("numbers", [{"token_ids": [1 << 31]}, {"log_probs": [None]}])
+def test_numbers_that_cannot_be_stored_are_refused(run: RunDirectory, numbers: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="a token id or log-probability cannot be stored: "):
+        run.write_trajectories(1, [numbers])
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (pa.array(["{}"]), "damaged, its columns are "),
+        (pa.array([None], pa.binary()), "line 1: damaged, it has no record"),
+        (pa.array([b'{"prompt_ids": 2, "token_ids": -1}']), "line 1: damaged "),
+    ],
+)
+def test_trajectories_of_another_shape_are_named(run: RunDirectory, record: pa.Array, said: str) -> None:
+    numbers = {"token_ids": pa.array([[7]], pa.list_(pa.int32())), "log_probs": pa.array([[]], pa.list_(pa.float64()))}
+    run.trajectories.mkdir(exist_ok=True)
+    pq.write_table(pa.table({"record": record, **numbers}), run.trajectory_file(1))
+    with pytest.raises(WorldError, match=said):
+        list(run.chosen_trajectories(1, lambda _number, line: b"x" not in line))
 
 
 def test_a_failing_source_of_rows_leaves_no_file(run: RunDirectory) -> None:

@@ -41,6 +41,7 @@ def test_the_first_step_compiles_and_is_not_measured() -> None:
     clock = Clock()
     pulse = Pulse(deadline=60.0, slow=1800.0, clock=clock)
     allowed = []
+    pulse.train(0)  # no group to train
     for step, seconds in ((1, 500.0), (2, 2.0), (3, 9.0), (4, 1.0)):
         pulse.wait(f"the plan of step {step}")
         allowed.append(pulse.beat.allowed)
@@ -59,9 +60,9 @@ def test_the_first_step_compiles_and_is_not_measured() -> None:
 def test_a_pass_in_which_torch_compiles_has_more_time_and_is_not_measured() -> None:
     clock = Clock()
     pulse = Pulse(deadline=60.0, slow=1800.0, clock=clock)
-    pulse.train(1)
-    pulse.train(2)
-    pulse.micro_batch()
+    for step in (1, 2):
+        pulse.train(step)
+        pulse.micro_batch()
     clock.now += 7.0
     pulse.micro_batch()
     place = pulse.beat.place
@@ -158,3 +159,29 @@ def test_a_rank_that_has_not_started_is_not_watched() -> None:
     watch = Watch(2, deadline=60.0)
     watch.hear(0, beat(0, 0), 0.0)
     assert [watch.stuck(float(second)) for second in range(100)] == [[]] * 100
+
+
+def test_ranks_that_repeat_an_update_are_at_the_same_place() -> None:
+    ranks = Pulse(deadline=60.0, slow=1800.0), Pulse(deadline=60.0, slow=1800.0)
+    places = []
+    for _ in range(2):
+        for pulse, passes in zip(ranks, (1, 4), strict=True):  # memory runs out on the first one
+            for _ in range(passes):
+                pulse.micro_batch()
+            pulse.after_micro_batches()
+            before = pulse.beat.place
+            pulse.repeat()
+            assert pulse.beat.place > before
+        places.append([pulse.beat.place for pulse in ranks])
+    assert [first == second for first, second in places] == [True, True]
+
+
+def test_a_single_process_may_be_suspended() -> None:
+    work = beat(5, 7)
+    watch = watched(work)
+    assert [watch.stuck(float(second)) for second in range(700)] == [[]] * 700
+    for second in range(700, 760):  # it goes on
+        watch.hear(0, work, float(second))
+        assert watch.stuck(float(second)) == []
+    watch.hear(0, work, 761.0)
+    assert watch.stuck(761.0) == [0]

@@ -175,4 +175,18 @@ def test_only_a_watched_try_agrees_before_its_collectives(monkeypatch: pytest.Mo
         attempt.agree()
         assert len(agreed) == times
         with pytest.raises(ShortageError if watch else MemoryError):
-            Attempt([], watch=watch).run(fail)
+            Attempt([], watch=watch, waits=lambda: agreed.append(0)).run(fail)
+        assert agreed[times:] == ([0, 1] if watch else [])  # marked before the other ranks are asked
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_shortage_inside_a_collective_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks are inside the same collective and cannot agree on anything."""
+    agreement = Agreement(torch.distributed.group.WORLD)
+    monkeypatch.setattr(memory, "agreement_of_ranks", lambda: agreement)
+
+    def fail() -> None:
+        raise torch.distributed.DistBackendError("NCCL error: Failed to CUDA calloc async 608 bytes")
+
+    with pytest.raises(torch.distributed.DistBackendError):
+        Attempt([]).run(fail)

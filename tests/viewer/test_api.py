@@ -135,7 +135,7 @@ def test_damaged_and_newer_files_are_named_and_the_rest_is_shown(tmp_path: Path,
     records.write_bytes(records.read_bytes()[:-20])
     found = get(client, f"/runs/{run_id(client)}/trajectories")
     assert {row["step"] for row in found["rows"]} == {1, 2}
-    assert "cut off or damaged" in found["problems"][0]
+    assert "the file is corrupted" in found["problems"][0]
     assert "cut off or damaged" in get(client, f"/runs/{run_id(client)}/steps/3/0", 503)["error"]
 
 

@@ -1,8 +1,9 @@
 """token_statistics by blocks of rows: the logits [N, V] never exist, forward or backward.
 
 A block holds whole rows of the vocabulary, so its softmax needs no running maximum; what follows the matrix product
-runs over it in pieces that stay in the processor's cache. Backward computes the logits again, unless all of them are
-no more than a block. Extra memory: one block (`_BLOCK_ELEMENTS`) and, in backward, the gradients themselves.
+runs over it in pieces that stay in the processor's cache. Backward computes the logits again, unless there are few of
+them (`_KEEP_ELEMENTS`). Extra memory: one block (`_BLOCK_ELEMENTS`), three pieces of it and, in backward, a bfloat16
+copy of the block on GPUs and the gradients themselves.
 """
 
 from collections.abc import Iterator

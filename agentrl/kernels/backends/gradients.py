@@ -55,7 +55,10 @@ class HeadGradients:
         self._bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and wanted[2] else None
 
     def add(self, rows: slice, dz: Tensor, temperature: float = 1.0) -> None:
-        """Take dz [R, V], the temperature times the gradient with respect to the head's output of these rows."""
+        """Take dz [R, V], the temperature times the gradient with respect to the head's output of these rows.
+
+        May overwrite dz: a copy of a block would be as large as the block.
+        """
         hidden, weight, _ = self._inputs
         if self._bias is not None:
             self._bias += _tempered(dz.sum(0), temperature)
@@ -65,7 +68,8 @@ class HeadGradients:
             return
         # float16 would lose the smallest gradients; bfloat16 has float32's range.
         if factor_dtype(hidden, weight, dz.dtype) == torch.bfloat16:
-            add_product(_tempered(dz, temperature).t().bfloat16(), hidden[rows], self._weight, accumulate=True)
+            dz = dz if temperature == 1.0 else dz.div_(temperature)
+            add_product(dz.t().bfloat16(), hidden[rows], self._weight, accumulate=True)
         else:
             add_head_weight_gradient(dz, _tempered(hidden[rows].to(dz.dtype), temperature), self._weight)
 

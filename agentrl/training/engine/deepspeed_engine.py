@@ -108,12 +108,14 @@ def deepspeed_config(
 
 
 def expert_blocks(module: nn.Module) -> list[str]:
-    """Full names of the classes of ``module``'s mixture-of-experts blocks: modules with a child ``experts``.
+    """Full names of the classes of ``module``'s mixture-of-experts blocks: modules with a list of ``experts``.
 
     ZeRO-3 gathers a module's weights in its forward, on all ranks together. Ranks whose tokens are routed to different
     experts would gather different weights, and hang or mix them up, so a block's weights are gathered with the block.
+    Experts whose weights are one parameter are no such list: every rank gathers it.
     """
-    blocks = {type(block) for block in module.modules() if isinstance(getattr(block, "experts", None), nn.Module)}
+    lists = (nn.ModuleList, nn.ModuleDict)
+    blocks = {type(block) for block in module.modules() if isinstance(block._modules.get("experts"), lists)}
     return sorted(f"{block.__module__}.{block.__qualname__}" for block in blocks)
 
 

@@ -21,6 +21,8 @@ _LENIENCE = 10.0
 # Seconds. After so long without a heartbeat, a rank's process counts as not responding. After so long without a check,
 # the worker itself was suspended.
 _SILENT = 5.0
+# More marks than an update has.
+_MARKS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ class Pulse:
 
     The allowance of a micro-batch's pass is ``deadline`` or ten times the longest pass so far, whichever is longer.
     Everything else is allowed ``slow`` seconds: transfers, checkpoints, updates, passes in which torch compiles, and
-    the whole first step, which loads kernels and is not measured.
+    the whole first step with a pass, which loads kernels and is not measured.
 
     >>> now = 0.0
     >>> pulse = Pulse(deadline=60.0, slow=1800.0, clock=lambda: now)
@@ -69,7 +71,8 @@ class Pulse:
         self._slow = max(deadline, slow)
         self._clock = clock
         self._step = ""
-        self._steps = 0
+        self._warm = False  # an earlier step had a pass, so kernels are loaded
+        self._passed = False  # this step had a pass
         self._began: float | None = None  # of the current pass, if it is measured
         self._longest = 0.0
         self.beat = Beat(node=HERE.node, place=(0, 0), doing="the start", allowed=self._slow)
@@ -92,16 +95,23 @@ class Pulse:
 
     def train(self, step: int) -> None:
         """Begin the training of a step."""
-        self._steps += 1
+        self._warm = self._warm or self._passed
         self._step = f"the training of step {step}"
         self.enter(self._step)
+
+    def repeat(self) -> None:
+        """Begin the current update again, after memory ran out: ranks left it at different places."""
+        self._end_pass()
+        calls, marks = self.beat.place
+        self._mark((calls, (marks // _MARKS + 1) * _MARKS), self._step, self._slow)
 
     def micro_batch(self) -> None:
         """Begin a forward or backward pass over a micro-batch."""
         self._end_pass()
         allowed = max(self._deadline, _LENIENCE * self._longest) if self._longest else self._slow
         self._mark(self._next(), self._step, allowed)
-        self._began = self._clock() if self._steps > 1 else None
+        self._began = self._clock() if self._warm else None
+        self._passed = True
 
     def compiling(self, *_: object) -> None:
         """Allow the current work more time and do not measure it. Torch calls this when a compilation starts."""
@@ -146,16 +156,20 @@ class Watch:
         self._looked: float | None = None
 
     def hear(self, rank: int, beat: Beat, now: float) -> None:
-        """Record a heartbeat of a rank."""
+        """Record a heartbeat of a rank. The time in which its process was suspended does not count."""
         known = self._heard.get(rank)
-        since = known.since if known is not None and known.beat.marks == beat.marks else now
+        since = now
+        if known is not None and known.beat.marks == beat.marks:
+            gap = now - known.last
+            since = known.since + (gap if gap > _SILENT else 0.0)
         self._heard[rank] = _Heard(beat=beat, since=since, last=now)
 
     def stuck(self, now: float) -> list[int]:
         """Return the ranks that block the run: the overdue ranks at the earliest place.
 
         A rank that waits in a collective is not overdue before the ranks that it may wait for. If the processes of some
-        of these ranks do not respond, only those are returned.
+        of these ranks do not respond, only those are returned; but a single rank that does not respond blocks no other:
+        it was suspended, for example with Ctrl-Z.
         """
         if self._looked is not None and now - self._looked > _SILENT:
             self._forgive(now - self._looked, now)  # the worker was suspended, perhaps with all ranks
@@ -169,6 +183,8 @@ class Watch:
         first = min((one.beat.place for one in found.values()), default=None)
         found = {rank: one for rank, one in found.items() if one.beat.place == first}
         silent = [rank for rank, one in found.items() if now > one.last + _SILENT]
+        if silent and self._ranks == 1:
+            return []
         return silent or list(found)
 
     def describe(self, rank: int, now: float) -> str:

@@ -67,9 +67,15 @@ class Attempt:
     the rank where it ran out; the others wait until they are ended.
     """
 
-    def __init__(self, modules: Sequence[Forgetting], *, watch: bool = True) -> None:
-        """``watch``: agree before each collective. Collective."""
+    def __init__(
+        self, modules: Sequence[Forgetting], *, watch: bool = True, waits: Callable[[], None] = lambda: None
+    ) -> None:
+        """``watch``: agree before each collective. ``waits`` is called before this rank waits for others. Collective.
+
+        Without collectives in their work, the others may first do all of it.
+        """
         self._modules = modules
+        self._waits = waits
         self._agreement = agreement_of_ranks()
         self._rank = torch.distributed.get_rank()
         self._agreement.begin(watch=watch)
@@ -87,9 +93,11 @@ class Attempt:
         except ShortageError as error:
             found: Shortage | None = error.shortage
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or not self._agreement.watching:
+            inside = isinstance(error, torch.distributed.DistBackendError)  # the others wait inside the same collective
+            if inside or not is_out_of_memory(error) or not self._agreement.watching:
                 raise
             found = None
+            self._waits()
         # With the exception its frames are gone, and what they held.
         own = Shortage(rank=self._rank, tokens=sum(lengths), alone=len(lengths) == 1)
         raise ShortageError(self._forget(found or self._agreement.outcome(own) or own))

@@ -36,7 +36,7 @@ from agentrl.training.run.signals import INTERRUPTED
 from agentrl.training.run.token_writer import TokenWriter
 from agentrl.training.step.batching import RankPlan, due
 from agentrl.training.step.critic import open_critic
-from agentrl.training.step.diagnostics import fidelity_bound
+from agentrl.training.step.diagnostics import FIDELITY_FLOORS, fidelity_bound
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 from agentrl.training.step.reference import open_reference, reference_path
 from agentrl.training.step.token_recorder import TokenRecorder
@@ -178,6 +178,12 @@ class Session:
             "fidelity: the run stops at a step whose log-probabilities differ from the engine's by more than "
             f"{bound:.2g} nats on average ({reason})"
         )
+        if not own and noise > FIDELITY_FLOORS[self._settings.model.dtype]:
+            self._console.warning(
+                f"engine and trainer differ by {noise:.2g} nats with equal weights. Models with experts may, because "
+                "rounding changes which expert computes a token. With any other model, check the server's "
+                "quantization, cache dtype and rope settings, or set algorithm.fidelity_bound"
+            )
         if resume:
             self._budget.recall()
             self._restore()

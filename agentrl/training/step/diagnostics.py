@@ -17,7 +17,7 @@ from agentrl.weights.verify import LIMITS, noise_bound
 
 Reduce = Callable[[Tensor], Tensor]
 
-_FLOORS = {"float32": 1e-3, "bfloat16": 3e-2}
+FIDELITY_FLOORS = {"float32": 1e-3, "bfloat16": 3e-2}
 """Smallest fidelity bound (nats) by dtype of the weights, also if less was measured at the start."""
 
 
@@ -31,7 +31,7 @@ def fidelity_bound(dtype: str, noise: float) -> float:
     >>> fidelity_bound("bfloat16", 0.005), fidelity_bound("bfloat16", 0.03), fidelity_bound("bfloat16", 0.064)
     (0.03, 0.12, 0.15)
     """
-    return noise_bound(noise, floor=_FLOORS[dtype], limit=LIMITS[dtype])
+    return noise_bound(noise, floor=FIDELITY_FLOORS[dtype], limit=LIMITS[dtype])
 
 
 def measure_forward(meter: Meter, rows: LossRows, *, version: int) -> None:

@@ -225,7 +225,8 @@ class Trainer:
     def _attempt(self, kind: str, largest: int) -> Attempt:
         """Where ranks wait for each other in every layer, watched only with more tokens than have fitted."""
         known = self._engine.in_lockstep and self._fitted.holds(kind, largest)
-        return Attempt(self._modules, watch=self._engine.in_one_order and not known)
+        watch = self._engine.in_one_order and not known
+        return Attempt(self._modules, watch=watch, waits=self._pulse.after_micro_batches)
 
     def _statistics_pass(self, step: _Step) -> list[list[LossRows]]:
         """The rows of every micro-batch of each update, their groups those of all ranks."""
@@ -268,6 +269,7 @@ class Trainer:
                 if self._budget is None:
                     raise
                 self._budget.halve(error.shortage, step=step.plan.step)
+                self._pulse.repeat()
                 step.meter.become(measured)
                 if step.recorder is not None:
                     step.recorder.forget_after(recorded)

@@ -121,8 +121,9 @@ class RemoteService:
 
     def close(self) -> None:
         """Close this rank's connection, which ends the worker."""
-        callback_handler.remove_start_callback(self._pulse.compiling)
         self._closed.set()  # first: nobody is stuck any more, however long the worker takes to end
+        with contextlib.suppress(ValueError):  # torch._dynamo.reset() has removed it
+            callback_handler.remove_start_callback(self._pulse.compiling)
         self._connection.close()
         if self._process is not None:
             self._process.end(_END)

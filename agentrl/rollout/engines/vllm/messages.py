@@ -18,7 +18,7 @@ _SEEDS = 1 << 63
 _FLOOR = -9999.0
 _METRIC = re.compile(r"^vllm:(kv_cache_usage_perc|num_preemptions_total|cache_config_info)\{(.*)\} (\S+)", re.MULTILINE)
 _TOKENS = re.compile(r"^vllm:(?:generation|prompt)_tokens_total(?:\{.*\})? (\S+)", re.MULTILINE)
-_TokenId = Annotated[int, msgspec.Meta(ge=0)]
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -97,7 +97,7 @@ def read_completion(content: bytes, sampling: Sampling, eos_ids: frozenset[int])
     """The sampled tokens of an answer to :func:`generate_body`, checked."""
     try:
         (choice,) = _ANSWER.decode(content).choices
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise GarbageError(f"not a completion of one choice ({error}): {_short(content)}") from None
     token_ids = tuple(choice.token_ids)
     if not 1 <= len(token_ids) <= sampling.max_tokens:

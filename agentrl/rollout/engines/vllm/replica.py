@@ -304,7 +304,7 @@ def _head_dtype(model: Mapping[str, Any]) -> str:
     own = str(model.get("dtype")).removeprefix("torch.")
     overrides = model.get("hf_overrides")  # text if it is a function
     head = overrides.get("head_dtype", "model") if isinstance(overrides, Mapping) else "model"
-    return own if head == "model" else str(head).removeprefix("torch.")
+    return own if head == "model" else str(head).lower().removeprefix("torch.")
 
 
 def _first_difference(ours: tuple[int, ...], theirs: tuple[int, ...]) -> str:
