@@ -68,7 +68,7 @@ def pipe(run: Path) -> None:
         ),
         pytest.param(append("alerts.jsonl", b'{"alert":1e999}\n[]\n'), "", id="alerts of another shape"),
         pytest.param(replace("config.yaml", BOMB.encode()), "has aliases", id="aliases"),
-        pytest.param(replace("config.yaml", DEEP), "nested deeper", id="deep settings"),
+        pytest.param(replace("config.yaml", DEEP), "nest", id="deep settings"),
         pytest.param(replace("config.yaml", b"2024-01-01: 2024-01-01\na: .nan\n"), "", id="dates and NaN as settings"),
         pytest.param(link("config.yaml"), "leads out of", id="settings elsewhere"),
         pytest.param(link("metrics.jsonl"), "leads out of", id="metrics elsewhere"),
