@@ -147,16 +147,6 @@ def test_one_rank_synchronous(tmp_path: Path, random_policy: Path) -> None:
     assert_as_if_never_stopped(run)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "phases"),
-    [("overlapped", ("update", "settle", "checkpoint")), ("asynchronous", ("plan", "backward", "transfer"))],
-)
-def test_one_rank_with_rollouts_beside(tmp_path: Path, random_policy: Path, schedule: str, phases: tuple[str]) -> None:
-    settings = [f"rollout.schedule={schedule}", *WEIGHTED]
-    moments = [order(phase, "0") for phase in phases]
-    assert_nothing_lost(stopped(tmp_path, random_policy, *settings, moments=moments, count=1, whole=False))
-
-
 def test_two_ranks_synchronous(tmp_path: Path, random_policy: Path) -> None:
     settings = ["training.deterministic=true"]
     moments = [order(phase, TOLD[place % 3]) for place, phase in enumerate(EVERY_PHASE)]
