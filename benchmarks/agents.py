@@ -40,6 +40,7 @@ ASKED = {
 }
 TASKS = """
 import json
+from pathlib import Path
 
 import verifiers.v1 as vf
 
@@ -56,7 +57,7 @@ class NumberTask(vf.Task[NumberData]):
 
 class NumberTaskset(vf.Taskset[NumberTask, vf.TasksetConfig]):
     def load(self):
-        with open("problems.jsonl", encoding="utf-8") as lines:
+        with Path(__file__).with_name("problems.jsonl").open(encoding="utf-8") as lines:
             for row in map(json.loads, lines):
                 yield NumberTask(NumberData(prompt=row["problem"], answer=row["answer"]), self.config.task)
 
