@@ -471,9 +471,9 @@ def _constant(rows: Sequence[Metrics]) -> float | None:
 def _compared(first: Sequence[Metrics], last: Sequence[Metrics]) -> ChangeRecord:
     """Compare the mean reward of the first and last rows.
 
-    The variance of the first rows counts as at least that of the last, because few groups may have equal means by
-    chance. The variance of the last rows is not raised: rewards no longer vary after a collapse, which must not be
-    hidden.
+    The variance of the first rows is raised to that of the last rows if it is smaller, because the means of a few
+    groups may be equal by chance. The variance of the last rows is never raised: after a collapse rewards no longer
+    vary, and a larger variance would hide the collapse.
     """
     start, end = (statistics.fmean(row["reward/mean"] for row in part) for part in (first, last))
     noises = [statistics.fmean(row["reward/stderr"] ** 2 for row in part) for part in (first, last)]

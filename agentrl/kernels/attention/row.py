@@ -52,9 +52,9 @@ class Reading:
 
 
 class Bounds(NamedTuple):
-    """N segments of a row and the keys that each sees: those of its prefix, then its own."""
+    """Lengths of the N segments of a row, and of their keys: the keys of a shared prefix, then the segment's own."""
 
-    places: Tensor | None  # [K] int64, where the keys stand in the row; None: the row as it is
+    places: Tensor | None  # [K] int64, index in the row of each key; None: the keys are the row, in order
     queries: Tensor  # [N + 1] int32, cumulative lengths
     keys: Tensor  # [N + 1] int32, cumulative lengths
     most_queries: int

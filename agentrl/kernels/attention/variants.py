@@ -78,7 +78,7 @@ def attend_by_segments(
     window: int | None,
     cap: float | None,
 ) -> Tensor:
-    """`flash`: one call for segments of several lengths; a causal query sees the last keys of its own.
+    """`flash`: one call for segments of different lengths; the causal mask aligns their last queries and last keys.
 
     Nothing is planned or compiled for a shape, so rows of new lengths cost nothing on the host.
     """

@@ -87,8 +87,8 @@ class Trainer:
         """``reference`` and ``critic`` are given if and only if ``settings`` need them. ``fidelity_bound``: see
         :func:`.diagnostics.check_fidelity`.
 
-        Where memory runs out, ``budget`` says how much smaller micro-batches must be. Each pass over a micro-batch is
-        marked in ``pulse``.
+        After memory ran out, ``budget`` holds the smaller size of micro-batches. Each pass over a micro-batch is
+        recorded in ``pulse``.
         """
         self._engine = engine
         self._temperature = temperature

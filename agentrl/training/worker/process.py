@@ -1,8 +1,8 @@
 """The rollout worker's own process: ``python -m agentrl.training.worker.process TALK CONTROL DOOR``.
 
 Rank 0 passes it two pipes, for calls and for interrupts, and the socket on which each other rank opens the same two.
-It ends when any rank is gone or stuck, and ignores signals, which launchers send to every process: the ranks tell it
-to stop.
+It ends when any rank has ended or is stuck. It ignores signals, because launchers send them to every process; the ranks
+request a stop over their connections.
 """
 
 from __future__ import annotations

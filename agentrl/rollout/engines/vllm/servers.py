@@ -130,8 +130,8 @@ def policy_servers(
 def _sleep_options() -> tuple[str, ...]:
     """The options of the installed vLLM by which a sleeping server releases more memory: CUDA graphs, NCCL buffers.
 
-    Its argument parser lists them, in a process of its own because vLLM's import takes over logging and the GPU. A vLLM
-    that cannot be imported reports its own error when a server starts.
+    The options are read from vLLM's argument parser in a separate process, because importing vLLM reconfigures logging
+    and may initialize CUDA. If vLLM cannot be imported, the error is reported when a server starts.
     """
     listed = (
         "from vllm.engine.arg_utils import EngineArgs; from vllm.utils.argparse_utils import FlexibleArgumentParser; "
