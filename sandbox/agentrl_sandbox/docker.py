@@ -63,12 +63,15 @@ class DockerSandbox(RunnerPool):
             if not waiting.done() or not waiting.result():
                 why = ending.result() if ending.done() else f"it did not report for {_START_SECONDS:g} s"
                 raise StartError(f"the container of {self._image} did not start: {why}")
+            missing = self.isolation.missing
+            if missing and not self._settings.allow_unisolated:
+                why = "Set allow_unisolated=true to run programs without them"
+                raise UnisolatedError(f"{self._image} does not isolate programs", missing, why)
+        except BaseException:
+            ending.cancel()  # its thread ends with the container
+            raise
         finally:
             waiting.cancel()
-        missing = self.isolation.missing
-        if missing and not self._settings.allow_unisolated:
-            why = "Set allow_unisolated=true to run programs without them"
-            raise UnisolatedError(f"{self._image} does not isolate programs", missing, why)
         self._keeping = asyncio.create_task(self._keep(ending))
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:

@@ -13,6 +13,7 @@ import pytest
 
 from agentrl_envs.adapters.blocking import BlockingCalls
 from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
+from agentrl_envs.gym.loop_thread import LoopThread
 from agentrl_envs.gym.spaces import UnicodeText
 from agentrl_envs.settings import GymnasiumSettings
 from agentrl_envs.types import Ended, Problem
@@ -130,3 +131,28 @@ def test_a_stuck_coroutine_of_a_loop_thread_does_not_keep_the_process(wait: str)
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "closed\n")
+
+
+def test_what_still_runs_is_cancelled_when_the_loop_is_closed() -> None:
+    loop, began, cleaned = LoopThread(), threading.Event(), list[str]()
+
+    async def wait_forever(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            cleaned.append(name)
+
+    async def with_a_task_of_its_own() -> None:
+        task = asyncio.create_task(wait_forever("inner"))
+        await asyncio.sleep(0)
+        began.set()
+        await wait_forever("outer")
+        await task
+
+    future = loop.start(with_a_task_of_its_own())
+    assert began.wait(60)
+    loop.close()
+    loop.close()
+    assert sorted(cleaned) == ["inner", "outer"]
+    assert future.cancelled()

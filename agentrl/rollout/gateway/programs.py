@@ -199,6 +199,7 @@ class _FunctionAgent(AgentProgram):
     async def close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
         if self._loop is not None:
             self._loop.close()
             self._loop = None

@@ -7,7 +7,7 @@ import concurrent.futures
 from collections.abc import Coroutine
 from typing import TypeVar
 
-from agentrl_envs.gym.loop_thread import LoopThread
+from agentrl_envs.gym.loop_thread import LoopThread, close_loop
 
 _Result = TypeVar("_Result")
 
@@ -22,8 +22,7 @@ class RestingLoop:
         return self._loop.run_until_complete(work)
 
     def close(self) -> None:
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()
+        close_loop(self._loop)
 
 
 class Loop:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 CLOSE_SECONDS = 5.0
-"""Seconds that `LoopThread.close` waits if a coroutine blocks the loop. The daemon thread ends with the process."""
+"""Seconds that `LoopThread.close` waits for coroutines that block the loop or ignore their cancellation."""
 
 _STANDARD = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib"))
@@ -29,7 +29,8 @@ class LoopThread:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(_DaemonThreads())
-        self._thread = threading.Thread(target=self._loop.run_forever, name="agentrl-env-loop", daemon=True)
+        self._thread = threading.Thread(target=self._run_until_stopped, name="agentrl-env-loop", daemon=True)
+        self._closing = False
         self._thread.start()
 
     def run(self, coroutine: Coroutine[object, object, Result]) -> Result:
@@ -58,12 +59,33 @@ class LoopThread:
         return next(reversed(own or outside), None)
 
     def close(self) -> None:
-        """Stop the loop and end the thread, unless a coroutine blocks the loop. May be called more than once."""
-        if not self._loop.is_closed():
+        """Cancel all coroutines, wait for them and end the thread. May be called more than once.
+
+        If a coroutine blocks the loop, the daemon thread ends with the process.
+        """
+        if not self._closing:
+            self._closing = True
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_SECONDS)
-            if not self._thread.is_alive():
-                self._loop.close()
+
+    def _run_until_stopped(self) -> None:
+        self._loop.run_forever()
+        close_loop(self._loop)
+
+
+def close_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel the tasks of a stopped loop, wait for them and close the loop.
+
+    A pending task that outlives its loop is reported wherever the garbage collector finds it.
+    """
+    try:
+        if tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(tasks, timeout=CLOSE_SECONDS))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()
 
 
 class _DaemonThreads(ThreadPoolExecutor):
