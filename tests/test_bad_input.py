@@ -433,7 +433,7 @@ def test_long_prompts_are_skipped_counted_and_said() -> None:
 @pytest.mark.slow
 def test_a_group_of_one_is_a_warning_that_says_what_happens() -> None:
     said = agentrl("train", *SHORT, "rollout.group_size=1", "algorithm.drop_zero_variance=false", "name=one", code=0)
-    assert "warning: rollout.group_size=1 with the group estimator algorithm.estimator=ogb: every group is" in said
+    assert "warning: rollout.group_size=1 with the group estimator algorithm.estimator=tir_otb: every group is" in said
     assert json.loads(Path("runs/one/summary.json").read_text())["steps"] == 1
 
 

@@ -106,7 +106,7 @@ def test_the_first_environment_is_as_shown(tmp_path: Path) -> None:
     make, look, check, train = shown.replace("$ ", "").splitlines()
     run(make, tmp_path)
     assert run(look, tmp_path) in (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
-    assert "estimator: ogb" in run(check, tmp_path)
+    assert "estimator: tir_otb" in run(check, tmp_path)
     demonstrations = tmp_path / "demonstrations.jsonl"
     demonstrations.write_text("".join(demonstrations.read_text().splitlines(keepends=True)[:64]))
     run(f"{train} coldstart.steps=3 coldstart.direct_steps=1 training.steps=1 evaluation.problems=2", tmp_path)

@@ -19,7 +19,7 @@ class _Settings(BaseModel):
 class AlgorithmSettings(_Settings):
     """Estimator, loss and filters."""
 
-    estimator: str = "ogb"
+    estimator: str = "tir_otb"
     """rule that computes advantages, by name (docs/estimators.md lists them); remax plays each problem once more,
     greedily, and gae trains a critic"""
     gamma: float = Field(1.0, gt=0, le=1)

@@ -92,7 +92,7 @@ def test_commands_ask_only_for_what_they_need() -> None:
 
 def test_a_group_of_one_is_a_warning_that_says_what_happens() -> None:
     (dropped,) = settings_warnings(load_settings(overrides=["rollout.group_size=1"]))
-    assert "rollout.group_size=1 with the group estimator algorithm.estimator=ogb" in dropped
+    assert "rollout.group_size=1 with the group estimator algorithm.estimator=tir_otb" in dropped
     assert "drops it and nothing is trained" in dropped
     kept = load_settings(overrides=["rollout.group_size=1", "algorithm.drop_zero_variance=false"])
     assert "its baseline is 0 and its advantages are the plain rewards" in settings_warnings(kept)[0]

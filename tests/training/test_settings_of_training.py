@@ -161,7 +161,7 @@ def test_dry_run_says_settings_passes_and_memory(
     monkeypatch.chdir(tmp_path)
     dry_run(load_settings(overrides=["algorithm.normalize=whiten", "coldstart.count=16"]))
     said = capsys.readouterr().out
-    assert "estimator: ogb" in said
+    assert "estimator: tir_otb" in said
     assert "passes: a statistics pass, then the training pass: whitening takes the mean over the whole step" in said
     assert "optimizer" in said
     assert list(tmp_path.iterdir()) == []
