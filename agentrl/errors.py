@@ -9,6 +9,7 @@ AgentRLError
 │       ├── EmptyProblemsError
 │       └── SamplerStateError
 ├── WorldError                sandbox, engine, disk or network failed after its retries: one message, exit code 1
+│   ├── OutOfMemoryError      memory ran out in training; smaller micro-batches may fit: exit code 5
 │   ├── NodeLostError         a machine of the cluster is gone or does not answer (agentrl.cluster.processes)
 │   └── WorkerLostError       the rollout worker, or a rank, is gone or does not answer (agentrl.training.worker.wire)
 ├── FidelityError             trainer and engine disagree on sampled tokens (agentrl.training.step.diagnostics)
@@ -47,6 +48,12 @@ class WorldError(AgentRLError):
     """Something outside the program failed: the message says what, and what it was waiting for."""
 
     exit_code: ClassVar[int] = 1
+
+
+class OutOfMemoryError(WorldError):
+    """Memory ran out in training. The run can continue from its last checkpoint with smaller micro-batches."""
+
+    exit_code: ClassVar[int] = 5
 
 
 def says_out_of_memory(text: str) -> bool:

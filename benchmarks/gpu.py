@@ -51,7 +51,7 @@ PARTS = {
     "step_1_5b": Part(module="gpu_step", seconds=65, about="training steps of a 1.5B model"),
     "step_7b": Part(module="gpu_step", seconds=105, about="training steps of a 7B model, as many layers as fit"),
     "accumulation": Part(module="gpu_kernels", seconds=30, about="sums over micro-batches and products in float32"),
-    "shortage": Part(module="gpu_step", seconds=35, about="out of memory, and the step repeated"),
+    "shortage": Part(module="gpu_step", seconds=35, about="errors of torch and cuBLAS for lack of memory"),
     "energies": Part(module="gpu_kernels", seconds=30, about="exact energies against forward plus backward"),
     "determinism": Part(module="gpu_kernels", seconds=30, about="the same gradients twice, bit by bit"),
     "kernel_tests": Part(module="gpu_train", seconds=75, about="tests/kernels on CUDA tensors"),

@@ -23,8 +23,7 @@ from agentrl.planning.estimate import CONTEXT, rank_memory, usable
 from agentrl.planning.memory import ModelShape, TrainingSetup
 from agentrl.planning.shapes import read_shape, shape_of
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
-from agentrl.training.engine.memory import Attempt
-from agentrl.training.engine.recovery import ShortageError
+from agentrl.training.engine.memory import MicroBatchMemoryError, in_micro_batch
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 
 if TYPE_CHECKING:
@@ -130,9 +129,7 @@ def _fitting(name: str, tokens: int) -> ModelShape:
     raise Skip(f"not even one layer of {name} fits")
 
 
-def _engine(
-    shape: ModelShape, device: torch.device, learning_rate: float = 1e-6
-) -> tuple[PackedOrPadded, TrainingEngine[PackedOrPadded]]:
+def _engine(shape: ModelShape, device: torch.device) -> tuple[PackedOrPadded, TrainingEngine[PackedOrPadded]]:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -143,7 +140,7 @@ def _engine(
     policy = PackedOrPadded(model, attention=choose_attention("auto", config, dtype="bfloat16"))
     engine = TrainingEngine(
         policy.train(),
-        optimizer=OptimizerSettings(learning_rate=learning_rate, weight_decay=0.0, warmup_steps=0),
+        optimizer=OptimizerSettings(learning_rate=1e-6, weight_decay=0.0, warmup_steps=0),
         training=TrainingSettings(zero_stage=2),
         bfloat16=True,
         updates=100,
@@ -155,18 +152,13 @@ def _timed(engine: TrainingEngine[PackedOrPadded], shape: ModelShape, lengths: S
     if engine.device.type == "cuda":
         torch.cuda.synchronize()
     began = time.perf_counter()
-    _step(engine, shape, lengths)  # the gradient norm that it returns waits for the GPU
+    _step(engine, shape, lengths)  # reads the gradient norm, and so waits for the GPU
     if engine.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began
 
 
-def _step(engine: TrainingEngine[PackedOrPadded], shape: ModelShape, lengths: Sequence[int]) -> float:
-    _backward(engine, shape, lengths)
-    return engine.step()
-
-
-def _backward(engine: TrainingEngine[PackedOrPadded], shape: ModelShape, lengths: Sequence[int]) -> None:
+def _step(engine: TrainingEngine[PackedOrPadded], shape: ModelShape, lengths: Sequence[int]) -> None:
     prompt, longest = 8, max(lengths)
     draw = torch.Generator(engine.device).manual_seed(1)
     ids = torch.randint(0, shape.vocabulary, (len(lengths), longest), device=engine.device, generator=draw)
@@ -174,37 +166,17 @@ def _backward(engine: TrainingEngine[PackedOrPadded], shape: ModelShape, lengths
     mask = torch.arange(longest - prompt, device=engine.device) < counts[:, None]
     statistics, _ = engine(ids, torch.full((len(lengths),), prompt, device=engine.device), ids[:, prompt:], mask)
     engine.backward(statistics.log_probs.mean())
+    engine.step()
 
 
 def shortage(device: torch.device) -> Iterator[Figure | str]:
-    """Memory runs out in a step: the error is recognized, the memory returned, and the step repeated."""
-    start_distributed(deadline=60.0)
-    real = device.type == "cuda"
-    shape = read_shape(ModelSettings(path="Qwen/Qwen2.5-0.5B")) if real else read_shape(ModelSettings())
-    # Steps that move no weight have the same gradient norm.
-    _, engine = _engine(shape, device, learning_rate=1e-30)
-    lengths = documents(4096 if real else 256, 0)
-    _step(engine, shape, lengths)  # makes the optimizer's states
-    expected = _step(engine, shape, lengths)
-    before = _allocated(device)
-    attempt = Attempt([engine])
+    """Errors of torch and cuBLAS for lack of memory are recognized."""
     try:
-        attempt.run(lambda: _backward(engine, shape, lengths), lengths=lengths)
-        attempt.run(lambda: _exhaust(device), lengths=lengths)
-    except ShortageError as error:
-        yield f"recognized: {error}"
-    yield Figure(
-        name="memory that the failed step left", value=(_allocated(device) - before) / 1e6, unit="MB", high=16.0,
-        judged=real, why="its gradients and activations are dropped",
-    )  # fmt: skip
-    attempt = Attempt([engine])
-    attempt.run(lambda: _backward(engine, shape, lengths), lengths=lengths)
-    attempt.agree()
-    norm = engine.step()
-    yield Figure(
-        name="gradient norm of the repeated step, relative error", value=abs(norm / expected - 1), high=1e-3,
-        why="nothing of the failed step is left",
-    )  # fmt: skip
+        with in_micro_batch(tokens=2, trajectories=2):
+            _exhaust(device)
+    except MicroBatchMemoryError as error:
+        yield f"torch without memory: {str(error.__cause__).splitlines()[0][:160]}"
+        yield Figure(name="torch's error is recognized", value=1, low=1)
     yield from _library_shortages(device)
 
 
@@ -213,10 +185,6 @@ def _exhaust(device: torch.device) -> None:
     held = []
     while True:
         held.append(torch.empty(1 << (33 if device.type == "cuda" else 60), dtype=torch.uint8, device=device))
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
 
 def _library_shortages(device: torch.device) -> Iterator[Figure | str]:
@@ -238,7 +206,7 @@ def _library_shortages(device: torch.device) -> Iterator[Figure | str]:
         torch.cuda.synchronize()
     except RuntimeError as error:
         yield f"a product without memory: {str(error).splitlines()[0][:160]}"
-        yield Figure(name="recognized as out of memory", value=is_out_of_memory(error), low=1)
+        yield Figure(name="cuBLAS's error is recognized", value=is_out_of_memory(error), low=1)
     else:
         yield "a product without memory: it ran"
     held.clear()

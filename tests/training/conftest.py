@@ -21,7 +21,6 @@ collect_ignore = [
     "dying_rank.py",
     "runs_that_are_stopped.py",
     "short_env.py",
-    "shortage_on_ranks.py",
     "stopping_env.py",
 ]
 """Scripts and modules that are run with this folder on their path."""

@@ -24,7 +24,6 @@ from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.token_file import write_tokens
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, start_distributed
 from agentrl.training.engine.groups import rank_groups
-from agentrl.training.engine.memory import MicroBatchBudget
 from agentrl.training.run.token_writer import token_facts
 from agentrl.training.settings import (
     AlgorithmSettings,
@@ -314,7 +313,6 @@ def trainer_of(
     engine: TrainingEngine[PolicyModel],
     settings: ObjectiveSettings,
     critic: Critic | None,
-    budget: MicroBatchBudget | None = None,
 ) -> Trainer:
     return Trainer(
         engine,
@@ -324,7 +322,6 @@ def trainer_of(
         fidelity_bound=1e9,
         reference=reference_of(case) if case.kl else None,
         critic=critic,
-        budget=budget,
     )
 
 

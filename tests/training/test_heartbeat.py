@@ -161,21 +161,6 @@ def test_a_rank_that_has_not_started_is_not_watched() -> None:
     assert [watch.stuck(float(second)) for second in range(100)] == [[]] * 100
 
 
-def test_ranks_that_repeat_an_update_are_at_the_same_place() -> None:
-    ranks = Pulse(deadline=60.0, slow=1800.0), Pulse(deadline=60.0, slow=1800.0)
-    places = []
-    for _ in range(2):
-        for pulse, passes in zip(ranks, (1, 4), strict=True):  # memory runs out on the first one
-            for _ in range(passes):
-                pulse.micro_batch()
-            pulse.after_micro_batches()
-            before = pulse.beat.place
-            pulse.repeat()
-            assert pulse.beat.place > before
-        places.append([pulse.beat.place for pulse in ranks])
-    assert [first == second for first, second in places] == [True, True]
-
-
 def test_a_single_process_may_be_suspended() -> None:
     work = beat(5, 7)
     watch = watched(work)

@@ -6,17 +6,12 @@ Only attention mixes tokens. There the ranks exchange slices of all heads for al
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed
 from torch import Tensor
-
-
-def _nothing() -> None:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,7 +21,6 @@ class SequenceGroup:
     rank: int  # among them
     size: int
     group: torch.distributed.ProcessGroup
-    ready: Callable[[], None] = _nothing  # called before each collective
 
     def part(self, length: int) -> slice:
         """This rank's slice of a row of ``length`` tokens, which the ranks divide."""
@@ -51,7 +45,6 @@ class SequenceGroup:
     def total(self, values: Tensor) -> Tensor:
         """The sum of ``values`` over the ranks, detached."""
         summed = values.detach().clone()
-        self.ready()
         torch.distributed.all_reduce(summed, group=self.group)
         return summed
 
@@ -85,7 +78,6 @@ class _Swap(torch.autograd.Function):
     def forward(ctx: _Context, blocks: Tensor, ranks: SequenceGroup) -> Tensor:
         ctx.ranks = ranks
         received = torch.empty_like(blocks)
-        ranks.ready()
         torch.distributed.all_to_all_single(received, blocks, group=ranks.group)
         return received
 

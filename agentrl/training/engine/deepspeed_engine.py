@@ -26,15 +26,7 @@ from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
 from agentrl.planning.formulas import REDUCE_BUCKET
 from agentrl.training.engine.groups import rank_groups
-from agentrl.training.engine.parts import Part, Untyped, restore, take_part
-from agentrl.training.engine.recovery import (
-    agree_before_collectives,
-    agreement_of_ranks,
-    before_collective,
-    forget_gathered,
-    forget_gradients,
-    open_forwards,
-)
+from agentrl.training.engine.parts import Part, restore, take_part
 from agentrl.training.engine.stopwatch import Stopwatch
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl.weights.sharded import read_sharded
@@ -142,8 +134,6 @@ def start_distributed(*, deadline: float) -> tuple[int, int]:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         torch.distributed.init_process_group(backend, timeout=timedelta(seconds=deadline))
     deepspeed.init_distributed(verbose=False)
-    agreement_of_ranks()
-    agree_before_collectives(deepspeed.comm.comm.cdb)
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
@@ -190,7 +180,6 @@ def swap_between_ranks(
     if len(sent) == 1:
         return values
     result = values.new_empty(sum(received), *values.shape[1:])
-    before_collective()
     torch.distributed.all_to_all_single(result, values.contiguous(), received, sent, group=group)
     return result
 
@@ -233,7 +222,6 @@ class TrainingEngine(Generic[_Module_co]):
         self._norm = math.nan
         if self._clips_here:
             adamw.register_step_pre_hook(self._clip(decayed + others, optimizer.gradient_clip))
-        adamw.register_step_pre_hook(lambda *_: agreement_of_ranks().weights_change())
         config = deepspeed_config(
             training,
             bfloat16=bfloat16,
@@ -256,7 +244,6 @@ class TrainingEngine(Generic[_Module_co]):
         self.module = module
         self.device = self._engine.device
         self.stopwatch = Stopwatch(self.device)
-        self._forwards = 0
         self._schedule: torch.optim.lr_scheduler.LambdaLR = self._engine.lr_scheduler
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -274,26 +261,6 @@ class TrainingEngine(Generic[_Module_co]):
             self._engine.step()
         return self._norm if self._clips_here else float(self._engine.get_global_grad_norm())
 
-    @property
-    def in_lockstep(self) -> bool:
-        """Whether ranks wait for each other in every layer: at ZeRO 3, and where they share rows."""
-        return self._stage == 3 or self.groups.replicas < self.world_size
-
-    @property
-    def in_one_order(self) -> bool:
-        """Whether all ranks make their collectives in one order: several groups that share rows may differ."""
-        return self.groups.replicas in (1, self.world_size)
-
-    def begin(self) -> None:
-        """A try begins that may be given up half-way."""
-        self._forwards = len(open_forwards(self._engine.optimizer.parameter_offload)) if self._stage == 3 else 0
-
-    def forget(self) -> None:
-        """Give up the try: drop all gradients since the last step. Not collective."""
-        forget_gradients(self._engine)
-        if self._stage == 3:
-            del open_forwards(self._engine.optimizer.parameter_offload)[self._forwards :]
-
     def _clip(self, parameters: list[nn.Parameter], maximum: float) -> Callable[..., None]:
         """A hook that runs before the optimizer's step, on gradients that are summed over ranks."""
 
@@ -309,7 +276,6 @@ class TrainingEngine(Generic[_Module_co]):
     def all_reduce(self, values: Tensor) -> Tensor:
         """The sum of ``values`` over ranks with different rows, in place."""
         if self.groups.replicas > 1:
-            before_collective()
             torch.distributed.all_reduce(values, group=self.groups.peers)
         return values
 
@@ -322,7 +288,6 @@ class TrainingEngine(Generic[_Module_co]):
         """``values`` [...] of every rank with different rows, [ranks, ...]; of one shape everywhere. Collective."""
         if self.groups.replicas == 1:
             return values.unsqueeze(0)
-        before_collective()
         found = [torch.empty_like(values) for _ in range(self.groups.replicas)]
         torch.distributed.all_gather(found, values.contiguous(), group=self.groups.peers)
         return torch.stack(found)
@@ -330,7 +295,6 @@ class TrainingEngine(Generic[_Module_co]):
     def all_reduce_largest(self, values: Tensor) -> Tensor:
         """The largest of each of ``values`` over ranks, in place."""
         if self.groups.replicas > 1:
-            before_collective()
             torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX, group=self.groups.peers)
         return values
 
@@ -390,40 +354,20 @@ def _dimensions(parameter: nn.Parameter) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-class FrozenModule:
-    """The forward of a module that is never trained."""
-
-    def __init__(self, forward: Callable[..., Any], offload: Untyped = None) -> None:
-        """``offload``: DeepSpeed's, where ZeRO 3 shards its parameters."""
-        self._forward = forward
-        self._offload = offload
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)
-
-    def begin(self) -> None:
-        """A try begins that may be given up half-way."""
-
-    def forget(self) -> None:
-        """Give up the try."""
-        if self._offload is not None:
-            forget_gathered(self._offload)
-
-
-def frozen(module: nn.Module, training: TrainingSettings, *, bfloat16: bool) -> FrozenModule:
-    """A module that is never trained, on this rank's device; ZeRO 3 shards its parameters."""
+def frozen(module: nn.Module, training: TrainingSettings, *, bfloat16: bool) -> Callable[..., Any]:
+    """The forward of a module that is never trained, on this rank's device. ZeRO 3 shards its parameters."""
     import deepspeed
 
     module.requires_grad_(False).eval()
     if training.zero_stage < 3:
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-        return FrozenModule(module.to(device))
+        return module.to(device)
     world_size = torch.distributed.get_world_size()
     config = deepspeed_config(training, bfloat16=bfloat16, world_size=world_size, leaves=expert_blocks(module))
     with _visible_statistics(module):
         engine, *_ = deepspeed.initialize(model=module, config=config)
     engine.eval()
-    return FrozenModule(engine, engine.optimizer)
+    return cast(Callable[..., Any], engine)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from torch.distributed import ProcessGroup
 
 from agentrl.errors import SettingsError
 from agentrl.kernels.attention import SequenceGroup
-from agentrl.training.engine.recovery import before_collective
 from agentrl.training.settings import TrainingSettings
 
 
@@ -80,6 +79,6 @@ def _made(every: ProcessGroup, size: int, deadline: float) -> RankGroups:
     return RankGroups(
         replica=rank // size,
         replicas=world // size,
-        sequence=SequenceGroup(rank=rank % size, size=size, group=own, ready=before_collective),
+        sequence=SequenceGroup(rank=rank % size, size=size, group=own),
         peers=peers,
     )

@@ -21,8 +21,6 @@ _LENIENCE = 10.0
 # Seconds. After so long without a heartbeat, a rank's process counts as not responding. After so long without a check,
 # the worker itself was suspended.
 _SILENT = 5.0
-# More marks than an update has.
-_MARKS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +96,6 @@ class Pulse:
         self._warm = self._warm or self._passed
         self._step = f"the training of step {step}"
         self.enter(self._step)
-
-    def repeat(self) -> None:
-        """Begin the current update again, after memory ran out: ranks left it at different places."""
-        self._end_pass()
-        calls, marks = self.beat.place
-        self._mark((calls, (marks // _MARKS + 1) * _MARKS), self._step, self._slow)
 
     def micro_batch(self) -> None:
         """Begin a forward or backward pass over a micro-batch."""

@@ -26,17 +26,6 @@ class Meter:
         self._largest: dict[str, Tensor] = {}
         self._negated: set[str] = set()  # of those the smallest
 
-    def copy(self) -> Meter:
-        """What is measured so far."""
-        kept = Meter(self._device)
-        kept.become(self)
-        return kept
-
-    def become(self, other: Meter) -> None:
-        """Hold what ``other`` holds, and forget the rest."""
-        self._sums, self._weights, self._largest = dict(other._sums), dict(other._weights), dict(other._largest)
-        self._negated = set(other._negated)
-
     def mean(self, name: str, value: Number, weight: Number) -> None:
         """``value`` is a mean over ``weight`` items: tokens, trajectories or updates."""
         weight = self._number(weight)

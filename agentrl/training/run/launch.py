@@ -17,7 +17,7 @@ from agentrl.cluster.opening import open_cluster
 from agentrl.cluster.plan import PLAN_COLUMNS, allot, plan_table, roomy
 from agentrl.cluster.processes import Bundle, Cluster, ClusterNode, NodeLostError, Place, ProcessHandle, ProcessSpec
 from agentrl.cluster.sandboxes import SandboxServices
-from agentrl.errors import SettingsError, WorldError
+from agentrl.errors import OutOfMemoryError, SettingsError, WorldError
 from agentrl.evaluation.options import quoted
 from agentrl.rollout.engines.table import servers_on_nodes
 from agentrl.rollout.engines.vllm.placed import server_bundles
@@ -44,8 +44,9 @@ def launched(settings: Settings) -> bool:
 def launch(settings: Settings, run_path: Path, *, resume: bool) -> int:
     """Run ``training.num_processes`` ranks on the run directory until they end, and return the exit code.
 
-    Raises WorldError if a rank failed or a node was lost and no attempt of ``cluster.restarts`` is left. Raises
-    KeyboardInterrupt if the run was stopped and no rank has reported it.
+    Raises WorldError if a rank failed or a node was lost and no attempt of ``cluster.restarts`` is left, and
+    OutOfMemoryError if the rank ran out of memory. Raises KeyboardInterrupt if the run was stopped and no rank has
+    reported it.
     """
     console = Console(settings.telemetry)
     cluster = open_cluster(settings.cluster, _own_gpus())
@@ -58,7 +59,7 @@ def launch(settings: Settings, run_path: Path, *, resume: bool) -> int:
         while True:
             try:
                 return _attempt(cluster, sizes, settings, run_path, resume=resume or attempt > 0, again=attempt > 0)
-            except (NodeLostError, _RanksLostError) as error:
+            except (NodeLostError, OutOfMemoryError, _RanksLostError) as error:
                 if attempt == settings.cluster.restarts:
                     raise
                 attempt += 1
@@ -77,7 +78,8 @@ def _attempt(
 ) -> int:
     """Run the ranks to their end and return their exit code, one of :data:`_FINAL`.
 
-    Raises NodeLostError or _RanksLostError if another attempt may succeed, and what :func:`launch` raises.
+    Raises NodeLostError, OutOfMemoryError or _RanksLostError if another attempt may succeed, and what :func:`launch`
+    raises.
     """
     console = Console(settings.telemetry)
     began = time.monotonic()
@@ -105,7 +107,9 @@ def _outcome(group: RankGroup, end: RankEnd | None) -> int:
         raise KeyboardInterrupt  # forced, or before the ranks handled signals, so no rank has reported it
     if code in _FINAL:
         return code
-    raise (WorldError if group.asked else _RanksLostError)(str(end))
+    if group.asked:
+        raise WorldError(str(end))
+    raise (OutOfMemoryError if code == OutOfMemoryError.exit_code else _RanksLostError)(str(end))
 
 
 def start_ranks(

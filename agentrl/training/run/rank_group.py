@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agentrl.cluster.processes import NodeLostError, ProcessHandle
+from agentrl.errors import OutOfMemoryError, SettingsError
 from agentrl.training.run.signals import INTERRUPTED
 from agentrl.training.worker.wire import FOLLOWED, STUCK
 
@@ -49,8 +50,8 @@ class RankEnd:
             return 3
         if self.killed:
             return 2 if self.code != -signal.SIGTERM else 0
-        if self.code == STUCK:
-            return 2
+        if self.code in (STUCK, OutOfMemoryError.exit_code, SettingsError.exit_code):
+            return 2  # the other ranks crash when this one closes its connections
         return 0 if self.code == FOLLOWED else 1
 
     def __str__(self) -> str:
@@ -60,6 +61,8 @@ class RankEnd:
             return f"training {self.rank.spec.name} on {self.rank.place.node} has lost the rollout worker"
         if self.code == STUCK:
             return f"training {self.rank.spec.name} on {self.rank.place.node} was stuck"
+        if self.code == OutOfMemoryError.exit_code:
+            return f"training {self.rank.spec.name} on {self.rank.place.node} ran out of memory"
         if self.code == REPORTED:
             return f"training {self.rank.spec.name} on {self.rank.place.node} ended with an error"
         how = f"was ended by {signal.Signals(-self.code).name}" if self.killed else f"ended with exit code {self.code}"

@@ -29,17 +29,15 @@ from agentrl.training.engine.checkpoint import CheckpointWriter, RunState, check
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_policy
 from agentrl.training.engine.heartbeat import Pulse
 from agentrl.training.engine.memory import MicroBatchBudget
-from agentrl.training.engine.recovery import ShortageError
 from agentrl.training.run.best import BestPolicy, best_evaluation
 from agentrl.training.run.outcome import Export, evaluation_record, finish_run, repeat_alerts, resume_command
 from agentrl.training.run.signals import INTERRUPTED
 from agentrl.training.run.token_writer import TokenWriter
-from agentrl.training.step.batching import RankPlan, due
+from agentrl.training.step.batching import due
 from agentrl.training.step.critic import open_critic
 from agentrl.training.step.diagnostics import FIDELITY_FLOORS, fidelity_bound
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 from agentrl.training.step.reference import open_reference, reference_path
-from agentrl.training.step.token_recorder import TokenRecorder
 from agentrl.training.step.trainer import Trainer
 from agentrl.training.worker.local import LocalService
 from agentrl.training.worker.service import InterruptedRunError, RolloutService
@@ -109,9 +107,7 @@ class Session:
         self._adapter = adapter_record(settings.model.lora, base=path)
         has_critic = "values" in needs(objective).inputs
         self._critic = open_critic(settings, start=path, updates=updates) if has_critic else None
-        self._budget = MicroBatchBudget(
-            settings.training.micro_batch_tokens, self._checkpoints.parent, told=console.warning, writes=rank == 0
-        )
+        self._budget = MicroBatchBudget(settings.training.micro_batch_tokens, self._checkpoints.parent, rank=rank)
         self._reference_path = reference_path(settings.kl, path)
         self._trainer = self._open_trainer(objective)
         self._tokens = TokenWriter(self._checkpoints.parent, settings.telemetry, objective, self._engine.groups)
@@ -138,7 +134,6 @@ class Session:
             fidelity_bound=math.inf,  # until start() has measured it
             reference=reference,
             critic=self._critic,
-            budget=self._budget,
             pulse=self._pulse,
         )
 
@@ -185,8 +180,8 @@ class Session:
                 "quantization, cache dtype and rope settings, or set algorithm.fidelity_bound"
             )
         if resume:
-            self._budget.recall()
             self._restore()
+        self._budget.report(self._console.warning)
         self._warn_of_damaged_trajectories()
         settings = self._settings
         self._console.note(
@@ -254,10 +249,11 @@ class Session:
             plan = self._service.plan(step, self._budget.tokens)
         planned = time.monotonic()
         self._pulse.train(step)
-        for engine in self._engines.values() if self._moves_state else ():
-            engine.reload()  # the servers sleep
-        with span("train"):
-            plan, recorder, metrics = self._train(plan)
+        recorder = self._tokens.recorder(step)
+        with self._budget.guard(step), span("train"):
+            for engine in self._engines.values() if self._moves_state else ():
+                engine.reload()  # the servers sleep
+            metrics = self._trainer.train(plan, recorder=recorder)
         updates = self._done.updates + int(metrics["policy/updates"])
         self._make_room()
         trained = time.monotonic()
@@ -280,17 +276,6 @@ class Session:
         if self.rank == 0:
             progress.update(step, metrics)
         self._warn_of_empty_steps(step, metrics)
-
-    def _train(self, plan: RankPlan) -> tuple[RankPlan, TokenRecorder | None, dict[str, float]]:
-        """Execute a plan; where memory runs out, another one for the same trajectories in smaller micro-batches."""
-        while True:
-            recorder = self._tokens.recorder(plan.step)
-            try:
-                with self._budget.named(step=plan.step):
-                    return plan, recorder, self._trainer.train(plan, recorder=recorder)
-            except ShortageError as error:
-                self._budget.halve(error.shortage, step=plan.step)
-            plan = self._service.plan(plan.step, self._budget.tokens)
 
     def _commit(self, step: int, updates: int, metrics: Metrics) -> None:
         """Record a finished step: the only place where a run's state advances.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from agentrl.models.head import ReferenceHead
 from agentrl.models.lora import adapter_off
 from agentrl.models.policy import PolicyModel, scatter_tokens
 from agentrl.models.settings import LoRASettings
-from agentrl.training.engine.deepspeed_engine import FrozenModule, TrainingEngine, frozen, read_policy
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, read_policy
 from agentrl.training.settings import KLSettings
 from agentrl.trajectory import Batch
 from agentrl.weights.sources import gathered
@@ -36,7 +36,7 @@ class Reference:
     def __init__(
         self,
         policy: PolicyModel,
-        freeze: Callable[[PolicyModel], FrozenModule],
+        freeze: Callable[[PolicyModel], Callable[..., Any]],
         *,
         temperature: float,
         over_vocabulary: bool = False,
@@ -49,7 +49,7 @@ class Reference:
         self._logit_map = policy.head.logit_map
         nothing: tuple[Tensor | None, Tensor | None] = (None, None)
         self._weight, self._bias = _head_values(policy.head) if over_vocabulary else nothing
-        self.module = freeze(policy)
+        self._forward = freeze(policy)
         self._temperature = temperature
         self.over_vocabulary = over_vocabulary
 
@@ -59,7 +59,7 @@ class Reference:
 
         The second value, of the model tokens in row-major order, is for the divergence over the whole vocabulary.
         """
-        statistics, hidden = self.module(
+        statistics, hidden = self._forward(
             batch.input_ids,
             batch.prompt_lengths,
             batch.response_ids,
@@ -108,9 +108,9 @@ def open_reference(path: str, settings: Settings, engine: TrainingEngine[PolicyM
     )
 
 
-def _without_adapters(engine: TrainingEngine[PolicyModel], policy: PolicyModel) -> FrozenModule:
-    def forward(*args: object, **kwargs: object) -> object:
+def _without_adapters(engine: TrainingEngine[PolicyModel], policy: PolicyModel) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         with adapter_off(policy.causal_lm):
             return engine(*args, **kwargs)
 
-    return FrozenModule(forward)
+    return forward

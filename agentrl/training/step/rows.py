@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
 
-import torch
 from torch import Tensor
 
 from agentrl.algorithms import Correction
 from agentrl.kernels import TokenStatistics
 from agentrl.trajectory import Batch
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-_Record = TypeVar("_Record", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,38 +69,3 @@ class LossRows:
         """Prompt and response tokens of each row."""
         batch = self.scored.batch
         return [int(length) for length in (batch.prompt_lengths + batch.response_lengths).tolist()]
-
-    def take(self, rows: Sequence[int]) -> LossRows:
-        """Some of the rows, as wide as the longest response of theirs."""
-        places = torch.tensor(rows, device=self.advantages.device)
-        steps = int(self.scored.batch.response_lengths[places].max())
-        return _taken(self, places, old=self.advantages.shape[1], new=steps)
-
-    def nothing(self) -> LossRows:
-        """The first row; it takes part in collectives and weighs nothing."""
-        return replace(only := self.take([0]), scored=replace(only.scored, counted=False))
-
-    def parts(self, most: int) -> list[LossRows]:
-        """The rows in parts of at most ``most`` tokens, or of one row each."""
-        places: list[list[int]] = []
-        left = 0
-        for row, length in enumerate(self.lengths):
-            if not places or length > left:
-                places.append([])
-                left = most
-            places[-1].append(row)
-            left -= length
-        return [self.take(rows) for rows in places]
-
-
-def _taken(record: _Record, rows: Tensor, *, old: int, new: int) -> _Record:
-    """Some rows of a dataclass of tensors [B, ...] and of dataclasses of them; [B, old] gets ``new`` columns."""
-    taken: dict[str, object] = {}
-    for item in fields(record):
-        value = getattr(record, item.name)
-        if isinstance(value, Tensor):
-            own = value[rows]
-            taken[item.name] = own[:, :new] if own.shape[1:] == (old,) else own
-        elif is_dataclass(value) and not isinstance(value, type):
-            taken[item.name] = _taken(value, rows, old=old, new=new)
-    return replace(record, **taken)

@@ -40,10 +40,6 @@ class TokenRecorder:
             own |= {name: values[start:end] for name, values in columns.items()}
             self.rows.append(TrajectoryTokens(update=update, **own))  # type: ignore[arg-type]
 
-    def forget_after(self, count: int) -> None:
-        """Keep the first ``count`` of :attr:`rows`: the others are trained again."""
-        del self.rows[count:]
-
     def _columns(self, rows: LossRows, update_log_probs: Tensor | None) -> dict[str, Tensor | None]:
         """Values [B, T] by the field that keeps them."""
         scored, statistics = rows.scored, rows.scored.statistics

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from agentrl.kernels import TokenStatistics
 from agentrl.models.policy import PolicyModel, scatter_tokens
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
-from agentrl.training.engine.determinism import random_state, set_random_state
 from agentrl.training.engine.heartbeat import Pulse
-from agentrl.training.engine.memory import Attempt, Fitted, Forgetting, MicroBatchBudget
+from agentrl.training.engine.memory import in_micro_batch
 from agentrl.training.engine.meter import Meter
-from agentrl.training.engine.recovery import ShortageError
 from agentrl.training.step.batching import MicroBatch, RankPlan, UpdatePlan
 from agentrl.training.step.correction import effective_sample_size
 from agentrl.training.step.critic import Critic
@@ -63,10 +61,6 @@ class _Step:
     recorder: TokenRecorder | None
     norms: list[float] = field(default_factory=list)
 
-    def kind(self, work: str) -> str:
-        """Of a forward: exact energies keep hidden states, so their micro-batches take more memory."""
-        return work if self.monitor is None else f"{work} with exact energies"
-
 
 class Trainer:
     """Executes plans. The same plan split over one rank or many, in few micro-batches or many, gives the same step."""
@@ -81,14 +75,10 @@ class Trainer:
         fidelity_bound: float,
         reference: Reference | None = None,
         critic: Critic | None = None,
-        budget: MicroBatchBudget | None = None,
         pulse: Pulse | None = None,
     ) -> None:
         """``reference`` and ``critic`` are given if and only if ``settings`` need them. ``fidelity_bound``: see
-        :func:`.diagnostics.check_fidelity`.
-
-        After memory ran out, ``budget`` holds the smaller size of micro-batches. Each pass over a micro-batch is
-        recorded in ``pulse``.
+        :func:`.diagnostics.check_fidelity`. Each pass over a micro-batch is recorded in ``pulse``.
         """
         self._engine = engine
         self._temperature = temperature
@@ -100,10 +90,8 @@ class Trainer:
         self._objective = PolicyObjective(settings)
         self._reference = reference
         self._critic = critic
-        self._budget = budget
         self._pulse = pulse or Pulse(deadline=math.inf, slow=math.inf)
         self._kl = kl_controller(settings.kl)
-        self._fitted = Fitted()
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """The state that a checkpoint keeps beside the engines, JSON-able."""
@@ -123,10 +111,7 @@ class Trainer:
     ) -> dict[str, float]:
         """Run one step's updates; returns metrics reduced over ranks. ``before_update`` sees the gradients.
 
-        ``recorder`` receives the rows of this rank.
-
-        Raises ShortageError, on all ranks, where memory runs out before anything has changed: the step can be repeated
-        from a plan with smaller micro-batches.
+        ``recorder`` receives the rows of this rank. Raises MicroBatchMemoryError if a micro-batch does not fit.
         """
         self._engine.module.train()
         if self._critic is not None:
@@ -142,13 +127,7 @@ class Trainer:
             before_update=before_update,
             recorder=recorder,
         )
-        random = random_state()
-        try:
-            self._passes(step)
-        except ShortageError:
-            set_random_state(random)
-            raise
-        self._fitted.end_step()
+        self._passes(step)
         metrics = {"policy/tokens": 0.0} | meter.reduce(self._engine)
         metrics |= effective_sample_size(metrics)
         if step.norms:
@@ -183,10 +162,7 @@ class Trainer:
                 self._one_forward(step, update)
         elif plan.updates:
             # A statistics pass over the whole step, then the updates.
-            planned = self._budget.tokens if self._budget is not None else 0
             for number, (update, rows) in enumerate(zip(plan.updates, self._statistics_pass(step), strict=True)):
-                if self._budget is not None and self._budget.tokens < planned:
-                    rows = self._in_parts(rows, self._budget.tokens)  # memory ran out in an earlier update
                 self._train_update(step, update, rows, fresh=number == 0)
 
     def _one_forward(self, step: _Step, update: UpdatePlan) -> None:
@@ -199,54 +175,31 @@ class Trainer:
             self._account(step, rows, forward.hidden)
             self._backward(step, forward.statistics, rows, normalizer, fresh=True)
 
-        self._over_micro_batches(step.kind("one forward"), work, update.micro_batches)
+        self._over_micro_batches(work, update.micro_batches)
         self._update(step)
 
-    def _over_micro_batches(
-        self, kind: str, work: Callable[[_Rows], _Result], micro_batches: Sequence[_Rows]
-    ) -> list[_Result]:
-        """What ``work`` of this ``kind`` returns for each. Raises ShortageError, on all ranks, where it did not fit."""
-        largest = max((sum(rows.lengths) for rows in micro_batches), default=0)
-        attempt = self._attempt(kind, largest)
-        done = [attempt.run(partial(work, rows), lengths=rows.lengths) for rows in micro_batches]
+    def _over_micro_batches(self, work: Callable[[_Rows], _Result], micro_batches: Sequence[_Rows]) -> list[_Result]:
+        """The result of ``work`` for each micro-batch. Raises MicroBatchMemoryError."""
+        done = []
+        for rows in micro_batches:
+            with in_micro_batch(tokens=sum(rows.lengths), trajectories=len(rows.lengths)):
+                done.append(work(rows))
         self._pulse.after_micro_batches()
-        attempt.agree()
-        self._fitted.add(kind, largest)
         return done
-
-    def _tried(self, kind: str, work: Callable[[], _Result]) -> _Result:
-        """What ``work`` between micro-batches returns. Raises ShortageError, on all ranks, where it did not fit."""
-        attempt = self._attempt(kind, 0)
-        done = attempt.run(work)
-        attempt.agree()
-        self._fitted.add(kind, 0)
-        return done
-
-    def _attempt(self, kind: str, largest: int) -> Attempt:
-        """Where ranks wait for each other in every layer, watched only with more tokens than have fitted."""
-        known = self._engine.in_lockstep and self._fitted.holds(kind, largest)
-        watch = self._engine.in_one_order and not known
-        return Attempt(self._modules, watch=watch, waits=self._pulse.after_micro_batches)
 
     def _statistics_pass(self, step: _Step) -> list[list[LossRows]]:
         """The rows of every micro-batch of each update, their groups those of all ranks."""
         with torch.no_grad():
             updates = [update.micro_batches for update in step.plan.updates]
-            scored_ones = self._over_micro_batches(
-                step.kind("scoring"), partial(self._score, step=step), [*chain(*updates)]
-            )
+            scored_ones = self._over_micro_batches(partial(self._score, step=step), [*chain(*updates)])
             following = iter(scored_ones)
             pairs = [[next(following) for _ in update] for update in updates]
-            rows = self._tried(
-                "rows",
-                partial(
-                    self._rows.make_over_ranks,
-                    [[scored for _, scored in update] for update in pairs],
-                    step.plan.homes,
-                    self._engine,
-                    beta=step.beta,
-                    meter=step.meter,
-                ),
+            rows = self._rows.make_over_ranks(
+                [[scored for _, scored in update] for update in pairs],
+                step.plan.homes,
+                self._engine,
+                beta=step.beta,
+                meter=step.meter,
             )
         for own, update in zip(rows, pairs, strict=True):
             for part, (forward, _) in zip(own, update, strict=True):
@@ -254,37 +207,7 @@ class Trainer:
         return rows
 
     def _train_update(self, step: _Step, update: UpdatePlan, rows: Sequence[LossRows], *, fresh: bool) -> None:
-        """``fresh``: the weights are still those of the statistics pass.
-
-        Where memory runs out, the update is repeated with smaller micro-batches of the same rows.
-        """
-        while True:
-            measured, random = step.meter.copy(), random_state()
-            recorded = 0 if step.recorder is None else len(step.recorder.rows)
-            try:
-                self._add_gradients(step, update, rows, fresh=fresh)
-                self._update(step)
-                return
-            except ShortageError as error:
-                if self._budget is None:
-                    raise
-                self._budget.halve(error.shortage, step=step.plan.step)
-                self._pulse.repeat()
-                step.meter.become(measured)
-                if step.recorder is not None:
-                    step.recorder.forget_after(recorded)
-                set_random_state(random)
-                rows = self._in_parts(rows, self._budget.tokens)
-
-    def _in_parts(self, rows: Sequence[LossRows], most: int) -> list[LossRows]:
-        """Micro-batches of at most ``most`` tokens, equally many on all ranks. Collective."""
-        parts = [part for item in rows for part in item.parts(most)]
-        count = torch.tensor([float(len(parts))], dtype=torch.float64, device=self._engine.device)
-        missing = int(self._engine.all_reduce_largest(count)) - len(parts)
-        return parts + [parts[0].nothing()] * missing
-
-    def _add_gradients(self, step: _Step, update: UpdatePlan, rows: Sequence[LossRows], *, fresh: bool) -> None:
-        """The gradients of one update. Raises ShortageError, on all ranks, where a micro-batch did not fit."""
+        """``fresh``: the weights are still those of the statistics pass."""
         normalizer = self._objective.normalizer_over_ranks(rows, self._engine)
         if self._objective.selects:
             rows = self._selected(step, rows, fresh=fresh)
@@ -296,7 +219,8 @@ class Trainer:
                 measured = self._critic.backward(own, tokens=update.model_tokens)
                 measure(step.meter, "critic", measured, own.response_mask.sum())
 
-        self._over_micro_batches("training", work, rows)
+        self._over_micro_batches(work, rows)
+        self._update(step)
 
     def _selected(self, step: _Step, rows: Sequence[LossRows], *, fresh: bool) -> list[LossRows]:
         """The rows with the tokens that the loss takes. Collective."""
@@ -305,7 +229,7 @@ class Trainer:
             return own.scored.log_probs if fresh else self._forward(own.scored.batch).statistics.log_probs
 
         with torch.no_grad():
-            now = self._over_micro_batches("selection", log_probs, rows)
+            now = self._over_micro_batches(log_probs, rows)
         selected = self._objective.selection(now, rows, self._engine, seed=step.plan.step)
         return [replace(own, selected=chosen) for own, chosen in zip(rows, selected, strict=True)]
 
@@ -318,7 +242,7 @@ class Trainer:
         )
         if step.before_update is not None:
             step.before_update()
-        norms = self._tried("update", lambda: [engine.step() for engine in self._engines])
+        norms = [engine.step() for engine in self._engines]
         step.norms.append(norms[0])
         if self._critic is not None:
             step.meter.mean("critic/gradient_norm", norms[1], 1.0)
@@ -326,11 +250,6 @@ class Trainer:
     @property
     def _engines(self) -> list[TrainingEngine[nn.Module]]:
         return [self._engine] if self._critic is None else [self._engine, self._critic.engine]
-
-    @property
-    def _modules(self) -> list[Forgetting]:
-        """All that ZeRO may shard."""
-        return [*self._engines, *([] if self._reference is None else [self._reference.module])]
 
     # -- pieces ---------------------------------------------------------------------------------------------------
 
