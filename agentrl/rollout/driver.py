@@ -29,7 +29,7 @@ from agentrl.rollout.gateway.environment import AgentEnvironment
 from agentrl.rollout.gateway.export import RolloutPlace
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.turn_loop import SampledTurn, TurnLoop, pooled
-from agentrl.rollout.work_queue import RolloutRequest
+from agentrl.rollout.work_queue import RolloutRequest, SkippedProblemError
 from agentrl.telemetry.trace import now, on_lane, since, span
 from agentrl.trajectory import Group, Segment, Trajectory, one_after_another
 from agentrl_envs.episode import Environment, Episode, UnavailableError
@@ -59,6 +59,12 @@ class Job:
 
 Jobs = Callable[[], Awaitable[Job | None]]
 """Returns the next job when it may start, whichever player asks; None if there are no more."""
+Measure = Callable[[RolloutRequest, int | None], None]
+"""Receives the length of each prompt, or None for a rollout without one. Raises SkippedProblemError to replace it."""
+
+
+def _unmeasured(request: RolloutRequest, tokens: int | None) -> None:
+    """Accept a prompt of any length."""
 
 
 class _InfrastructureFailureError(Exception):
@@ -77,6 +83,7 @@ class _Running:
     greedy_sample: int | None  # the index of the sample played at temperature 0
     rounds: Rounds | None
     fair_yield: FairYield
+    measure: Measure
 
     async def before_turn(self, request_id: str) -> None:
         """Return when the turn may be sampled."""
@@ -97,6 +104,7 @@ class _TokenSampler:
     engine: Engine
     codec: TextCodec
     encode_prompt: Callable[[str], tuple[int, ...]]
+    measure: Callable[[int], None]
     running: _Running
     prompt_ids: tuple[int, ...] = ()
     segments: list[Segment] = field(default_factory=list)
@@ -109,6 +117,7 @@ class _TokenSampler:
 
     def begin(self, prompt: str) -> None:
         self.prompt_ids = self.context = self.encode_prompt(prompt)
+        self.measure(len(self.prompt_ids))
 
     async def sample(self, episode: Episode, limit: int) -> SampledTurn:
         """Sample one turn. If the engine stopped at a string that does not complete it, it continues from its ids."""
@@ -258,22 +267,46 @@ class Driver:
         async def jobs() -> Job | None:
             return next(listed, None)
 
-        players = min(self.settings.concurrency, len(requests) * samples)
-        rounds = Rounds(players) if self.deterministic else None
         temperature = self.settings.temperature if temperature is None else temperature
-        return self._run(jobs, group_size, greedy=greedy, players=players, temperature=temperature, rounds=rounds)
+        rollouts = len(requests) * samples
+        return self._run(jobs, group_size, greedy=greedy, rollouts=rollouts, temperature=temperature)
 
-    def run_jobs(self, jobs: Jobs, *, group_size: int, greedy: bool = False) -> AsyncGenerator[Group, None]:
-        """Yield groups from jobs that arrive over time: all samples of a request, plus one if ``greedy``."""
-        players, temperature = self.settings.concurrency, self.settings.temperature
-        return self._run(jobs, group_size, greedy=greedy, players=players, temperature=temperature, rounds=None)
+    def run_jobs(
+        self,
+        jobs: Jobs,
+        *,
+        group_size: int,
+        greedy: bool = False,
+        measure: Measure = _unmeasured,
+        rollouts: int | None = None,
+    ) -> AsyncGenerator[Group, None]:
+        """Yield groups from jobs that arrive over time: all samples of a request, plus one if ``greedy``.
+
+        ``rollouts``: how many jobs there are, if known. With ``deterministic`` their turns are then played in rounds.
+        """
+        temperature = self.settings.temperature
+        return self._run(jobs, group_size, greedy=greedy, rollouts=rollouts, temperature=temperature, measure=measure)
 
     async def _run(
-        self, jobs: Jobs, group_size: int, *, greedy: bool, players: int, temperature: float, rounds: Rounds | None
+        self,
+        jobs: Jobs,
+        group_size: int,
+        *,
+        greedy: bool,
+        rollouts: int | None,
+        temperature: float,
+        measure: Measure = _unmeasured,
     ) -> AsyncGenerator[Group, None]:
         """Assemble groups from finished trajectories."""
         greedy_sample = group_size if greedy else None
-        running = _Running(temperature=temperature, greedy_sample=greedy_sample, rounds=rounds, fair_yield=FairYield())
+        players = self.settings.concurrency if rollouts is None else min(self.settings.concurrency, rollouts)
+        running = _Running(
+            temperature=temperature,
+            greedy_sample=greedy_sample,
+            rounds=Rounds(players) if self.deterministic and rollouts is not None else None,
+            fair_yield=FairYield(),
+            measure=measure,
+        )
         parts: dict[int, list[Trajectory]] = {}
         # Exclude everything that exists by now (libraries, the model) from garbage collection while thousands of
         # trajectories are alive: collecting it causes the longest pauses of the event loop.
@@ -296,7 +329,7 @@ class Driver:
                     async with self._admission if running.rounds is None else nullcontext():
                         since(began, "wait for admission")
                         await running.fair_yield.wait()
-                        branches = await self._rollout(job, running)
+                        job, branches = await self._measured(job, running)
                         self._admission.ended(sum(item.length for item in branches), branches[-1].seconds)
                         _trace(job, branches[-1], began)
                         for trajectory in branches:
@@ -304,6 +337,17 @@ class Driver:
         finally:
             if running.rounds is not None:
                 running.rounds.leave()
+
+    async def _measured(self, job: Job, running: _Running) -> tuple[Job, tuple[Trajectory, ...]]:
+        """Play one rollout, of the first problem whose prompt is not skipped."""
+        while True:
+            try:
+                branches = await self._rollout(job, running)
+            except SkippedProblemError as skipped:
+                job = replace(job, request=skipped.replacement)
+            else:
+                running.measure(job.request, None)  # no effect unless the episode never started
+                return job, branches
 
     async def _rollout(self, job: Job, running: _Running) -> tuple[Trajectory, ...]:
         """Play one rollout. After a failure outside the policy it restarts, a bounded number of times."""
@@ -338,6 +382,7 @@ class Driver:
             temperature=self._temperature(job, running),
             top_p=self.top_p,
         )
+        measure = partial(running.measure, job.request)
         if isinstance(self.environment, DeployedHistory):
             branches, failure = await self.environment.play(
                 place,
@@ -345,8 +390,10 @@ class Driver:
                 settings=self.settings,
                 gate=running.before_turn,
                 fair_yield=running.fair_yield,
+                measure=measure,
             )
         else:
+            measure(len(self._encode_prompt(await self.environment.episode(place.problem).start())))
             branches, failure = await self.environment.play(
                 place,
                 engine=self.engine,
@@ -381,6 +428,7 @@ class Driver:
             engine=self.engine,
             codec=self.codec,
             encode_prompt=self._encode_prompt,
+            measure=partial(running.measure, job.request),
             running=running,
         )
         problem = job.request.problem

@@ -11,12 +11,23 @@ from agentrl.errors import WorldError
 from agentrl.rollout.driver import Driver, Job
 from agentrl.rollout.schedule import Schedule
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.work_queue import WorkQueue
+from agentrl.rollout.work_queue import RolloutRequest, WorkQueue
 from agentrl.trajectory import Group
 
 
 class RolloutSource(ABC):
     """Supplies a step's groups, one batch at a time: ``take``, possibly ``take`` with ``more``, then ``trained``."""
+
+    def __init__(self, driver: Driver, queue: WorkQueue, settings: RolloutSettings, *, greedy: bool) -> None:
+        self._driver = driver
+        self._queue = queue
+        self._settings = settings
+        self._greedy = greedy
+        self._samples = settings.group_size + int(greedy)
+        self._left: deque[int] = deque()  # samples of the newest request that no player has fetched
+        self._step = 0  # of the newest request
+        self._one = asyncio.Lock()  # one player at a time fetches a rollout
+        self._idle = _Idle()
 
     @abstractmethod
     async def take(self, count: int, *, step: int, deadline: float, more: bool = False) -> list[Group]:
@@ -33,44 +44,72 @@ class RolloutSource(ABC):
         """Return when the weights may change; raises like :meth:`take`."""
         return
 
-    @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Metrics since the last call."""
+        return {"time/rollout_idle_s": self._idle.take()}
 
     async def close(self) -> None:
         """End what runs in the background."""
         return
 
+    @abstractmethod
+    async def _admit(self) -> bool:
+        """Wait until another group may start. Returns False if no more groups start."""
+
+    @abstractmethod
+    def _start(self, request: RolloutRequest) -> int:
+        """Note that a group starts. Returns its training step."""
+
+    async def _next(self) -> Job | None:
+        """The next rollout. Those of a problem follow its first one when that has measured the prompt."""
+        async with self._one:
+            if self._left:
+                request = await self._queue.newest()
+            else:
+                if not await self._admit():
+                    return None
+                request = await self._queue.next()
+                self._step = self._start(request)
+                self._left.extend(range(self._samples))
+            return Job(request=request, sample=self._left.popleft(), step=self._step)
+
 
 class OnDemandSource(RolloutSource):
     """Plays groups only during a call of :meth:`take` (``rollout.schedule=synchronous``)."""
-
-    def __init__(self, driver: Driver, queue: WorkQueue, settings: RolloutSettings, *, greedy: bool) -> None:
-        self._driver = driver
-        self._queue = queue
-        self._settings = settings
-        self._greedy = greedy
-        self._idle = _Idle()
 
     async def take(self, count: int, *, step: int, deadline: float, more: bool = False) -> list[Group]:
         played: list[Group] = []
         if not more:
             self._queue.requeue()
+        self._left.clear()
+        self._wanted, self._taking = count, step
         self._idle.ends()
         try:
-            async with asyncio.timeout_at(deadline):
-                requests = [await self._queue.next() for _ in range(count)]
-                async for group in self._driver.run(
-                    requests, step=step, group_size=self._settings.group_size, greedy=self._greedy
-                ):
+            async with (
+                asyncio.timeout_at(deadline),
+                contextlib.aclosing(
+                    self._driver.run_jobs(
+                        self._next,
+                        group_size=self._settings.group_size,
+                        greedy=self._greedy,
+                        measure=self._queue.measure,
+                        rollouts=count * self._samples,
+                    )
+                ) as groups,
+            ):
+                async for group in groups:
                     played.append(group)
         except TimeoutError as error:
             raise _too_late(step, len(played), count, self._settings) from error
         self._idle.begins()
         return sorted(played, key=lambda group: group.index)
 
-    def metrics(self) -> dict[str, float]:
-        return {"time/rollout_idle_s": self._idle.take()}
+    async def _admit(self) -> bool:
+        return self._wanted > 0
+
+    def _start(self, request: RolloutRequest) -> int:
+        self._wanted -= 1
+        return self._taking
 
 
 class BackgroundSource(RolloutSource):
@@ -90,33 +129,25 @@ class BackgroundSource(RolloutSource):
         greedy: bool,
     ) -> None:
         """Starts at training step ``step``. Create it within a running event loop."""
-        self._queue = queue
-        self._settings = settings
+        super().__init__(driver, queue, settings, greedy=greedy)
         self._schedule = schedule
         self._first_step = step
-        self._samples = settings.group_size + int(greedy)
         self._overlapped = settings.schedule == "overlapped"
-        self._jobs: deque[Job] = deque()
-        self._one = asyncio.Lock()  # one player at a time fetches a problem
         self._changed = asyncio.Event()
         self._extra = 0
         self._done: dict[int, Group] = {}
-        self._idle = _Idle()
-        self._task = asyncio.create_task(self._produce(driver, greedy), name="background-rollouts")
+        self._task = asyncio.create_task(self._produce(), name="background-rollouts")
         self._task.add_done_callback(lambda _: self._tell())
 
-    async def _next(self) -> Job:
-        """The next trajectory, once the schedule admits its group."""
-        async with self._one:
-            if not self._jobs:
-                while not self._schedule.room(self._extra):
-                    await self._changed.wait()
-                request = await self._queue.next()
-                self._schedule.start(request.index)
-                self._idle.ends()
-                step = self._first_step + self._schedule.trained
-                self._jobs.extend(Job(request=request, sample=sample, step=step) for sample in range(self._samples))
-            return self._jobs.popleft()
+    async def _admit(self) -> bool:
+        while not self._schedule.room(self._extra):
+            await self._changed.wait()
+        return True
+
+    def _start(self, request: RolloutRequest) -> int:
+        self._schedule.start(request.index)
+        self._idle.ends()
+        return self._first_step + self._schedule.trained
 
     async def take(self, count: int, *, step: int, deadline: float, more: bool = False) -> list[Group]:
         self._extra = count if more else 0
@@ -149,8 +180,7 @@ class BackgroundSource(RolloutSource):
             raise _too_late(step, self._schedule.waiting, self._schedule.groups, self._settings) from error
 
     def metrics(self) -> dict[str, float]:
-        return {
-            "time/rollout_idle_s": self._idle.take(),
+        return super().metrics() | {
             "queue/finished_groups": self._schedule.waiting,
             "queue/running_groups": self._schedule.running,
         }
@@ -159,8 +189,10 @@ class BackgroundSource(RolloutSource):
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _produce(self, driver: Driver, greedy: bool) -> None:
-        playing = driver.run_jobs(self._next, group_size=self._settings.group_size, greedy=greedy)
+    async def _produce(self) -> None:
+        playing = self._driver.run_jobs(
+            self._next, group_size=self._settings.group_size, greedy=self._greedy, measure=self._queue.measure
+        )
         async with contextlib.aclosing(playing) as groups:
             async for group in groups:
                 self._done[group.index] = group

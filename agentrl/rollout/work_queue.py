@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
@@ -38,7 +39,7 @@ class RequestState(TypedDict):
 class QueueState(TypedDict):
     """A work queue in a checkpoint.
 
-    ``queue`` holds the untrained requests, ``drawn`` a problem taken from the sampler and not yet measured.
+    ``queue`` holds the untrained requests, ``drawn`` a problem taken from the sampler whose prompt is not yet measured.
     """
 
     sampler: SamplerState
@@ -47,40 +48,74 @@ class QueueState(TypedDict):
     queue: list[RequestState]
 
 
+class SkippedProblemError(Exception):
+    """The prompt of a problem is too long. ``replacement`` is the request that takes its place in the group."""
+
+    def __init__(self, replacement: RolloutRequest) -> None:
+        super().__init__(f"replaced by problem {replacement.problem.id}")
+        self.replacement = replacement
+
+
 class WorkQueue:
     """Issues problems in the sampler's order and remembers them until they are trained.
 
-    After a restart, problems issued and not trained come first, under their old numbers.
+    The first rollout of a problem measures its prompt, because only a started episode has one. Until then nothing else
+    is issued, so numbers do not depend on which environment starts fastest. After a restart, problems issued and not
+    trained come first, under their old numbers.
     """
 
-    def __init__(
-        self,
-        sampler: ProblemSampler,
-        *,
-        prompt_tokens: Callable[[Problem], Awaitable[int]],
-        max_prompt_tokens: int,
-    ) -> None:
-        """``prompt_tokens`` measures prompts; problems over ``max_prompt_tokens`` are skipped and counted."""
+    def __init__(self, sampler: ProblemSampler, *, max_prompt_tokens: int) -> None:
+        """Problems with prompts over ``max_prompt_tokens`` are skipped and counted."""
         self._sampler = sampler
-        self._prompt_tokens = prompt_tokens
         self._max_prompt_tokens = max_prompt_tokens
         self._again: deque[RolloutRequest] = deque()
         self._untrained: dict[int, RolloutRequest] = {}
-        self._drawn: Problem | None = None  # taken from the sampler and still being measured
+        self._newest: RolloutRequest | None = None
+        self._measured = asyncio.Event()  # set unless the newest request awaits its prompt
+        self._measured.set()
         self._next_index = 0
+        self._drawn: Problem | None = None  # taken from the sampler and in no measured request
         self._skipped = 0
+        self._skipped_in_a_row = 0
         self._logged = 0
 
     async def next(self) -> RolloutRequest:
-        """Issue the next problem. Raises SettingsError if the limit on prompts leaves none."""
-        request = self._again.popleft() if self._again else await self._new()
+        """Issue the next problem, once the prompt of the one before is measured."""
+        await self._measured.wait()
+        if self._again:
+            self._newest = self._again.popleft()
+            self._untrained[self._newest.index] = self._newest
+            return self._newest
+        return self._draw()
+
+    async def newest(self) -> RolloutRequest:
+        """The request issued last, once its prompt is measured; another problem if the first ones were skipped."""
+        await self._measured.wait()
+        assert self._newest is not None
+        return self._newest
+
+    def measure(self, request: RolloutRequest, tokens: int | None) -> None:
+        """Note the length of a request's prompt; None if its first rollout failed before it had one.
+
+        Only the first call for a request has an effect. Raises SkippedProblemError if the prompt is too long, and
+        SettingsError if the limit leaves no problem.
+        """
+        if request is not self._newest or self._measured.is_set():
+            return
+        if tokens is not None and tokens > self._max_prompt_tokens:
+            self._skip(request.problem, tokens)
+            raise SkippedProblemError(self._draw())
+        self._skipped_in_a_row = 0
+        self._drawn = None
+        self._next_index += 1
         self._untrained[request.index] = request
-        return request
+        self._measured.set()
 
     def requeue(self) -> None:
         """Issue untrained problems again, before new ones."""
         self._again = deque(self._all_untrained())
         self._untrained = {}
+        self._measured.set()  # a problem without a measured prompt is still drawn, and comes after these
 
     def trained(self, indices: Collection[int]) -> None:
         for index in indices:
@@ -115,20 +150,24 @@ class WorkQueue:
     def _all_untrained(self) -> list[RolloutRequest]:
         return sorted([*self._untrained.values(), *self._again], key=lambda request: request.index)
 
-    async def _new(self) -> RolloutRequest:
-        for _ in range(_MOST_SKIPPED):
-            problem = self._drawn = self._drawn or self._sampler.next(1)[0]
-            tokens = await self._prompt_tokens(problem)  # may be cancelled, and a checkpoint may be saved meanwhile
-            self._drawn = None
-            if tokens <= self._max_prompt_tokens:
-                self._next_index += 1
-                return RolloutRequest(index=self._next_index - 1, problem=problem)
-            self._skipped += 1
-            self._log_skipped(problem, tokens)
-        raise SettingsError(
-            f"{_MOST_SKIPPED} problems in a row have prompts over rollout.max_prompt_tokens={self._max_prompt_tokens}: "
-            f"raise it or shorten them (problem {problem.id}, the last one, has {tokens} tokens)"
-        )
+    def _draw(self) -> RolloutRequest:
+        """A request for the next problem, to be measured."""
+        self._drawn = self._drawn or self._sampler.next(1)[0]
+        self._newest = RolloutRequest(index=self._next_index, problem=self._drawn)
+        self._measured.clear()
+        return self._newest
+
+    def _skip(self, problem: Problem, tokens: int) -> None:
+        self._drawn = None
+        self._skipped += 1
+        self._skipped_in_a_row += 1
+        self._log_skipped(problem, tokens)
+        if self._skipped_in_a_row == _MOST_SKIPPED:
+            raise SettingsError(
+                f"{_MOST_SKIPPED} problems in a row have prompts over "
+                f"rollout.max_prompt_tokens={self._max_prompt_tokens}: raise it or shorten them (problem {problem.id}, "
+                f"the last one, has {tokens} tokens)"
+            )
 
     def _log_skipped(self, problem: Problem, tokens: int) -> None:
         """Log the first few by name; all are counted in ``groups/skipped_long_prompt``."""

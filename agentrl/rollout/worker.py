@@ -56,9 +56,7 @@ class RolloutWorker:
     last_step: int | None = None
 
     def __post_init__(self, sampler: ProblemSampler) -> None:
-        self._queue = WorkQueue(
-            sampler, prompt_tokens=self.driver.prompt_tokens, max_prompt_tokens=self.settings.max_prompt_tokens
-        )
+        self._queue = WorkQueue(sampler, max_prompt_tokens=self.settings.max_prompt_tokens)
         self._clock = VersionClock()
         self._source: RolloutSource | None = None
         self._step = 0

@@ -9,53 +9,55 @@ import pytest
 
 from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
 from agentrl.problems.sampler import ProblemSampler
-from agentrl.rollout.work_queue import WorkQueue
-from agentrl_envs.types import Problem
-
-
-class Gate:
-    """Measures prompts; waits from the third problem on until it is opened. Every second problem is too long."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-        self.waits = asyncio.Event()
-        self.opened = asyncio.Event()
-
-    async def measure(self, problem: Problem) -> int:
-        self.seen.append(problem.id)
-        if len(self.seen) > 2:
-            self.waits.set()
-            await self.opened.wait()
-        return 100 if problem.id in LONG else 1
-
+from agentrl.rollout.work_queue import RolloutRequest, SkippedProblemError, WorkQueue
 
 PROBLEMS = ProblemSampler(ArithmeticSource(seed=1), seed=5).next(8)
 LONG = {problem.id for problem in PROBLEMS[1::2]}
 
 
-def queue(gate: Gate) -> WorkQueue:
-    sampler = ProblemSampler(ArithmeticSource(seed=1), seed=5)
-    return WorkQueue(sampler, prompt_tokens=gate.measure, max_prompt_tokens=10)
+def queue() -> WorkQueue:
+    return WorkQueue(ProblemSampler(ArithmeticSource(seed=1), seed=5), max_prompt_tokens=10)
 
 
-@pytest.mark.parametrize("cancelled", [False, True])
-async def test_a_problem_is_not_lost_while_its_prompt_is_measured(cancelled: bool) -> None:
-    gate = Gate()
-    first = queue(gate)
-    await first.next()
-    issuing = asyncio.create_task(first.next())  # skips the second problem and waits for the third's prompt
-    await gate.waits.wait()
-    if cancelled:
-        issuing.cancel()
-        await asyncio.gather(issuing, return_exceptions=True)
+async def measured(one: WorkQueue) -> RolloutRequest:
+    """The next request whose prompt fits; every second problem is too long."""
+    request = await one.next()
+    while True:
+        try:
+            one.measure(request, 100 if request.problem.id in LONG else 1)
+        except SkippedProblemError as skipped:
+            request = skipped.replacement
+        else:
+            return request
+
+
+async def test_a_problem_is_not_lost_while_its_prompt_is_measured() -> None:
+    first = queue()
+    await measured(first)
+    second = await first.next()
+    with pytest.raises(SkippedProblemError) as skipped:
+        first.measure(second, 100)
+    third = skipped.value.replacement
+    waiting = asyncio.ensure_future(first.next())
+    await asyncio.sleep(0)
+    assert not waiting.done()  # the third problem's prompt is being measured
     saved = json.loads(json.dumps(first.state_dict()))
-    gate.opened.set()
-
-    resumed = queue(gate)
-    resumed.load_state_dict(saved)
     wanted = [(place, problem.id) for place, problem in enumerate(PROBLEMS[::2])]
-    assert [(request.index, request.problem.id) for request in [await resumed.next() for _ in range(4)]] == wanted
-    if not cancelled:
-        assert (await issuing).problem.id == PROBLEMS[2].id
-    else:  # nor in the queue that goes on
-        assert (await first.next()).problem.id == PROBLEMS[2].id
+
+    resumed = queue()
+    resumed.load_state_dict(saved)
+    assert [(request.index, request.problem.id) for request in [await measured(resumed) for _ in range(4)]] == wanted
+
+    first.measure(third, None)  # its environment did not start: it counts as one that fits
+    assert [(one.index, one.problem.id) for one in (third, await waiting)] == [wanted[1], (2, PROBLEMS[3].id)]
+    assert first.take_skipped() == 1
+
+
+async def test_what_is_issued_again_was_measured() -> None:
+    one = queue()
+    first, second = await measured(one), await one.next()  # the second one is cancelled before it has a prompt
+    one.requeue()
+    again = await one.next()
+    one.measure(again, 100)
+    assert (again, await one.newest()) == (first, first)
+    assert (await one.next()) == second

@@ -18,6 +18,7 @@ from agentrl.rollout.driver import Driver
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.worker import RolloutBatch, RolloutWorker
+from agentrl_envs.episode import UnavailableError
 from agentrl_envs.types import Ended, Problem, Step
 
 CODEC = byte_codec()
@@ -151,6 +152,47 @@ async def test_long_prompts_are_skipped_counted_and_said(caplog: pytest.LogCaptu
     assert [name for _, name in ids(batch)] == [seen[0], seen[3], seen[4]]
     assert batch.metrics["groups/skipped_long_prompt"] == 2
     assert f"problem {seen[1]} is skipped: its prompt has 11 tokens, rollout.max_prompt_tokens is 5" in caplog.text
+
+
+@pytest.mark.parametrize("schedule", ["synchronous", "overlapped"])
+@pytest.mark.parametrize("concurrency", [1, 2, 64])
+async def test_a_problem_starts_once_for_each_rollout_and_a_skipped_one_once(schedule: str, concurrency: int) -> None:
+    started: list[str] = []
+
+    def prompt(item: Problem) -> str:
+        started.append(item.id)
+        return "long prompt" if len(set(started)) == 2 else "P"  # the second problem's
+
+    one = worker(prompt=prompt, max_prompt_tokens=5, schedule=schedule, concurrency=concurrency, group_size=4)
+    one.last_step = 0
+    batch = await one.next_batch(0)
+    await one.close()
+    played = [(group.index, group.problem.id) for group in batch.played]
+    order = list(dict.fromkeys(started))
+    assert played == [(0, order[0]), (1, order[2]), (2, order[3])]
+    assert sorted(started) == sorted([order[1], *(name for _, name in played for _ in range(4))])
+
+
+async def test_a_first_rollout_without_a_prompt_holds_nobody_up() -> None:
+    failing = worker(
+        step=lambda *_: ends(reward=1.0), prompt=lambda item: "P", retries=0, group_size=1, problems_per_step=3
+    )
+    environment: Any = failing.driver.environment
+    build = environment._build
+
+    def unavailable(item: Problem, made: int) -> ScriptedEpisode:
+        episode = build(item, made)
+        if made == 1:
+
+            async def start() -> str:
+                raise UnavailableError("the service is gone")
+
+            episode.start = start
+        return episode
+
+    environment._build = unavailable
+    batch = await failing.next_batch(0)
+    assert [group.trajectories[0].no_data for group in batch.played] == [False, True, False]
 
 
 async def test_prompts_that_are_all_too_long_mean_a_wrong_limit(caplog: pytest.LogCaptureFixture) -> None:

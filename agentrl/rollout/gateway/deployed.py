@@ -76,6 +76,7 @@ class DeployedHistory:
         settings: RolloutSettings,
         gate: Callable[[str], Awaitable[None]],
         fair_yield: FairYield,
+        measure: Callable[[int], None],
     ) -> tuple[tuple[Trajectory, ...], str | None]:
         """The sequences of one trajectory, and why it failed if it did for reasons outside the policy."""
         context = settings.max_prompt_tokens + settings.max_response_tokens
@@ -89,7 +90,7 @@ class DeployedHistory:
             gate=gate,
             most_context=context,
         )
-        sampler = _MessageSampler(rollout=rollout, tools=self._chat.tools, codec=renderer.codec)
+        sampler = _MessageSampler(rollout=rollout, tools=self._chat.tools, codec=renderer.codec, measure=measure)
         turns = TurnLoop(problem=place.problem, sampler=sampler, settings=settings, fair_yield=fair_yield)
         try:
             ended = await turns.play(self._environment)
@@ -108,12 +109,14 @@ class _MessageSampler:
     rollout: AgentRollout
     tools: tuple[Json, ...]
     codec: TextCodec
+    measure: Callable[[int], None]
     messages: tuple[AgentMessage, ...] = ()
     used: int = 0
     reward: float = 0.0
     context: tuple[int, ...] = field(default=())
 
     def begin(self, prompt: str) -> None:
+        self.measure(len(self.codec.encode_prompt(prompt)))
         self.messages = _messages(prompt)
 
     async def sample(self, episode: Episode, limit: int) -> SampledTurn | None:
