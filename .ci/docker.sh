@@ -4,7 +4,7 @@
 set -euo pipefail
 
 BASE=agentrl-sandbox-base:trixie
-export AGENTRL_SANDBOX_IMAGE=agentrl-sandbox:test
+export AGENTRL_SANDBOX_IMAGE="${AGENTRL_SANDBOX_IMAGE:-agentrl-sandbox:test}"
 
 install_engine() {
     local missing=()
