@@ -157,11 +157,11 @@ def test_settings(refused: Refused, arguments: list[str], expected: str) -> None
     ("lines", "expected"),
     [
         ([GOOD, '{"problem": "What'], "p.jsonl:2: not valid JSON"),
-        ([GOOD, [1]], "p.jsonl:2: expected a JSON object, found list"),
+        ([GOOD, [1]], "p.jsonl:2: expected a JSON object, but the line is list"),
         ([GOOD, {"problem": "What is 2 + 2?", "answer": ""}], "p.jsonl:2: the problem has no answer; skip_unanswered"),
-        ([GOOD, {"problem": "What is 2 + 2?"}], "p.jsonl:2: no field for the answer (looked for answer, "),
-        ([GOOD, {"text": "?", "answer": "4"}], "p.jsonl:2: no field for the problem (looked for problem, question"),
-        ([], "p.jsonl: empty, there is no problem in it"),
+        ([GOOD, {"problem": "What is 2 + 2?"}], "p.jsonl:2: no field for the answer (expected answer, "),
+        ([GOOD, {"text": "?", "answer": "4"}], "p.jsonl:2: no field for the problem (expected problem, question"),
+        ([], "p.jsonl: the file contains no problems"),
     ],
 )
 @pytest.mark.parametrize("split", ["train", "eval"])
@@ -229,7 +229,7 @@ def test_a_column_that_is_not_json(refused: Refused) -> None:
     Path("p.jsonl").write_text('{"problem": "?", "answer": "1", "level": NaN}\n')
     message = refused("train", "data.train=[{path: p.jsonl}]")
     assert "p.jsonl:1: column level is nan, which is not JSON" in message
-    assert message.endswith("or leave it out with fields.level=null")
+    assert message.endswith("or drop the column with fields.level=null")
     said = refused("eval", "--model", "a/model", "--benchmarks", "p.jsonl")
     assert said.endswith("null: data.eval.0.path=p.jsonl data.eval.0.fields.level=null in place of --benchmarks")
 
@@ -244,14 +244,14 @@ def test_a_missing_problem_file_is_answered_with_those_in_its_folder(refused: Re
 def test_a_split_that_leaves_nothing(refused: Refused) -> None:
     rows("p.jsonl", GOOD)
     message = refused("train", "data.train=[{path: p.jsonl, exclude: [p.jsonl]}]")
-    assert "nothing is left of p: 0 of 1 problems, 1 excluded by their masked statement" in message
+    assert "no problems are left of p: 0 of 1 problems, 1 excluded by their masked statement" in message
 
 
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
         ('{"problem"', "d.jsonl:1: not valid JSON"),
-        (GOOD, "d.jsonl:1: a demonstration needs a list 'turns' that is not empty"),
+        (GOOD, "d.jsonl:1: a demonstration needs a non-empty list 'turns'"),
         ({**GOOD, "turns": [{"model": ""}]}, "d.jsonl:1: turn 1 needs a text 'model'"),
     ],
 )

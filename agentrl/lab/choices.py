@@ -1,4 +1,4 @@
-"""Which estimators are compared, checked before anything is sampled; the groups, and the advantages in them."""
+"""Selection of the estimators to compare, division of trajectories into groups, and advantages of the groups."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from agentrl.algorithms import (
 from agentrl.errors import SettingsError
 from agentrl.lab.sample import ProblemSample, inputs_of
 
-EXCLUDED = {"gae": "it needs a critic trained for this policy, which the laboratory does not have"}
+EXCLUDED = {"gae": "it needs a critic that was trained for this policy"}
 """Registered estimators that cannot be measured on rollouts of a policy alone, with the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One estimator with its options; ``label`` is what the user wrote."""
+    """An estimator with its options; ``label`` is the text that the user wrote."""
 
     label: str
     name: str
@@ -34,9 +34,9 @@ class Choice:
 
 
 def read_choices(texts: Sequence[str]) -> tuple[Choice, ...]:
-    """The estimators written as ``name`` or ``name:option=value:option=value``; all that can be measured if none is.
+    """Parse estimators written as ``name`` or ``name:option=value:option=value``. Default: all that can be measured.
 
-    Raises SettingsError that names the nearest known name or option.
+    Raises SettingsError with the nearest known name or option.
 
     >>> read_choices(["tir_otb:leave_one_out=true"])[0].options
     {'leave_one_out': True}
@@ -44,7 +44,7 @@ def read_choices(texts: Sequence[str]) -> tuple[Choice, ...]:
     chosen = list(texts) or [name for name in ESTIMATORS.names() if name not in EXCLUDED]
     twice = sorted({text for text in chosen if chosen.count(text) > 1})
     if twice:
-        raise SettingsError(f"--estimators: {', '.join(twice)} is given twice")
+        raise SettingsError(f"--estimators: {', '.join(twice)} is listed twice")
     return tuple(_read(text) for text in chosen)
 
 
@@ -76,10 +76,12 @@ def _value(text: str) -> Any:
 
 
 def draw_groups(samples: int, group_size: int, *, most: int, seed: int, problem: int, division: int) -> Tensor:
-    """Rows [M, N] of disjoint groups of a problem's ``samples`` trajectories, ``most`` groups at most.
+    """Draw disjoint groups [M, N] of trajectory indices below ``samples``, with M at most ``most``.
 
-    Disjoint groups are independent draws, so their variance is estimated without bias.
+    Disjoint groups are independent draws, so the variance over them is an unbiased estimate.
     """
+    # Each combination gets its own seed while division and group size are below 1,009, so groups do not depend on
+    # which other problems and sizes are measured.
     key = ((seed * 1_000_003 + problem) * 1_009 + division) * 1_009 + group_size
     draw = torch.Generator().manual_seed(key % (1 << 63))
     groups = min(most, samples // group_size)
@@ -89,41 +91,41 @@ def draw_groups(samples: int, group_size: int, *, most: int, seed: int, problem:
 def advantages_in(
     samples: Sequence[ProblemSample], rows: Sequence[Tensor], choice: Choice, *, drop_zero_variance: bool
 ) -> list[Tensor]:
-    """A [M, N, T_j] of every problem j, whose groups are ``rows[j]`` [M, N].
+    """Advantages [M, N, T_j] of each problem j with the groups ``rows[j]`` [M, N].
 
-    An estimator that looks beyond a group (whitening and the like) sees a step with one group of every problem, as in
-    training: with ``drop_zero_variance``, those with equal rewards have left it. Raises SettingsError for an estimator
-    that asks for an input which rollouts of a policy do not have.
+    For an estimator that spans the step (for example one that whitens), a step holds one group of each problem. As in
+    training, ``drop_zero_variance`` removes groups with equal rewards from the step. Raises SettingsError if the
+    estimator needs an input that rollouts alone do not provide.
     """
     groups, size = rows[0].shape
     needs = estimator_needs(choice.name, **choice.options)
     greedy = "greedy_returns" in needs.inputs
     dropped = torch.zeros(len(samples), groups, dtype=torch.bool)
     if drop_zero_variance and not needs.equal_groups:
-        dropped = torch.stack([_equal(sample, own, greedy) for sample, own in zip(samples, rows, strict=True)])
+        dropped = torch.stack([_equal(sample, indices, greedy) for sample, indices in zip(samples, rows, strict=True)])
     result = [
         torch.zeros(groups, size, sample.batch.rewards.shape[1], dtype=torch.float64)  # as in inputs_of
         for sample in samples
     ]
-    steps = [[place] for place in range(groups)] if needs.step_wide else [list(range(groups))]
+    steps = [[index] for index in range(groups)] if needs.step_wide else [list(range(groups))]
     for step in steps:
         kept = [index for index in range(len(samples)) if not dropped[index, step].all()]
         if not kept:
             continue
         inputs = inputs_of([samples[index] for index in kept], [rows[index][step] for index in kept])
         try:
-            found = compute_advantages(choice.name, inputs, **choice.options).advantages
+            advantages = compute_advantages(choice.name, inputs, **choice.options).advantages
         except MissingInputError as error:
             raise SettingsError(f"--estimators: {choice.label} cannot be measured here: {error}") from error
-        for index, values in zip(kept, found.unflatten(0, (len(kept), len(step), size)), strict=True):
+        for index, values in zip(kept, advantages.unflatten(0, (len(kept), len(step), size)), strict=True):
             result[index][step] = values[..., : result[index].shape[-1]]
-    for own, equal in zip(result, dropped, strict=True):
-        own[equal] = 0.0
+    for values, equal in zip(result, dropped, strict=True):
+        values[equal] = 0.0
     return result
 
 
 def _equal(sample: ProblemSample, rows: Tensor, greedy: bool) -> Tensor:
-    """[M] which groups have equal rewards, with that of the greedy rollout where it is part of the baseline."""
+    """Mask [M] of groups with equal rewards; ``greedy`` includes the reward of the greedy rollout."""
     returns = sample.returns[rows]  # [M, N]
     if greedy:
         returns = torch.nn.functional.pad(returns, (0, 1), value=sample.greedy_return)

@@ -1,10 +1,11 @@
-"""Exact moments of the gradient estimate of one problem, estimator by estimator, group size by group size.
+"""Exact moments of the gradient estimate of one problem, by estimator and group size.
 
-For group size N: g_m is the gradient of group m (mean over its N trajectories of sum_t A_t grad ln p_t), of M disjoint
-groups, in several divisions of the problem's trajectories into groups. Products are taken between independent
-trajectories only (g_m with g_m', g_m with the scores of trajectories outside of the group), so they are unbiased for
-those of the expectations: a reference that holds the group's own rows shares its noise, the more so the noisier the
-estimator. Moments are what is kept of a problem; problems are measured one after another.
+For group size N, g_m is the gradient of group m: the mean over its N trajectories of sum_t A_t grad ln p_t. The
+trajectories of a problem are divided into M disjoint groups, several times. Products are taken only between independent
+trajectories: g_m with g_m', and g_m with the scores of trajectories outside the group. They are therefore unbiased for
+the products of the expectations. A reference gradient that contained the group's trajectories would share its noise.
+
+Problems are measured one after another, and only their moments are kept.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ from agentrl.models.policy import PolicyModel
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMoments:
-    """Moments of one estimator's gradient on one problem at one group size; means over the divisions."""
+    """Moments of one estimator's gradient on one problem at one group size, averaged over the divisions."""
 
     variance: float  # of one group's gradient: sum_m ||g_m - mean g||^2 / (M - 1)
-    mean_squared: float  # of the expectation: mean <g_m, g_m'>, m != m'
-    along: float  # of the expectation with the true gradient, <E g, g*>
-    reference_squared: float  # of the true gradient, ||g*||^2, from all trajectories
-    reference_along: float  # ||g*||^2 as <E g, g*> of the leave-one-out gradient, with the same groups
-    along_variance: float | None  # Var <g, g*>; None if too few trajectories are outside of two groups
+    mean_squared: float  # squared norm of the expected gradient: mean <g_m, g_m'>, m != m'
+    along: float  # product of the expected gradient with the true gradient, <E g, g*>
+    reference_squared: float  # squared norm of the true gradient, ||g*||^2, from all trajectories
+    reference_along: float  # <E g, g*> of the leave-one-out gradient on the same groups, which estimates ||g*||^2
+    along_variance: float | None  # Var <g, g*>; None if too few trajectories are outside two groups
     along_squared: float | None  # <E g, g*>^2
-    head_variance: float | None  # the variance of the head's gradient alone, exact; None if it is not asked for
+    head_variance: float | None  # exact variance of the head's gradient alone; None if not requested
     diagonal: float  # mean over groups of sum_i sum_t w_t A_t^2 / N^2, the diagonal proxy of the power
 
 
 def named_moments(values: Mapping[str, float | None]) -> GradientMoments:
-    """From values by name."""
-    given: dict[str, Any] = dict(values)
-    return GradientMoments(**given)
+    """Build GradientMoments from a mapping of field names to values."""
+    fields: dict[str, Any] = dict(values)
+    return GradientMoments(**fields)
 
 
 ProblemMoments = dict[int, dict[str, GradientMoments]]
-"""Of one problem: by group size, by the estimator's label."""
+"""Moments of one problem, by group size and estimator label."""
 
 
 def measure(
@@ -61,10 +62,10 @@ def measure(
     seed: int,
     skip: Set[int] = frozenset(),
 ) -> Iterator[tuple[int, ProblemMoments]]:
-    """(index, moments) of one problem after another, of every choice at every group size.
+    """Yield (index, moments) for each problem, with the moments of every choice at every group size.
 
-    ``numbers`` are those of the problems: with ``seed`` they decide how trajectories are grouped; those in ``skip`` are
-    not measured. All of the problems are one step to estimators that look at the whole step.
+    ``numbers`` identify the problems; together with ``seed`` they determine the division into groups. Problems in
+    ``skip`` are not measured, but belong to the step of estimators that span the step.
     """
     rows = {
         (size, division): [
@@ -75,16 +76,16 @@ def measure(
         for division in range(settings.partitions)
     }
     advantages = {
-        (place, choice.label): advantages_in(samples, drawn, choice, drop_zero_variance=settings.drop_zero_variance)
-        for place, drawn in rows.items()
+        (key, choice.label): advantages_in(samples, drawn, choice, drop_zero_variance=settings.drop_zero_variance)
+        for key, drawn in rows.items()
         for choice in choices
     }
     for index, (sample, number) in enumerate(zip(samples, numbers, strict=True)):
         if number not in skip:
-            own_rows = {place: drawn[index] for place, drawn in rows.items()}
-            own = {place: given[index] for place, given in advantages.items()}
+            own_rows = {key: drawn[index] for key, drawn in rows.items()}
+            own_advantages = {key: tensors[index] for key, tensors in advantages.items()}
             labels = [choice.label for choice in choices]
-            yield index, _moments(policy, sample, own_rows, own, labels, settings, temperature)
+            yield index, _moments(policy, sample, own_rows, own_advantages, labels, settings, temperature)
 
 
 def _moments(
@@ -104,13 +105,13 @@ def _moments(
         parts: dict[str, list[GradientMoments]] = {label: [] for label in labels}
         for division in range(settings.partitions):
             drawn = rows[size, division]
-            given = [advantages[(size, division), label] for label in labels]
-            found = gradients.products(drawn, given)
+            tensors = [advantages[(size, division), label] for label in labels]
+            products = gradients.products(drawn, tensors)
             heads = [None if hidden is None else head_variance(policy, hidden, sample, drawn, values, temperature)
-                     for values in given]  # fmt: skip
-            for label, one in zip(labels, _of_groups(sample, truth, drawn, given, found, heads), strict=True):
+                     for values in tensors]  # fmt: skip
+            for label, one in zip(labels, _of_groups(sample, truth, drawn, tensors, products, heads), strict=True):
                 parts[label].append(one)
-        result[size] = {label: _mean(own) for label, own in parts.items()}
+        result[size] = {label: _mean(moments) for label, moments in parts.items()}
     return result
 
 
@@ -119,23 +120,23 @@ def _of_groups(
     truth: TrueGradient,
     rows: Tensor,
     advantages: Sequence[Tensor],
-    found: Sequence[GroupProducts],
+    products: Sequence[GroupProducts],
     heads: Sequence[float | None],
 ) -> Iterator[GradientMoments]:
-    """Of each estimator, from one division into groups ``rows`` [M, N]."""
-    with_scores = torch.stack([item.with_scores for item in found])
+    """Moments of each estimator from one division into groups ``rows`` [M, N]."""
+    with_scores = torch.stack([item.with_scores for item in products])
     along, paired = truth.along(rows, with_scores)
     directional = truth.along_moments(rows, with_scores)
-    for place, (item, values) in enumerate(zip(found, advantages, strict=True)):
+    for index, (item, values) in enumerate(zip(products, advantages, strict=True)):
         yield GradientMoments(
             variance=item.variance,
             mean_squared=item.mean_squared,
-            along=float(along[place]),
+            along=float(along[index]),
             reference_squared=truth.squared,
             reference_along=paired,
-            along_variance=None if directional is None else float(directional[0][place]),
-            along_squared=None if directional is None else float(directional[1][place]),
-            head_variance=heads[place],
+            along_variance=None if directional is None else float(directional[0][index]),
+            along_squared=None if directional is None else float(directional[1][index]),
+            head_variance=heads[index],
             diagonal=_diagonal(sample, rows, values),
         )
 
@@ -164,8 +165,10 @@ def head_variance(
     advantages: Tensor,
     temperature: float,
 ) -> float:
-    """Variance of the gradient of the head's weight of a group. ``hidden``: the states [K, D] that predict each
-    trajectory's model tokens."""
+    """Variance of a group's gradient with respect to the head's weight.
+
+    ``hidden`` contains, for each trajectory, the states [K, D] that predict its model tokens.
+    """
     count, size = rows.shape
     head, logit_map = policy.head, policy.head.logit_map
     accumulator = HeadVarianceAccumulator(
@@ -183,5 +186,5 @@ def head_variance(
         groups=torch.arange(count).repeat_interleave(size),
     )
     measured = accumulator.result()
-    assert measured.variance is not None  # two groups at least
+    assert measured.variance is not None  # because there are at least two groups
     return measured.variance * count

@@ -1,4 +1,4 @@
-"""The problems of a measurement, in an order that more of them only make longer, and their rollouts, batch by batch."""
+"""Problems of a measurement and their rollouts. More problems extend the order and never change it."""
 
 from __future__ import annotations
 
@@ -31,31 +31,35 @@ if TYPE_CHECKING:
     from agentrl.models.tokenizer import TextCodec
     from agentrl_envs.episode import Environment
 
-# A temperature at which the most likely token is all but certain.
+# A temperature at which sampling almost always returns the most likely token.
 _GREEDY = 1e-4
-# Trajectories played in a round for each one asked for: some are no data. A problem short of data gets more rounds.
+# Trajectories to sample for each one needed, because some are excluded. A problem with too few gets more rounds.
 _MORE_SAMPLES = 1.2
 _ROUNDS = 4
 _DATA = FilterRules(void_turns="remove", accuracy_range=None, drop_zero_variance=False)
-# Problems tried for each one asked for: some are always or never solved.
+# Problems to try for each one needed, because some are always or never solved.
 _MORE_PROBLEMS = 8
 
 
-def lab_problems(settings: LabSections, lab: LabSettings, given: str | None) -> tuple[LabSettings, list[Problem]]:
-    """The problems that ``--problems`` selects, in the order in which they are played: a number of them from
-    data.train (default: the setting), or all of a file."""
-    if given is not None and not given.isdigit():
-        source = load_source(ProblemSourceSettings(path=given), answered=needs_answers(settings)).source
+def lab_problems(settings: LabSections, lab: LabSettings, selection: str | None) -> tuple[LabSettings, list[Problem]]:
+    """Problems that ``--problems`` selects, in the order in which they are sampled.
+
+    ``selection`` is a number of problems from data.train (default: the setting) or a file, which is used completely.
+    """
+    if selection is not None and not selection.isdigit():
+        source = load_source(ProblemSourceSettings(path=selection), answered=needs_answers(settings)).source
         problems = [source.problem(index) for index in range(source.size or 0)]
         text = "".join(map(repr, problems))
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         return lab.model_copy(update={"problems": len(problems), "problem_file": digest}), problems
-    if given is not None:
-        if int(given) < 2:
-            raise SettingsError(f"--problems {given}: two problems are the least")
-        lab = lab.model_copy(update={"problems": int(given)})
+    if selection is not None:
+        if int(selection) < 2:
+            raise SettingsError(f"--problems {selection}: a measurement needs at least 2 problems")
+        lab = lab.model_copy(update={"problems": int(selection)})
     if not settings.data.train:
-        raise SettingsError("data.train is empty: nothing to sample; give --problems FILE or data.train.0.path=FILE")
+        raise SettingsError(
+            "data.train is empty, so there are no problems: use --problems FILE or data.train.0.path=FILE"
+        )
     most = lab.problems * _MORE_PROBLEMS
     answered = needs_answers(settings)
     loaded = [load_source(entry, seed=settings.seed, answered=answered).source for entry in settings.data.train]
@@ -77,15 +81,17 @@ def _in_order(source: ProblemSource, most: int, seed: int) -> Iterator[Problem]:
 
 @dataclass(frozen=True, kw_only=True)
 class Played:
-    """The rollouts of one problem that are data; ``greedy_return`` is 0 where nobody asked for a greedy one, and None
-    where that is no data."""
+    """Usable rollouts of one problem.
+
+    ``greedy_return`` is 0 if no greedy rollout was requested, and None if the greedy rollout was excluded.
+    """
 
     group: Group
     greedy_return: float | None
 
 
 class SamplePlayer:
-    """Plays problems with a policy, as training does; a context manager that owns environment and event loop."""
+    """Samples rollouts of problems as training does. A context manager that owns the environment and an event loop."""
 
     def __init__(
         self,
@@ -97,7 +103,7 @@ class SamplePlayer:
         samples: int,
         greedy: bool,
     ) -> None:
-        """``greedy``: play each problem once more, greedily."""
+        """If ``greedy``, each problem gets one additional greedy rollout."""
         self._environment = environment
         self._engine = TransformersEngine(causal_lm, codec, settings.rollout)
         self._rewards = build_rewards(settings)
@@ -128,7 +134,7 @@ class SamplePlayer:
         self._runner.close()
 
     def play(self, problems: Sequence[tuple[int, Problem]]) -> list[Played]:
-        """The rollouts of numbered problems, in their order; see `play_enough`."""
+        """Rollouts of numbered problems, in order of their numbers; see `play_enough`."""
         return self._runner.run(self._play(problems))
 
     async def _play(self, problems: Sequence[tuple[int, Problem]]) -> list[Played]:
@@ -155,10 +161,10 @@ class SamplePlayer:
 
 
 async def play_enough(driver: Driver, requests: Sequence[RolloutRequest], *, samples: int) -> dict[int, Group]:
-    """The data of every request, by its index: ``samples`` trajectories or more, or fewer after the last round.
+    """Sample until each request has ``samples`` usable trajectories or the last round ends. Returns groups by index.
 
-    A trajectory with a void turn is no data, as in training. Leaving out the problems where these are frequent would
-    choose problems by how sure the policy is of them.
+    Trajectories with a void turn are excluded, as in training. Dropping problems with many void turns instead would
+    select problems by how certain the policy is about them.
     """
     groups = {item.index: Group(problem=item.problem, index=item.index, trajectories=()) for item in requests}
     for step in range(_ROUNDS):
@@ -166,7 +172,7 @@ async def play_enough(driver: Driver, requests: Sequence[RolloutRequest], *, sam
         if not short:
             break
         async for group in driver.run(short, step=step, group_size=round(samples * _MORE_SAMPLES)):
-            for found in filter_groups([group], _DATA).groups:
+            for usable in filter_groups([group], _DATA).groups:
                 before = groups[group.index].trajectories
-                groups[group.index] = replace(found, trajectories=(*before, *found.trajectories))
+                groups[group.index] = replace(usable, trajectories=(*before, *usable.trajectories))
     return groups

@@ -1,4 +1,4 @@
-"""Pictures of a measurement: variance against group size, energies, advantages of single tokens, proxies."""
+"""Plots of a measurement: variance against group size, energies, advantages of single tokens, proxies."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MARKERS = "osD^vPX"  # fewer than colours, so that pairs repeat late
+_MARKERS = "osD^vPX"  # their number differs from the number of colours, so combinations repeat late
 
 
 def draw_all(folder: Path, lines: Sequence[Line], problems: Sequence[ProblemLine]) -> list[Path]:
-    """Draw every picture that there are numbers for into ``folder``; returns the files."""
+    """Draw every plot for which there are numbers into ``folder``. Returns the files."""
     energies = [line["energies"] for line in problems if line["energies"] is not None]
     shown = [(line["energies"], line["shown"]) for line in problems]
     pairs = [(energy, tokens) for energy, tokens in shown if energy is not None and tokens is not None]
@@ -48,17 +48,19 @@ def _noise(lines: Sequence[Line]) -> Figure:
         lambda line: line.directional,
         lambda line: line.scale,
     )
-    for place, name in enumerate(names):
-        own = sorted((line for line in lines if line.estimator == name), key=lambda line: line.group_size)
-        # Side by side: intervals drawn on one spot hide each other.
-        sizes = np.array([line.group_size for line in own]) * 1.035 ** (place - len(names) / 2)
+    for index, name in enumerate(names):
+        of_estimator = sorted((line for line in lines if line.estimator == name), key=lambda line: line.group_size)
+        # Shift each estimator sideways, because intervals at the same position hide each other.
+        sizes = np.array([line.group_size for line in of_estimator]) * 1.035 ** (index - len(names) / 2)
         for axes, of in zip(panels, draws, strict=True):
-            found = [of(line) for line in own]
-            values = np.array([item.value if np.isfinite(item.value) else np.nan for item in found])
-            spread = np.abs([[item.value - item.low for item in found], [item.high - item.value for item in found]])
+            estimates = [of(line) for line in of_estimator]
+            values = np.array([item.value if np.isfinite(item.value) else np.nan for item in estimates])
+            spread = np.abs(
+                [[item.value - item.low for item in estimates], [item.high - item.value for item in estimates]]
+            )
             axes.errorbar(
-                sizes, values, yerr=np.where(np.isfinite(spread), spread, 0.0), **look(place),
-                marker=_MARKERS[place % len(_MARKERS)], markersize=4.5, linewidth=1.1, elinewidth=0.8, capsize=2,
+                sizes, values, yerr=np.where(np.isfinite(spread), spread, 0.0), **look(index),
+                marker=_MARKERS[index % len(_MARKERS)], markersize=4.5, linewidth=1.1, elinewidth=0.8, capsize=2,
                 label=name,
             )  # fmt: skip
     _dress(panels[0], "Noise of one group's gradient", "variance / squared signal")
@@ -78,7 +80,7 @@ def _noise(lines: Sequence[Line]) -> Figure:
 
 
 def logarithmic(axes: Axes) -> None:
-    """A vertical axis in powers of ten, with numbers that are read as such."""
+    """Set a logarithmic vertical axis with plain decimal numbers as labels."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     axes.set_yscale("log")
@@ -91,10 +93,10 @@ def _energy(energies: Sequence[Energies], shown: Sequence[tuple[Energies, Shown]
 
     figure = new_figure(12.0, 3.9)
     first, second, third = figure.subplots(1, 3)
-    own, tokens = max(shown, key=lambda pair: float(np.std(pair[0]["length"])))
+    example, tokens = max(shown, key=lambda pair: float(np.std(pair[0]["length"])))
     rows = range(len(tokens["realized"]))
-    first.bar(list(rows), [own["exact"][row] for row in rows],
-              color=[BLUE if own["returns"][row] > 0 else ORANGE for row in rows])  # fmt: skip
+    first.bar(list(rows), [example["exact"][row] for row in rows],
+              color=[BLUE if example["returns"][row] > 0 else ORANGE for row in rows])  # fmt: skip
     first.set_xlabel("trajectory of one problem (blue: rewarded)")
     _dress(first, "Exact total energy", r"$\|\nabla \log \pi(\tau)\|^2$")
     for row, values in enumerate(tokens["realized"]):
@@ -115,7 +117,7 @@ def _energy(energies: Sequence[Energies], shown: Sequence[tuple[Energies, Shown]
 
 
 def _advantages(shown: Sequence[Shown]) -> Figure | None:
-    """The advantage of every token of a rewarded trajectory and of one without reward, as long as can be had."""
+    """Plot the advantage of every token of a rewarded and an unrewarded trajectory, from the longest available pair."""
     from matplotlib.ticker import MaxNLocator
 
     both = [item["advantages"] for item in shown if item["advantages"]]
@@ -124,10 +126,10 @@ def _advantages(shown: Sequence[Shown]) -> Figure | None:
     longest = max(both, key=lambda item: max(len(row) for rows in item.values() for row in rows))
     figure = new_figure(11.5, 4.2)
     panels = figure.subplots(1, 2, sharey=True)
-    for place, (label, rows) in enumerate(longest.items()):
-        for axes, own in zip(panels, rows, strict=True):
+    for index, (label, rows) in enumerate(longest.items()):
+        for axes, values in zip(panels, rows, strict=True):
             axes.step(
-                range(1, len(own) + 1), own, where="mid", **look(place), linewidth=1.2, label=label,
+                range(1, len(values) + 1), values, where="mid", **look(index), linewidth=1.2, label=label,
             )  # fmt: skip
     for axes, title in zip(panels, ("A rewarded trajectory", "One without reward, same group"), strict=True):
         _dress(axes, title, "advantage")
@@ -146,11 +148,11 @@ def _proxies(energies: Sequence[Energies]) -> Figure:
     axes_of = figure.subplots(1, len(titles))
     for axes, (name, parts) in zip(axes_of, proxy_energies(energies).items(), strict=True):
         axes.scatter(np.concatenate(parts), exact, s=9, alpha=0.45, color=BLUE, linewidths=0)
-        found = correlations[name]
-        said = f"Pearson {found['pearson']:.2f}, Spearman {found['spearman']:.2f}, within problems "
-        said += f"{found['pearson_within_problems']:.2f}"
+        correlation = correlations[name]
+        text = f"Pearson {correlation['pearson']:.2f}, Spearman {correlation['spearman']:.2f}, within problems "
+        text += f"{correlation['pearson_within_problems']:.2f}"
         axes.set_yscale("log")
-        axes.set_xlabel(f"sum over the trajectory\n{said}", fontsize=8)
+        axes.set_xlabel(f"sum over the trajectory\n{text}", fontsize=8)
         _dress(axes, titles[name], r"exact $\|\nabla \log \pi(\tau)\|^2$")
     return figure
 

@@ -1,4 +1,4 @@
-"""The report of a measurement: a table, a JSON record and pictures, from the moments that are kept."""
+"""Report of a measurement from its stored moments: a table, a JSON record and plots."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _BASELINE = "rloo"
 
 
 def report(results: MeasurementFiles, lab: LabSettings, console: Console, *, seed: int) -> list[Line]:
-    """Say and write what follows from the first ``lab.problems`` problems measured.
+    """Print and write the results of the first ``lab.problems`` measured problems.
 
-    Raises WorldError for fewer than two.
+    Raises WorldError if fewer than two problems were measured.
     """
     lines = _counted(results.lines(), lab, console)
     problems = measured_of(lines)
     labels = list(next(iter(problems[0].moments.values())))
     baseline = lab.baseline or (_BASELINE if _BASELINE in labels else None)
-    found = summarise([item.moments for item in problems], resamples=lab.bootstrap, seed=seed, baseline=baseline)
-    said = verdicts(found)
-    _show(console, found, said, baseline)
+    summary = summarise([item.moments for item in problems], resamples=lab.bootstrap, seed=seed, baseline=baseline)
+    messages = verdicts(summary)
+    _show(console, summary, messages, baseline)
     energies = [item.line["energies"] for item in problems if item.line["energies"] is not None]
     record = {
         "settings": results.settings(),
@@ -36,19 +36,19 @@ def report(results: MeasurementFiles, lab: LabSettings, console: Console, *, see
         "bootstrap": lab.bootstrap,
         "played": len(lines),
         "measured": len(problems),
-        "lines": as_records(found),
+        "lines": as_records(summary),
         "energy_correlations": energy_correlations(energies) if energies else None,
-        "verdicts": said,
+        "verdicts": messages,
     }
     text = json.dumps(record, indent=1, ensure_ascii=False).encode()
     atomic_write(results.folder / "variance.json", lambda out: out.writelines([text]))
-    for path in draw_all(results.folder, found, [item.line for item in problems]):
-        console.note(f"drawn: {path}")
-    return found
+    for path in draw_all(results.folder, summary, [item.line for item in problems]):
+        console.note(f"plot: {path}")
+    return summary
 
 
 def _counted(lines: Sequence[ProblemLine], lab: LabSettings, console: Console) -> list[ProblemLine]:
-    """The problems up to the last one asked for; says how many were measured, and why the others were not."""
+    """Lines up to the last requested problem. Prints how many were measured and why others were left out."""
     kept: list[ProblemLine] = []
     for line in lines:
         if sum(item["outcome"] == MEASURED for item in kept) < lab.problems:
@@ -59,19 +59,19 @@ def _counted(lines: Sequence[ProblemLine], lab: LabSettings, console: Console) -
     left_out = f"; left out: {', '.join(reasons)}" if reasons else ""
     if measured < 2:
         raise WorldError(
-            f"only {measured} of {len(kept)} problems can be measured{left_out}; two are the least: take another "
+            f"only {measured} of {len(kept)} problems could be measured{left_out}; at least 2 are needed: use another "
             "model, other problems or more samples"
         )
     console.note(f"measured: {measured} of {len(kept)} problems{left_out}")
     return kept
 
 
-def _show(console: Console, lines: Sequence[Line], said: Sequence[str], baseline: str | None) -> None:
+def _show(console: Console, lines: Sequence[Line], messages: Sequence[str], baseline: str | None) -> None:
     columns: dict[str, Callable[[Line], str]] = {
         "N": lambda line: str(line.group_size),
         "estimator": lambda line: line.estimator,
         "noise": lambda line: str(line.noise),
-        f"to {baseline}": lambda line: _said(line.to_baseline),
+        f"to {baseline}": lambda line: _text(line.to_baseline),
         "to the best": lambda line: str(line.to_best),
         "directional": lambda line: str(line.directional),
         "scale": lambda line: str(line.scale),
@@ -83,11 +83,11 @@ def _show(console: Console, lines: Sequence[Line], said: Sequence[str], baseline
         del columns[f"to {baseline}"]
     if all(line.head_variance is None for line in lines):
         del columns["head"]
-    rows = [[say(line) for say in columns.values()] for line in lines]
+    rows = [[column(line) for column in columns.values()] for line in lines]
     console.table("Gradient of one group, least noise first; 95 % intervals over problems", list(columns), rows)
-    for line in said:
+    for line in messages:
         console.note(line)
 
 
-def _said(value: IntervalEstimate | None) -> str:
+def _text(value: IntervalEstimate | None) -> str:
     return "" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""What is kept of a measurement: a file of its settings, and one line a problem with all that tables and plots need."""
+"""Files of a measurement: its settings, and one line per problem with everything that tables and plots need."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from agentrl.trajectory import Group
 SETTINGS, PROBLEMS = "settings.json", "problems.jsonl"
 COLUMNS = tuple(GradientMoments.__dataclass_fields__)
 _DIGITS = 6
-_PLACES = ("model", "behaviour")  # where policies lie may change; their weights are compared
+_PATHS = ("model", "behaviour")  # policies may be moved: their weights are compared, not their paths
 
 
 class Energies(TypedDict):
-    """Of the trajectories of one problem, in the same order."""
+    """Energies, lengths and returns of the trajectories of one problem, in the same order."""
 
     exact: list[float]
     logit_proxy: list[float]
@@ -35,16 +35,16 @@ class Energies(TypedDict):
 
 
 class Shown(TypedDict):
-    """A few trajectories of one problem, token by token, for pictures."""
+    """Token values of a few trajectories of one problem, for plots."""
 
     realized: list[list[float]]  # W_k of the first trajectories
-    advantages: dict[str, list[list[float]]]  # by estimator: of a rewarded trajectory and of one without reward
+    advantages: dict[str, list[list[float]]]  # by estimator: of a rewarded and of an unrewarded trajectory
 
 
 class ProblemLine(TypedDict):
-    """One problem; ``moments``, ``energies`` and ``shown`` are None where it could not be measured."""
+    """Results of one problem; ``moments``, ``energies`` and ``shown`` are None if it could not be measured."""
 
-    number: int  # its place among the problems
+    number: int  # index among the problems
     problem: str
     outcome: str
     turns: float  # mean over its trajectories
@@ -60,14 +60,14 @@ MEASURED = "measured"
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One problem's moments, read back."""
+    """Moments of one problem, read from a file."""
 
     line: ProblemLine
     moments: ProblemMoments
 
 
 def written(moments: ProblemMoments) -> dict[str, dict[str, list[float | None]]]:
-    """As a line holds them."""
+    """Moments in the form in which a line stores them."""
     return {
         str(size): {label: [rounded(getattr(item, name)) for name in COLUMNS] for label, item in by_label.items()}
         for size, by_label in moments.items()
@@ -75,7 +75,7 @@ def written(moments: ProblemMoments) -> dict[str, dict[str, list[float | None]]]
 
 
 def rounded(value: float | None) -> float | None:
-    """To six digits."""
+    """Round to six significant digits."""
     return None if value is None else float(f"{value:.{_DIGITS}g}")
 
 
@@ -86,7 +86,7 @@ def line_of(
     moments: ProblemMoments | None,
     shown: Sequence[Choice],
 ) -> ProblemLine:
-    """What is kept of one problem; single tokens if ``shown`` names estimators."""
+    """Build the line of one problem. Contains token values if ``shown`` names estimators."""
     count = max(1, len(group.trajectories))
 
     def mean(values: Iterable[float]) -> float:
@@ -117,8 +117,10 @@ def _energies(sample: ProblemSample) -> Energies:
 
 
 def _shown(sample: ProblemSample, choices: Sequence[Choice]) -> Shown:
-    """Realized energies, and the advantages in one group of up to 8 with a right and a wrong trajectory, as long as can
-    be had."""
+    """Realized energies, and advantages within a group of up to 8 that has a right and a wrong trajectory.
+
+    The right and the wrong trajectory are the longest of their kind.
+    """
     order = sample.lengths.argsort(descending=True, stable=True).tolist()
     first = [next(row for row in order if (sample.returns[row] > 0) == right) for right in (True, False)
              if any((sample.returns[row] > 0) == right for row in order)]  # fmt: skip
@@ -127,7 +129,7 @@ def _shown(sample: ProblemSample, choices: Sequence[Choice]) -> Shown:
     for choice in choices if len(first) == 2 else ():
         (values,) = advantages_in([sample], [rows], choice, drop_zero_variance=True)
         advantages[choice.label] = [
-            _numbers(values[0, place][sample.batch.response_mask[row]]) for place, row in enumerate(first)
+            _numbers(values[0, index][sample.batch.response_mask[row]]) for index, row in enumerate(first)
         ]
     realized = [
         _numbers(sample.token_energy[row][sample.batch.response_mask[row]].cumsum(0))
@@ -141,13 +143,13 @@ def _numbers(values: Tensor) -> list[float]:
 
 
 class MeasurementFiles:
-    """The directory of a measurement, which a later call continues."""
+    """Directory of a measurement. A later call continues it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def open(self, settings: Mapping[str, object]) -> list[ProblemLine]:
-        """The lines that are there, after what a kill has torn is cut off.
+        """Return the stored lines, without a last line that an interrupted write left incomplete.
 
         Raises SettingsError if they were measured with other ``settings``.
         """
@@ -156,10 +158,10 @@ class MeasurementFiles:
         if file.is_file():
             before = self.settings()
             for name in {**asked, **before}:
-                if name not in _PLACES and before.get(name) != asked.get(name):
+                if name not in _PATHS and before.get(name) != asked.get(name):
                     raise SettingsError(
-                        f"--output {self.folder} holds problems measured with {name}={_short(before.get(name))}, now "
-                        f"it is {_short(asked.get(name))}: give another --output, or the same settings to continue"
+                        f"--output {self.folder} contains problems measured with {name}={_short(before.get(name))}, "
+                        f"now with {_short(asked.get(name))}: use another --output, or the same settings to continue"
                     )
         else:
             with world_errors(self.folder, "make"):
@@ -170,26 +172,26 @@ class MeasurementFiles:
         return self.lines()
 
     def settings(self) -> dict[str, object]:
-        """What was asked for. Raises SettingsError if nothing was measured here."""
+        """The settings of the measurement. Raises SettingsError if the directory contains no measurement."""
         return _read_object(self.folder / SETTINGS)
 
     def lines(self) -> list[ProblemLine]:
-        """Every problem played so far, in order of their numbers."""
+        """Lines of all problems sampled so far, ordered by number."""
         path = self.folder / PROBLEMS
         if not path.is_file():
             return []
         with world_errors(path, "read"):
-            found: list[ProblemLine] = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
-        return sorted(found, key=lambda line: line["number"])
+            lines: list[ProblemLine] = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+        return sorted(lines, key=lambda line: line["number"])
 
     def add(self, line: ProblemLine) -> None:
-        """Keep one problem; it is on the disk when this returns."""
+        """Append one problem. The line is on disk when this method returns."""
         append_line(self.folder / PROBLEMS, json_line(line))
 
 
 def measured_of(lines: Sequence[ProblemLine]) -> list[Measured]:
-    """The problems that could be measured."""
-    found = []
+    """The problems that could be measured, with their moments."""
+    measured = []
     for line in lines:
         if line["moments"] is not None:
             moments = {
@@ -198,18 +200,18 @@ def measured_of(lines: Sequence[ProblemLine]) -> list[Measured]:
                 }
                 for size, by_label in line["moments"].items()
             }
-            found.append(Measured(line=line, moments=moments))
-    return found
+            measured.append(Measured(line=line, moments=moments))
+    return measured
 
 
 def _read_object(path: Path) -> dict[str, object]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{path.parent} holds no measurement: {path.name} cannot be read ({error})") from error
-    if not isinstance(found, dict):
-        raise SettingsError(f"{path.parent} holds no measurement: {path.name} is no JSON object")
-    return found
+        raise SettingsError(f"{path.parent} contains no measurement: cannot read {path.name} ({error})") from error
+    if not isinstance(content, dict):
+        raise SettingsError(f"{path.parent} contains no measurement: {path.name} is not a JSON object")
+    return content
 
 
 def _short(value: object) -> str:

@@ -1,4 +1,4 @@
-"""``agentrl variance``: roll out problems, measure every estimator on each, keep its moments, report and plot them."""
+"""``agentrl variance``: sample rollouts of problems, measure all estimators on each problem, then report and plot."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from agentrl_envs.types import Problem
 if TYPE_CHECKING:
     from agentrl.lab.settings import LabSections
 
-_SHOWN = 4  # problems of which single tokens are kept, for pictures
+_SHOWN = 4  # number of problems whose token values are kept for plots
 _MAY_DIFFER = {"problems", "bootstrap", "baseline", "micro_batch_tokens", "score_memory"}
-"""Settings of the laboratory that may change when a measurement is continued."""
+"""Settings of the laboratory that may change between calls that continue the same measurement."""
 
 
 def prepare(settings: LabSections, request: LabRequest) -> tuple[LabSettings, list[Problem]]:
-    """Settings and problems, checked before a policy is made or anything is sampled.
+    """Read settings and problems, and check them before a model is loaded.
 
     Raises SettingsError, ProblemError or PluginError.
     """
-    check_environment(settings)  # first: its module may register an estimator
+    check_environment(settings)  # first, because the environment's module may register an estimator
     lab = lab_settings(request)
     check_lab(lab)
     return lab_problems(settings, lab, request.problems)
@@ -57,9 +57,9 @@ def variance_command(
     *,
     head_backend: Backend,
 ) -> list[Line]:
-    """Measure the policy in ``model`` on ``problems``, played by itself or by the policy in ``behaviour``.
+    """Measure the policy in ``model`` on rollouts of ``problems``, sampled by itself or by the policy in ``behaviour``.
 
-    Moments of every problem, the result and its pictures go to ``output``; what is there is continued.
+    Moments, results and plots are written to ``output``. An existing measurement there is continued.
     """
     choices = check_lab(lab)
     console = Console(settings.telemetry)
@@ -69,7 +69,7 @@ def variance_command(
     done = {line["number"] for line in lines}
     kept = sum(line["outcome"] == MEASURED for line in lines)
     if lines:
-        console.note(f"continued: {len(lines)} problems were played, {kept} of them measured")
+        console.note(f"continuing: {len(lines)} problems are already sampled, {kept} of them measured")
     numbered = list(enumerate(problems))
     with bench.player() as player, console.progress(lab.problems, min(kept, lab.problems), "problem") as progress:
         for start in range(0, len(numbered), lab.batch):
@@ -86,7 +86,7 @@ def variance_command(
 
 
 class _Bench:
-    """A policy on which estimators are measured, and the one that plays: itself, or an older one."""
+    """The policy that is measured, and the policy that samples: the same, or an older one."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class _Bench:
         self._settings, self._lab, self._choices = settings, lab, choices
         tokenizer = read_tokenizer(model)
         if behaviour is not None and read_tokenizer(behaviour).get_vocab() != tokenizer.get_vocab():
-            raise SettingsError(f"--behaviour {behaviour}: its vocabulary is not that of {model}")
+            raise SettingsError(f"--behaviour {behaviour}: its vocabulary differs from that of {model}")
         causal_lm = with_adapter(read_model(model, settings.model).eval(), settings.model.lora)
         playing = causal_lm if behaviour is None else read_model(behaviour, settings.model).eval()
         self._weighing = self._correction(behaviour)
@@ -119,7 +119,7 @@ class _Bench:
         self._environment, self._codec = environment_and_codec(settings, tokenizer, model)
 
     def _correction(self, behaviour: str | None) -> dict[str, object] | None:
-        """Options of `rollout_correction`; the weights are those of tokens if the settings name none."""
+        """Options of `rollout_correction`, with weights per token if the settings specify none."""
         if behaviour is None:
             return None
         options = self._settings.correction.model_dump()
@@ -137,14 +137,14 @@ class _Bench:
         )
 
     def lines(self, played: Sequence[Played], done: Set[int], *, shown: int) -> Iterator[ProblemLine]:
-        """A line of every problem of a batch that is not ``done``. The first ``shown`` keep single tokens."""
+        """Yield the line of each problem that is not in ``done``. The first ``shown`` lines contain token values."""
         chosen: list[tuple[Group, ProblemSample]] = []
         for item in played:
             reason = unusable(item.group, size=self._lab.samples)
             greedy = item.greedy_return
             if reason is None and greedy is not None:
-                own = item.group.without(item.group.trajectories[self._lab.samples :])
-                chosen.append((own, self._look_at(own, greedy)))
+                group = item.group.without(item.group.trajectories[self._lab.samples :])
+                chosen.append((group, self._look_at(group, greedy)))
             elif item.group.index not in done:
                 yield line_of(item.group, reason or "no greedy rollout", None, None, ())
         for group, sample, moments in self._measured(chosen, done) if chosen else ():
@@ -175,12 +175,12 @@ class _Bench:
             seed=self._settings.seed,
             skip=done,
         )
-        for index, found in moments:
-            yield *chosen[index], found
+        for index, problem_moments in moments:
+            yield *chosen[index], problem_moments
 
 
 def _conditions(settings: LabSections, lab: LabSettings, choices: Sequence[Choice]) -> dict[str, object]:
-    """What a measurement depends on, beside the policies: that of a continued one must be the same."""
+    """Everything except the policies that affects a measurement. Must match when a measurement is continued."""
     rollout = settings.rollout
     return {
         "lora": settings.model.lora.model_dump(mode="json") if settings.model.lora.rank else None,

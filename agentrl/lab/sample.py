@@ -1,4 +1,4 @@
-"""A large sample of every problem: rollouts by the trainer's driver, and each token's statistics from one forward."""
+"""Token statistics and exact energies of many trajectories of a problem, and estimator inputs drawn from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOKEN_VALUES = (*_OF_ONE_TOKEN, "cross_energy")
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemSample:
-    """S trajectories of one problem. [S, T] tensors are 0 off model tokens."""
+    """S trajectories of one problem. [S, T] tensors are 0 except on model tokens."""
 
     name: str
     batch: Batch
@@ -31,8 +31,8 @@ class ProblemSample:
     cross_energy: Tensor  # [S, T] sum_{k <= t} max(0, <delta_k, delta_t>)
     trajectory_energy: Tensor  # [S] exact
     greedy_return: float
-    alike: Tensor  # [S] the first trajectory with the same tokens: all but the reward is computed once for these
-    importance_weights: Tensor | None = None  # [S, T] rho, 0 where rejected; None: the policy itself has sampled
+    alike: Tensor  # [S] first trajectory with the same tokens; values other than the reward are computed once for these
+    importance_weights: Tensor | None = None  # [S, T] rho, 0 if rejected; None: sampled by the policy itself
 
     @property
     def size(self) -> int:
@@ -40,19 +40,19 @@ class ProblemSample:
 
     @property
     def returns(self) -> Tensor:
-        """R [S]."""
+        """Returns [S] of the trajectories."""
         return self.batch.rewards.sum(-1)
 
     @property
     def lengths(self) -> Tensor:
-        """Model tokens [S]."""
+        """Numbers of model tokens [S]."""
         return self.batch.response_mask.sum(-1)
 
 
 def unusable(group: Group, *, size: int) -> str | None:
-    """Why a problem cannot be measured on ``size`` trajectories; None if it can."""
+    """Reason why a problem cannot be measured with ``size`` trajectories, or None."""
     if len(group.trajectories) < size:
-        return "too few trajectories that are data"
+        return "too few usable trajectories"
     if len({item.reward for item in group.trajectories[:size]}) < 2:
         return "equal rewards"
     return None
@@ -68,37 +68,37 @@ def look_at(
     greedy_return: float,
     correction: Mapping[str, Any] | None = None,
 ) -> ProblemSample:
-    """Statistics and exact energies of a group's trajectories, in micro-batches of at most ``budget`` tokens.
+    """Compute statistics and exact energies of a group's trajectories, in micro-batches of at most ``budget`` tokens.
 
-    With a ``correction``, options of `rollout_correction`, another policy has sampled: importance weights are formed,
-    and are inside of every energy.
+    ``correction`` holds options of `rollout_correction`, for trajectories that another policy sampled. The importance
+    weights are then a factor of every energy.
     """
     batch = Batch.from_trajectories(group.trajectories, pad_id=pad_id)
     alike = _alike(batch, weighted=correction is not None)
-    distinct, place = alike.unique(return_inverse=True)
-    own = Batch.from_trajectories([group.trajectories[row] for row in distinct.tolist()], pad_id=pad_id)
-    blocks = list(row_blocks(own, budget))
-    tokens = {name: torch.zeros(own.response_mask.shape) for name in _OF_ONE_TOKEN}
+    distinct, inverse = alike.unique(return_inverse=True)
+    unique = Batch.from_trajectories([group.trajectories[row] for row in distinct.tolist()], pad_id=pad_id)
+    blocks = list(row_blocks(unique, budget))
+    tokens = {name: torch.zeros(unique.response_mask.shape) for name in _OF_ONE_TOKEN}
     for rows in blocks:
-        mask = own.response_mask[rows]
+        mask = unique.response_mask[rows]
         with torch.no_grad():
-            statistics, _ = _statistics(policy, own, rows, temperature)
-        found = {**vars(statistics), "token_energy": statistics.energy}
+            statistics, _ = _statistics(policy, unique, rows, temperature)
+        values_by_name = {**vars(statistics), "token_energy": statistics.energy}
         for name, values in tokens.items():
-            values[rows] = scatter_tokens(found[name].float(), mask)
-    tokens = {name: values[place] for name, values in tokens.items()}
+            values[rows] = scatter_tokens(values_by_name[name].float(), mask)
+    tokens = {name: values[inverse] for name, values in tokens.items()}
     ratios = None
     if correction is not None:
         corrected = rollout_correction(tokens["log_probs"], batch.rollout_log_probs, batch.response_mask, **correction)
         ratios = corrected.importance_weights
     of_distinct = None if ratios is None else ratios[distinct]
-    energies = [_energies(policy, own, rows, temperature, of_distinct) for rows in blocks]
-    cross_energies = [_cross_energies(policy, own, rows, temperature, of_distinct) for rows in blocks]
+    energies = [_energies(policy, unique, rows, temperature, of_distinct) for rows in blocks]
+    cross_energies = [_cross_energies(policy, unique, rows, temperature, of_distinct) for rows in blocks]
     return ProblemSample(
         name=group.problem.id,
         batch=batch,
-        trajectory_energy=torch.cat(energies)[place],
-        cross_energy=torch.cat(cross_energies)[place],
+        trajectory_energy=torch.cat(energies)[inverse],
+        cross_energy=torch.cat(cross_energies)[inverse],
         greedy_return=greedy_return,
         alike=alike,
         importance_weights=ratios,
@@ -107,7 +107,7 @@ def look_at(
 
 
 def _alike(batch: Batch, *, weighted: bool) -> Tensor:
-    """[S] the first row of the same tokens and origins, and if ``weighted`` sampled with the same probabilities."""
+    """First row [S] with the same tokens and origins, and if ``weighted`` the same sampling probabilities."""
     parts = [batch.prompt_lengths.unsqueeze(-1), batch.input_ids, batch.response_mask]
     if weighted:
         parts.append(batch.rollout_log_probs.view(torch.int32))
@@ -120,7 +120,7 @@ def _alike(batch: Batch, *, weighted: bool) -> Tensor:
 def _statistics(
     policy: PolicyModel, batch: Batch, rows: slice, temperature: float
 ) -> tuple[TokenStatistics, Tensor | None]:
-    found: tuple[TokenStatistics, Tensor | None] = policy(
+    result: tuple[TokenStatistics, Tensor | None] = policy(
         batch.input_ids[rows],
         batch.prompt_lengths[rows],
         batch.response_ids[rows],
@@ -128,11 +128,11 @@ def _statistics(
         temperature,
         True,
     )
-    return found
+    return result
 
 
 def _energies(policy: PolicyModel, batch: Batch, rows: slice, temperature: float, ratios: Tensor | None) -> Tensor:
-    """||grad sum_t rho_t ln p(y_t)||^2 [b] with respect to what is trained."""
+    """Squared norms ||grad sum_t rho_t ln p(y_t)||^2 [b] of gradients with respect to the trainable parameters."""
     if all(item.requires_grad for item in policy.parameters()):
         return policy.trajectory_energies(
             batch.input_ids[rows],
@@ -141,7 +141,8 @@ def _energies(policy: PolicyModel, batch: Batch, rows: slice, temperature: float
             importance_weights=None if ratios is None else ratios[rows],
             temperature=temperature,
         ).float()
-    learning = [item for item in policy.parameters() if item.requires_grad]  # adapters have no closed form
+    # The closed form covers models whose parameters all train; adapters take a backward pass for each trajectory.
+    learning = [item for item in policy.parameters() if item.requires_grad]
     energies = []
     for row in range(rows.start, rows.stop):
         one = slice(row, row + 1)
@@ -155,7 +156,7 @@ def _energies(policy: PolicyModel, batch: Batch, rows: slice, temperature: float
 
 
 def inputs_of(samples: Sequence[ProblemSample], rows: Sequence[Tensor]) -> AdvantageInputs:
-    """What estimators may use of one step: the groups ``rows[j]`` [M, N] of every problem j, problem by problem."""
+    """Estimator inputs of one step: the groups ``rows[j]`` [M, N] of every problem j, problem by problem."""
     width = max(sample.batch.rewards.shape[1] for sample in samples)
 
     def gather(name: str) -> Tensor:
@@ -182,7 +183,7 @@ def inputs_of(samples: Sequence[ProblemSample], rows: Sequence[Tensor]) -> Advan
 
 
 def row_blocks(batch: Batch, budget: int) -> Iterator[slice]:
-    """Consecutive rows of at most ``budget`` tokens without their padding, or single rows."""
+    """Slices of consecutive rows with at most ``budget`` tokens without padding, or with a single longer row."""
     start = tokens = 0
     for row, length in enumerate((batch.prompt_lengths + batch.response_lengths).tolist()):
         if row > start and tokens + length > budget:
@@ -195,15 +196,17 @@ def row_blocks(batch: Batch, budget: int) -> Iterator[slice]:
 def _cross_energies(
     policy: PolicyModel, batch: Batch, rows: slice, temperature: float, ratios: Tensor | None
 ) -> Tensor:
-    """sum_{k <= t} rho_k rho_t max(0, <delta_k, delta_t>) [b, T], a row at a time."""
+    """Cross energies sum_{k <= t} rho_k rho_t max(0, <delta_k, delta_t>) [b, T], one row at a time."""
     mask, ids = batch.response_mask[rows], batch.response_ids[rows]
     with torch.no_grad():
         _, hidden = _statistics(policy, batch, rows, temperature)
-    assert hidden is not None  # asked for
+    assert hidden is not None  # because of keep_hidden
     parts = []
     lengths = mask.sum(-1).tolist()
     weights = [None] * len(lengths) if ratios is None else ratios[rows][mask].split(lengths)
-    for states, targets, own in zip(hidden.split(lengths), ids[mask].split(lengths), weights, strict=True):
+    for states, targets, token_weights in zip(hidden.split(lengths), ids[mask].split(lengths), weights, strict=True):
         logits, slope = policy.head.logit_map.with_slope(policy.head(states).float())
-        parts.append(cross_energy(torch.log_softmax(logits / temperature, dim=-1), targets, own, slope=slope).float())
+        parts.append(
+            cross_energy(torch.log_softmax(logits / temperature, dim=-1), targets, token_weights, slope=slope).float()
+        )
     return scatter_tokens(torch.cat(parts), mask)

@@ -1,11 +1,12 @@
-"""The true gradient of a problem, never seen itself: unbiased products with it, from trajectories that are independent.
+"""Unbiased inner products with the true gradient of a problem, which itself is never computed.
 
-g* = Cov(R, s), s the score of a trajectory and R its return: what REINFORCE with the mean of the others as baseline
-expects. A product of two covariances is a mean over four different trajectories (i, j, k, l) of
+The true gradient is g* = Cov(R, s), with the score s and the return R of a trajectory: the expectation of REINFORCE
+with the mean of the other trajectories as baseline. A product of two covariances is a mean over four different
+trajectories (i, j, k, l) of
 
     (R_i - R_j) (R_k - R_l) <s_i, s_k>
 
-which needs the products of scores alone.
+and needs only inner products of scores.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ import torch
 from torch import Tensor
 
 LEAST = 4
-"""Trajectories that a product of two covariances needs."""
+"""Minimum number of trajectories for a product of two covariances."""
 
 
 def covariance_product(returns: Tensor, products: Tensor) -> Tensor:
-    """Unbiased for <Cov(R, a), Cov(R, b)> from n independent trajectories: [...] from R [n] and <a_i, b_k> [..., n, n].
+    """Unbiased <Cov(R, a), Cov(R, b)> [...] from n independent trajectories, with R [n] and <a_i, b_k> [..., n, n].
 
-    The mean over all different i, j, k, l, in closed form. With one trajectory's score times a vector, products of the
-    form y_i z_k, it is the product of two covariances of numbers.
+    Closed form of the mean over all different i, j, k, l. Products of the form y_i z_k give the product of two scalar
+    covariances.
 
     >>> covariance_product(torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.ones(4, 4)).item()
     0.0
     """
     count = len(returns)
     if count < LEAST:
-        raise ValueError(f"{count} trajectories: a product of two covariances needs {LEAST}")
+        raise ValueError(f"{count} trajectories: a product of two covariances needs at least {LEAST}")
     rewards = returns.double()
     cross = products.double() * (1 - torch.eye(count, dtype=torch.float64))
     total, squares = rewards.sum(), rewards.square().sum()
@@ -42,32 +43,37 @@ def covariance_product(returns: Tensor, products: Tensor) -> Tensor:
 
 
 def leave_one_out(returns: Tensor, rows: Tensor) -> Tensor:
-    """Coefficients [S] of the scores in (1/n) sum_i (R_i - mean of the others) s_i over ``rows`` [n]."""
-    own = returns[rows].double()
+    """Coefficients [S] of the scores s_i in (1/n) sum_i (R_i - mean of the other returns) s_i over ``rows`` [n]."""
+    rewards = returns[rows].double()
     coefficients = torch.zeros(len(returns), dtype=torch.float64)
-    coefficients[rows] = (own - own.mean()) / (len(rows) - 1)
+    coefficients[rows] = (rewards - rewards.mean()) / (len(rows) - 1)
     return coefficients
 
 
 class TrueGradient:
-    """Products of group gradients with the true one."""
+    """Inner products of group gradients with the true gradient."""
 
     def __init__(self, returns: Tensor, gram: Tensor) -> None:
-        """returns [S], gram [S, S] of the scores."""
+        """``returns`` [S]; ``gram`` [S, S], the Gram matrix of the scores."""
         self._returns = returns.double()
         self._gram = gram
         self.squared = float(covariance_product(self._returns, gram))  # ||g*||^2
 
     def along(self, rows: Tensor, with_scores: Tensor) -> tuple[Tensor, float]:
-        """(mean of <g_m, g*> over groups ``rows`` [M, N], [E] of E estimators from <g_m, s_i> [E, M, S]; the same of
-        the leave-one-out gradient, which is known better from all trajectories: its error tells of the others')."""
+        """Mean of <g_m, g*> over the groups ``rows`` [M, N], from <g_m, s_i> [E, M, S].
+
+        Returns it for each estimator [E], and for the leave-one-out gradient. All trajectories together give a more
+        precise value of the latter, so its error on these groups corrects the errors of the estimators.
+        """
         same = torch.stack([leave_one_out(self._returns, group) for group in rows]) @ self._gram  # [M, S]
         outside = torch.stack([leave_one_out(self._returns, self._others(group)) for group in rows])
         return (with_scores * outside).sum(-1).mean(-1), float((same * outside).sum(-1).mean())
 
     def along_moments(self, rows: Tensor, with_scores: Tensor) -> tuple[Tensor, Tensor] | None:
-        """(Var <g, g*>, <E g, g*>^2), each [E], of E estimators at once, from <g_m, s_i> [E, M, S]; None if too few
-        trajectories are outside of two groups."""
+        """Return (Var <g, g*>, <E g, g*>^2), each [E], from <g_m, s_i> [E, M, S] of E estimators.
+
+        Returns None if too few trajectories are outside two groups.
+        """
         count = len(rows)
         if len(self._returns) - 2 * rows.shape[1] < LEAST:
             return None
@@ -81,13 +87,13 @@ class TrueGradient:
         return torch.stack(squares).mean(0) - apart, apart
 
     def _product(self, first: Tensor, second: Tensor, without: Tensor) -> Tensor:
-        """Unbiased for <a, g*> <b, g*> from <a, s_i> and <b, s_i> [E, S] of trajectories that a and b do not hold."""
+        """Unbiased <a, g*> <b, g*> from <a, s_i> and <b, s_i> [E, S]. Uses trajectories that are in neither a nor b."""
         outside = self._others(without)
         products = first[:, outside, None] * second[:, None, outside]
         return covariance_product(self._returns[outside], products)
 
     def _others(self, rows: Tensor) -> Tensor:
-        """The trajectories that are not among ``rows``."""
+        """Indices of the trajectories that are not in ``rows``."""
         kept = torch.ones(len(self._returns), dtype=torch.bool)
         kept[rows] = False
         return kept.nonzero().squeeze(-1)

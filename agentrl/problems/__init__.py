@@ -1,1 +1,1 @@
-"""Problems and demonstrations: generate, load, mix, split and order them. No torch here."""
+"""Problems and demonstrations: generate, load, mix, split and order them. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Convert a raw row to a Problem: the fields of statement and answer in common schemas, and errors in a row.
+"""Conversion of a raw row to a Problem: fields of statement and answer in common schemas, and errors in a row.
 
 ==========================================  ===========================  =============================
 data set                                    statement                    answer
@@ -9,8 +9,8 @@ DAPO-Math-17k                               ``prompt[0].content``        ``rewar
 DAPO-Math-17k-Processed                     ``prompt``                   ``solution``
 ==========================================  ===========================  =============================
 
-A statement may be a list of messages, each with role and content. Every column that is not the statement, the answer
-or the id as a whole stands in ``Problem.info``.
+A statement may be a list of messages, each with a role and content. Columns other than those of the statement, the
+answer and the id are stored in ``Problem.info``.
 """
 
 from __future__ import annotations
@@ -42,102 +42,102 @@ _WHOLE_FLOAT = re.compile(r"(?P<whole>[+-]?\d+)\.0+")
 
 
 def problem_of(
-    row: Row, place: str, *, source: str, fields: Mapping[str, str | None], answered: bool = True
+    row: Row, location: str, *, source: str, fields: Mapping[str, str | None], answered: bool = True
 ) -> Problem:
-    """The problem in ``row``; its answer is None if it is missing or empty.
+    """Convert ``row`` to a problem; its answer is None if it is missing or empty.
 
-    Raises ProblemFieldError, which names ``place``, if the statement is missing or empty, if statement or answer are
-    not text (an answer may be a number), if a column is not JSON and, unless ``answered`` is False, if there is no
-    field for the answer.
+    Raises ProblemFieldError, with ``location`` in its message, if the statement is missing or empty, if statement or
+    answer are not text (an answer may be a number), if a column is not JSON, or if there is no field for the answer
+    (unless ``answered`` is False).
     """
-    column, statement, messages = _statement(row, place, fields)
-    answer_column, value = _field(row, "answer", fields, place, required=answered)
-    answer = canonical_answer(value, place)
-    id_column, own = _own_id(row, fields, place)
+    column, statement, messages = _statement(row, location, fields)
+    answer_column, value = _field(row, "answer", fields, location, required=answered)
+    answer = canonical_answer(value, location)
+    id_column, row_id = _row_id(row, fields, location)
     return Problem(
-        id=_content_id(statement, answer, source) if own is None else own,
+        id=_content_id(statement, answer, source) if row_id is None else row_id,
         statement=statement,
         answer=answer,
         source=source,
         family=str(row.get("subject") or row.get("kind") or ""),
-        info=_info(row, place, fields, {column, answer_column, id_column}),
+        info=_info(row, location, fields, {column, answer_column, id_column}),
         messages=messages,
     )
 
 
-def statement_of(row: Row, place: str, *, fields: Mapping[str, str | None]) -> str:
-    """The statement in ``row``. Raises ProblemFieldError if it is missing, empty or not text."""
-    return _statement(row, place, fields)[1]
+def statement_of(row: Row, location: str, *, fields: Mapping[str, str | None]) -> str:
+    """Return the statement in ``row``. Raises ProblemFieldError if it is missing, empty or not text."""
+    return _statement(row, location, fields)[1]
 
 
 def _statement(
-    row: Row, place: str, fields: Mapping[str, str | None]
+    row: Row, location: str, fields: Mapping[str, str | None]
 ) -> tuple[str | None, str, tuple[ChatMessage, ...]]:
-    """The column of the statement, the statement, and its messages where it has several."""
-    column, value = _field(row, "problem", fields, place)
-    messages = _messages(value, place) if isinstance(value, list) else ()
+    """Column of the statement, the statement, and its messages if it consists of several."""
+    column, value = _field(row, "problem", fields, location)
+    messages = _messages(value, location) if isinstance(value, list) else ()
     if messages:
         value = _as_text(messages)
     if value is not None and not isinstance(value, str):
         raise ProblemFieldError(
-            f"{place}: the problem's statement must be text or a list of messages, found {type(value).__name__}"
+            f"{location}: the problem's statement must be text or a list of messages, but is {type(value).__name__}"
         )
     statement = unwrap(value or "")
     if not statement.strip():
-        raise ProblemFieldError(f"{place}: the problem's statement is empty")
+        raise ProblemFieldError(f"{location}: the problem's statement is empty")
     return column, statement, messages if len(messages) > 1 else ()
 
 
-def _messages(value: list[object], place: str) -> tuple[ChatMessage, ...]:
+def _messages(value: list[object], location: str) -> tuple[ChatMessage, ...]:
     messages: list[ChatMessage] = []
     for number, item in enumerate(value):
         role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str):
             raise ProblemFieldError(
-                f"{place}: message {number} of the problem is {str(item)[:80]!r}; a message is an object with a text "
-                '"role" and a text "content"'
+                f"{location}: message {number} of the problem is {str(item)[:80]!r}; a message is an object with a "
+                'text "role" and a text "content"'
             )
         messages.append({"role": role, "content": content})
     return tuple(messages)
 
 
 def _as_text(messages: tuple[ChatMessage, ...]) -> str:
-    """What is said, with the roles named where the model itself has spoken."""
+    """Contents of the messages as one text. Roles are named only if the model has spoken."""
     if {message["role"] for message in messages} <= {"system", "user"}:
         return "\n\n".join(message["content"] for message in messages)
     return "\n\n".join(f"{message['role'].capitalize()}: {message['content']}" for message in messages)
 
 
-def _info(row: Row, place: str, fields: Mapping[str, str | None], used: set[str | None]) -> dict[str, object]:
-    """The other columns, under the names that ``fields`` give them. Raises ProblemFieldError for what is no JSON."""
+def _info(row: Row, location: str, fields: Mapping[str, str | None], used: set[str | None]) -> dict[str, object]:
+    """Other columns under the names that ``fields`` assigns. Raises ProblemFieldError for values that are not JSON."""
     columns = {name: path for name, path in fields.items() if name not in get_args(FieldName)}
     mapped = {path for path in columns.values() if path is not None}
     dropped = {name for name, path in columns.items() if path is None}
     info = {name: value for name, value in row.items() if name not in used | mapped | dropped}
     for name, path in columns.items():
         if path is not None:
-            found, info[name] = _lookup(row, path)
-            if not found:
-                raise ProblemFieldError(f"{place}: no field {path!r} for fields.{name}; fields there: {_names(row)}")
+            exists, info[name] = _lookup(row, path)
+            if not exists:
+                raise ProblemFieldError(f"{location}: no field {path!r} for fields.{name}; fields: {_names(row)}")
     for name, value in info.items():
         try:
             info[name] = frozen(value, name)
         except NotJSONError as error:
             raise ProblemFieldError(
-                f"{place}: column {error}, which is not JSON (text, numbers, true, false, null, lists and objects); "
-                f"convert it, or leave it out with fields.{name}=null"
+                f"{location}: column {error}, which is not JSON (text, numbers, true, false, null, lists and objects); "
+                f"convert it, or drop the column with fields.{name}=null"
             ) from error
     return info
 
 
 def unwrap(statement: str) -> str:
-    r"""The question without DAPO's instructions ("... Answer: $Answer ..."); any other statement unchanged."""
+    r"""Remove DAPO's instructions ("... Answer: $Answer ...") around a question. Other statements are unchanged."""
     wrapped = _DAPO_WRAPPER.match(statement)
     return wrapped["statement"] if wrapped else statement
 
 
-def canonical_answer(value: object, place: str) -> str | None:
-    r"""The answer as text; None if it is empty.
+def canonical_answer(value: object, location: str) -> str | None:
+    r"""Return the answer as text, or None if it is empty.
 
     Integral floats become integers. In a written solution, the answer is the last ``\boxed{}``, or the text after
     GSM8K's ``####``.
@@ -152,9 +152,9 @@ def canonical_answer(value: object, place: str) -> str | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ProblemFieldError(f"{place}: the answer must be text or a number, found {type(value).__name__}")
+        raise ProblemFieldError(f"{location}: the answer must be text or a number, but is {type(value).__name__}")
     if isinstance(value, float) and not abs(value) < float("inf"):
-        raise ProblemFieldError(f"{place}: the answer is {value}, not a number to reach")
+        raise ProblemFieldError(f"{location}: the answer is {value}, but must be a finite number or text")
     text = str(value).rsplit("####", 1)[-1].strip()
     whole = _WHOLE_FLOAT.fullmatch(text)
     if whole:
@@ -163,7 +163,7 @@ def canonical_answer(value: object, place: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last ``\boxed{...}`` in ``text``, with balanced braces; None if there is none."""
+    r"""Return the content of the last ``\boxed{...}`` in ``text``, with balanced braces, or None."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -177,31 +177,31 @@ def last_boxed(text: str) -> str | None:
 
 
 def _field(
-    row: Row, wanted: FieldName, fields: Mapping[str, str | None], place: str, *, required: bool = True
+    row: Row, wanted: FieldName, fields: Mapping[str, str | None], location: str, *, required: bool = True
 ) -> tuple[str | None, object]:
-    """The column that holds a field, and its value; (None, None) where there is none and it is not ``required``."""
+    """Column and value of a field, or (None, None) if it is missing and not ``required``."""
     path = fields.get(wanted)
     if path is not None:
-        found, value = _lookup(row, path)
-        if not found:
-            raise ProblemFieldError(f"{place}: no field {path!r} for the {wanted}; fields there: {_names(row)}")
+        exists, value = _lookup(row, path)
+        if not exists:
+            raise ProblemFieldError(f"{location}: no field {path!r} for the {wanted}; fields: {_names(row)}")
         return path, value
     empty = None
     for path in USUAL_FIELDS[wanted]:
-        found, value = _lookup(row, path)
-        if found and value is not None and (wanted == "problem" or not isinstance(value, (dict, list))):
+        exists, value = _lookup(row, path)
+        if exists and value is not None and (wanted == "problem" or not isinstance(value, (dict, list))):
             return path, value
-        empty = path if found and value is None else empty
+        empty = path if exists and value is None else empty
     if empty is not None or not required:
         return empty, None
     raise ProblemFieldError(
-        f"{place}: no field for the {wanted} (looked for {', '.join(USUAL_FIELDS[wanted])});"
-        f" fields there: {_names(row)}; name it with fields.{wanted}"
+        f"{location}: no field for the {wanted} (expected {', '.join(USUAL_FIELDS[wanted])});"
+        f" fields: {_names(row)}; set fields.{wanted} to the right one"
     )
 
 
 def _lookup(row: Row, path: str) -> tuple[bool, object]:
-    """``(found, value)`` at a dotted path; numbers index lists. A field whose name contains dots takes precedence."""
+    """``(exists, value)`` at a dotted path; numbers index lists. A field whose name contains dots takes precedence."""
     if path in row:
         return True, row[path]
     value: object = row
@@ -219,19 +219,19 @@ def _names(row: Row) -> str:
     return ", ".join(sorted(map(str, row))) or "none"
 
 
-def _own_id(row: Row, fields: Mapping[str, str | None], place: str) -> tuple[str | None, str | None]:
-    """The column of the row's own id and the id, or (None, None)."""
+def _row_id(row: Row, fields: Mapping[str, str | None], location: str) -> tuple[str | None, str | None]:
+    """Column of the row's id and the id, or (None, None)."""
     if "id" in fields:
-        column, value = _field(row, "id", fields, place)
+        column, value = _field(row, "id", fields, location)
         return column, str(value)
     for path in USUAL_FIELDS["id"]:
-        found, value = _lookup(row, path)
-        if found and isinstance(value, (str, int)) and value != "":
+        exists, value = _lookup(row, path)
+        if exists and isinstance(value, (str, int)) and value != "":
             return path, str(value)
     return None, None
 
 
 def _content_id(statement: str, answer: str | None, source: str) -> str:
-    """A hash of the content: equal rows have equal ids in every file and order."""
+    """Hash of the content, so that equal rows have equal ids in every file and order."""
     content = f"{statement}\0{answer}".encode()
     return f"{source}-{hashlib.sha256(content).hexdigest()[:16]}"

@@ -1,7 +1,7 @@
-"""Masking of the numbers in statements, and splits that share no masked statement.
+"""Masking of the numbers in statements, and splits without common masked statements.
 
-Two problems that differ only in their numbers are the same exercise for a model that has seen one of them. Cold start,
-training and evaluation are therefore kept disjoint by *masked* statements.
+Two problems that differ only in their numbers are the same exercise for a model that has seen one of them. Data of the
+cold start, training and evaluation are therefore kept disjoint by *masked* statements.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SPACE = re.compile(r"\W+")
 
 
 def masked_statement(statement: str) -> str:
-    """``statement`` in lower case, with numbers (digits and words) as ``#``, without punctuation and extra spaces.
+    """Return ``statement`` in lower case, with numbers (digits and words) as ``#`` and without punctuation.
 
     >>> masked_statement("Tom has 1,250 pens and twenty-six  cups!") == masked_statement("tom has 3 pens, and 2 cups")
     True
@@ -32,12 +32,12 @@ def masked_statement(statement: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedSplit:
-    """Two parts without a common masked statement, in input order, and how many problems are in neither."""
+    """Two parts in input order without a common masked statement, and the numbers of removed problems."""
 
     train: tuple[Problem, ...]
     heldout: tuple[Problem, ...]
-    excluded: int  # the masked statement is among those of the excluded problems
-    repeated: int  # an earlier problem has the same statement and answer
+    excluded: int  # problems with the masked statement of an excluded problem
+    repeated: int  # problems with the statement and answer of an earlier one
 
 
 def split_by_masked_statement(
@@ -46,11 +46,11 @@ def split_by_masked_statement(
     """Remove repeats and the statements in ``exclude``, then split by a hash of the masked statement.
 
     The part of a problem depends only on its masked statement and ``heldout_fraction`` (in [0, 1]). Files that are
-    split separately therefore agree, and adding problems to a file moves none of the others.
+    split separately are therefore consistent, and adding problems to a file moves none of the others.
     """
     if not 0 <= heldout_fraction <= 1:
         raise ValueError(f"heldout_fraction must be in [0, 1], got {heldout_fraction}")
-    gone = {masked_statement(statement) for statement in exclude}
+    excluded_keys = {masked_statement(statement) for statement in exclude}
     seen: set[tuple[str, str | None, str]] = set()
     train: list[Problem] = []
     heldout: list[Problem] = []
@@ -58,7 +58,7 @@ def split_by_masked_statement(
     for problem in problems:
         key = masked_statement(problem.statement)
         content = (problem.statement.strip(), problem.answer, digest_of(problem.info))
-        if key in gone:
+        if key in excluded_keys:
             excluded += 1
         elif content in seen:
             repeated += 1
@@ -69,5 +69,5 @@ def split_by_masked_statement(
 
 
 def _position(key: str) -> float:
-    """A fixed point in [0, 1) for every masked statement."""
+    """Map a masked statement to a fixed point in [0, 1)."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") / 2**64

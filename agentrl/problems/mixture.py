@@ -13,15 +13,15 @@ from agentrl_envs.types import Problem
 
 
 def digest_of(info: Mapping[str, object]) -> str:
-    """A hash of a row's other columns; "" where there are none."""
+    """Hash of a row's other columns, or "" if there are none."""
     return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest() if info else ""
 
 
 class ProblemSource(Protocol):
     """Problems by index: a finite set of ``size`` problems, or an endless generator (``size`` None).
 
-    ``name`` is that in messages and in saved positions. ``problem`` is always the same for the same index; sources of
-    equal ``identity`` have the same at every index.
+    ``name`` identifies the source in messages and in saved positions. ``problem`` always returns the same problem for
+    an index. Sources with equal ``identity`` return the same problems at every index.
     """
 
     @property
@@ -42,9 +42,9 @@ class FiniteSource:
     """
 
     def __init__(self, name: str, problems: Sequence[Problem]) -> None:
-        """Raise EmptyProblemsError if there are no problems and ProblemError if two problems share an id."""
+        """Raises EmptyProblemsError if there are no problems and ProblemError if two problems share an id."""
         if not problems:
-            raise EmptyProblemsError(f"{name}: no problems in it")
+            raise EmptyProblemsError(f"{name}: the source contains no problems")
         seen: set[str] = set()
         for problem in problems:
             if problem.id in seen:
@@ -88,9 +88,9 @@ class Mixture:
         names = [source.name for source in self.sources]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
-            raise ProblemError(f"a mixture names {repeated[0]!r} twice; give one entry with the summed weight")
+            raise ProblemError(f"a mixture contains {repeated[0]!r} twice; use one entry with the summed weight")
 
     @classmethod
     def of(cls, source: ProblemSource) -> Mixture:
-        """A mixture of one source."""
+        """Return a mixture of one source."""
         return cls(sources=(source,), weights=(1.0,))

@@ -1,4 +1,4 @@
-"""Find integers in a text, as digits or as English words, and replace them."""
+"""Integers in a text, as digits or as English words: find and replace them."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ class Mention:
 
 
 def number_mentions(text: str) -> tuple[Mention, ...]:
-    """Every integer in ``text``, in order; without decimals, ordinals and numbers inside words.
+    """Return every integer in ``text``, in order, without decimals, ordinals and numbers inside words.
 
     >>> [mention.value for mention in number_mentions("Twenty-six pens, 1,250 cups, 2.5 kg and the 3rd of two dozen.")]
     [26, 1250, 2]
     """
-    found = []
+    mentions = []
     for match in NUMBER.finditer(text):
         value = _whole(match["digits"]) if match["digits"] else words_value(match["words"])
         if value is not None and not _glued(text, match.start(), match.end()):
-            found.append(Mention(start=match.start(), end=match.end(), value=value))
-    return tuple(found)
+            mentions.append(Mention(start=match.start(), end=match.end(), value=value))
+    return tuple(mentions)
 
 
 def replace_mentions(text: str, mentions: Sequence[Mention], replaced: Mapping[int, int]) -> str:
-    """``text`` with every mention of a key of ``replaced`` written as its value in digits.
+    """Return ``text`` with every mention of a key of ``replaced`` written as its value in digits.
 
     >>> replace_mentions("Two cups and 2 pens", number_mentions("Two cups and 2 pens"), {2: 31})
     '31 cups and 31 pens'
@@ -62,7 +62,7 @@ def replace_mentions(text: str, mentions: Sequence[Mention], replaced: Mapping[i
 
 
 def words_value(words: str) -> int | None:
-    """The value of a number in English words; None if the words are several consecutive numbers.
+    """Return the value of a number in English words, or None if the words are several consecutive numbers.
 
     >>> words_value("three hundred and forty-nine"), words_value("two thousand"), words_value("two three")
     (349, 2000, None)

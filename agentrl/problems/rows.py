@@ -1,6 +1,6 @@
-"""Read raw rows from JSON Lines, parquet and the Hugging Face ``datasets`` library, each with its place.
+"""Raw rows from JSON Lines, parquet and the Hugging Face ``datasets`` library, each with its location.
 
-Errors about a row name its place (``mawps.jsonl:17``, ``train.parquet row 3``).
+Errors about a row contain its location (``mawps.jsonl:17``, ``train.parquet row 3``).
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of one half of a surroga
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
-    """``(place, row)`` for each line; blank lines are skipped. Raises ProblemFileError with file and line number."""
+    """Yield ``(location, row)`` for each line that is not blank. Raises ProblemFileError with file and line number."""
     require_file(path)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            place = f"{path}:{number}"
+            location = f"{path}:{number}"
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
             except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-                raise ProblemFileError(f"{place}: not valid JSON ({error})") from error
+                raise ProblemFileError(f"{location}: not valid JSON ({error})") from error
             if not isinstance(row, dict):
-                raise ProblemFileError(f"{place}: expected a JSON object, found {type(row).__name__}")
+                raise ProblemFileError(f"{location}: expected a JSON object, but the line is {type(row).__name__}")
             if _HALF.search(line):
-                _require_whole_characters(row, place)
-            yield place, row
+                _require_whole_characters(row, location)
+            yield location, row
 
 
-def _require_whole_characters(row: Row, place: str) -> None:
-    """Raise ProblemFileError for a lone surrogate: no tokenizer reads it, and no file can store it."""
+def _require_whole_characters(row: Row, location: str) -> None:
+    """Raise ProblemFileError for a lone surrogate, which no tokenizer can encode and no file can store."""
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ProblemFileError(f"{place}: contains half a character (a lone surrogate such as \\ud83d)") from error
+        raise ProblemFileError(f"{location}: contains half a character (a lone surrogate such as \\ud83d)") from error
 
 
 def read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
-    """``(place, row)`` for each row, read in batches. Raises ProblemFileError if the file is not parquet."""
+    """Yield ``(location, row)`` for each row, read in batches. Raises ProblemFileError if the file is not parquet."""
     import pyarrow
     import pyarrow.parquet
 
@@ -62,7 +62,7 @@ def read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def read_hub(name: str, *, split: str, subset: str | None, revision: str | None) -> Iterator[tuple[str, Row]]:
-    """``(place, row)`` for each row of a Hugging Face data set, or of a local folder in one of its layouts.
+    """Yield ``(location, row)`` for each row of a Hugging Face data set, or of a local folder in one of its layouts.
 
     Raises ProblemError if the data set, split or subset does not exist or cannot be reached.
     """
@@ -82,7 +82,7 @@ def require_file(path: Path) -> None:
     if path.is_dir():
         raise ProblemFileError(f"{path}: is a folder, not a file")
     if not path.exists():
-        there = sorted(entry.name for entry in path.parent.glob(f"*{path.suffix}"))[:8] if path.parent.is_dir() else []
-        hint = f"; in that folder: {', '.join(there)}" if there else ""
+        files = sorted(entry.name for entry in path.parent.glob(f"*{path.suffix}"))[:8] if path.parent.is_dir() else []
+        hint = f"; in that folder: {', '.join(files)}" if files else ""
         hint = hint if path.parent.is_dir() else f"; there is no folder {path.parent}"
         raise ProblemFileError(f"{path}: no such file{hint}")

@@ -1,7 +1,7 @@
-"""An endless stream of problems whose position can be saved.
+"""Endless stream of problems with a position that can be saved.
 
-The source of the n-th draw and the order of a finite source in its k-th epoch depend only on the seed. A position is
-therefore a few numbers, and an endless source is never materialized.
+The source of the n-th draw and the order of a finite source in its k-th epoch depend only on the seed. A position
+therefore consists of a few numbers, and an endless source is never materialized.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentrl_envs.types import Problem
 
 
 class SamplerState(TypedDict):
-    """A position. ``sources`` lets :meth:`ProblemSampler.load_state_dict` refuse a position for other problems."""
+    """Position of a sampler. ``sources`` is compared when a position is loaded, to reject one of other problems."""
 
     seed: int
     drawn: int
@@ -27,7 +27,7 @@ class SamplerState(TypedDict):
 
 
 class ProblemSampler:
-    """Draw problems from a mixture; each finite source is reshuffled every epoch.
+    """Draws problems from a mixture and reshuffles each finite source every epoch.
 
     Every problem of a finite source is drawn once before any is drawn again. Not thread-safe.
 
@@ -51,11 +51,11 @@ class ProblemSampler:
         self._orders: dict[int, tuple[int, array[int]]] = {}  # source -> (epoch, order); only one epoch is kept
 
     def next(self, count: int) -> list[Problem]:
-        """The next ``count`` problems."""
+        """Return the next ``count`` problems."""
         return [self._draw() for _ in range(count)]
 
     def state_dict(self) -> SamplerState:
-        """The position."""
+        """Return the position."""
         return {
             "seed": self._seed,
             "drawn": self._drawn,
@@ -65,15 +65,15 @@ class ProblemSampler:
         }
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Continue exactly where ``state`` was saved. Raises SamplerStateError if it belongs to other problems."""
+        """Continue from the saved position. Raises SamplerStateError if it was made with other problems."""
         ours, saved = dict[str, object](self.state_dict()), dict[str, object](state)
         missing = sorted(ours.keys() - saved.keys())
         if missing:
-            raise SamplerStateError(f"saved sampler position lacks {', '.join(missing)}")
+            raise SamplerStateError(f"the saved sampler position lacks {', '.join(missing)}")
         for key in ("seed", "sources", "weights"):
             if saved[key] != ours[key]:
                 raise SamplerStateError(
-                    f"saved sampler position belongs to other {key}: saved {saved[key]!r}, now {ours[key]!r}"
+                    f"the saved sampler position was made with other {key}: saved {saved[key]!r}, now {ours[key]!r}"
                 )
         self._drawn = int(state["drawn"])
         self._positions = [int(position) for position in state["positions"]]

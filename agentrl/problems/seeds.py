@@ -1,4 +1,4 @@
-"""Problems without content, for environments that make a task from a seed: ``builtin:seeds``."""
+"""Problems without content (``builtin:seeds``), for environments that generate a task from a seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SPLITS = ("train", "heldout")
 
 
 class SeedSource:
-    """Problem ``i`` of a split and a seed. It holds nothing but an id, from which an environment's seed follows.
+    """Problem ``i`` of a split and a seed. A problem has only an id, from which an environment derives its seed.
 
     >>> SeedSource(split="heldout", seed=3).problem(7).id
     'seeds-heldout-3-7'
@@ -28,6 +28,6 @@ class SeedSource:
         self.identity = f"seeds-{split}-{seed}"
 
     def problem(self, index: int) -> Problem:
-        """Problem ``index``: its statement is its id, and it has no answer."""
+        """Return problem ``index``. Its statement is its id, and it has no answer."""
         name = f"{self.identity}-{index}"
         return Problem(id=name, statement=name, answer=None, source=self.name)

@@ -1,7 +1,7 @@
-"""Open the sources named in settings: files, Hugging Face data sets, benchmarks and the built-in generator.
+"""Loading of the sources in settings: files, Hugging Face data sets, benchmarks and built-in generators.
 
-Problems that are left out (unanswered, repeated, excluded, in the other part of a split) are counted in a LoadReport;
-none is dropped silently.
+Rows that are left out (unanswered, repeated, excluded, in the other part of a split) are counted in a LoadReport; none
+is dropped silently.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """How many rows of one source were kept, and how many were left out for which reason."""
+    """Numbers of rows of one source that were kept, and that were left out by reason."""
 
     name: str
     rows: int
@@ -48,7 +48,7 @@ class LoadReport:
     beyond_limit: int = 0
 
     def describe(self) -> str:
-        """One line for the console, without counts of zero."""
+        """Summarise the report in one line for the console, without counts of zero."""
         removed = {
             "without an answer": self.unanswered,
             "repeated": self.repeated,
@@ -56,13 +56,13 @@ class LoadReport:
             "in the other part": self.other_part,
             "beyond the limit": self.beyond_limit,
         }
-        said = "".join(f", {count} {reason}" for reason, count in removed.items() if count)
-        return f"{self.name}: {self.kept} of {self.rows} problems{said}"
+        reasons = "".join(f", {count} {reason}" for reason, count in removed.items() if count)
+        return f"{self.name}: {self.kept} of {self.rows} problems{reasons}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedSource:
-    """A source with the report of what was left out; ``report`` is None for endless generators."""
+    """A source with its report; ``report`` is None for endless generators."""
 
     source: ProblemSource
     report: LoadReport | None
@@ -71,10 +71,10 @@ class LoadedSource:
 def load_mixture(
     settings: Sequence[ProblemSourceSettings], *, seed: int = 0, answered: bool = True
 ) -> tuple[Mixture, tuple[LoadReport, ...]]:
-    """Load every source and mix them by their weights; ``seed`` applies to generators that do not set their own.
+    """Load every source and mix them by their weights. ``seed`` applies to generators without a seed of their own.
 
-    ``answered``: answers are graded, so a row without one is an error. Raises ProblemError or one of its subclasses,
-    with a one-line message.
+    With ``answered``, answers are graded and a row without an answer is an error. Raises ProblemError or one of its
+    subclasses, with a one-line message.
     """
     loaded = [load_source(entry, seed=seed, answered=answered) for entry in settings]
     mixture = Mixture(
@@ -84,14 +84,14 @@ def load_mixture(
 
 
 def load_source(settings: ProblemSourceSettings, *, seed: int = 0, answered: bool = True) -> LoadedSource:
-    """Load one source; unless ``answered`` is False, each row needs an answer. Raises ProblemError."""
+    """Load one source. Each row needs an answer unless ``answered`` is False. Raises ProblemError."""
     if settings.is_generated:
         return _generator(settings, seed)
     path = expand(settings.path)
     name = _name(settings, path)
     read = _read(settings, path, name, answered)
     if not read.rows:
-        raise EmptyProblemsError(f"{settings.path}: empty, there is no problem in it")
+        raise EmptyProblemsError(f"{settings.path}: the file contains no problems")
     if not read.problems:
         raise EmptyProblemsError(f"{settings.path}: none of the {read.rows} problems has an answer")
     split = _split(settings, read.problems)
@@ -108,19 +108,21 @@ def load_source(settings: ProblemSourceSettings, *, seed: int = 0, answered: boo
         beyond_limit=len(kept) - len(limited),
     )
     if not limited:
-        raise EmptyProblemsError(f"nothing is left of {report.describe()}")
+        raise EmptyProblemsError(f"no problems are left of {report.describe()}")
     return LoadedSource(source=FiniteSource(name, limited), report=report)
 
 
 def read_places(settings: ProblemSourceSettings) -> Iterator[tuple[str, Problem | None]]:
-    """The place and problem of every row, including repeats, before splits and limits are applied; None for a row that
-    ``skip_unanswered`` leaves out."""
+    """Yield the location and problem of every row, including repeats, before splits and limits are applied.
+
+    The problem is None for rows that ``skip_unanswered`` leaves out.
+    """
     path = expand(settings.path)
     return _problems(settings, path, _name(settings, path), answered=True)
 
 
 def evaluation_set(source: ProblemSource, count: int) -> list[Problem]:
-    """``count`` fixed problems of ``source``, evenly spaced if it is finite (all of them if it has fewer)."""
+    """Return ``count`` fixed problems, evenly spaced if ``source`` is finite (all of them if it has fewer)."""
     if isinstance(source, ExerciseSource):
         return source.distinct(count)
     if source.size is None:
@@ -130,7 +132,7 @@ def evaluation_set(source: ProblemSource, count: int) -> list[Problem]:
 
 
 def expand(path: str) -> str:
-    """``path`` with ``~`` and ``$VARIABLES`` expanded. Raises ProblemFileError if a variable is not set."""
+    """Return ``path`` with ``~`` and ``$VARIABLES`` expanded. Raises ProblemFileError if a variable is not set."""
     for match in _VARIABLE.finditer(path):
         variable = match[1] or match[2]
         if variable not in os.environ:
@@ -188,9 +190,9 @@ class _Read:
 
 
 def _read(settings: ProblemSourceSettings, path: str, name: str, answered: bool) -> _Read:
-    """The distinct problems of a source; rows that are repeated hundreds of times are never all held in memory.
+    """Distinct problems of a source. Rows may repeat hundreds of times, so repeats are dropped while reading.
 
-    Where answers are graded, statement and answer make a problem; elsewhere every column does.
+    Problems are equal if statement and answer are; without grading, all other columns must be equal, too.
     """
     problems: dict[tuple[str, str | None, str], Problem] = {}
     rows = unanswered = 0
@@ -201,12 +203,12 @@ def _read(settings: ProblemSourceSettings, path: str, name: str, answered: bool)
         else:
             other = "" if answered else digest_of(problem.info)
             problems.setdefault((problem.statement.strip(), problem.answer, other), problem)
-    kept = _told_apart(problems)
+    kept = _with_distinct_ids(problems)
     return _Read(problems=kept, rows=rows, unanswered=unanswered, repeated=rows - unanswered - len(kept))
 
 
-def _told_apart(problems: Mapping[tuple[str, str | None, str], Problem]) -> list[Problem]:
-    """The problems; of those that differ only in ``info`` all but the first get an id with its digest."""
+def _with_distinct_ids(problems: Mapping[tuple[str, str | None, str], Problem]) -> list[Problem]:
+    """Give distinct ids to problems that differ only in ``info``: all but the first get a digest of it appended."""
     seen: set[tuple[str, str, str | None]] = set()
     kept = []
     for (statement, answer, digest), problem in problems.items():
@@ -219,14 +221,14 @@ def _told_apart(problems: Mapping[tuple[str, str | None, str], Problem]) -> list
 def _problems(
     settings: ProblemSourceSettings, path: str, name: str, *, answered: bool
 ) -> Iterator[tuple[str, Problem | None]]:
-    """The place and problem of every row; None for a row without an answer if the settings skip such rows."""
-    for place, row in _rows(settings, path):
+    """Location and problem of every row; None for a row without an answer if the settings skip such rows."""
+    for location, row in _rows(settings, path):
         problem = problem_of(
-            row, place, source=name, fields=settings.fields, answered=answered or settings.skip_unanswered
+            row, location, source=name, fields=settings.fields, answered=answered or settings.skip_unanswered
         )
         if problem.answer is None and answered and not settings.skip_unanswered:
-            raise ProblemFieldError(f"{place}: the problem has no answer; skip_unanswered=true leaves such rows out")
-        yield place, None if problem.answer is None and settings.skip_unanswered else problem
+            raise ProblemFieldError(f"{location}: the problem has no answer; skip_unanswered=true skips such rows")
+        yield location, None if problem.answer is None and settings.skip_unanswered else problem
 
 
 def _rows(settings: ProblemSourceSettings, path: str) -> Iterator[tuple[str, Row]]:
@@ -249,6 +251,6 @@ def _split(settings: ProblemSourceSettings, problems: Sequence[Problem]) -> Mask
 
 
 def _statements(path: str) -> Iterator[str]:
-    """The statements of a file or data set, answered or not."""
-    for place, row in _rows(ProblemSourceSettings(path=path), expand(path)):
-        yield statement_of(row, place, fields={})
+    """Statements of a file or data set, with or without answers."""
+    for location, row in _rows(ProblemSourceSettings(path=path), expand(path)):
+        yield statement_of(row, location, fields={})

@@ -85,7 +85,7 @@ def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
 
 def test_wrong_fields_show_those_there_are(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.jsonl", [{"text": "What is 1 + 1?", "result": 2}])
-    with pytest.raises(ProblemError, match=r"mine\.jsonl:1: no field for the .*; fields there: result, text") as raised:
+    with pytest.raises(ProblemError, match=r"mine\.jsonl:1: no field for the .*; fields: result, text") as raised:
         load_benchmark(str(file))
     # What it advises works.
     advice = re.search(r"fields\.problem: (.*) in place of --benchmarks", str(raised.value))

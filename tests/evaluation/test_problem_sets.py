@@ -58,7 +58,7 @@ def test_a_file_needs_no_answers_where_none_are_compared(tmp_path: Path) -> None
 def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"mine\.jsonl.*the id 'q1' occurs 2 times"):
         problem_sets(settings(), [write(tmp_path / "mine.jsonl", row(1), row(2, id="q1"))], None)
-    with pytest.raises(ProblemFieldError, match=r"no field for the problem .*fields there: answer, query"):
+    with pytest.raises(ProblemFieldError, match=r"no field for the problem .*fields: answer, query"):
         problem_sets(settings(), [write(tmp_path / "mine.jsonl", {"query": "1 + 1?", "answer": 2})], None)
     with pytest.raises(SettingsError, match=r"gone\.jsonl: no such file"):
         problem_sets(settings(), [str(tmp_path / "gone.jsonl")], None)

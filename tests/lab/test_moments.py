@@ -438,7 +438,7 @@ def test_the_variance_of_groups_is_unbiased_over_all_divisions() -> None:
     ("rewards", "reason"),
     [
         ([1, 0, 0, 1, 1], None),
-        ([1, 0], "too few trajectories that are data"),
+        ([1, 0], "too few usable trajectories"),
         ([1] * 4, "equal rewards"),
         ([0] * 4 + [1], "equal rewards"),  # they differ only in what is cut off
     ],

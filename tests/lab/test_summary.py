@@ -92,7 +92,7 @@ def test_a_gradient_against_the_true_one_is_no_signal() -> None:
 def test_a_gradient_lost_in_noise_is_said_to_be(recwarn: pytest.WarningsRecorder) -> None:
     lost = {2: {name: make_moments(reference_squared=-1.0, along_squared=-1.0) for name in ("rloo", "grpo")}}
     lines = summarise([lost, lost], resamples=100, seed=0, baseline="rloo")
-    assert verdicts(lines) == ["N=2: no gradient can be told from noise here; take more problems or samples"]
+    assert verdicts(lines) == ["N=2: noise hides all gradients; use more problems or samples"]
     assert as_records(lines)[0]["noise"] == {"value": None, "low": None, "high": None}
     assert not recwarn.list
 
@@ -110,7 +110,7 @@ def test_verdicts_say_where_the_optimal_baseline_does_not_win() -> None:
     (lost,) = verdicts([make_line("rloo", 1.0, 1.0), make_line("tir_otb:tail=carry", 1.5, 1.2)])
     assert lost.endswith("tir_otb:tail=carry, with 1.5 [1.2, 1.5] times that noise: it does not win here")
     (close,) = verdicts([make_line("rloo", 1.0, 1.0), make_line("otb", 1.1, 0.9)])
-    assert "the difference lies within the interval for otb" in close
+    assert "the difference is within the interval for otb" in close
     assert close.endswith("a difference within the interval")
 
 
@@ -120,13 +120,13 @@ def test_verdicts_say_where_the_optimal_baseline_does_not_win() -> None:
         ({"estimators": "tir_obt"}, "--estimators: tir_obt: unknown estimator 'tir_obt'; did you mean 'tir_otb'"),
         ({"estimators": "tir_otb:tial=carry"}, "did you mean 'tail'"),
         ({"estimators": "tir_otb:tail"}, "options are written option=value"),
-        ({"estimators": "rloo,grpo,rloo"}, "rloo is given twice"),
+        ({"estimators": "rloo,grpo,rloo"}, "rloo is listed twice"),
         ({"estimators": "gae"}, f"gae cannot be measured here: {EXCLUDED['gae']}"),
-        ({"group_sizes": "4,64"}, "--group-sizes 64: a group has 2 to 32 trajectories, half of the 64 samples"),
+        ({"group_sizes": "4,64"}, "--group-sizes 64: a group must have 2 to 32 trajectories, because"),
         ({"group_sizes": "4,x"}, "--group-sizes: 'x' is not a whole number"),
         ({"group_sizes": "4,4"}, "give different sizes"),
         ({"samples": 3}, "--samples 3: at least 4"),
-        ({"baseline": "rlo"}, "--baseline rlo: it is not measured; valid: "),
+        ({"baseline": "rlo"}, "--baseline rlo: not among the measured estimators: "),
     ],
 )
 def test_bad_input_is_named(texts: dict[str, Any], message: str) -> None:

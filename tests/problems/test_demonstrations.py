@@ -48,7 +48,7 @@ GOOD = {"id": "a", "problem": "1+1?", "answer": "2", "turns": [{"model": "\\boxe
     [
         ({"answer": ""}, r"d\.jsonl:2: a demonstration needs a text 'answer'"),
         ({"problem": 3}, r"d\.jsonl:2: a demonstration needs a text 'problem'"),
-        ({"turns": []}, r"d\.jsonl:2: .*'turns' that is not empty"),
+        ({"turns": []}, r"d\.jsonl:2: .*non-empty list 'turns'"),
         ({"turns": [{"observation": "x"}]}, r"d\.jsonl:2: turn 1 needs a text 'model'"),
         ({"turns": [{"model": "a", "observation": 1}]}, r"d\.jsonl:2: turn 1: 'observation' must be text"),
         ({"setup": 1}, r"d\.jsonl:2: 'setup' must be text"),
@@ -83,9 +83,9 @@ def test_demonstrations_by_one_string(tmp_path: Path):
     assert len(load_demonstrations(f"formula:{rows}", count=5, variants=3, seed=3).demonstrations) == 3
     with pytest.raises(ProblemError, match=r"no such built-in demonstrations; valid: builtin:arithmetic"):
         load_demonstrations("builtin:algebra", count=5, variants=1, seed=3)
-    with pytest.raises(ProblemError, match=r"coldstart\.families belongs to generated demonstrations"):
+    with pytest.raises(ProblemError, match=r"coldstart\.families applies to generated demonstrations"):
         load_demonstrations("shown.jsonl", count=1, variants=1, seed=0, families=["chain_8"])
     with pytest.raises(
-        ProblemFileError, match=r"shown\.csv: demonstrations are builtin:arithmetic, builtin:horizon, formula:FILE"
+        ProblemFileError, match=r"shown\.csv: not a source of demonstrations; valid: builtin:arithmetic"
     ):
         load_demonstrations("shown.csv", count=5, variants=1, seed=3)

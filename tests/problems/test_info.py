@@ -38,7 +38,7 @@ def test_fields_give_columns_other_names_and_leave_them_out(tmp_path: Path):
     row = {"problem": "How many?", "answer": "3", "meta": {"db": {"path": "shop.sqlite"}}, "blob": "x", "kept": 1}
     (problem,) = load(tmp_path, [row], fields={"db": "meta.db.path", "meta": None, "blob": None})
     assert problem.info == {"db": "shop.sqlite", "kept": 1}
-    with pytest.raises(ProblemFieldError, match=r"shop.jsonl:1: no field 'meta.path' for fields.db; fields there:"):
+    with pytest.raises(ProblemFieldError, match=r"shop.jsonl:1: no field 'meta.path' for fields.db; fields:"):
         load(tmp_path, [row], fields={"db": "meta.path"})
     with pytest.raises(ValidationError, match=r"fields.answer must name a column"):
         ProblemSourceSettings(path="x.jsonl", fields={"answer": None})
@@ -80,7 +80,7 @@ def test_a_column_that_is_not_json_is_one_clear_message(tmp_path: Path, value: o
         load_source(ProblemSourceSettings(path=str(path)))
     assert str(caught.value) == (
         f"{path} row 0: column {kind}, which is not JSON (text, numbers, true, false, null, lists and objects); "
-        "convert it, or leave it out with fields.image=null"
+        "convert it, or drop the column with fields.image=null"
     )
     assert load_source(ProblemSourceSettings(path=str(path), fields={"image": None})).source.problem(0).info == {}
 

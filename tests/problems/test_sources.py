@@ -117,16 +117,16 @@ def test_unanswered_rows_are_an_error_or_counted(tmp_path: Path):
     [
         ('{"problem": "a?", "answer": "1"}\n{"problem": ', r"x\.jsonl:2: not valid JSON"),
         ('{"problem": "\\ud83d\\ude00 \\ud83d?", "answer": "1"}', r"x\.jsonl:1: contains half a character"),
-        ('{"problem": "a?", "answer": "1"}\n\n[1]', r"x\.jsonl:3: expected a JSON object, found list"),
+        ('{"problem": "a?", "answer": "1"}\n\n[1]', r"x\.jsonl:3: expected a JSON object, but the line is list"),
         (
             '{"text": "a?", "answer": "1"}',
             r"x\.jsonl:1: no field for the problem .*: answer, text; .*fields\.problem",
         ),
-        ('{"problem": "a?", "value": "1"}', r"x\.jsonl:1: no field for the answer .*; fields there: problem, value;"),
+        ('{"problem": "a?", "value": "1"}', r"x\.jsonl:1: no field for the answer .*; fields: problem, value;"),
         ('{"problem": " ", "answer": "1"}', r"x\.jsonl:1: the problem's statement is empty"),
-        ('{"problem": "a?", "answer": true}', r"x\.jsonl:1: the answer must be text or a number, found bool"),
+        ('{"problem": "a?", "answer": true}', r"x\.jsonl:1: the answer must be text or a number, but is bool"),
         ('{"problem": "a?", "answer": NaN}', r"x\.jsonl:1: the answer is nan"),
-        ("", r"x\.jsonl: empty, there is no problem in it"),
+        ("", r"x\.jsonl: the file contains no problems"),
         (
             '{"id": 1, "problem": "a?", "answer": "1"}\n{"id": 1, "problem": "b?", "answer": "1"}',
             r"x: two different problems have the id '1'; map another field with fields\.id",
@@ -175,7 +175,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"path": "x.jsonl", "weight": float("inf")}, "finite"),
         ({"path": "x.jsonl", "limit": 0}, "greater than or equal to 1"),
         ({"path": "x.jsonl", "wieght": 1}, "Extra inputs"),
-        ({"path": "x.jsonl", "families": ["add"]}, "families belongs to builtin:arithmetic"),
+        ({"path": "x.jsonl", "families": ["add"]}, "families applies to builtin:arithmetic"),
         ({"path": "builtin:arithmetic", "part": "heldout"}, "has no part; its split is train or heldout"),
         ({"path": "x.jsonl", "fields": {"answer": None}}, "fields.answer must name a column"),
     ],
@@ -224,7 +224,7 @@ def test_the_real_training_files_load(data_dir: Path):
 def test_nothing_left_is_an_error(tmp_path: Path):
     path = write(tmp_path / "x.jsonl", [{"problem": "Is 3 odd?", "answer": "yes"}])
     other = write(tmp_path / "y.jsonl", [{"problem": "is 5 odd", "answer": ""}])
-    with pytest.raises(EmptyProblemsError, match=r"nothing is left of x: 0 of 1 problems, 1 excluded by their masked"):
+    with pytest.raises(EmptyProblemsError, match=r"no problems are left of x: 0 of 1 problems, 1 excluded by"):
         load(path, exclude=[other])
     with pytest.raises(EmptyProblemsError, match="none of the 1 problems has an answer"):
         load(other, skip_unanswered=True)

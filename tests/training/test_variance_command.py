@@ -63,7 +63,7 @@ def test_a_second_call_continues_the_first(command_line: CommandLine, random_pol
 
     changed = ["--problems", "3", "--output", "parts", "rollout.temperature=0.9"]
     said = command_line.run("variance", *arguments, *changed, code=2)
-    assert "measured with temperature=1.0, now it is 0.9: give another --output" in said.replace("\n", " ")
+    assert "measured with temperature=1.0, now with 0.9: use another --output" in said.replace("\n", " ")
     assert (command_line.folder / "parts" / "problems.jsonl").read_text() == whole
 
     older = ["--problems", "2", "--output", "older", "--behaviour", str(random_policy)]
@@ -78,9 +78,9 @@ def test_mistakes_end_before_anything_is_sampled(command_line: CommandLine, rand
     model = ["--model", str(random_policy), *OWN]
     mistakes = {
         "unknown estimator 'rlo'; did you mean 'rloo'": ["--estimators", "rlo"],
-        "--group-sizes 40: a group has 2 to 32 trajectories": ["--group-sizes", "4,40"],
+        "--group-sizes 40: a group must have 2 to 32 trajectories": ["--group-sizes", "4,40"],
         "nowhere.jsonl": ["--problems", "nowhere.jsonl"],
-        "two problems are the least": ["--problems", "1"],
+        "a measurement needs at least 2 problems": ["--problems", "1"],
     }
     for message, wrong in mistakes.items():
         said = command_line.run("variance", *model, *wrong, code=2)

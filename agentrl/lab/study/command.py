@@ -1,4 +1,4 @@
-"""``agentrl study``: work off a grid of runs, then write its report; or write the report of a stored record again."""
+"""``agentrl study``: execute a grid of runs and report the results, or report a stored record again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agentrl.telemetry.files import atomic_write, world_errors
 RECORD = "study.json"
 _ENDED = ("finished", "failed")
 Check = Callable[[list[str], list[str], str], object]
-"""``check(configs, overrides, env)`` raises SettingsError for what ``agentrl train`` would refuse."""
+"""``check(configs, overrides, env)`` raises SettingsError if ``agentrl train`` would reject the settings."""
 
 
 def study_command(
@@ -35,10 +35,10 @@ def study_command(
     check: Check,
     echo: Callable[[str], None],
 ) -> None:
-    """Run what is missing of the study in ``file`` and report; a record (``.json``) is only reported.
+    """Execute the missing runs of the study in ``file`` and report. A record (``.json``) is only reported.
 
-    Runs and report lie in ``folder``, by default ``runs/NAME``. Runs that ended according to its record have ended,
-    also without their folders. Raises SettingsError or WorldError.
+    Runs and report are stored in ``folder``, by default ``runs/NAME``. A run that has ended according to the record
+    there is not repeated, even if its directory was deleted. Raises SettingsError or WorldError.
     """
     if file.suffix == ".json":
         record = read_record(file)
@@ -62,15 +62,16 @@ def study_command(
     with world_errors(home, "make"):
         home.mkdir(parents=True, exist_ok=True)
     if not report_only:
-        stand = [f"{len(kept)} ended according to {home / RECORD}"] if kept else []
-        stand += [f"{count} {status}" for status, count in count_by_status(missing).items() if count]
+        counts = [f"{len(kept)} ended according to {home / RECORD}"] if kept else []
+        counts += [f"{count} {status}" for status, count in count_by_status(missing).items() if count]
         echo(
-            f"study {study.name}: {len(runs)} runs, {', '.join(stand)}; {study.jobs} at a time; logs in {home / 'logs'}"
+            f"study {study.name}: {len(runs)} runs, {', '.join(counts)}; {study.jobs} at a time; logs: {home / 'logs'}"
         )
-        _keep(_record_now(study, runs, kept), home)  # so that a study which is killed is known by its settings
+        # Before the first run, so that an interrupted study can be recognized by its settings.
+        _keep(_record_now(study, runs, kept), home)
     try:
         if not report_only:
-            work_off(study, missing, retry=retry, report=lambda run, said: echo(f"{run.folder.name}: {said}"))
+            work_off(study, missing, retry=retry, report=lambda run, text: echo(f"{run.folder.name}: {text}"))
     finally:
         record = _record_now(study, runs, kept)
         _keep(record, home)
@@ -78,7 +79,7 @@ def study_command(
 
 
 def check_variants(study: StudySettings, runs: Sequence[StudyRun], check: Check) -> None:
-    """Check the settings of every variant before the first run. Raises SettingsError, which names the variant."""
+    """Check the settings of every variant before the first run. The SettingsError that it raises names the variant."""
     first = {run.variant: run for run in reversed(runs)}
     for variant, run in first.items():
         try:
@@ -88,45 +89,45 @@ def check_variants(study: StudySettings, runs: Sequence[StudyRun], check: Check)
 
 
 def check_same_study(study: StudySettings, before: StudyRecord, home: Path) -> None:
-    """Refuse to mix runs of other settings under one name. Raises SettingsError."""
+    """Check that the stored record has the same settings and variants. Raises SettingsError."""
     for what in ("env", "config", "settings"):
         if getattr(before.study, what) != getattr(study, what):
             raise SettingsError(
-                f"{home} holds a study {before.study.name!r} that differs in {what}: give this one another name, or "
-                "--output"
+                f"{home} contains a study {before.study.name!r} that differs in {what}: give this study another "
+                "name, or use another --output"
             )
     now = study.all_variants()
     for variant, values in before.study.all_variants().items():
         if variant in now and now[variant] != values:
-            raise SettingsError(f"{home}: variant {variant!r} had other settings; give it another name")
+            raise SettingsError(f"{home}: variant {variant!r} had other settings; use another name for this variant")
 
 
 def check_none_lost(runs: Sequence[StudyRun], before: StudyRecord, home: Path) -> None:
-    """Refuse to write a record without runs that only the present one still knows. Raises SettingsError."""
+    """Check that a new record would contain every run that is stored in the old record only. Raises SettingsError."""
     listed = {(run.variant, run.seed) for run in runs}
     for curve in before.runs:
         gone = curve.status in _ENDED and not run_folder(home, curve.variant, curve.seed).is_dir()
         if gone and (curve.variant, curve.seed) not in listed:
             raise SettingsError(
-                f"{home / RECORD} is all that is left of variant {curve.variant!r} on seed {curve.seed}, which the "
-                "study file does not list: list it there, or give --output another folder"
+                f"{home / RECORD} is the only copy of variant {curve.variant!r} on seed {curve.seed}, but the study "
+                "file does not list it: add it to the study file, or use another --output"
             )
 
 
 def kept_curves(runs: Sequence[StudyRun], before: StudyRecord, *, retry: bool) -> dict[Path, RunCurve]:
-    """By folder, the runs without one that ended according to the record; with ``retry`` those that finished."""
+    """Curves of ended runs that have no run directory, by directory; with ``retry`` only of finished runs."""
     curves = {(curve.variant, curve.seed): curve for curve in before.runs}
-    found = {run.folder: curves.get((run.variant, run.seed)) for run in runs if run.status == "waiting"}
+    ended = {run.folder: curves.get((run.variant, run.seed)) for run in runs if run.status == "waiting"}
     wanted = ("finished",) if retry else _ENDED
-    return {folder: curve for folder, curve in found.items() if curve is not None and curve.status in wanted}
+    return {folder: curve for folder, curve in ended.items() if curve is not None and curve.status in wanted}
 
 
 def read_record(path: Path) -> StudyRecord:
-    """Read ``study.json``. Raises SettingsError."""
+    """Read a ``study.json``. Raises SettingsError."""
     try:
         return StudyRecord.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValidationError) as error:
-        raise SettingsError(f"{path} is no record of a study: {error}") from error
+        raise SettingsError(f"{path} is not a record of a study: {error}") from error
 
 
 def _record_now(study: StudySettings, runs: Sequence[StudyRun], kept: Mapping[Path, RunCurve]) -> StudyRecord:
@@ -141,8 +142,8 @@ def _keep(record: StudyRecord, home: Path) -> None:
 
 def _report(record: StudyRecord, folder: Path, echo: Callable[[str], None]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    said = markdown(record)
-    atomic_write(folder / "report.md", lambda out: out.write(said.encode()))
+    text = markdown(record)
+    atomic_write(folder / "report.md", lambda out: out.write(text.encode()))
     drawn = draw_study(record, folder)
-    echo(said)
+    echo(text)
     echo(f"report: {folder / 'report.md'}" + "".join(f", {path}" for path in drawn))

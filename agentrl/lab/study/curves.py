@@ -1,4 +1,4 @@
-"""What a study keeps of a run: its scores, rewards, tokens and seconds by step, small enough for one file."""
+"""Records that a study keeps of its runs: scores, rewards, tokens and seconds by step, small enough for one file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.lab.study.settings import SettingValues, StudySettings
 
 
 class HeldOutScore(BaseModel):
-    """A held-out evaluation: avg@k after ``step`` optimizer steps, with its interval for this benchmark."""
+    """Held-out evaluation: avg@k after ``step`` optimizer steps, with the interval of that evaluation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -23,7 +23,7 @@ class HeldOutScore(BaseModel):
 
 
 class RunCurve(BaseModel):
-    """One run of a study. Lists hold one entry for each training step."""
+    """One run of a study. Lists contain one entry per training step."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -31,12 +31,12 @@ class RunCurve(BaseModel):
     seed: int
     settings: SettingValues
     status: Status
-    message: str = Field("", description="why it failed")
+    message: str = Field("", description="why the run failed")
     scores: tuple[HeldOutScore, ...] = ()
     steps: tuple[int, ...] = ()
-    rewards: tuple[float | None, ...] = Field((), description="mean reward of the step's data; null if it had none")
+    rewards: tuple[float | None, ...] = Field((), description="mean reward of the step; null if all were excluded")
     model_tokens: tuple[int, ...] = Field((), description="tokens sampled in the step")
-    trajectories: tuple[int, ...] = Field((), description="the step's trajectories that are data")
+    trajectories: tuple[int, ...] = Field((), description="trajectories of the step that are not excluded")
     seconds: tuple[float, ...] = ()
 
     @property
@@ -46,16 +46,16 @@ class RunCurve(BaseModel):
 
     @property
     def area(self) -> float | None:
-        """The mean score over all steps, by the trapezoidal rule; None if the run has not finished."""
+        """Mean score over all steps by the trapezoidal rule, or None if the run has not finished."""
         if self.status != "finished" or len(self.scores) < 2:
             return None
         parts = [(after.step - before.step) * (before.mean + after.mean) / 2 for before, after in pairwise(self.scores)]
         return sum(parts) / (self.scores[-1].step - self.scores[0].step)
 
     def spent_until(self, target: float, spent: Sequence[int]) -> int | None:
-        """The sum of ``spent`` up to the first evaluation with a score of ``target``; None if there is none.
+        """Sum of ``spent`` up to the first evaluation with a score of at least ``target``, or None if there is none.
 
-        Steps of ``spent`` are those of ``steps``.
+        ``spent`` has one entry for each of ``steps``.
         """
         reached = next((score.step for score in self.scores if score.mean >= target), None)
         if reached is None:
@@ -63,17 +63,17 @@ class RunCurve(BaseModel):
         return sum(value for step, value in zip(self.steps, spent, strict=True) if step <= reached)
 
     def collapsed(self, share: float) -> bool:
-        """Whether the last score is below ``share`` of the best one."""
+        """True if the last score is below ``share`` of the best score."""
         return bool(self.scores) and self.scores[-1].mean < share * max(score.mean for score in self.scores)
 
     @property
     def cumulated_tokens(self) -> list[int]:
-        """Sampled tokens up to and including each step."""
+        """Cumulative number of sampled tokens at each step."""
         return list(accumulate(self.model_tokens))
 
 
 class StudyRecord(BaseModel):
-    """A study and all its runs: what tables and figures are made of."""
+    """A study and all its runs: the source of the tables and figures."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -83,7 +83,7 @@ class StudyRecord(BaseModel):
 
 
 def read_curve(run: StudyRun) -> RunCurve:
-    """What the files of a run say now. Raises WorldError if they are damaged."""
+    """Read the current state of a run from its files. Raises WorldError if they are damaged."""
     rows = list(run.files.metrics())
     trained = [row for row in rows if "reward/count" in row]
     return RunCurve(

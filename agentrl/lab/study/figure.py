@@ -1,4 +1,4 @@
-"""The picture of a study: scores and rewards by step, with bands over seeds."""
+"""Figure of a study: scores and rewards by step, with bands over seeds."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ COLUMNS = 4
 
 
 def draw_study(record: StudyRecord, folder: Path) -> list[Path]:
-    """Draw ``curves.png`` into ``folder``; nothing if no run has an evaluation."""
+    """Draw ``curves.png`` into ``folder``. Draws nothing if no run has an evaluation."""
     if not any(run.scores for run in record.runs):
         return []
     return save_twins(study_figure(record), folder / "curves.png")
 
 
 def study_figure(record: StudyRecord) -> Figure:
-    """Few variants share one picture; more than there are colours get one each, with the others in grey."""
+    """Draw the variants in one panel, or in a panel each with the others in grey if there are more than colours."""
     variants = by_variant(record)
     seeds = sorted({len(runs) for runs in variants.values()})
     count = " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
-    told = f"{record.study.name}: {count} seeds, bands are 95 % intervals over seeds"
-    return (_together if len(variants) <= len(LIGHT) else _one_by_one)(variants, record.study, told)
+    text = f"{record.study.name}: {count} seeds, bands are 95 % intervals over seeds"
+    return (_together if len(variants) <= len(LIGHT) else _one_by_one)(variants, record.study, text)
 
 
-def _together(variants: Mapping[str, Sequence[RunCurve]], study: StudySettings, told: str) -> Figure:
+def _together(variants: Mapping[str, Sequence[RunCurve]], study: StudySettings, text: str) -> Figure:
     figure = new_figure(WIDTH, 4.8)
     scores, rewards = figure.subplots(1, 2)
-    for place, (variant, runs) in enumerate(variants.items()):
-        _band(scores, _score_points(runs), variant, place)
-        _band(rewards, _reward_points(runs), variant, place)
+    for index, (variant, runs) in enumerate(variants.items()):
+        _band(scores, _score_points(runs), variant, index)
+        _band(rewards, _reward_points(runs), variant, index)
     for axes, title in ((scores, "Held-out score"), (rewards, "Training reward, means of ten steps")):
         dress(axes, title)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("optimizer step")
     legend_below(scores, columns=4)
-    caption(figure, told)
+    caption(figure, text)
     return figure
 
 
-def _one_by_one(variants: Mapping[str, Sequence[RunCurve]], study: StudySettings, told: str) -> Figure:
+def _one_by_one(variants: Mapping[str, Sequence[RunCurve]], study: StudySettings, text: str) -> Figure:
     rows = math.ceil(len(variants) / COLUMNS)
     figure = new_figure(WIDTH, 1.2 + 1.9 * rows)
     panels = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).flat
     means = {variant: _means(_score_points(runs)) for variant, runs in variants.items()}
-    for place, ((variant, runs), axes) in enumerate(zip(variants.items(), panels, strict=False)):
+    for index, ((variant, runs), axes) in enumerate(zip(variants.items(), panels, strict=False)):
         for steps, values in means.values():
             axes.plot(steps, values, color="0.85", linewidth=0.8)
         axes.plot(*means[study.compared_with], color="0.45", linestyle="--", linewidth=1.0)
@@ -68,10 +68,10 @@ def _one_by_one(variants: Mapping[str, Sequence[RunCurve]], study: StudySettings
         dress(axes, variant)
         axes.set_title(variant, loc="left", fontsize=8)
         axes.set_ylim(bottom=0)
-        axes.tick_params(labelbottom=place + COLUMNS >= len(variants))
-    for axes in panels:  # those left over
+        axes.tick_params(labelbottom=index + COLUMNS >= len(variants))
+    for axes in panels:  # the rest of the iterator: panels without a variant
         axes.set_axis_off()
-    caption(figure, f"{told}\nHeld-out score; grey: the other variants, dashed: {study.compared_with}")
+    caption(figure, f"{text}\nHeld-out score; grey: the other variants, dashed: {study.compared_with}")
     figure.supxlabel("optimizer step", fontsize=10)
     return figure
 
@@ -99,17 +99,17 @@ def _reward_points(runs: Sequence[RunCurve], window: int = 10) -> dict[int, list
     return points
 
 
-def _band(axes: Axes, points: Mapping[int, Sequence[float]], label: str, place: int) -> None:
+def _band(axes: Axes, points: Mapping[int, Sequence[float]], label: str, index: int) -> None:
     if not points:
         return
     steps = sorted(points)
-    found = [over_seeds(points[step]) for step in steps]
-    axes.plot(steps, [item.value for item in found], **look(place), label=label, linewidth=1.6)
+    estimates = [over_seeds(points[step]) for step in steps]
+    axes.plot(steps, [item.value for item in estimates], **look(index), label=label, linewidth=1.6)
     axes.fill_between(
         steps,
-        [item.low for item in found],
-        [item.high for item in found],
-        color=look(place)["color"],
+        [item.low for item in estimates],
+        [item.high for item in estimates],
+        color=look(index)["color"],
         alpha=0.15,
         linewidth=0,
     )

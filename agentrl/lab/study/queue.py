@@ -1,4 +1,4 @@
-"""Runs one after another, or a few at a time, until all are finished; a second start continues the first."""
+"""Execution of the runs of a study, several at a time. A later call continues unfinished runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Report = Callable[[StudyRun, str], None]
 
 
 def work_off(study: StudySettings, runs: Sequence[StudyRun], *, retry: bool, report: Report) -> None:
-    """Start or continue every run that is not finished; ``retry`` also those that failed.
+    """Start or continue every unfinished run; with ``retry`` also those that failed.
 
-    A run that fails is noted and the next one starts. At KeyboardInterrupt the running ones are told to stop and save a
-    checkpoint; the same call continues them. Runs at a time have cores of their own.
+    If a run fails, the failure is recorded and the next run starts. On KeyboardInterrupt the active runs are asked to
+    save a checkpoint and stop; the same call continues them later. Concurrent runs get disjoint CPU cores.
     """
     open_runs = [run for run in runs if run.status != "finished" and (retry or run.status != "failed")]
     stop = Event()
@@ -28,7 +28,7 @@ def work_off(study: StudySettings, runs: Sequence[StudyRun], *, retry: bool, rep
     at_a_time = max(1, min(study.jobs, len(open_runs)))
     for share in shares_of(os.sched_getaffinity(0), at_a_time):
         shares.put(share)
-    # On Linux affinity is a thread's, and what the thread starts inherits it.
+    # On Linux affinity belongs to a thread, and processes that the thread starts inherit it.
     with ThreadPoolExecutor(at_a_time, initializer=lambda: os.sched_setaffinity(0, shares.get())) as pool:
         waiting = [pool.submit(_work, study, run, stop, running, report) for run in open_runs]
         try:
@@ -42,7 +42,7 @@ def work_off(study: StudySettings, runs: Sequence[StudyRun], *, retry: bool, rep
 
 
 def shares_of(cores: Collection[int], jobs: int) -> list[set[int]]:
-    """The cores of each of ``jobs`` runs at a time: disjoint shares, or one core each if there are too few.
+    """Split ``cores`` into disjoint shares for ``jobs`` concurrent runs; runs share single cores if there are too few.
 
     >>> shares_of({0, 1, 2, 3, 4}, 2)
     [{0, 1}, {2, 3, 4}]
@@ -61,21 +61,21 @@ def _work(
         return
     run.log.parent.mkdir(parents=True, exist_ok=True)
     run.failure.unlink(missing_ok=True)
-    report(run, "goes on" if run.status == "interrupted" else "starts")
+    report(run, "continues" if run.status == "interrupted" else "starts")
     with run.log.open("ab") as log:
         process = subprocess.Popen(train_command(study, run), stdout=log, stderr=subprocess.STDOUT)
         running.add(process)
-        if stop.is_set():  # set before the process was known
+        if stop.is_set():  # it was set before the process was in `running`
             process.terminate()
         code = process.wait()
         running.discard(process)
     if run.status == "finished":
         report(run, "finished")
-    elif not stop.is_set() and code not in (130, -2):
+    elif not stop.is_set() and code not in (130, -2):  # 130 and -2: the run itself was interrupted, not failed
         run.failure.write_text(f"exit status {code}\n{_last_line(run)}\n", encoding="utf-8")
         report(run, f"failed with exit status {code}: {_last_line(run)} ({run.log})")
 
 
 def _last_line(run: StudyRun) -> str:
     lines = run.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it printed nothing"
+    return lines[-1] if lines else "the log is empty"

@@ -1,4 +1,4 @@
-"""The tables of a study, in Markdown."""
+"""Tables of a study in Markdown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentrl.lab.study.statistics import Estimated, interquartile_mean, over_see
 
 
 def markdown(record: StudyRecord) -> str:
-    """The report: scores, cost of a score, collapses, paired differences, and what did not finish."""
+    """Render the report: scores, cost of reaching a score, collapses, paired differences and unfinished runs."""
     study = record.study
     lines = [f"# {study.name}", "", _what(record), "", *_scores(record)]
     if study.target is not None:
@@ -26,7 +26,7 @@ def markdown(record: StudyRecord) -> str:
 
 
 def by_variant(record: StudyRecord) -> dict[str, list[RunCurve]]:
-    """The runs of each variant, in the order of the study."""
+    """Runs of each variant, in the order of the study."""
     return {name: [run for run in record.runs if run.variant == name] for name in record.study.all_variants()}
 
 
@@ -77,7 +77,7 @@ def _costs(record: StudyRecord, target: float) -> list[str]:
     lines = [
         f"## Cost of a held-out score of {target:g}",
         "",
-        "Median over the runs that reached it, up to the first evaluation that shows it.",
+        "Median over the runs that reached it, up to the first evaluation with this score.",
         "",
         "| variant | reached | sampled tokens | trajectories |",
         "|---|---|---|---|",
@@ -96,7 +96,7 @@ def _differences(record: StudyRecord, what: str, of: Callable[[RunCurve], float 
         variant: {run.seed: value for run in runs if (value := of(run)) is not None}
         for variant, runs in by_variant(record).items()
     }
-    found = paired_differences(values, record.study.compared_with)
+    differences = paired_differences(values, record.study.compared_with)
     lines = [
         f"## {what} minus that of {record.study.compared_with}, seed by seed",
         "",
@@ -110,22 +110,22 @@ def _differences(record: StudyRecord, what: str, of: Callable[[RunCurve], float 
         f"| {item.variant} | {item.difference.seeds} | {item.difference.value:+.3f} "
         f"[{item.difference.low:+.3f}, {item.difference.high:+.3f}] | {item.p:.3f} "
         f"| {item.adjusted_p:.3f} |"
-        for item in found
+        for item in differences
     ]
-    return lines if found else [*lines[:2], "No other variant has two finished seeds in common with it."]
+    return lines if differences else [*lines[:2], "No other variant has two finished seeds in common with it."]
 
 
 def _cell(values: Sequence[float], summary: Callable[..., Estimated]) -> str:
     if not values:
         return "-"
-    found = summary(values)
-    ends = "" if math.isnan(found.low) else f" [{found.low:.3f}, {found.high:.3f}]"
-    return f"{found.value:.3f}{ends}"
+    estimate = summary(values)
+    ends = "" if math.isnan(estimate.low) else f" [{estimate.low:.3f}, {estimate.high:.3f}]"
+    return f"{estimate.value:.3f}{ends}"
 
 
 def _median(values: Sequence[int | None]) -> str:
-    found = [value for value in values if value is not None]
-    return f"{median(found):,.0f}" if found else "-"
+    known = [value for value in values if value is not None]
+    return f"{median(known):,.0f}" if known else "-"
 
 
 def _one_line(text: str) -> str:

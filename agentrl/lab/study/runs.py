@@ -1,4 +1,4 @@
-"""The runs of a study: each an ordinary run directory, made by `agentrl train` in a process of its own."""
+"""Runs of a study. Each is an ordinary run directory, written by an `agentrl train` process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Status = Literal["finished", "failed", "interrupted", "waiting"]
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRun:
-    """One run: a variant on a seed."""
+    """One run: a variant with a seed."""
 
     variant: str
     seed: int
@@ -31,17 +31,17 @@ class StudyRun:
 
     @property
     def log(self) -> Path:
-        """What the run printed."""
+        """Log file with the output of the run."""
         return self.folder.parent / "logs" / f"{self.folder.name}.log"
 
     @property
     def failure(self) -> Path:
-        """Where the queue notes that the run ended with an error."""
+        """File that the queue writes if the run fails."""
         return self.folder.parent / "logs" / f"{self.folder.name}.failed"
 
     @property
     def status(self) -> Status:
-        """What its files say."""
+        """Status of the run, derived from its files."""
         if self.files.summary.is_file():
             return "finished"
         if self.failure.is_file():
@@ -50,7 +50,7 @@ class StudyRun:
 
 
 def study_runs(study: StudySettings, folder: Path) -> list[StudyRun]:
-    """All runs, seed by seed, so that every variant has as many finished seeds as the others if a study is stopped."""
+    """All runs, ordered by seed, so that a stopped study has about as many finished seeds of every variant."""
     return [
         StudyRun(variant=variant, seed=seed, values=values, folder=run_folder(folder, variant, seed))
         for seed in study.seeds
@@ -59,12 +59,12 @@ def study_runs(study: StudySettings, folder: Path) -> list[StudyRun]:
 
 
 def run_folder(home: Path, variant: str, seed: int) -> Path:
-    """Where a run lies in the folder of its study."""
+    """Directory of a run in the directory ``home`` of its study."""
     return home / f"{file_name(variant)}-seed-{seed}"
 
 
 def train_command(study: StudySettings, run: StudyRun) -> list[str]:
-    """The command that starts or continues a run."""
+    """Command that starts or continues a run."""
     command = [sys.executable, "-m", "agentrl.cli", "train"]
     command += ["--resume"] if run.status == "interrupted" else ["--env", study.env]
     for name in study.configs:
@@ -73,14 +73,14 @@ def train_command(study: StudySettings, run: StudyRun) -> list[str]:
 
 
 def overrides_of(study: StudySettings, run: StudyRun) -> list[str]:
-    """The settings of a run as ``key=value``, the value in JSON."""
-    own: SettingValues = {"seed": run.seed, "name": run.folder.name, "runs_dir": str(run.folder.parent)}
-    return [f"{key}={json.dumps(value)}" for key, value in (study.settings | run.values | own).items()]
+    """Settings of a run as ``key=value`` with JSON values."""
+    run_settings: SettingValues = {"seed": run.seed, "name": run.folder.name, "runs_dir": str(run.folder.parent)}
+    return [f"{key}={json.dumps(value)}" for key, value in (study.settings | run.values | run_settings).items()]
 
 
 def count_by_status(runs: Sequence[StudyRun]) -> dict[Status, int]:
-    """How many runs stand where."""
-    found: dict[Status, int] = {"finished": 0, "failed": 0, "interrupted": 0, "waiting": 0}
+    """Number of runs by status."""
+    counts: dict[Status, int] = {"finished": 0, "failed": 0, "interrupted": 0, "waiting": 0}
     for run in runs:
-        found[run.status] += 1
-    return found
+        counts[run.status] += 1
+    return counts

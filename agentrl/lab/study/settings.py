@@ -1,4 +1,4 @@
-"""What a study file says: which settings are compared, on which seeds, and by what they are judged."""
+"""Study files: the compared settings, the seeds, and the criteria of the report."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from agentrl.errors import SettingsError
 
 Scalar = str | int | float | bool | None
 SettingValues = dict[str, JsonValue]
-_OWN = ("seed", "name", "runs_dir")  # of every run, set by the study
+_RESERVED = ("seed", "name", "runs_dir")  # the study sets them for each run
 
 
 class StudySettings(BaseModel):
-    """A grid of runs. Its variants are the product of ``variants`` and of all lists in ``grid``, each with every seed.
+    """A grid of runs. The variants are the product of ``variants`` and all lists in ``grid``; each runs on every seed.
 
     >>> study = StudySettings(name="n", grid={"algorithm.estimator": ["grpo", "tir_otb"]}, seeds=[0, 1])
     >>> [(variant, dict(values)) for variant, values in study.all_variants().items()]
@@ -30,71 +30,71 @@ class StudySettings(BaseModel):
 
     name: str = Field(pattern=r"^\w[\w.-]*$", description="name of the study and of its folder")
     env: str = Field("simpletir", description="as in agentrl train --env")
-    config: str | list[str] | None = Field(None, description="as in agentrl train --config; several: a list")
+    config: str | list[str] | None = Field(None, description="as in agentrl train --config; a list for several")
     settings: SettingValues = Field({}, description="settings of every run, with dotted keys")
     variants: dict[str, SettingValues] = Field({}, description="named sets of settings, with dotted keys")
-    grid: dict[str, list[Scalar]] = Field({}, description="lists of values, by dotted key")
-    seeds: list[int] = Field(min_length=1, description="seeds; runs of one seed begin with the same policy")
-    jobs: int = Field(1, ge=1, description="runs at a time")
-    baseline: str | None = Field(None, description="the variant that the others are compared with; null: the first")
-    target: float | None = Field(None, ge=0, le=1, description="score up to which tokens and trajectories are counted")
+    grid: dict[str, list[Scalar]] = Field({}, description="lists of values by dotted key")
+    seeds: list[int] = Field(min_length=1, description="seeds; runs with the same seed start from the same policy")
+    jobs: int = Field(1, ge=1, description="number of concurrent runs")
+    baseline: str | None = Field(None, description="variant with which the others are compared; null: the first")
+    target: float | None = Field(None, ge=0, le=1, description="report the tokens and trajectories until this score")
     collapse: float = Field(
         0.5, gt=0, lt=1, description="a run has collapsed if its last score is below this share of its best one"
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        given = [*self.settings, *self.grid, *(key for values in self.variants.values() for key in values)]
-        for key in given:
-            if key in _OWN:
-                raise ValueError(f"{key} is set by the study: seeds lists the seeds, name names the runs")
+        keys = [*self.settings, *self.grid, *(key for values in self.variants.values() for key in values)]
+        for key in keys:
+            if key in _RESERVED:
+                raise ValueError(f"{key} is set by the study: list seeds under seeds; name determines the run names")
         if len(set(self.seeds)) != len(self.seeds):
-            raise ValueError(f"seeds {self.seeds}: give different ones")
+            raise ValueError(f"seeds {self.seeds}: list each seed once")
         empty = [key for key, values in self.grid.items() if not values]
         if empty:
             raise ValueError(f"grid.{empty[0]} has no values")
         for key, values in self.grid.items():
             if len({repr(value) for value in values}) != len(values):
-                raise ValueError(f"grid.{key} {values}: give different ones")
+                raise ValueError(f"grid.{key} {values}: list each value once")
         names = list(self.all_variants())
         folders = {file_name(name): name for name in reversed(names)}
         for name in names:
             if folders[file_name(name)] != name:
                 raise ValueError(
-                    f"variants {folders[file_name(name)]!r} and {name!r} would share the folder {file_name(name)}: use "
+                    f"variants {folders[file_name(name)]!r} and {name!r} share the directory {file_name(name)}: use "
                     "other letters, digits, '.', '_' or '-' in their names"
                 )
         if self.baseline is not None and self.baseline not in names:
-            raise ValueError(f"baseline {self.baseline!r} is no variant; variants: {', '.join(names)}")
+            raise ValueError(f"baseline {self.baseline!r} is not a variant; variants: {', '.join(names)}")
         return self
 
     @property
     def configs(self) -> list[str]:
-        """What ``config`` names, in order."""
+        """Names in ``config``, in order."""
         return [self.config] if isinstance(self.config, str) else list(self.config or [])
 
     @property
     def compared_with(self) -> str:
-        """The variant that the others are compared with."""
+        """The variant with which the others are compared."""
         return self.baseline or next(iter(self.all_variants()))
 
     def with_baseline(self, variant: str | None) -> StudySettings:
-        """The same study, compared with another variant, unless None. Raises SettingsError if there is none such."""
+        """Copy with another baseline, or the study itself for None. Raises SettingsError for an unknown variant."""
         return self if variant is None else study_of({**self.model_dump(), "baseline": variant}, "--baseline")
 
     def all_variants(self) -> Mapping[str, SettingValues]:
-        """The settings of every variant, by its name: the named set, then the values of the grid."""
+        """Settings of every variant by name: those of the named set, then the values of the grid."""
         named: Mapping[str, SettingValues] = self.variants or {"": {}}
-        found: dict[str, SettingValues] = {}
+        result: dict[str, SettingValues] = {}
         for (name, values), point in itertools.product(named.items(), itertools.product(*self.grid.values())):
             chosen: SettingValues = dict(zip(self.grid, point, strict=True))
             words = [name, *(_word(key, value) for key, value in chosen.items())]
-            found[" ".join(word for word in words if word) or "default"] = values | chosen
-        return found
+            result[" ".join(word for word in words if word) or "default"] = values | chosen
+        return result
 
 
 def file_name(variant: str) -> str:
-    """What the folders of a variant's runs begin with, of characters that a run's name may have.
+    """Prefix of the directories of a variant's runs, restricted to characters that are valid in run names.
 
     >>> file_name("tir_otb learning_rate=0.0003")
     'tir_otb-learning_rate-0.0003'
@@ -103,7 +103,7 @@ def file_name(variant: str) -> str:
 
 
 def _word(key: str, value: object) -> str:
-    """How a value of the grid reads in a variant's name: estimators by themselves, others with their key's last part.
+    """Text for a grid value in a variant's name: the value of an estimator, otherwise with the last part of the key.
 
     >>> _word("algorithm.estimator", "grpo"), _word("rollout.group_size", 4)
     ('grpo', 'group_size=4')
@@ -113,7 +113,7 @@ def _word(key: str, value: object) -> str:
 
 
 def read_study(path: Path) -> StudySettings:
-    """Read a study file (YAML). Raises SettingsError with one line for each mistake."""
+    """Read a study file (YAML). Raises SettingsError with one line per mistake."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
@@ -121,16 +121,18 @@ def read_study(path: Path) -> StudySettings:
     return study_of(content, str(path))
 
 
-def study_of(content: object, place: str) -> StudySettings:
-    """The study that ``content`` describes. Raises SettingsError."""
+def study_of(content: object, origin: str) -> StudySettings:
+    """Validate the content of a study file; ``origin`` names it in messages. Raises SettingsError."""
     if not isinstance(content, dict):
-        raise SettingsError(f"{place}: a study is a mapping with name, seeds, and grid or variants (docs/studies.md)")
+        raise SettingsError(
+            f"{origin}: a study must be a mapping with name, seeds, and grid or variants (docs/studies.md)"
+        )
     try:
         return StudySettings.model_validate(content)
     except ValidationError as error:
-        said = [_one_mistake(place, item["loc"], item["msg"]) for item in error.errors()]
-        raise SettingsError("\n".join(said)) from error
+        messages = [_one_mistake(origin, item["loc"], item["msg"]) for item in error.errors()]
+        raise SettingsError("\n".join(messages)) from error
 
 
-def _one_mistake(place: str, keys: Sequence[str | int], message: str) -> str:
-    return ": ".join(part for part in (place, ".".join(map(str, keys)), message.removeprefix("Value error, ")) if part)
+def _one_mistake(origin: str, keys: Sequence[str | int], message: str) -> str:
+    return ": ".join(part for part in (origin, ".".join(map(str, keys)), message.removeprefix("Value error, ")) if part)

@@ -1,4 +1,4 @@
-"""Intervals and tests over seeds. Runs of one seed begin with the same policy: variants are compared seed by seed."""
+"""Intervals and tests over seeds. Variants are compared seed by seed, as a seed fixes the first policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Estimated:
-    """A number with its 95 % interval and the number of seeds behind it."""
+    """A number with its 95 % interval and the number of seeds."""
 
     value: float
     low: float
@@ -76,28 +76,29 @@ class PairedDifference:
 
 
 def paired_differences(scores: Mapping[str, Mapping[int, float]], baseline: str) -> list[PairedDifference]:
-    """Every other variant against ``baseline``, on the seeds that both have; ``scores`` by variant and seed.
+    """Compare every other variant with ``baseline`` on their common seeds; ``scores`` are by variant and seed.
 
-    The sign-flip test is exact up to 20 seeds: with n seeds its p-value is at least 2 ** (1 - n). Variants with fewer
+    The sign-flip test is exact up to 20 seeds. With n seeds its p-value is at least 2 ** (1 - n). Variants with fewer
     than two common seeds are left out.
     """
-    found: dict[str, np.ndarray] = {}
+    differences: dict[str, np.ndarray] = {}
     reference = scores[baseline]
     for variant, by_seed in scores.items():
         common = sorted(reference.keys() & by_seed.keys())
         if variant != baseline and len(common) >= 2:
-            found[variant] = np.array([by_seed[seed] - reference[seed] for seed in common])
-    raw = {variant: sign_flip_p(values) for variant, values in found.items()}
+            differences[variant] = np.array([by_seed[seed] - reference[seed] for seed in common])
+    raw = {variant: sign_flip_p(values) for variant, values in differences.items()}
     adjusted = holm(raw)
     return [
         PairedDifference(variant=variant, difference=over_seeds(values), p=raw[variant], adjusted_p=adjusted[variant])
-        for variant, values in found.items()
+        for variant, values in differences.items()
     ]
 
 
 def sign_flip_p(values: np.ndarray) -> float:
-    """Two-sided p-value of "the sign of each difference is a coin's": the share of sign patterns with a mean at least
-    as far from 0. It is exact for 20 values or fewer; for more it takes a million patterns at random.
+    """Two-sided p-value of the sign-flip test: the fraction of sign patterns with a mean at least as far from 0.
+
+    Exact for up to 20 values; beyond that a million random patterns are used.
 
     >>> sign_flip_p(np.array([0.1, 0.2, 0.3]))
     0.25
@@ -106,6 +107,7 @@ def sign_flip_p(values: np.ndarray) -> float:
 
     if not values.any():
         return 1.0
+    # 2^20 is the number of sign patterns of 20 values: up to there permutation_test enumerates all of them.
     tested = permutation_test(
         (values,), lambda sample, axis: sample.mean(axis=axis), permutation_type="samples", n_resamples=2**20,
         vectorized=True, batch=2**14, rng=np.random.default_rng(0),
@@ -114,14 +116,14 @@ def sign_flip_p(values: np.ndarray) -> float:
 
 
 def holm(raw: Mapping[str, float]) -> dict[str, float]:
-    """Holm's step-down adjustment (1979) of p-values for the number of comparisons.
+    """Adjust p-values for the number of comparisons by Holm's step-down method (1979).
 
     >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
     {'a': 0.03, 'c': 0.06, 'b': 0.06}
     """
     adjusted: dict[str, float] = {}
     highest = 0.0
-    for place, (name, p) in enumerate(sorted(raw.items(), key=lambda item: item[1])):
-        highest = max(highest, min(1.0, p * (len(raw) - place)))
+    for rank, (name, p) in enumerate(sorted(raw.items(), key=lambda item: item[1])):
+        highest = max(highest, min(1.0, p * (len(raw) - rank)))
         adjusted[name] = highest
     return adjusted

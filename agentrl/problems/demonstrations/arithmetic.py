@@ -25,7 +25,7 @@ HELDOUT_SHARE = 8  # one in eight combinations of family and numbers is held out
 
 
 class ExerciseSource:
-    """Generates problem ``i`` of a split, seed and choice of families, for every ``i`` >= 0; stores nothing."""
+    """Generates problem ``i`` of a split, seed and choice of families for any ``i`` >= 0. Stores no problems."""
 
     builtin: ClassVar[str]
     all_families: ClassVar[Mapping[str, ExerciseFamily]]
@@ -33,7 +33,7 @@ class ExerciseSource:
     size = None
 
     def __init__(self, *, split: str = "train", seed: int = 0, families: Sequence[str] | None = None) -> None:
-        """Raise ProblemError for an unknown split or family, and if ``families`` is empty or has duplicates."""
+        """Raises ProblemError for an unknown split or family, and if ``families`` is empty or has duplicates."""
         if split not in SPLITS:
             raise ProblemError(
                 f"builtin:{self.builtin}: unknown split {split!r}; valid: {', '.join(SPLITS)}"
@@ -55,15 +55,15 @@ class ExerciseSource:
 
     @property
     def identity(self) -> str:
-        """Equal for sources that return the same problem at every index."""
+        """Text that is equal for sources that return the same problem at every index."""
         return f"{self.name}:{','.join(self.families)}"
 
     def problem(self, index: int) -> Problem:
-        """Problem ``index`` (from 0). The families alternate, so every range of consecutive problems is balanced."""
+        """Return problem ``index``. The families alternate, so every range of consecutive problems is balanced."""
         return self.demonstration(index).problem
 
     def demonstration(self, index: int) -> Demonstration:
-        """Problem ``index`` with the turns of its solution."""
+        """Return problem ``index`` with the turns of its solution."""
         if index < 0:
             raise IndexError(f"problem index must not be negative, got {index}")
         family = self.all_families[self.families[index % len(self.families)]]
@@ -84,19 +84,19 @@ class ExerciseSource:
         return [self.demonstration(index) for index in range(start, start + count)]
 
     def distinct(self, count: int) -> list[Problem]:
-        """The first ``count`` problems with distinct statements, for a fixed evaluation set.
+        """Return the first ``count`` problems with distinct statements, for a fixed evaluation set.
 
         Raises EmptyProblemsError if the chosen families have fewer.
         """
-        found: dict[str, Problem] = {}
+        problems: dict[str, Problem] = {}
         for index in range(20 * count):
             problem = self.problem(index)
-            found.setdefault(problem.statement, problem)
-            if len(found) == count:
-                return list(found.values())
+            problems.setdefault(problem.statement, problem)
+            if len(problems) == count:
+                return list(problems.values())
         raise EmptyProblemsError(
-            f"builtin:{self.builtin}: only {len(found)} different {self.split} statements found of the {count} asked "
-            "for; choose more families or a smaller limit"
+            f"builtin:{self.builtin}: only {len(problems)} of the requested {count} {self.split} statements are "
+            "distinct; choose more families or a smaller limit"
         )
 
     def _draw(self, family: ExerciseFamily, rng: Random) -> Numbers:
@@ -122,7 +122,7 @@ class ArithmeticSource(ExerciseSource):
 
 
 class HorizonSource(ExerciseSource):
-    """The ladder of tasks that need one to ten turns."""
+    """Tasks of graded difficulty that need one to ten turns."""
 
     builtin = "horizon"
     all_families = HORIZON_FAMILIES
@@ -133,7 +133,7 @@ GENERATORS: Mapping[str, type[ExerciseSource]] = {one.builtin: one for one in (A
 
 
 def split_of(family: str, numbers: Numbers) -> Split:
-    """The split of the problems of ``family`` with these numbers in the statement, independent of the seed."""
+    """Split of the problems of ``family`` with these numbers in the statement, independent of the seed."""
     content = family + "|" + ",".join(f"{key}={numbers[key]}" for key in sorted(numbers))
     digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
     return "heldout" if int.from_bytes(digest, "big") % HELDOUT_SHARE == 0 else "train"

@@ -6,9 +6,9 @@ One JSON object per line::
      "turns": [{"model": "```py\\nopen_box(7)\\n```", "observation": "\\nCode execution result: 48\\n"},
                {"model": "```py\\nfinal_answer(48-5)\\n```", "observation": ""}]}
 
-The problem's field may have another of its usual names (`question`). ``setup`` and a turn's ``observation`` are
-optional (default ``""``); so is ``answer``, where nothing compares answers.
-Other columns stand in `Problem.info`. Where several turns have no observation at all, the cold start plays them.
+The field of the statement may have another of its usual names (`question`). ``setup`` and a turn's ``observation`` are
+optional (default ``""``). ``answer`` is optional if the task does not compare answers. Other columns are stored in
+`Problem.info`. If a demonstration has several turns and no observations, the cold start executes it to obtain them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIELDS = frozenset({"id", "answer", "setup", "family", "turns"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownTurn:
-    """The text that the model writes and the observation that follows ("" after the last turn, which has none)."""
+    """Text of a model turn and the observation that follows it ("" after the last turn, which has none)."""
 
     model: str
     observation: str = ""
@@ -45,27 +45,27 @@ class Demonstration:
 
     problem: Problem
     turns: tuple[ShownTurn, ...]
-    place: str = ""
-    """File and line, where it was read from one."""
+    location: str = ""
+    """File and line if the demonstration was read from a file."""
 
     @property
     def is_played(self) -> bool:
-        """Whether the observations are missing: the environment writes them when it plays the turns."""
+        """True if observations are missing, so that the environment must execute the turns to produce them."""
         return len(self.turns) > 1 and not any(turn.observation for turn in self.turns)
 
     @property
     def text(self) -> str:
-        """Statement, model texts and observations as one string, on which a tokenizer is trained."""
+        """Statement, model texts and observations as one string, for training a tokenizer."""
         return self.problem.statement + "\n" + "".join(turn.model + turn.observation for turn in self.turns)
 
 
 def program(code: str) -> str:
-    """``code`` as a model turn, in a closed fence."""
+    """Return ``code`` as a model turn, in a closed fence."""
     return f"```py\n{code}\n```"
 
 
 def observation(output: str) -> str:
-    """A program's output as the SimpleTIR protocol shows it."""
+    """Return a program's output as an observation of the SimpleTIR protocol."""
     return f"\nCode execution result: {output}\n"
 
 
@@ -76,39 +76,39 @@ def read_demonstrations(path: str | Path) -> list[Demonstration]:
     EmptyProblemsError. Messages name the file and the line.
     """
     source = Path(path).stem
-    found = [_from_row(row, place, source) for place, row in read_jsonl(Path(path))]
-    if not found:
-        raise EmptyProblemsError(f"{path}: no demonstrations in this file")
-    return found
+    demonstrations = [_from_row(row, location, source) for location, row in read_jsonl(Path(path))]
+    if not demonstrations:
+        raise EmptyProblemsError(f"{path}: the file contains no demonstrations")
+    return demonstrations
 
 
-def _from_row(row: dict[str, Any], place: str, source: str) -> Demonstration:
-    asked = next((name for name in USUAL_FIELDS["problem"] if row.get(name) is not None), "problem")
-    for field in (asked, "answer") if row.get("answer") is not None else (asked,):
+def _from_row(row: dict[str, Any], location: str, source: str) -> Demonstration:
+    statement_field = next((name for name in USUAL_FIELDS["problem"] if row.get(name) is not None), "problem")
+    for field in (statement_field, "answer") if row.get("answer") is not None else (statement_field,):
         if not isinstance(row.get(field), str) or not row[field].strip():
-            raise ProblemFieldError(f"{place}: a demonstration needs a text {field!r}; fields there: {sorted(row)}")
+            raise ProblemFieldError(f"{location}: a demonstration needs a text {field!r}; its fields: {sorted(row)}")
     turns = row.get("turns")
     if not isinstance(turns, list) or not turns:
-        raise ProblemFieldError(f"{place}: a demonstration needs a list 'turns' that is not empty")
+        raise ProblemFieldError(f"{location}: a demonstration needs a non-empty list 'turns'")
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict) or not isinstance(turn.get("model"), str) or not turn["model"]:
-            raise ProblemFieldError(f"{place}: turn {number} needs a text 'model'")
+            raise ProblemFieldError(f"{location}: turn {number} needs a text 'model'")
         if not isinstance(turn.get("observation", ""), str):
-            raise ProblemFieldError(f"{place}: turn {number}: 'observation' must be text")
+            raise ProblemFieldError(f"{location}: turn {number}: 'observation' must be text")
     for field in ("setup", "family"):
         if not isinstance(row.get(field, ""), str):
-            raise ProblemFieldError(f"{place}: {field!r} must be text")
+            raise ProblemFieldError(f"{location}: {field!r} must be text")
     problem = Problem(
-        id=str(row.get("id", place)),
-        statement=row[asked],
+        id=str(row.get("id", location)),
+        statement=row[statement_field],
         answer=row.get("answer"),
         source=source,
         family=row.get("family", ""),
         setup=row.get("setup", ""),
-        info={name: value for name, value in row.items() if name not in _FIELDS | {asked}},
+        info={name: value for name, value in row.items() if name not in _FIELDS | {statement_field}},
     )
     return Demonstration(
         problem=problem,
         turns=tuple(ShownTurn(model=turn["model"], observation=turn.get("observation", "")) for turn in turns),
-        place=place,
+        location=location,
     )

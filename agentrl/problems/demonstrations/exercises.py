@@ -1,8 +1,8 @@
-"""The families of word problems of ``builtin:arithmetic``: statements, answers, hidden values, solutions.
+"""Families of word problems of ``builtin:arithmetic``: statements, answers, hidden values and solutions.
 
-Plain families state every number; a program computes the answer. Reveal families hide values of two digits behind
-functions, defined by ``Problem.setup``, that **print** the value and return nothing: the answer can only be given in
-a turn after the one that printed it, and a guess is right about once in ninety times.
+Plain families state every number, and a program computes the answer. Reveal families hide two-digit values behind
+functions defined in ``Problem.setup``. These functions **print** the value and return None, so the answer can only be
+written in a turn after the one that printed the value. A guess is right about once in ninety times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SECRET_RANGE = (10, 99)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exercise:
-    """One sampled problem: its statement, its answer, the hidden definitions and the turns of a solution."""
+    """One sampled problem: statement, answer, hidden definitions and the turns of a solution."""
 
     statement: str
     answer: int
@@ -32,7 +32,7 @@ class Exercise:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExerciseFamily:
-    """How one family samples the numbers of its statement and writes the statement.
+    """A family of problems: samples the numbers of a statement, writes the statement and solves it.
 
     ``draw`` returns the numbers in the statement. ``solve`` takes them and a random generator for hidden values and
     style, and returns ``(answer, turns, setup)``.
@@ -44,7 +44,7 @@ class ExerciseFamily:
     solve: Callable[[Random, Numbers], tuple[int, tuple[ShownTurn, ...], str]]
 
     def exercise(self, rng: Random, numbers: Numbers) -> Exercise:
-        """Write the problem for ``numbers`` with random names and objects, and solve it."""
+        """Write and solve the problem for ``numbers`` with random names and objects."""
         first, second = rng.sample(NAMES, 2)
         words = {"n": first, "m": second, "t": rng.choice(THINGS)}
         statement = rng.choice(self.phrasings).format(**words, **numbers)
@@ -55,7 +55,7 @@ class ExerciseFamily:
 def _plain(
     name: str, draw: Callable[[Random], Numbers], value: Callable[..., int], expression: str, *phrasings: str
 ) -> ExerciseFamily:
-    """A family whose answer is ``value(**numbers)``, written in Python as ``expression``."""
+    """Build a family whose answer is ``value(**numbers)``, written in Python as ``expression``."""
 
     def solve(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTurn, ...], str]:
         answer = value(**numbers)
@@ -65,7 +65,7 @@ def _plain(
 
 
 def _compute(rng: Random, expression: str, answer: int) -> tuple[ShownTurn, ...]:
-    """Usually one program that answers; sometimes one that prints the value, with the answer in the next turn."""
+    """Return one program that answers (70 %), or a program that prints the value and a turn with the answer."""
     if rng.random() < 0.7:
         return (ShownTurn(model=program(f"final_answer({expression})")),)
     return (
@@ -78,8 +78,8 @@ def _boxed(answer: int) -> str:
     return f"\\boxed{{{answer}}}"
 
 
-def _look(call: str, shown: int) -> ShownTurn:
-    return ShownTurn(model=program(call), observation=observation(str(shown)))
+def _call_turn(call: str, output: int) -> ShownTurn:
+    return ShownTurn(model=program(call), observation=observation(str(output)))
 
 
 def _secret(rng: Random) -> int:
@@ -87,7 +87,7 @@ def _secret(rng: Random) -> int:
 
 
 def define_reveal(function: str, values: Mapping[int, int]) -> str:
-    """Python code that defines ``function(n)``, which prints the value of ``n``, or ``empty``, and returns None.
+    """Return Python code of ``function(n)``, which prints the value of ``n`` or ``empty`` and returns None.
 
     >>> define_reveal("box", {7: 48})
     "def box(n):\\n    print({7: 48}.get(n, 'empty'))\\n"
@@ -103,11 +103,11 @@ def _one_secret(
     value: Callable[[int, int], int],
     *phrasings: str,
 ) -> ExerciseFamily:
-    """One hidden value of thing ``a``, then one operation with the stated ``b``."""
+    """Build a family with one hidden value of thing ``a`` and one operation with the stated ``b``."""
 
     def solve(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTurn, ...], str]:
         a, b, secret = numbers["a"], numbers["b"], _secret(rng)
-        turns = (_look(f"{function}({a})", secret), ShownTurn(model=program(f"final_answer({secret}{sign}{b})")))
+        turns = (_call_turn(f"{function}({a})", secret), ShownTurn(model=program(f"final_answer({secret}{sign}{b})")))
         return value(secret, b), turns, define_reveal(function, {a: secret})
 
     return ExerciseFamily(name=name, phrasings=phrasings, draw=draw, solve=solve)
@@ -116,8 +116,8 @@ def _one_secret(
 def _solve_two_boxes(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTurn, ...], str]:
     a, b, first, second = numbers["a"], numbers["b"], _secret(rng), _secret(rng)
     turns = (
-        _look(f"box({a})", first),
-        _look(f"box({b})", second),
+        _call_turn(f"box({a})", first),
+        _call_turn(f"box({b})", second),
         ShownTurn(model=program(f"final_answer({first}+{second})")),
     )
     return first + second, turns, define_reveal("box", {a: first, b: second})
@@ -125,7 +125,7 @@ def _solve_two_boxes(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTur
 
 def _solve_note(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTurn, ...], str]:
     a, box, held = numbers["a"], _secret(rng), _secret(rng)
-    turns = (_look(f"note({a})", box), _look(f"box({box})", held), ShownTurn(model=_boxed(held)))
+    turns = (_call_turn(f"note({a})", box), _call_turn(f"box({box})", held), ShownTurn(model=_boxed(held)))
     return held, turns, define_reveal("note", {a: box}) + define_reveal("box", {box: held})
 
 

@@ -23,7 +23,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class FormulaError(ValueError):
-    """A formula that no program with integers can compute; ``reason`` completes "problems ..."."""
+    """The formula cannot be computed with integers; ``reason`` completes "problems ..."."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"a formula {reason}")
@@ -47,7 +47,7 @@ class Formula:
     def parse(cls, text: str) -> Formula:
         """Parse ``LEFT=RIGHT`` (RIGHT must be a number that equals LEFT) or ``LEFT`` alone.
 
-        Raises FormulaError for anything but integers, ``+ - * /`` and parentheses.
+        Raises FormulaError if the formula contains more than integers, ``+ - * /`` and parentheses.
         """
         left, equals, right = text.partition("=")
         if len(text) > MAX_LENGTH or not _ALLOWED.fullmatch(left):
@@ -65,13 +65,13 @@ class Formula:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The distinct numbers in the formula, in order of appearance."""
+        """Distinct numbers in the formula, in order of appearance."""
         return tuple(dict.fromkeys(map(int, _NUMBER.findall(self.python()))))
 
     def value(self, *, floor: bool = False) -> int:
-        """The value; with ``floor``, divisions round down as in Python.
+        """Compute the value; with ``floor``, divisions round down as in Python.
 
-        Raises FormulaError if another division has a remainder, or if a step is negative or huge.
+        Raises FormulaError if a division without ``floor`` has a remainder, or if a step is negative or huge.
 
         >>> Formula.parse("(50+59)//2").value(floor=True)
         54
@@ -79,17 +79,17 @@ class Formula:
         return _value(self.tree, floor)
 
     def python(self) -> str:
-        """The formula in Python, with no more parentheses than necessary."""
+        """Return the formula in Python, with as few parentheses as possible."""
         return ast.unparse(self.tree).replace(" ", "")
 
     def with_numbers(self, replaced: Mapping[int, int]) -> Formula:
-        """The same formula with the keys of ``replaced`` replaced; all other numbers stay."""
-        text = _NUMBER.sub(lambda found: str(replaced.get(int(found[0]), int(found[0]))), self.python())
+        """Return the formula with the keys of ``replaced`` replaced. Other numbers are unchanged."""
+        text = _NUMBER.sub(lambda match: str(replaced.get(int(match[0]), int(match[0]))), self.python())
         return Formula(ast.parse(text, mode="eval").body)
 
 
 def _checked(node: ast.expr) -> ast.expr:
-    """The tree in Python's whole numbers, ``/`` as ``//``. Raises FormulaError for nodes that are not arithmetic."""
+    """Convert the tree to integers, and ``/`` to ``//``. Raises FormulaError for nodes that are not arithmetic."""
     if isinstance(node, ast.BinOp):
         sign = ast.FloorDiv() if isinstance(node.op, ast.Div) else node.op
         if type(sign) in _OPERATORS:
@@ -104,7 +104,7 @@ def _checked(node: ast.expr) -> ast.expr:
 def _value(node: ast.expr, floor: bool) -> int:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
-    assert isinstance(node, ast.BinOp)  # as `_checked` leaves it
+    assert isinstance(node, ast.BinOp)  # ensured by `_checked`
     left, right = _value(node.left, floor), _value(node.right, floor)
     if isinstance(node.op, ast.FloorDiv) and (right == 0 or (left % right and not floor)):
         raise FormulaError("whose division leaves a remainder")

@@ -1,14 +1,14 @@
-"""The families of ``builtin:horizon``: the same kinds of task at 1, 2, 4, 8 and 10 turns.
+"""Families of ``builtin:horizon``: the same kinds of task at 1, 2, 4, 8 and 10 turns.
 
-The number in a family's name is the number of turns that the shown solution needs at most, the answer's included. All
-but the first level hide their values behind functions of ``Problem.setup`` that **print**: each turn can only be
-written after the one before was read, and a guess is right about once in ninety times.
+The number in a family's name is the maximum number of turns of the demonstrated solution, including the answer. Except
+at the first level, values are hidden behind functions of ``Problem.setup`` that **print** them. A turn can therefore
+only be written after reading the previous observation, and a guess is right about once in ninety times.
 
 ============= ==========================================================================================
-``debug_N``   a given program is wrong; ``test(n)`` shows single right values (N = 1, 2, 4)
-``chain_N``   every box shows the number of the next one, the last one the answer
-``sum_N``     the contents of N - 1 boxes, added up in the last turn (N = 2, 4)
-``total_N``   the contents of N - 1 boxes, added up box by box: each turn hands the sum so far to the next (N from 4)
+``debug_N``   a program in the statement is wrong; ``test(n)`` shows single correct values (N = 1, 2, 4)
+``chain_N``   every box shows the number of the next box, the last one shows the answer
+``sum_N``     the contents of N - 1 boxes, added in the last turn (N = 2, 4)
+``total_N``   the contents of N - 1 boxes, added box by box: each turn passes the sum so far to the next (N from 4)
 ``search_N``  one of 2 ** (N - 1) - 1 keys opens; ``key(n)`` shows whether it is more or less, or what is inside
 ============= ==========================================================================================
 """
@@ -25,8 +25,8 @@ HORIZONS = (1, 2, 4, 8, 10)
 Solution = tuple[int, tuple[ShownTurn, ...], str]
 
 
-def _looked(call: str, shown: object) -> ShownTurn:
-    return ShownTurn(model=program(call), observation=observation(str(shown)))
+def _call_turn(call: str, output: object) -> ShownTurn:
+    return ShownTurn(model=program(call), observation=observation(str(output)))
 
 
 def _boxed(answer: int) -> ShownTurn:
@@ -42,7 +42,7 @@ def _chain(turns: int) -> ExerciseFamily:
         boxes = [numbers["a"], *(box for box in _secrets(rng, turns) if box != numbers["a"])][:turns]
         *path, end = boxes
         contents = dict(zip(path, [*map(str, path[1:]), f"end {end}"], strict=True))
-        shown = [_looked(f"box({box})", contents[box]) for box in path]
+        shown = [_call_turn(f"box({box})", contents[box]) for box in path]
         return end, (*shown, _boxed(end)), _define_texts("box", contents)
 
     return ExerciseFamily(
@@ -61,7 +61,7 @@ def _sum(turns: int) -> ExerciseFamily:
 
     def solve(rng: Random, numbers: Numbers) -> Solution:
         contents = _filled(rng, numbers["a"], count)
-        shown = [_looked(f"box({box})", held) for box, held in contents.items()]
+        shown = [_call_turn(f"box({box})", held) for box, held in contents.items()]
         last = ShownTurn(model=program(f"final_answer({'+'.join(map(str, contents.values()))})"))
         return sum(contents.values()), (*shown, last), define_reveal("box", contents)
 
@@ -83,7 +83,7 @@ def _total(turns: int) -> ExerciseFamily:
         contents = _filled(rng, numbers["a"], count)
         so_far, shown = 0, []
         for box, held in contents.items():
-            shown.append(_looked(f"add({box},{so_far})", so_far + held))
+            shown.append(_call_turn(f"add({box},{so_far})", so_far + held))
             so_far += held
         return so_far, (*shown, _boxed(so_far)), _define_add(contents)
 
@@ -103,7 +103,7 @@ def _define_add(contents: Mapping[int, int]) -> str:
 
 
 def _filled(rng: Random, first: int, count: int) -> dict[int, int]:
-    """``count`` boxes from number ``first`` on, and what each holds."""
+    """Contents of ``count`` boxes whose numbers start at ``first``."""
     return dict(zip(range(first, first + count), _secrets(rng, count), strict=True))
 
 
@@ -121,9 +121,9 @@ def _search(turns: int) -> ExerciseFamily:
         shown = []
         while (middle := (below + above) // 2) != right:
             less = right < middle
-            shown.append(_looked(f"key(({below}+{above})//2)", f"less {middle}" if less else f"more {middle}"))
+            shown.append(_call_turn(f"key(({below}+{above})//2)", f"less {middle}" if less else f"more {middle}"))
             below, above = (below, middle) if less else (middle, above)
-        shown.append(_looked(f"key(({below}+{above})//2)", f"open {held}"))
+        shown.append(_call_turn(f"key(({below}+{above})//2)", f"open {held}"))
         return held, (*shown, _boxed(held)), _define_key(right, held)
 
     return ExerciseFamily(
@@ -156,18 +156,18 @@ def _debug_sign(rng: Random, numbers: Numbers) -> Solution:
 
 
 def _debug_shift(rng: Random, numbers: Numbers) -> Solution:
-    """f(n) = n + s with a hidden s: one test tells it."""
+    """f(n) = n + s with a hidden s; one test reveals it."""
     b, shift = numbers["b"], rng.randint(*SECRET_RANGE)
-    turns = (_looked("test(0)", shift), ShownTurn(model=program(f"final_answer({shift}+{b})")))
+    turns = (_call_turn("test(0)", shift), ShownTurn(model=program(f"final_answer({shift}+{b})")))
     return shift + b, turns, _define_test(f"n + {shift}")
 
 
 def _debug_square(rng: Random, numbers: Numbers) -> Solution:
-    """f(n) = p + q n + r n (n - 1) / 2: three tests tell p, q and r."""
+    """f(n) = p + q n + r n (n - 1) / 2; three tests reveal p, q and r."""
     b = numbers["b"]
     p, q, r = rng.randint(10, 40), rng.randint(1, 15), rng.randint(1, 9)
     values = [p, p + q, p + 2 * q + r]
-    shown = [_looked(f"test({n})", value) for n, value in enumerate(values)]
+    shown = [_call_turn(f"test({n})", value) for n, value in enumerate(values)]
     u, v, w = values
     last = ShownTurn(model=program(f"final_answer({u}+({v}-{u})*{b}+({w}-{v}-{v}+{u})*{b}*({b}-1)//2)"))
     return p + q * b + r * b * (b - 1) // 2, (*shown, last), _define_test(f"{p} + {q}*n + {r}*n*(n-1)//2")
@@ -209,18 +209,19 @@ _DEBUG = (
 _ALL = (
     *_DEBUG,
     *(_chain(turns) for turns in HORIZONS[1:]),
-    *(_sum(turns) for turns in HORIZONS[1:3]),  # more numbers are too many to copy for a tiny policy
-    *(family(turns) for turns in HORIZONS[2:] for family in (_total, _search)),  # two turns leave one box, one key
+    *(_sum(turns) for turns in HORIZONS[1:3]),  # a tiny policy cannot copy more numbers reliably
+    # Not at two turns, where `_total` would have a single box and `_search` a single key.
+    *(family(turns) for turns in HORIZONS[2:] for family in (_total, _search)),
 )
 
 DEFAULT_FAMILIES = ("debug_2", "chain_2", "sum_2", "chain_4")
-"""Two and four turns: what a tiny policy learns in minutes."""
+"""Families with two and four turns, which a tiny policy learns within minutes."""
 
 HORIZON_FAMILIES: Mapping[str, ExerciseFamily] = {family.name: family for family in _ALL}
 
 
 def families_of(turns: int) -> tuple[str, ...]:
-    """The families of one horizon.
+    """Names of the families of one horizon.
 
     >>> families_of(8)
     ('chain_8', 'total_8', 'search_8')

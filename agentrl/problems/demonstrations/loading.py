@@ -1,4 +1,4 @@
-"""Load demonstrations from the string in ``coldstart.demonstrations``."""
+"""Loading of demonstrations from the string in ``coldstart.demonstrations``."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class LoadedDemonstrations:
 def load_demonstrations(
     spec: str, *, count: int, variants: int, seed: int, families: Sequence[str] | None = None
 ) -> LoadedDemonstrations:
-    """Demonstrations from ``builtin:NAME``, ``formula:FILE.jsonl`` or a JSONL file of demonstrations.
+    """Load demonstrations from ``builtin:NAME``, ``formula:FILE.jsonl`` or a JSONL file of demonstrations.
 
-    ``count`` (and ``families``, None for all) applies to the generator, of which only the training split is used;
+    ``count`` and ``families`` (None for all) apply to generators, of which only the training split is used;
     ``variants`` applies to formulas. Raises ProblemError or one of its subclasses.
     """
     if spec.startswith(BUILTIN):
@@ -36,14 +36,15 @@ def load_demonstrations(
         made = source.demonstrations(count)
         return LoadedDemonstrations(demonstrations=tuple(made), description=f"{count} demonstrations of {spec}")
     if families is not None:
-        raise ProblemError(f"coldstart.families belongs to generated demonstrations ({BUILTIN}NAME), not to {spec}")
+        raise ProblemError(f"coldstart.families applies to generated demonstrations ({BUILTIN}NAME), not to {spec}")
     if spec.startswith(FORMULA):
         path = expand(spec.removeprefix(FORMULA))
-        found, report = formula_demonstrations(path, variants=variants, seed=seed)
-        return LoadedDemonstrations(demonstrations=tuple(found), description=f"{path}: {report.describe()}")
+        demonstrations, report = formula_demonstrations(path, variants=variants, seed=seed)
+        return LoadedDemonstrations(demonstrations=tuple(demonstrations), description=f"{path}: {report.describe()}")
     if Path(spec).suffix.lower() != ".jsonl":
         raise ProblemFileError(
-            f"{spec}: demonstrations are {BUILTIN}arithmetic, {BUILTIN}horizon, {FORMULA}FILE.jsonl or a .jsonl file"
+            f"{spec}: not a source of demonstrations; valid: {BUILTIN}arithmetic, {BUILTIN}horizon, "
+            f"{FORMULA}FILE.jsonl or a .jsonl file"
         )
     read = read_demonstrations(expand(spec))
     return LoadedDemonstrations(demonstrations=tuple(read), description=f"{len(read)} demonstrations of {spec}")

@@ -1,4 +1,4 @@
-"""A reward for every turn of ``builtin:horizon``: what was looked at, beside the answer at the end."""
+"""Per-turn reward of ``builtin:horizon`` for new observations, in addition to the reward of the answer."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ _HORIZON = re.compile(r"_(\d+)$")
 
 
 def look_rewards(problem: Problem, conversation: Conversation, verdict: Verdict | None) -> list[float]:
-    """One share for each turn that looks at something for the first time, of as many as the task has looks.
+    """Return a reward for each model turn: 1 / (N - 1) for each of the N - 1 lookups that a task of N turns needs.
 
-    A task of N turns has N - 1 looks, so the values add up to at most 1. A look is a program that is one call of
-    ``box``, ``key``, ``test`` or ``add``, whose first argument is a whole number, or arithmetic with such, that no
-    earlier look had, and which the sandbox answered: an empty box is none, nor is an error or a key outside of the
-    numbers that the statement names. It names the last horizon of a family, so a search that ends early earns less than
-    1 here; its answer counts in the environment's reward. A family without a horizon, such as ``word``, has no looks.
+    A lookup is a program that consists of one call of ``box``, ``key``, ``test`` or ``add``. Its first argument must be
+    an integer, or arithmetic with integers, that no earlier lookup had, and its output must contain a value. An empty
+    box, an error, and a key outside the range in the statement earn 0, so the rewards sum to at most 1.
+
+    N is the last horizon in the name of the family. A search that ends early therefore earns less than 1 here, but its
+    answer counts in the environment's reward. Families without a horizon, such as ``word``, have no lookups.
     """
     horizon = _HORIZON.search(problem.family)
     looks = int(horizon[1]) - 1 if horizon else 0
     seen: set[int] = set()
     rewards: list[float] = []
-    for place, message in enumerate(conversation.turns):
+    for index, message in enumerate(conversation.turns):
         if message.role != "assistant":
             continue
-        after = conversation.turns[place + 1] if place + 1 < len(conversation.turns) else None
+        after = conversation.turns[index + 1] if index + 1 < len(conversation.turns) else None
         argument = _look(message, after, problem)
         new = argument is not None and argument not in seen and len(seen) < looks
         rewards.append(1 / looks if new else 0.0)
@@ -40,7 +41,7 @@ def look_rewards(problem: Problem, conversation: Conversation, verdict: Verdict 
 
 
 def _look(turn: Message, answer: Message | None, problem: Problem) -> int | None:
-    """The number that the turn looks at, or None if it is no look."""
+    """Return the number that the turn looks up, or None if the turn is not a lookup."""
     if answer is None or not re.search(r"\d", answer.text) or "Error" in answer.text:
         return None
     block = first_python_block(turn.text)

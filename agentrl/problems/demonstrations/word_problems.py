@@ -1,8 +1,8 @@
-"""Demonstrations from problems written by people: rows whose ``formula`` (``(25+5)/6=5``) computes the answer.
+"""Demonstrations from human-written problems: rows whose ``formula`` (``(25+5)/6=5``) computes the answer.
 
-A row is usable if its formula is one expression of integers that evaluates to the stated answer, and if every number
-of the formula appears in the statement. The demonstration is one program, ``final_answer((25+5)//6)``. Variants
-replace these numbers in both, such that all results remain integers and non-negative.
+A row is usable if its formula is one expression of integers that evaluates to the reference answer, and if every number
+of the formula appears in the statement. The demonstration is one program, ``final_answer((25+5)//6)``. Variants replace
+these numbers in both, so that all results remain non-negative integers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from agentrl.problems.problem_errors import EmptyProblemsError
 from agentrl.problems.rows import read_jsonl
 from agentrl_envs.types import Problem
 
-TRIES = 200  # attempts to sample other numbers before a variant is given up
+TRIES = 200  # attempts to sample other numbers for a variant
 MAGNITUDES = ((2, 12), (13, 99), (100, 999), (1000, 9999), (10_000, 99_999))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormulaReport:
-    """How many rows were ``usable``, the others by reason, and the number of demonstrations made from them."""
+    """Numbers of ``usable`` rows, of unusable rows by reason, and of demonstrations made from the usable ones."""
 
     rows: int
     usable: int
@@ -35,7 +35,7 @@ class FormulaReport:
     unusable: Mapping[str, int]
 
     def describe(self) -> str:
-        """One line for the console."""
+        """Summarise the report in one line for the console."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.unusable.items()))
         return (
             f"{self.usable} of {self.rows} problems usable, {self.demonstrations} demonstrations; left out: {reasons}"
@@ -44,7 +44,7 @@ class FormulaReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Solved:
-    """A problem with its formula and the positions of the formula's numbers in the statement."""
+    """A problem, its formula, and the positions of the formula's numbers in the statement."""
 
     problem: Problem
     formula: Formula
@@ -54,7 +54,7 @@ class _Solved:
 def formula_demonstrations(
     path: str | Path, *, variants: int = 1, seed: int = 0
 ) -> tuple[list[Demonstration], FormulaReport]:
-    """Demonstrations of the usable rows of a JSONL file: each row as written, and ``variants - 1`` with other numbers.
+    """Make demonstrations of the usable rows of a JSONL file: ``variants`` per row, all but the first renumbered.
 
     Ids of variants end in ``~1``, ``~2``, ... Raises ProblemFileError (missing file, malformed line),
     ProblemFieldError (no statement) and EmptyProblemsError (no usable row).
@@ -64,21 +64,21 @@ def formula_demonstrations(
     unusable: Counter[str] = Counter()
     made: list[Demonstration] = []
     rows = 0
-    for place, row in read_jsonl(Path(path)):
+    for location, row in read_jsonl(Path(path)):
         rows += 1
-        solved = _solve(problem_of(row, place, source=Path(path).stem, fields={}), row.get("formula"))
+        solved = _solve(problem_of(row, location, source=Path(path).stem, fields={}), row.get("formula"))
         if isinstance(solved, str):
             unusable[solved] += 1
         else:
             made.extend(_variants(solved, variants, seed))
     if not made:
-        raise EmptyProblemsError(f"{path}: none of the {rows} rows has a formula that a program can follow")
+        raise EmptyProblemsError(f"{path}: none of the {rows} rows has a formula that a program can compute")
     usable = rows - unusable.total()
     return made, FormulaReport(rows=rows, usable=usable, demonstrations=len(made), unusable=dict(unusable))
 
 
 def _solve(problem: Problem, formula: object) -> _Solved | str:
-    """The solved problem, or the reason why the row is unusable."""
+    """Return the solved problem, or the reason why the row is unusable."""
     if problem.answer is None:
         return "without an answer"
     if not isinstance(formula, str) or not formula.strip():
@@ -118,7 +118,8 @@ def _variants(solved: _Solved, variants: int, seed: int) -> Iterator[Demonstrati
 
 
 def _renumber(solved: _Solved, rng: Random) -> tuple[Formula, str] | None:
-    """Other numbers of the same magnitude; equal numbers stay equal, and 0 and 1 (often words, "each one") stay."""
+    """Replace numbers by others of the same magnitude. Equal numbers stay equal."""
+    # 0 and 1 stay, because they are often words of another meaning ("each one").
     fixed = {0, 1}
     values = [value for value in solved.formula.numbers if value not in fixed]
     original = solved.formula.value()

@@ -59,15 +59,15 @@ def test_variants_are_the_product_of_named_sets_and_grid():
     [
         ({"settings": {"seed": 3}}, "seed is set by the study"),
         ({"grid": {"name": ["a"]}}, "name is set by the study"),
-        ({"seeds": [1, 1]}, "give different ones"),
+        ({"seeds": [1, 1]}, "list each seed once"),
         ({"grid": {"rollout.group_size": []}}, "grid.rollout.group_size has no values"),
         ({"grid": GRID, "baseline": "grpo"}, "no variant; variants: grpo group_size=4, grpo group_size=16"),
         ({"sedes": [1]}, "Extra inputs"),
         ({"name": "a/../../b c"}, "String should match pattern"),
         ({"name": ".."}, "String should match pattern"),
-        ({"grid": {"rollout.group_size": [4, 8, 4]}}, r"grid.rollout.group_size \[4, 8, 4\]: give different ones"),
-        ({"variants": {"lr+": {}, "lr-": {}}}, "variants 'lr\\+' and 'lr-' would share the folder lr-: use other"),
-        ({"variants": {"größer": {}, "gr-er": {}}}, "would share the folder gr-er"),
+        ({"grid": {"rollout.group_size": [4, 8, 4]}}, r"grid.rollout.group_size \[4, 8, 4\]: list each value once"),
+        ({"variants": {"lr+": {}, "lr-": {}}}, "variants 'lr\\+' and 'lr-' share the directory lr-: use other"),
+        ({"variants": {"größer": {}, "gr-er": {}}}, "share the directory gr-er"),
     ],
 )
 def test_a_mistake_in_a_study_is_named(values: dict[str, object], said: str):
@@ -145,7 +145,7 @@ def test_a_study_keeps_failures_goes_on_and_reports_from_its_record(tmp_path: Pa
     assert "## Final score minus that of tir_otb" in report
     assert "## Final score minus that of grpo" in other
     assert "## Area minus that of grpo" in other
-    with pytest.raises(SettingsError, match=r"^--baseline: baseline 'gpro' is no variant; variants: tir_otb, grpo$"):
+    with pytest.raises(SettingsError, match=r"^--baseline: baseline 'gpro' is not a variant; variants: tir_otb, grpo$"):
         run_study(home / RECORD, None, baseline="gpro")
 
     assert not [line for line in run_study(file, home) if line.endswith("starts")]  # nothing twice, not failures either
@@ -193,7 +193,7 @@ def test_a_record_loses_no_run(tmp_path: Path, fake_train: Path):
     assert not [line for line in run_study(file, there) if line.endswith("starts")]  # failed runs wait for --retry
     for other in (text.replace("[1]", "[5]"), text.replace(", grpo", "")):
         file.write_text(other)
-        with pytest.raises(SettingsError, match=r"is all that is left of variant '(tir_otb|grpo)' on seed 1, which"):
+        with pytest.raises(SettingsError, match=r"is the only copy of variant '(tir_otb|grpo)' on seed 1, but"):
             run_study(file, there, report_only=True)
     file.write_text(text)
     assert "grpo-seed-1: starts" in run_study(file, there, retry=True)
@@ -262,7 +262,7 @@ def test_a_run_that_was_cut_off_is_resumed(tmp_path: Path, fake_train: Path):
     begun = home / "tir_otb-seed-0"
     begun.mkdir(parents=True)
     (begun / "config.yaml").write_text("{}")
-    assert "tir_otb-seed-0: goes on" in run_study(file, home)
+    assert "tir_otb-seed-0: continues" in run_study(file, home)
     assert (home / "logs/tir_otb-seed-0.log").read_text() == "resumed\n"
 
 
@@ -305,9 +305,9 @@ def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, fake_tra
     file.write_text("name: s\nseeds: [0]\ngrid: {algorithm.estimator: [tir_otb]}\nsettings: {training.steps: 2}\n")
     run_study(file, home)
     file.write_text(file.read_text().replace("2}", "3}"))
-    with pytest.raises(SettingsError, match="that differs in settings: give this one another name"):
+    with pytest.raises(SettingsError, match="that differs in settings: give this study another name"):
         run_study(file, home)
-    with pytest.raises(SettingsError, match="is no record of a study"):
+    with pytest.raises(SettingsError, match="is not a record of a study"):
         run_study(begun_json(tmp_path), home)
 
 
