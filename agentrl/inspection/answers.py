@@ -1,8 +1,8 @@
-"""``python -m agentrl.inspection.answers RUN``: answers a line of JSON with a line of JSON, until its input ends.
+"""``python -m agentrl.inspection.answers RUN``: answer each line of JSON on the input with a line of JSON.
 
-The viewer starts it for what needs torch and the run's plug-ins: other estimators, and the explanation of a token. A
-question is ``{"ask": NAME, ...}`` with the arguments of the method of this name; an answer is ``{"answer": ...}`` or
-``{"error": "one message"}``.
+The viewer starts this process for requests that need torch and the run's plug-ins: other estimators, and the
+explanation of a token. A request is ``{"ask": NAME, ...}`` with the arguments of the method of this name. The answer is
+``{"answer": ...}`` or ``{"error": "one message"}``.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from agentrl_envs.registry import PluginError, describe_error
 
 
 class Answers:
-    """Answers about one run."""
+    """Answers requests about one run."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._problems = load_run_plugins(run)
 
     def to(self, line: str) -> str:
-        """Return the answer to a line as JSON. Exceptions, also of a plug-in's estimator, become an error message."""
+        """Answer one line, as JSON. Exceptions, including those of a plug-in's estimator, become an error message."""
         try:
             return to_json({"answer": self._answer(json.loads(line))})
         except (AgentRLError, AlgorithmError, PluginError) as error:
@@ -52,35 +52,35 @@ class Answers:
         return known[str(arguments.pop("ask"))](**arguments)
 
     def estimators(self) -> object:
-        """Every estimator with the options that it takes."""
+        """Return every estimator with its options."""
         forms = {name: [asdict(form) for form in options] for name, options in estimator_forms().items()}
         return {"estimators": forms, "problems": self._problems}
 
     def what_if(
         self, step: int, trajectory: int, estimator: str, options: Mapping[str, object], size: int | None
     ) -> object:
-        """The group of a trajectory under another estimator; ``fields`` are the trajectory's own columns."""
+        """Return the group of a trajectory under another estimator; ``fields`` are the trajectory's columns."""
         stored, chosen = self._group_of(step, trajectory)
         if estimator_needs(estimator, **all_options(stored, estimator, options)).step_wide:
             stored = read_step(self._run, step)
-        found = what_if(stored, chosen, estimator=estimator, options=options, size=size)
+        result = what_if(stored, chosen, estimator=estimator, options=options, size=size)
         names = {f"what_if_{name}": name for name in ("advantages", "baselines", "returns")}
         return {
-            "estimator": found.estimator,
-            "options": found.options,
-            "power": found.power,
-            "power_before": found.power_before,
-            "fields": {name: finite(found.columns[chosen.key][column]) for name, column in names.items()},
-            "siblings": [_curves(item, found) for item in stored.trajectories if item.key in found.columns],
+            "estimator": result.estimator,
+            "options": result.options,
+            "power": result.power,
+            "power_before": result.power_before,
+            "fields": {name: finite(result.columns[chosen.key][column]) for name, column in names.items()},
+            "siblings": [_curves(item, result) for item in stored.trajectories if item.key in result.columns],
         }
 
     def explain(self, step: int, trajectory: int, token: int) -> object:
-        """The lines of ``agentrl explain``."""
+        """Return the lines of ``agentrl explain``."""
         return list(explain(self._run, step=step, trajectory=trajectory, token=token).lines())
 
     def _group_of(self, step: int, number: int) -> tuple[StoredStep, StoredTrajectory]:
         self._run.check_stored(step)
-        records = self._run.chosen_trajectories(step, lambda place, _line: place == number)
+        records = self._run.chosen_trajectories(step, lambda index, _line: index == number)
         groups = {record["group"] for _, record in records}
         if not groups:
             raise SettingsError(f"step {step} has no trajectory {number}")
@@ -88,20 +88,21 @@ class Answers:
         return stored, next(item for item in stored.trajectories if item.number == number)
 
 
-def _curves(item: StoredTrajectory, found: WhatIf) -> dict[str, object]:
-    columns = found.columns[item.key]
-    places = drawn_places(len(item.positions))
+def _curves(item: StoredTrajectory, result: WhatIf) -> dict[str, object]:
+    columns = result.columns[item.key]
+    indices = drawn_places(len(item.positions))
     return {
         "number": item.number,
-        "index": places.tolist(),
-        "advantages": finite(columns["advantages"][places]),
-        "baselines": finite(columns["baselines"][places]),
+        "index": indices.tolist(),
+        "advantages": finite(columns["advantages"][indices]),
+        "baselines": finite(columns["baselines"][indices]),
         "mean": float(columns["advantages"].mean()),
     }
 
 
 def main() -> None:
-    """Answer every line of the input. What plug-ins print goes to the standard error."""
+    """Answer every line of the input."""
+    # Plug-ins may print. Their output goes to the standard error, so that it cannot break the lines of JSON.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     run = Answers(RunDirectory(Path(sys.argv[1])))

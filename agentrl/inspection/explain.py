@@ -1,4 +1,4 @@
-"""`agentrl explain`: how one token of a recorded step got its gradient, in words and numbers."""
+"""`agentrl explain`: the computation of one token's gradient in a recorded step, in words and numbers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from agentrl.telemetry.tokens.token_file import TokenFacts
 from agentrl.telemetry.tokens.trajectory_tokens import RowKey, TrajectoryTokens
 from agentrl_envs.registry import UnknownNameError
 
-_AROUND = 40  # characters of the conversation that are shown before and after the token
+_AROUND = 40  # characters of the conversation to show before and after the token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """One model token with what its gradient was made of. ``index`` counts the model tokens of its trajectory.
+    """One model token with the quantities that its gradient was computed from.
 
-    ``pieces`` are the texts of the response's tokens, None without the run's tokenizer.
+    ``index`` counts the model tokens of the trajectory. ``pieces`` are the texts of the response's tokens, None if the
+    run has no tokenizer.
     """
 
     step: StoredStep
@@ -42,18 +43,18 @@ class Explanation:
         return self.trajectory.tokens
 
     def lines(self) -> Iterator[str]:
-        """The chain from the reward to the gradient."""
+        """Yield the explanation, from the reward to the gradient."""
         facts = facts_of(self.step)
-        yield from self._place()
+        yield from self._header()
         yield from self._sampling()
         yield from self._credit(facts)
         yield from self._loss(facts)
 
     def at(self, values: np.ndarray) -> float:
-        """The token's value among those of its trajectory's model tokens."""
+        """Select the token's value from the values of its trajectory's model tokens."""
         return float(values[self.index])
 
-    def _place(self) -> Iterator[str]:
+    def _header(self) -> Iterator[str]:
         record, key, columns = self.trajectory.record, self.trajectory.key, self.trajectory.columns()
         branch = f", branch {key.branch}" if record.get("branches", 1) > 1 else ""
         number = self.trajectory.number
@@ -66,7 +67,7 @@ class Explanation:
         )
 
     def _text(self) -> str:
-        """The token with what stands before and after it; marks that cannot be seen are escaped."""
+        """The token with the text before and after it; invisible characters are escaped."""
         piece = self.pieces[self.position]
         if piece is None:
             return ""
@@ -76,19 +77,21 @@ class Explanation:
         return f", {shown}\n  after {before!r}, before {after!r}"
 
     def _sampling(self) -> Iterator[str]:
-        columns, own = self.trajectory.columns(), self.tokens
-        engine, trainer = self.at(columns["engine_log_probs"]), self.at(own.log_probs)
+        columns, tokens = self.trajectory.columns(), self.tokens
+        engine, trainer = self.at(columns["engine_log_probs"]), self.at(tokens.log_probs)
         yield (
             f"log-probability: engine {engine:.9g} (policy version {columns['policy_version'][self.index]}), "
-            f"trainer {trainer:.9g}, difference {trainer - engine:.3g}; entropy {self.at(own.entropy):.5g}"
+            f"trainer {trainer:.9g}, difference {trainer - engine:.3g}; entropy {self.at(tokens.entropy):.5g}"
         )
 
     def _credit(self, facts: TokenFacts) -> Iterator[str]:
-        own, key = self.tokens, self.trajectory.key
-        returned, baseline, advantage = (self.at(item) for item in (own.returns, own.baselines, own.advantages))
-        yield f"reward: {self.at(own.rewards):.9g} at this token; return G = {returned:.9g}"
+        tokens, key = self.tokens, self.trajectory.key
+        returned, baseline, advantage = (
+            self.at(item) for item in (tokens.returns, tokens.baselines, tokens.advantages)
+        )
+        yield f"reward: {self.at(tokens.rewards):.9g} at this token; return G = {returned:.9g}"
         yield (
-            f"energy: w = {self.at(own.energy):.9g}; "
+            f"energy: w = {self.at(tokens.energy):.9g}; "
             f"realized energy W = {self.at(self.step.realized_energies[key]):.9g}, the sum up to this token"
         )
         yield f"baseline: b = {baseline:.9g} by {facts.estimator}{_options(facts.estimator_options)}"
@@ -101,11 +104,11 @@ class Explanation:
         for sibling, weight in weights.items():
             other = next(item for item in self.step.siblings(self.trajectory) if item.key == sibling)
             assert other.tokens is not None
-            place = min(self.index, len(other.tokens) - 1)
-            energy = self.step.realized_energies[sibling][place]
+            index = min(self.index, len(other.tokens) - 1)
+            energy = self.step.realized_energies[sibling][index]
             yield (
                 f"  weight {weight:.6f} on trajectory {other.number}, sample {sibling.sample}: "
-                f"G = {other.tokens.returns[place]:.9g}, W = {energy:.9g}"
+                f"G = {other.tokens.returns[index]:.9g}, W = {energy:.9g}"
             )
         made = self.at(recomputed(self.step, self.step.siblings(self.trajectory))[key]["advantages"])
         normalized = "" if np.isclose(advantage, returned - baseline, rtol=1e-5, atol=1e-7) else ", then normalized"
@@ -130,55 +133,55 @@ class Explanation:
             )
 
     def _loss(self, facts: TokenFacts) -> Iterator[str]:
-        own = self.tokens
-        kept = bool(own.loss_mask[self.index])
-        weight = "none" if own.weights is None else f"weight {self.at(own.weights):.9g}"
-        yield f"rollout correction: {weight}; " + ("in the loss" if kept else "rejected: not in the loss")
-        yield f"update {own.update}: ratio to the policy before the step {self.at(own.ratios):.9g}"
-        factors = loss_factors(facts, own)
+        tokens = self.tokens
+        kept = bool(tokens.loss_mask[self.index])
+        weight = "none" if tokens.weights is None else f"weight {self.at(tokens.weights):.9g}"
+        yield f"rollout correction: {weight}; " + ("in the loss" if kept else "rejected, so it is not in the loss")
+        yield f"update {tokens.update}: ratio to the policy before the step {self.at(tokens.ratios):.9g}"
+        factors = loss_factors(facts, tokens)
         if factors is None:
             yield f"loss: {facts.loss} selects tokens over the whole step, which is not stored"
         else:
             factor = self.at(factors)
-            clipped = " (clipped: no gradient)" if kept and not factor and self.at(own.advantages) else ""
+            clipped = " (clipped: no gradient)" if kept and not factor and self.at(tokens.advantages) else ""
             yield f"loss: {facts.loss}{_options(facts.loss_options)}: d loss / d log p = {factor:.9g}{clipped}"
-        yield f"loss weight: {own.loss_weight:.9g} by {facts.aggregation}"
-        power, total = self.at(own.gradient_power), self.step.gradient_power
+        yield f"loss weight: {tokens.loss_weight:.9g} by {facts.aggregation}"
+        power, total = self.at(tokens.gradient_power), self.step.gradient_power
         share = f"{power / total:.3g}" if total else "0"
         yield f"share of the gradient's power: {share} of the step (w (factor A)^2, without terms between tokens)"
 
 
 def explain(run: RunDirectory, *, step: int, trajectory: int, token: int) -> Explanation:
-    """The token at position ``token`` of the response. SettingsError for what is not stored or not the model's."""
+    """Explain the token at position ``token`` of the response. Raises SettingsError if it has no stored gradient."""
     stored = read_step(run, step)
     facts_of(stored)
     if not 0 <= trajectory < len(stored.trajectories):
-        raise SettingsError(f"step {step} has no trajectory {trajectory}: it has 0 to {len(stored.trajectories) - 1}")
-    found = stored.trajectories[trajectory]
-    mask = found.model_mask
+        raise SettingsError(f"step {step} has no trajectory {trajectory}; valid: 0 to {len(stored.trajectories) - 1}")
+    chosen = stored.trajectories[trajectory]
+    mask = chosen.model_mask
     if not 0 <= token < len(mask):
-        raise SettingsError(f"trajectory {trajectory} has no token {token}: its response has 0 to {len(mask) - 1}")
+        raise SettingsError(f"trajectory {trajectory} has no token {token}; valid: 0 to {len(mask) - 1}")
     if not mask[token]:
-        nearest = found.positions[np.abs(found.positions - token).argmin()]
+        nearest = chosen.positions[np.abs(chosen.positions - token).argmin()]
         raise SettingsError(
-            f"token {token} of trajectory {trajectory} belongs to an observation: only tokens of the model get a "
-            f"gradient. The nearest one is {nearest}"
+            f"token {token} of trajectory {trajectory} belongs to an observation and has no gradient; the nearest "
+            f"model token is {nearest}"
         )
-    if found.tokens is None:
-        reasons = "; ".join(stored.problems) or "the filters left it out (see groups/... in metrics.jsonl)"
+    if chosen.tokens is None:
+        reasons = "; ".join(stored.problems) or "a filter removed it (see groups/... in metrics.jsonl)"
         raise SettingsError(f"step {step} did not train on trajectory {trajectory}: {reasons}")
     text = token_text(run)
     return Explanation(
         step=stored,
-        trajectory=found,
+        trajectory=chosen,
         position=token,
-        index=int(np.searchsorted(found.positions, token)),
-        pieces=[piece for segment in found.record["segments"] for piece in text.pieces(segment["token_ids"])],
+        index=int(np.searchsorted(chosen.positions, token)),
+        pieces=[piece for segment in chosen.record["segments"] for piece in text.pieces(segment["token_ids"])],
     )
 
 
 def explain_command(path: Path, *, step: int, trajectory: int, token: int) -> list[str]:
-    """The lines of ``agentrl explain``, with the estimators and losses of the run's plug-ins."""
+    """Return the lines of ``agentrl explain``, with the estimators and losses of the run's plug-ins."""
     if not (path / "config.yaml").is_file():
         raise SettingsError(f"{path} is not a run directory (it has no config.yaml)")
     run = RunDirectory(path)
@@ -202,33 +205,33 @@ def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int)
     neutral = {name: value for name, value in (("gamma", 1.0), ("normalize", None)) if name in names}
     inputs = stored_inputs(siblings)
     row = [item.key for item in siblings].index(trajectory.key)
-    last = {item.key.sample: place for place, item in enumerate(siblings)}
-    for place, item in enumerate(siblings):
+    last = {item.key.sample: sibling for sibling, item in enumerate(siblings)}
+    for sibling, item in enumerate(siblings):
         if item.key.branch > siblings[last[item.key.sample]].key.branch:
-            last[item.key.sample] = place
+            last[item.key.sample] = sibling
 
     def baseline(returns: Mapping[int, float]) -> float:
         """Return the token's baseline for these returns by index in ``siblings``; all other returns are 0."""
         rewards = torch.zeros_like(inputs.rewards)
-        for place, value in returns.items():
-            rewards[place, int(siblings[place].positions[-1])] = value
+        for sibling, value in returns.items():
+            rewards[sibling, int(siblings[sibling].positions[-1])] = value
         probe = replace(inputs, rewards=rewards)
         made = compute_advantages(facts.estimator, probe, calls=None, **(facts.estimator_options | neutral))
         return float(made.baselines[row, int(trajectory.positions[index])])
 
-    found = {place: baseline({place: 1.0}) for place in last.values()}
+    weights = {sibling: baseline({sibling: 1.0}) for sibling in last.values()}
     # Irregular returns, so that a baseline that is not linear in the returns differs from the weighted sum.
-    returns = {place: 1.0 + 0.37 * number**1.5 for number, place in enumerate(last.values())}
-    linear = sum(weight * returns[place] for place, weight in found.items())
+    returns = {sibling: 1.0 + 0.37 * number**1.5 for number, sibling in enumerate(last.values())}
+    linear = sum(weight * returns[sibling] for sibling, weight in weights.items())
     if not np.isclose(linear, baseline(returns), rtol=1e-5, atol=1e-6):
         return {}
-    return {siblings[place].key: weight for place, weight in found.items()}
+    return {siblings[sibling].key: weight for sibling, weight in weights.items()}
 
 
 def loss_factors(facts: TokenFacts, row: TrajectoryTokens) -> np.ndarray | None:
-    """d loss / d log p [K] of a trajectory's tokens in the update that trained on it, before ``loss_weight``.
+    """Return d loss / d log p [K] of a trajectory's tokens in the update that trained on it, before ``loss_weight``.
 
-    Without the terms of entropy and KL. None where the loss selects tokens over the whole step.
+    The terms of entropy and KL are not included. None if the loss selects tokens over the whole step.
     """
     if LOSSES.traits(facts.loss).step_wide:
         return None
@@ -251,5 +254,5 @@ def loss_factors(facts: TokenFacts, row: TrajectoryTokens) -> np.ndarray | None:
     return now.grad[0].numpy()
 
 
-def _options(given: dict[str, object]) -> str:
-    return "".join(f", {name}={value}" for name, value in given.items())
+def _options(options: dict[str, object]) -> str:
+    return "".join(f", {name}={value}" for name, value in options.items())

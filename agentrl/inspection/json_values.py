@@ -1,4 +1,4 @@
-"""Values as JSON can hold them, and curves with few enough points to draw."""
+"""Conversion of values to strict JSON, and thinning of curves for drawing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-_POINTS = 1_000  # of a curve, at most: every second, third, ... token of a longer one
+_POINTS = 1_000  # maximum number of points of a curve; of a longer one every second, third, ... token is drawn
 
 
 def to_json(value: object) -> str:
@@ -20,19 +20,19 @@ def to_json(value: object) -> str:
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"), default=str)
     except ValueError:
-        return json.dumps(_spelled(value), separators=(",", ":"), default=str)
+        return json.dumps(_without_non_finite(value), separators=(",", ":"), default=str)
 
 
-def _spelled(value: object) -> object:
+def _without_non_finite(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {key: _spelled(inner) for key, inner in value.items()}
-    return [_spelled(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: _without_non_finite(inner) for key, inner in value.items()}
+    return [_without_non_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def finite(values: np.ndarray) -> list[object]:
-    """The exact values as JSON can hold them; None for what is not a finite number."""
+    """Return exact values for JSON, with None in place of numbers that are not finite."""
     listed: list[object] = values.tolist()
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         return [value if kept else None for value, kept in zip(listed, np.isfinite(values), strict=True)]
@@ -40,5 +40,5 @@ def finite(values: np.ndarray) -> list[object]:
 
 
 def drawn_places(length: int) -> np.ndarray:
-    """The places of a curve of ``length`` values that are drawn."""
+    """Return the indices at which a curve of ``length`` values is drawn."""
     return np.arange(0, length, max(1, -(-length // _POINTS)))

@@ -1,4 +1,4 @@
-"""Advantages from stored token statistics: those that training used, or those of another estimator."""
+"""Advantages from stored token statistics, by the estimator of the run or by another one."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ def recomputed(
     estimator: str | None = None,
     options: dict[str, object] | None = None,
 ) -> dict[RowKey, dict[str, np.ndarray]]:
-    """``advantages``, ``returns`` and ``baselines`` [K] of each of ``trajectories``, which must be whole groups.
+    """Compute ``advantages``, ``returns`` and ``baselines`` [K] of ``trajectories``, which must be complete groups.
 
-    With the estimator and the options of the run unless others are given; then ``options`` are all of its options.
-    Where the estimator looks at the whole step, ``step`` must hold all its trajectories. Raises SettingsError where
-    the step lacks an input of the estimator, and the errors of ``compute_advantages``.
+    By default the estimator and the options of the run apply. For another estimator, ``options`` must be complete. If
+    the estimator spans the step, ``step`` must contain all its trajectories. Raises SettingsError if the step lacks an
+    input of the estimator, and the errors of ``compute_advantages``.
     """
     facts = facts_of(step)
     name = estimator or facts.estimator
-    given = facts.estimator_options if estimator is None and options is None else options or {}
-    wide = estimator_needs(name, **given).step_wide
+    chosen_options = facts.estimator_options if estimator is None and options is None else options or {}
+    wide = estimator_needs(name, **chosen_options).step_wide
     chosen = [item for item in (step.trajectories if wide else trajectories) if item.tokens is not None]
-    order = {key: place for place, key in enumerate(step.rows)}
+    order = {key: index for index, key in enumerate(step.rows)}
     chosen.sort(key=lambda item: order[item.key])
-    made = compute_advantages(name, stored_inputs(chosen), calls=None, **given)
+    made = compute_advantages(name, stored_inputs(chosen), calls=None, **chosen_options)
     return {item.key: _of_row(made, row, item) for row, item in enumerate(chosen)}
 
 
 def facts_of(step: StoredStep) -> TokenFacts:
-    """How the step made its advantages. Raises SettingsError if its token statistics are not stored."""
+    """Return how the step computed its advantages. Raises SettingsError if its token statistics are not stored."""
     if step.facts is None:
-        reasons = "; ".join(step.problems) or "telemetry.tokens_every leaves it out, or it trained on nothing"
+        reasons = "; ".join(step.problems) or "telemetry.tokens_every skips it, or no trajectory of it was trained on"
         raise SettingsError(f"step {step.step} has no token statistics: {reasons}")
     return step.facts
 
 
 def stored_inputs(trajectories: Sequence[StoredTrajectory]) -> AdvantageInputs:
-    """The estimator's inputs for trajectories with token statistics, in the layout of training: [B, T]."""
+    """Build the estimator's inputs for trajectories with token statistics, in the layout of training: [B, T]."""
     rows = [item.tokens for item in trajectories if item.tokens is not None]
     masks = [item.model_mask for item in trajectories if item.tokens is not None]
-    mask = torch.zeros(len(rows), max(len(own) for own in masks), dtype=torch.bool)
-    for row, own in enumerate(masks):
-        mask[row, : len(own)] = torch.from_numpy(own)
+    mask = torch.zeros(len(rows), max(len(row_mask) for row_mask in masks), dtype=torch.bool)
+    for row, row_mask in enumerate(masks):
+        mask[row, : len(row_mask)] = torch.from_numpy(row_mask)
 
     def tokens(name: str) -> Tensor | None:
-        given = [getattr(row, name) for row in rows]
-        if any(values is None for values in given):
+        values = [getattr(row, name) for row in rows]
+        if any(item is None for item in values):
             return None
-        flat = torch.from_numpy(np.concatenate(given))
+        flat = torch.from_numpy(np.concatenate(values))
         return torch.zeros(mask.shape, dtype=flat.dtype).masked_scatter_(mask, flat)
 
     loss_mask, weights = tokens("loss_mask"), tokens("weights")
@@ -95,5 +95,5 @@ def _whole(rows: Sequence[TrajectoryTokens], name: str) -> Tensor:
 
 
 def _numbers(rows: Sequence[TrajectoryTokens], name: str) -> Tensor | None:
-    given = [getattr(row, name) for row in rows]
-    return None if any(value is None for value in given) else torch.tensor(given, dtype=torch.float64)
+    numbers = [getattr(row, name) for row in rows]
+    return None if any(value is None for value in numbers) else torch.tensor(numbers, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The settings that a run was made with, and its plug-ins."""
+"""Settings and plug-ins of a finished or active run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from agentrl.telemetry.run_directory import RunDirectory
 from agentrl_envs.plugins import load_plugins
 from agentrl_envs.registry import PluginError
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where libyaml is there
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, available if PyYAML has libyaml
 _MOST_BYTES, _DEEPEST = 1 << 20, 32  # a resolved config.yaml has about 10 kB and a depth of 5
 
 
 def run_settings(run: RunDirectory) -> Mapping[str, object]:
     """Return ``config.yaml`` as it is stored. Raises WorldError if training cannot have written it.
 
-    Limits size and depth, and refuses aliases, because a few hundred bytes of aliases can expand to gigabytes.
+    Size and depth are limited and aliases rejected, because a few hundred bytes of aliases can expand to gigabytes.
     """
     with world_errors(run.config, "read"), contained(run.config, run.path).open("rb") as file:
         content = file.read(_MOST_BYTES + 1)
@@ -41,10 +41,10 @@ def run_settings(run: RunDirectory) -> Mapping[str, object]:
 
 
 def load_run_plugins(run: RunDirectory) -> list[str]:
-    """Load the modules in which the run's estimators and losses were registered; returns what could not be loaded.
+    """Load the modules that registered the run's estimators and losses. Returns messages for those that failed.
 
-    A plug-in that is gone matters only to a run that took its estimator or loss from it, so it is no error here. A file
-    that came with the run is not loaded: whoever opens the run of someone else must not run their code.
+    A missing plug-in is not an error, because it matters only if the run's estimator or loss comes from it. Files
+    inside the run directory are not loaded: opening a run from someone else must not execute their code.
     """
     try:
         named = run_settings(run).get("plugins")
@@ -54,7 +54,7 @@ def load_run_plugins(run: RunDirectory) -> list[str]:
     problems = []
     for name in map(str, named if isinstance(named, list) else []):
         if Path(name).expanduser().resolve().is_relative_to(folder):
-            problems.append(f"plugins {name!r}: it lies in the run's own folder, so it is not loaded")
+            problems.append(f"plugins {name!r}: not loaded, because it is inside the run directory")
             continue
         try:
             load_plugins([name])

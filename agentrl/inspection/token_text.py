@@ -1,4 +1,4 @@
-"""The text of single tokens, special ones included, by the tokenizer of a run."""
+"""Text of single tokens, including special ones, by the tokenizer of a run."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class TokenText:
         return self._tokenizer is not None
 
     def pieces(self, token_ids: Sequence[int]) -> list[str | None]:
-        """The text that each token adds, "" for one that begins a character which a later one completes."""
+        """Return the text that each token adds: "" if a later token completes its character."""
         if self._tokenizer is None:
             return [None] * len(token_ids)
         stream = DecodeStream(skip_special_tokens=False)
         return [stream.step(self._tokenizer, token) or "" for token in token_ids]
 
     def specials(self, token_ids: Sequence[int]) -> list[int]:
-        """The places of special tokens."""
-        return [place for place, token in enumerate(token_ids) if token in self._special]
+        """Return the indices of special tokens."""
+        return [index for index, token in enumerate(token_ids) if token in self._special]
 
 
 def token_text(run: RunDirectory) -> TokenText:
@@ -52,6 +52,7 @@ def token_text(run: RunDirectory) -> TokenText:
     return TokenText(None)
 
 
+# Keyed by the modification time, so that a tokenizer that changes is read again.
 @lru_cache(maxsize=4)
 def _opened(path: Path, folder: Path, _changed: int) -> TokenText:
     try:

@@ -1,1 +1,1 @@
-"""``agentrl new``: write the start of something of one's own."""
+"""``agentrl new``: templates for packages of users."""

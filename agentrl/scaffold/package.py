@@ -1,4 +1,4 @@
-"""``agentrl new environment NAME``: a package with an environment, data, a test and settings, ready to be installed."""
+"""``agentrl new environment NAME``: write an installable package with an environment, data, a test and settings."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from agentrl.errors import SettingsError, WorldError
 from agentrl_envs.registry import DISTRIBUTION, ENVIRONMENTS
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
-_SUFFIX = ".template"  # so that no tool takes a template for the file that it becomes
-_PACKAGE = "package"  # the folder of the templates that stands for the package
+_SUFFIX = ".template"  # keeps linters and test runners from treating a template as code
+_PACKAGE = "package"  # name of the template directory that becomes the Python package
 
 
 def new_environment_command(name: str) -> list[str]:
-    """Write the package ``name`` into the working directory, and return the lines to print.
+    """Write the package ``name`` into the working directory and return the lines to print.
 
     Raises SettingsError before anything is written if the name is invalid, the folder exists, or agentrl is not an
     installed distribution.
@@ -42,9 +42,9 @@ def new_environment_command(name: str) -> list[str]:
 
 
 def write_environment(name: str, folder: Path) -> list[Path]:
-    """Write the package into the new folder ``folder``; returns its files, sorted."""
+    """Write the package into the new directory ``folder``. Returns its files, sorted."""
     if folder.exists():
-        raise SettingsError(f"{folder} exists already: choose another name, or work elsewhere")
+        raise SettingsError(f"{folder} already exists: choose another name, or change to another directory")
     _check_name(name)
     module = _module(name)
     words = {
@@ -63,7 +63,7 @@ def write_environment(name: str, folder: Path) -> list[Path]:
             path.write_text(Template(text).substitute(words), encoding="utf-8")
             written.append(path)
     except OSError as error:
-        raise WorldError(f"{folder} cannot be written: {error.strerror}") from error
+        raise WorldError(f"cannot write {folder}: {error.strerror}") from error
     return sorted(written)
 
 
@@ -74,15 +74,15 @@ def pinned(name: str) -> str:
     installed.
     """
     try:
-        found = distribution(name)
+        installed = distribution(name)
     except PackageNotFoundError as error:
         raise SettingsError(
             f"a new package depends on {name}, which is not installed for {sys.executable}: in your clone of agentrl, "
             "run pip install -e sandbox -e ."
         ) from error
-    text = found.read_text("direct_url.json")
+    text = installed.read_text("direct_url.json")
     if text is None:
-        return f"{name}=={found.version}"
+        return f"{name}=={installed.version}"
     origin = json.loads(text)
     url = origin["url"]
     if "vcs_info" in origin:
@@ -98,18 +98,19 @@ def _check_name(name: str) -> None:
         nearest = re.sub(r"[^a-z0-9]+", "-", _kebab(name).lower()).strip("-0123456789")
         hint = f"; did you mean {nearest!r}?" if _NAME.fullmatch(nearest) else ""
         raise SettingsError(
-            f"new environment {name!r}: a name is small letters, digits, '-' and '_', and begins with a letter{hint}"
+            f"new environment {name!r}: a name has only lowercase letters, digits, '-' and '_' and "
+            f"starts with a letter{hint}"
         )
     if keyword.iskeyword(module) or module in sys.stdlib_module_names:
-        raise SettingsError(f"new environment {name!r}: {module!r} belongs to Python; choose another name")
+        raise SettingsError(f"new environment {name!r}: {module!r} is a name of Python; choose another name")
     if name in ENVIRONMENTS.names() or importlib.util.find_spec(module) is not None:
         raise SettingsError(
-            f"new environment {name!r}: an environment or a module of this name is installed; choose another name"
+            f"new environment {name!r}: an environment or module with this name is installed; choose another name"
         )
 
 
 def _kebab(name: str) -> str:
-    """``MyShop`` as ``My-Shop``."""
+    """Insert hyphens at changes of case: ``MyShop`` becomes ``My-Shop``."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name)
 
 
@@ -122,15 +123,15 @@ def _class_name(name: str) -> str:
 
 
 def _templates() -> list[tuple[tuple[str, ...], str]]:
-    """The parts of each template's path, without the suffix, and its text."""
+    """Path (without the suffix) and text of each template."""
     return _below(files("agentrl.scaffold").joinpath("template"), ())
 
 
 def _below(folder: Traversable, parts: tuple[str, ...]) -> list[tuple[tuple[str, ...], str]]:
-    found = []
+    templates = []
     for entry in folder.iterdir():
         if entry.is_dir():
-            found += _below(entry, (*parts, entry.name))
+            templates += _below(entry, (*parts, entry.name))
         elif entry.name.endswith(_SUFFIX):
-            found.append(((*parts, entry.name.removesuffix(_SUFFIX)), entry.read_text(encoding="utf-8")))
-    return found
+            templates.append(((*parts, entry.name.removesuffix(_SUFFIX)), entry.read_text(encoding="utf-8")))
+    return templates

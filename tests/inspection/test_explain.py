@@ -164,7 +164,7 @@ def test_a_run_brings_no_code_of_its_own(tmp_path: Path) -> None:
     inside = run.path / "sent_plugin.py"
     inside.write_text(f"raise SystemExit({str(tmp_path)!r})\n")
     run.config.write_text(f"plugins: [{inside}]\n")
-    with pytest.raises(SettingsError, match=r"sent_plugin\.py.*lies in the run's own folder"):
+    with pytest.raises(SettingsError, match=r"sent_plugin\.py.*not loaded, because it is inside the run directory"):
         explain_command(run.path, step=3, trajectory=0, token=0)
 
 
@@ -238,10 +238,10 @@ def test_a_clipped_token_has_no_gradient(run: RunDirectory) -> None:
     ("step", "trajectory", "token", "message"),
     [
         (9, 0, 0, "has no trajectories of step 9; stored: steps 3 to 3"),
-        (3, 5, 0, "step 3 has no trajectory 5: it has 0 to 2"),
-        (3, 0, 5, "trajectory 0 has no token 5: its response has 0 to 4"),
-        (3, 0, 2, "token 2 of trajectory 0 belongs to an observation: .* The nearest one is 1"),
-        (3, 2, 0, "step 3 did not train on trajectory 2: the filters left it out"),
+        (3, 5, 0, "step 3 has no trajectory 5; valid: 0 to 2"),
+        (3, 0, 5, "trajectory 0 has no token 5; valid: 0 to 4"),
+        (3, 0, 2, "token 2 of trajectory 0 belongs to an observation .* the nearest model token is 1"),
+        (3, 2, 0, "step 3 did not train on trajectory 2: a filter removed it"),
     ],
 )
 def test_what_cannot_be_explained_says_why(

@@ -55,14 +55,14 @@ def test_the_written_python_keeps_the_linters_rules(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("My Boxes", r"a name is small letters.*; did you mean 'my-boxes'\?"),
+        ("My Boxes", r"a name has only lowercase letters.*; did you mean 'my-boxes'\?"),
         ("MyBoxes", r"did you mean 'my-boxes'\?"),
-        ("../boxes", r"a name is small letters"),
-        ("", r"a name is small letters"),
+        ("../boxes", r"a name has only lowercase letters"),
+        ("", r"a name has only lowercase letters"),
         ("class", r"'class' belongs to Python"),
         ("json", r"'json' belongs to Python"),
-        ("torch", r"an environment or a module of this name is installed"),
-        ("simpletir", r"an environment or a module of this name is installed"),
+        ("torch", r"an environment or module with this name is installed"),
+        ("simpletir", r"an environment or module with this name is installed"),
     ],
 )
 def test_a_name_that_cannot_be_used_is_said(
@@ -75,7 +75,7 @@ def test_a_name_that_cannot_be_used_is_said(
 
 def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "my-boxes").mkdir()
-    with pytest.raises(SettingsError, match=r"my-boxes exists already: choose another name"):
+    with pytest.raises(SettingsError, match=r"my-boxes already exists: choose another name"):
         write_environment("my-boxes", tmp_path / "my-boxes")
     assert list((tmp_path / "my-boxes").iterdir()) == []
 

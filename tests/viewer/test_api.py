@@ -216,7 +216,7 @@ def test_a_process_of_its_own_computes_what_if_and_explains(run: RunDirectory) -
         exact = recomputed(stored, group, estimator="tir_otb", options={"tail": "self"})[group[1].key]
         np.testing.assert_array_equal(np.float32(found["fields"]["what_if_advantages"]), exact["advantages"])
         assert [sibling["number"] for sibling in found["siblings"]] == [0, 1]
-        assert "N is 1 to 3" in get(client, f"{path}/what_if?estimator=rloo&size=9", 404)["error"]
+        assert "valid N: 1 to 3" in get(client, f"{path}/what_if?estimator=rloo&size=9", 404)["error"]
         assert "is no JSON" in get(client, f"{path}/what_if?estimator=rloo&options=x", 400)["error"]
         assert get(client, f"{path}/tokens/3") == explain_command(run.path, step=2, trajectory=1, token=3)
         assert "tail" in str(get(client, f"/runs/{run_id(client)}/estimators")["estimators"]["tir_otb"])
