@@ -231,7 +231,7 @@ def test_a_column_that_is_not_json(refused: Refused) -> None:
     assert "p.jsonl:1: column level is nan, which is not JSON" in message
     assert message.endswith("or drop the column with fields.level=null")
     said = refused("eval", "--model", "a/model", "--benchmarks", "p.jsonl")
-    assert said.endswith("null: data.eval.0.path=p.jsonl data.eval.0.fields.level=null in place of --benchmarks")
+    assert said.endswith("null: use data.eval.0.path=p.jsonl data.eval.0.fields.level=null instead of --benchmarks")
 
 
 def test_a_missing_problem_file_is_answered_with_those_in_its_folder(refused: Refused) -> None:

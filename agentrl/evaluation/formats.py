@@ -1,4 +1,4 @@
-"""The JSON objects that an evaluation writes: ``provenance.json``, ``results.json`` and ``regraded.json``."""
+"""JSON objects that an evaluation writes: ``provenance.json``, ``results.json`` and ``regraded.json``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ JSONObject = dict[str, Any]
 
 
 class SetRecord(TypedDict):
-    """The identity of a set of problems."""
+    """Identity of a set of problems."""
 
     revision: str
     sha256: str
@@ -20,7 +20,7 @@ class SetRecord(TypedDict):
 
 
 class Provenance(TypedDict):
-    """The provenance of results, made by ``agentrl.evaluation.records.provenance``."""
+    """Origin of results: everything needed to repeat them. Built by ``agentrl.evaluation.records.provenance``."""
 
     model: JSONObject
     engine: JSONObject
@@ -43,7 +43,7 @@ class Bounds(TypedDict):
 
 
 class ScoreRecord(TypedDict):
-    """avg@n: `agentrl.evaluation.results.scores.Score`."""
+    """avg@n with intervals, as in `agentrl.evaluation.results.scores.Score`."""
 
     mean: float
     this_benchmark: Bounds
@@ -68,7 +68,7 @@ class ToolCallsRecord(TypedDict):
 
 
 class TokensRecord(TypedDict):
-    """Average tokens per rollout, and the model's tokens in all rollouts."""
+    """Average tokens per rollout, and the total number of model tokens."""
 
     prompt_mean: float
     model_mean: float
@@ -77,7 +77,7 @@ class TokensRecord(TypedDict):
 
 
 class Conduct(TypedDict):
-    """Statistics of the rollouts that count as data."""
+    """Statistics of the rollouts that are not excluded."""
 
     ended: dict[str, int]
     verdicts: dict[str, int]
@@ -96,7 +96,7 @@ class SecondsRecord(TypedDict):
 
 
 class ProblemCounts(TypedDict):
-    """A problem's samples that count as data, and how many of them are correct."""
+    """Number of a problem's samples that are not excluded, and number of correct ones."""
 
     samples: int
     correct: int
@@ -128,7 +128,7 @@ class Results(TypedDict):
 
 
 class Change(TypedDict):
-    """A rollout whose answer or verdict has changed by regrading."""
+    """A rollout whose answer or verdict changed when it was regraded."""
 
     benchmark: str
     problem: str

@@ -12,16 +12,16 @@ from agentrl.rollout.settings import EngineSections, EnvironmentSections
 from agentrl.telemetry.settings import TelemetrySettings
 
 REQUEST_FIELDS = ("system_prompt", "top_k", "min_p", "limit_field", "extra_body")
-"""Settings that change an endpoint's requests, beyond the sampling settings that every engine has."""
+"""Settings that change an endpoint's requests, in addition to the sampling settings of every engine."""
 
-_OWN_FIELDS = frozenset(
+_RESERVED_FIELDS = frozenset(
     {"model", "messages", "prompt", "stream", "stream_options", "n", "stop", "seed", "temperature", "top_p"}
     | {"top_k", "min_p", "max_tokens", "max_completion_tokens"}
 )
 
 
 class EndpointSettings(BaseModel):
-    """An OpenAI-compatible endpoint that serves the model. Its key is read from an environment variable."""
+    """Settings of an OpenAI-compatible endpoint. Its key is read from an environment variable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -36,7 +36,7 @@ class EndpointSettings(BaseModel):
     api: Literal["chat", "completions"] = Field(
         "chat",
         description="chat: turns and observations are sent as messages and the endpoint applies its chat template; "
-        "completions: the conversation is sent as one growing text, as a base model needs it",
+        "completions: the conversation is sent as one growing text, as base models require",
     )
     key_variable: str = Field("OPENAI_API_KEY", min_length=1, description="environment variable that holds the API key")
     concurrency: int = Field(64, ge=1, description="maximum number of concurrent conversations")
@@ -68,17 +68,17 @@ class EndpointSettings(BaseModel):
     def _consistent(self) -> EndpointSettings:
         sent = {name for name in REQUEST_FIELDS if getattr(self, name) != type(self).model_fields[name].default}
         if self.url is None and sent:
-            raise ValueError(f"{', '.join(sorted(sent))} needs an endpoint, and url is not set (--base-url)")
+            raise ValueError(f"{', '.join(sorted(sent))} requires an endpoint, but url is not set (--base-url)")
         if self.api == "completions" and sent & {"system_prompt", "limit_field"}:
-            raise ValueError("system_prompt and limit_field=max_completion_tokens need api=chat")
-        taken = sorted(_OWN_FIELDS & self.extra_body.keys())
+            raise ValueError("system_prompt and limit_field=max_completion_tokens require api=chat")
+        taken = sorted(_RESERVED_FIELDS & self.extra_body.keys())
         if taken:
             raise ValueError(f"extra_body sets {', '.join(taken)}, which other settings or the protocol control")
         return self
 
 
 class EvaluationSettings(BaseModel):
-    """Evaluation by ``agentrl eval`` and before, during and after training. The defaults are the published ones."""
+    """Settings of ``agentrl eval`` and of evaluation during training. The defaults are the published ones."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -106,7 +106,7 @@ class EvaluationSettings(BaseModel):
         turn, whole = self.max_turn_tokens, self.max_response_tokens
         if turn is not None and whole is not None and turn > whole:
             raise ValueError(
-                f"max_turn_tokens={turn} is above max_response_tokens={whole}: a turn cannot be longer than its "
+                f"max_turn_tokens={turn} exceeds max_response_tokens={whole}, but a turn cannot be longer than its "
                 "conversation"
             )
         return self
@@ -133,11 +133,11 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
         "evaluation.max_response_tokens": "8192",
     },
 }
-"""``agentrl eval --preset NAME``: values that other command-line options override."""
+"""Settings of ``agentrl eval --preset NAME``. Other command-line options override them."""
 
 
 class EvaluationSections(EnvironmentSections, EngineSections, Protocol):
-    """The sections of a run's settings that an evaluation needs."""
+    """Sections of a run's settings that an evaluation needs."""
 
     @property
     def data(self) -> DataSettings: ...
@@ -146,4 +146,4 @@ class EvaluationSections(EnvironmentSections, EngineSections, Protocol):
     @property
     def telemetry(self) -> TelemetrySettings: ...
     def model_copy(self, *, update: Mapping[str, object] | None = None) -> Self:
-        """A copy of the settings with updated sections."""
+        """Copy the settings with updated sections."""

@@ -59,7 +59,7 @@ def test_wrong_counts_and_repeats_are_errors(tmp_path: Path) -> None:
     file = write(tmp_path / "aime24.jsonl", rows(30))
     assert load_benchmark("aime24", data_dir=tmp_path)[3].answer == "6"
     write(file, rows(960))
-    with pytest.raises(ProblemError, match=r"aime24\.jsonl: aime24 has 30 problems, found 960"):
+    with pytest.raises(ProblemError, match=r"aime24\.jsonl: aime24 should have 30 problems, but the data has 960"):
         load_benchmark("aime24", data_dir=tmp_path)
     write(file, [*rows(29), {**rows(1)[0], "id": "again"}])
     first = r"problem 'What is 0 \+ 0\?' occurs 2 times, first in .*aime24\.jsonl:1"
@@ -88,7 +88,7 @@ def test_wrong_fields_show_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(ProblemError, match=r"mine\.jsonl:1: no field for the .*; fields: result, text") as raised:
         load_benchmark(str(file))
     # What it advises works.
-    advice = re.search(r"fields\.problem: (.*) in place of --benchmarks", str(raised.value))
+    advice = re.search(r"fields\.problem to the right one: use (.*) instead of --benchmarks", str(raised.value))
     assert advice is not None
     given = advice[1].replace("problem=FIELD", "problem=text").replace("answer=FIELD", "answer=result").split()
     settings = load_settings(overrides=["model.path=a/b", *given], command="eval")
@@ -104,7 +104,7 @@ def test_a_users_own_benchmark_is_a_file(tmp_path: Path) -> None:
     assert [problem.answer for problem in load_benchmark(str(jsonl))] == answers
     assert [problem.answer for problem in load_benchmark(str(parquet))] == answers
     write(jsonl, [])
-    with pytest.raises(ProblemError, match=r"mine\.jsonl: there is no problem in it"):
+    with pytest.raises(ProblemError, match=r"mine\.jsonl: the file contains no problems"):
         load_benchmark(str(jsonl))
 
 
@@ -160,4 +160,4 @@ async def test_a_grader_without_time_is_reported_apart(tmp_path: Path) -> None:
 
     check = await check_benchmark(str(write(tmp_path / "mine.jsonl", rows(1))), Slow())
     assert (check.errors, len(check.timeouts)) == ((), 1)
-    assert check.describe()[1].endswith("mine.jsonl:1: grading the answer '0' took too long")
+    assert check.describe()[1].endswith("mine.jsonl:1: grading the answer '0' timed out")

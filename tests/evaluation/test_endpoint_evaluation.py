@@ -157,7 +157,7 @@ def test_an_endpoint_that_is_down_is_said_after_its_retry_deadline(tmp_path: Pat
         [*command, "evaluation.endpoint.retry_deadline=0.2"], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 1
-    assert "error: the endpoint http://127.0.0.1:9/v1 does not serve: " in done.stderr
+    assert "error: the endpoint http://127.0.0.1:9/v1 is not available: " in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "evaluations").exists()
 

@@ -78,7 +78,7 @@ async def test_what_rollouts_came_to_stands_in_columns(tmp_path: Path) -> None:
     assert one["kinds"] == dict.fromkeys(changes, 4)
     assert one["avg"]["mean"] == 1 / 8  # all but what is no data count
     titles = ["benchmark", "correct", "incorrect", "no answer", "unreadable", "grader timeout", "refused", "truncated"]
-    head, row = f"| {' | '.join([*titles, 'void turn', 'no data'])} |", f"| toy |{' 4 |' * 9}"
+    head, row = f"| {' | '.join([*titles, 'void turn', 'excluded'])} |", f"| toy |{' 4 |' * 9}"
     table = (tmp_path / "table.md").read_text(encoding="utf-8").splitlines()
     assert table[table.index(head) + 2] == row
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -264,7 +264,7 @@ async def test_another_model_or_other_problems_are_refused(tmp_path: Path) -> No
 
 async def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(SettingsError, match=r"holds something else \(thesis.tex\); choose another --output"):
+    with pytest.raises(SettingsError, match=r"contains other files \(thesis.tex\); choose another --output"):
         await play(WrittenEngine(transcript), tmp_path, [problem_set()])
 
 
@@ -308,11 +308,11 @@ async def test_failures_outside_the_policy_are_played_again_and_else_no_data(tmp
 async def test_nothing_but_failures_ends_with_the_reason(tmp_path: Path) -> None:
     engine = WrittenEngine(failed)
     with pytest.raises(
-        WorldError, match=r"100 rollouts in a row failed .* the engine is down; .* same command continues"
+        WorldError, match=r"100 consecutive rollouts failed .* the engine is down; .* same command continues"
     ):
         await play(engine, tmp_path, [problem_set(60)])
     assert len(engine.asked) == 100
-    with pytest.raises(WorldError, match="toy: no rollout holds data"):
+    with pytest.raises(WorldError, match="toy: every rollout failed for reasons outside the policy"):
         await finished(tmp_path / "few", WrittenEngine(failed), "rollout.retries=0")
 
 
@@ -340,9 +340,9 @@ def test_the_same_command_has_the_same_directory() -> None:
 
 
 def test_bad_requests(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="--k=8 is above --n=4: pass@k needs k samples of each problem"):
+    with pytest.raises(SettingsError, match="--k=8 exceeds --n=4, but pass@k needs k samples per problem"):
         evaluate_command(settings(), EvaluationRequest(ks=(2, 8)))
-    with pytest.raises(SettingsError, match="nothing to evaluate on: name benchmarks"):
+    with pytest.raises(SettingsError, match="no problems to evaluate on: use --benchmarks"):
         evaluate_command(settings(), EvaluationRequest())
     with pytest.raises(SettingsError, match="names aime24 more than once"):
         evaluate_command(settings(), EvaluationRequest(benchmarks=("aime24", "aime24")))
@@ -375,7 +375,7 @@ async def test_gold_answers_that_cannot_be_read_are_said(tmp_path: Path, capsys:
     shown = ("telemetry.console=plain",)
     await asyncio.to_thread(results, tmp_path, sets, *shown)
     said = " ".join(capsys.readouterr().out.split())
-    assert "warning: toy: 4 rollouts are in no average because their gold answers cannot be read" in said
+    assert "warning: toy: 4 rollouts are excluded because their reference answers cannot be parsed" in said
     assert "report.html, rollouts.jsonl.zst" in said
 
 

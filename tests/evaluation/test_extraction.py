@@ -177,7 +177,7 @@ def test_regrading_with_extraction_shows_answers_and_verdicts_apart(
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     for row in (
         "another one 1",
-        "found only now 1",
+        "extracted only now 1",
         "incorrect -> correct the same 1",
         "incorrect -> correct another 1",
         "none -> correct another 1",

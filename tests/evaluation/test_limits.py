@@ -38,7 +38,7 @@ def test_a_turn_is_never_longer_than_its_conversation() -> None:
         overrides=[*TRAINING, "evaluation.max_response_tokens=50", "model.path=a/b"], command="eval"
     )
     assert evaluation_rollout(settings).max_turn_tokens == 50
-    with pytest.raises(SettingsError, match="max_turn_tokens=9 is above max_response_tokens=5"):
+    with pytest.raises(SettingsError, match="max_turn_tokens=9 exceeds max_response_tokens=5"):
         load_settings(
             overrides=["evaluation.max_turn_tokens=9", "evaluation.max_response_tokens=5", "model.path=a/b"],
             command="eval",

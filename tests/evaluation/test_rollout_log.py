@@ -92,5 +92,5 @@ def test_damage_elsewhere_is_named_and_nothing_is_cut(tmp_path: Path) -> None:
         RolloutLog(path)
     assert path.read_bytes() == data
     path.write_bytes(zstandard.ZstdCompressor().compress(b'{"benchmark": "toy"}\n'))
-    with pytest.raises(WorldError, match="byte 0: damaged, no rollout"):
+    with pytest.raises(WorldError, match="byte 0: damaged, not a rollout"):
         list(read_rollouts(path))

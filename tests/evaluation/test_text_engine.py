@@ -257,11 +257,11 @@ async def test_trouble_is_told_once_in_a_while(caplog: pytest.LogCaptureFixture)
     endpoint.now += 60
     await endpoint.ask()
     told = [record.getMessage() for record in caplog.records if record.name == "agentrl.evaluation.play.text_engine"]
-    deadline = "up to 30 s a request (evaluation.endpoint.retry_deadline)"
+    deadline = "each request for up to 30 s (evaluation.endpoint.retry_deadline)"
     name = "the endpoint http://host/v1"
     assert told == [
         f"{name}: 503 Service Unavailable: busy; asking again, {deadline}",
-        f"{name}: 429 Too Many Requests: slow down; asking again in 40 s, as it wishes, {deadline}",
+        f"{name}: 429 Too Many Requests: slow down; retrying in 40 s, as it requested, {deadline}",
     ]
 
 
@@ -322,11 +322,11 @@ async def test_the_other_refusals_are_typed() -> None:
         await Endpoint(refused(400, "content filter")).ask()
     with pytest.raises(SettingsError, match=r"no chat template.*evaluation\.endpoint\.api=completions"):
         await Endpoint(refused(400, "As of v4.44, default chat template is no longer allowed")).ask()
-    with pytest.raises(SettingsError, match=r"wants a key in \$OPENAI_API_KEY: 401"):
+    with pytest.raises(SettingsError, match=r"requires a key in \$OPENAI_API_KEY: 401"):
         await Endpoint(refused(401, "missing key")).ask()
     with pytest.raises(SettingsError, match=r"limit_field=max_completion_tokens"):
         await Endpoint(refused(400, "'max_tokens' is not supported: use 'max_completion_tokens' instead")).ask()
-    with pytest.raises(SettingsError, match=r"knows no such address or model: 404 .* and --model .* \(now m\)"):
+    with pytest.raises(SettingsError, match=r"has no such address or model: 404 .* and --model .* \(now m\)"):
         await Endpoint(refused(404, "model x")).ask()
 
 
@@ -335,7 +335,7 @@ async def test_opening_finds_the_only_model_and_samples_a_token() -> None:
     await endpoint.engine.open()
     assert endpoint.engine.model == "served"
     assert (endpoint.bodies[0]["max_tokens"], endpoint.bodies[0]["model"]) == (1, "served")
-    assert endpoint.engine.fingerprint() == "not told by the endpoint"
+    assert endpoint.engine.fingerprint() == "not reported by the endpoint"
 
 
 async def test_what_the_user_must_mend_is_said_at_opening() -> None:
@@ -343,9 +343,9 @@ async def test_what_the_user_must_mend_is_said_at_opening() -> None:
         await Endpoint(model=None, models=["a", "b"]).engine.open()
     with pytest.raises(SettingsError, match="does not serve 'm'; it serves: a, b"):
         await Endpoint(models=["a", "b"]).engine.open()
-    with pytest.raises(SettingsError, match="refuses the request: 400 Bad Request: temperature"):
+    with pytest.raises(SettingsError, match="rejects the request: 400 Bad Request: temperature"):
         await Endpoint(refused(400, "temperature")).engine.open()
-    with pytest.raises(WorldError, match="does not serve: refused"):
+    with pytest.raises(WorldError, match="is not available: refused"):
         await Endpoint(*[httpx.ConnectError("refused")] * 9, retry_deadline=0.01).engine.open()
 
 

@@ -1,7 +1,7 @@
-"""Public benchmarks by name and custom benchmarks by path: the location and the expected number of their problems.
+"""Public benchmarks by name and custom benchmarks by path: where to read the problems, and their expected number.
 
-A wrong number of problems, a repeated problem or a problem without an answer would make every score wrong, so each is
-an error. No benchmark is pinned to a Hugging Face commit: results record a hash of their problems.
+A wrong number of problems, a repeated problem or a problem without an answer would make every score wrong. Each is
+therefore an error. Benchmarks are not pinned to a Hugging Face commit; results record a hash of the problems instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
-    """One benchmark: its file in a data folder (without ``.jsonl`` or ``.parquet``), or its Hugging Face data set."""
+    """A benchmark with its file in a data folder (without ``.jsonl`` or ``.parquet``) and its Hugging Face data set."""
 
     name: str
     file: str
@@ -40,9 +40,9 @@ class Benchmark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedBenchmark:
-    """The problems in the order of the data, with their places, and all data errors except unreadable answers.
+    """Problems in the order of the data, their locations, and all data errors except unreadable answers.
 
-    A place is a file and line, or a data set and row; an error begins with its place.
+    A location is a file and line, or a data set and row. Every error starts with its location.
     """
 
     name: str
@@ -55,7 +55,7 @@ class LoadedBenchmark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataCheck:
-    """All errors in a benchmark's data. ``timeouts`` are gold answers whose grading timed out."""
+    """All errors in a benchmark's data. ``timeouts`` lists reference answers whose grading timed out."""
 
     name: str
     problems: int
@@ -108,41 +108,41 @@ BENCHMARKS: Mapping[str, Benchmark] = {benchmark.name: benchmark for benchmark i
 
 
 def load_benchmark(name: str, *, data_dir: str | Path | None = None) -> list[Problem]:
-    """The problems of a benchmark, checked for data errors.
+    """Load the problems of a benchmark and check them for data errors.
 
-    ``name`` is one of `BENCHMARKS`, read from its file in ``data_dir`` or, if ``data_dir`` is not given, from Hugging
-    Face; or the path of a ``.jsonl`` or ``.parquet`` file. Raises ProblemError for an unknown name (the message names
-    the nearest one), a missing file, missing fields (the message lists the present ones), a wrong number of problems,
-    and a problem that is repeated, shares its id with another problem or has no answer.
+    ``name`` is one of `BENCHMARKS` or the path of a ``.jsonl`` or ``.parquet`` file. Named benchmarks are read from
+    ``data_dir`` if it is not None, otherwise from Hugging Face. Raises ProblemError for an unknown name (with the
+    nearest known name), a missing file, missing fields (with the fields that exist), a wrong number of problems, and a
+    problem that is repeated, shares its id with another problem or has no answer.
     """
     loaded = read_benchmark(name, data_dir=data_dir)
     if loaded.errors:
         more = len(loaded.errors) - 1
-        rest = f" (and {more} more: agentrl eval --check-data lists them)" if more else ""
+        rest = f" (and {more} more errors: list them with agentrl eval --check-data)" if more else ""
         raise ProblemError(loaded.errors[0] + rest)
     return list(loaded.problems)
 
 
 def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBenchmark:
-    """Like `load_benchmark`, but errors in single rows are listed and rows without an answer are left out.
+    """Load a benchmark like `load_benchmark`, but list errors in single rows and leave out rows without an answer.
 
-    Raises ProblemError if the data cannot be read at all: unknown name, missing or broken file, missing fields.
+    Raises ProblemError if the data cannot be read: unknown name, missing or broken file, missing fields.
     """
     benchmark = BENCHMARKS.get(name)
     settings = _source_of_file(name) if benchmark is None else _source(benchmark, data_dir)
     problems, places, unanswered = [], [], []
     try:
-        for place, problem in read_places(settings):
+        for location, problem in read_places(settings):
             if problem is None or problem.answer is None:
-                unanswered.append(f"{place}: the problem has no answer")
+                unanswered.append(f"{location}: the problem has no answer")
             else:
                 problems.append(problem)
-                places.append(place)
+                places.append(location)
     except ProblemFieldError as error:
         left_out = re.search(r"fields\.\S+=null$", str(error))
         fields = [left_out[0]] if left_out else ["fields.problem=FIELD", "fields.answer=FIELD"]
-        given = " ".join(f"data.eval.0.{key}" for key in (f"path={settings.path}", *fields))
-        raise ProblemFieldError(f"{error}: {given} in place of --benchmarks") from error
+        overrides = " ".join(f"data.eval.0.{key}" for key in (f"path={settings.path}", *fields))
+        raise ProblemFieldError(f"{error}: use {overrides} instead of --benchmarks") from error
     rows = len(problems) + len(unanswered)
     return LoadedBenchmark(
         name=name,
@@ -160,17 +160,17 @@ def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBe
 
 
 async def check_benchmark(name: str, grader: Grader, *, data_dir: str | Path | None = None) -> DataCheck:
-    """All errors in a benchmark's data, including gold answers that do not grade as equal to themselves."""
+    """Collect all errors in a benchmark's data, including reference answers that are not graded equal to themselves."""
     loaded = read_benchmark(name, data_dir=data_dir)
     answers = [str(problem.answer) for problem in loaded.problems]
     verdicts = await asyncio.gather(*(grader.check_gold(answer) for answer in answers))
     unreadable, timeouts = [], []
-    for place, gold, verdict in zip(loaded.places, answers, verdicts, strict=True):
+    for location, gold, verdict in zip(loaded.places, answers, verdicts, strict=True):
         answer = gold if len(gold) <= 60 else gold[:60] + "..."
         if verdict is Verdict.GRADER_TIMEOUT:
-            timeouts.append(f"{place}: grading the answer {answer!r} took too long")
+            timeouts.append(f"{location}: grading the answer {answer!r} timed out")
         elif verdict is not Verdict.CORRECT:
-            unreadable.append(f"{place}: the answer {answer!r} cannot be read ({verdict.value})")
+            unreadable.append(f"{location}: the answer {answer!r} cannot be read ({verdict.value})")
     errors = (*loaded.errors, *unreadable)
     return DataCheck(name=name, problems=len(loaded.problems), errors=errors, timeouts=tuple(timeouts))
 
@@ -185,10 +185,10 @@ def _source(benchmark: Benchmark, data_dir: str | Path | None) -> ProblemSourceS
             fields=dict(benchmark.fields),
             skip_unanswered=True,
         )
-    # Copies in a data folder mostly use ``problem`` and ``answer``, whatever the fields of the original.
+    # Copies in a data folder usually have `problem` and `answer`, whatever the field names of the original.
     files = [Path(data_dir) / (benchmark.file + kind) for kind in FILE_KINDS]
-    found = next((file for file in files if file.exists()), files[0])
-    return ProblemSourceSettings(path=str(found), skip_unanswered=True)
+    existing = next((file for file in files if file.exists()), files[0])
+    return ProblemSourceSettings(path=str(existing), skip_unanswered=True)
 
 
 def _source_of_file(path: str) -> ProblemSourceSettings:
@@ -202,14 +202,14 @@ def _source_of_file(path: str) -> ProblemSourceSettings:
 
 def _miscounted(name: str, path: str, rows: int, expected: int | None) -> list[str]:
     if expected is None:
-        return [] if rows else [f"{path}: there is no problem in it"]
+        return [] if rows else [f"{path}: the file contains no problems"]
     if rows == expected:
         return []
-    return [f"{path}: {name} has {expected} problems, found {rows}"]
+    return [f"{path}: {name} should have {expected} problems, but the data has {rows}"]
 
 
 def _repeated(places: Sequence[str], keys: Iterable[str], what: str) -> list[str]:
-    """One error for each key that several rows share, at the place of the second row."""
+    """One error for each key that several rows share, with the location of the second row."""
     rows: dict[str, list[int]] = defaultdict(list)
     for row, key in enumerate(keys):
         rows[key].append(row)

@@ -1,4 +1,4 @@
-"""``agentrl eval --check-data``: check the data of the benchmarks without generating anything."""
+"""``agentrl eval --check-data``: check the data of benchmarks without sampling."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def check_data_command(settings: EvaluationSections, request: EvaluationRequest) -> list[DataCheck]:
-    """Print the data errors of each benchmark: counts, repeats, ids, and gold answers that do not verify.
+    """Print the data errors of each benchmark: counts, repeats, ids, and reference answers that cannot be graded.
 
     Raises SettingsError if there is any error.
     """
     if not request.benchmarks:
-        raise SettingsError("--check-data needs --benchmarks: names, or files ending in .jsonl or .parquet")
+        raise SettingsError("--check-data requires --benchmarks with names, or with files (.jsonl or .parquet)")
     console = Console(settings.telemetry)
     checks = asyncio.run(_check(settings, request))
     for line in (line for check in checks for line in check.describe()):
@@ -29,7 +29,7 @@ def check_data_command(settings: EvaluationSections, request: EvaluationRequest)
     wrong = {check.name: len(check.errors) + len(check.timeouts) for check in checks}
     if any(wrong.values()):
         named = ", ".join(f"{name} {count}" for name, count in wrong.items() if count)
-        raise SettingsError(f"data errors: {named} (listed above)")
+        raise SettingsError(f"data errors, listed above: {named}")
     return checks
 
 

@@ -1,4 +1,4 @@
-"""The problems of an evaluation: named benchmarks, files, or the held-out sources in a run's settings."""
+"""Problems of an evaluation: named benchmarks, files, or the held-out sources in a run's settings."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ FALSIFIED = " (observations falsified)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProblemSet:
-    """Problems that are scored together. Their ids are unique; the code that loads them ensures this.
+    """Problems that are scored together. Their ids are unique, which the code that loads them ensures.
 
-    ``sha256`` is the hash, in order, of ids, statements, answers and setups, and of messages and other columns where
-    there are any.
+    ``sha256`` is a hash of ids, statements, answers and setups in order, and of messages and other columns if there are
+    any.
     """
 
     name: str
@@ -51,9 +51,10 @@ class ProblemSet:
 
 
 def problem_sets(settings: EvaluationSections, names: Sequence[str], data_dir: Path | None) -> list[ProblemSet]:
-    """The benchmarks in ``names``, or the sources in ``data.eval``; with ``evaluation.falsified`` also falsified.
+    """Load the benchmarks in ``names``, or by default the sources in ``data.eval``.
 
-    Raises SettingsError if there is nothing to evaluate on, a name is repeated, or a benchmark has data errors.
+    ``evaluation.falsified`` adds a falsified copy of each. Raises SettingsError if there are no problems, a name is
+    repeated, or a benchmark has data errors.
     """
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:
@@ -61,31 +62,31 @@ def problem_sets(settings: EvaluationSections, names: Sequence[str], data_dir: P
     answered = compares_answers(settings)
     sets = [_benchmark(name, data_dir, answered=answered) for name in names] if names else _held_out(settings)
     if not any(one.problems for one in sets):
-        raise SettingsError("nothing to evaluate on: name benchmarks (--benchmarks aime24,math500) or set data.eval")
-    # What an agent's tools say does not pass through here, so it cannot be falsified.
+        raise SettingsError("no problems to evaluate on: use --benchmarks (such as aime24,math500) or set data.eval")
+    # The tools of an agent answer it directly, so their output cannot be falsified here.
     falsified = settings.evaluation.falsified and not is_agent(settings.env)
     return sets + (_falsified(sets) if falsified else [])
 
 
 def held_out_problems(settings: EvaluationSections) -> list[Problem]:
-    """``evaluation.problems`` problems of each source in ``data.eval``."""
+    """Load ``evaluation.problems`` problems of each source in ``data.eval``."""
     return [problem for one in _held_out(settings) for problem in one.problems]
 
 
 def _held_out(settings: EvaluationSections) -> list[ProblemSet]:
-    """One set per source in ``data.eval``, named after it; repeated names are numbered."""
-    found: dict[str, ProblemSet] = {}
+    """One set for each source in ``data.eval``, with its name. Repeated names are numbered."""
+    sets: dict[str, ProblemSet] = {}
     for entry in settings.data.eval:
         source = load_source(entry, seed=settings.seed, answered=compares_answers(settings)).source
         problems = tuple(evaluation_set(source, settings.evaluation.problems))
-        same = sum(name == source.name or name.startswith(f"{source.name} #") for name in found)
+        same = sum(name == source.name or name.startswith(f"{source.name} #") for name in sets)
         name = f"{source.name} #{same + 1}" if same else source.name
-        found[name] = ProblemSet(name=name, problems=problems, revision=entry.revision or "")
-    return list(found.values())
+        sets[name] = ProblemSet(name=name, problems=problems, revision=entry.revision or "")
+    return list(sets.values())
 
 
 def problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], str]) -> list[ProblemRow]:
-    """One record per problem for the run's directory, so that rollouts can be read and regraded without the data."""
+    """Build one record per problem for the evaluation directory, to read and regrade rollouts without the data."""
     return [
         cast(
             ProblemRow,
@@ -99,11 +100,11 @@ def problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], s
 
 
 def _benchmark(name: str, data_dir: Path | None, *, answered: bool) -> ProblemSet:
-    """One benchmark; a custom one is named after its file. Its rows need answers only where these are compared."""
+    """One benchmark, or a file with its stem as name. Rows need answers only if answers are compared."""
     if not answered and name.lower().endswith(FILE_KINDS):
         source = load_source(ProblemSourceSettings(path=name), answered=False).source
-        own = tuple(evaluation_set(source, source.size or 0))
-        return ProblemSet(name=Path(name).stem, problems=own, revision="")
+        problems = tuple(evaluation_set(source, source.size or 0))
+        return ProblemSet(name=Path(name).stem, problems=problems, revision="")
     problems = tuple(load_benchmark(name, data_dir=data_dir))
     known = BENCHMARKS.get(name)
     if known is None:
@@ -112,7 +113,7 @@ def _benchmark(name: str, data_dir: Path | None, *, answered: bool) -> ProblemSe
 
 
 def _falsified(sets: Sequence[ProblemSet]) -> list[ProblemSet]:
-    """The problems that reveal a value by execution; the model will be shown false numbers."""
+    """Copies of the problems that reveal a value by execution. Their rollouts receive false numbers."""
     revealing = [(one, tuple(problem for problem in one.problems if problem.setup)) for one in sets]
     return [
         ProblemSet(name=one.name + FALSIFIED, problems=problems, revision=one.revision, falsified=True)

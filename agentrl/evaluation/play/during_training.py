@@ -1,4 +1,4 @@
-"""Evaluate a policy on held-out problems with the same driver as training: avg@k with its 95 % interval."""
+"""Evaluation of a policy on held-out problems with the driver of training: avg@k with its 95 % interval."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationReport:
-    """avg@k over all problems and by family; ``groups`` holds every trajectory."""
+    """avg@k over all problems and by family. ``groups`` contains every trajectory."""
 
     step: int
     samples: int
@@ -32,7 +32,7 @@ class EvaluationReport:
     no_data: int
 
     def metrics(self) -> dict[str, float]:
-        """A row for ``metrics.jsonl``. The interval is the one for this benchmark (fixed problems)."""
+        """Return a row for ``metrics.jsonl``. The interval is the one for these fixed problems."""
         prefix = "eval_falsified" if self.falsified else "eval"
         row: dict[str, float] = {
             "step": self.step,
@@ -57,10 +57,10 @@ async def evaluate_policy(
     seed: int,
     falsified: bool = False,
 ) -> EvaluationReport:
-    """Play ``samples`` trajectories of each problem and score them.
+    """Sample ``samples`` rollouts of each problem and score them.
 
-    ``falsified`` shows the model false numbers and uses only the problems that reveal a value by execution
-    (``Problem.setup``): a policy that reads its observations must fail on them.
+    ``falsified`` replaces the numbers in observations and uses only the problems that reveal a value by execution
+    (``Problem.setup``). A policy that reads its observations must fail on them.
     """
     if falsified:
         problems = [problem for problem in problems if problem.setup]
@@ -73,18 +73,17 @@ async def evaluate_policy(
     failed = [group.problem.id for group in groups if any(item.no_data for item in group.rollouts)]
     if failed and driver.last_failure:
         logger.warning(
-            "evaluation at step %d: %d problems have rollouts that are no data, first %s; the last failure: %s",
+            "evaluation at step %d: %d problems have excluded rollouts, the first is %s; the last failure: %s",
             step, len(failed), failed[0], driver.last_failure,
         )  # fmt: skip
     return score_groups(groups, step=step, samples=samples, falsified=falsified)
 
 
 def score_groups(groups: Sequence[Group], *, step: int, samples: int, falsified: bool = False) -> EvaluationReport:
-    """Score played groups. Rollouts excluded from the data are counted; WorldError if no other rollout is left."""
+    """Score finished groups. Excluded rollouts are only counted. Raises WorldError if all rollouts are excluded."""
     if not _has_data(groups):
         raise WorldError(
-            f"evaluation at step {step}: every trajectory of {len(groups)} problems failed for reasons outside the "
-            "policy"
+            f"evaluation at step {step}: every rollout of {len(groups)} problems failed for reasons outside the policy"
         )
     families: dict[str, list[Group]] = defaultdict(list)
     for group in groups:

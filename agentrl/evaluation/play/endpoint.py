@@ -1,4 +1,4 @@
-"""Sample from an endpoint in an evaluation. Imports nothing heavy, so a wrong endpoint is reported within a second."""
+"""Sampling from an endpoint in an evaluation. Imports nothing heavy, to report a wrong endpoint within a second."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 async def open_endpoint(settings: EvaluationSections) -> OpenedEndpoint:
-    """Open ``evaluation.endpoint`` and wait for its answer. SettingsError and WorldError tell what failed."""
+    """Open ``evaluation.endpoint`` and wait for its first response. Raises SettingsError or WorldError."""
     engine = TextEngine(settings.evaluation.endpoint)
     try:
         await engine.open()
@@ -54,7 +54,7 @@ class OpenedEndpoint:
         )
 
     def without_room(self, prompts: Mapping[tuple[str, str], str]) -> Mapping[tuple[str, str], int]:
-        """Empty: the endpoint itself refuses prompts that are too long."""
+        """Return an empty mapping, because the endpoint itself rejects prompts that are too long."""
         return {}
 
     async def close(self) -> None:

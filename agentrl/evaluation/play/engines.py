@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 ProblemKey = tuple[str, str]
-"""The names of a benchmark and of a problem in it."""
+"""Name of a benchmark, and id of a problem in it."""
 
 
 class OpenedEngine(Protocol):
@@ -49,9 +49,9 @@ class OpenedEngine(Protocol):
     def player(self, environment: Environment) -> Player: ...
 
     def without_room(self, prompts: Mapping[ProblemKey, str]) -> Mapping[ProblemKey, int]:
-        """The problems whose prompts leave the model no room for a whole response, with the prompts' tokens.
+        """Return the problems whose prompts leave no room for a complete response, with the prompts' token counts.
 
-        Raises SettingsError if that holds for all prompts, and if a length exceeds the limit of a setting.
+        Raises SettingsError if this holds for all prompts, and if a length exceeds the limit of a setting.
         """
         ...
 
@@ -59,9 +59,9 @@ class OpenedEngine(Protocol):
 
 
 async def open_engine(settings: EvaluationSections, folder: Path) -> OpenedEngine:
-    """Open ``rollout.engine`` with the model in ``model.path``. SettingsError and WorldError tell what failed.
+    """Open ``rollout.engine`` with the model in ``model.path``. Raises SettingsError or WorldError.
 
-    ``settings`` have the limits of evaluation. ``folder`` is the evaluation's; the logs of servers go there.
+    ``settings`` contain the limits of evaluation. Logs of servers are written to the evaluation's ``folder``.
     """
     path = str(settings.model.path)
     tokenizer = read_tokenizer(path)
@@ -95,12 +95,15 @@ def _read_model(settings: ModelSettings, path: str) -> Any:
 
 
 def _positions(config: Any | None) -> int | None:
-    """The longest sequence that a model with ``config`` can read; None if ``config`` does not tell."""
+    """Maximum sequence length of a model with ``config``, or None if ``config`` does not contain it."""
     return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def environment_of(settings: EvaluationSections) -> Environment:
-    """The environment of an evaluation, not yet open. An endpoint applies its own template; no protocol does."""
+    """Build the environment of an evaluation without opening it.
+
+    Prompts get a chat format only if the protocol needs one and no endpoint applies its own template.
+    """
     path = settings.model.path
     if path is None or settings.evaluation.endpoint.url is not None or not needs_chat_format(settings):
         return build_environment(settings)
@@ -109,7 +112,7 @@ def environment_of(settings: EvaluationSections) -> Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedModel:
-    """A token engine with a local model; ``positions`` is the longest sequence that the model can read."""
+    """A token engine with a local model. ``positions`` is the maximum sequence length of the model."""
 
     engine: Engine
     codec: TextCodec
@@ -153,20 +156,20 @@ class OpenedModel:
             self._refuse(problem, longest, "rollout.kv_cache_tokens", facts.kv_slots)
         if facts.prompt_limit is not None and longest > facts.prompt_limit:
             raise SettingsError(
-                f"{_named(problem)}: its prompt has {longest} tokens, and vLLM's servers serve prompts of "
-                f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}; valid: at least {longest}"
+                f"{_named(problem)}: its prompt has {longest} tokens, but vLLM's servers are started for prompts of "
+                f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}; set it to at least {longest}"
             )
         return unfit
 
     def _refuse(self, problem: ProblemKey, prompt: int, name: str, limit: int) -> NoReturn:
-        """``name`` and ``limit``: of what holds a prompt and its response."""
+        """Raise SettingsError because prompt and response exceed the limit ``limit`` of ``name``."""
         more = self.settings.rollout.max_response_tokens
         valid = [f"{name} of at least {prompt + more}"] if "." in name else []
         if limit > prompt:
             valid.append(f"evaluation.max_response_tokens of at most {limit - prompt}")
         raise SettingsError(
             f"{_named(problem)}: its prompt has {prompt} tokens and evaluation.max_response_tokens (or, without it, "
-            f"rollout.max_response_tokens) allows {more} more, which passes {name}, {limit}; valid: "
+            f"rollout.max_response_tokens) allows {more} more, which exceeds {name}, {limit}; valid: "
             + (", or ".join(valid) or "shorter prompts")
         )
 

@@ -1,4 +1,4 @@
-"""An environment that shows false numbers: a policy that reads its observations must fail in it."""
+"""Environment with false numbers in its observations. A policy that reads its observations must fail in it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from agentrl_envs.types import Problem
 
 @dataclass(frozen=True)
 class FalsifiedEnvironment:
-    """An environment whose observations have all numbers replaced by others before the model reads them."""
+    """Wrapper that replaces all numbers in the observations of an environment."""
 
     environment: Environment
     seed: int
 
     async def open(self) -> None:
-        """Do nothing: the wrapped environment is already open."""
+        """Do nothing, because the wrapped environment is already open."""
 
     def episode(self, problem: Problem) -> Episode:
         return FalsifiedObservations(self.environment.episode(problem), seed=self.seed)
 
     async def close(self) -> None:
-        """Do nothing: the owner of the wrapped environment closes it."""
+        """Do nothing, because the owner of the wrapped environment closes it."""
 
     def describe(self) -> list[str]:
         return [*self.environment.describe(), "observations are falsified"]

@@ -1,4 +1,4 @@
-"""Replace the turn and token limits of training by those of evaluation."""
+"""Replacement of the turn and token limits of training by those of evaluation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def evaluation_rollout(settings: EvaluationSections) -> RolloutSettings:
-    """``settings.rollout`` with the token limits and the temperature of evaluation."""
-    own = settings.evaluation
+    """Copy of ``settings.rollout`` with the token limits and the temperature of evaluation."""
+    evaluation = settings.evaluation
     rollout = settings.rollout
-    whole = rollout.max_response_tokens if own.max_response_tokens is None else own.max_response_tokens
-    turn = rollout.max_turn_tokens if own.max_turn_tokens is None else own.max_turn_tokens
+    whole = rollout.max_response_tokens if evaluation.max_response_tokens is None else evaluation.max_response_tokens
+    turn = rollout.max_turn_tokens if evaluation.max_turn_tokens is None else evaluation.max_turn_tokens
     return rollout.model_copy(
         update={
-            "temperature": own.temperature,
+            "temperature": evaluation.temperature,
             "max_response_tokens": whole,
             "max_turn_tokens": min(turn, whole),
         }
@@ -28,7 +28,7 @@ def evaluation_rollout(settings: EvaluationSections) -> RolloutSettings:
 
 
 def evaluation_settings(settings: EvaluationSections) -> EvaluationSections:
-    """``settings`` with the limits of evaluation for environment and rollouts.
+    """Copy of ``settings`` with the limits of evaluation for environment and rollouts.
 
     ``evaluation.max_turns`` applies to episodes with tools; other environments have their own limit.
     """
@@ -40,7 +40,7 @@ def evaluation_settings(settings: EvaluationSections) -> EvaluationSections:
 
 
 def evaluation_environment(environment: Environment, settings: EvaluationSections) -> Environment:
-    """An open ``environment`` with evaluation's turn limit; the original environment still closes shared resources."""
+    """Return an open ``environment`` with evaluation's turn limit. The original must still be closed."""
     turns = settings.evaluation.max_turns
     if turns is None or not isinstance(environment, TurnLimited):
         return environment

@@ -1,6 +1,6 @@
-"""Play rollouts: with a token engine through the driver used in training, or with a text endpoint.
+"""Sampling of rollouts: with a token engine through the driver of training, or with a text endpoint.
 
-A player does not retry: the caller decides whether to play rollouts again that failed for reasons outside the policy.
+Players do not retry. Their caller decides whether to repeat rollouts that failed for reasons outside the policy.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Player(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPlayer:
-    """The driver of training, with one group per sample, so that each is returned when its own conversation ends.
+    """Samples with the driver of training. Each sample is a group of its own, returned when its conversation ends.
 
-    Randomness is keyed by the seed, the benchmark, the problem's id, the sample's number and the attempt, so adding
-    samples or benchmarks changes no existing rollout.
+    Randomness depends on the seed, the benchmark, the problem's id, the sample's number and the attempt. Adding samples
+    or benchmarks therefore changes no existing rollout.
     """
 
     environment: Environment
@@ -59,7 +59,7 @@ class TokenPlayer:
         )
         by_index = {_index(sample): sample for sample in samples}
         if len(by_index) < len(samples):
-            raise AssertionError("two samples have one index: a sample was asked for twice")
+            raise AssertionError("two samples have the same index: a sample was requested twice")
         requests = [RolloutRequest(index=index, problem=sample.problem) for index, sample in by_index.items()]
         async with aclosing(driver.run(requests, step=0, group_size=1)) as groups:
             async for group in groups:
@@ -70,7 +70,7 @@ class TokenPlayer:
 
 @dataclass(frozen=True, kw_only=True)
 class TextPlayer:
-    """Up to ``concurrency`` conversations with an endpoint. Token limits are as exact as the endpoint's counts."""
+    """Runs up to ``concurrency`` conversations with an endpoint. Token counts are as exact as the endpoint's."""
 
     environment: Environment
     engine: TextEngine
@@ -122,7 +122,7 @@ class TextPlayer:
 
 @dataclass(kw_only=True, slots=True)
 class _TextSampler:
-    """A conversation as text; ``conversation`` alternates between what the model is shown and its turns."""
+    """A conversation as text. ``conversation`` alternates between texts for the model and its turns."""
 
     engine: TextEngine
     keys: tuple[int | str, ...]
@@ -152,18 +152,20 @@ class _TextSampler:
             complete=episode.turn_complete,
         )
         try:
-            said = await self.engine.generate(self.conversation, sampling)
+            completion = await self.engine.generate(self.conversation, sampling)
         except ContextFullError:
             if not turn:
                 raise
             return None
-        self.conversation.append(said.text)
-        self.refused |= said.finish_reason == "refused"
-        self.turns.append(Turn(origin="model", text=said.text, tokens=said.tokens, reasoning=said.reasoning))
+        self.conversation.append(completion.text)
+        self.refused |= completion.finish_reason == "refused"
+        self.turns.append(
+            Turn(origin="model", text=completion.text, tokens=completion.tokens, reasoning=completion.reasoning)
+        )
         if not turn:
-            self.prompt_tokens = said.prompt_tokens or 0
-        cut = said.finish_reason == "length"
-        return SampledTurn(text=said.text, cut=cut, full=cut)
+            self.prompt_tokens = completion.prompt_tokens or 0
+        cut = completion.finish_reason == "length"
+        return SampledTurn(text=completion.text, cut=cut, full=cut)
 
     def credit(self, reward: float) -> None:
         self.reward += reward
@@ -176,10 +178,10 @@ class _TextSampler:
         return True
 
     def close(self) -> None:
-        """Do nothing: an endpoint holds nothing for a conversation."""
+        """Do nothing, because endpoints keep no state of a conversation."""
 
 
 def _index(sample: Sample) -> int:
-    """A number for the driver that depends only on the sample: 63 bits of a hash."""
+    """Number of a sample for the driver: 63 bits of a hash, which depend on nothing else."""
     name = f"{sample.benchmark}\0{sample.problem.id}\0{sample.number}\0{sample.attempt}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1

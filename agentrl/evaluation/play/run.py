@@ -1,4 +1,4 @@
-"""``agentrl eval``: play every sample of every problem, store each rollout as it ends, and show the results."""
+"""``agentrl eval``: sample every rollout of every problem, store each when it ends, and report the results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _DISPLAY_EVERY = (1.0, 15.0)  # seconds between updates of a live display, and between plain lines
 _FAILURES_IN_A_ROW = 100
-_NAMED = 3  # problems that a warning names
+_NAMED = 3  # maximum number of problems named in a warning
 
 
 def evaluate_command(settings: EvaluationSections, request: EvaluationRequest) -> Results:
@@ -49,7 +49,7 @@ def evaluate_command(settings: EvaluationSections, request: EvaluationRequest) -
     n = settings.evaluation.samples
     for k in request.ks:
         if k > n:
-            raise SettingsError(f"--k={k} is above --n={n}: pass@k needs k samples of each problem; valid: 1 to {n}")
+            raise SettingsError(f"--k={k} exceeds --n={n}, but pass@k needs k samples per problem; valid: 1 to {n}")
     settings = evaluation_settings(settings)
     check_trackers(settings.telemetry.trackers)
     console = Console(settings.telemetry)
@@ -59,14 +59,14 @@ def evaluate_command(settings: EvaluationSections, request: EvaluationRequest) -
         try:
             directory = runner.run(Evaluation(settings, sets, request, output, console, engine=endpoint).play())
         except KeyboardInterrupt:
-            console.note(f"stopped; finished rollouts are in {output}, the same command continues")
+            console.note(f"stopped; finished rollouts are in {output}, and the same command continues")
             raise
     return finish(directory, settings, sets, request, console)
 
 
 @contextmanager
 def _endpoint(settings: EvaluationSections, runner: asyncio.Runner) -> Iterator[OpenedEndpoint | None]:
-    """The endpoint, if one is set; opened before the problems are read and heavy libraries are imported."""
+    """Open the endpoint, if one is set, before problems are read and heavy libraries are imported."""
     if settings.evaluation.endpoint.url is None:
         yield None
         return
@@ -79,7 +79,7 @@ def _endpoint(settings: EvaluationSections, runner: asyncio.Runner) -> Iterator[
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation, with its limits in ``settings``. The caller closes a given ``engine`` or ``environment``."""
+    """One evaluation, with its limits in ``settings``. ``engine`` and ``environment`` are closed by the caller."""
 
     settings: EvaluationSections
     sets: Sequence[ProblemSet]
@@ -91,7 +91,7 @@ class Evaluation:
     environment: Environment | None = None
 
     async def play(self) -> EvaluationDirectory:
-        """Play the missing rollouts. Returns the directory, complete and closed."""
+        """Sample the missing rollouts. Returns the directory, complete and closed."""
         async with AsyncExitStack() as stack:
             environment = await self._open_environment(stack)
             engine = await self._open_engine(stack)
@@ -106,11 +106,11 @@ class Evaluation:
             )
             directory = EvaluationDirectory.begin(self.output, record, problem_records(self.sets, prompts))
             stack.callback(directory.close)
-            for line in (*environment.describe(), f"rollouts go to {directory.path}"):
+            for line in (*environment.describe(), f"rollouts are written to {directory.path}"):
                 self.console.note(line)
             log = stack.enter_context(RolloutLog(directory.rollouts))
             if log.repaired:
-                self.console.note(f"{log.path}: {log.repaired} bytes of a torn last rollout were cut")
+                self.console.note(f"{log.path}: removed {log.repaired} bytes of an incomplete last rollout")
             index = RolloutIndex()
             for transcript in directory.transcripts():
                 index.add(transcript)
@@ -119,7 +119,7 @@ class Evaluation:
         return directory
 
     def _end_without_room(self, unfit: Mapping[tuple[str, str], int], log: RolloutLog, index: RolloutIndex) -> None:
-        """Record samples whose prompts leave no room for a whole response as truncated before their first token."""
+        """Record samples whose prompts leave no room for a complete response as truncated before their first token."""
         if not unfit:
             return
         for sample in index.missing(self.sets, self.settings.evaluation.samples):
@@ -138,15 +138,15 @@ class Evaluation:
             log.append(transcript)
             index.add(transcript)
         self.console.warning(
-            f"{len(unfit)} problems ({_first_named(unfit)}) have prompts of up to {max(unfit.values())} tokens, after "
-            f"which the model has no room for {self.settings.rollout.max_response_tokens} more "
-            "(evaluation.max_response_tokens): their rollouts are not played and count as truncated, which is wrong"
+            f"{len(unfit)} problems ({_first_named(unfit)}) have prompts of up to {max(unfit.values())} tokens, which "
+            f"leave the model no room for {self.settings.rollout.max_response_tokens} more "
+            "(evaluation.max_response_tokens): their rollouts are not sampled and count as truncated and wrong"
         )
 
     async def _open_environment(self, stack: AsyncExitStack) -> Environment:
         if self.environment is not None:
             return self.environment
-        from agentrl.evaluation.play.engines import environment_of  # heavy: only after the problems have been checked
+        from agentrl.evaluation.play.engines import environment_of  # heavy, so only after the problems are checked
 
         environment = environment_of(self.settings)
         stack.push_async_callback(environment.close)
@@ -165,7 +165,7 @@ class Evaluation:
     async def _play_missing(
         self, engine: OpenedEngine, environment: Environment, log: RolloutLog, index: RolloutIndex
     ) -> None:
-        """Play every sample; then retry those that failed outside the policy, up to ``rollout.retries`` times."""
+        """Sample every rollout, then repeat those that failed outside the policy, up to ``rollout.retries`` times."""
         n = self.settings.evaluation.samples
         total = n * sum(len(one.problems) for one in self.sets)
         display = _Display(self.console, index, total)
@@ -176,11 +176,11 @@ class Evaluation:
                 missing = index.missing(self.sets, n)
                 if attempt and missing:
                     await asyncio.sleep(min(2.0 ** (attempt - 1), 30.0))
-                for lies in (False, True):
-                    part = [sample for sample in missing if (sample.benchmark in falsified) is lies]
+                for falsify in (False, True):
+                    part = [sample for sample in missing if (sample.benchmark in falsified) is falsify]
                     if not part:
                         continue
-                    shown = FalsifiedEnvironment(environment, self.settings.seed) if lies else environment
+                    shown = FalsifiedEnvironment(environment, self.settings.seed) if falsify else environment
                     async with aclosing(engine.player(shown).play(part)) as played:
                         async for transcript in played:
                             log.append(transcript)
@@ -190,7 +190,7 @@ class Evaluation:
 
 
 class _FailureLimit:
-    """Stops an evaluation after too many consecutive failures."""
+    """Stops an evaluation after too many consecutive failures, which suggest that the sandbox or engine is down."""
 
     def __init__(self, most: int, path: Path) -> None:
         self._most = most
@@ -201,14 +201,14 @@ class _FailureLimit:
         self._failures = self._failures + 1 if transcript.ended is Ended.INFRASTRUCTURE_FAILURE else 0
         if self._failures >= self._most:
             raise WorldError(
-                f"{self._failures} rollouts in a row failed for reasons outside the policy, the last one: "
-                f"{transcript.failure or 'the sandbox or the grader, as the log above says'}; what is over is kept in "
-                f"{self._path}, and the same command continues"
+                f"{self._failures} consecutive rollouts failed for reasons outside the policy, the last one: "
+                f"{transcript.failure or 'a failure of the sandbox or grader, see the log above'}; finished rollouts "
+                f"are kept in {self._path}, and the same command continues"
             )
 
 
 class _Display:
-    """Progress with the remaining time, redrawn at intervals."""
+    """Progress bar with the remaining time, updated at intervals."""
 
     def __init__(self, console: Console, index: RolloutIndex, total: int) -> None:
         self._index = index
@@ -246,7 +246,7 @@ def finish(
     request: EvaluationRequest,
     console: Console,
 ) -> Results:
-    """Write and show the results of a directory with all its rollouts; returns ``results.json``."""
+    """Write and print the results of a complete directory. Returns ``results.json``."""
     index = RolloutIndex()
     for transcript in directory.transcripts():
         index.add(transcript)
@@ -263,7 +263,7 @@ def finish(
     _warn_of_unreadable_golds(results, console)
     plots = "plots/, " if settings.telemetry.plots else ""
     track_results(directory, results, settings.telemetry, console)
-    console.note(f"output is in {directory.path}: results.json, table.md, report.html, {plots}rollouts.jsonl.zst")
+    console.note(f"results are in {directory.path}: results.json, table.md, report.html, {plots}rollouts.jsonl.zst")
     return results
 
 
@@ -272,8 +272,8 @@ def _warn_of_unreadable_golds(results: Results, console: Console) -> None:
         unreadable = one["no_data"].get(Verdict.UNPARSABLE_GOLD.value, 0)
         if unreadable:
             console.warning(
-                f"{name}: {unreadable} rollouts are in no average because their gold answers cannot be read, which is "
-                "an error in the data: agentrl eval --check-data lists them"
+                f"{name}: {unreadable} rollouts are excluded because their reference answers cannot be parsed, "
+                "which is an error in the data: list them with agentrl eval --check-data"
             )
 
 
@@ -292,12 +292,15 @@ async def _results(
 
 
 def default_output(settings: EvaluationSections, sets: Sequence[ProblemSet]) -> Path:
-    """``evaluations/MODEL-DIGEST``: the same command finds the same directory, a different command a different one."""
+    """Return ``evaluations/MODEL-DIGEST``. The digest depends on everything that affects the results.
+
+    The same command therefore continues the same directory, and a different command uses a new one.
+    """
     endpoint = settings.evaluation.endpoint
     named = endpoint.model or "endpoint" if endpoint.url is not None else str(settings.model.path)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(Path(named).parts[-2:])).strip("-.")
-    said = repr(provenance(settings, sets, model={"name": named}, engine=chosen_engine(settings), environment=()))
-    return Path("evaluations") / f"{stem}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
+    content = repr(provenance(settings, sets, model={"name": named}, engine=chosen_engine(settings), environment=()))
+    return Path("evaluations") / f"{stem}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
 
 
 def _first_named(problems: Iterable[tuple[str, str]]) -> str:
@@ -306,12 +309,12 @@ def _first_named(problems: Iterable[tuple[str, str]]) -> str:
 
 
 async def _prompts(sets: Sequence[ProblemSet], environment: Environment) -> dict[tuple[str, str], str]:
-    found = {}
+    prompts = {}
     for one in sets:
         for problem in one.problems:
             episode = environment.episode(problem)
             try:
-                found[one.name, problem.id] = await episode.start()
+                prompts[one.name, problem.id] = await episode.start()
             finally:
                 await episode.close()
-    return found
+    return prompts

@@ -1,10 +1,10 @@
-"""An OpenAI-compatible endpoint as a text engine: no token ids and no log-probabilities, for evaluation only.
+"""OpenAI-compatible endpoint as a text engine, for evaluation only: no token ids and no log-probabilities.
 
-Turns are streamed, and the connection is closed where the protocol says that the turn is complete, which no list of
-stop strings can express. Requests to an endpoint that is down, busy or broken are retried for ``retry_deadline``.
+Turns are streamed, and the connection is closed as soon as the protocol regards the turn as complete, which no list of
+stop strings can express. Requests are retried for ``retry_deadline`` while the endpoint is down, busy or broken.
 
-Not guaranteed: exact token counts. They are the endpoint's if the turn ran to its end and the endpoint reports usage;
-otherwise they are the number of pieces received, which is too low if a piece holds several tokens.
+Not guaranteed: exact token counts. They are the endpoint's if the turn was not cut and the endpoint reports usage.
+Otherwise they are the number of received pieces, which is too low if a piece contains several tokens.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ from agentrl.evaluation.settings import EndpointSettings
 from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.engines.http import Response, StreamClient, Transport, UnreachableError
 
-_AGAIN = frozenset({408, 409, 425, 429, *range(500, 600)})
+_RETRIED = frozenset({408, 409, 425, 429, *range(500, 600)})
 _LONGEST_WAIT = 60.0
-_SAY_EVERY = 30.0  # seconds
+_LOG_EVERY = 30.0  # seconds
+# Endpoints have no common error code for a full context or a missing chat template, only these words in messages.
 _CONTEXT = ("context length", "context_length", "maximum context", "max_model_len", "longest sequence")
 FinishReason = Literal["eos", "stop", "length", "refused"]
 _REASONS: Mapping[str, FinishReason] = {"length": "length", "content_filter": "refused"}
 _TEMPLATE = ("chat template", "chat_template")
-
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 logger = logging.getLogger(__name__)
 
 Sleep = Callable[[float], Awaitable[object]]
 
 
 class ContextFullError(EngineError):
-    """The conversation is longer than the endpoint's model can read."""
+    """The conversation exceeds the context of the endpoint's model."""
 
 
 class RequestRefusedError(EngineError):
-    """The endpoint refuses this request, and retries do not help."""
+    """The endpoint rejects this request, and retries would not help."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextCompletion:
-    """One turn: ``eos`` if the model ended it, ``stop`` if it was complete, ``length`` at the token limit.
+    """One turn: ``eos`` if the model ended it, ``stop`` if it is complete for the protocol, ``length`` at the limit.
 
     ``refused``: the endpoint's content filter ended it, or the model refused in words. ``reasoning`` is the text that
-    the endpoint reports separately as reasoning. Halves of characters in either text are joined or replaced.
+    the endpoint reports separately as reasoning. Surrogate halves in both texts are joined or replaced.
     """
 
     text: str
@@ -77,7 +77,7 @@ class TextCompletion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSampling:
-    """How a turn is sampled and where it ends: ``complete`` is called after each of the strings in ``stop``."""
+    """Sampling options and end of a turn: ``complete`` is called after each of the strings in ``stop``."""
 
     max_tokens: int
     temperature: float
@@ -88,7 +88,7 @@ class TextSampling:
 
 
 class TextEngine:
-    """Client of one endpoint. It supports thousands of calls; the caller limits how many are in flight."""
+    """Client of one endpoint. Supports thousands of concurrent calls; the caller limits their number."""
 
     def __init__(
         self,
@@ -98,9 +98,9 @@ class TextEngine:
         sleep: Sleep = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``transport``, ``sleep`` and ``clock`` are for tests. SettingsError if ``settings`` have no endpoint."""
+        """``transport``, ``sleep`` and ``clock`` are for tests. Raises SettingsError without ``settings.url``."""
         if settings.url is None:
-            raise SettingsError("evaluation.endpoint.url is not set: there is no endpoint to ask (--base-url)")
+            raise SettingsError("evaluation.endpoint.url is not set, so there is no endpoint: set it with --base-url")
         key = os.environ.get(settings.key_variable)
         self._settings = settings
         self._client = StreamClient(
@@ -111,7 +111,7 @@ class TextEngine:
             transport=transport,
         )
         self._sleep, self._clock = sleep, clock
-        self._not_before = self._silent_until = 0.0  # by the clock
+        self._not_before = self._quiet_until = 0.0  # by the clock
         self._usage = True
         self._model: str | None = settings.model
         self._served: Mapping[str, str] = {}
@@ -119,7 +119,7 @@ class TextEngine:
         self.retries = 0
 
     async def open(self) -> None:
-        """Find the model and sample one token. SettingsError if the user must fix something, WorldError if it is down.
+        """Choose the model and sample one token. Raises SettingsError for wrong settings, WorldError if it is down.
 
         An endpoint without a list of models needs ``evaluation.endpoint.model``.
         """
@@ -130,30 +130,30 @@ class TextEngine:
                 TextSampling(max_tokens=1, temperature=1.0, top_p=1.0, seed=0, stop=(), complete=lambda text: False),
             )
         except RequestRefusedError as error:
-            raise SettingsError(f"the endpoint {self._settings.url} refuses the request: {error}") from error
+            raise SettingsError(f"the endpoint {self._settings.url} rejects the request: {error}") from error
         except EngineError as error:
-            raise WorldError(f"the endpoint {self._settings.url} does not serve: {error}") from error
+            raise WorldError(f"the endpoint {self._settings.url} is not available: {error}") from error
 
     @property
     def model(self) -> str:
         if self._model is None:
-            raise SettingsError("the endpoint's model is not known: open the engine, or set evaluation.endpoint.model")
+            raise SettingsError("the endpoint's model is unknown: open the engine, or set evaluation.endpoint.model")
         return self._model
 
     def fingerprint(self) -> str:
-        """What the endpoint reports about its weights; rarely enough to distinguish two versions."""
-        told = [f"system_fingerprint {name}" for name in sorted(self._fingerprints)]
+        """Return what the endpoint reports about its weights. It rarely distinguishes two versions."""
+        reported = [f"system_fingerprint {name}" for name in sorted(self._fingerprints)]
         root = self._served.get("root")
-        told += [f"root {root}"] if root is not None and root != self._model else []
-        return ", ".join(told) or "not told by the endpoint"
+        reported += [f"root {root}"] if root is not None and root != self._model else []
+        return ", ".join(reported) or "not reported by the endpoint"
 
     async def generate(self, conversation: Sequence[str], sampling: TextSampling) -> TextCompletion:
         """Sample one turn after ``conversation``: the prompt, a turn, its observation, a turn, its observation ...
 
-        Raises ContextFullError, RequestRefusedError, EngineError (no answer within ``retry_deadline``), SettingsError.
+        Raises ContextFullError, RequestRefusedError, SettingsError, and EngineError after ``retry_deadline``.
         """
         body = self._body(conversation, sampling)
-        return await self._tried(lambda: self._stream(body, sampling))
+        return await self._retried(lambda: self._stream(body, sampling))
 
     async def close(self) -> None:
         await self._client.close()
@@ -165,13 +165,13 @@ class TextEngine:
             roles = ("user", "assistant")
             system = self._settings.system_prompt
             first = [] if system is None else [{"role": "system", "content": system}]
-            said: JSONObject = {
+            body: JSONObject = {
                 "messages": first
-                + [{"role": roles[place % 2], "content": text} for place, text in enumerate(conversation)]
+                + [{"role": roles[index % 2], "content": text} for index, text in enumerate(conversation)]
             }
         else:
-            said = {"prompt": "".join(conversation)}
-        said |= {
+            body = {"prompt": "".join(conversation)}
+        body |= {
             "model": self.model,
             self._settings.limit_field: sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -180,18 +180,18 @@ class TextEngine:
             "stream": True,
         }
         further = self._settings.model_dump(include={"top_k", "min_p"}, exclude_none=True)
-        return said | further | self._settings.extra_body
+        return body | further | self._settings.extra_body
 
     async def _find_model(self) -> None:
         async def once() -> list[dict[str, str]]:
-            await self._turn()
+            await self._wait_turn()
             response = await self._client.get("models")
             if response.status_code in (404, 405) and self._model is not None:
                 return []
             await self._check(response)
             return listed_models(response.text)
 
-        served = await self._tried(once)
+        served = await self._retried(once)
         names = [entry["id"] for entry in served]
         if self._model is None:
             if len(names) != 1:
@@ -206,7 +206,7 @@ class TextEngine:
             )
         self._served = next((entry for entry in served if entry["id"] == self._model), {})
 
-    async def _tried(self, once: Callable[[], Awaitable[_Answer]]) -> _Answer:
+    async def _retried(self, once: Callable[[], Awaitable[_Result]]) -> _Result:
         """Call ``once`` until it succeeds, for up to ``retry_deadline`` seconds."""
         try:
             async for attempt in stamina.retry_context(
@@ -224,30 +224,30 @@ class TextEngine:
                     except (AgainError, UnreachableError) as error:
                         if isinstance(error, AgainError) and error.wait is not None:
                             self._not_before = max(self._not_before, self._clock() + error.wait)
-                        self._say(error)
+                        self._log_failure(error)
                         raise
         except (AgainError, UnreachableError) as error:
-            said = str(error) or type(error).__name__
+            message = str(error) or type(error).__name__
             raise EngineError(
-                f"{said} (tried for evaluation.endpoint.retry_deadline={self._settings.retry_deadline:g} s)"
+                f"{message} (retried for evaluation.endpoint.retry_deadline={self._settings.retry_deadline:g} s)"
             ) from error
         raise AssertionError("a retry neither succeeded nor failed")
 
-    def _say(self, error: Exception) -> None:
-        """Log an endpoint failure, at most once per interval: thousands of requests may fail in the same way."""
-        if self._clock() < self._silent_until:
+    def _log_failure(self, error: Exception) -> None:
+        """Log an endpoint failure, at most once per interval, because thousands of requests may fail alike."""
+        if self._clock() < self._quiet_until:
             return
-        self._silent_until = self._clock() + _SAY_EVERY
+        self._quiet_until = self._clock() + _LOG_EVERY
         wait = self._not_before - self._clock()
         logger.warning(
-            "the endpoint %s: %s; asking again%s, up to %g s a request (evaluation.endpoint.retry_deadline)",
+            "the endpoint %s: %s; retrying%s, each request for up to %g s (evaluation.endpoint.retry_deadline)",
             self._settings.url,
             str(error) or type(error).__name__,
-            f" in {wait:.0f} s, as it wishes" if wait >= 1 else "",
+            f" in {wait:.0f} s, as it requested" if wait >= 1 else "",
             self._settings.retry_deadline,
         )
 
-    async def _turn(self) -> None:
+    async def _wait_turn(self) -> None:
         """Wait until a request may be sent: after a ``Retry-After``, and no faster than ``requests_per_minute``."""
         rate = self._settings.requests_per_minute
         while (wait := self._not_before - self._clock()) > 0:
@@ -259,7 +259,7 @@ class TextEngine:
         path = "chat/completions" if self._settings.api == "chat" else "completions"
         if self._usage:
             body = body | {"stream_options": {"include_usage": True}}
-        await self._turn()
+        await self._wait_turn()
         async with self._client.post(path, body) as response:
             await self._check(response)
             if "text/event-stream" not in response.headers.get("content-type", ""):
@@ -268,42 +268,43 @@ class TextEngine:
             return await self._pieces(read_events(response.aiter_bytes()), sampling)
 
     async def _check(self, response: Response) -> None:
-        """Raise the exception that matches the status."""
+        """Raise the exception that corresponds to the status."""
         status = response.status_code
         if status == 200:
             return
         await response.aread()
-        said = f"{status} {response.reason_phrase}: {error_message(response.text)}"
-        if status in _AGAIN:
-            raise AgainError(said, retry_after(response.headers.get("retry-after")))
+        message = f"{status} {response.reason_phrase}: {error_message(response.text)}"
+        if status in _RETRIED:
+            raise AgainError(message, retry_after(response.headers.get("retry-after")))
         if status in (401, 403):
             variable = self._settings.key_variable
-            given = "refuses the key in" if os.environ.get(variable) else "wants a key in"
-            raise SettingsError(f"the endpoint {self._settings.url} {given} ${variable}: {said}")
+            problem = "rejects the key in" if os.environ.get(variable) else "requires a key in"
+            raise SettingsError(f"the endpoint {self._settings.url} {problem} ${variable}: {message}")
         if status == 404:
             raise SettingsError(
-                f"the endpoint {self._settings.url} knows no such address or model: {said}; --base-url is its address, "
-                f"up to /v1 as a rule, and --model the model's name there (now {self._model or 'not given'})"
+                f"the endpoint {self._settings.url} has no such address or model: {message}; --base-url is its "
+                f"address, usually up to /v1, and --model is the model's name there (now {self._model or 'not set'})"
             )
-        self._refuse(response.text.lower(), said)
+        self._refuse(response.text.lower(), message)
 
-    def _refuse(self, text: str, said: str) -> NoReturn:
+    def _refuse(self, text: str, message: str) -> NoReturn:
+        # Not every server accepts stream_options. Without it, token counts are those of the received pieces.
         if self._usage and "stream_options" in text:
             self._usage = False
-            raise AgainError(said, 0.0)
+            raise AgainError(message, 0.0)
         if any(words in text for words in _CONTEXT):
-            raise ContextFullError(said)
+            raise ContextFullError(message)
         if "max_completion_tokens" in text and self._settings.limit_field == "max_tokens":
             raise SettingsError(
-                f"the endpoint {self._settings.url} takes no max_tokens: {said}; set "
+                f"the endpoint {self._settings.url} does not accept max_tokens: {message}; set "
                 "evaluation.endpoint.limit_field=max_completion_tokens"
             )
         if any(words in text for words in _TEMPLATE):
             raise SettingsError(
-                f"the endpoint {self._settings.url} has no chat template for {self._model}: {said}; a base model is "
-                "asked with evaluation.endpoint.api=completions"
+                f"the endpoint {self._settings.url} has no chat template for {self._model}: {message}; for a base "
+                "model, set evaluation.endpoint.api=completions"
             )
-        raise RequestRefusedError(said)
+        raise RequestRefusedError(message)
 
     # -- answers --------------------------------------------------------------------------------------------------
 
@@ -316,58 +317,58 @@ class TextEngine:
             choice = first_choice(event)
             if choice is None:
                 continue
-            said = MessageDelta.of(choice)
-            pieces += bool(said.text or said.thought)
-            reason = said.reason if reason is None else reason
-            before, text, thought = len(text), text + said.text, thought + said.thought
+            delta = MessageDelta.of(choice)
+            pieces += bool(delta.text or delta.thought)
+            reason = delta.reason if reason is None else reason
+            before, text, thought = len(text), text + delta.text, thought + delta.thought
             cut = _complete(text, before, sampling)
             if cut is not None:
                 return _completion(text[:cut], thought, pieces, usage, "stop")
         if reason is None:
-            raise AgainError("the stream broke off")
+            raise AgainError("the stream ended early")
         return _completion(text, thought, pieces, usage, _REASONS.get(reason, "eos"))
 
     def _whole(self, answer: JSONObject, sampling: TextSampling) -> TextCompletion:
         self._remember(answer)
         choice = first_choice(answer)
         if choice is None:
-            raise AgainError(f"an answer without a choice: {json.dumps(answer)[:200]}")
-        said = MessageDelta.of(choice)
-        cut = _complete(said.text, 0, sampling)
-        reason = _REASONS.get(said.reason or "", "eos") if cut is None else "stop"
-        return _completion(said.text[:cut], said.thought, 0, said_usage(answer), reason)
+            raise AgainError(f"the response has no choice: {json.dumps(answer)[:200]}")
+        delta = MessageDelta.of(choice)
+        cut = _complete(delta.text, 0, sampling)
+        reason = _REASONS.get(delta.reason or "", "eos") if cut is None else "stop"
+        return _completion(delta.text[:cut], delta.thought, 0, said_usage(answer), reason)
 
     def _remember(self, event: JSONObject) -> None:
-        told = event.get("system_fingerprint")
-        if isinstance(told, str):
-            self._fingerprints.add(whole_characters(told))
+        fingerprint = event.get("system_fingerprint")
+        if isinstance(fingerprint, str):
+            self._fingerprints.add(whole_characters(fingerprint))
 
 
 def _backoff(error: Exception) -> bool | float:
-    """Whether to retry. After a ``Retry-After``, retry at once: the engine's own gate waits."""
+    """Decide whether and when to retry. After a ``Retry-After`` retry at once, because `_wait_turn` waits."""
     if isinstance(error, AgainError):
         return True if error.wait is None else 0.0
     return isinstance(error, UnreachableError)
 
 
 def _complete(text: str, before: int, sampling: TextSampling) -> int | None:
-    """The position where the turn is complete, or None; only text after ``before`` can have completed it."""
+    """Position at which the turn is complete, or None. Only text after ``before`` can complete it."""
     longest = max(map(len, sampling.stop), default=0)
     start = max(0, before - longest + 1)
-    places = set()
+    ends = set()
     for stop in sampling.stop:
-        place = text.find(stop, start)
-        while place >= 0:
-            places.add(place + len(stop))
-            place = text.find(stop, place + 1)
-    return next((place for place in sorted(places) if place > before and sampling.complete(text[:place])), None)
+        end = text.find(stop, start)
+        while end >= 0:
+            ends.add(end + len(stop))
+            end = text.find(stop, end + 1)
+    return next((end for end in sorted(ends) if end > before and sampling.complete(text[:end])), None)
 
 
 def _completion(text: str, thought: str, pieces: int, usage: JSONObject, reason: FinishReason) -> TextCompletion:
-    told, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
+    completion_tokens, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
     return TextCompletion(
         text=whole_characters(text),
-        tokens=told if isinstance(told, int) else pieces,
+        tokens=completion_tokens if isinstance(completion_tokens, int) else pieces,
         prompt_tokens=prompt if isinstance(prompt, int) else None,
         finish_reason=reason,
         reasoning=whole_characters(thought),

@@ -1,4 +1,4 @@
-"""Parse the answers of an OpenAI-compatible endpoint: event streams, choices and error messages."""
+"""Parsing of the responses of an OpenAI-compatible endpoint: event streams, choices and error messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LINE_END = re.compile(rb"\r\n|\r|\n")
 
 
 class AgainError(Exception):
-    """A failure to retry, after ``wait`` seconds if the endpoint gave a time."""
+    """A failure that is retried, after ``wait`` seconds if the endpoint specifies a time."""
 
     def __init__(self, message: str, wait: float | None = None) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class MessageDelta:
 
     @classmethod
     def of(cls, choice: JSONObject) -> MessageDelta:
-        """From a choice, streamed or whole. If a refusal is the only content, it is the text."""
+        """Read a choice, streamed or complete. If a refusal is the only content, it becomes the text."""
         part = choice.get("delta") or choice.get("message")
         message = part if isinstance(part, dict) else choice
         text = message.get("content") if "content" in message else message.get("text")
@@ -47,10 +47,11 @@ class MessageDelta:
 
 
 async def read_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[JSONObject]:
-    """The objects of a stream of server-sent events, up to its ``[DONE]``.
+    """Yield the objects of a stream of server-sent events, up to its ``[DONE]``.
 
-    Only the line ends of the standard split lines; Unicode's further line breaks do not. A character split between two
-    events is returned as halves, which :func:`whole_characters` joins. Raises AgainError if the stream breaks off.
+    Lines are split only at the line ends of the standard, not at Unicode's further line breaks. A character that is
+    split between two events is returned as halves, which :func:`whole_characters` joins. Raises AgainError if the
+    stream reports an error.
     """
     rest = b""
     async for chunk in chunks:
@@ -62,7 +63,7 @@ async def read_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[JSONObject]
                     return
                 event = read_object(data)
                 if "error" in event:
-                    raise AgainError(f"the stream broke off: {error_message(data)}")
+                    raise AgainError(f"the stream reported an error: {error_message(data)}")
                 yield event
 
 
@@ -71,17 +72,17 @@ def read_object(text: str) -> JSONObject:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise AgainError(f"the answer is not JSON: {text[:200]!r}") from error
+        raise AgainError(f"the response is not JSON: {text[:200]!r}") from error
     if not isinstance(value, dict):
-        raise AgainError(f"the answer is not a JSON object: {text[:200]!r}")
+        raise AgainError(f"the response is not a JSON object: {text[:200]!r}")
     return value
 
 
 def listed_models(text: str) -> list[dict[str, str]]:
-    """``id`` and, if given, ``root`` of the models in an answer. Raises AgainError if it is not a list of models."""
+    """Return ``id`` and, if present, ``root`` of the listed models. Raises AgainError if there is no list of models."""
     listed = read_object(text).get("data")
     if not isinstance(listed, list) or not all(isinstance(entry, dict) and "id" in entry for entry in listed):
-        raise AgainError(f"the answer is not a list of models: {text[:200]!r}")
+        raise AgainError(f"the response is not a list of models: {text[:200]!r}")
     return [
         {name: whole_characters(str(entry[name])) for name in ("id", "root") if entry.get(name) is not None}
         for entry in listed
@@ -89,30 +90,30 @@ def listed_models(text: str) -> list[dict[str, str]]:
 
 
 def first_choice(answer: JSONObject) -> JSONObject | None:
-    """The first choice of an answer; None if there is no choice."""
+    """Return the first choice of a response, or None."""
     choices = answer.get("choices")
     return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
 
 
 def said_usage(answer: JSONObject) -> JSONObject:
-    """The token counts in an answer; empty if there are none."""
+    """Return the token counts in a response; empty if there are none."""
     usage = answer.get("usage")
     return usage if isinstance(usage, dict) else {}
 
 
 def error_message(text: str) -> str:
-    """The error message in an answer of any format."""
+    """Extract the error message from a response of any format."""
     try:
         value = json.loads(text)
     except ValueError:
         return " ".join(text.split())[:300]
     error = value.get("error", value) if isinstance(value, dict) else value
-    said = error.get("message", error) if isinstance(error, dict) else error
-    return whole_characters(str(said))[:300]
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return whole_characters(str(message))[:300]
 
 
 def retry_after(value: str | None) -> float | None:
-    """Seconds to wait, from a number or a date; None if ``value`` is neither.
+    """Return the seconds to wait from a number or a date, or None if ``value`` is neither.
 
     >>> retry_after("1.5"), retry_after("soon"), retry_after("Wed, 21 Oct 2015 07:28:00 GMT")
     (1.5, None, 0.0)

@@ -1,4 +1,4 @@
-"""Open an engine and verify that its servers serve the model in ``model.path``."""
+"""Opening of an engine, with a check that its servers serve the model in ``model.path``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentrl.weights.verify import Probe
 if TYPE_CHECKING:
     from agentrl.evaluation.settings import EvaluationSections
 
-# Text that servers and model score for the comparison; similar to evaluation text, but from no benchmark.
+# Text that servers and model score for the comparison. It resembles evaluation text, but is from no benchmark.
 PROBE = """A farmer has 12 boxes with 25 apples each. He sells 30 % of all apples and gives a quarter of the rest away.
 How many apples are left? First there are 12 * 25 = 300 apples. After the sale 300 * (1 - 0.3) = 210 remain, and after
 the gift 210 * 3 / 4 = 157.5, so the story cannot be about whole apples. Let $f(x) = x^2 - 4x + 1$; then
@@ -32,17 +32,17 @@ print(min(x * x - 4 * x + 1 for x in range(-10, 11)))
 
 @dataclass(frozen=True, kw_only=True)
 class _Reference:
-    """The model as loaded by this process: a digest of its weights, and its scores of the probe."""
+    """Weight digest and probe scores of the model as loaded by this process."""
 
     fingerprint: str
     probe: Probe
 
 
 async def open_verified(managed: ManagedEngine, settings: EvaluationSections, codec: TextCodec) -> str:
-    """Open the engine and verify its weights; returns the fingerprint of the model in ``model.path``.
+    """Open the engine, verify its weights and return the fingerprint of the model in ``model.path``.
 
-    Every server must have the same weight checksums and score the probe as the model does that this process loads on
-    the CPU while the servers start. Raises SettingsError and WorldError.
+    While the servers start, this process loads the model on the CPU. Every server must have the same weight checksums
+    and give the probe the same scores. Raises SettingsError and WorldError.
     """
     try:
         reading = asyncio.to_thread(_read_reference, settings, codec)

@@ -1,4 +1,4 @@
-"""Where the provenance of two evaluations differs, and where it may."""
+"""Differences between the provenance of two evaluations, and the keys in which comparable evaluations may differ."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPARABLE = (
 def differences(
     first: Mapping[str, object], second: Mapping[str, object], *, but: Sequence[str] = ()
 ) -> list[tuple[str, object, object]]:
-    """Dotted key and both values of every difference, except for keys that equal or start with one of ``but``."""
+    """List (dotted key, first value, second value) of every difference, except in the keys or prefixes in ``but``."""
     before, after = flat(first), flat(second)
     return [
         (key, before.get(key, "(absent)"), after.get(key, "(absent)"))
@@ -30,16 +30,16 @@ def differences(
 
 
 def flat(record: Mapping[str, object], path: str = "") -> dict[str, object]:
-    """Dotted keys.
+    """Flatten a nested mapping to dotted keys.
 
     >>> flat({"a": {"b": 1, "c": {}}, "d": [2]})
     {'a.b': 1, 'd': [2]}
     """
-    found: dict[str, object] = {}
+    keys: dict[str, object] = {}
     for key, value in record.items():
         here = f"{path}.{key}" if path else key
-        found |= flat(value, here) if isinstance(value, Mapping) else {here: value}
-    return found
+        keys |= flat(value, here) if isinstance(value, Mapping) else {here: value}
+    return keys
 
 
 def _under(key: str, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Whole characters from text that arrived in pieces: matching halves are joined, lone halves are replaced."""
+"""Repair of characters in text that arrived in pieces: matching surrogate halves are joined, lone halves replaced."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ _LOWEST_BYTE, _HIGHEST_BYTE = 0xDC80, 0xDCFF  # Python's "surrogateescape" codes
 
 
 def whole_characters(text: str) -> str:
-    """``text`` in a form that UTF-8 can encode.
+    """Return ``text`` in a form that UTF-8 can encode.
 
     A JSON escape may be half a character (``\\\\ud83d``) whose other half arrives in the next piece or never. A UTF-8
-    byte that was alone in its piece must be given as ``surrogateescape`` decodes it.
+    byte that was alone in its piece must be passed as ``surrogateescape`` decodes it.
 
     >>> whole_characters("\\ud83d" + "\\ude00"), whole_characters("a\\ud83d b")
     ('😀', 'a\ufffd b')

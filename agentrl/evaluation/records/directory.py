@@ -1,13 +1,13 @@
-"""The directory of one evaluation.
+"""Directory of one evaluation.
 
 ::
 
     evaluations/NAME/
-      provenance.json        provenance of the results; the same command continues, a different one is refused
-      problems.jsonl         statements, gold answers and prompts
+      provenance.json        provenance of the results; the same command continues, a different one is rejected
+      problems.jsonl         statements, reference answers and prompts
       rollouts.jsonl.zst     every rollout, appended as it ends
       results.json  table.md  plots/  report.html
-      logs/                  logs of vLLM servers that were started for it
+      logs/                  logs of the vLLM servers that it started
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FIELDS = tuple(field.name for field in fields(Problem))
 
 
 class EvaluationDirectory:
-    """Reads one evaluation. Use :meth:`begin` to write."""
+    """Files of one evaluation. The constructor only reads; :meth:`begin` returns a writable one."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -48,17 +48,17 @@ class EvaluationDirectory:
     @classmethod
     def existing(cls, path: str | Path) -> EvaluationDirectory:
         """Open an existing evaluation. Raises SettingsError if there is none."""
-        found = cls(path)
-        if not found._provenance.is_file():
-            raise SettingsError(f"{path} is not an evaluation (it has no {found._provenance.name})")
-        return found
+        directory = cls(path)
+        if not directory._provenance.is_file():
+            raise SettingsError(f"{path} is not an evaluation (it has no {directory._provenance.name})")
+        return directory
 
     @classmethod
     def begin(cls, path: Path, provenance: Provenance, problems: Sequence[ProblemRow]) -> EvaluationDirectory:
         """Start an evaluation, or continue one that the same command started. The directory is locked until closed.
 
-        Raises SettingsError if settings differ (it names each), or if the directory contains other files, cannot be
-        written or is in use.
+        Raises SettingsError if settings differ (with every difference), if the directory contains other files, if it
+        cannot be written, and if it is in use.
         """
         directory = cls(path)
         try:
@@ -82,28 +82,28 @@ class EvaluationDirectory:
         return cast(Provenance, self._json(self._provenance))
 
     def results(self) -> Results:
-        """``results.json``. Raises SettingsError if the evaluation is not finished."""
+        """Return ``results.json``. Raises SettingsError if the evaluation is not finished."""
         if not self.results_file.is_file():
-            raise SettingsError(f"{self.path} is not finished: the command that began it continues it")
+            raise SettingsError(f"{self.path} is not finished: continue it with the command that started it")
         return cast(Results, self._json(self.results_file))
 
     def problem_sets(self) -> list[ProblemSet]:
-        """The problems of the evaluation, read without their data files."""
-        found: dict[tuple[str, bool], list[Problem]] = {}
+        """Return the problems of the evaluation, which are read without their data files."""
+        problems_of: dict[tuple[str, bool], list[Problem]] = {}
         for row in self._rows():
             problem = Problem(**{name: row[name] for name in _FIELDS})  # type: ignore[literal-required]
-            found.setdefault((row["benchmark"], row["falsified"]), []).append(problem)
+            problems_of.setdefault((row["benchmark"], row["falsified"]), []).append(problem)
         revisions = self.provenance()["benchmarks"]
         return [
             ProblemSet(name=name, problems=tuple(part), falsified=falsified, revision=revisions[name]["revision"])
-            for (name, falsified), part in found.items()
+            for (name, falsified), part in problems_of.items()
         ]
 
     def prompts(self) -> dict[tuple[str, str], str]:
         return {(row["benchmark"], row["id"]): row["prompt"] for row in self._rows()}
 
     def transcripts(self) -> Iterator[Transcript]:
-        """Every rollout in the order written: a failed attempt comes before the attempt that replaced it."""
+        """Yield every rollout in the order written. A failed attempt comes before the attempt that replaced it."""
         return read_rollouts(self.rollouts)
 
     def rollouts_bytes(self) -> int:
@@ -120,26 +120,27 @@ class EvaluationDirectory:
 
     def _prepare(self, provenance: Provenance, problems: Sequence[ProblemRow]) -> None:
         if self._provenance.is_file():
-            self._refuse_other(provenance)
+            self._check_same(provenance)
             return
         foreign = sorted(entry.name for entry in self.path.iterdir() if not _is_debris(entry.name))
         if foreign:
-            raise SettingsError(f"{self.path} holds something else ({', '.join(foreign[:5])}); choose another --output")
+            raise SettingsError(f"{self.path} contains other files ({', '.join(foreign[:5])}); choose another --output")
         self._write(self._problems, lambda out: out.writelines(json_line(row) for row in problems))
-        self.write_json(self._provenance, provenance)  # last: from now on the evaluation can be continued
+        # Last, because this file marks the directory as an evaluation that can be continued.
+        self.write_json(self._provenance, provenance)
 
     def _write(self, path: Path, write: Callable[[IO[bytes]], None]) -> None:
         with world_errors(path, "write"):
             path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, write)
 
-    def _refuse_other(self, provenance: Provenance) -> None:
+    def _check_same(self, provenance: Provenance) -> None:
         changed = differences(self.provenance(), json.loads(json.dumps(provenance)))
         if changed:
             lines = "\n".join(f"  {key}: {before!r} -> {after!r}" for key, before, after in changed)
             raise SettingsError(
                 f"{self.path} was started with other settings (then -> now):\n{lines}\n"
-                "give the same command to continue it, or another --output to start afresh"
+                "use the same settings to continue it, or another --output to start a new evaluation"
             )
 
     def _rows(self) -> Iterator[ProblemRow]:
@@ -152,16 +153,16 @@ class EvaluationDirectory:
             return _object(path.read_text(encoding="utf-8"), str(path))
 
 
-def _object(text: str, place: str) -> JSONObject:
+def _object(text: str, location: str) -> JSONObject:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise WorldError(f"{place}: damaged, no JSON ({error})") from error
+        raise WorldError(f"{location}: damaged, not JSON ({error})") from error
     if not isinstance(value, dict):
-        raise WorldError(f"{place}: damaged, not an object")
+        raise WorldError(f"{location}: damaged, not an object")
     return value
 
 
 def _is_debris(name: str) -> bool:
-    """True for files that an evaluation may leave when it is killed before it begins."""
+    """True for files of an evaluation that was killed before it wrote its provenance."""
     return name in ("lock", "problems.jsonl", _LOGS) or (name.startswith(".") and name.endswith(".partial"))

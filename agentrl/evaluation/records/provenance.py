@@ -1,4 +1,4 @@
-"""The provenance of results: everything that could have changed them, for the record and for comparisons."""
+"""Provenance of results: everything that can change them, for the record and for comparisons."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def provenance(
     engine: Mapping[str, object],
     environment: Sequence[str],
 ) -> Provenance:
-    """A JSON-serializable record. ``settings`` have evaluation's limits; ``environment`` describes itself."""
+    """Build a JSON-serializable record. ``settings`` have evaluation's limits; ``environment`` is its description."""
     evaluation = settings.evaluation
     return {
         "model": dict(model),
@@ -68,13 +68,13 @@ def provenance(
 
 
 def grader_record(settings: EvaluationSections) -> JSONObject:
-    """The grader's version and the settings that may change a verdict, without the number of processes."""
+    """Return the grader's version and the settings that can change a verdict, without the number of processes."""
     limits = settings.grader.model_dump(mode="json", include={"deadline", "memory_mb", "max_length", "max_depth"})
     return {"math_verify": _version("math-verify"), **limits}
 
 
 def _instruction(settings: EvaluationSections) -> dict[str, str]:
-    """The instruction that the model is given, if the settings leave it to the protocol."""
+    """The instruction in the prompt, unless the protocol has none."""
     environment = settings.environment
     if isinstance(environment, SimpleTIRSettings | ReasoningSettings):
         return {"instruction": environment.shown_instruction}
@@ -82,7 +82,10 @@ def _instruction(settings: EvaluationSections) -> dict[str, str]:
 
 
 def _request(endpoint: EndpointSettings) -> JSONObject:
-    """The endpoint's request settings that are set. Others are left out, so that older evaluations can continue."""
+    """Request settings of the endpoint that differ from their defaults.
+
+    Defaults are left out, so that evaluations that were started before a setting existed can be continued.
+    """
     return endpoint.model_dump(mode="json", include=set(REQUEST_FIELDS), exclude_defaults=True)
 
 
@@ -99,7 +102,7 @@ def _prompt_format(settings: EvaluationSections) -> str:
 
 
 def chosen_engine(settings: EvaluationSections) -> JSONObject:
-    """The engine in ``settings``, with everything that the settings determine."""
+    """Return the engine in ``settings``, with everything that the settings determine."""
     endpoint = settings.evaluation.endpoint
     if endpoint.url is not None:
         return {"name": "endpoint", "url": endpoint.url, "api": endpoint.api}

@@ -1,7 +1,7 @@
-"""Rollouts on disk: compressed JSON Lines, appended one by one; a file truncated by a kill is repaired.
+"""Rollouts on disk: compressed JSON Lines that are appended one by one and repaired after a kill.
 
-Every rollout is its own zstd frame, with a checksum, written by one system call as soon as the rollout ends. SIGKILL
-loses only the rollouts in flight; a power failure may also lose the last few seconds.
+Every rollout is a separate zstd frame with a checksum, written by one system call as soon as the rollout ends. SIGKILL
+loses only the rollouts in flight. A power failure may also lose the last few seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SYNC_EVERY = 5.0  # seconds
 
 
 class RolloutLog:
-    """Appends to one file. Opening repairs it. Only one process writes at a time: the run locks the directory."""
+    """Appends rollouts to one file, which is repaired when opened. The lock on the directory excludes other writers."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,7 +34,7 @@ class RolloutLog:
         self._synced = time.monotonic()
 
     def append(self, transcript: Transcript) -> None:
-        """Write one rollout. Raises WorldError if the write fails; a partly written frame is removed again."""
+        """Write one rollout. If the write fails, remove the partly written frame and raise WorldError."""
         frame = self._packer.compress(json_line(transcript.to_record()))
         with world_errors(self.path, "append to"):
             end = os.fstat(self._file).st_size
@@ -68,17 +68,17 @@ class RolloutLog:
 
 
 def read_rollouts(path: Path) -> Iterator[Transcript]:
-    """The rollouts in the order written, one in memory at a time; an incomplete last frame is left out.
+    """Yield the rollouts in the order written, one in memory at a time. An incomplete last frame is skipped.
 
-    Raises WorldError, which names the file and the position, for any other damage.
+    Raises WorldError with the file and the position for any other damage.
     """
     if not path.exists():
         return
-    for place, frame in _frames(path):
+    for position, frame in _frames(path):
         try:
             yield Transcript.from_record(json.loads(frame))
         except (ValueError, KeyError, TypeError) as error:
-            raise WorldError(f"{path}, byte {place}: damaged, no rollout ({error})") from error
+            raise WorldError(f"{path}, byte {position}: damaged, not a rollout ({error})") from error
 
 
 def repair_frames(path: Path) -> int:
@@ -87,8 +87,8 @@ def repair_frames(path: Path) -> int:
         return 0
     with world_errors(path, "repair"):
         end = 0
-        for place, _ in _frames(path, ends=True):
-            end = place
+        for position, _ in _frames(path, ends=True):
+            end = position
         size = path.stat().st_size
         if end < size:
             with path.open("rb+") as file:
@@ -98,7 +98,7 @@ def repair_frames(path: Path) -> int:
 
 
 def _frames(path: Path, *, ends: bool = False) -> Iterator[tuple[int, bytes]]:
-    """The start (or, with ``ends``, the end) of each complete frame, and its content."""
+    """Yield the start (or, with ``ends``, the end) and the content of each complete frame."""
     unpacker = zstandard.ZstdDecompressor()
     with world_errors(path, "read"), path.open("rb") as file:
         begin = position = 0

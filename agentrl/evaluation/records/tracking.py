@@ -1,4 +1,4 @@
-"""Tells the experiment trackers of ``telemetry.trackers`` what an evaluation came to."""
+"""Logging of an evaluation to the experiment trackers in ``telemetry.trackers``."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _STEP = 0  # an evaluation has no steps
 def track_results(
     directory: EvaluationDirectory, results: Results, telemetry: TelemetrySettings, console: Console
 ) -> None:
-    """Tell every tracker the provenance, the scores, a sample of rollouts and the plots, as one run of its own.
+    """Log provenance, scores, a sample of rollouts and the plots to every tracker, as a separate run.
 
-    The same evaluation, finished again, goes to the same run.
+    If the same evaluation is finished again, the same run is updated.
     """
     if not telemetry.trackers:
         return
@@ -41,18 +41,18 @@ def track_results(
 
 
 def scores(results: Results) -> dict[str, float]:
-    """The figures of every benchmark, as ``eval/BENCHMARK/FIGURE``."""
-    found: dict[str, float] = {}
+    """Return the figures of every benchmark, named ``eval/BENCHMARK/FIGURE``."""
+    metrics: dict[str, float] = {}
     for benchmark, one in results["benchmarks"].items():
-        name = re.sub(r"[^\w.-]", "_", benchmark)  # trackers take few signs in names
-        found |= {f"eval/{name}/{figure}": value for figure, value in _figures(one)}
-    return found
+        name = re.sub(r"[^\w.-]", "_", benchmark)  # trackers accept few other characters in names
+        metrics |= {f"eval/{name}/{figure}": value for figure, value in _figures(one)}
+    return metrics
 
 
 def _figures(one: BenchmarkResults) -> Iterator[tuple[str, float]]:
     interval = one["avg"]["problems_like_these"]
     yield from (("avg", one["avg"]["mean"]), ("low", interval["low"]), ("high", interval["high"]))
-    yield from ((f"pass_at_{k}", found["value"]) for k, found in one["pass"].items() if found is not None)
+    yield from ((f"pass_at_{k}", record["value"]) for k, record in one["pass"].items() if record is not None)
     if one["maj"] is not None:
         yield "maj", one["maj"]
     yield from (("turns_mean", one["turns"]), ("model_tokens_mean", one["tokens"]["model_mean"]))

@@ -1,4 +1,4 @@
-"""The record of a rollout in an evaluation: the conversation as text, how it ended, and the grader's verdict.
+"""Record of a rollout in an evaluation: the conversation as text, how it ended, and the grader's verdict.
 
 >>> turns = (Turn(origin="model", text="So \\\\boxed{5}.", tokens=6),)
 >>> one = Transcript(benchmark="toy", problem="toy-0", sample=0, turns=turns, ended=Ended.ANSWERED,
@@ -30,14 +30,14 @@ KINDS = {
     "refused": "refused",
     "truncated": "truncated",
     "void": "void turn",
-    "no_data": "no data",
+    "no_data": "excluded",
 }
-"""Stored name -> displayed name. All but the first and the last count as wrong."""
+"""Stored name -> displayed name. All kinds except the first and the last count as wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One rollout to play: sample ``number`` of a problem of a benchmark. ``attempt`` counts retries from 0."""
+    """One rollout to sample: number ``number`` of a problem of a benchmark. ``attempt`` counts retries from 0."""
 
     benchmark: str
     problem: Problem
@@ -51,9 +51,9 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """One turn of the model, or one text shown to it. ``tokens`` are counted by the engine.
+    """One turn of the model, or one text that was added to its context. ``tokens`` are counted by the engine.
 
-    ``reasoning`` is the model's reasoning if an endpoint reports it separately; it is not shown to the model again.
+    ``reasoning`` is the model's reasoning if an endpoint reports it separately. It is not added to the context.
     """
 
     origin: Literal["model", "observation"]
@@ -64,7 +64,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transcript:
-    """One finished rollout. ``problem`` is the problem's id; its statement and gold answer are stored once per run.
+    """One finished rollout. ``problem`` is the problem's id; statements and reference answers are stored once per run.
 
     ``refused``: the endpoint's content filter ended a turn, or the model refused in words.
     """
@@ -86,7 +86,7 @@ class Transcript:
 
     @classmethod
     def of(cls, sample: Sample, trajectory: Trajectory, *, failure: str | None = None) -> Transcript:
-        """The transcript of a token trajectory."""
+        """Build the transcript of a token trajectory."""
         return cls(
             benchmark=sample.benchmark,
             problem=sample.problem.id,
@@ -111,17 +111,17 @@ class Transcript:
 
     @property
     def correct(self) -> bool:
-        """True if the grader says so or, if the environment does not grade answers, if the reward is at least 1."""
+        """True for a correct verdict or, if the environment does not grade answers, for a reward of at least 1."""
         return self.reward >= 1.0 if self.verdict is None else self.verdict is Verdict.CORRECT
 
     @property
     def no_data(self) -> bool:
-        """True if it failed for reasons outside the policy: counted, but excluded from all averages."""
+        """True if it failed for reasons outside the policy. Such rollouts are counted and excluded from averages."""
         return self.ended.is_no_data or (self.verdict is not None and self.verdict.is_no_data)
 
     @property
     def kind(self) -> str:
-        """The most informative of ``KINDS``: a verdict takes precedence over how the conversation ended."""
+        """The most informative of ``KINDS``. A verdict takes precedence over how the conversation ended."""
         if self.no_data:
             return "no_data"
         if self.correct:
@@ -161,7 +161,7 @@ class Transcript:
 
     @classmethod
     def from_record(cls, record: JSONObject) -> Transcript:
-        """The inverse of :meth:`to_record`, also through JSON. KeyError, TypeError or ValueError if invalid."""
+        """Invert :meth:`to_record`, also after JSON. Raises KeyError, TypeError or ValueError for an invalid record."""
         return cls(
             **{
                 **record,

@@ -1,4 +1,4 @@
-"""``agentrl compare A B``: where B is better or worse than A, paired by problem."""
+"""``agentrl compare A B``: differences between two evaluations, paired by problem."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from agentrl.telemetry.settings import TelemetrySettings
 
 
 def compare_command(first: Path, second: Path) -> dict[str, Difference]:
-    """Print the differences, B minus A; returns them by benchmark."""
+    """Print the differences, B minus A. Returns them by benchmark."""
     console = Console(TelemetrySettings())
     before, after = (EvaluationDirectory.existing(path).results() for path in (first, second))
-    found = compare(before, after)
+    by_benchmark = compare(before, after)
     names = [results["provenance"]["model"]["name"] for results in (before, after)]
     console.note(f"A: {names[0]} ({first})\nB: {names[1]} ({second})")
     for line in comparison_notes(before, after):
         console.note(line)
-    for table in difference_tables(before, after, found):
+    for table in difference_tables(before, after, by_benchmark):
         console.table(table.title, table.columns, table.rows)
-    return found
+    return by_benchmark
 
 
-def difference_tables(first: Results, second: Results, found: Mapping[str, Difference]) -> list[Table]:
-    """One row per benchmark: both scores, the difference with intervals and p-values, problems won and lost."""
+def difference_tables(first: Results, second: Results, by_benchmark: Mapping[str, Difference]) -> list[Table]:
+    """Build tables with a row per benchmark: scores, differences with intervals and p-values, won and lost problems."""
     columns = ("benchmark", "A", "B", "B - A", "95 % this benchmark", "p", "95 % problems like these", "p like these")
     rows = []
-    for name, one in found.items():
+    for name, one in by_benchmark.items():
         ours, like = one.this_benchmark, one.problems_like_these
         rows.append(
             (
@@ -46,13 +46,13 @@ def difference_tables(first: Results, second: Results, found: Mapping[str, Diffe
         )
     counts = tuple(
         (name, str(one.problems), str(one.won), str(one.lost), str(one.tied), str(one.unpaired))
-        for name, one in found.items()
+        for name, one in by_benchmark.items()
     )
     return [
         Table(title="Differences, paired by problem", columns=columns, rows=tuple(rows)),
         Table(
             title="Problems",
-            columns=("benchmark", "compared", "B won", "B lost", "tied", "without data in one"),
+            columns=("benchmark", "compared", "B won", "B lost", "tied", "excluded in one"),
             rows=counts,
         ),
     ]

@@ -1,4 +1,4 @@
-"""The difference between two runs on the same problems, paired by problem, with intervals and p-values.
+"""Difference between two runs on the same problems, paired by problem, with intervals and p-values.
 
 As for the score of one run, there are two questions: *this benchmark* (fixed problems, new samples) and *problems like
 these* (new problems). Each has an interval and a p-value. They come from different tests, so near p = 0.05 one may
@@ -28,7 +28,7 @@ _CHUNK = 2_000  # relabellings in memory at once
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Second run minus first. Intervals are within [-1, 1]; won, lost and tied count problems for the second run."""
+    """Second run minus first run. Intervals are within [-1, 1]. ``won``, ``lost`` and ``tied`` count problems."""
 
     mean: float
     this_benchmark: Interval
@@ -43,10 +43,10 @@ class Difference:
 
 
 def compare(first: Results, second: Results) -> dict[str, Difference]:
-    """The difference, second minus first, on each benchmark in both ``results.json``.
+    """Compute the difference, second minus first, on each benchmark in both ``results.json``.
 
-    Raises SettingsError if the protocols differ (it names every differing setting), if the problems of a benchmark
-    differ, and if no benchmark is in both.
+    Raises SettingsError if the protocols differ (with every differing setting), if the problems of a benchmark differ,
+    and if no benchmark is in both.
     """
     changed = differences(first["provenance"], second["provenance"], but=COMPARABLE)
     if changed:
@@ -55,8 +55,7 @@ def compare(first: Results, second: Results) -> dict[str, Difference]:
     common = [name for name in first["benchmarks"] if name in second["benchmarks"]]
     if not common:
         raise SettingsError(
-            f"no benchmark is in both: A holds {', '.join(first['benchmarks'])}; B holds "
-            f"{', '.join(second['benchmarks'])}"
+            f"no benchmark is in both: A has {', '.join(first['benchmarks'])}; B has {', '.join(second['benchmarks'])}"
         )
     for name in common:
         one, other = (results["benchmarks"][name]["sha256"] for results in (first, second))
@@ -68,7 +67,7 @@ def compare(first: Results, second: Results) -> dict[str, Difference]:
 def _counts(
     first: BenchmarkResults, second: BenchmarkResults
 ) -> tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]]:
-    """The numbers of samples and of correct samples of each problem, in the same order."""
+    """Numbers of samples and of correct samples of each problem, in the same order."""
     problems = list(first["per_problem"])
     parts = [[one["per_problem"][key] for key in problems] for one in (first, second)]
     one, two = (([part["samples"] for part in run], [part["correct"] for part in run]) for run in parts)
@@ -76,17 +75,17 @@ def _counts(
 
 
 def comparison_notes(first: Results, second: Results) -> list[str]:
-    """Differences that do not change what is measured, and benchmarks that only one of the two has."""
+    """List differences that do not change what is measured, and benchmarks that only one of the two has."""
     notes = []
     n1, n2 = (results["provenance"]["sampling"]["n"] for results in (first, second))
     if n1 != n2:
-        notes.append(f"A has {n1} samples of each problem, B {n2}: both averages are unbiased")
+        notes.append(f"A has {n1} samples per problem and B has {n2}: both averages are unbiased")
     fingerprints = [flat(results["provenance"]["model"])["fingerprint"] for results in (first, second)]
     if fingerprints[0] == fingerprints[1]:
-        notes.append(f"both have the fingerprint {fingerprints[0]!r}")
-    for label, own, other in (("A", first, second), ("B", second, first)):
-        alone = [name for name in own["benchmarks"] if name not in other["benchmarks"]]
-        notes += [f"only {label} holds {', '.join(alone)}"] if alone else []
+        notes.append(f"both have the model fingerprint {fingerprints[0]!r}")
+    for label, results, other in (("A", first, second), ("B", second, first)):
+        alone = [name for name in results["benchmarks"] if name not in other["benchmarks"]]
+        notes += [f"only {label} has {', '.join(alone)}"] if alone else []
     return notes
 
 
@@ -105,10 +104,12 @@ def paired_difference(
     n1, c1 = counts_of(*first)
     n2, c2 = counts_of(*second)
     if n1.shape != n2.shape:
-        raise ValueError(f"the runs have {len(n1)} and {len(n2)} problems; give those that both have, in one order")
+        raise ValueError(
+            f"the runs have {len(n1)} and {len(n2)} problems; pass those that both have, in the same order"
+        )
     kept = (n1 > 0) & (n2 > 0)
     if not kept.any():
-        raise ValueError("no problem has samples in both runs: there is nothing to compare")
+        raise ValueError("no problem has samples in both runs, so they cannot be compared")
     n1, c1, n2, c2 = n1[kept], c1[kept], n2[kept], c2[kept]
     gain_P = c2 / n2 - c1 / n1
     rng = np.random.default_rng(seed)
@@ -128,7 +129,7 @@ def paired_difference(
 
 
 def difference_on_this_benchmark(n1: Floats, c1: Floats, n2: Floats, c2: Floats) -> Interval:
-    """From each run's own interval (Zou and Donner 2008): the runs' samples are independent given the problems."""
+    """Combine the intervals of both runs (Zou and Donner 2008): given the problems, their samples are independent."""
     mean1, mean2 = float((c1 / n1).mean()), float((c2 / n2).mean())
     one, two = this_benchmark_interval(n1, c1), this_benchmark_interval(n2, c2)
     below = math.hypot(mean2 - two.low, one.high - mean1)
@@ -157,7 +158,7 @@ def difference_on_problems_like_these(n1: Floats, c1: Floats, n2: Floats, c2: Fl
 
 
 def _swapped_samples(n1: Floats, c1: Floats, n2: Floats, c2: Floats, rng: np.random.Generator) -> float:
-    """Two-sided p of: on every problem both runs are equally often right. Randomly reassigns samples to runs."""
+    """Two-sided p-value of "on every problem both runs are equally often right". Randomly reassigns samples to runs."""
     right, wrong = (c1 + c2).astype(np.int64), (n1 + n2 - c1 - c2).astype(np.int64)
     taken = n1.astype(np.int64)
 
@@ -169,7 +170,7 @@ def _swapped_samples(n1: Floats, c1: Floats, n2: Floats, c2: Floats, rng: np.ran
 
 
 def _swapped_problems(gain_P: Floats, rng: np.random.Generator) -> float:
-    """Two-sided p of: on a random problem either run is equally likely to be better. Flips the signs of the gains."""
+    """Two-sided p-value of "on a random problem either run is equally likely to be better". Flips signs of gains."""
 
     def relabelled(draws: int) -> Floats:
         signs = rng.integers(0, 2, size=(draws, len(gain_P))) * 2 - 1
@@ -178,6 +179,6 @@ def _swapped_problems(gain_P: Floats, rng: np.random.Generator) -> float:
     return _share_as_far(float(gain_P.mean()), relabelled)
 
 
-def _share_as_far(seen: float, relabelled: Callable[[int], Floats]) -> float:
-    far = sum(int((np.abs(relabelled(_CHUNK)) >= abs(seen) - _ROUNDING).sum()) for _ in range(DRAWS // _CHUNK))
+def _share_as_far(observed: float, relabelled: Callable[[int], Floats]) -> float:
+    far = sum(int((np.abs(relabelled(_CHUNK)) >= abs(observed) - _ROUNDING).sum()) for _ in range(DRAWS // _CHUNK))
     return (far + 1) / (DRAWS + 1)

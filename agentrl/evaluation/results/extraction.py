@@ -1,4 +1,4 @@
-"""Extract the answers of stored conversations again with the current protocol, without generating or running code."""
+"""Extraction of answers from stored conversations with the current protocol, without sampling or running code."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from agentrl_envs.types import Ended
 
 
 def protocol_of(provenance: Provenance) -> Protocol:
-    """The protocol of an evaluation. SettingsError if its environment has none."""
+    """Return the protocol of an evaluation. Raises SettingsError if its environment has none."""
     recorded = provenance["protocol"]
     if recorded["env"] == "reasoning":
         return ReasoningProtocol(instruction=recorded["instruction"])
     if recorded["env"] != "simpletir":
         raise SettingsError(
-            f"--extract: the evaluation was played in the environment {recorded['env']!r}, which finds answers itself; "
-            "answers can be extracted again from conversations of simpletir and reasoning"
+            f"--extract: the evaluation used the environment {recorded['env']!r}, which extracts answers itself; "
+            "answers can be extracted again for simpletir and reasoning"
         )
     if recorded["protocol"] == "hermes":
         raise SettingsError(
-            "--extract: the evaluation was played under protocol hermes, whose calls are read by the model's chat "
-            "template and the tools there were; answers can be extracted again from the other protocols"
+            "--extract: the evaluation used the protocol hermes, whose calls can be parsed only with the model's chat "
+            "template and its tools; answers can be extracted again for the other protocols"
         )
     return make_protocol(
         SimpleTIRSettings(
@@ -40,9 +40,9 @@ def protocol_of(provenance: Provenance) -> Protocol:
 
 
 def extracted(transcript: Transcript, protocol: Protocol) -> Transcript:
-    """``transcript`` with the answer that the protocol finds now, and without a verdict if the answer has changed.
+    """Replace the answer by the one that the protocol extracts now. A changed answer has no verdict.
 
-    A rollout excluded from the data is unchanged, unless it has an answer (its grader failed).
+    Excluded rollouts are unchanged, except those with an answer, whose grader failed.
     """
     if transcript.ended.is_no_data and transcript.answer is None:
         return transcript
@@ -53,12 +53,12 @@ def extracted(transcript: Transcript, protocol: Protocol) -> Transcript:
     if answer is not None:
         ended = Ended.ANSWERED
     elif ended is Ended.ANSWERED:
-        ended = Ended.STOPPED  # how the model would have continued is unknown
+        ended = Ended.STOPPED  # it is unknown how the model would have continued
     return replace(transcript, answer=answer, verdict=None, reward=0.0, ended=ended)
 
 
 def _answer(transcript: Transcript, protocol: Protocol) -> str | None:
-    """The first answer, read as an episode does: in each turn a program's answer comes before one in the text."""
+    """The first answer, in the order of an episode: in each turn a program's answer precedes one in the text."""
     calls = iter(transcript.tool_calls)
     turns = [turn.text for turn in transcript.turns if turn.origin == "model"]
     for text in turns:
@@ -69,10 +69,10 @@ def _answer(transcript: Transcript, protocol: Protocol) -> str | None:
             continue
         call = next(calls, None)
         if call is None:
-            return transcript.answer  # more programs than were run: the rule for programs has changed
+            return transcript.answer  # more programs than calls: the rule for programs has changed
         printed = protocol.printed_answer(call.printed)
         if printed is None and len(call.printed) == PRINTED and text is turns[-1] and transcript.answer is not None:
-            return transcript.answer  # it may be before the part of the output that was kept
+            return transcript.answer  # the answer may be in the part of the output that was not stored
         if printed is not None or turn.answer is not None:
             return printed if printed is not None else turn.answer
     return None

@@ -17,15 +17,15 @@ FORMAT = 1
 async def make_results(
     provenance: Provenance, sets: Sequence[ProblemSet], index: RolloutIndex, ks: Sequence[int], grader: Grades
 ) -> Results:
-    """The whole object. Raises WorldError if all rollouts of a benchmark are excluded from the data."""
+    """Build ``results.json``. Raises WorldError if all rollouts of a benchmark are excluded."""
     benchmarks: dict[str, BenchmarkResults] = {}
     for one in sets:
         try:
             benchmarks[one.name] = await benchmark_results(one, index, ks=ks, grader=grader)
         except ValueError as error:
             raise WorldError(
-                f"{one.name}: no rollout holds data, every one failed for reasons outside the policy; the same "
-                f"command plays them again ({error})"
+                f"{one.name}: every rollout failed for reasons outside the policy, so there is no score; run the same "
+                f"command to repeat them ({error})"
             ) from error
     return {
         "format": FORMAT,

@@ -9,26 +9,26 @@ from functools import lru_cache
 from xml.etree.ElementTree import Element
 
 FORMULA = re.compile(r"\$\$([^$]+)\$\$|\\\[([\s\S]+?)\\\]|\\\(([\s\S]+?)\\\)|\$([^$\n]+)\$")
-"""TeX between ``$$``, ``\\[``, ``\\(`` or ``$``; the report's script searches for the same delimiters."""
+"""TeX between ``$$``, ``\\[``, ``\\(`` or ``$``. The report's script searches for the same delimiters."""
 
 _FENCE = re.compile(r"```[^\n`]*\n[\s\S]*?(?:\n {0,3}```|$)")
-_LONGEST = 1000  # maximum characters of a formula that is rendered
+_LONGEST = 1000  # maximum length of a formula in characters
 
 
 def formulas_of(texts: Iterable[str]) -> dict[str, list[object]]:
-    """TeX -> tree for each formula outside code fences; formulas that cannot be parsed are left out.
+    """Return TeX -> tree for each formula outside code fences. Formulas that cannot be parsed are left out.
 
     >>> formulas_of(["Add $x$ to $x$."])
     {'x': ['math', {}, ['mrow', {}, ['mi', {}, 'x']]]}
     """
-    found = {}
+    trees = {}
     for text in texts:
         for match in FORMULA.finditer(_FENCE.sub("\n", text)):
             tex = next(part for part in match.groups() if part is not None).strip()
             tree = _tree_of(tex)
             if tree is not None:
-                found[tex] = tree
-    return found
+                trees[tex] = tree
+    return trees
 
 
 @lru_cache(maxsize=65_536)
@@ -39,7 +39,7 @@ def _tree_of(tex: str) -> list[object] | None:
         return None
     try:
         return _tree(convert_to_element(tex))
-    except Exception:  # noqa: BLE001  # a model's text: the library raises errors of many kinds, also IndexError
+    except Exception:  # noqa: BLE001  # for text of a model, the library raises many kinds of errors, also IndexError
         return None
 
 

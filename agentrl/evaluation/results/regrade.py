@@ -1,4 +1,4 @@
-"""``agentrl regrade RUN``: grade the stored answers again, without generating, and show the changes.
+"""``agentrl regrade RUN``: grade stored answers again, without sampling, and show the changes.
 
 With ``--extract``, the answers are first extracted again from the stored conversations.
 """
@@ -37,33 +37,33 @@ _AT_ONCE = 256
 
 
 class FunctionGrader:
-    """A custom ``function(answer, gold) -> bool`` (or a Verdict, or a coroutine of either) as a grader."""
+    """Uses a custom ``function(answer, gold) -> bool`` (or a Verdict, or a coroutine of either) as a grader."""
 
     def __init__(self, path: str) -> None:
-        """``path`` is ``module:name``. Raises PluginError if it does not name a function."""
-        found = import_attribute(path, "--grader")
-        if not callable(found):
+        """``path`` is ``module:name``. Raises PluginError if it is not the name of a function."""
+        function = import_attribute(path, "--grader")
+        if not callable(function):
             raise PluginError(
-                f"--grader {path!r} is a {type(found).__name__}, expected a function (answer, gold) -> bool"
+                f"--grader {path!r} is a {type(function).__name__}, but must be a function (answer, gold) -> bool"
             )
-        self._function: Callable[[str, str], object] = found
+        self._function: Callable[[str, str], object] = function
 
     async def grade(self, answer: str | None, gold: str) -> Verdict:
-        """The function's verdict. The function is not called if there is no answer."""
+        """Return the function's verdict. The function is not called without an answer."""
         if answer is None or not answer.strip():
             return Verdict.NO_ANSWER
-        said = self._function(answer, gold)
-        said = await said if inspect.isawaitable(said) else said
-        if isinstance(said, Verdict):
-            return said
-        return Verdict.CORRECT if said else Verdict.INCORRECT
+        verdict = self._function(answer, gold)
+        verdict = await verdict if inspect.isawaitable(verdict) else verdict
+        if isinstance(verdict, Verdict):
+            return verdict
+        return Verdict.CORRECT if verdict else Verdict.INCORRECT
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: a function holds no resources."""
 
 
 def regrade_command(run: Path, settings: EvaluationSections, grader: str | None, *, extract: bool = False) -> Regraded:
-    """Extract if requested, grade, show, and write ``regraded.json``. Returns its content."""
+    """Extract answers if requested, grade them, print the changes and write ``regraded.json``. Returns its content."""
     directory = EvaluationDirectory.existing(run)
     before = directory.results()
     console = Console(settings.telemetry)
@@ -74,7 +74,7 @@ def regrade_command(run: Path, settings: EvaluationSections, grader: str | None,
     if answers:
         _show_answers(console, answers)
     elif extract:
-        console.note("no answer changed: extraction finds what was found before")
+        console.note("no answer changed: extraction gives the stored answers")
     if verdicts:
         _show_verdicts(console, verdicts)
     else:
@@ -82,7 +82,7 @@ def regrade_command(run: Path, settings: EvaluationSections, grader: str | None,
     for name, one in after["benchmarks"].items():
         console.note(f"{name}: {before['benchmarks'][name]['avg']['mean']:.4f} -> {one['avg']['mean']:.4f}")
     scores = result_tables(after)[0]
-    console.table("Scores, graded again", scores.columns, scores.rows)
+    console.table("Scores after regrading", scores.columns, scores.rows)
     record: Regraded = {
         **after,
         "changed": verdicts,
@@ -109,9 +109,9 @@ async def _regrade(
     index, changes = RolloutIndex(), list[Change]()
 
     async def flush(batch: list[Transcript]) -> None:
-        found = batch if protocol is None else [extracted(one, protocol) for one in batch]
+        current = batch if protocol is None else [extracted(one, protocol) for one in batch]
         expected = [golds[one.benchmark, one.problem] for one in batch]
-        graded = await asyncio.gather(*map(_graded, batch, found, expected, repeat(grader)))
+        graded = await asyncio.gather(*map(_graded, batch, current, expected, repeat(grader)))
         for old, new, gold in zip(batch, graded, expected, strict=True):
             index.add(new)
             if new.verdict is not old.verdict or new.answer != old.answer:
@@ -132,11 +132,11 @@ async def _regrade(
 
 
 async def _graded(old: Transcript, new: Transcript, gold: str | None, grader: Grades) -> Transcript:
-    """``new`` with the new verdict. A rollout that was not graded (no answer, a failed sandbox) is not graded now, nor
-    is one without a gold answer.
+    """``new`` with the new verdict.
 
-    A rollout whose grader failed has an answer and no verdict: it now counts as data. So does one whose answer is found
-    only now.
+    A rollout that was not graded before (no answer, a failed sandbox) is not graded now, nor is one without a reference
+    answer. A rollout whose grader failed has an answer and no verdict; after grading it is no longer excluded. The same
+    holds for a rollout whose answer is extracted only now.
     """
     ungraded = old.verdict is None and not old.ended.is_no_data and new.answer == old.answer
     if new.answer is None or gold is None or ungraded:
@@ -184,8 +184,8 @@ def _show_answers(console: Console, changes: list[Change]) -> None:
 
 def _kind_of_answer(change: Change) -> str:
     if change["answer_before"] is None:
-        return "found only now"
-    return "no longer found" if change["answer"] is None else "another one"
+        return "extracted only now"
+    return "no longer extracted" if change["answer"] is None else "another one"
 
 
 def _show_examples(

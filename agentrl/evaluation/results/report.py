@@ -1,4 +1,4 @@
-"""``report.html``: one file that needs no network. Model output is always data in it, never markup.
+"""``report.html``: one file that needs no network access. It contains model output only as data, never as markup.
 
 Conversations are embedded as compressed JSON, which the page's script renders as text nodes and a fixed set of
 elements. The content security policy forbids every other script and every external resource.
@@ -27,15 +27,15 @@ from agentrl.telemetry.palette import palette_css
 from agentrl_envs.types import Problem
 
 _EXCERPT = 120  # characters of a statement in the list of problems
-_COLUMN = 2_000  # characters of a problem's column; problems.jsonl has all of them
-_MOST = 9_500_000  # bytes of conversations if their number is not given, so that the page opens at once
-_PLACES = ("scores.png", "pass_at_k.png", "problems.png", "endings.png")
+_COLUMN = 2_000  # characters of a problem's column; problems.jsonl has the complete text
+_MOST = 9_500_000  # bytes of conversations if their number is not set, so that the page opens quickly
+_PLOTS = ("scores.png", "pass_at_k.png", "problems.png", "endings.png")
 
 
 def write_report(directory: EvaluationDirectory, results: Results, *, conversations: int | None) -> None:
     """Write ``report.html`` with at most ``conversations`` per problem, alternating right and wrong ones.
 
-    None: all conversations, or as many per problem as fit into a page of 10 MB.
+    None stands for all conversations, or as many per problem as fit into a page of 10 MB.
     """
     sets = directory.problem_sets()
     kinds = _kinds(directory)
@@ -56,8 +56,8 @@ def write_report(directory: EvaluationDirectory, results: Results, *, conversati
         "SCRIPT": script,
         "SCRIPT_HASH": "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     }
-    # A single pass: inserted text is not scanned again.
-    page = re.sub(r"\{\{([A-Z_]+)\}\}", lambda place: values[place[1]], _file("report_page.html"))
+    # One pass, so that placeholders in inserted text are not replaced.
+    page = re.sub(r"\{\{([A-Z_]+)\}\}", lambda match: values[match[1]], _file("report_page.html"))
     directory.write_text("report.html", page)
 
 
@@ -67,10 +67,11 @@ def _fitting(
     kinds: Mapping[tuple[str, str], Mapping[int, str]],
     conversations: int | None,
 ) -> tuple[int, dict[tuple[str, str], list[int]], list[str]]:
-    """The number of conversations shown per problem, which ones, and all of them packed."""
+    """Number of conversations per problem, the chosen ones, and all of them packed."""
     most = max((len(part) for part in kinds.values()), default=0)
     count = most if conversations is None else min(most, conversations)
-    if conversations is None:  # a first estimate, to avoid reading more than can fit
+    if conversations is None:
+        # A first estimate from the size of the compressed file, to avoid packing more than can fit.
         count = min(count, max(1, count * 4 * _MOST // max(1, directory.rollouts_bytes())))
     while True:
         chosen = {key: choose(part, count) for key, part in kinds.items()}
@@ -91,7 +92,7 @@ def _shown(count: int, kinds: Mapping[tuple[str, str], Mapping[int, str]]) -> st
 
 
 def choose(kinds: Mapping[int, str], count: int) -> list[int]:
-    """``count`` samples: the first correct one, the first incorrect one, the second correct one, and so on.
+    """Choose ``count`` samples: the first correct one, the first incorrect one, the second correct one, and so on.
 
     >>> choose({0: "correct", 1: "correct", 2: "correct", 3: "void", 4: "incorrect"}, 4)
     [0, 1, 3, 4]
@@ -103,21 +104,21 @@ def choose(kinds: Mapping[int, str], count: int) -> list[int]:
 
 
 def _kinds(directory: EvaluationDirectory) -> dict[tuple[str, str], dict[int, str]]:
-    found: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    kinds: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
     for transcript in directory.transcripts():
-        found[transcript.benchmark, transcript.problem][transcript.sample] = transcript.kind
-    return found
+        kinds[transcript.benchmark, transcript.problem][transcript.sample] = transcript.kind
+    return kinds
 
 
 def _chosen(
     directory: EvaluationDirectory, chosen: Mapping[tuple[str, str], Sequence[int]]
 ) -> dict[tuple[str, str], list[JSONObject]]:
-    """The displayed data of the chosen rollouts, using the last attempt of each."""
-    found: dict[tuple[str, str], dict[int, JSONObject]] = defaultdict(dict)
+    """Displayed data of the chosen rollouts, from the last attempt of each."""
+    chosen_data: dict[tuple[str, str], dict[int, JSONObject]] = defaultdict(dict)
     for transcript in directory.transcripts():
         key = (transcript.benchmark, transcript.problem)
         if transcript.sample in chosen[key]:
-            found[key][transcript.sample] = {
+            chosen_data[key][transcript.sample] = {
                 "sample": transcript.sample,
                 "kind": transcript.kind,
                 "ended": transcript.ended.value,
@@ -129,7 +130,7 @@ def _chosen(
                 "failure": transcript.failure,
                 "turns": [[turn.origin, turn.text] for turn in transcript.turns],
             }
-    return {key: [part[sample] for sample in sorted(part)] for key, part in found.items()}
+    return {key: [part[sample] for sample in sorted(part)] for key, part in chosen_data.items()}
 
 
 def _index(
@@ -143,9 +144,11 @@ def _index(
         samples = kinds.get(key, {})
         data = [kind for kind in samples.values() if kind != "no_data"]
         share = f"{data.count('correct')}/{len(data)}"
-        places = range(max(samples, default=-1) + 1)
+        numbers = range(max(samples, default=-1) + 1)
         row = {"benchmark": one.name, "id": problem.id, "statement": problem.statement[:_EXCERPT], "share": share}
-        rows.append(row | {"kinds": [samples.get(place, "no_data") for place in places], "open": chosen.get(key, [])})
+        rows.append(
+            row | {"kinds": [samples.get(number, "no_data") for number in numbers], "open": chosen.get(key, [])}
+        )
     counts = Counter(kind for part in kinds.values() for kind in part.values())
     return {"kinds": KINDS, "counts": counts, "problems": rows}
 
@@ -157,23 +160,23 @@ def _packed_problems(
 ) -> Iterable[str]:
     texts = _chosen(directory, chosen)
     prompts = directory.prompts()
-    for place, (one, problem) in enumerate(problems):
+    for index, (one, problem) in enumerate(problems):
         key = (one.name, problem.id)
-        yield _packed(place, problem, prompts[key], texts.get(key, []))
+        yield _packed(index, problem, prompts[key], texts.get(key, []))
 
 
-def _packed(place: int, problem: Problem, prompt: str, rollouts: Sequence[JSONObject]) -> str:
+def _packed(index: int, problem: Problem, prompt: str, rollouts: Sequence[JSONObject]) -> str:
     shown = [text for rollout in rollouts for _, text in rollout["turns"]]
     formulas = formulas_of([problem.statement, prompt, *shown])
     content: JSONObject = {"prompt": prompt, "statement": problem.statement, "answer": problem.answer}
     content |= {"rollouts": rollouts, "formulas": formulas, "columns": _columns(problem)}
     data = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
     packed = base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
-    return f'<script type="text/plain" id="c{place}">{packed}</script>\n'
+    return f'<script type="text/plain" id="c{index}">{packed}</script>\n'
 
 
 def _columns(problem: Problem) -> str:
-    """A problem's further columns, one below the other.
+    """A problem's additional columns, one per line.
 
     >>> print(_columns(Problem(id="a", statement="?", answer=None, source="s", info={"db": "shop", "rows": [1, 2]})))
     db: shop
@@ -189,7 +192,7 @@ def _columns(problem: Problem) -> str:
 
 
 def _inert(value: JSONObject) -> str:
-    """JSON that cannot close its enclosing script element."""
+    """Serialize to JSON that cannot close its enclosing script element."""
     return json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -202,7 +205,7 @@ def _table(table: Table) -> str:
 
 
 def _plots(directory: EvaluationDirectory) -> Iterable[str]:
-    for name in _PLACES:
+    for name in _PLOTS:
         stem = name.removesuffix(".png")
         files = [directory.plots / name, directory.plots / f"{stem}-dark.png"]
         if all(file.is_file() for file in files):

@@ -1,4 +1,4 @@
-"""The data kept in memory for each of thousands of rollouts, and the results computed from it."""
+"""In-memory summary of each of thousands of rollouts, and the results computed from them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _read = attrgetter(*(field.name for field in fields(RolloutSummary)))
 
 
 class RolloutIndex:
-    """The rollouts played so far. A later attempt replaces an earlier one."""
+    """Index of the finished rollouts. A later attempt replaces an earlier one."""
 
     def __init__(self) -> None:
         self._rollouts: dict[tuple[str, str, int], RolloutSummary] = {}
@@ -56,44 +56,44 @@ class RolloutIndex:
                 self.turns += sign * one.model_turns
 
     def by_problem(self, benchmark: str) -> dict[str, list[RolloutSummary]]:
-        """The rollouts of every problem, sorted by number."""
-        found: dict[str, list[tuple[int, RolloutSummary]]] = defaultdict(list)
+        """Return the rollouts of every problem, sorted by number."""
+        rollouts: dict[str, list[tuple[int, RolloutSummary]]] = defaultdict(list)
         for (name, problem, number), rollout in self._rollouts.items():
             if name == benchmark:
-                found[problem].append((number, rollout))
+                rollouts[problem].append((number, rollout))
         return {
             problem: [rollout for _, rollout in sorted(part, key=lambda item: item[0])]
-            for problem, part in found.items()
+            for problem, part in rollouts.items()
         }
 
     @property
     def finished(self) -> int:
-        """The number of rollouts that need not be played again."""
+        """Number of rollouts that need no further attempt."""
         return sum(rollout.ended is not Ended.INFRASTRUCTURE_FAILURE for rollout in self._rollouts.values())
 
     def missing(self, sets: Iterable[ProblemSet], n: int) -> list[Sample]:
-        """The samples to play: those not yet played, and retries of those that failed for reasons outside the policy.
+        """Return the samples still to run: new ones, and retries of those that failed for reasons outside the policy.
 
         Ordered by sample, not by problem, so that an interrupted evaluation covers all problems evenly.
         """
         chosen = list(sets)
-        found = []
+        missing = []
         for number in range(n):
             for one in chosen:
                 for problem in one.problems:
                     rollout = self._rollouts.get((one.name, problem.id, number))
                     if rollout is None:
-                        found.append(Sample(benchmark=one.name, problem=problem, number=number))
+                        missing.append(Sample(benchmark=one.name, problem=problem, number=number))
                     elif rollout.ended is Ended.INFRASTRUCTURE_FAILURE:
                         again = rollout.attempt + 1
-                        found.append(Sample(benchmark=one.name, problem=problem, number=number, attempt=again))
-        return found
+                        missing.append(Sample(benchmark=one.name, problem=problem, number=number, attempt=again))
+        return missing
 
 
 async def benchmark_results(
     one: ProblemSet, index: RolloutIndex, *, ks: Sequence[int], grader: Grades
 ) -> BenchmarkResults:
-    """One benchmark's part of ``results.json``. ValueError if all rollouts are excluded from the data."""
+    """Compute one benchmark's part of ``results.json``. Raises ValueError if all rollouts are excluded."""
     rollouts = index.by_problem(one.name)
     played = [rollouts.get(problem.id, []) for problem in one.problems]
     data = [[rollout for rollout in part if not rollout.no_data] for part in played]
@@ -128,17 +128,17 @@ async def benchmark_results(
 
 
 def default_ks(n: int) -> tuple[int, ...]:
-    """1, 2, 4 .. and n itself.
+    """Return 1, 2, 4 .. and n itself.
 
     >>> default_ks(8), default_ks(12)
     ((1, 2, 4, 8), (1, 2, 4, 8, 12))
     """
-    powers = [1 << place for place in range(n.bit_length()) if 1 << place < n]
+    powers = [1 << exponent for exponent in range(n.bit_length()) if 1 << exponent < n]
     return (*powers, n)
 
 
 def _pass(samples: Sequence[int], correct: Sequence[int], k: int) -> PassRecord | None:
-    """pass@k over the problems with at least k samples; None if there is no such problem."""
+    """pass@k over the problems with at least k samples, or None if there is no such problem."""
     enough = [(n, c) for n, c in zip(samples, correct, strict=True) if n >= k]
     if not enough:
         return None
@@ -146,7 +146,7 @@ def _pass(samples: Sequence[int], correct: Sequence[int], k: int) -> PassRecord 
 
 
 def _vote(rollout: RolloutSummary) -> Verdict:
-    """The verdict for voting. Without a verdict from the environment, the reward decides."""
+    """Verdict for voting. If the environment does not grade, the reward decides."""
     if rollout.verdict is not None:
         return rollout.verdict
     return Verdict.CORRECT if rollout.correct else Verdict.INCORRECT
@@ -177,7 +177,7 @@ def _conduct(data: Sequence[RolloutSummary]) -> Conduct:
 
 
 def _no_data(rollouts: Sequence[RolloutSummary]) -> dict[str, int]:
-    """Failures outside the policy, by kind; ``retried`` counts retries after such failures, successful or not."""
+    """Failures outside the policy by kind. ``retried`` counts retries after such failures, successful or not."""
     kinds = Counter(
         rollout.ended.value if rollout.ended.is_no_data else str(rollout.verdict)
         for rollout in rollouts
@@ -191,5 +191,5 @@ def _no_data(rollouts: Sequence[RolloutSummary]) -> dict[str, int]:
 
 
 def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return math.fsum(found) / len(found)
+    listed = list(values)
+    return math.fsum(listed) / len(listed)

@@ -1,7 +1,7 @@
 """avg@k with two intervals and pass@k, from the numbers of samples and of correct samples per problem.
 
 Dimensions: P problems, n[p] samples of problem p, c[p] correct ones. Infrastructure failures and grader timeouts are
-already excluded from n and c; a problem without any sample is excluded from the score and counted.
+already excluded from n and c. A problem without any sample is excluded from the score and counted.
 
 Two 95 % intervals answer two questions. *This benchmark*: the same P problems with new samples. *Problems like these*:
 new problems from the same distribution. Both are Wilson's score interval with an effective number of samples
@@ -35,7 +35,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """avg@k with both intervals; ``mean`` is the mean, over problems, of the share of correct samples."""
+    """avg@k with both intervals. ``mean`` is the mean over problems of the share of correct samples."""
 
     mean: float
     this_benchmark: Interval
@@ -46,7 +46,7 @@ class Score:
 
 
 def avg_at_k(samples: ArrayLike, correct: ArrayLike) -> Score:
-    """avg@k of ``correct`` out of ``samples`` ([P] each).
+    """Compute avg@k of ``correct`` out of ``samples`` ([P] each).
 
     Raises ValueError for counts that are negative or above the samples, for unequal shapes, and if no problem has any
     sample.
@@ -58,7 +58,7 @@ def avg_at_k(samples: ArrayLike, correct: ArrayLike) -> Score:
     n, c = counts_of(samples, correct)
     kept = n > 0
     if not kept.any():
-        raise ValueError("no problem has a sample: there is nothing to score")
+        raise ValueError("no problem has a sample, so there is no score")
     n_P, c_P = n[kept], c[kept]
     mean = float((c_P / n_P).mean())
     return Score(
@@ -72,9 +72,9 @@ def avg_at_k(samples: ArrayLike, correct: ArrayLike) -> Score:
 
 
 def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> float:
-    r"""pass@k, unbiased: the mean over problems of ``1 - C(n-c, k) / C(n, k)`` (Chen et al. 2021, eq. 1).
+    r"""Compute the unbiased pass@k: the mean of ``1 - C(n-c, k) / C(n, k)`` over problems (Chen et al. 2021, eq. 1).
 
-    Raises ValueError if a problem has fewer than ``k`` samples: there is no unbiased estimate for it.
+    Raises ValueError if a problem has fewer than ``k`` samples, because no unbiased estimate exists for it.
 
     >>> pass_at_k([4, 4], [1, 4], 2)
     0.75
@@ -82,13 +82,13 @@ def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> float:
     n, c = counts_of(samples, correct)
     if k < 1 or len(n) == 0 or n.min() < k:
         least = int(n.min()) if len(n) else 0
-        raise ValueError(f"pass@{k} needs k >= 1 and at least k samples of every problem; the fewest are {least}")
+        raise ValueError(f"pass@{k} needs k >= 1 and at least k samples of every problem; one problem has {least}")
     missed = [math.comb(int(a - b), k) / math.comb(int(a), k) for a, b in zip(n, c, strict=True)]
     return 1.0 - math.fsum(missed) / len(missed)
 
 
 def counts_of(samples: ArrayLike, correct: ArrayLike) -> tuple[Floats, Floats]:
-    """Both as float vectors. Raises ValueError for impossible counts."""
+    """Convert both to float vectors. Raises ValueError for impossible counts."""
     n, c = np.asarray(samples, dtype=np.float64), np.asarray(correct, dtype=np.float64)
     if n.ndim != 1 or n.shape != c.shape:
         raise ValueError(f"samples and correct must be vectors of equal length, got shapes {n.shape} and {c.shape}")
@@ -99,11 +99,12 @@ def counts_of(samples: ArrayLike, correct: ArrayLike) -> tuple[Floats, Floats]:
 
 
 def this_benchmark_interval(n_P: Floats, c_P: Floats) -> Interval:
-    """The interval for problems that all have samples: binomial within each problem.
+    """Compute the interval for problems that all have samples: binomial within each problem.
 
     The unbiased variance of the mean, ``sum p(1-p)/(n-1) / P^2``, is zero when every problem is always or never solved,
-    and too small on average when few are in between: half a disagreeing sample is added, and one is the minimum.
-    A problem sampled once gives no estimate of its variance; ``mean (1 - mean)`` bounds it on average.
+    and on average too small when few problems are in between. Half a disagreeing sample is therefore added, and one
+    disagreeing sample is the minimum. A problem with a single sample has no estimate of its variance, which
+    ``mean (1 - mean)`` bounds on average.
     """
     problems, per_problem = len(n_P), float(n_P.mean())
     share = c_P / n_P
@@ -118,7 +119,7 @@ def this_benchmark_interval(n_P: Floats, c_P: Floats) -> Interval:
 
 
 def _problems_like_these(n_P: Floats, c_P: Floats, mean: float) -> Interval:
-    """Problems are the clusters: variance between problems, Student's t with P - 1 degrees of freedom."""
+    """Interval with problems as clusters: variance between problems, Student's t with P - 1 degrees of freedom."""
     problems = len(n_P)
     if problems == 1:
         return Interval(low=0.0, high=1.0)  # one problem gives no information about others
@@ -130,7 +131,7 @@ def _problems_like_these(n_P: Floats, c_P: Floats, mean: float) -> Interval:
 
 
 def _wilson(mean: float, samples: float, quantile: float) -> Interval:
-    """Wilson (1927): the rates that a two-sided score test at ``mean`` of ``samples`` does not reject."""
+    """Wilson's interval (1927): the rates that a two-sided score test at ``mean`` of ``samples`` does not reject."""
     spread = quantile**2 / samples
     centre = (mean + spread / 2) / (1 + spread)
     half = quantile / (1 + spread) * math.sqrt(mean * (1 - mean) / samples + spread / (4 * samples))
@@ -139,7 +140,9 @@ def _wilson(mean: float, samples: float, quantile: float) -> Interval:
 
 
 def student_quantile(degrees: int) -> float:
-    """The two-sided 95 % quantile of Student's t; error below 0.004 from 3 degrees on (Abramowitz and Stegun 26.7.5).
+    """Return the two-sided 95 % quantile of Student's t (Abramowitz and Stegun 26.7.5).
+
+    The error is below 0.004 from 3 degrees of freedom on.
 
     >>> round(student_quantile(29), 3)
     2.045

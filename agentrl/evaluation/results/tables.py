@@ -1,4 +1,4 @@
-"""Results as tables, for the terminal and, in Markdown, for the directory."""
+"""Tables of results, for the terminal and, in Markdown, for the directory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from agentrl.evaluation.formats import BenchmarkResults, Bounds, Results
 from agentrl.evaluation.records.transcript import KINDS
 
 Cells = Mapping[str, Callable[[BenchmarkResults], str]]
-"""The columns of a table: what each shows of a benchmark."""
+"""Columns of a table: name -> text for a benchmark."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A title, column names and rows of text; the first column is a name."""
+    """A title, column names and rows of text. The first column contains names."""
 
     title: str
     columns: tuple[str, ...]
@@ -27,7 +27,7 @@ class Table:
 
 
 def result_tables(results: Results) -> list[Table]:
-    """The tables of a finished evaluation: scores, pass@k, outcomes of rollouts, averages, and excluded rollouts."""
+    """Build the tables of a finished evaluation: scores, pass@k, outcomes, averages, and excluded rollouts."""
     benchmarks = results["benchmarks"]
     n = results["provenance"]["sampling"]["n"]
     ks = dict.fromkeys(k for one in benchmarks.values() for k in one["pass"])
@@ -47,7 +47,7 @@ def result_tables(results: Results) -> list[Table]:
         table("Scores", scores),
         table("pass@k, unbiased", {f"pass@{k}": partial(_pass, k=k) for k in ks}),
         table(
-            "Outcomes of rollouts: all except correct and no data count as wrong",
+            "Outcomes of rollouts; all except correct and excluded count as wrong",
             {shown: partial(_kind, kind=kind) for kind, shown in KINDS.items()},
         ),
         table("Averages per rollout", _CONDUCT),
@@ -61,15 +61,15 @@ def _interval(interval: Bounds) -> str:
 
 def _problems(one: BenchmarkResults) -> str:
     left_out = one["avg"]["problems_without_samples"]
-    return f"{one['problems']}" + (f" ({left_out} without data)" if left_out else "")
+    return f"{one['problems']}" + (f" ({left_out} excluded)" if left_out else "")
 
 
 def _pass(one: BenchmarkResults, k: str) -> str:
-    found = one["pass"].get(k)
-    if found is None:
+    record = one["pass"].get(k)
+    if record is None:
         return "-"
-    short = "" if found["problems"] == one["problems"] else f" ({found['problems']} problems)"
-    return f"{found['value']:.3f}{short}"
+    short = "" if record["problems"] == one["problems"] else f" ({record['problems']} problems)"
+    return f"{record['value']:.3f}{short}"
 
 
 def _ok(outcomes: Mapping[str, int]) -> str:
@@ -98,7 +98,7 @@ _CONDUCT: Cells = {
 }
 _FAILURES: Cells = {
     "rollouts": lambda one: str(one["rollouts"]),
-    "no data": lambda one: str(one["no_data"]["total"]),
+    "excluded": lambda one: str(one["no_data"]["total"]),
     "kinds": _failed,
     "restarts": lambda one: str(one["no_data"]["retried"]),
 }

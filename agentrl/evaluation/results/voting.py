@@ -1,8 +1,8 @@
-"""maj@n: whether the most frequent answer is correct. Answers are grouped by mathematical equality.
+"""maj@n: correctness of the most frequent answer. Answers are grouped by mathematical equality.
 
-Samples without an answer and samples excluded from the data do not vote. An answer that takes too long to compare
-counts as a vote for its own spelling. Ties are split evenly, so a problem's score is a share and not a random draw. All
-correct answers are one answer; the grader decides which of the others are equal.
+Samples without an answer and excluded samples do not vote. An answer whose comparison times out counts as a vote for
+its own spelling. Ties are split evenly, so that a problem's score is a fraction and not a random draw. All correct
+answers form one group; the grader decides which of the others are equal.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from agentrl_envs.types import Verdict
 
 
 class Grades(Protocol):
-    """The part of a grader that is needed here."""
+    """Grading of one answer, the only method of a grader that is needed here."""
 
     async def grade(self, answer: str | None, gold: str) -> Verdict: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tally:
-    """The votes on one problem: for the correct answer, for each distinct wrong one (most votes first), and for none.
+    """Votes on one problem: for the correct answer, for each distinct wrong one (most votes first), and for none.
 
     >>> Tally(correct=3, wrong=(3, 1), silent=1).majority
     0.5
@@ -35,7 +35,7 @@ class Tally:
 
     @property
     def majority(self) -> float:
-        """1 if the correct answer has the most votes, a share of 1 if it is tied for the most, 0 otherwise."""
+        """1 if the correct answer has the most votes, a fraction of 1 if it is tied for the most, otherwise 0."""
         most = max((self.correct, *self.wrong))
         if self.correct == 0 or self.correct < most:
             return 0.0
@@ -45,8 +45,8 @@ class Tally:
 async def tally(samples: Sequence[tuple[str | None, Verdict]], grader: Grades) -> Tally:
     """Count the votes on one problem from each sample's answer and verdict.
 
-    A wrong answer joins the first group, in order of decreasing frequency of spellings, whose answer the grader finds
-    equal to it. The outcome therefore depends on the order of samples only between equally frequent spellings.
+    A wrong answer joins the first group that the grader considers equal, in order of decreasing frequency of spellings.
+    The outcome therefore depends on the order of samples only between equally frequent spellings.
     """
     votes = [
         (answer.strip(), verdict)
@@ -64,13 +64,13 @@ async def tally(samples: Sequence[tuple[str | None, Verdict]], grader: Grades) -
 
 
 def maj_at_n(tallies: Sequence[Tally]) -> float:
-    """The mean of `Tally.majority` over problems. Raises ValueError if there is no problem.
+    """Return the mean of `Tally.majority` over problems. Raises ValueError if there is no problem.
 
     >>> maj_at_n([Tally(correct=2, wrong=(1,)), Tally(correct=1, wrong=(1,)), Tally(correct=0, wrong=(), silent=3)])
     0.5
     """
     if not tallies:
-        raise ValueError("no problem to take a majority of")
+        raise ValueError("maj@n needs at least one problem")
     return sum(item.majority for item in tallies) / len(tallies)
 
 

@@ -119,7 +119,7 @@ function conduct(rows) {
 function kinds(rows) {
   const names = [...new Set(rows.flatMap(([, one]) => Object.keys(one.kinds)))];
   const columns = [{ title: "Benchmark", value: ([name]) => name }, ...names.map((kind) => ({ title: words(kind), number: true, value: ([, one]) => one.kinds[kind] }))];
-  return table(columns, rows, { caption: "Outcomes of rollouts: all but correct and no data count as wrong" }).element;
+  return table(columns, rows, { caption: "Outcomes of rollouts; all except correct and excluded count as wrong" }).element;
 }
 
 export async function comparisonScreen({ parts: [first, second] }) {
