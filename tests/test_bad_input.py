@@ -107,8 +107,11 @@ GOOD = {"problem": "What is 1 + 1?", "answer": "2"}
             ["environment.protocol=torrl"],
             "environment.protocol (command line): unknown protocol 'torrl'; did you mean 'torl'",
         ),
-        (["environment.protocol=hermes"], "environment.protocol=hermes needs a model that knows tool calls"),
-        (["environment.chat=always"], "environment.chat=always needs a model with a chat template: set model.path to"),
+        (["environment.protocol=hermes"], "environment.protocol=hermes requires a model that supports tool calls"),
+        (
+            ["environment.chat=always"],
+            "environment.chat=always requires a model with a chat template: set model.path to",
+        ),
         (["environment.chat=maybe"], "environment.chat"),
         (
             ["environment.history=template"],
@@ -143,7 +146,7 @@ GOOD = {"problem": "What is 1 + 1?", "answer": "2"}
         ),
         (
             ["model.path=./gone", "data.train=[{path: builtin:arithmetic}]"],
-            "model.path='./gone': there is no such directory",
+            "model.path='./gone' does not exist",
         ),
     ],
 )
@@ -263,10 +266,10 @@ def test_demonstrations(refused: Refused, row: object, expected: str) -> None:
 
 def test_a_model_without_a_tokenizer(refused: Refused) -> None:
     Path("model").mkdir()
-    assert "model.path='model' holds no config.json" in refused("eval", "--model", "model")
+    assert "model.path='model' has no config.json" in refused("eval", "--model", "model")
     Path("model/config.json").write_text("{}")
     for command in (["eval", "--model", "model"], ["train", "model.path=model", "data.train.0.path=p.jsonl"]):
-        assert "model.path='model' holds a model but no tokenizer" in refused(*command)
+        assert "model.path='model' has a model but no tokenizer" in refused(*command)
 
 
 @pytest.fixture(scope="module")
@@ -400,10 +403,10 @@ def test_resume_with_other_settings_says_which_and_loses_nothing(refused: Refuse
     agentrl("train", *SHORT, "name=one", code=0, PATH=str(Path("bin").absolute()), CXX="/nowhere/c++")
     before = {path: path.read_bytes() for path in Path("runs/one").rglob("*") if path.is_file()}
     said = refused("train", "--resume", "name=one", "optimizer.learning_rate=0.5", "training.steps=2")
-    assert "runs/one was started with other settings (saved -> asked for now):" in said
+    assert "runs/one was started with other settings (saved -> requested):" in said
     assert "optimizer.learning_rate: 3e-05" in said
     assert "-> 0.5" in said
-    assert "training.steps" not in said.split("leave these out")[0]
+    assert "training.steps" not in said.split("omit these")[0]
     assert {path: path.read_bytes() for path in Path("runs/one").rglob("*") if path.is_file()} == before
     smaller = ("training.micro_batch_tokens=700", "rollout.concurrency=8", "training.worker_timeout=600")
     agentrl("train", "--resume", "name=one", "training.steps=2", *smaller, code=0)

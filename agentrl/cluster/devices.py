@@ -1,4 +1,4 @@
-"""What a process finds on its machine: GPUs and free ports."""
+"""GPUs and free ports of this machine."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import socket
 from agentrl.errors import WorldError
 
 ALL_GPUS = "AGENTRL_GPUS"
-"""Environment variable with the GPUs that were visible before training ranks took theirs."""
+"""Environment variable with the GPUs that were visible before training ranks were assigned theirs."""
 
 
 def visible_gpus(count: int) -> list[str]:
-    """The names of this process's ``count`` visible GPUs, or of those visible before a launcher assigned it a share."""
+    """Return the names of ``count`` visible GPUs: those before a launcher assigned this process a share, if known."""
     named = os.environ.get(ALL_GPUS) or os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(place) for place in range(count)]
+    return named.split(",") if named else [str(index) for index in range(count)]
 
 
 def free_port(host: str) -> int:
-    """A port that is currently free."""
+    """Return a port that is currently free. Another process may take it before it is used."""
     with socket.socket() as free:
         try:
             free.bind((host, 0))

@@ -1,6 +1,7 @@
-"""The place of a rank among the others, as its launcher tells it: torchrun, DeepSpeed's launcher, srun, or a cluster.
+"""Rank and world size from the launcher: torchrun, DeepSpeed's launcher, srun, or a cluster of this project.
 
-All of them set environment variables; Slurm has names of its own, and leaves the meeting point to the batch script.
+All launchers set environment variables. Slurm uses names of its own and leaves the address of rank 0 to the batch
+script.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """A rank of ``world``, one of ``local_world`` on its machine; rank 0 is at ``master``."""
+    """Rank in ``world`` ranks, of which ``local_world`` are on its machine. ``master`` is the address of rank 0."""
 
     rank: int
     world: int
@@ -33,7 +34,7 @@ class RankPlace:
     master: tuple[str, int]
 
     def variables(self) -> dict[str, str]:
-        """The environment variables that say so.
+        """Return the environment variables that launchers set for this rank.
 
         >>> place = RankPlace(rank=3, world=4, local_rank=1, local_world=2, master=("10.0.0.1", 29500))
         >>> place.variables()["LOCAL_RANK"], place.variables()["MASTER_ADDR"]
@@ -46,55 +47,57 @@ class RankPlace:
 
 
 def under_a_launcher(kind: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is a rank that a launcher has started; ``kind``: of ``cluster.kind``."""
+    """True if a launcher has started this process as a rank; ``kind`` is the setting ``cluster.kind``."""
     return kind == "environment" or (kind == "auto" and "RANK" in environment)
 
 
 def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what srun calls by other names; what is set already stays.
+    """Set the usual variables from those of srun. Variables that are already set keep their values.
 
     >>> variables = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "MASTER_PORT": "29500"}
     >>> adopt_slurm(variables)
     >>> variables["RANK"], variables["WORLD_SIZE"], variables["LOCAL_RANK"]
     ('3', '4', '1')
     """
-    for name, theirs in _SLURM.items():
-        if name not in environment and theirs in environment:
-            environment[name] = environment[theirs]
+    for name, slurm_name in _SLURM.items():
+        if name not in environment and slurm_name in environment:
+            environment[name] = environment[slurm_name]
 
 
 def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise SettingsError if a launcher has not told this process its place."""
+    """Raise SettingsError if variables of a launcher are missing."""
     lacking = [name for name in _NEEDED if name not in environment]
     if lacking:
         raise SettingsError(
             f"cluster.kind=environment: {', '.join(lacking)} not set: start this command with torchrun, DeepSpeed's "
-            "launcher or srun (which leaves MASTER_ADDR and MASTER_PORT to the batch script, docs/cluster.md), or set "
+            "launcher or srun (where the batch script must set MASTER_ADDR and MASTER_PORT, docs/cluster.md), or set "
             "cluster.kind=local"
         )
 
 
 def address_of_rank_zero() -> str:
-    """The address at which other ranks and servers reach rank 0: that of MASTER_ADDR."""
+    """Return the address at which other ranks and servers reach rank 0: MASTER_ADDR."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
 def ranks_here(world: int) -> int:
-    """How many of ``world`` ranks are on this machine."""
-    told = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    return int(told) if told else world
+    """Return the number of the ``world`` ranks that run on this machine."""
+    count = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    return int(count) if count else world
 
 
 def listen_for_ranks(world: int) -> tuple[socket.socket, tuple[str, int]]:
-    """A socket at rank 0 that the other ranks reach, and its address for them.
+    """Open a socket for the other ranks on rank 0. Returns the socket and its address for them.
 
-    It listens at the address of MASTER_ADDR alone, unless only other machines know that address.
+    It listens only at the address of MASTER_ADDR. It listens at all addresses if that is not an address of this machine
+    or if it is a loopback address although ranks run on other machines.
     """
     host = address_of_rank_zero()
     try:
-        own = socket.gethostbyname(host)
-        elsewhere = ipaddress.ip_address(own).is_loopback and ranks_here(world) < world
-        door = socket.create_server(("" if elsewhere else own, 0), backlog=2 * world)
+        address = socket.gethostbyname(host)
+        # If MASTER_ADDR resolves to a loopback address here, ranks on other machines use another address for it.
+        remote_ranks = ipaddress.ip_address(address).is_loopback and ranks_here(world) < world
+        door = socket.create_server(("" if remote_ranks else address, 0), backlog=2 * world)
     except OSError:
         door = socket.create_server(("", 0), backlog=2 * world)
     return door, (host, door.getsockname()[1])

@@ -1,4 +1,4 @@
-"""This machine as a cluster of one node: processes are children of this one."""
+"""This machine as a cluster of one node. Processes are children of this one."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from agentrl.cluster.logs import Tee, copied_handles
 from agentrl.cluster.plan import UnplaceableError
 from agentrl.cluster.processes import STARTED_BY, Bundle, ClusterNode, Place, ProcessSpec
 
-# Seconds for the output of a process that has ended to be written.
-_LAST_WORDS = 2.0
+# Seconds to wait for the rest of the output of a process that has ended.
+_DRAIN_SECONDS = 2.0
 
 HERE = Place(number=0, node=socket.gethostname(), address="127.0.0.1")
 """This machine, without a choice of GPUs."""
 
 
 class LocalProcess:
-    """A child of this process, in a session of its own: signals of the terminal do not reach it."""
+    """A child process in a session of its own, so that signals of the terminal do not reach it."""
 
     def __init__(self, spec: ProcessSpec, place: Place, handles: Sequence[int] = ()) -> None:
-        """Start it. ``handles``: open files that it inherits."""
+        """Start the process. It inherits the open files in ``handles``."""
         self.spec = spec
         self.place = place
         command = [sys.executable, *spec.arguments]
@@ -51,7 +51,7 @@ class LocalProcess:
             )
 
     def _outlets(self, spec: ProcessSpec, opened: contextlib.ExitStack) -> tuple[int | None, int | None]:
-        """Where standard output and standard error go; None: where those of this process go."""
+        """Destinations of standard output and standard error; None inherits the destination of this process."""
         if spec.log is None:
             return None, None
         spec.log.parent.mkdir(parents=True, exist_ok=True)
@@ -80,24 +80,25 @@ class LocalProcess:
         self._process.send_signal(number)
 
     def end(self, seconds: float) -> None:
-        """Return when it has ended; it is killed after ``seconds``."""
+        """Wait until the process has ended, and kill it after ``seconds``."""
         if self.wait(seconds) is None:
-            if self.spec.supervised:  # killed, the supervisor could not end its command's group
+            # A killed supervisor cannot end the process group of its command, so this is done here first.
+            if self.spec.supervised:
                 for child in psutil.Process(self.pid).children():
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(child.pid, signal.SIGKILL)
             self._process.kill()
             self._process.wait()
         for tee in self._tees:
-            tee.wait(_LAST_WORDS)
+            tee.wait(_DRAIN_SECONDS)
         self._tees.clear()
 
 
 class LocalCluster:
-    """This machine. What was started ends with this process."""
+    """This machine as a cluster. All started processes end with this process."""
 
     def __init__(self, gpus: Sequence[str] | None) -> None:
-        """``gpus``: the names of the visible ones; None where training computes on CPUs."""
+        """``gpus``: names of the visible GPUs; None if training runs on CPUs."""
         self._gpus = gpus
         self._started: list[LocalProcess] = []
 
@@ -106,27 +107,27 @@ class LocalCluster:
         return [ClusterNode(name=HERE.node, address=HERE.address, cpus=os.cpu_count() or 1, gpus=count)]
 
     def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Place]:
-        """This machine's first GPUs for the only bundle."""
+        """Reserve this machine's first GPUs for the only bundle."""
         (bundle,) = bundles
         if self._gpus is None:
             return [HERE]
         if bundle.gpus > len(self._gpus):
             raise UnplaceableError(
-                f"training.num_processes={bundle.gpus}: only {len(self._gpus)} GPUs are visible, "
+                f"training.num_processes={bundle.gpus}, but only {len(self._gpus)} GPUs are visible "
                 "and every rank needs one"
             )
         return [replace(HERE, gpus=tuple(self._gpus[: bundle.gpus]))]
 
     def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Place:
-        """This machine, whose resources nobody counts."""
+        """Return this machine. Its resources are not counted."""
         return HERE
 
     def answers(self, place: Place) -> bool:
         return True
 
     def start(self, spec: ProcessSpec, place: Place) -> LocalProcess:
-        known = {} if self._gpus is None else {ALL_GPUS: ",".join(self._gpus)}
-        process = LocalProcess(replace(spec, environment={**known, **spec.environment}), place)
+        gpu_variables = {} if self._gpus is None else {ALL_GPUS: ",".join(self._gpus)}
+        process = LocalProcess(replace(spec, environment={**gpu_variables, **spec.environment}), place)
         self._started.append(process)
         return process
 

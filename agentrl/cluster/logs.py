@@ -1,4 +1,4 @@
-"""The logs of processes: where they lie, and how their starter shows what is written there."""
+"""Logs of processes: their location, and how their output is shown by the process that started them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-# Seconds between two looks.
-_LOOK = 0.5
-_OUTPUT, _ERRORS = 1, 2  # the handles of every process
+_POLL_INTERVAL = 0.5  # seconds
+_OUTPUT, _ERRORS = 1, 2  # file descriptors of standard output and standard error
 
 
 def log_file(folder: Path, node: str, role: str, number: int) -> Path:
-    """The log of a process that works for the run or evaluation in ``folder``.
+    """Return the log of a process that belongs to the run or evaluation in ``folder``.
 
     >>> str(log_file(Path("runs/a"), "n1", "rank", 3))
     'runs/a/logs/n1-rank-3.log'
@@ -25,9 +24,9 @@ def log_file(folder: Path, node: str, role: str, number: int) -> Path:
 
 
 class Tee:
-    """The program ``tee``: what is written to ``inlet`` goes to the end of a file and to a handle of this process.
+    """Copies everything that is written to ``inlet`` to the end of a file and to a handle of this process.
 
-    It is a process of its own, so that nothing is lost if a writer or this process is killed.
+    The program ``tee`` copies in a separate process, so that nothing is lost if a writer or this process is killed.
     """
 
     def __init__(self, log: Path, handle: int) -> None:
@@ -42,17 +41,17 @@ class Tee:
             os.close(outlet)
 
     def close(self) -> None:
-        """Close this process's end. It goes on for as long as a writer has one."""
+        """Close this process's end. The copying continues while another process has the inlet open."""
         os.close(self.inlet)
 
     def wait(self, seconds: float) -> None:
-        """Return when all is written, after ``seconds`` at most: a writer may live on."""
+        """Wait until everything is written, for at most ``seconds``, because a writer may still be running."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
 
 
 def keep_log(log: Path, *, draws: bool) -> None:
-    """Keep what this process says from now on in a file too. ``draws``: as of :class:`ProcessSpec`."""
+    """From now on, also write the output of this process to a file. ``draws``: see :class:`ProcessSpec`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     for handle in copied_handles(draws=draws):
         tee = Tee(log, handle)
@@ -61,7 +60,7 @@ def keep_log(log: Path, *, draws: bool) -> None:
 
 
 def copied_handles(*, draws: bool) -> tuple[int, ...]:
-    """Which of standard output and standard error a log gets a copy of: not of what is drawn on a terminal."""
+    """Return which of standard output and standard error to log. Output drawn on a terminal is not logged."""
     return (_ERRORS,) if draws and os.isatty(_OUTPUT) else (_OUTPUT, _ERRORS)
 
 
@@ -71,7 +70,7 @@ def _show(text: str) -> None:
 
 
 class LogRelay:
-    """Follows log files in a folder that all machines share, whole lines at a time."""
+    """Shows lines that are appended to log files in a folder that all machines share."""
 
     def __init__(self, show: Callable[[str], None] = _show) -> None:
         self._show = show
@@ -82,21 +81,21 @@ class LogRelay:
         self._thread.start()
 
     def follow(self, log: Path) -> None:
-        """Show what is added to the file from now on."""
+        """Show what is appended to the file from now on."""
         with self._lock:
             self._shown[log] = log.stat().st_size if log.exists() else 0
 
     def close(self) -> None:
-        """Show the rest, and stop."""
+        """Show the rest and stop."""
         self._ended.set()
         self._thread.join()
-        self._look(whole_lines=False)
+        self._poll(whole_lines=False)
 
     def _follow(self) -> None:
-        while not self._ended.wait(_LOOK):
-            self._look(whole_lines=True)
+        while not self._ended.wait(_POLL_INTERVAL):
+            self._poll(whole_lines=True)
 
-    def _look(self, *, whole_lines: bool) -> None:
+    def _poll(self, *, whole_lines: bool) -> None:
         with self._lock:
             for log, shown in self._shown.items():
                 if log.exists():

@@ -1,4 +1,4 @@
-"""Opens the cluster that the settings name."""
+"""Opening of the cluster that the settings select."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from agentrl_envs.registry import install_extra
 
 
 def open_cluster(settings: ClusterSettings, gpus: Sequence[str] | None) -> Cluster:
-    """``gpus``: those of this machine, None for none. Raises SettingsError if the cluster cannot be reached."""
+    """Open the cluster in ``settings``. ``gpus`` are those of this machine, or None.
+
+    Raises SettingsError if the cluster cannot be reached.
+    """
     if settings.kind != "ray":
         return LocalCluster(gpus)
     if importlib.util.find_spec("ray") is None:
-        raise SettingsError(f"cluster=ray needs Ray, which is not installed: {install_extra('ray')}, on every node")
-    # Without its head, Ray would end this process after a minute. It reads these variables as it is imported.
+        raise SettingsError(f"cluster=ray needs Ray, which is not installed: {install_extra('ray')} on every node")
+    # After losing its head node, Ray would end this process within a minute. It reads these variables when imported.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(round(settings.deadline + 60)))
-    # Ray prints the end of a dead raylet's log, dozens of lines of "[state-dump]", below our own message.
+    # Ray prints the end of a dead raylet's log, dozens of lines with "[state-dump]", after our own message.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^Raylet is terminated")
     from agentrl.cluster.ray_nodes import RayCluster
 

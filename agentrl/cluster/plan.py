@@ -1,4 +1,4 @@
-"""Where bundles of resources fit, decided before anything starts."""
+"""Assignment of resource bundles to nodes, decided before anything is started."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from agentrl.errors import SettingsError
 
 
 class UnplaceableError(SettingsError):
-    """The cluster does not have what a run needs."""
+    """The cluster has too few resources for a run."""
 
 
 def placed(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> list[ClusterNode]:
-    """A node of its own for each bundle. Raises UnplaceableError, which says what is missing.
+    """Assign each bundle a separate node. Raises UnplaceableError with the missing resources.
 
-    The first bundle must need the most of everything, and the others the same: then taking the tightest node that
-    fits, bundle by bundle, finds a way if there is one.
+    The first bundle must need the most of every resource and the others must be equal. Taking the smallest sufficient
+    node for each bundle then succeeds whenever an assignment exists.
     """
     free = sorted(nodes, key=lambda node: (node.gpus, node.cpus, node.address))
     chosen = []
@@ -31,25 +31,25 @@ def placed(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> list[Clus
 
 
 def roomy(bundle: Bundle, nodes: Sequence[ClusterNode], taken: Mapping[str, Sequence[Bundle]]) -> list[ClusterNode]:
-    """The nodes with room for a further bundle. ``taken``: what others take of nodes, by address.
+    """Return the nodes with room for another bundle. ``taken`` contains the used bundles by node address.
 
-    Raises UnplaceableError if there is none.
+    Raises UnplaceableError if there is no such node.
     """
-    found = []
+    roomy_nodes = []
     for node in nodes:
         gpus, cpus = _left(node, taken.get(node.address, ()))
         if gpus >= bundle.gpus and cpus >= bundle.cpus:
-            found.append(node)
-    if not found:
+            roomy_nodes.append(node)
+    if not roomy_nodes:
         raise UnplaceableError(
-            f"no node has room for: {bundle.holds} ({_amount(bundle.gpus, bundle.cpus)}); left are "
+            f"no node has room for {bundle.holds} ({_amount(bundle.gpus, bundle.cpus)}); left are "
             + ", ".join(f"{_amount(*_left(node, taken.get(node.address, ())))} on {node.name}" for node in nodes)
         )
-    return found
+    return roomy_nodes
 
 
 def allot(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], taken: dict[str, list[Bundle]]) -> None:
-    """Add each bundle to what is ``taken`` of the node with room that has least left. Raises UnplaceableError."""
+    """Add each bundle to ``taken`` on the node with room that has the least left. Raises UnplaceableError."""
     for bundle in bundles:
         room = roomy(bundle, nodes, taken)
         tightest = min(room, key=lambda node: (*_left(node, taken.get(node.address, ())), node.address))
@@ -63,9 +63,10 @@ def plan_table(
     beside: Sequence[Bundle] = (),
     everywhere: Bundle | None = None,
 ) -> list[list[str]]:
-    """A row for each node: name, address, GPUs and CPUs in use, of how many, and for what. Raises UnplaceableError.
+    """Return a row per node: name, address, GPUs and CPUs in use and in total, and their purpose.
 
-    ``beside``: further bundles, which may share a node. ``everywhere``: what each node with room for it gets too.
+    ``beside`` are further bundles, which may share a node. ``everywhere`` is added to each node with room for it.
+    Raises UnplaceableError.
     """
     taken: dict[str, list[Bundle]] = {node.address: [] for node in nodes}
     for node, bundle in zip(placed(bundles, nodes), bundles, strict=True):
@@ -82,16 +83,16 @@ def plan_table(
     return rows
 
 
-PLAN_COLUMNS = ("node", "address", "GPUs", "CPUs", "what for")
+PLAN_COLUMNS = ("node", "address", "GPUs", "CPUs", "purpose")
 
 
 def _sums(bundles: Sequence[Bundle]) -> tuple[int, float]:
-    """GPUs and CPUs of all."""
+    """Total GPUs and CPUs."""
     return sum(bundle.gpus for bundle in bundles), sum(bundle.cpus for bundle in bundles)
 
 
 def _left(node: ClusterNode, bundles: Sequence[Bundle]) -> tuple[int, float]:
-    """GPUs and CPUs that are left of a node."""
+    """GPUs and CPUs that are left on a node."""
     gpus, cpus = _sums(bundles)
     return node.gpus - gpus, node.cpus - cpus
 
@@ -101,7 +102,7 @@ def _amount(gpus: int, cpus: float) -> str:
 
 
 def _lacking(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> str:
-    """What is needed and what there is, in GPUs if these are too few, otherwise in CPUs."""
+    """Needed and available resources: GPUs if there are too few, otherwise CPUs."""
     gpus, count = bundles[-1].gpus, len(bundles)
     few = sum(node.gpus >= gpus for node in nodes) < count or not any(node.gpus >= bundles[0].gpus for node in nodes)
     if few and bundles[0].gpus:
@@ -117,6 +118,6 @@ def _compared(
         f"{number} {'node' if number == 1 else 'nodes'} with {amount:g} {what}{'' if amount == 1 else 's'}"
         for amount, number in wants.items()
     )
-    there = sorted(Counter(of(node) for node in nodes).items(), reverse=True)
-    found = " and ".join(f"{number} with {amount:g}" for amount, number in there) or "none"
-    return f"needs {first}, found {found}"
+    available = sorted(Counter(of(node) for node in nodes).items(), reverse=True)
+    present = " and ".join(f"{number} with {amount:g}" for amount, number in available) or "none"
+    return f"needs {first}, found {present}"

@@ -1,4 +1,4 @@
-"""What every cluster can do: offer places, and start, watch and end processes in them."""
+"""Interface of clusters: reserve places, and start, watch and end processes in them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from agentrl.cluster.devices import ALL_GPUS
 from agentrl.errors import WorldError
 
 STARTED_BY = "AGENTRL_STARTED_BY"
-"""Environment variable with the id of the process that started this one, on the same machine."""
+"""Environment variable with the id of the process that started this one on the same machine."""
 
 
 STARTED_IN = "AGENTRL_RAY_ADDRESS"
-"""Environment variable of a process that the Ray cluster at this address has started."""
+"""Environment variable of a process that a Ray cluster has started, with the address of the cluster."""
 
-# Those that processes on other nodes get too, by the beginnings of their names; and those of them that a process which
-# a cluster has started has of its own node.
+# Prefixes of the variables that are copied to processes on other nodes, and those among them that are valid only on the
+# node of a process that a cluster has started.
 _CARRIED = (
     *("AGENTRL_", "CUDA_LAUNCH", "DEEPSPEED_", "DS_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_"),
     *("TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "TRITON_", "VLLM_"),
@@ -29,33 +29,35 @@ _OF_THE_NODE = ("GLOO_SOCKET_IFNAME", ALL_GPUS, STARTED_BY)
 
 
 def carried(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment variables of this process that the processes it starts on other nodes get too.
+    """Return the environment variables that processes on other nodes inherit from this one.
 
     >>> found = {"NCCL_DEBUG": "INFO", "HOME": "/root", "GLOO_SOCKET_IFNAME": "eth0"}
     >>> carried(found)
     {'NCCL_DEBUG': 'INFO', 'GLOO_SOCKET_IFNAME': 'eth0'}
 
-    The rollout worker, which the cluster has started on a node, does not hand on what holds there alone:
+    The rollout worker, which a cluster starts on a node, does not pass on variables that are valid only there:
 
     >>> carried({**found, STARTED_IN: "10.0.0.1:6379", STARTED_BY: "77"})
     {'NCCL_DEBUG': 'INFO', 'AGENTRL_RAY_ADDRESS': '10.0.0.1:6379'}
     """
-    own = _OF_THE_NODE if STARTED_IN in environment else ()
-    return {name: value for name, value in environment.items() if name.startswith(_CARRIED) and name not in own}
+    dropped = _OF_THE_NODE if STARTED_IN in environment else ()
+    return {name: value for name, value in environment.items() if name.startswith(_CARRIED) and name not in dropped}
 
 
 class NodeLostError(WorldError):
-    """A node of the cluster is gone, or does not answer any more."""
+    """A node of the cluster has failed or no longer responds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpec:
     """A process to start.
 
-    ``arguments``: of the Python interpreter of its place. ``environment``: changes of the variables there; None unsets
-    one. ``folder``: where it runs, otherwise where its starter runs. ``log``: the file for its output, which otherwise
-    goes where that of its starter goes; ``shown``: it goes there too. ``draws``: its standard output goes only there
-    if that is a terminal. ``supervised``: whatever it has started ends with it, and it ends with its starter.
+    - ``arguments``: arguments of the Python interpreter on its node
+    - ``environment``: changed environment variables; None unsets a variable
+    - ``folder``: working directory; default: that of the process that starts it
+    - ``log``: file for its output; default: the output of the process that starts it. With ``shown``, output goes to
+      both. With ``draws``, standard output is not logged if it is a terminal
+    - ``supervised``: everything that it starts ends with it, and it ends with the process that started it
     """
 
     role: str
@@ -75,7 +77,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterNode:
-    """A machine, and what the processes of runs may use of it."""
+    """A machine with the resources that runs may use."""
 
     name: str
     address: str
@@ -85,7 +87,7 @@ class ClusterNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """Resources that must lie on one node; ``holds`` says what for."""
+    """Resources that must be on one node. ``holds`` describes their purpose."""
 
     holds: str
     cpus: float
@@ -94,7 +96,7 @@ class Bundle:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A bundle that is reserved on ``node``, which the others reach at ``address``. ``gpus``: their names there."""
+    """A reserved bundle on ``node``, which other nodes reach at ``address``. ``gpus`` are the names of its GPUs."""
 
     number: int
     node: str
@@ -103,53 +105,53 @@ class Place:
 
 
 class ProcessHandle(Protocol):
-    """A process that was started. All methods are callable from any thread."""
+    """A started process. All methods may be called from any thread."""
 
     spec: ProcessSpec
     place: Place
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit code once it has ended, negative for a signal; None, after ``seconds`` at most, while it runs.
+        """Wait up to ``seconds`` and return the exit code, negative for a signal; None if it is still running.
 
-        Raises NodeLostError if its node does not answer any more.
+        Raises NodeLostError if its node no longer responds.
         """
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal, unless the process or its node is gone."""
+        """Send a signal. Ignored if the process or its node no longer exists."""
 
 
 class Cluster(Protocol):
-    """Places for processes."""
+    """Nodes on which processes can be started."""
 
     def nodes(self) -> list[ClusterNode]:
-        """All nodes, and what they have in all."""
+        """Return all nodes with their total resources."""
 
     def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Place]:
-        """Reserve each bundle, all on different nodes. Raises SettingsError or WorldError if they cannot be had.
+        """Reserve each bundle on a different node. Raises SettingsError or WorldError if that is not possible.
 
-        ``patience``: seconds to wait for nodes that are not there.
+        Waits up to ``patience`` seconds for missing nodes.
         """
 
     def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Place:
-        """A further place beside those reserved: on ``node``, or on any. Raises WorldError if it cannot be had."""
+        """Reserve an additional place on ``node`` or on any node. Raises WorldError if that is not possible."""
 
     def answers(self, place: Place) -> bool:
-        """Whether processes can be started there."""
+        """Return True if processes can be started in this place."""
 
     def start(self, spec: ProcessSpec, place: Place) -> ProcessHandle:
         """Start a process in a place."""
 
     def free_port(self, place: Place) -> int:
-        """A port of the place's node that is currently free."""
+        """Return a port of the place's node that is currently free."""
 
     def sees(self, place: Place, path: Path) -> bool:
-        """Whether processes there find this file or folder."""
+        """Return True if processes in this place can access this file or folder."""
 
     def give_up(self, place: Place, slot: int) -> None:
-        """Reserve no more what the ``slot``-th rank of a place ran on: its GPU, or on Ray its node."""
+        """Exclude the resource of a place's ``slot``-th rank from later reservations: its GPU, or with Ray its node."""
 
     def release(self) -> None:
-        """End what still runs, and give all places back; they can be reserved again."""
+        """End all processes and free all places, which can be reserved again."""
 
     def close(self) -> None:
-        """Release everything, for good."""
+        """Release everything and close the cluster."""

@@ -1,4 +1,4 @@
-"""The sandbox services of a run on several nodes: one on each, kept alive for as long as the ranks run."""
+"""Sandbox services of a run on several nodes: one on each node, restarted while the ranks run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from agentrl.cluster.logs import log_file
 from agentrl.cluster.processes import Bundle, Cluster, ClusterNode, NodeLostError, Place, ProcessHandle, ProcessSpec
 from agentrl.errors import AgentRLError, WorldError
 
-# Seconds between two looks at all services, from an end to the next start (doubled each time), and for the end of the
-# thread that looks.
-_LOOK = 1.0
+# Seconds between two checks of all services, before a restart (doubled each time), and to join the checking thread.
+_POLL_INTERVAL = 1.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-_END = 10.0
+_JOIN_SECONDS = 10.0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -34,7 +33,7 @@ class _Service:
 
 
 class SandboxServices:
-    """Running services. One that ends is started again at the same address, on the same node once that is there."""
+    """Running services. A service that ends is restarted at the same address, as soon as its node is available."""
 
     def __init__(
         self,
@@ -46,10 +45,10 @@ class SandboxServices:
         folder: Path,
         say: Callable[[str], None],
     ) -> None:
-        """``bundle``: what each reserves on its node. ``arguments``: further ones of ``agentrl-sandbox serve``.
-        ``folder``: the run's.
+        """Start a service on each of ``nodes``, except where that fails.
 
-        Raises WorldError if no node starts one.
+        ``bundle`` is reserved for each. ``arguments`` are passed to ``agentrl-sandbox serve``. ``folder`` is the run
+        directory. Raises WorldError if no node starts a service.
         """
         self._cluster = cluster
         self._bundle = bundle
@@ -61,7 +60,7 @@ class SandboxServices:
             opened = list(pool.map(self._opened, range(len(nodes)), nodes))
         self._services = [service for service in opened if service is not None]
         if not self._services:
-            raise WorldError("no node of the cluster starts a sandbox service")
+            raise WorldError("no node of the cluster could start a sandbox service (the reasons are above)")
         self._ended = threading.Event()
         self._keeper = threading.Thread(target=self._keep, daemon=True, name="keep-sandboxes")
         self._keeper.start()
@@ -72,13 +71,13 @@ class SandboxServices:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables with which clients are let in."""
+        """Environment variables that authorize clients."""
         return {"SANDBOX_TOKEN": self._token}
 
     def close(self) -> None:
-        """Start none again. They end with their places."""
+        """Stop restarting services. They end when their places are released."""
         self._ended.set()
-        self._keeper.join(_END)
+        self._keeper.join(_JOIN_SECONDS)
 
     def _opened(self, number: int, node: ClusterNode) -> _Service | None:
         try:
@@ -106,14 +105,14 @@ class SandboxServices:
         service.started = time.monotonic()
 
     def _keep(self) -> None:
-        while not self._ended.wait(_LOOK):
+        while not self._ended.wait(_POLL_INTERVAL):
             for service in self._services:
                 if service.process is not None:
-                    self._look_at(service, service.process)
+                    self._check(service, service.process)
                 elif time.monotonic() >= service.again_at:
                     self._start_again(service)
 
-    def _look_at(self, service: _Service, process: ProcessHandle) -> None:
+    def _check(self, service: _Service, process: ProcessHandle) -> None:
         try:
             code = process.wait(0.0)
         except NodeLostError as error:
@@ -122,7 +121,7 @@ class SandboxServices:
             if code is None:
                 return
             why = f"it ended with exit code {code}"
-        self._lose(service, why)
+        self._record_loss(service, why)
 
     def _start_again(self, service: _Service) -> None:
         try:
@@ -133,18 +132,18 @@ class SandboxServices:
                 service.place = self._cluster.host(self._bundle, service.node)
             self._start(service)
         except AgentRLError as error:
-            self._lose(service, str(error))
+            self._record_loss(service, str(error))
         else:
-            self._say(f"sandbox service {service.number} on {service.place.node} is started again")
+            self._say(f"sandbox service {service.number} on {service.place.node} was restarted")
 
-    def _lose(self, service: _Service, why: str) -> None:
+    def _record_loss(self, service: _Service, why: str) -> None:
         if time.monotonic() - service.started > _LONGEST_PAUSE:
             service.pause = _FIRST_PAUSE
         service.process = None
         self._postpone(service)
         if not self._ended.is_set():
             self._say(
-                f"sandbox service {service.number} on {service.place.node} is lost: {why}; calls go to the others"
+                f"sandbox service {service.number} on {service.place.node} is lost: {why}; calls go to other services"
             )
 
     def _postpone(self, service: _Service) -> None:

@@ -1,4 +1,4 @@
-"""Notices that another machine has fallen silent, which closes no connection."""
+"""Detection of machines that stop responding, which does not close TCP connections."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import threading
 import time
 from multiprocessing.connection import Connection
 
-# Seconds between two looks, and for one of them.
-_LOOK = 1.0
-_PATIENCE = 5.0
+# Seconds between two attempts to connect, and for one attempt.
+_POLL_INTERVAL = 1.0
+_CONNECT_SECONDS = 5.0
 
 
 def end_in_silence(connection: Connection, seconds: float) -> None:
-    """Have the system end a TCP connection whose other machine has not answered for about so many seconds."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as line:
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(seconds / 2)))
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(seconds / 8)))
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1000, round(seconds * 1000)))
+    """Configure a TCP connection to fail if the other machine has not responded for about ``seconds``."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as copy:
+        copy.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        copy.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(seconds / 2)))
+        copy.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(seconds / 8)))
+        copy.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+        copy.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1000, round(seconds * 1000)))
 
 
 def accepts(address: tuple[str, int], seconds: float) -> bool:
-    """Whether a port of another machine accepts a connection within so many seconds."""
+    """Return True if a port of another machine accepts a connection within ``seconds``."""
     try:
         socket.create_connection(address, timeout=seconds).close()
     except OSError:
@@ -33,10 +33,10 @@ def accepts(address: tuple[str, int], seconds: float) -> bool:
 
 
 class PortWatch:
-    """Looks again and again, in a thread, whether a port of another machine still accepts connections."""
+    """Checks repeatedly, in a thread, whether a port of another machine accepts connections."""
 
-    def __init__(self, address: tuple[str, int], deadline: float, *, look: float = _LOOK) -> None:
-        """``deadline``: seconds without an answer after which it counts as lost. Who refuses twice is lost at once."""
+    def __init__(self, address: tuple[str, int], deadline: float, *, look: float = _POLL_INTERVAL) -> None:
+        """The port counts as lost after ``deadline`` seconds without a response, and at once after two refusals."""
         self.lost: str | None = None
         self._address = address
         self._deadline = deadline
@@ -48,16 +48,16 @@ class PortWatch:
         self._ended.set()
 
     def _watch(self) -> None:
-        heard, refused = time.monotonic(), 0
+        last_answer, refused = time.monotonic(), 0
         while self.lost is None and not self._ended.wait(self._look):
             try:
-                socket.create_connection(self._address, timeout=min(_PATIENCE, self._deadline)).close()
-                heard, refused = time.monotonic(), 0
+                socket.create_connection(self._address, timeout=min(_CONNECT_SECONDS, self._deadline)).close()
+                last_answer, refused = time.monotonic(), 0
             except ConnectionRefusedError:
                 refused += 1
             except OSError:
                 refused = 0
             if refused > 1:
                 self.lost = "is gone"
-            elif time.monotonic() > heard + self._deadline:
+            elif time.monotonic() > last_answer + self._deadline:
                 self.lost = f"has not answered for {self._deadline:g} s"

@@ -1,4 +1,4 @@
-"""Compose, layer, check, show and compare the settings of a run. This package imports no heavy library."""
+"""Composition, layering, checks, display and comparison of a run's settings. Imports no heavy library."""
 
 from agentrl.config.checks import Command, check_settings, settings_warnings
 from agentrl.config.compare import RESUME_MAY_CHANGE, dump_yaml, may_change_on_resume, resume_conflicts, settings_diff

@@ -1,4 +1,4 @@
-"""Checks across settings: contradictions raise SettingsError; surprising combinations produce a warning."""
+"""Checks across settings. Contradictions raise SettingsError, surprising combinations produce a warning."""
 
 from __future__ import annotations
 
@@ -22,24 +22,28 @@ Command = Literal["train", "coldstart", "eval", "variance", "check-data", "regra
 
 
 def check_settings(settings: Settings, command: Command = "train") -> None:
-    """Raise a SettingsError that lists, one per line, every contradiction and every setting that ``command`` lacks."""
+    """Raise a SettingsError with one line for each contradiction and each setting that ``command`` lacks."""
     if command in ("check-data", "regrade", "plan"):
-        return  # no model, no rollouts, or both are still open
-    found = [*_missing(settings, command)]
-    if command != "eval":  # an evaluation does not train, and it checks its prompts and its model before it samples
-        found += [*_length_contradictions(settings), *_objective_contradictions(settings)]
+        return  # these commands need no model or no rollouts, or plan for settings that are not complete yet
+    problems = [*_missing(settings, command)]
+    if command != "eval":  # an evaluation does not train, and it checks prompts and model before sampling
+        problems += [*_length_contradictions(settings), *_objective_contradictions(settings)]
     if command == "train":
-        found += [*_schedule_contradictions(settings), *_cluster_problems(settings)]
-    found += [*_model_problems(settings), *_server_problems(settings, command), *_protocol_problems(settings, command)]
-    found += _adapter_problems(settings, command)
-    found += _session_problems(settings)
-    found += _agent_problems(settings, command)
-    if found:
-        raise SettingsError("\n".join(found))
+        problems += [*_schedule_contradictions(settings), *_cluster_problems(settings)]
+    problems += [
+        *_model_problems(settings),
+        *_server_problems(settings, command),
+        *_protocol_problems(settings, command),
+    ]
+    problems += _adapter_problems(settings, command)
+    problems += _session_problems(settings)
+    problems += _agent_problems(settings, command)
+    if problems:
+        raise SettingsError("\n".join(problems))
 
 
-def _given(settings: Settings, *keys: str) -> str:
-    """``key=value`` for each key, joined by "and"."""
+def _pairs(settings: Settings, *keys: str) -> str:
+    """Format ``key=value`` for each key, joined by "and"."""
     values = [attrgetter(key)(settings) for key in keys]
     texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
     return " and ".join(map("{}={}".format, keys, texts))
@@ -49,44 +53,44 @@ def _length_contradictions(settings: Settings) -> Iterator[str]:
     rollout = settings.rollout
     if rollout.max_turn_tokens > rollout.max_response_tokens:
         yield (
-            f"{_given(settings, 'rollout.max_turn_tokens')} exceeds {_given(settings, 'rollout.max_response_tokens')}: "
+            f"{_pairs(settings, 'rollout.max_turn_tokens')} exceeds {_pairs(settings, 'rollout.max_response_tokens')}: "
             "a turn cannot be longer than its trajectory"
         )
-    limits = {"training.micro_batch_tokens": "a micro-batch must hold a whole trajectory"}
+    limits = {"training.micro_batch_tokens": "a micro-batch must hold a complete trajectory"}
     if settings.model.path is None:
-        limits["model.tiny.max_positions"] = "the tiny policy must be able to read a whole trajectory"
+        limits["model.tiny.max_positions"] = "the tiny policy must be able to read a complete trajectory"
     if engine_facts(rollout).kv_slots:
         limits["rollout.kv_cache_tokens"] = "the KV cache must hold at least one trajectory"
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    lengths = _given(settings, "rollout.max_prompt_tokens", "rollout.max_response_tokens")
+    lengths = _pairs(settings, "rollout.max_prompt_tokens", "rollout.max_response_tokens")
     for key, reason in limits.items():
         if longest > attrgetter(key)(settings):
-            yield f"{lengths} together exceed {_given(settings, key)}: {reason}; valid: at least {longest}"
+            yield f"{lengths} together exceed {_pairs(settings, key)}: {reason}; valid: at least {longest}"
 
 
 def _objective_contradictions(settings: Settings) -> Iterator[str]:
     reward, kl, rollout = settings.reward, settings.kl, settings.rollout
     if reward.overlong_limit is None and reward.overlong_buffer > rollout.max_response_tokens:
         yield (
-            f"{_given(settings, 'reward.overlong_buffer')} exceeds {_given(settings, 'rollout.max_response_tokens')}: "
+            f"{_pairs(settings, 'reward.overlong_buffer')} exceeds {_pairs(settings, 'rollout.max_response_tokens')}: "
             "the penalty cannot begin below 0 tokens"
         )
     trajectories = rollout.problems_per_step * rollout.group_size
     if kl.controller == "adaptive" and 5 * kl.horizon <= trajectories:
         yield (
-            f"{_given(settings, 'kl.horizon')} must exceed one fifth of the {trajectories} trajectories of a step: "
+            f"{_pairs(settings, 'kl.horizon')} must exceed one fifth of the {trajectories} trajectories of a step: "
             "otherwise the coefficient can become negative"
         )
 
 
 def _schedule_contradictions(settings: Settings) -> Iterator[str]:
-    schedule = _given(settings, "rollout.schedule")
+    schedule = _pairs(settings, "rollout.schedule")
     if settings.rollout.schedule == "synchronous":
         return
     if settings.training.deterministic:
         yield (
-            f"training.deterministic=true with {schedule}: if rollouts and training run side by side, the content of "
-            "a batch depends on timing; valid: synchronous"
+            f"training.deterministic=true with {schedule}: if sampling and training run concurrently, the contents of "
+            "a batch depend on timing; valid: synchronous"
         )
     if engine_facts(settings.rollout).shares_gpus:
         yield (
@@ -99,19 +103,19 @@ def _missing(settings: Settings, command: Command) -> Iterator[str]:
     endpoint = settings.evaluation.endpoint.url is not None
     if command == "coldstart" and settings.coldstart.demonstrations is None:
         yield (
-            "coldstart.demonstrations is not set: there is nothing to learn from; valid: a JSONL file, "
+            "coldstart.demonstrations is not set, so there is no data to train on; valid: a JSONL file, "
             "builtin:arithmetic or formula:FILE (--demonstrations)"
         )
     if command == "eval" and settings.model.path is None and not endpoint:
-        yield "there is nothing to evaluate: give --model DIRECTORY or OWNER/NAME, or an endpoint with --base-url URL"
+        yield "no model to evaluate: set --model DIRECTORY or OWNER/NAME, or an endpoint with --base-url URL"
     if command != "train":
         return
     if not settings.data.train:
-        yield "data.train is empty: nothing to train on; give a source, for example data.train.0.path=FILE.jsonl"
+        yield "data.train is empty, so there is no data to train on: set a source, such as data.train.0.path=FILE.jsonl"
     updates, problems = "algorithm.updates_per_step", "rollout.problems_per_step"
     if settings.algorithm.updates_per_step > settings.rollout.problems_per_step:
         yield (
-            f"{_given(settings, updates)} exceeds {_given(settings, problems)}: every update needs a group of its own; "
+            f"{_pairs(settings, updates)} exceeds {_pairs(settings, problems)}, but every update needs its own group; "
             f"valid: 1 to {settings.rollout.problems_per_step}"
         )
 
@@ -120,48 +124,48 @@ def _model_problems(settings: Settings) -> Iterator[str]:
     model = settings.model
     training, bfloat16 = settings.training, model.dtype == "bfloat16"
     if training.offload == "all" and training.zero_stage < 3:
-        yield f"training.offload=all needs training.zero_stage=3; it is {training.zero_stage}"
+        yield f"training.offload=all requires training.zero_stage=3, but it is {training.zero_stage}"
     if training.offload == "optimizer" and training.zero_stage == 0 and not bfloat16:
-        yield "training.offload=optimizer needs training.zero_stage=1, 2 or 3; it is 0"
+        yield "training.offload=optimizer requires training.zero_stage=1, 2 or 3, but it is 0"
     if model.path is None:
         return
-    folder, given = Path(model.path), f"model.path={model.path!r}"
+    folder, assignment = Path(model.path), f"model.path={model.path!r}"
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            yield f"{given} holds no config.json: it is not a model directory in Hugging Face format"
+            yield f"{assignment} has no config.json, so it is not a model directory in Hugging Face format"
         elif not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             yield (
-                f"{given} holds a model but no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); "
+                f"{assignment} has a model but no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); "
                 "save the tokenizer there with tokenizer.save_pretrained(...)"
             )
     elif folder.exists():
-        yield f"{given} is a file; valid: a model directory or a Hugging Face id such as Qwen/Qwen2.5-7B"
+        yield f"{assignment} is a file; valid: a model directory or a Hugging Face id such as Qwen/Qwen2.5-7B"
     elif model.path.startswith(("/", ".", "~")) or model.path.count("/") != 1:
-        yield f"{given}: there is no such directory, and it is not a Hugging Face id (OWNER/NAME)"
+        yield f"{assignment} does not exist, and it is not a Hugging Face id (OWNER/NAME)"
 
 
 def _adapter_problems(settings: Settings, command: Command) -> Iterator[str]:
-    """Adapters that are off, with settings for them, and commands and engines that have none."""
+    """Settings of adapters without an adapter, and of adapters that the transfer cannot serve."""
     lora, off = settings.model.lora, LoRASettings()
     if lora.rank == 0:
         for name in ("alpha", "targets", "learning_rate_factor"):
             if getattr(lora, name) != getattr(off, name):
                 yield (
-                    f"{_given(settings, f'model.lora.{name}')} with model.lora.rank=0, which trains all weights and no "
-                    "adapter; valid ranks for adapters: 1 to 512"
+                    f"{_pairs(settings, f'model.lora.{name}')} with model.lora.rank=0, which trains all weights and "
+                    "no adapter; valid ranks for adapters: 1 to 512"
                 )
     vllm = settings.rollout.vllm
     if lora.rank == 0 and vllm.lora != type(vllm).model_fields["lora"].default:
-        yield f"{_given(settings, 'rollout.vllm.lora')} with model.lora.rank=0: there is no adapter"
+        yield f"{_pairs(settings, 'rollout.vllm.lora')} with model.lora.rank=0, which trains without an adapter"
     if lora.rank and settings.rollout.engine == "vllm" and vllm.lora == "adapter" and vllm.transfer in ("nccl", "ipc"):
         yield (
-            f"{_given(settings, 'rollout.vllm.transfer')} with rollout.vllm.lora=adapter: servers load adapters from "
+            f"{_pairs(settings, 'rollout.vllm.transfer')} with rollout.vllm.lora=adapter: servers load adapters from "
             "files; valid: auto, file, or rollout.vllm.lora=merged"
         )
 
 
 def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
-    """Contradictions of conversations in the chat template of a model, which this process must load."""
+    """Contradictions of conversations that need a model with a chat template."""
     environment = settings.environment
     if not isinstance(environment, ChatSettings):
         return
@@ -186,9 +190,9 @@ def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
         yield "evaluation.falsified=true is not available with environment.history=template"
     if command != "eval" and (settings.model.path is None or settings.coldstart.demonstrations is not None):
         yield (
-            f"{setting} needs a model {'that knows tool calls' if hermes else 'with a chat template'}: set model.path "
-            "to a model with a chat template, and coldstart.demonstrations=null (demonstrations are plain text, and "
-            "the embedded tiny policy has no chat template)"
+            f"{setting} requires a model {'that supports tool calls' if hermes else 'with a chat template'}: "
+            "set model.path to a model with a chat template, and coldstart.demonstrations=null (demonstrations are "
+            "plain text, and the embedded tiny policy has no chat template)"
         )
 
 
@@ -201,36 +205,36 @@ def _unused(environment: ChatSettings, name: str, where: str) -> Iterator[str]:
 def _agent_problems(settings: Settings, command: Command) -> Iterator[str]:
     if command == "eval" and is_agent(settings.env) and settings.evaluation.endpoint.url is not None:
         yield (
-            f"env={settings.env!r} plays through the gateway, which needs a local engine; valid: --model without "
+            f"env={settings.env!r} runs through the gateway, which requires a local engine; valid: --model without "
             "--base-url"
         )
     if runs_outside(settings.env) and not (settings.gateway.agent_rewards or settings.reward.functions):
         yield (
-            f"env={settings.env!r} has no reward: name a function that computes it with --reward module:function, or "
-            "set gateway.agent_rewards=true to let the program report it (docs/agents.md describes the risks)"
+            f"env={settings.env!r} has no reward: set a function that computes it with --reward module:function, or "
+            "set gateway.agent_rewards=true to accept rewards from the program (docs/agents.md describes the risks)"
         )
 
 
 def _cluster_problems(settings: Settings) -> Iterator[str]:
     cluster, ranks = settings.cluster, settings.training.num_processes
     if cluster.kind != "ray" and cluster.nodes > 1:
-        yield f"{_given(settings, 'cluster.nodes')} with {_given(settings, 'cluster.kind')}: only Ray has several nodes"
+        yield f"{_pairs(settings, 'cluster.nodes')} with {_pairs(settings, 'cluster.kind')}: only Ray has several nodes"
     elif ranks % cluster.nodes:
         yield (
-            f"{_given(settings, 'training.num_processes')} cannot be shared evenly by "
-            f"{_given(settings, 'cluster.nodes')}; valid: a multiple of {cluster.nodes}"
+            f"{_pairs(settings, 'training.num_processes')} cannot be divided evenly among "
+            f"{_pairs(settings, 'cluster.nodes')}; valid: a multiple of {cluster.nodes}"
         )
     if cluster.kind == "environment" and cluster.restarts:
-        yield f"{_given(settings, 'cluster.restarts')} with cluster.kind=environment: its launcher restarts the ranks"
+        yield f"{_pairs(settings, 'cluster.restarts')} with cluster.kind=environment, where the launcher restarts ranks"
     if settings.sandbox.scheme == "ray" and cluster.kind != "ray":
-        yield f"sandbox.url=ray:// with {_given(settings, 'cluster.kind')}: only Ray starts them; valid: cluster=ray"
+        yield f"sandbox.url=ray:// with {_pairs(settings, 'cluster.kind')}: only Ray starts them; valid: cluster=ray"
     if servers_on_nodes(settings.rollout, cluster.kind) and settings.rollout.vllm.devices is not None:
-        yield f"{_given(settings, 'rollout.vllm.devices')} with cluster.kind=ray: Ray chooses the GPUs; valid: null"
+        yield f"{_pairs(settings, 'rollout.vllm.devices')} with cluster.kind=ray: Ray chooses the GPUs; valid: null"
     yield from _elastic_problems(settings)
     if cluster.nodes > 1 and engine_facts(settings.rollout).shares_gpus:
         yield (
-            f"rollout.vllm.placement=colocated with {_given(settings, 'cluster.nodes')}: servers start on the node of "
-            "rank 0; valid: dedicated, or external with the addresses of servers on other nodes"
+            f"rollout.vllm.placement=colocated with {_pairs(settings, 'cluster.nodes')}: servers start only on the "
+            "node of rank 0; valid: dedicated, or external with the addresses of servers on other nodes"
         )
 
 
@@ -239,12 +243,12 @@ def _elastic_problems(settings: Settings) -> Iterator[str]:
     if not cluster.elastic:
         return
     if not cluster.restarts:
-        yield "cluster.elastic=true with cluster.restarts=0: nothing restarts; valid: cluster.restarts of 1 or more"
+        yield "cluster.elastic=true with cluster.restarts=0, so ranks are never restarted; valid: cluster.restarts >= 1"
     if cluster.nodes > 1 and ranks // cluster.nodes % shared:
         yield (
-            f"cluster.elastic=true with {_given(settings, 'training.sequence_parallel')} and {ranks // cluster.nodes} "
-            "ranks on a node: without one node, the ranks left may not share rows evenly; valid: a divisor of "
-            f"{ranks // cluster.nodes}"
+            f"cluster.elastic=true with {_pairs(settings, 'training.sequence_parallel')} and {ranks // cluster.nodes} "
+            "ranks per node: without one node, the remaining ranks may not form complete sequence-parallel groups; "
+            f"valid: a divisor of {ranks // cluster.nodes}"
         )
 
 
@@ -253,7 +257,7 @@ def _session_problems(settings: Settings) -> Iterator[str]:
     if isinstance(environment, SimpleTIRSettings) and environment.interpreter == "session" and concurrency > most:
         yield (
             f"environment.interpreter=session with rollout.concurrency={concurrency} and sandbox.max_sessions={most}: "
-            "every running trajectory may hold a session; lower the one or raise the other"
+            "every active trajectory may hold a session; lower the former or raise the latter"
         )
 
 
@@ -263,12 +267,12 @@ def _server_problems(settings: Settings, command: Command) -> Iterator[str]:
         return
     if command != "eval" and settings.training.deterministic and not facts.reproducible:
         yield (
-            "training.deterministic=true needs rollout.engine=transformers: vLLM batches requests by their time of "
+            "training.deterministic=true requires rollout.engine=transformers: vLLM batches requests in the order of "
             "arrival, which affects the last digits of its log-probabilities"
         )
     if command != "eval" and facts.shares_gpus and settings.training.zero_stage not in (1, 2):
         yield (
-            f"rollout.vllm.placement=colocated with {_given(settings, 'training.zero_stage')}: DeepSpeed moves the "
+            f"rollout.vllm.placement=colocated with {_pairs(settings, 'training.zero_stage')}: DeepSpeed moves the "
             "optimizer state off the GPU at stages 1 and 2 only; valid: 1, 2, or placement=dedicated"
         )
     for address in settings.rollout.vllm.addresses:
@@ -277,7 +281,7 @@ def _server_problems(settings: Settings, command: Command) -> Iterator[str]:
 
 
 def settings_warnings(settings: Settings) -> list[str]:
-    """One sentence for each setting that is valid but has a surprising effect."""
+    """Return one sentence for each setting that is valid but has a surprising effect."""
     return [
         *_group_warnings(settings),
         *_branch_warnings(settings),
@@ -290,7 +294,7 @@ def _group_warnings(settings: Settings) -> Iterator[str]:
     name, drops = settings.algorithm.estimator, settings.algorithm.drop_zero_variance
     if settings.rollout.group_size > 1 or name == "remax":  # its greedy rollout provides the variance
         return
-    from agentrl.algorithms import ESTIMATORS  # needs torch: groups of one are rare, and settings are read without it
+    from agentrl.algorithms import ESTIMATORS  # imports torch, so only in the rare case of groups of one
 
     entry = ESTIMATORS[name] if name in ESTIMATORS.names() else None
     of_groups = entry is not None and entry.group_based and not entry.pooled
@@ -300,8 +304,8 @@ def _group_warnings(settings: Settings) -> Iterator[str]:
     estimator = f" with the group estimator algorithm.estimator={name}" if of_groups else ""
     effect = "its baseline is 0 and its advantages are the plain rewards"
     if drops:
-        effect = "it has no variance, so algorithm.drop_zero_variance drops it and nothing is trained"
-    yield f"rollout.group_size=1{estimator}: every group is a single trajectory; {effect}; 8 or 16 are usual"
+        effect = "it has no variance, so algorithm.drop_zero_variance drops it and no group is trained on"
+    yield f"rollout.group_size=1{estimator}: every group is a single trajectory; {effect}; usual sizes are 8 or 16"
 
 
 def _branch_warnings(settings: Settings) -> Iterator[str]:
@@ -309,13 +313,13 @@ def _branch_warnings(settings: Settings) -> Iterator[str]:
     shown = (environment.model_dump() | (environment.model_extra or {})).get("history") == "template"
     if not shown and not is_agent(settings.env):
         return
-    from agentrl.algorithms import ESTIMATORS  # needs torch, see above
+    from agentrl.algorithms import ESTIMATORS  # imports torch, so only if rollouts can branch
 
     if name in ESTIMATORS.names() and ESTIMATORS[name].by_column:
         yield (
-            f"algorithm.estimator={name}: its baselines are not defined over the branches of a rollout; groups with a "
-            "branched rollout get one baseline for each rollout. algorithm.estimator=tir_otb has baselines of tokens "
-            "there too"
+            f"algorithm.estimator={name}: its baselines are not defined over the branches of a rollout, so groups with "
+            "a branched rollout get one baseline per rollout. algorithm.estimator=tir_otb has token baselines there as "
+            "well"
         )
 
 
@@ -323,17 +327,17 @@ def _schedule_warnings(settings: Settings) -> Iterator[str]:
     rollout = settings.rollout
     if settings.training.deterministic and settings.training.num_processes > 1:
         yield (
-            f"training.deterministic=true with {_given(settings, 'training.num_processes')}: bitwise equality is "
+            f"training.deterministic=true with {_pairs(settings, 'training.num_processes')}: bitwise equality is "
             "guaranteed for one process only; sums over ranks can differ in the last digits"
         )
     if rollout.staleness_bound and not settings.correction.active:
         yield (
-            f"{_given(settings, 'rollout.schedule')} trains on tokens of policies up to {rollout.staleness_bound} "
-            "steps old as if the current policy had sampled them; correction.weights=token corrects for this"
+            f"{_pairs(settings, 'rollout.schedule')} trains on tokens of policies up to {rollout.staleness_bound} "
+            "steps old without correcting for it; set correction.weights=token"
         )
     if rollout.schedule != "asynchronous" and rollout.max_staleness != type(rollout)().max_staleness:
         yield (
-            f"{_given(settings, 'rollout.max_staleness')} has no effect with {_given(settings, 'rollout.schedule')}: "
+            f"{_pairs(settings, 'rollout.max_staleness')} has no effect with {_pairs(settings, 'rollout.schedule')}: "
             "only schedule=asynchronous uses it"
         )
 
@@ -342,11 +346,11 @@ def _objective_warnings(settings: Settings) -> Iterator[str]:
     kl, optimizer = settings.kl, settings.optimizer
     if kl.coefficient > 0 and kl.placement == "reward" and kl.resolved_estimator != "k1":
         yield (
-            f"kl.placement=reward with kl.estimator={kl.estimator}: in the reward, only k1 gives the gradient of the "
-            "KL divergence"
+            f"kl.placement=reward with kl.estimator={kl.estimator}: as part of the reward, only k1 has the gradient of "
+            "the KL divergence"
         )
     if optimizer.warmup_steps >= settings.training.steps:
         yield (
-            f"{_given(settings, 'optimizer.warmup_steps')} with {_given(settings, 'training.steps')}: the learning "
-            f"rate never reaches {_given(settings, 'optimizer.learning_rate')}"
+            f"{_pairs(settings, 'optimizer.warmup_steps')} with {_pairs(settings, 'training.steps')}: the learning "
+            f"rate never reaches {_pairs(settings, 'optimizer.learning_rate')}"
         )

@@ -20,29 +20,29 @@ _MAY_CHANGE = """
     cluster. checkpoint. evaluation. telemetry.
 """
 RESUME_MAY_CHANGE = tuple(_MAY_CHANGE.split())
-"""Keys, or prefixes of keys, that a resumed run may change. They set how long the run takes, where its parts run and
-which resources they may use; they do not affect the problems, the sampling distribution or the gradient."""
+"""Keys, or prefixes of keys, that a resumed run may change. They affect duration, location and resources of a run,
+but not the problems, the sampling distribution or the gradient."""
 
 
 def dump_yaml(settings: Settings) -> str:
-    """Every setting with its resolved value, as YAML that ``--config`` reads back into equal settings."""
+    """Format all resolved settings as YAML, which ``--config`` reads back as equal settings."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
 def settings_diff(old: Settings, new: Settings) -> list[str]:
-    """``key: old -> new`` for every setting that differs."""
+    """Return ``key: old -> new`` for every setting that differs."""
     return [f"{key}: {before!r} -> {after!r}" for key, before, after in _changes(old, new)]
 
 
 def resume_conflicts(old: Settings, new: Settings) -> list[str]:
-    """The lines of :func:`settings_diff` for settings that a resumed run must not change."""
+    """Return the lines of :func:`settings_diff` for settings that a resumed run must not change."""
     return [
         f"{key}: {before!r} -> {after!r}" for key, before, after in _changes(old, new) if not may_change_on_resume(key)
     ]
 
 
 def may_change_on_resume(key: str) -> bool:
-    """True when a run may be resumed with a different value of the dotted ``key``."""
+    """Return True if a resumed run may change the dotted ``key``."""
     return any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in RESUME_MAY_CHANGE)
 
 

@@ -1,4 +1,4 @@
-"""What is evaluated where only a preset names ``data.eval``: what the sources in ``data.train`` hold out."""
+"""Held-out parts of the sources in ``data.train`` as ``data.eval``, used if only a preset sets ``data.eval``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _OF_TRAINING = ("limit", "weight")
 
 
 def evaluate_on_heldout(layers: Sequence[Layer], presets: Collection[str], train: object) -> list[Layer]:
-    """The layers, with what ``train`` holds out as ``data.eval`` of those whose origin is in ``presets``.
+    """Replace ``data.eval`` in the layers with an origin in ``presets`` by the held-out parts of ``train``.
 
-    ``train`` is ``data.train`` as all layers give it, not yet validated.
+    ``train`` is the merged ``data.train`` of all layers before validation.
     """
     entries = train if isinstance(train, list) else []
-    heldout = [found for entry in entries if isinstance(entry, dict) and (found := _heldout(entry)) is not None]
+    heldout = [part for entry in entries if isinstance(entry, dict) and (part := _heldout(entry)) is not None]
     return [_with_eval(layer, heldout) if layer.origin in presets else layer for layer in layers]
 
 
@@ -34,7 +34,7 @@ def _with_eval(layer: Layer, heldout: list[dict[str, object]]) -> Layer:
 
 
 def _heldout(entry: Mapping[str, object]) -> dict[str, object] | None:
-    """The held-out part of a source to train on; None if it has none, as a file without ``part=train``.
+    """Held-out part of a training source, or None if it has none, like a file without ``part=train``.
 
     >>> _heldout({"path": "builtin:seeds", "limit": 9})
     {'path': 'builtin:seeds', 'split': 'heldout'}

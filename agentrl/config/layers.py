@@ -1,10 +1,9 @@
-"""How the settings of a run are resolved.
+"""Resolution of the settings of a run.
 
-The layers, in increasing precedence: the defaults of the settings models (the published values for large models); the
-``tiny`` preset if ``model.path`` is not set; ``--config FILE`` with its ``base`` chain; ``key=value`` from the command
-line. Mappings are merged key by key, ``plugins`` add up, and all other values are replaced. On resume, the run's own
-``config.yaml`` replaces the defaults and the preset, so a bare ``--resume`` continues with exactly the settings that
-the run was started with.
+The layers, in increasing precedence: the defaults of the settings models (the published values for large models), the
+``tiny`` preset if ``model.path`` is not set, ``--config FILE`` with its ``base`` chain, and ``key=value`` arguments.
+Mappings are merged key by key, ``plugins`` are concatenated, and all other values are replaced. On resume, the run's
+``config.yaml`` replaces the defaults and the preset, so a plain ``--resume`` continues with the run's settings.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from agentrl_envs.plugins import load_plugins
 from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, UnknownNameError, did_you_mean
 
 PRESET = "tiny"
-_EMBEDDED = (PRESET, "arithmetic")  # presets for the embedded policy, which give way to what is the user's own
+_EMBEDDED = (PRESET, "arithmetic")  # presets for the embedded policy, which the user's own model and data override
 COMMAND_LINE = "command line"
 _ENV_OPTION = "--env"
 
@@ -39,7 +38,7 @@ _BASICS = ("env", "plugins", "name", "runs_dir", "model", "coldstart")
 _DIRECT = ("direct_share", "direct_turn", "direct_steps")
 
 Override = tuple[list[str], object]
-"""The parts of a dotted key, and its new value."""
+"""Parts of a dotted key, and its new value."""
 
 
 def load_settings(
@@ -50,42 +49,42 @@ def load_settings(
     resume: bool = False,
     command: Command = "train",
 ) -> Settings:
-    """The resolved settings of a run, checked for everything that ``command`` needs; ``name`` is always set.
+    """Resolve the settings of a run and check everything that ``command`` needs. ``name`` is always set.
 
-    ``config_file`` is a path or the name of a shipped overlay, or several, each over those before; ``overrides`` are
-    ``key=value`` with dotted keys and YAML values. Raises a SettingsError whose message has one line per problem.
+    ``config_file`` is a path, the name of a shipped overlay, or a sequence of them in increasing precedence.
+    ``overrides`` are ``key=value`` with dotted keys and YAML values. Raises SettingsError with one line per problem.
     """
     named = [str(config_file)] if isinstance(config_file, str | Path) else [str(name) for name in config_file or ()]
     files = [layer for name in named for layer in overlay_chain(name)]
     if env is not None:
         overrides = [f"env={env}", *overrides]
     top = [_override(text) for text in overrides]
-    asked = _basics(files, top)
-    if str(asked["env"]).startswith(REASONING_GYM):
-        files, top = [_reasoning_gym(str(asked["env"])), *files], [*top, (["env"], SIMPLETIR)]
-        asked = _basics(files, top)
-    files = _fitting(files, asked)
+    basics = _basics(files, top)
+    if str(basics["env"]).startswith(REASONING_GYM):
+        files, top = [_reasoning_gym(str(basics["env"])), *files], [*top, (["env"], SIMPLETIR)]
+        basics = _basics(files, top)
+    files = _fitting(files, basics)
     if resume:
-        return _resumed(find_run(asked), _evaluated(files, top), top)
-    # An evaluation names its model or uses an endpoint; it never uses the embedded policy.
-    preset = [] if command in ("eval", "check-data", "regrade") else _preset(asked, {layer.origin for layer in files})
+        return _resumed(find_run(basics), _evaluated(files, top), top)
+    # An evaluation has a model or an endpoint, and never uses the embedded policy.
+    preset = [] if command in ("eval", "check-data", "regrade") else _preset(basics, {layer.origin for layer in files})
     settings = _validate(_evaluated([*preset, *files], top), top, command)
     if settings.name is not None:
         return settings
-    own = PRESET if settings.model.path is None else Path(settings.model.path).name
-    stem = "-".join(Path(name).stem for name in named) or own
+    model_name = PRESET if settings.model.path is None else Path(settings.model.path).name
+    stem = "-".join(Path(name).stem for name in named) or model_name
     return settings.model_copy(update={"name": _next_name(Path(settings.runs_dir), stem)})
 
 
 def _reasoning_gym(env: str) -> Layer:
-    """``--env reasoning_gym:NAME``: SimpleTIR on the problems of a data set, graded by its rules."""
+    """Layer of ``--env reasoning_gym:NAME``: SimpleTIR on the problems of a data set, graded by its rules."""
     sources = {"train": [{"path": env}], "eval": [{"path": env, "split": "heldout"}]}
     score = "agentrl_envs.adapters.reasoning_gym:score"
     return Layer(origin=f"{_ENV_OPTION} {env}", values={"data": sources, "grader": {"function": score}})
 
 
 def _evaluated(layers: list[Layer], top: Sequence[Override]) -> list[Layer]:
-    """The layers, where a preset's ``data.eval`` follows ``data.train``, unless others set ``data.eval``."""
+    """Layers in which a preset's ``data.eval`` follows ``data.train``, unless other layers set ``data.eval``."""
     presets = _origins()
     presets |= {layer.origin for layer in layers if layer.origin.startswith(f"{_ENV_OPTION} ")}
     layers = [_with_own_sources(layer, top) if layer.origin in presets else layer for layer in layers]
@@ -97,7 +96,7 @@ def _evaluated(layers: list[Layer], top: Sequence[Override]) -> list[Layer]:
 
 
 def _with_own_sources(preset: Layer, top: Sequence[Override]) -> Layer:
-    """The preset, where the path of one's own data replaces a whole source: the preset's split is none of its own."""
+    """Preset in which a path of the user replaces a complete source, including the split of the preset's data."""
     values = copy.deepcopy(dict(preset.values))
     for keys, path in top:
         if len(keys) == 4 and keys[0] == "data" and keys[3] == "path" and not is_generated(str(path)):
@@ -109,40 +108,40 @@ def _with_own_sources(preset: Layer, top: Sequence[Override]) -> Layer:
 
 
 def _resumed(run: Path, files: list[Layer], top: list[Override]) -> Settings:
-    """The run's saved settings with the requested changes. SettingsError names every change that is not allowed."""
+    """Saved settings of a run with the requested changes. Raises SettingsError that lists forbidden changes."""
     saved = overlay_chain(str(run / "config.yaml"))
-    place: list[Override] = [(["name"], run.name), (["runs_dir"], str(run.parent))]
-    before = _validate(saved, place, "train")
-    settings = _validate([*saved, *files], [*top, *place], "train")
+    identity: list[Override] = [(["name"], run.name), (["runs_dir"], str(run.parent))]
+    before = _validate(saved, identity, "train")
+    settings = _validate([*saved, *files], [*top, *identity], "train")
     conflicts = resume_conflicts(before, settings)
     if conflicts:
         changes = "\n".join(f"  {line}" for line in conflicts)
         raise SettingsError(
-            f"--resume: {run} was started with other settings (saved -> asked for now):\n{changes}\n"
-            "leave these out to continue as it was, or start a new run without --resume; on resume may change: "
+            f"--resume: {run} was started with other settings (saved -> requested):\n{changes}\n"
+            "omit these to continue with the saved settings, or start a new run without --resume; resuming may change: "
             + ", ".join(key + "*" if key.endswith(".") else key for key in RESUME_MAY_CHANGE)
         )
     return settings
 
 
 def find_run(merged: Mapping[str, object]) -> Path:
-    """The run directory called ``name``, or the newest one. Raises SettingsError when there is no run to resume."""
+    """Return the run directory called ``name``, or the newest one. Raises SettingsError if there is no such run."""
     runs = Path(str(merged.get("runs_dir") or Settings().runs_dir))
-    found = [path.parent for path in runs.glob("*/config.yaml")]
+    directories = [path.parent for path in runs.glob("*/config.yaml")]
     name = merged.get("name")
     if name is None:
-        if not found:
+        if not directories:
             raise SettingsError(f"--resume: there is no run in {runs} (a run has a config.yaml)")
-        return max(found, key=lambda path: ((path / "config.yaml").stat().st_mtime_ns, path.name))
-    if runs / str(name) not in found:
-        names = sorted(path.name for path in found)
-        hint = did_you_mean(str(name), names) or f"; runs there: {', '.join(names) or 'none'}"
+        return max(directories, key=lambda path: ((path / "config.yaml").stat().st_mtime_ns, path.name))
+    if runs / str(name) not in directories:
+        names = sorted(path.name for path in directories)
+        hint = did_you_mean(str(name), names) or f"; existing runs: {', '.join(names) or 'none'}"
         raise SettingsError(f"--resume: name={name!r} is not a run in {runs}{hint}")
     return runs / str(name)
 
 
 def _preset(asked: Mapping[str, object], named: set[str]) -> list[Layer]:
-    """The layers of the tiny preset except those in ``named`` (by a ``base``); no layers if a model is given."""
+    """Layers of the tiny preset except those in ``named`` (through a ``base``), or none if a model is set."""
     model = asked["model"]
     if not isinstance(model, dict) or model.get("path") is not None:
         return []
@@ -150,11 +149,10 @@ def _preset(asked: Mapping[str, object], named: set[str]) -> list[Layer]:
 
 
 def _fitting(layers: list[Layer], asked: Mapping[str, object]) -> list[Layer]:
-    """The layers, where the presets for the embedded policy have no settings for SimpleTIR's environment if another one
-    is asked for.
+    """Remove settings from the presets for the embedded policy that do not fit the user's environment, model or data.
 
-    Nor do they replace demonstrations by direct answers unless they are generated: a user's own stay as they are. Their
-    cold start is for the embedded model alone: a model of the user's is trained as it is.
+    For another environment, settings of SimpleTIR's environment are removed. Demonstrations of the user are not
+    replaced by direct answers, which only generated demonstrations have. A model of the user gets no cold start.
     """
     presets = _origins()
     return [
@@ -163,7 +161,7 @@ def _fitting(layers: list[Layer], asked: Mapping[str, object]) -> list[Layer]:
 
 
 def _origins() -> set[str]:
-    """The files of the presets for the embedded policy."""
+    """Files of the presets for the embedded policy."""
     return {layer.origin for name in _EMBEDDED for layer in overlay_chain(name)}
 
 
@@ -174,26 +172,26 @@ def _suitable(values: Mapping[str, object], asked: Mapping[str, object]) -> dict
         kept.pop("environment", None)
     if asked["env"] != SIMPLETIR and isinstance(evaluation, dict):
         kept["evaluation"] = {key: value for key, value in evaluation.items() if key != "falsified"}
-    own, shown, model = kept.get("coldstart"), asked["coldstart"], asked["model"]
-    assert isinstance(shown, dict)
+    coldstart, requested, model = kept.get("coldstart"), asked["coldstart"], asked["model"]
+    assert isinstance(requested, dict)
     assert isinstance(model, dict)
-    named, dropped = shown.get("demonstrations"), set[str]()
+    named, dropped = requested.get("demonstrations"), set[str]()
     if isinstance(named, str) and not named.startswith((BUILTIN, FORMULA)):
         dropped.update(_DIRECT)
     if model.get("path") is not None:
         dropped.add("demonstrations")
-    if isinstance(own, dict):
-        kept["coldstart"] = {key: value for key, value in own.items() if key not in dropped}
+    if isinstance(coldstart, dict):
+        kept["coldstart"] = {key: value for key, value in coldstart.items() if key not in dropped}
     return kept
 
 
 def _basics(layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, object]:
-    """The current values of the settings that determine which other layers apply."""
+    """Current values of the settings that determine which other layers apply."""
     return _merge_all(SIMPLETIR, layers, [one for one in top if one[0][0] in _BASICS])
 
 
 def _merge_all(env: str, layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, object]:
-    """The defaults of ``env``, overridden by ``layers`` and then by ``top``."""
+    """Defaults of ``env``, overridden by ``layers`` and then by ``top``."""
     merged: dict[str, object] = settings_model(env)().model_dump(mode="json")
     for layer in layers:
         plugins = _added(merged["plugins"], layer.values.get("plugins", []))
@@ -204,7 +202,7 @@ def _merge_all(env: str, layers: Sequence[Layer], top: Sequence[Override]) -> di
 
 
 def _added(below: object, above: object) -> object:
-    """The plug-ins of two layers: what one loads, the settings of the other may name."""
+    """Concatenate the plug-ins of two layers, because each layer's settings may name what its plug-ins register."""
     if not isinstance(below, list) or not isinstance(above, list):
         return above
     return [*below, *(name for name in above if name not in below)]
@@ -221,14 +219,14 @@ def _merge(below: dict[str, object], above: Mapping[str, object]) -> dict[str, o
 def _override(text: str) -> Override:
     key, equals, value = text.partition("=")
     if not equals or not key or not all(key.split(".")):
-        raise SettingsError(f"{text!r}: settings are given as key=value, for example rollout.group_size=8")
-    given = parse_yaml(value, f"{key}={value!r}") if value else ""
-    short = in_short(key, given)
-    return [*key.split("."), *([] if short is None else [short])], given
+        raise SettingsError(f"{text!r}: settings are written key=value, for example rollout.group_size=8")
+    parsed = parse_yaml(value, f"{key}={value!r}") if value else ""
+    short = in_short(key, parsed)
+    return [*key.split("."), *([] if short is None else [short])], parsed
 
 
 def _assign(merged: dict[str, object], keys: list[str], value: object) -> None:
-    """Set one dotted key. A number is a list index; an index equal to the list's length appends."""
+    """Set one dotted key. A number is a list index; the index after the last one appends."""
     key = ".".join(keys)
 
     def assigned(here: object, depth: int) -> object:
@@ -243,8 +241,8 @@ def _assign(merged: dict[str, object], keys: list[str], value: object) -> None:
             at, size = ".".join(keys[:depth]), len(here)
             if not part.isdigit() or int(part) > size:
                 raise SettingsError(f"{key}={show(value)}: {at} has {size} entries; valid indices: 0 to {size}")
-            place = int(part)
-            here[place : place + 1] = [assigned(here[place] if place < size else {}, depth + 1)]
+            index = int(part)
+            here[index : index + 1] = [assigned(here[index] if index < size else {}, depth + 1)]
         else:
             raise SettingsError(unknown_key(key, value, str(merged.get("env", SIMPLETIR)), f" ({COMMAND_LINE})"))
         return here
@@ -253,7 +251,7 @@ def _assign(merged: dict[str, object], keys: list[str], value: object) -> None:
 
 
 def _command_line(top: Sequence[Override]) -> list[Layer]:
-    """The overrides as layers, so that messages can name the origin of a value."""
+    """Convert overrides to layers, so that messages can name the origin of a value."""
     layers = []
     for keys, value in top:
         values: dict[str, object] = {keys[-1]: value}
@@ -265,11 +263,11 @@ def _command_line(top: Sequence[Override]) -> list[Layer]:
 
 def _validate(below: Sequence[Layer], top: Sequence[Override], command: Command) -> Settings:
     basics = _basics(below, top)
-    _load_plugins(basics["plugins"])  # first: the other settings may name what they register
+    _load_plugins(basics["plugins"])  # first, because other settings may name what plug-ins register
     env = _checked_env(basics["env"])
     merged = interpolate(_merge_all(env, below, top))
     try:
-        # Strict JSON validation: 8.0, "8" and true are not integers, but lists become tuples and strings become enums.
+        # Strict JSON validation rejects 8.0, "8" and true as integers, but converts lists to tuples, strings to enums.
         settings = settings_model(env).model_validate_json(json.dumps(merged), strict=True)
     except ValidationError as error:
         raise settings_error(error, env, [*below, *_command_line(top)]) from error
@@ -278,7 +276,7 @@ def _validate(below: Sequence[Layer], top: Sequence[Override], command: Command)
 
 
 def _load_plugins(plugins: object) -> None:
-    """Load the plug-ins; a value that is no list of names is left for the settings model to refuse."""
+    """Load the plug-ins. A value that is not a list of names is left for the settings model to reject."""
     named = interpolate(plugins, path="plugins")
     if isinstance(named, list) and all(isinstance(name, str) for name in named):
         load_plugins(named)
@@ -300,7 +298,7 @@ def _next_name(runs: Path, stem: str) -> str:
 
 
 def run_config_of(model: str) -> str | None:
-    """The ``config.yaml`` of the run directory that contains the model directory; None outside a run."""
+    """Return the ``config.yaml`` of the run directory that contains a model directory, or None outside of runs."""
     for folder in Path(model).absolute().parents:
         if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
             return str(folder / "config.yaml")

@@ -1,4 +1,4 @@
-"""Messages for refused settings: the key, its value, its origin, the valid values and the nearest valid key."""
+"""Messages for invalid settings, with the key, its value, its origin, the valid values and the nearest valid key."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ RENAMED = {
     "reward.function": "reward.functions",
     "sandbox.patience": "sandbox.retry_deadline",
 }
-"""Renamed settings: old name -> new name. Old names are refused."""
+"""Renamed settings: old name -> new name. Old names are rejected."""
 _KINDS = {"number": "a number", "integer": "a whole number", "string": "text", "boolean": "true or false"}
 
 
 def settings_error(error: ValidationError, env: str, layers: Sequence[Layer]) -> SettingsError:
-    """One error that lists every refused setting, one per line."""
+    """Build an error that lists every invalid setting, one per line."""
     lines = dict.fromkeys(_describe(detail, env, layers) for detail in error.errors(include_url=False))
     return SettingsError("\n".join(lines))
 
 
 def known_keys(env: str) -> list[str]:
-    """The dotted key of every setting of a run in ``env``; ``0`` stands for any index of a list."""
+    """Return the dotted keys of all settings of a run in ``env``; ``0`` stands for any list index."""
     return list(_walk(_schema(env), _schema(env), ""))
 
 
 def nearest_key(key: str, env: str) -> str:
-    """The known key most similar to ``key``: as a whole, by its last part, or by its initials (``lr``).
+    """Return the known key most similar to ``key``: as a whole, by its last part, or by its initials (``lr``).
 
-    A key without a section does not tell which section is meant: among equal last parts, the first key is chosen.
+    If ``key`` has no section, the first of several keys with the same last part is returned.
     """
     last = key.rpartition(".")[2]
 
@@ -67,7 +67,7 @@ def nearest_key(key: str, env: str) -> str:
 
 
 def valid_values(key: str, env: str) -> str:
-    """The valid values of the setting ``key``, in words. Raises KeyError if no setting has this key."""
+    """Describe the valid values of the setting ``key`` in words. Raises KeyError for an unknown key."""
     known, node = _follow(_schema(env), key.split("."))
     if ".".join(known) != key:
         raise KeyError(key)
@@ -75,7 +75,7 @@ def valid_values(key: str, env: str) -> str:
 
 
 def _follow(schema: _Node, path: Sequence[str]) -> tuple[list[str], _Node]:
-    """The part of the path that the schema knows, and the node there."""
+    """Longest prefix of the path that is in the schema, and its node."""
     known: list[str] = []
     node = schema
     for part in path:
@@ -88,18 +88,18 @@ def _follow(schema: _Node, path: Sequence[str]) -> tuple[list[str], _Node]:
 
 
 def find_value(key: str, layers: Sequence[Layer]) -> tuple[str, object]:
-    """The origin of the last value of ``key`` ("" for a default), and that value."""
+    """Return origin and value of the last layer that sets ``key``, or ("", None) for a default."""
     for layer in reversed(layers):
-        found: object = layer.values
+        value_at: object = layer.values
         for part in key.split("."):
-            if isinstance(found, Mapping) and part in found:
-                found = found[part]
-            elif isinstance(found, list) and part.isdigit() and int(part) < len(found):
-                found = found[int(part)]
+            if isinstance(value_at, Mapping) and part in value_at:
+                value_at = value_at[part]
+            elif isinstance(value_at, list) and part.isdigit() and int(part) < len(value_at):
+                value_at = value_at[int(part)]
             else:
                 break
         else:
-            return layer.origin, found
+            return layer.origin, value_at
     return "", None
 
 
@@ -109,35 +109,36 @@ def _describe(detail: ErrorDetails, env: str, layers: Sequence[Layer]) -> str:
     known, node = _follow(schema, path)
     key = ".".join(path if detail["type"] == "extra_forbidden" else known)
     missing = detail["type"] == "missing" and len(path) == len(known)
-    origin, found = find_value(key.rpartition(".")[0] if missing else key, layers)
-    value = detail["input"] if len(path) == len(known) else found  # for an invalid list entry, show the whole list
-    place = f" ({origin})" if origin else ""
+    origin, merged_value = find_value(key.rpartition(".")[0] if missing else key, layers)
+    # For an invalid list entry, show the whole list.
+    value = detail["input"] if len(path) == len(known) else merged_value
+    suffix = f" ({origin})" if origin else ""
     if detail["type"] == "extra_forbidden":
-        return unknown_key(key, detail["input"], env, place)
+        return unknown_key(key, detail["input"], env, suffix)
     if missing:
-        return f"{key} is missing{place}: it must be given; valid: {_valid(schema, node)}"
+        return f"{key} is missing{suffix} and has no default; valid: {_valid(schema, node)}"
     if detail["type"] == "value_error":
         reason = detail["msg"].removeprefix("Value error, ")
-        return f"{key}{place}: {reason}" if key else reason
-    return f"{key}={show(value)}{place}: valid is {_valid(schema, node) or detail['msg']}"
+        return f"{key}{suffix}: {reason}" if key else reason
+    return f"{key}={show(value)}{suffix}: valid is {_valid(schema, node) or detail['msg']}"
 
 
-def unknown_key(key: str, value: object, env: str, place: str = "") -> str:
-    """The message for an unknown or renamed key."""
+def unknown_key(key: str, value: object, env: str, suffix: str = "") -> str:
+    """Return the message for an unknown or renamed key."""
     if key in RENAMED:
-        return f"{key} (value {show(value)}){place} has a new name: {RENAMED[key]}"
+        return f"{key} (value {show(value)}){suffix} has a new name: {RENAMED[key]}"
     schema = _schema(env)
     known, node = _follow(schema, key.split(".")[:-1])
     section = ".".join(known)
-    keys = ", ".join(_properties(schema, node)) or "none, it is a value"
+    keys = ", ".join(_properties(schema, node)) or "none, because it is a value"
     where = f"valid keys in {section}" if section else "valid sections and keys"
     return (
-        f"unknown key {key} (value {show(value)}){place}; nearest valid key: {nearest_key(key, env)}; {where}: {keys}"
+        f"unknown key {key} (value {show(value)}){suffix}; nearest valid key: {nearest_key(key, env)}; {where}: {keys}"
     )
 
 
 def show(value: object) -> str:
-    """``value`` on one line in the syntax of a setting, shortened if it is long."""
+    """Format ``value`` on one line in the syntax of a setting, shortened if it is long."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 120 else text[:117] + "..."
 
@@ -148,12 +149,12 @@ def _schema(env: str) -> _Node:
 
 
 def _options(root: _Node, node: _Node) -> list[_Node]:
-    """The alternatives of a node, with references resolved and null omitted."""
+    """Alternatives of a node, with references resolved and null omitted."""
     if "$ref" in node:
         return _options(root, root["$defs"][node["$ref"].rpartition("/")[2]])
     alternatives = node.get("anyOf") or node.get("oneOf")
     if alternatives:
-        return [found for one in alternatives if one.get("type") != "null" for found in _options(root, one)]
+        return [option for one in alternatives if one.get("type") != "null" for option in _options(root, one)]
     return [node]
 
 
@@ -183,9 +184,9 @@ def _walk(root: _Node, node: _Node, path: str) -> Iterable[str]:
 
 
 def _valid(root: _Node, node: _Node) -> str:
-    """The valid values of this node in words, for example ``a whole number at least 1, or none``."""
+    """Valid values of a node in words, for example ``a whole number at least 1, or none``."""
     options = _options(root, node)
-    form = node.get("form")  # the meaning of a pattern, in words
+    form = node.get("form")  # description of a pattern in words
     words = [str(form)] if form else [_valid_option(option) for option in options]
     if any(one.get("type") == "null" for one in node.get("anyOf", [])):
         words.append("null")

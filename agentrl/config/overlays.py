@@ -1,7 +1,7 @@
 """YAML overlays: shipped overlays, user files, their ``base:`` chains and ``${VARIABLE}`` in their values.
 
-YAML is read by the rules of the 1.2 core schema where version 1.1 has surprising ones: ``1e-6`` is a number, ``no`` and
-``on`` are text, dates are text, and a duplicate key in a mapping is an error.
+Where YAML 1.1 has surprising rules, those of the 1.2 core schema apply: ``1e-6`` is a number, ``no`` and ``on`` are
+text, dates are text, and a duplicate key in a mapping is an error.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ import yaml
 from agentrl.errors import SettingsError
 from agentrl_envs.registry import did_you_mean
 
-_IN_SHORT = {"cluster": "kind", "sandbox": "url"}  # sections that a word may stand for, and the setting that it is
+_IN_SHORT = {
+    "cluster": "kind",
+    "sandbox": "url",
+}  # sections that a single word can replace, and the setting that it sets
 _VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One source of settings: its origin, for messages, and the values that it sets."""
+    """One source of settings: its origin for messages, and the values that it sets."""
 
     origin: str
     values: Mapping[str, object]
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the numbers and booleans of YAML 1.2, without dates, and without duplicate keys."""
+    """SafeLoader with the numbers and booleans of YAML 1.2, without dates and without duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         seen = set()
@@ -67,14 +70,14 @@ def parse_yaml(text: str, origin: str) -> object:
         return yaml.load(text, Loader=_Loader)  # safe: _Loader is a SafeLoader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise SettingsError(f"{origin}{place}: not valid YAML: {error.problem}") from error
+        position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise SettingsError(f"{origin}{position}: not valid YAML: {error.problem}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise SettingsError(f"{origin}: not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Name -> file of every overlay shipped with the package, in an installation or a checkout."""
+    """Return name -> file of every overlay that is shipped with the package, in an installation or a checkout."""
     installed = Path(str(resources.files("agentrl"))) / "configs"
     checkout = Path(str(resources.files("agentrl"))).parent / "configs"
     folder = installed if installed.is_dir() else checkout
@@ -82,24 +85,27 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def shipped_config(name: str) -> Path | None:
-    """The shipped overlay called ``name``, ``name.yaml`` or ``configs/name.yaml``; None when there is none."""
+    """Return the shipped overlay called ``name``, ``name.yaml`` or ``configs/name.yaml``, or None."""
     plain = name.removeprefix("configs/").removesuffix(".yaml")
     return shipped_configs().get(plain)
 
 
 def find_config(name: str) -> Path:
-    """The file at this path, or else the shipped overlay of this name. SettingsError lists the shipped overlays."""
+    """Return the file at this path, otherwise the shipped overlay of this name.
+
+    Raises SettingsError with the names of the shipped overlays.
+    """
     path = Path(name)
-    found = path if path.is_file() else shipped_config(name)
-    if found is not None:
-        return found
+    file = path if path.is_file() else shipped_config(name)
+    if file is not None:
+        return file
     shipped = list(shipped_configs())
     hint = did_you_mean(path.stem, shipped)
     raise SettingsError(f"no config file {name!r}{hint} (shipped: {', '.join(shipped)}; or the path of a YAML file)")
 
 
 def overlay_chain(name: str, _seen: tuple[Path, ...] = ()) -> list[Layer]:
-    """The layers of an overlay, its ``base`` first. SettingsError for a missing, malformed or circular overlay."""
+    """Read the layers of an overlay, its ``base`` first. Raises SettingsError if one cannot be read or is circular."""
     path = find_config(name).resolve()
     if path in _seen:
         raise SettingsError(f"{path}: 'base' is circular: {' -> '.join(p.name for p in (*_seen, path))}")
@@ -110,34 +116,34 @@ def overlay_chain(name: str, _seen: tuple[Path, ...] = ()) -> list[Layer]:
     values = parse_yaml(text, str(path))
     values = {} if values is None else values
     if not isinstance(values, dict):
-        raise SettingsError(f"{path}: a config file is a mapping of sections, this one is a {type(values).__name__}")
+        raise SettingsError(f"{path}: a config file must be a mapping of sections, but is a {type(values).__name__}")
     base = values.pop("base", None)
-    own = Layer(origin=str(path), values={key: _in_full(key, value) for key, value in values.items()})
+    overlay = Layer(origin=str(path), values={key: _in_full(key, value) for key, value in values.items()})
     bases = [] if base is None else base if isinstance(base, list) else [base]
     if not all(isinstance(name, str) for name in bases):
-        raise SettingsError(f"{path}: base={base!r} must be the name of a shipped config or a path, or a list of them")
-    return [*(layer for name in bases for layer in overlay_chain(name, (*_seen, path))), own]
+        raise SettingsError(f"{path}: base={base!r} must be the name of a shipped config, a path, or a list of these")
+    return [*(layer for name in bases for layer in overlay_chain(name, (*_seen, path))), overlay]
 
 
 def interpolate(values: object, environment: Mapping[str, str] = os.environ, path: str = "") -> object:
-    """``values`` with every ``${VARIABLE}`` in strings replaced. Raises SettingsError if a variable is not set."""
+    """Replace every ``${VARIABLE}`` in strings of ``values``. Raises SettingsError if a variable is not set."""
     if isinstance(values, dict):
         return {key: interpolate(value, environment, _join(path, key)) for key, value in values.items()}
     if isinstance(values, list):
-        return [interpolate(value, environment, _join(path, str(place))) for place, value in enumerate(values)]
+        return [interpolate(value, environment, _join(path, str(index))) for index, value in enumerate(values)]
     if not isinstance(values, str):
         return values
     for variable in _VARIABLE.findall(values):
         if variable not in environment:
             raise SettingsError(
-                f"{path}={values!r} needs the environment variable {variable}, which is not set; "
+                f"{path}={values!r} requires the environment variable {variable}, which is not set; "
                 f"set it (export {variable}=...) or set the key itself ({path}=...)"
             )
     return _VARIABLE.sub(lambda match: environment[match.group(1)], values)
 
 
 def in_short(section: str, value: object) -> str | None:
-    """The setting that a word in place of a whole section gives; None where ``value`` is no such word.
+    """Return the setting that a word in place of a section sets, or None if ``value`` is not such a word.
 
     >>> in_short("cluster", "local"), in_short("sandbox", "local://"), in_short("env", "simpletir")
     ('kind', 'url', None)
@@ -151,7 +157,7 @@ def _in_full(section: str, value: object) -> object:
 
 
 def leaf_paths(values: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
-    """The dotted key and value of every leaf of ``values``: of everything but mappings and lists of mappings."""
+    """Yield the dotted key and value of every leaf: everything except mappings and lists of mappings."""
     for key, value in values.items():
         yield from _leaves(_join(path, key), value)
 
@@ -160,8 +166,8 @@ def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, dict) and value:
         yield from leaf_paths(value, path)
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        for place, item in enumerate(value):
-            yield from _leaves(f"{path}.{place}", item)
+        for index, item in enumerate(value):
+            yield from _leaves(f"{path}.{index}", item)
     else:
         yield path, value
 

@@ -1,4 +1,4 @@
-"""The settings of a run, composed of sections that are each owned by the package that uses them."""
+"""Settings of a run, composed of sections that belong to the packages that use them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ REASONING = "reasoning"
 
 
 class Settings(BaseModel):
-    """The resolved settings of one run. The defaults are the published values for large models.
+    """Resolved settings of one run. The defaults are the published values for large models.
 
-    ``environment`` holds :class:`SimpleTIRSettings` if ``env`` is ``simpletir``, :class:`ReasoningSettings` if it is
+    ``environment`` is :class:`SimpleTIRSettings` if ``env`` is ``simpletir``, :class:`ReasoningSettings` if it is
     ``reasoning``, and arbitrary options otherwise.
     """
 
@@ -44,19 +44,19 @@ class Settings(BaseModel):
     name: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="name of the run's directory in runs_dir; null: a new name",
+        description="name of the run's directory in runs_dir; null: generate a name",
     )
     env: str = Field(
         SIMPLETIR,
         description=f"environment: {', '.join(ENVIRONMENTS.own)}, a registered or installed name, module:Class, "
         "trl:module:Class, reasoning_gym:NAME, textarena:GAME, openenv:URL; agent:module:function, agent:COMMAND or "
-        "worker:COMMAND for an agent program that speaks the OpenAI API, or verifiers:TASKSET",
+        "worker:COMMAND for an agent program that uses the OpenAI API, or verifiers:TASKSET",
     )
     plugins: tuple[str, ...] = Field(
         default=(),
-        description="modules or files (ending in .py) that every command and process loads first: what they register, "
-        "such as environments, tools, rewards, estimators and losses, can be named in other settings. "
-        "Those of config files and of the command line add up",
+        description="modules or files (ending in .py) that every command and process loads first. Other settings can "
+        "name what they register, such as environments, tools, rewards, estimators and losses. Plug-ins of config "
+        "files and of the command line are concatenated",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="random seed of problems, sampling, cold start and evaluation")
     runs_dir: str = Field("runs", min_length=1, description="directory for run directories")
@@ -82,7 +82,7 @@ class Settings(BaseModel):
 
     @property
     def run_path(self) -> Path:
-        """The run directory."""
+        """Path of the run directory."""
         return Path(self.runs_dir) / str(self.name)
 
 
@@ -105,6 +105,6 @@ class OtherRun(Settings):
 
 
 def settings_model(env: str) -> type[Settings]:
-    """The model that validates a run in the environment ``env``."""
-    own: dict[str, type[Settings]] = {SIMPLETIR: SimpleTIRRun, REASONING: ReasoningRun}
-    return own.get(env, OtherRun)
+    """Return the model that validates a run in the environment ``env``."""
+    models: dict[str, type[Settings]] = {SIMPLETIR: SimpleTIRRun, REASONING: ReasoningRun}
+    return models.get(env, OtherRun)

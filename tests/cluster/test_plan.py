@@ -81,7 +81,7 @@ def test_servers_go_where_there_is_room_for_their_gpus() -> None:
         ["n1", "10.0.0.1", "4 of 4", "3 of 8", "server 1, server 2, sandbox"],
         ["n2", "10.0.0.2", "2 of 2", "4 of 4", "ranks 0 to 1, worker, sandbox"],
     ]
-    with pytest.raises(UnplaceableError, match=r"no node has room for: server 2 \(2 GPUs, 1 CPU\)"):
+    with pytest.raises(UnplaceableError, match=r"no node has room for server 2 \(2 GPUs, 1 CPU\)"):
         plan_table(ranks, nodes((8, 4), (8, 4)), beside=servers)
     assert servers_of(load_settings(overrides=[*own[:1], "rollout.engine=vllm"]), there) == []
 
@@ -91,7 +91,7 @@ def test_servers_go_where_there_is_room_for_their_gpus() -> None:
     [
         (["cluster=ray", "cluster.nodes=2", "training.num_processes=3"], "cannot be shared evenly by cluster.nodes=2"),
         (["cluster.nodes=2", "training.num_processes=2"], "cluster.nodes=2 with cluster.kind=auto"),
-        (["cluster=environment", "cluster.restarts=1"], "its launcher restarts the ranks"),
+        (["cluster=environment", "cluster.restarts=1"], "where the launcher restarts ranks"),
         (["cluster=slurm"], 'cluster.kind="slurm"'),
     ],
 )

@@ -42,7 +42,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
         address = f"127.0.0.1:{head.getsockname()[1]}"
         monkeypatch.setattr(ray, "init", made.init)
         monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=address))
-        monkeypatch.setattr("agentrl.cluster.ray_nodes._LOOK", 0.0)  # seconds between two attempts
+        monkeypatch.setattr("agentrl.cluster.ray_nodes._RETRY_INTERVAL", 0.0)  # seconds between two attempts
         yield made
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -56,8 +56,8 @@ def test_a_start_that_is_too_slow_is_tried_again(machine: Ray, caplog: pytest.Lo
     assert machine.attempts == 3
     said = [record.getMessage() for record in caplog.records]
     assert said == [
-        "Ray has not started: Failed to start the raylet; trying again for 300 s",
-        f"Ray has not started: {SLOW}; trying again for 300 s",
+        "Ray has not started: Failed to start the raylet; retrying for 300 s",
+        f"Ray has not started: {SLOW}; retrying for 300 s",
     ]
 
 
@@ -89,7 +89,7 @@ from agentrl.errors import SettingsError
 try:
     open_cluster(ClusterSettings(kind="ray", address="no address"), None)
 except SettingsError as error:
-    assert "no Ray cluster answers" in str(error)
+    assert "no Ray cluster responds" in str(error)
 from ray._private.ray_logging import stderr_deduplicator, stdout_deduplicator
 lines = ["Raylet is terminated. Its log:\\n    [state-dump] NodeManager:\\n    [state-dump] Node", "a worker died"]
 for printed in (stdout_deduplicator, stderr_deduplicator):

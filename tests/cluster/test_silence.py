@@ -64,4 +64,4 @@ with sigterm_as_ctrl_c():
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "stopped"), done.stderr
-    assert "no Ray cluster answers there" in done.stdout
+    assert "no Ray cluster responds" in done.stdout

@@ -145,11 +145,11 @@ def test_on_one_machine_the_gpu_is_given_up_or_else_a_rank(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cluster.elastic=true"], "cluster.elastic=true with cluster.restarts=0: nothing restarts"),
+        (["cluster.elastic=true"], "cluster.elastic=true with cluster.restarts=0, so ranks are never restarted"),
         (
             [*RAY, "training.sequence_parallel=3"],
-            "training.sequence_parallel=3 and 2 ranks on a node: without one node, the ranks left may not share rows "
-            "evenly; valid: a divisor of 2",
+            "training.sequence_parallel=3 and 2 ranks per node: without one node, the remaining ranks may not form "
+            "complete sequence-parallel groups; valid: a divisor of 2",
         ),
     ],
 )

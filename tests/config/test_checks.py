@@ -22,7 +22,7 @@ from agentrl.config import (
         ),
         (
             ["algorithm.updates_per_step=33"],
-            "algorithm.updates_per_step=33 exceeds rollout.problems_per_step=32: every update needs a group",
+            "algorithm.updates_per_step=33 exceeds rollout.problems_per_step=32, but every update needs its own group",
         ),
         (
             ["rollout.max_prompt_tokens=1000"],
@@ -30,9 +30,12 @@ from agentrl.config import (
             "model.tiny.max_positions=1024",
         ),
         (["rollout.kv_cache_tokens=64"], "exceed rollout.kv_cache_tokens=64: the KV cache must hold at least one"),
-        (["training.micro_batch_tokens=64"], "exceed training.micro_batch_tokens=64: a micro-batch must hold a whole"),
-        (["data.train=[]"], "data.train is empty: nothing to train on"),
-        (["model.path=/no/such/folder"], "model.path='/no/such/folder': there is no such directory"),
+        (
+            ["training.micro_batch_tokens=64"],
+            "exceed training.micro_batch_tokens=64: a micro-batch must hold a complete",
+        ),
+        (["data.train=[]"], "data.train is empty, so there is no data to train on"),
+        (["model.path=/no/such/folder"], "model.path='/no/such/folder' does not exist"),
         (
             ["kl.placement=reward", "kl.estimator=k1+"],
             "kl (command line): estimator=k1+ differs from k1 in its gradient alone, and placement=reward has none",
@@ -41,7 +44,7 @@ from agentrl.config import (
         (["correction.self_normalize=true"], "self_normalize=true has no weights to normalise: set weights"),
         (
             ["training.deterministic=true", "rollout.schedule=overlapped"],
-            "training.deterministic=true with rollout.schedule=overlapped: if rollouts and training run side by",
+            "training.deterministic=true with rollout.schedule=overlapped: if sampling and training run concurrently",
         ),
         (
             ["rollout.schedule=asynchronous", "rollout.engine=vllm", "rollout.vllm.placement=colocated"],
@@ -73,9 +76,9 @@ def test_a_model_directory_needs_a_tokenizer(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     given = [f"model.path={model}", "data.train.0.path=p.jsonl"]
-    assert f"model.path='{model}' holds no config.json" in refused(*given)
+    assert f"model.path='{model}' has no config.json" in refused(*given)
     (model / "config.json").write_text("{}")
-    assert f"model.path='{model}' holds a model but no tokenizer" in refused(*given)
+    assert f"model.path='{model}' has a model but no tokenizer" in refused(*given)
     (model / "tokenizer.json").write_text("{}")
     assert load_settings(overrides=given).name == "model-1"
 
@@ -93,7 +96,7 @@ def test_commands_ask_only_for_what_they_need() -> None:
 def test_a_group_of_one_is_a_warning_that_says_what_happens() -> None:
     (dropped,) = settings_warnings(load_settings(overrides=["rollout.group_size=1"]))
     assert "rollout.group_size=1 with the group estimator algorithm.estimator=tir_otb" in dropped
-    assert "drops it and nothing is trained" in dropped
+    assert "drops it and no group is trained on" in dropped
     kept = load_settings(overrides=["rollout.group_size=1", "algorithm.drop_zero_variance=false"])
     assert "its baseline is 0 and its advantages are the plain rewards" in settings_warnings(kept)[0]
     assert settings_warnings(load_settings()) == []
@@ -103,7 +106,7 @@ def test_a_group_of_one_with_a_baseline_of_the_other_groups_is_nothing_special()
     pooled = ["rollout.group_size=1", "algorithm.estimator=ogb_pooled"]
     assert settings_warnings(load_settings(overrides=pooled)) == []
     (said,) = settings_warnings(load_settings(overrides=[*pooled, "algorithm.drop_zero_variance=true"]))
-    assert "drops it and nothing is trained" in said
+    assert "drops it and no group is trained on" in said
 
 
 def test_a_group_of_one_without_a_baseline_of_its_group() -> None:
@@ -133,7 +136,7 @@ def test_a_baseline_that_branches_do_not_have_is_said(env: list[str]) -> None:
 
 @pytest.mark.parametrize("env", ["agent:true", "worker:python work.py"])
 def test_a_program_outside_the_trainer_needs_a_reward(env: str) -> None:
-    assert f"env='{env}' has no reward: name a function" in refused(f"env={env}")
+    assert f"env='{env}' has no reward: set a function" in refused(f"env={env}")
     load_settings(overrides=[f"env={env}", "gateway.agent_rewards=true"])
     load_settings(overrides=[f"env={env}", "reward.functions={rewards:shorter: 1.0}"])
 
@@ -142,7 +145,7 @@ def test_an_inexact_penalty_in_the_reward_is_said() -> None:
     given = ["kl.coefficient=0.1", "kl.placement=reward"]
     assert settings_warnings(load_settings(overrides=given)) == []
     (said,) = settings_warnings(load_settings(overrides=[*given, "kl.estimator=k3"]))
-    assert said.startswith("kl.placement=reward with kl.estimator=k3: in the reward, only k1")
+    assert said.startswith("kl.placement=reward with kl.estimator=k3: as part of the reward, only k1")
 
 
 def test_stale_tokens_without_correction_are_said() -> None:

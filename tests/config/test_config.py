@@ -312,13 +312,13 @@ def test_every_known_key_is_its_own_nearest() -> None:
         ("optimizer.betas=[0.9, x]", 'optimizer.betas=[0.9, "x"] (command line): valid is a list of 2 values'),
         ("rollout=3", "rollout=3 (command line): valid is a section with the keys engine, problems_per_step"),
         ("data.train.0.weight=heavy", 'data.train.0.weight="heavy" (command line): valid is a number above 0'),
-        ("data.train=[{split: train}]", "data.train.0.path is missing (command line): it must be given; valid: text"),
+        ("data.train=[{split: train}]", "data.train.0.path is missing (command line) and has no default; valid: text"),
         ("data.train.9.path=x", 'data.train.9.path="x": data.train has 1 entries; valid indices: 0 to 1'),
         ("name=a/b", 'name="a/b" (command line): valid is text matching'),
         ("seed.x=3", "unknown key seed.x (value 3) (command line); nearest valid key: seed;"),
-        ("rollout", "'rollout': settings are given as key=value, for example rollout.group_size=8"),
-        ("=3", "'=3': settings are given as key=value"),
-        ("rollout..x=3", "'rollout..x=3': settings are given as key=value"),
+        ("rollout", "'rollout': settings are written key=value, for example rollout.group_size=8"),
+        ("=3", "'=3': settings are written key=value"),
+        ("rollout..x=3", "'rollout..x=3': settings are written key=value"),
         ("rollout.temperature=[1", "rollout.temperature='[1', line 1, column 3: not valid YAML"),
         ("env=simpletr", "env=\"simpletr\": unknown environment 'simpletr'; did you mean 'simpletir'? (known: "),
         (
@@ -349,9 +349,9 @@ def test_forms_and_sizes_are_told_in_words() -> None:
     [
         ("rollout: {a: 1\n", "mine.yaml, line 2, column 1: not valid YAML"),
         ("seed: 1\nseed: 2\n", "mine.yaml, line 2, column 1: not valid YAML: key 'seed' is repeated"),
-        ("- 1\n", "a config file is a mapping of sections, this one is a list"),
+        ("- 1\n", "a config file must be a mapping of sections, but is a list"),
         ("1: 2\n", "key 1 is not text"),
-        ("base: 3\n", "base=3 must be the name of a shipped config or a path, or a list of them"),
+        ("base: 3\n", "base=3 must be the name of a shipped config, a path, or a list of these"),
         ("base: nothing\n", "no config file 'nothing'"),
         ("seed: !!python/object:os.system x\n", "not valid YAML"),
     ],
@@ -479,7 +479,7 @@ def test_resume_lets_the_allowed_keys_change_and_names_the_others() -> None:
     assert "  seed: 0 -> 8" in message
     assert "  rollout.group_size: 8 -> 3" in message
     assert "training.steps: " not in message
-    assert "on resume may change: name, runs_dir, model.gradient_checkpointing, " in message
+    assert "resuming may change: name, runs_dir, model.gradient_checkpointing, " in message
 
 
 def test_resume_of_nothing() -> None:

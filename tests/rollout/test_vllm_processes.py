@@ -159,7 +159,7 @@ def test_settings_that_contradict_one_another(settings: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["training.deterministic=true"], "training.deterministic=true needs rollout.engine=transformers"),
+        (["training.deterministic=true"], "training.deterministic=true requires rollout.engine=transformers"),
         (["rollout.vllm.addresses=[localhost:8000]"], "'localhost:8000' is not an address; valid: http://HOST:PORT"),
         (
             ["rollout.vllm.placement=colocated", "rollout.vllm.addresses=[]", "training.zero_stage=3"],

@@ -53,8 +53,11 @@ def test_every_estimator_has_its_defaults(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["training.offload=all"], r"training\.offload=all needs training\.zero_stage=3; it is 2"),
-        (["training.offload=optimizer", "training.zero_stage=0"], r"needs training\.zero_stage=1, 2 or 3; it is 0"),
+        (["training.offload=all"], r"training\.offload=all requires training\.zero_stage=3, but it is 2"),
+        (
+            ["training.offload=optimizer", "training.zero_stage=0"],
+            r"requires training\.zero_stage=1, 2 or 3, but it is 0",
+        ),
     ],
 )
 def test_what_cannot_be_offloaded_is_said(given: list[str], said: str) -> None:

@@ -118,7 +118,7 @@ def load_benchmark(name: str, *, data_dir: str | Path | None = None) -> list[Pro
     loaded = read_benchmark(name, data_dir=data_dir)
     if loaded.errors:
         more = len(loaded.errors) - 1
-        rest = f" (and {more} more errors: list them with agentrl eval --check-data)" if more else ""
+        rest = f" (and {more} more: list them with agentrl eval --check-data)" if more else ""
         raise ProblemError(loaded.errors[0] + rest)
     return list(loaded.problems)
 
