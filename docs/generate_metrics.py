@@ -1,6 +1,6 @@
 """Write docs/metrics.md from the catalogue of metrics: ``python docs/generate_metrics.py``.
 
-``--check`` writes nothing and ends with 1 when the file is not what the catalogue says.
+``--check`` only compares, and exits with 1 if the file is out of date.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ TARGET = Path(__file__).with_name("metrics.md")
 HEAD = """# Metrics
 
 `metrics.jsonl` has a row for each training step and each evaluation. This page is generated from
-`agentrl/telemetry/metrics/catalogue.py` (`make docs`), which the console and the plots read too. *Healthy* is what a
-run that learns shows, and the [alerts](telemetry.md#alerts) that read the metric. *When* says which rows have the
-metric; without it, every training row has it. `{...}` stands for any text.
+`agentrl/telemetry/metrics/catalogue.py` (`make docs`), which the console and the plots also use. *Healthy* describes a
+run that learns, and names the [alerts](telemetry.md#alerts) that read the metric. *When* describes the rows that have
+the metric; if it is empty, every training row has it. `{...}` stands for any text.
 
-A loss or an estimator of your own adds `policy/NAME` for each metric that it returns.
+A custom loss or estimator adds `policy/NAME` for each metric that it returns.
 
-## Metrics of your own
+## Custom metrics
 
-A [plug-in](environments.md#names-of-your-own) registers a function of a step's trajectories. Its number stands in
-`metrics.jsonl`, and on request in the progress line and in `plots/`:
+A [plug-in](environments.md#names-of-your-own) registers a function of a step's trajectories. Its value is written
+to `metrics.jsonl`, and optionally to the progress line and to `plots/`:
 
 ```python
 # searches.py; agentrl train plugins=[searches.py] ...
@@ -47,8 +47,8 @@ def searches(trajectories):
     return sum(counts) / len(counts) if counts else None
 ```
 
-The trajectories are those of [the Python page](python.md), without greedy ones and those that are no data. A metric
-that raises, or returns no finite number, is named once in a warning, and its number is missing in the row.
+The trajectories are described on [the Python page](python.md); greedy and excluded ones are left out. If the function
+raises or returns a value that is not finite, a warning is logged once and the row has no value.
 """
 
 

@@ -358,7 +358,7 @@ def test_a_run_directory_that_is_not_empty(refused: Refused) -> None:
     thesis.parent.mkdir(parents=True)
     thesis.write_text("precious")
     message = refused("train", "name=mine")
-    assert "the run directory runs/mine is not empty (it holds thesis.txt): continue that run with --resume" in message
+    assert "runs/mine is not empty (it contains thesis.txt): continue that run with --resume" in message
     assert thesis.read_text() == "precious"
     assert [path.name for path in thesis.parent.iterdir()] == ["thesis.txt"]
 

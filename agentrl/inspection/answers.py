@@ -18,7 +18,7 @@ from agentrl.algorithms import estimator_needs
 from agentrl.algorithms.errors import AlgorithmError
 from agentrl.errors import AgentRLError, SettingsError
 from agentrl.inspection.explain import explain
-from agentrl.inspection.json_values import drawn_places, finite, to_json
+from agentrl.inspection.json_values import drawn_indices, finite, to_json
 from agentrl.inspection.run_settings import load_run_plugins
 from agentrl.inspection.what_if import WhatIf, all_options, estimator_forms, what_if
 from agentrl.telemetry.run_directory import RunDirectory
@@ -90,7 +90,7 @@ class Answers:
 
 def _curves(item: StoredTrajectory, result: WhatIf) -> dict[str, object]:
     columns = result.columns[item.key]
-    indices = drawn_places(len(item.positions))
+    indices = drawn_indices(len(item.positions))
     return {
         "number": item.number,
         "index": indices.tolist(),

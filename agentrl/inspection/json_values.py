@@ -39,6 +39,6 @@ def finite(values: np.ndarray) -> list[object]:
     return listed
 
 
-def drawn_places(length: int) -> np.ndarray:
+def drawn_indices(length: int) -> np.ndarray:
     """Return the indices at which a curve of ``length`` values is drawn."""
     return np.arange(0, length, max(1, -(-length // _POINTS)))

@@ -1,7 +1,7 @@
 """Alerts over the metrics of a run: pure functions of the training rows so far, in order of steps.
 
 A rule returns a sentence that describes the fault, or None. Rules are ordered with causes before symptoms. If a symptom
-and its cause both fire, only the cause gives advice.
+and its cause both fire, only the cause has advice.
 """
 
 from __future__ import annotations
@@ -87,18 +87,18 @@ def training_rows(rows: Iterable[Metrics]) -> list[Metrics]:
 
 def alerts(rows: Sequence[Metrics]) -> list[Alert]:
     """Return the alerts that fire after the last of these :func:`training_rows`, causes before symptoms."""
-    found = ((rule, rule.rule(rows)) for rule in RULES) if rows else ()
+    fired = ((rule, rule.rule(rows)) for rule in RULES) if rows else ()
     return explained(
         Alert(step=int(rows[-1]["step"]), alert=rule.name, message=message, advice=rule.advice)
-        for rule, message in found
+        for rule, message in fired
         if message is not None
     )
 
 
-def explained(found: Iterable[Alert]) -> list[Alert]:
+def explained(fired: Iterable[Alert]) -> list[Alert]:
     """Return the first alert of each rule, causes before symptoms. A symptom names its cause instead of advice."""
     first: dict[str, Alert] = {}
-    for alert in found:
+    for alert in fired:
         first.setdefault(alert.alert, alert)
     for rule in RULES:
         cause = next((name for name in rule.symptom_of if name in first), None)
@@ -444,7 +444,7 @@ def memory(rows: Sequence[Metrics]) -> str | None:
 
 
 MACHINE_METRICS = (DISK_FREE, MEMORY_FREE)
-"""Added to the rows by :func:`agentrl.telemetry.machine.free_room`, for the rules only: no file contains them."""
+"""Added to the rows by :func:`agentrl.telemetry.machine.free_room` for the rules only. No file contains them."""
 
 NAMES = tuple(rule.name for rule in RULES)
 

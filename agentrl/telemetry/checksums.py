@@ -1,4 +1,4 @@
-"""Checksums of a directory's files, to find those that changed after they were written."""
+"""Checksums of a directory's files, to detect files that changed after they were written."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of a file. Raises OSError where it cannot be read."""
+    """Return the SHA-256 of a file. Raises OSError if it cannot be read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def damaged(folder: Path, expected: Mapping[str, str], *, part: int = 0, parts: int = 1) -> list[str]:
-    """One message for each damaged file of ``expected``; of every ``parts``-th one, from ``part`` on."""
-    found = []
+    """Return a message for each damaged file of ``expected``, checking every ``parts``-th file from ``part`` on."""
+    messages = []
     for name in sorted(expected)[part::parts]:
         try:
             if checksum(folder / name) != expected[name]:
-                found.append(f"{name} has changed since it was written")
+                messages.append(f"{name} has changed since it was written")
         except OSError as error:
-            found.append(f"{name}: {error.strerror or error}")
-    return found
+            messages.append(f"{name}: {error.strerror or error}")
+    return messages

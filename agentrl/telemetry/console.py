@@ -18,15 +18,15 @@ from agentrl.telemetry.metrics.catalogue import METRICS
 from agentrl.telemetry.metrics.definitions import USER_METRICS
 from agentrl.telemetry.settings import TelemetrySettings
 
-_RECENT = 20  # steps behind the running average and the time left
+_RECENT = 20  # steps of the running average and of the estimated time left
 _PLAIN_WIDTH = 160
 
 
 class Console:
-    """The one place that writes to the terminal during a run."""
+    """Terminal output of a run. Nothing else writes to the terminal while it is active."""
 
     def __init__(self, settings: TelemetrySettings, file: TextIO | None = None, copy: TextIO | None = None) -> None:
-        """``file``: standard output unless given. ``copy``: gets the same in plain lines."""
+        """``file`` defaults to standard output. ``copy`` also receives all output, in plain lines."""
         self._settings = settings
         self.copy = None if copy is None else Console(settings, copy)
         probe = RichConsole(file=file)
@@ -38,28 +38,28 @@ class Console:
         self._print(Text(text))
 
     def warning(self, text: str) -> None:
-        """Print a line that the user should look at."""
+        """Print a line that requires the user's attention."""
         self._print(Text.assemble(("warning: ", "bold yellow"), text))
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A small table; the first column is text, the others stand right-aligned."""
+        """Print a small table. The first column is left-aligned, the others are right-aligned."""
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-        for place, column in enumerate(columns):
-            table.add_column(column, justify="right" if place else "left", no_wrap=bool(place))
+        for index, column in enumerate(columns):
+            table.add_column(column, justify="right" if index else "left", no_wrap=bool(index))
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))
         self._print(table)
 
-    def _print(self, what: Text | Table) -> None:
+    def _print(self, content: Text | Table) -> None:
         # Log lines are not wrapped. On a terminal, rich wraps between words; the terminal itself would break words.
-        self._rich.print(what, soft_wrap=isinstance(what, Text) and not self._rich.is_terminal)
+        self._rich.print(content, soft_wrap=isinstance(content, Text) and not self._rich.is_terminal)
         if self.copy is not None:
-            self.copy._print(what)
+            self.copy._print(content)
 
     def progress(self, total: int, done: int = 0, unit: str = "step", lines: int | None = None) -> RunProgress:
-        """Progress over ``total`` steps of which ``done`` are complete; a context manager.
+        """Return a context manager that shows the progress over ``total`` steps, of which ``done`` are complete.
 
-        Without a live display, it says about so many ``lines`` at most.
+        Without a live display, about ``lines`` lines are printed at most.
         """
         every = None if self._settings.console == "off" else self._settings.plain_every
         if every is not None and lines is not None:
@@ -68,12 +68,12 @@ class Console:
 
 
 class RunProgress:
-    """Progress of one loop: ``update`` after each step, ``close`` (or leave the context) at its end."""
+    """Progress of one loop. Call ``update`` after each step, and ``close`` (or leave the context) at the end."""
 
     def __init__(
         self, console: Console, bar: Progress | None, unit: str, total: int, done: int, every: int | None
     ) -> None:
-        """Without a ``bar``, a line every so many steps; ``every`` None prints nothing."""
+        """Without a ``bar``, print a line every ``every`` steps, or none if it is None."""
         self._bar, self._unit = bar, unit
         self._plain = console if bar is None else console.copy
         self._total, self._every = total, every
@@ -90,7 +90,7 @@ class RunProgress:
         self.close()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that ``step`` steps are done; ``metrics`` is the step's row of ``metrics.jsonl``."""
+        """Show that ``step`` steps are complete; ``metrics`` is the step's row of ``metrics.jsonl``."""
         self._times.append((time.monotonic(), step))
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
@@ -102,7 +102,7 @@ class RunProgress:
             self._plain.note(f"{self._unit} {step}/{self._total}  {figures}  {left}")
 
     def close(self) -> None:
-        """End the display; its last state stays visible."""
+        """End the display. Its last state stays visible."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -114,14 +114,14 @@ class RunProgress:
 
 
 class _Figures(ProgressColumn):
-    """Metrics of the newest step, wrapped to as many lines as needed. No metric is cut or split between lines."""
+    """Metrics of the latest step, wrapped to as many lines as needed. No metric is cut or split between lines."""
 
     def render(self, task: Task) -> Columns:
         return Columns([Text(part) for part in task.fields["figures"].split("  ")], padding=(0, 2))
 
 
 def _bar(rich: RichConsole) -> Progress:
-    """A bar that is redrawn in place."""
+    """Build a progress bar that is redrawn in place."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=12),
@@ -134,7 +134,7 @@ def _bar(rich: RichConsole) -> Progress:
 
 
 def describe(metrics: Mapping[str, float], average_reward: float | None) -> str:
-    """The figures of one step, without those that are missing.
+    """Format the figures of one step, without missing ones.
 
     >>> describe({"reward/mean": 0.5, "tokens_per_s": 5210.0, "policy/entropy": 0.31}, 0.4)
     'reward 0.500 (avg 0.400)  entropy 0.310  5.2k tokens/s'
@@ -156,7 +156,7 @@ def describe(metrics: Mapping[str, float], average_reward: float | None) -> str:
 
 
 def clock(seconds: float | None) -> str:
-    """A duration as ``m:ss`` or ``h:mm:ss``; ``?`` for an unknown one.
+    """Format a duration as ``m:ss`` or ``h:mm:ss``, or ``?`` if it is unknown.
 
     >>> clock(192.4), clock(7322), clock(None)
     ('3:12', '2:02:02', '?')

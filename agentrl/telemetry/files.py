@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and appended files whose torn last line can be repaired."""
+"""Files that are written completely or not at all, and appended files whose incomplete last line can be repaired."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from safetensors import SafetensorError
 from agentrl.errors import SettingsError, WorldError
 
 _BLOCK = 1 << 16
-LOCK_DEADLINE = 10.0  # seconds: a killed run's children may hold a lock for a moment
+LOCK_DEADLINE = 10.0  # seconds; children of a killed run may hold a lock for a moment
 
 
 @contextmanager
 def world_errors(path: Path, doing: str) -> Iterator[None]:
-    """Turn an error of the disk (full, gone, read-only) into a WorldError that names the file."""
+    """Convert errors of the disk (full, missing, read-only) to a WorldError with the name of the file."""
     try:
         yield
     except OSError as error:
         raise WorldError(f"cannot {doing} {path}: {error.strerror or error}") from error
-    except SafetensorError as error:  # what safetensors makes of an OSError
+    except SafetensorError as error:  # safetensors converts an OSError to this
         raise WorldError(f"cannot {doing} {path}: {error}") from error
 
 
 @contextmanager
 def wrong_shape(where: str) -> Iterator[None]:
-    """Turn errors from a value of unexpected shape (a missing field, a string for a number) into a WorldError."""
+    """Convert errors from values of unexpected shape (a missing field, a string for a number) to a WorldError."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -43,7 +43,7 @@ def wrong_shape(where: str) -> Iterator[None]:
 
 
 def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Have ``write`` fill a temporary file beside ``path``, then put it in place, durable, in one step."""
+    """Write a file atomically and durably: ``write`` fills a temporary file, which is then renamed to ``path``."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with world_errors(path, "write"):
         try:
@@ -58,22 +58,22 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 class BackgroundWriter:
-    """Writes files in a background thread, one at a time. Only the next file waits for the one before."""
+    """Writes files in a background thread, one at a time. Submitting a file waits for the previous one."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._under_way: Future[object] | None = None
+        self._current: Future[object] | None = None
 
     def submit(self, write: Callable[[], object]) -> None:
         """Wait until the previous file is written, then start ``write``. Raises the error of the previous file."""
         self.settle()
-        self._under_way = self._thread.submit(write)
+        self._current = self._thread.submit(write)
 
     def settle(self) -> None:
-        """Wait until the current file is written. Raises its error."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        """Wait until the current file is written. Raises the error of writing it."""
+        current, self._current = self._current, None
+        if current is not None:
+            current.result()
 
     def close(self) -> None:
         """Wait for the current file, ignore its error, and end the thread."""
@@ -84,22 +84,22 @@ def contained(path: Path, folder: Path) -> Path:
     """Return ``path`` with links resolved. Raises WorldError if it is outside ``folder`` or is not a regular file.
 
     Directories of runs and evaluations are shared between people, so a link inside one must not expose files of the
-    reader's machine. A missing file is no error here; opening it raises FileNotFoundError.
+    reader's machine. A missing file is not an error here; opening it raises FileNotFoundError.
     """
     with world_errors(path, "read"):
-        found, root = path.resolve(), folder.resolve()
-        if not found.is_relative_to(root):
+        resolved, root = path.resolve(), folder.resolve()
+        if not resolved.is_relative_to(root):
             raise WorldError(
                 f"{path} is a link that leads out of {folder}, so it is not read: replace it with the file itself"
             )
         # Reading a pipe or a device could block or never end.
-        if found.exists() and not stat.S_ISREG(found.stat().st_mode):
+        if resolved.exists() and not stat.S_ISREG(resolved.stat().st_mode):
             raise WorldError(f"{path} is not a regular file, so it is not read")
-    return found
+    return resolved
 
 
 def take_lock(path: Path, busy: str, *, deadline: float) -> int:
-    """Lock the file ``path``, made if missing. Returns the open handle; closing it releases the lock.
+    """Lock the file ``path``, which is created if missing. Returns the open handle; closing it releases the lock.
 
     Writes the identity of this machine into the file, for :func:`lock_is_held`. Raises SettingsError with the message
     ``busy`` after ``deadline`` seconds, and OSError if the file cannot be created. Gives no protection on file systems
@@ -151,12 +151,12 @@ def _machine() -> str:
 
 
 def json_line(row: Mapping[str, object]) -> bytes:
-    """One JSON object and a newline. Raises ValueError for what JSON cannot express (NaN, infinity, objects)."""
+    """Return one JSON object and a newline. Raises ValueError for values outside JSON (NaN, infinity, objects)."""
     return json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append one whole line, durable when this returns."""
+    """Append one complete line, which is on disk when this function returns."""
     with world_errors(path, "append to"), path.open("ab") as out:
         out.write(line)
         out.flush()
@@ -164,13 +164,13 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def repair_torn_line(path: Path) -> int:
-    """Cut what follows the last newline, a line torn by a kill or a full disk. Returns the number of bytes cut."""
+    """Remove an incomplete last line, left by a kill or a full disk. Returns the number of removed bytes."""
     if not path.exists():
         return 0
     with world_errors(path, "repair"), path.open("rb+") as file:
         size = start = file.seek(0, os.SEEK_END)
         end = 0
-        while start and not end:  # from the end: the file may be large
+        while start and not end:  # search backwards, because the file may be large
             stop, start = start, max(0, start - _BLOCK)
             file.seek(start)
             newline = file.read(stop - start).rfind(b"\n")

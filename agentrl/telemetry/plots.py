@@ -1,8 +1,8 @@
-"""Pictures of a run, from its ``metrics.jsonl``: one PNG a subject and one overview. What was not measured is left out.
+"""Plots of a run from its ``metrics.jsonl``: one PNG per subject and one overview. Subjects without values are omitted.
 
-Rows with ``reward/...`` and so on are training steps, rows with ``eval/...`` are evaluations. Shaded bands and error
-bars are 95 % intervals (``reward/mean`` +- 1.96 ``reward/stderr``; ``eval/low`` to ``eval/high``). Every picture has a
-twin for dark pages, ``NAME-dark.png``. The figures of evaluations, studies and measurements are dressed here, too.
+Rows with ``reward/...`` and similar names are training steps, rows with ``eval/...`` are evaluations. Shaded bands and
+error bars are 95 % intervals (``reward/mean`` +- 1.96 ``reward/stderr``; ``eval/low`` to ``eval/high``). Every plot has
+a twin for dark pages, ``NAME-dark.png``. Evaluations, studies and measurements style their figures with this module.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Draw = Callable[["Axes", Sequence[Row]], bool]
 BLUE, ORANGE, GREEN, RED = LIGHT[0], LIGHT[1], LIGHT[5], LIGHT[7]
 GREY = "#8a8f98"
 _DOTS_PER_INCH = 140
-_LABEL_HEIGHT = 32  # points from an x axis to below its label
+_LABEL_HEIGHT = 32  # points from the x axis to the lower edge of its label
 _WINDOW = 15  # steps of the running mean
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One subject: the file it is drawn to and the function that draws it, which returns False without data."""
+    """One subject: its file, and the function that draws it, which returns False if there are no values."""
 
     file: str
     title: str
@@ -41,9 +41,9 @@ class Panel:
 
 
 def draw_plots(rows: Iterable[Row], folder: Path, title: str) -> list[Path]:
-    """Draw every panel that has data, and ``overview.png`` of them all, into ``folder``; returns the files.
+    """Draw every panel that has values, and an ``overview.png`` of them, into ``folder``. Returns the files.
 
-    ``title`` is written on each picture: the name of the run, its seed, the size of its steps.
+    ``title`` is written on each plot: the name of the run, its seed, the size of its steps.
     """
     measured = list(rows)
     drawn: list[Panel] = []
@@ -62,19 +62,19 @@ def draw_plots(rows: Iterable[Row], folder: Path, title: str) -> list[Path]:
 
 
 def series(rows: Iterable[Row], key: str) -> tuple[list[float], list[float]]:
-    """Steps and values of ``key`` in the rows that have it."""
-    found = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-    return [step for step, _ in found], [value for _, value in found]
+    """Return steps and values of ``key`` from the rows that have it."""
+    points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def running_mean(values: Sequence[float], window: int = _WINDOW) -> list[float]:
-    """The mean of each value and its neighbours, ``window`` (odd) in all, fewer at the ends.
+    """Return the mean of each value and its neighbours, over ``window`` (odd) values or fewer at the ends.
 
     >>> running_mean([1.0, 3.0, 8.0, 1.0], window=3)
     [2.0, 4.0, 4.0, 4.5]
     """
     half = window // 2
-    parts = (values[max(0, place - half) : place + half + 1] for place in range(len(values)))
+    parts = (values[max(0, index - half) : index + half + 1] for index in range(len(values)))
     return [sum(part) / len(part) for part in parts]
 
 
@@ -82,8 +82,8 @@ def _overview(panels: Sequence[Panel], rows: Sequence[Row]) -> Figure:
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
     figure = new_figure(5.0 * columns, 3.6 * lines)
-    for place, panel in enumerate(panels, start=1):
-        _draw(panel, figure.add_subplot(lines, columns, place), rows)
+    for index, panel in enumerate(panels, start=1):
+        _draw(panel, figure.add_subplot(lines, columns, index), rows)
     return figure
 
 
@@ -100,7 +100,7 @@ def _draw(panel: Panel, axes: Axes, rows: Sequence[Row]) -> bool:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of this size in inches."""
+    """Create an empty figure of this size in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=_DOTS_PER_INCH, layout="constrained")
@@ -112,7 +112,7 @@ def caption(figure: Figure, text: str) -> None:
 
 
 def dress(axes: Axes, title: str) -> None:
-    """Give axes a title, horizontal rules and no frame."""
+    """Add a title and horizontal grid lines to axes, and remove their frame."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.grid(axis="y", color="#e3e5e8", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -131,14 +131,14 @@ def legend_below(axes: Axes, columns: int = 2) -> None:
                 bbox_to_anchor=(0, 0), bbox_transform=axes.transAxes + shift)  # fmt: skip
 
 
-def look(place: int) -> dict[str, Any]:
-    """Colour and dashes of the n-th line of a picture, as arguments of matplotlib."""
-    colour, dashes = line_look(place)
+def look(index: int) -> dict[str, Any]:
+    """Return colour and dashes of the n-th line of a plot as arguments of matplotlib."""
+    colour, dashes = line_look(index)
     return {"color": LIGHT[colour], "linestyle": (0, dashes) if dashes else "-"}
 
 
 def save_twins(figure: Figure, path: Path) -> list[Path]:
-    """Write the figure for light pages to ``path``, and for dark ones to ``NAME-dark.png``."""
+    """Write the figure for light pages to ``path`` and for dark pages to ``NAME-dark.png``. Returns both files."""
     dark = path.with_name(f"{path.stem}-dark.png")
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, lambda out: figure.savefig(out, format="png"))
@@ -182,15 +182,15 @@ def _darken(figure: Figure) -> None:
             item.set(facecolor=[dark(each) for each in faces], edgecolor=[dark(each) for each in edges])
 
 
-def _line(axes: Axes, rows: Sequence[Row], key: str, label: str | None, place: int = 0) -> bool:
-    """Draw the n-th line: the steps pale, their running mean strong. Few steps are drawn as they are."""
+def _line(axes: Axes, rows: Sequence[Row], key: str, label: str | None, index: int = 0) -> bool:
+    """Draw the n-th line: steps pale and their running mean bold, or only the steps if there are few."""
     steps, values = series(rows, key)
     if not steps:
         return False
     smooth = len(steps) > 2 * _WINDOW
     if smooth:
-        axes.plot(steps, values, color=look(place)["color"], linewidth=0.9, alpha=0.35)
-    axes.plot(steps, running_mean(values) if smooth else values, **look(place), linewidth=1.8, label=label,
+        axes.plot(steps, values, color=look(index)["color"], linewidth=0.9, alpha=0.35)
+    axes.plot(steps, running_mean(values) if smooth else values, **look(index), linewidth=1.8, label=label,
               marker="o" if len(steps) == 1 else None)  # fmt: skip
     return True
 
@@ -214,13 +214,13 @@ def _evaluation(axes: Axes, rows: Sequence[Row]) -> bool:
     if not evaluations:
         return False
     families = sorted({key for row in evaluations for key in row if key.startswith("eval/family/")})
-    for place, key in enumerate(families, start=1):
+    for index, key in enumerate(families, start=1):
         steps, values = series(evaluations, key)
         name = key.removeprefix("eval/family/")
-        axes.plot(steps, values, **look(place), linewidth=1.0, marker=".",
+        axes.plot(steps, values, **look(index), linewidth=1.0, marker=".",
                   label=name if len(families) <= 7 else None)  # fmt: skip
     steps, means = series(evaluations, "eval/avg_at_k")
-    # Rows of older runs may hold a bound that lies a rounding error on the wrong side of its mean.
+    # In rows of older versions, a rounding error may put a bound on the wrong side of its mean.
     below = [max(mean - row.get("eval/low", mean), 0.0) for mean, row in zip(means, evaluations, strict=True)]
     above = [max(row.get("eval/high", mean) - mean, 0.0) for mean, row in zip(means, evaluations, strict=True)]
     last = evaluations[-1]
@@ -234,10 +234,10 @@ def _evaluation(axes: Axes, rows: Sequence[Row]) -> bool:
 
 
 def _lines(label: str, *names: str, logarithmic: bool = False) -> Draw:
-    """Draws metrics by name, on request on a logarithmic axis where anything is above zero."""
+    """Build a function that draws metrics by name, optionally on a logarithmic axis if a value is above zero."""
 
     def draw(axes: Axes, rows: Sequence[Row]) -> bool:
-        drawn = [key for place, key in enumerate(names) if _line(axes, rows, key, METRICS[key].label, place)]
+        drawn = [key for index, key in enumerate(names) if _line(axes, rows, key, METRICS[key].label, index)]
         if logarithmic and any(value > 0 for key in drawn for value in series(rows, key)[1]):
             axes.set_yscale("log", nonpositive="mask")
         axes.set_ylabel(label)
@@ -264,7 +264,7 @@ def _endings(axes: Axes, rows: Sequence[Row]) -> bool:
 
 
 def _single(metric: Metric) -> Draw:
-    """Draws one metric; the axis has its name and unit."""
+    """Build a function that draws one metric on an axis with its name and unit."""
 
     def draw(axes: Axes, rows: Sequence[Row]) -> bool:
         axes.set_ylabel(
@@ -278,9 +278,9 @@ def _single(metric: Metric) -> Draw:
 def _user_panels() -> list[Panel]:
     entries = [USER_METRICS[name] for name in USER_METRICS.names()]
     return [
-        Panel(file=f"{own.metric.name.replace('/', '_')}.png", title=own.metric.name, draw=_single(own.metric))
-        for own in entries
-        if own.plot
+        Panel(file=f"{entry.metric.name.replace('/', '_')}.png", title=entry.metric.name, draw=_single(entry.metric))
+        for entry in entries
+        if entry.plot
     ]
 
 

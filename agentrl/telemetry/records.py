@@ -1,15 +1,15 @@
-"""The JSON records of a run that checkpoints, ``metrics.jsonl`` and ``summary.json`` hold."""
+"""JSON records of a run in checkpoints, ``metrics.jsonl`` and ``summary.json``."""
 
 from __future__ import annotations
 
 from typing import Any, TypedDict
 
 Metrics = dict[str, float]
-"""A row of ``metrics.jsonl``: finite numbers by name, with the integer ``step``."""
+"""A row of ``metrics.jsonl``: finite numbers by name, including the integer ``step``."""
 
 
 JsonRecord = dict[str, Any]
-"""An object of a JSON file, as it was read."""
+"""An object from a JSON file."""
 
 
 class IntervalRecord(TypedDict):
@@ -20,7 +20,7 @@ class IntervalRecord(TypedDict):
 
 
 class EvaluationRecord(TypedDict):
-    """The score of one evaluation during training: avg@k at a step, with both intervals."""
+    """Score of one evaluation during training: avg@k at a step, with both intervals."""
 
     step: int
     falsified: bool
@@ -34,13 +34,13 @@ class EvaluationRecord(TypedDict):
 
 
 class BestRecord(EvaluationRecord):
-    """The best evaluation. ``policy``: its policy's directory in the run directory; None if it was not kept."""
+    """The best evaluation. ``policy`` is the directory of its policy in the run directory, or None if not kept."""
 
     policy: str | None
 
 
 class ChangeRecord(TypedDict):
-    """A mean before and after training. ``standard_errors`` is the rise in standard errors, None if these are 0."""
+    """A mean before and after training. ``standard_errors`` is the rise in standard errors, or None if these are 0."""
 
     start: float
     end: float
@@ -48,10 +48,11 @@ class ChangeRecord(TypedDict):
 
 
 class Summary(TypedDict):
-    """``summary.json``. ``evaluations`` holds the evaluations' rows of ``metrics.jsonl``, ``scores`` their records.
+    """Content of ``summary.json``.
 
-    ``worse_than_start`` is true if the held-out score, or without one the reward, fell by at least three standard
-    errors. ``alerts`` holds the first alert of each rule in ``alerts.jsonl``, causes before symptoms.
+    ``evaluations`` contains the evaluations' rows of ``metrics.jsonl``, ``scores`` their records. ``worse_than_start``
+    is true if the held-out score, or without one the reward, fell by at least three standard errors. ``alerts``
+    contains the first alert of each rule in ``alerts.jsonl``, causes before symptoms.
     """
 
     agentrl: str

@@ -1,7 +1,7 @@
-"""The directory of one run; README.md lists its files. ``step`` counts the optimizer steps done: 0 before training.
+"""Directory of one run; README.md lists its files. ``step`` counts completed optimizer steps, from 0 before training.
 
-One process uses a run directory at a time; a lock that ends with the process guards it. Not guarded: directories on
-file systems without ``flock``, and other programs that write there.
+One process at a time uses a run directory, ensured by a lock that is released when the process ends. Not guaranteed:
+protection on file systems without ``flock``, and against other programs that write there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentrl.telemetry.trajectory_file import is_whole, read_trajectories, write
 
 
 class RunDirectory:
-    """One run's directory. Make it with :meth:`create` or :meth:`resume`; readers may use the constructor alone."""
+    """Files of one run. Use :meth:`create` or :meth:`resume` to write; the constructor suffices for reading."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -51,10 +51,10 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path, config: str) -> RunDirectory:
-        """Start a run: make the directory and write ``config``, the resolved settings as YAML.
+        """Start a run: create the directory and write ``config``, the resolved settings as YAML.
 
-        Raises SettingsError when the directory holds anything, cannot be written or is no directory. A run that ended
-        before it wrote a row (a mistake in its settings) does not count: its settings are replaced.
+        Raises SettingsError if the directory is not empty, cannot be written or is not a directory. A run that ended
+        before writing a row (because of a mistake in its settings) may be replaced.
         """
         run = cls(path)
         if run.path.exists() and not run.path.is_dir():
@@ -64,7 +64,7 @@ class RunDirectory:
             used = sorted(entry.name for entry in run.path.iterdir() if not _is_debris(entry.name))
             if used and not run._never_began(used):
                 raise SettingsError(
-                    f"the run directory {run.path} is not empty (it holds {', '.join(used[:5])}"
+                    f"the run directory {run.path} is not empty (it contains {', '.join(used[:5])}"
                     f"{', ...' if len(used) > 5 else ''}): continue that run with --resume, or choose another name=..."
                 )
             run._take_lock()
@@ -72,19 +72,19 @@ class RunDirectory:
             raise SettingsError(
                 f"cannot write to the run directory {run.path}: {error.strerror}; choose another runs_dir=..."
             ) from error
-        run.write_text("config.yaml", config)  # first: from here on --resume can continue it
+        run.write_text("config.yaml", config)  # first, because --resume requires this file
         run._complete()
         return run
 
     @classmethod
     def resume(cls, path: str | Path) -> RunDirectory:
-        """Open a run to continue it; a torn last line of its metrics is cut.
+        """Open a run to continue it. An incomplete last line of its metrics is removed.
 
-        Raises SettingsError when it is no run, cannot be written or another process is using it.
+        Raises SettingsError if it is not a run, cannot be written or is used by another process.
         """
         run = cls(path)
         if not run.config.is_file():
-            raise SettingsError(f"--resume: {run.path} is no run directory (it holds no config.yaml)")
+            raise SettingsError(f"--resume: {run.path} is not a run directory (it has no config.yaml)")
         try:
             run._take_lock()
         except OSError as error:
@@ -95,7 +95,7 @@ class RunDirectory:
         return run
 
     def close(self) -> None:
-        """Release the lock. The end of the process or of this object does the same."""
+        """Release the lock. It is also released when the process ends or this object is deleted."""
         if self._unlock is not None:
             self._unlock()
             self._unlock = None
@@ -105,23 +105,23 @@ class RunDirectory:
         return lock_is_held(self.path / "lock")
 
     def write_text(self, name: str, text: str) -> None:
-        """Write the file ``name`` whole."""
+        """Write the file ``name`` atomically."""
         atomic_write(self.path / name, lambda out: out.write(text.encode()))
 
     def write_summary(self, summary: Summary) -> None:
-        """Write ``summary.json`` whole."""
+        """Write ``summary.json`` atomically."""
         self.write_text("summary.json", json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
     def append_metrics(self, row: Mapping[str, float]) -> None:
-        """Append one row, durable on return. ``row`` has an integer ``step`` and finite numbers; else ValueError."""
+        """Append one row, which is on disk when this returns. Raises ValueError without an integer ``step``."""
         if not isinstance(row.get("step"), int):
             raise ValueError(f"a metrics row needs an integer 'step': {dict(row)!r}")
         append_line(self.metrics_file, json_line(row))
 
     def metrics(self) -> Iterator[Metrics]:
-        """The rows in the order they were written; a torn last line is left out.
+        """Yield the rows in the order written, without an incomplete last line.
 
-        Raises WorldError that names file and line when any other line is damaged.
+        Raises WorldError with file and line if any other line is damaged.
         """
         if not self.metrics_file.exists():
             return
@@ -131,7 +131,7 @@ class RunDirectory:
                     yield _row(line, f"{self.metrics_file}, line {number}")
 
     def append_alert(self, alert: Alert) -> None:
-        """Append an alert to ``alerts.jsonl``, durable on return."""
+        """Append an alert to ``alerts.jsonl``, which is on disk when this returns."""
         append_line(self.alerts_file, json_line(asdict(alert)))
 
     def alerts(self) -> list[Alert]:
@@ -142,7 +142,7 @@ class RunDirectory:
         return [Alert(**_row(line, str(self.alerts_file))) for line in lines if line.endswith(b"\n")]
 
     def trajectory_file(self, step: int) -> Path:
-        """Where the trajectories of ``step`` lie."""
+        """Return the file for the trajectories of ``step``."""
         return self.trajectories / f"{step:08d}.parquet"
 
     def write_trajectories(self, step: int, rows: Iterable[Mapping[str, object]]) -> Path:
@@ -152,7 +152,7 @@ class RunDirectory:
         return path
 
     def read_trajectories(self, step: int) -> Iterator[JsonRecord]:
-        """The rows that were written for ``step``. Raises WorldError for a missing or damaged file."""
+        """Yield the rows that were written for ``step``. Raises WorldError for a missing or damaged file."""
         return (record for _, record in self.chosen_trajectories(step, lambda _number, _line: True))
 
     def chosen_trajectories(self, step: int, wanted: Callable[[int, bytes], bool]) -> Iterator[tuple[int, JsonRecord]]:
@@ -163,11 +163,11 @@ class RunDirectory:
         return read_trajectories(contained(self.trajectory_file(step), self.path), wanted)
 
     def trajectory_steps(self) -> list[int]:
-        """The steps whose trajectories are there, ascending."""
+        """Return the steps with stored trajectories, ascending."""
         return _steps(self.trajectories.glob("*.parquet"))
 
     def check_stored(self, step: int) -> None:
-        """Raise SettingsError unless the trajectories of ``step`` are there."""
+        """Raise SettingsError unless the trajectories of ``step`` are stored."""
         steps = self.trajectory_steps()
         if step not in steps:
             self.check_trajectory_format()
@@ -183,26 +183,26 @@ class RunDirectory:
             )
 
     def token_file(self, step: int, rank: int) -> Path:
-        """Where the token statistics of the rows of one rank lie."""
+        """Return the file for the token statistics of one rank."""
         return self.tokens / f"{step:08d}.{rank}.parquet"
 
     def token_files(self, step: int) -> list[Path]:
-        """The files of token statistics that are there for ``step``, by rank."""
+        """Return the existing files of token statistics of ``step``, by rank."""
         files = (path for path in self.tokens.glob(f"{step:08d}.*.parquet") if path.name.split(".")[1].isdecimal())
         return sorted(files, key=lambda path: int(path.name.split(".")[1]))
 
     def token_steps(self) -> list[int]:
-        """The steps whose token statistics are there, ascending."""
+        """Return the steps with stored token statistics, ascending."""
         return _steps(self.tokens.glob("*.parquet"))
 
     def damaged_trajectories(self) -> list[Path]:
-        """The truncated trajectory files."""
+        """Return the truncated trajectory files."""
         with world_errors(self.trajectories, "read"):
             files = map(self.trajectory_file, self.trajectory_steps())
             return [path for path in files if not is_whole(path)]
 
     def truncate_after(self, step: int, *, rows: int) -> None:
-        """Keep ``rows`` rows of metrics, and the files up to ``step``: a resumed run writes the others again."""
+        """Keep ``rows`` rows of metrics and the files up to ``step``, because a resumed run writes the rest again."""
         with world_errors(self.metrics_file, "cut"):
             kept = list(itertools.islice(self.metrics(), rows))
         atomic_write(self.metrics_file, lambda out: out.writelines(json_line(row) for row in kept))
@@ -216,17 +216,17 @@ class RunDirectory:
                         file.unlink()
 
     def _never_began(self, names: Iterable[str]) -> bool:
-        """True if ``names``, all entries here, are only what a run makes before its first row."""
+        """True if ``names``, all entries of the directory, are files that a run creates before its first row."""
         folders = (self.trajectories, self.checkpoints, self.plots)
         begun = (self.config, self.metrics_file, self.logs, self.trackers, self.trace, self.path / "tokenizer.json")
-        own = {path.name for path in (*begun, *folders)}
-        if not self.config.is_file() or not own.issuperset(names):
+        expected = {path.name for path in (*begun, *folders)}
+        if not self.config.is_file() or not expected.issuperset(names):
             return False
         empty = not self.metrics_file.exists() or self.metrics_file.stat().st_size == 0
         return empty and not any(any(folder.iterdir()) for folder in folders if folder.is_dir())
 
     def _complete(self) -> None:
-        """Make missing folders and remove partial files of a killed process."""
+        """Create missing directories and remove partial files of a killed process."""
         with world_errors(self.path, "prepare"):
             for folder in (self.trajectories, self.checkpoints, self.plots):
                 folder.mkdir(exist_ok=True)
@@ -243,20 +243,20 @@ class RunDirectory:
 
 
 def _is_debris(name: str) -> bool:
-    """True for what a run that was killed before it began may leave."""
+    """True for files that a run may leave if it is killed before it starts."""
     return name == "lock" or (name.startswith(".") and name.endswith(".partial"))
 
 
 def _steps(files: Iterable[Path]) -> list[int]:
-    """Return the steps at the beginning of file names, ascending."""
+    """Return the step numbers at the start of file names, ascending."""
     return sorted({int(start) for path in files if (start := path.name.split(".")[0]).isdecimal()})
 
 
-def _row(line: bytes, place: str) -> JsonRecord:
+def _row(line: bytes, location: str) -> JsonRecord:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise WorldError(f"{place}: damaged, no JSON ({error})") from error
+        raise WorldError(f"{location}: damaged, not JSON ({error})") from error
     if not isinstance(row, dict):
-        raise WorldError(f"{place}: damaged, not an object")
+        raise WorldError(f"{location}: damaged, not an object")
     return row

@@ -1,9 +1,9 @@
-"""A trace of where a run's time went, in the JSON format that Perfetto and Chrome open: ``telemetry.trace=true``.
+"""Trace of how a run spends its time, in the JSON format of Perfetto and Chrome: ``telemetry.trace=true``.
 
-All processes of a run append events to one file, each a line. The array is never closed: the format allows that, and
-so the file is valid whenever a process is killed. Without a trace, every function here returns at once.
+All processes of a run append events to one file, one per line. The JSON array is never closed, which the format allows,
+so the file stays valid whenever a process is killed. Without a trace, all functions here return immediately.
 
-Not guarded: processes on several machines over a file system whose appends are not atomic (NFS).
+Not guaranteed: complete lines from processes on several machines over a file system without atomic appends (NFS).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from pathlib import Path
 
 from agentrl.telemetry.files import world_errors
 
-_LARGEST_BUFFER = 1 << 16  # bytes that wait to be written
-_LONGEST_WAIT = 1_000_000_000  # nanoseconds
+_LARGEST_BUFFER = 1 << 16  # bytes
+_LONGEST_WAIT = 1_000_000_000  # nanoseconds between two writes of a busy process
 
 logger = logging.getLogger(__name__)
 
-Lane = tuple[int, int]  # the trace's numbers of a group of lanes (a "process") and of one lane (a "thread")
+Lane = tuple[int, int]  # numbers of a group of lanes (a "process" of the format) and of a lane (a "thread")
 Fact = str | int | float | None
 
 _HERE: ContextVar[Lane | None] = ContextVar("lane", default=None)
 
 
 class Trace:
-    """One process's writer. ``main``: the lane of what belongs to no other, by its group's name."""
+    """Writer of one process. ``main`` is the group name of the lane for events of no other lane."""
 
     def __init__(self, path: Path, main: str) -> None:
         with world_errors(path, "write"):
@@ -50,7 +50,7 @@ class Trace:
         self.main = self.take(main)
 
     def take(self, group: str) -> Lane:
-        """A lane of a group, the lowest that is free."""
+        """Reserve the lowest free lane of a group."""
         with self._lock:
             free = self._free.setdefault(group, [])
             lane = heapq.heappop(free) if free else self._used.get(group, 0)
@@ -62,23 +62,23 @@ class Trace:
         return number, lane + 1
 
     def give_back(self, group: str, lane: Lane) -> None:
-        """Another slice may take the lane."""
+        """Release a lane, so that other slices can use it."""
         with self._lock:
             heapq.heappush(self._free[group], lane[1] - 1)
 
     def slice(self, name: str, lane: Lane, began: int, facts: dict[str, Fact]) -> None:
-        """A slice from ``began`` (monotonic nanoseconds) until now."""
+        """Add a slice from ``began`` (monotonic nanoseconds) until now."""
         start, end = (began + self._to_wall) // 1000, (time.monotonic_ns() + self._to_wall) // 1000
         event = {"ph": "X", "name": name, "pid": lane[0], "tid": lane[1], "ts": start, "dur": end - start}
         self._add(event | ({"args": facts} if facts else {}))
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write the buffered events."""
         with self._lock:
             self._write()
 
     def close(self) -> None:
-        """Write what waits and close the file."""
+        """Write the buffered events and close the file."""
         with self._lock:
             self._write()
             os.close(self._file)
@@ -100,7 +100,7 @@ class Trace:
         if not self._failed:
             try:
                 os.write(self._file, self._buffer)
-            except OSError as error:  # a full disk: the run itself will say so, or has room for what it needs
+            except OSError as error:  # a full disk must not end the run, which may have enough room for itself
                 self._failed = True
                 logger.warning("the trace %s ends here: %s", self._path, error.strerror)
         self._buffer.clear()
@@ -110,14 +110,14 @@ _current: Trace | None = None
 
 
 def start_trace(path: Path, main: str) -> None:
-    """Trace this process into ``path``, from now on; nothing changes where it is traced already."""
+    """Start tracing this process into ``path``. Has no effect if it is traced already."""
     global _current
     if _current is None:
         _current = Trace(path, main)
 
 
 def stop_trace() -> None:
-    """End the trace of this process."""
+    """Stop tracing this process."""
     global _current
     trace, _current = _current, None
     if trace is not None:
@@ -126,7 +126,7 @@ def stop_trace() -> None:
 
 @contextlib.contextmanager
 def span(name: str, **facts: Fact) -> Iterator[dict[str, Fact]]:
-    """A slice on the lane of this task, or on the process's own. Facts that are known later go into what it yields."""
+    """Trace the block as a slice on the lane of this task or process. Facts may be added to the yielded mapping."""
     trace = _current
     if trace is None:
         yield facts
@@ -140,7 +140,7 @@ def span(name: str, **facts: Fact) -> Iterator[dict[str, Fact]]:
 
 @contextlib.contextmanager
 def on_lane(group: str) -> Iterator[None]:
-    """A lane of ``group`` of its own for the spans of this task."""
+    """Use a separate lane of ``group`` for the spans of this task inside the block."""
     trace = _current
     if trace is None:
         yield
@@ -156,31 +156,32 @@ def on_lane(group: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def call(group: str, name: str, **facts: Fact) -> Iterator[None]:
-    """A slice on this task's lane, if it has one, and the same on a lane of what serves it."""
-    own = contextlib.nullcontext() if _HERE.get() is None else span(name, **facts)
-    with own, on_lane(group), span(name, **facts):
+    """Trace the block on this task's lane, if it has one, and on a lane of the service that executes it."""
+    task_span = contextlib.nullcontext() if _HERE.get() is None else span(name, **facts)
+    with task_span, on_lane(group), span(name, **facts):
         yield
 
 
 def now() -> int:
-    """The beginning of a slice that :func:`since` ends."""
+    """Return the start time of a slice that :func:`since` ends."""
     return time.monotonic_ns()
 
 
 def since(began: int, name: str, **facts: Fact) -> None:
-    """A slice from ``began`` until now, where no ``with`` fits."""
+    """Add a slice from ``began`` until now, where a ``with`` block is not possible."""
     if _current is not None:
         _current.slice(name, _HERE.get() or _current.main, began, facts)
 
 
 def _begin_file(path: Path) -> None:
-    """Make the file with its first line, unless another process has."""
+    """Create the file with its first line, unless another process has created it."""
     if path.exists():
         return
-    own = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    own.write_bytes(b"[\n")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_bytes(b"[\n")
+    # Unlike a rename, a link fails if the file exists, so that no process overwrites another one's events.
     try:
         with contextlib.suppress(FileExistsError):
-            os.link(own, path)
+            os.link(partial, path)
     finally:
-        own.unlink()
+        partial.unlink()

@@ -1,1 +1,1 @@
-"""`agentrl view`: runs and evaluations in a browser on this machine. Reads files only, and needs no torch."""
+"""`agentrl view`: runs and evaluations in the browser. Only reads files, and imports no torch."""

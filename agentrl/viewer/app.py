@@ -1,7 +1,7 @@
-"""The viewer's addresses: one page, its modules, and JSON about runs and evaluations. Nothing is ever written.
+"""Addresses of the viewer: one page, its modules, and JSON about runs and evaluations. Nothing is ever written.
 
-The page and its modules are public; everything under ``/api`` asks for the token of the address. Texts of trajectories
-travel as JSON, and the page shows them as text nodes; its security policy forbids every script but its own.
+The page and its modules are public; everything under ``/api`` requires the token in the address. Texts of trajectories
+are sent as JSON and displayed as text nodes. The page's security policy forbids all scripts except its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from agentrl.viewer.trajectory_page import trajectory_page
 from agentrl_envs.registry import describe_error
 
 STATIC = Path(__file__).parent / "static"
-SEARCH_SECONDS = 2.0  # a search of many steps answers after this time, and says where it goes on
+SEARCH_SECONDS = 2.0  # time limit of a search; its response contains the position at which to continue
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
@@ -81,14 +81,14 @@ def make_app(library: Library, *, token: str, calculator: Calculator) -> Starlet
 
 
 class _Answers:
-    """What the addresses answer with."""
+    """Handlers of the addresses."""
 
     def __init__(self, library: Library, calculator: Calculator) -> None:
         self._library = library
         self._calculator = calculator
 
     def by_path(self) -> Mapping[str, Answer]:
-        """The answer of each path."""
+        """Return the handler of each path."""
         trajectory = "/runs/{id}/steps/{step:int}/{number:int}"
         return {
             "/places": self.places,
@@ -111,7 +111,7 @@ class _Answers:
 
     def places(self, _request: Request) -> object:
         """Return all runs (:func:`run_summary`) and evaluations. Unreadable ones have only the field ``problem``."""
-        found = {"run": list[object](), "evaluation": list[object]()}
+        by_kind = {"run": list[object](), "evaluation": list[object]()}
         for place in self._library.places():
             try:
                 is_run = place.kind == "run"
@@ -119,27 +119,27 @@ class _Answers:
                 to_json(about)  # raises here, not for the whole list
             except Exception as error:  # noqa: BLE001  (a run that cannot be read must not hide the others)
                 about = {"problem": str(error) if isinstance(error, AgentRLError) else describe_error(error)}
-            found[place.kind].append({"id": place.id, "name": place.name, **about})
-        return {"runs": found["run"], "evaluations": found["evaluation"]}
+            by_kind[place.kind].append({"id": place.id, "name": place.name, **about})
+        return {"runs": by_kind["run"], "evaluations": by_kind["evaluation"]}
 
     def series(self, request: Request) -> object:
         """Return the curves of a run (:meth:`MetricsColumns.series`). The query may repeat ``names``."""
-        run, given = self._run(request), request.query_params
+        run, query = self._run(request), request.query_params
         return metrics_of(run.metrics_file, run.path).series(
-            names=given.getlist("names"),
-            points=min(max(whole(given, "points") or 800, 2), 10_000),
-            since=given.get("since", ""),
+            names=query.getlist("names"),
+            points=min(max(whole(query, "points") or 800, 2), 10_000),
+            since=query.get("since", ""),
         )
 
     def trajectories(self, request: Request) -> object:
-        run, given = self._run(request), request.query_params
-        steps = asked_steps(run.trajectory_steps(), given)
+        run, query = self._run(request), request.query_params
+        steps = asked_steps(run.trajectory_steps(), query)
         if len(steps) == 1:
             run.check_stored(steps[0])
-        start = position_of(given.get("after", "0:0"))
-        limit = min(whole(given, "limit") or 1_000, 5_000)
-        found = find_rows(run, steps, search_of(given), start=start, limit=limit, seconds=SEARCH_SECONDS)
-        return {**vars(found), "next": None if found.next is None else "{}:{}".format(*found.next)}
+        start = position_of(query.get("after", "0:0"))
+        limit = min(whole(query, "limit") or 1_000, 5_000)
+        result = find_rows(run, steps, search_of(query), start=start, limit=limit, seconds=SEARCH_SECONDS)
+        return {**vars(result), "next": None if result.next is None else "{}:{}".format(*result.next)}
 
     def trajectory(self, request: Request) -> object:
         return trajectory_page(self._run(request), request.path_params["step"], request.path_params["number"])
@@ -161,17 +161,17 @@ class _Answers:
 
 
 def _named(request: Request) -> dict[str, object]:
-    """The trajectory that the path names."""
+    """Step and trajectory number in the path."""
     return {"step": request.path_params["step"], "trajectory": request.path_params["number"]}
 
 
 def _endpoint(answer: Answer, token: str) -> Callable[[Request], Response]:
-    """Answer requests in Starlette's threads. Every failure becomes one message, which the page shows."""
+    """Run a handler in Starlette's threads. Every failure becomes one message, which the page displays."""
 
     def endpoint(request: Request) -> Response:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not secrets.compare_digest(given.encode(), token.encode()):
-            return _json({"error": "the address lacks its token: open the one that `agentrl view` printed"}, 401)
+        token_sent = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not secrets.compare_digest(token_sent.encode(), token.encode()):
+            return _json({"error": "the address has no valid token: open the address that `agentrl view` printed"}, 401)
         try:
             return _json(answer(request), 200)
         except SettingsError as error:
@@ -180,9 +180,9 @@ def _endpoint(answer: Answer, token: str) -> Callable[[Request], Response]:
             return _json({"error": str(error)}, 503)
         except QueryError as error:
             return _json({"error": str(error)}, 400)
-        except Exception as error:  # noqa: BLE001  (a damaged file or a bug: the page shows the error, the terminal its traceback)
+        except Exception as error:  # noqa: BLE001  (a damaged file or a bug: the page shows a message, the terminal the traceback)
             traceback.print_exc()
-            return _json({"error": f"{request.url.path} cannot be answered: {describe_error(error)}"}, 500)
+            return _json({"error": f"{request.url.path} failed: {describe_error(error)}"}, 500)
 
     return endpoint
 
@@ -192,7 +192,7 @@ def _json(value: object, status: int) -> Response:
 
 
 class _Headers:
-    """Adds the security headers to every answer."""
+    """Adds the security headers to every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -200,9 +200,9 @@ class _Headers:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                given = {name for name, _ in message["headers"]}
+                names = {name for name, _ in message["headers"]}
                 extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-                message["headers"] = [*message["headers"], *(pair for pair in extra if pair[0] not in given)]
+                message["headers"] = [*message["headers"], *(pair for pair in extra if pair[0] not in names)]
             await send(message)
 
         await self._app(scope, receive, send_with_headers)

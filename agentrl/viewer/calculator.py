@@ -1,7 +1,7 @@
-"""The process that computes what needs torch and a run's plug-ins, so that the viewer itself needs neither.
+"""Process for computations that need torch and a run's plug-ins, which the viewer itself does not import.
 
-It is started for the first question about a run, and ended for one about another run: the plug-ins of two runs may
-take the same names. It ends by itself when the viewer does; Ctrl-C does not reach it.
+The process is started for the first request about a run and replaced for another run, because plug-ins of two runs may
+use the same names. It ends when the viewer ends. Ctrl-C does not reach it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 
 from agentrl.errors import SettingsError, WorldError
 
-_DEADLINE = 120.0  # seconds to an answer; the first one waits for torch to be imported
+_DEADLINE = 120.0  # seconds until a response; the first one includes the import of torch
 
 
 class Calculator:
-    """Asks ``agentrl.inspection.answers``, one question at a time."""
+    """Client of ``agentrl.inspection.answers``. Sends one request at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,14 +27,14 @@ class Calculator:
         self._run: Path | None = None
 
     def ask(self, run: Path, question: dict[str, object]) -> object:
-        """The answer. SettingsError with the message of what cannot be computed, WorldError if the process fails."""
+        """Return the result of a request. Raises SettingsError if it is impossible, WorldError if the process fails."""
         with self._lock:
             process = self._for(run.resolve())
             try:
                 answer = json.loads(_answer(process, json.dumps(question).encode() + b"\n"))
             except (OSError, ValueError) as error:
                 self._end()
-                raise WorldError(f"the process that computes for {run} has ended: {error or 'no answer'}") from error
+                raise WorldError(f"the process that computes for {run} has ended: {error or 'no response'}") from error
         if "error" in answer:
             raise SettingsError(str(answer["error"]))
         return answer["answer"]
@@ -66,7 +66,7 @@ class Calculator:
 
 
 def _answer(process: subprocess.Popen[bytes], question: bytes) -> bytes:
-    """One line. Raises OSError where the process ends or is too slow."""
+    """Send a request and read one line. Raises OSError if the process ends or is too slow."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(question)
@@ -74,5 +74,5 @@ def _answer(process: subprocess.Popen[bytes], question: bytes) -> bytes:
     with selectors.DefaultSelector() as waiting:
         waiting.register(process.stdout, selectors.EVENT_READ)
         if not waiting.select(_DEADLINE):
-            raise TimeoutError(f"no answer in {_DEADLINE:g} s")
+            raise TimeoutError(f"no response within {_DEADLINE:g} s")
     return process.stdout.readline()

@@ -1,4 +1,4 @@
-"""Finds the runs and evaluations below the paths that the user gave."""
+"""Search for runs and evaluations below the paths of the command line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from agentrl.telemetry.run_directory import RunDirectory
 
 Kind = Literal["run", "evaluation"]
 
-_DEPTH = 3  # folders below a path that are searched
+_DEPTH = 3  # levels of directories to search below a path
 _MARKS: dict[str, Kind] = {"config.yaml": "run", "provenance.json": "evaluation"}
 _INSIDE_A_RUN = "metrics.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViewedFolder:
-    """One run or evaluation. ``id`` names it in addresses and stays the same while it lies where it lies."""
+    """One run or evaluation. ``id`` identifies it in addresses and depends only on its path."""
 
     id: str
     kind: Kind
@@ -29,47 +29,49 @@ class ViewedFolder:
 
 
 class Library:
-    """The runs and evaluations below ``paths``, found again at every look: new ones appear while the viewer runs."""
+    """Runs and evaluations below ``paths``. Every listing searches again, so that new ones appear."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Raises SettingsError where a path is missing or holds nothing to view."""
+        """Raises SettingsError if a path is missing or contains neither a run nor an evaluation."""
         self._paths = tuple(paths)
         self._known: dict[str, ViewedFolder] = {}
         for path in self._paths:
             if not path.exists():
-                raise SettingsError(f"{path} does not exist; give the directory of a run, an evaluation, or a folder")
+                raise SettingsError(
+                    f"{path} does not exist; use the directory of a run, an evaluation, or a parent of these"
+                )
             if next(_below(path, _DEPTH), None) is None:
                 raise SettingsError(
-                    f"{path} holds no run (a folder with config.yaml and metrics.jsonl) and no evaluation (a folder "
-                    f"with provenance.json), {_DEPTH} folders deep; a training run makes one in runs/NAME"
+                    f"{path} contains no run (a directory with config.yaml and metrics.jsonl) and no evaluation (a "
+                    f"directory with provenance.json) within {_DEPTH} levels; training writes runs to runs/NAME"
                 )
 
     def places(self) -> list[ViewedFolder]:
-        """Every run and evaluation, by name."""
-        found: dict[str, ViewedFolder] = {}
+        """Return all runs and evaluations, sorted by name."""
+        folders: dict[str, ViewedFolder] = {}
         for root in self._paths:
             for kind, path in _below(root, _DEPTH):
                 name = path.resolve().name if path == root else path.relative_to(root).as_posix()
-                place = ViewedFolder(id=_id(path), kind=kind, name=name, path=path)
-                found.setdefault(place.id, place)
-        self._known = found
-        return sorted(found.values(), key=lambda place: place.name)
+                folder = ViewedFolder(id=_id(path), kind=kind, name=name, path=path)
+                folders.setdefault(folder.id, folder)
+        self._known = folders
+        return sorted(folders.values(), key=lambda folder: folder.name)
 
-    def run(self, place_id: str) -> RunDirectory:
-        """The run with this id. Raises SettingsError if there is none."""
-        return RunDirectory(self._path(place_id, "run"))
+    def run(self, folder_id: str) -> RunDirectory:
+        """Return the run with this id. Raises SettingsError if there is none."""
+        return RunDirectory(self._path(folder_id, "run"))
 
-    def evaluation(self, place_id: str) -> Path:
-        """The directory of the evaluation with this id. Raises SettingsError if there is none."""
-        return self._path(place_id, "evaluation")
+    def evaluation(self, folder_id: str) -> Path:
+        """Return the directory of the evaluation with this id. Raises SettingsError if there is none."""
+        return self._path(folder_id, "evaluation")
 
-    def _path(self, place_id: str, kind: Kind) -> Path:
-        if place_id not in self._known:
+    def _path(self, folder_id: str, kind: Kind) -> Path:
+        if folder_id not in self._known:
             self.places()
-        place = self._known.get(place_id)
-        if place is not None and place.kind == kind == _kind(place.path):
-            return place.path
-        raise SettingsError(f"there is no {kind} {place_id}: it was moved or deleted")
+        folder = self._known.get(folder_id)
+        if folder is not None and folder.kind == kind == _kind(folder.path):
+            return folder.path
+        raise SettingsError(f"there is no {kind} {folder_id}: it was moved or deleted")
 
 
 def _below(folder: Path, depth: int) -> Iterator[tuple[Kind, Path]]:
@@ -80,7 +82,7 @@ def _below(folder: Path, depth: int) -> Iterator[tuple[Kind, Path]]:
         try:
             inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
         except OSError:
-            return  # a folder that this user may not read has nothing to show
+            return  # directories without read permission are skipped
         for path in inside:
             yield from _below(path, depth - 1)
 

@@ -1,4 +1,4 @@
-"""Readers with size limits for ``metrics.jsonl``, as columns that follow the growing file, and for other JSON lines."""
+"""Size-limited readers of ``metrics.jsonl``, as columns that follow the growing file, and of other JSON lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentrl.telemetry.files import contained
 
 _LONGEST_LINE = 1 << 24  # bytes; a row of metrics has a few thousand
 _KEPT_RUNS = 16  # runs whose columns stay in memory: 8 MB each with 5,000 steps of 100 metrics
-_RECENT = 15  # steps behind a mean of the present
+_RECENT = 15  # number of latest steps in a mean
 _MOST_STEP = 1 << 53  # JavaScript's largest exact integer
 
 
@@ -51,7 +51,7 @@ class _Column:
 
 
 class MetricsColumns:
-    """The numbers of one ``metrics.jsonl`` by metric. Each call reads only the lines that were appended since.
+    """Values of one ``metrics.jsonl`` by metric. Each call reads only the lines that were appended since the last one.
 
     Damaged lines are skipped and counted. Values that are not numbers are left out.
     """
@@ -94,7 +94,7 @@ class MetricsColumns:
                 return {"version": version, "changed": False}
             axes = {"step": np.array(self._steps), "tokens": self._sums("policy/tokens")}
             axes["hours"] = self._sums("time/step_s") / 3600
-            places: dict[bytes, int] = {}
+            axis_indices: dict[bytes, int] = {}
             drawn_axes: list[dict[str, object]] = []
             series = {}
             for name in sorted(self._columns.keys() & set(names) if names else self._columns):
@@ -102,11 +102,11 @@ class MetricsColumns:
                 values = np.array(self._columns[name].values)
                 ends, mean, low, high = _spans(values, points)
                 key = rows[ends].tobytes()
-                if key not in places:  # most metrics share their rows, and so one axis
-                    places[key] = len(drawn_axes)
+                if key not in axis_indices:  # most metrics have the same rows and share an axis
+                    axis_indices[key] = len(drawn_axes)
                     drawn_axes.append({kind: finite(axis[rows[ends]]) for kind, axis in axes.items()})
                 series[name] = {
-                    "axis": places[key],
+                    "axis": axis_indices[key],
                     "value": finite(mean),
                     "low": None if low is None else finite(low),
                     "high": None if high is None else finite(high),

@@ -1,4 +1,4 @@
-"""What the query of an address asks for."""
+"""Parsing of the queries in addresses."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ Query = Mapping[str, str]
 
 
 class QueryError(ValueError):
-    """An address whose query has a value that cannot be read."""
+    """A query contains an invalid value."""
 
 
-def search_of(given: Query) -> Search:
-    """What the rows of a table must be."""
+def search_of(query: Query) -> Search:
+    """Parse the conditions for the rows of a table."""
     return Search(
-        text=given.get("text", ""),
-        problem=given.get("problem", ""),
-        ended=given.get("ended", ""),
-        verdict=given.get("verdict", ""),
-        tool=given.get("tool", ""),
-        dropped=given.get("dropped", ""),
-        group=whole(given, "group"),
-        least_reward=number(given, "least_reward"),
-        most_reward=number(given, "most_reward"),
-        least_turns=whole(given, "least_turns"),
-        most_turns=whole(given, "most_turns"),
-        least_staleness=whole(given, "least_staleness"),
+        text=query.get("text", ""),
+        problem=query.get("problem", ""),
+        ended=query.get("ended", ""),
+        verdict=query.get("verdict", ""),
+        tool=query.get("tool", ""),
+        dropped=query.get("dropped", ""),
+        group=whole(query, "group"),
+        least_reward=number(query, "least_reward"),
+        most_reward=number(query, "most_reward"),
+        least_turns=whole(query, "least_turns"),
+        most_turns=whole(query, "most_turns"),
+        least_staleness=whole(query, "least_staleness"),
     )
 
 
-def asked_steps(stored: list[int], given: Query) -> list[int]:
-    """The stored steps from ``first`` to ``last``; a single step is asked for even where it is not stored."""
-    first, last = whole(given, "first"), whole(given, "last")
+def asked_steps(stored: list[int], query: Query) -> list[int]:
+    """Return the stored steps from ``first`` to ``last``. A single step is returned even if it is not stored."""
+    first, last = whole(query, "first"), whole(query, "last")
     if first is not None and first == last:
         return [first]
     return [step for step in stored if (first is None or step >= first) and (last is None or step <= last)]
@@ -47,30 +47,30 @@ def position_of(text: str) -> tuple[int, int]:
     return int(step), int(number)
 
 
-def whole(given: Query, name: str) -> int | None:
-    value = number(given, name)
+def whole(query: Query, name: str) -> int | None:
+    value = number(query, name)
     return None if value is None else int(value)
 
 
-def number(given: Query, name: str) -> float | None:
-    text = given.get(name, "")
+def number(query: Query, name: str) -> float | None:
+    text = query.get(name, "")
     try:
         return float(text) if text else None
     except ValueError as error:
         raise QueryError(f"{name}={text!r} is not a number") from error
 
 
-def what_if_question(given: Query) -> dict[str, object]:
-    """The question for another estimator: its name, its options as a JSON object, and the rollouts to take."""
+def what_if_question(query: Query) -> dict[str, object]:
+    """Parse the request for another estimator: its name, its options as a JSON object, and the size of the group."""
     try:
-        options = json.loads(given.get("options", "{}"))
+        options = json.loads(query.get("options", "{}"))
     except ValueError as error:
-        raise QueryError(f"options={given['options']!r} is no JSON") from error
+        raise QueryError(f"options={query['options']!r} is not JSON") from error
     if not isinstance(options, dict):
-        raise QueryError(f"options={given['options']!r} is no JSON object")
+        raise QueryError(f"options={query['options']!r} is not a JSON object")
     return {
         "ask": "what_if",
-        "estimator": given.get("estimator", ""),
+        "estimator": query.get("estimator", ""),
         "options": options,
-        "size": whole(given, "size"),
+        "size": whole(query, "size"),
     }

@@ -19,8 +19,8 @@ _NOTES = "notes.md"
 _MOST_NOTES = 20_000  # bytes
 _KEPT = 4_096  # runs whose facts stay in memory until their files change
 _COLLAPSES = ("reward_collapse", "entropy_collapse")
-_QUIET = 120.0  # seconds without a new row before a run may count as stopped: checkpoints and evaluations take time too
-_QUIET_STEPS = 10  # step times without a new row before a run may count as stopped
+_QUIET = 120.0  # seconds without a new row before a run counts as stopped, to allow for checkpoints and evaluations
+_QUIET_STEPS = 10  # step times without a new row before a run counts as stopped
 _START = 900.0  # seconds that a run may take to complete its first step
 _UNKNOWN = Progress(step=0, seconds=0.0, step_seconds=None, result=None, problems=())
 
@@ -155,7 +155,7 @@ def _flatten(value: object, key: str, flat: dict[str, object]) -> None:
         for name, inner in value.items():
             _flatten(inner, f"{key}.{name}", flat)
     elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):  # data.train, data.eval
-        for place, inner in enumerate(value):
-            _flatten(inner, f"{key}[{place}]", flat)
+        for index, inner in enumerate(value):
+            _flatten(inner, f"{key}[{index}]", flat)
     else:
         flat[key] = value

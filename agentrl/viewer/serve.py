@@ -1,4 +1,4 @@
-"""`agentrl view`: serve the viewer on this machine alone, and open it in the browser."""
+"""`agentrl view`: serve the viewer to this machine only, and open it in the browser."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def view_command(paths: Sequence[Path], *, port: int | None, browse: bool, echo:
 def export_command(
     paths: Sequence[Path], out: Path | None, *, steps: Sequence[int], groups: int | None, echo: Callable[[str], object]
 ) -> None:
-    """Write one run as a page. Raises SettingsError where ``paths`` are not one run, or ``out`` is missing."""
+    """Write one run as a page. Raises SettingsError if ``paths`` are not one run, or ``out`` is missing."""
     if out is None:
-        raise SettingsError("--steps and --groups choose what --export FILE writes: give --export as well")
+        raise SettingsError("--steps and --groups apply only to --export FILE: add --export")
     if len(paths) != 1 or not (paths[0] / "config.yaml").is_file():
-        raise SettingsError("--export writes one run: give the run's directory, for example runs/NAME")
+        raise SettingsError("--export writes one run: pass the run's directory, for example runs/NAME")
     export_page(RunDirectory(paths[0]), out, steps=steps, groups=groups)
-    echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB, opens in any browser without a network")
+    echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB, opens in any browser without network access")
 
 
 def listen(port: int | None) -> socket.socket:
@@ -79,7 +79,7 @@ def listen(port: int | None) -> socket.socket:
         if port is None:
             return socket.create_server((HOST, 0))
         raise SettingsError(
-            f"--port {port}: cannot listen on {HOST}: {os.strerror(error.errno or 0)}; leave --port out for a free one"
+            f"--port {port}: cannot listen on {HOST}: {os.strerror(error.errno or 0)}; omit --port to use a free port"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The trajectories of a step as rows of a table, and the search over many steps."""
+"""Trajectories of a step as rows of a table, and search over many steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EQUAL = 1e-8  # rewards closer than this are equal, as for the filter of groups
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What a row must be to be found; None: anything. ``text`` is looked for in the conversation, in any case."""
+    """Conditions for a row; None accepts any value. ``text`` is searched in the conversation, ignoring case."""
 
     text: str = ""
     problem: str = ""
@@ -43,7 +43,7 @@ class Search:
     least_staleness: int | None = None
 
     def accepts(self, row: JSONObject) -> bool:
-        """Whether a row of the table fits, its text aside."""
+        """Return True if a row of the table meets all conditions except ``text``."""
         return all(
             (
                 self.problem.lower() in str(row["problem"]).lower(),
@@ -60,13 +60,13 @@ class Search:
 
     @property
     def is_filter(self) -> bool:
-        """Whether anything but the text is asked for."""
+        """True if there is a condition other than ``text``."""
         return any(getattr(self, item.name) != item.default for item in fields(self) if item.name != "text")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundRows:
-    """``rows`` of the table, and where to search on: a step and a number in it, None at the end."""
+    """Matching ``rows``, and the position at which to continue: a step and a number in it, or None at the end."""
 
     rows: list[JSONObject]
     next: tuple[int, int] | None
@@ -76,18 +76,18 @@ class FoundRows:
 def find_rows(
     run: RunDirectory, steps: list[int], search: Search, *, start: tuple[int, int] = (0, 0), limit: int, seconds: float
 ) -> FoundRows:
-    """The rows that ``search`` accepts in ``steps``, at most ``limit`` of them and for at most ``seconds``.
+    """Return at most ``limit`` rows of ``steps`` that ``search`` accepts. Stops after about ``seconds``.
 
-    Steps that cannot be read are named in ``problems``. At least one step is searched.
+    Steps that cannot be read are listed in ``problems``. At least one step is searched.
     """
     end = time.monotonic() + seconds
-    found: list[JSONObject] = []
+    matches: list[JSONObject] = []
     problems: list[str] = []
-    for place, step in enumerate(steps):
+    for index, step in enumerate(steps):
         if step < start[0]:
             continue
-        if place > 0 and step > start[0] and time.monotonic() > end:
-            return FoundRows(rows=found, next=(step, 0), problems=problems)
+        if index > 0 and step > start[0] and time.monotonic() > end:
+            return FoundRows(rows=matches, next=(step, 0), problems=problems)
         try:
             rows = list(_of_step(run, step, search))
         except AgentRLError as error:
@@ -96,14 +96,14 @@ def find_rows(
         for row in rows:
             if (step, row["number"]) < start:
                 continue
-            if len(found) == limit:
-                return FoundRows(rows=found, next=(step, row["number"]), problems=problems)
-            found.append(row)
-    return FoundRows(rows=found, next=None, problems=problems)
+            if len(matches) == limit:
+                return FoundRows(rows=matches, next=(step, row["number"]), problems=problems)
+            matches.append(row)
+    return FoundRows(rows=matches, next=None, problems=problems)
 
 
 def step_rows(run: RunDirectory, step: int) -> tuple[JSONObject, ...]:
-    """Every trajectory of a step as a row. SettingsError if the step is not stored, WorldError if it is damaged."""
+    """Return all trajectories of a step as rows. Raises SettingsError if it is not stored, WorldError if damaged."""
     run.check_stored(step)
     files = (run.trajectory_file(step), *run.token_files(step))
     return _cached_rows(run.path, step, tuple(path.stat().st_mtime_ns for path in files))
@@ -124,12 +124,12 @@ def _cached_rows(path: Path, step: int, _changed: tuple[int, ...]) -> tuple[JSON
             row["trained"] = key in powers
             row["power"] = powers.get(key)
             row["gradient_share"] = powers[key] / total if key in powers and total > 0 else None
-        _say_why(rows)
+        _add_reasons(rows)
     return tuple(rows)
 
 
 def _trained(run: RunDirectory, step: int) -> tuple[int | None, dict[RowKey, float]]:
-    """The policy version of the step and what it trained on, with its gradient power; None without statistics."""
+    """Policy version of the step, or None without statistics, and gradient power of each trained trajectory."""
     version, powers = None, dict[RowKey, float]()
     for path in run.token_files(step):
         try:
@@ -137,7 +137,7 @@ def _trained(run: RunDirectory, step: int) -> tuple[int | None, dict[RowKey, flo
             with wrong_shape(str(path)):
                 powers |= dict(file.gradient_powers())
         except AgentRLError:
-            continue  # the page of a trajectory names the damaged file
+            continue  # the page of a trajectory reports the damaged file
         version = file.facts.version
     return version, powers
 
@@ -167,17 +167,17 @@ def _row(step: int, number: int, record: JSONObject, version: int | None) -> JSO
         "trained": None,
         "power": None,
         "gradient_share": None,
-        "dropped": "no data" if _is_no_data(record) else "",
+        "dropped": "excluded" if _is_excluded(record) else "",
     }
 
 
-def _is_no_data(record: JSONObject) -> bool:
+def _is_excluded(record: JSONObject) -> bool:
     verdict = record["verdict"]
     return Ended(record["ended"]).is_no_data or (verdict is not None and Verdict(verdict).is_no_data)
 
 
-def _say_why(rows: list[JSONObject]) -> None:
-    """Name the filter that left a row out of training, as far as the rows tell."""
+def _add_reasons(rows: list[JSONObject]) -> None:
+    """Add the reason why a row was not trained on, as far as it follows from the rows."""
     groups: dict[int, list[JSONObject]] = defaultdict(list)
     for row in rows:
         groups[row["group"]].append(row)
@@ -199,23 +199,23 @@ def _of_step(run: RunDirectory, step: int, search: Search) -> Iterator[JSONObjec
     if not wanted:
         return
     for number, record in run.chosen_trajectories(
-        step, lambda number, line: number in wanted and _may_hold(line, search.text)
+        step, lambda number, line: number in wanted and _may_contain(line, search.text)
     ):
         if search.text.casefold() in conversation_text(record).casefold():
             yield wanted[number]
 
 
-def _may_hold(line: bytes, text: str) -> bool:
-    """False only if a record cannot hold the text: letters and digits stand in JSON as they are."""
+def _may_contain(line: bytes, text: str) -> bool:
+    """False only if a record cannot contain the text. JSON does not escape ASCII letters and digits."""
     plain = text.isascii() and text.replace(" ", "").isalnum() and line.isascii()
     return not plain or text.lower().encode() in line.lower()
 
 
 def conversation_text(record: JSONObject) -> str:
-    """What was said, as one text; the gold answer and the problem's id are found as well."""
+    """Return the searchable text of a conversation, including the reference answer and the problem's id."""
     problem = record["problem"]
-    said = (segment["text"] for segment in record["segments"])
-    return "\n".join((problem["id"], problem["statement"], json.dumps(problem["answer"]), *said))
+    texts = (segment["text"] for segment in record["segments"])
+    return "\n".join((problem["id"], problem["statement"], json.dumps(problem["answer"]), *texts))
 
 
 def _between(low: float | None, value: float | None, high: float | None) -> bool:

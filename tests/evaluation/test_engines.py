@@ -73,7 +73,7 @@ async def test_a_model_that_is_read_here(tmp_path: Path) -> None:
         assert opened.model() == {"name": str(tmp_path), "fingerprint": opened.engine.fingerprint()}
         assert opened.concurrency == 3
         assert isinstance(opened.player(None), TokenPlayer)  # type: ignore[arg-type]
-        said = r"^problem 0 of toy: .* passes the positions of the model, 1024; valid: .*_tokens of at most 1019$"
+        said = r"^problem 0 of toy: .* exceeds the positions of the model, 1024; valid: .*_tokens of at most 1019$"
         with pytest.raises(SettingsError, match=said):
             opened.without_room(prompts("short", "p" * 10))
         with pytest.raises(SettingsError, match=r"^problem 0 of toy: .* of the model, 1024; valid: shorter prompts$"):
@@ -92,7 +92,7 @@ async def test_what_fits_is_accepted_and_the_cache_counts_too(tmp_path: Path) ->
         record={},
     )
     assert opened.without_room(prompts("p" * 10)) == {}
-    said = r"passes rollout\.kv_cache_tokens, 100; valid: rollout\.kv_cache_tokens of at least 101, or .* at most 89$"
+    said = r"exceeds rollout\.kv_cache_tokens, 100; valid: rollout\.kv_cache_tokens of at least 101, or .* at most 89$"
     with pytest.raises(SettingsError, match=said):
         opened.without_room(prompts("p" * 11))
     with pytest.raises(

@@ -46,5 +46,5 @@ def test_failures_outside_the_policy_are_left_out_and_counted() -> None:
 
 
 def test_nothing_but_failures_is_an_error_of_the_world() -> None:
-    with pytest.raises(WorldError, match="every trajectory of 2 problems failed for reasons outside the policy"):
+    with pytest.raises(WorldError, match="every rollout of 2 problems failed for reasons outside the policy"):
         score_groups([group(0, None, None), group(1, None)], step=3, samples=2)

@@ -87,5 +87,5 @@ def test_golds_that_cannot_be_graded_are_named(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(SettingsError, match=r"data errors, listed above: .*bad\.jsonl 1"):
         check_data_command(chosen, EvaluationRequest(benchmarks=(good, bad)))
     assert "bad.jsonl:2: the answer '(((" in capsys.readouterr().out
-    with pytest.raises(SettingsError, match="--check-data needs --benchmarks"):
+    with pytest.raises(SettingsError, match="--check-data requires --benchmarks"):
         check_data_command(chosen, EvaluationRequest())

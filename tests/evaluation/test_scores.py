@@ -135,7 +135,7 @@ def test_impossible_counts_are_refused():
         avg_at_k([4.5], [1])
     with pytest.raises(ValueError, match="equal length"):
         avg_at_k([4, 4], [1])
-    with pytest.raises(ValueError, match=r"pass@5 needs .* the fewest are 4"):
+    with pytest.raises(ValueError, match=r"pass@5 needs .* one problem has 4"):
         pass_at_k([8, 4], [1, 1], 5)
 
 

@@ -239,9 +239,9 @@ async def test_what_an_endpoint_is_asked_beside_the_usual() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"url": None, "top_k": 5}, r"top_k needs an endpoint"),
-        ({"api": "completions", "system_prompt": "x"}, r"system_prompt and .* need api=chat"),
-        ({"api": "completions", "limit_field": "max_completion_tokens"}, r"need api=chat"),
+        ({"url": None, "top_k": 5}, r"top_k requires an endpoint"),
+        ({"api": "completions", "system_prompt": "x"}, r"system_prompt and .* require api=chat"),
+        ({"api": "completions", "limit_field": "max_completion_tokens"}, r"require api=chat"),
         ({"extra_body": {"messages": [], "n": 2}}, r"extra_body sets messages, n, which other settings"),
     ],
 )
@@ -260,7 +260,7 @@ async def test_trouble_is_told_once_in_a_while(caplog: pytest.LogCaptureFixture)
     deadline = "each request for up to 30 s (evaluation.endpoint.retry_deadline)"
     name = "the endpoint http://host/v1"
     assert told == [
-        f"{name}: 503 Service Unavailable: busy; asking again, {deadline}",
+        f"{name}: 503 Service Unavailable: busy; retrying, {deadline}",
         f"{name}: 429 Too Many Requests: slow down; retrying in 40 s, as it requested, {deadline}",
     ]
 

@@ -31,7 +31,7 @@ def test_majority(votes: Tally, majority: float) -> None:
 
 def test_maj_at_n_is_the_mean_over_problems() -> None:
     assert maj_at_n([Tally(correct=2, wrong=(1,)), Tally(correct=1, wrong=(1, 1, 1))]) == 0.625
-    with pytest.raises(ValueError, match="no problem"):
+    with pytest.raises(ValueError, match="at least one problem"):
         maj_at_n([])
 
 

@@ -83,14 +83,14 @@ def test_a_metric_that_fails_is_left_out_and_named_once(caplog: pytest.LogCaptur
             assert user_metrics([], {"bad/taken"}) == {}
     said = [record.message for record in caplog.records]
     assert len(said) == 3
-    assert "'bad/raises' is left out: ZeroDivisionError: division by zero" in " ".join(said)
+    assert "'bad/raises' has no value in this run: ZeroDivisionError: division by zero" in " ".join(said)
     assert "inf is not finite" in " ".join(said)
 
 
 @pytest.mark.parametrize(
     ("name", "console", "problem"),
     [
-        ("length", "", "a name has a group and a slash"),
+        ("length", "", "a name must have a group and a slash"),
         ("own/length", "{:.1f} {}", "cannot format a number"),
         ("own/length", "calls", "shows no number"),
     ],

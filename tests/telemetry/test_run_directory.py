@@ -97,7 +97,7 @@ def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
 
 
 def test_resume_needs_a_run(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="no run directory"):
+    with pytest.raises(SettingsError, match="not a run directory"):
         RunDirectory.resume(tmp_path)
 
 

@@ -148,7 +148,7 @@ def test_a_run_of_a_newer_version_is_refused_in_one_message(tmp_path: Path) -> N
     client = client_of(tmp_path)
     assert len(get(client, f"/runs/{run_id(client)}/trajectories")["rows"]) == 8
     said = get(client, f"/runs/{run_id(client)}/steps/1/0", 404)["error"]
-    assert "has format 2 and this version of agentrl reads format 1" in said
+    assert "has format 2 but this version of agentrl reads format 1" in said
 
 
 def test_notes_are_shown_and_searched(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_what_cannot_be_exported_is_said_in_one_message(
         export_page(run, out, steps=[9])
     with pytest.raises(SettingsError, match="--export writes one run"):
         export_command([run.path.parent], out, steps=[], groups=None, echo=print)
-    with pytest.raises(SettingsError, match="give --export as well"):
+    with pytest.raises(SettingsError, match="add --export"):
         export_command([run.path], None, steps=[1], groups=None, echo=print)
     monkeypatch.setattr("agentrl.viewer.export.page._MOST", 50_000)
     with pytest.raises(SettingsError, match="the page is over 0 MB: choose fewer steps"):

@@ -1,4 +1,4 @@
-"""Every metric of ``metrics.jsonl``: name, unit, meaning, healthy range. Console, plots and documentation read it here.
+"""All metrics of ``metrics.jsonl`` with name, unit, meaning and healthy range, for console, plots and documentation.
 
 ``docs/metrics.md`` is generated from this module.
 """
@@ -9,33 +9,33 @@ from dataclasses import asdict
 
 from agentrl.telemetry.metrics.definitions import USER_METRICS, Metric
 
-_TRAINED = "a group was trained"
-_DATA = "a rollout is data"
+_TRAINED = "a group was trained on"
+_DATA = "a rollout is not excluded"
 _CORRECTION = "`correction` is set"
 _CRITIC = "the estimator has a critic"
 _AGENTS = "agent programs"
 _VLLM = "the engine reports its cache (vLLM)"
 _AHEAD = "`rollout.schedule` is `overlapped` or `asynchronous`"
 _HEAD_EXACT = "`algorithm.head_exact_every`"
-_EVALUATED = "an evaluation, in a row of its own"
+_EVALUATED = "evaluations, which have rows of their own"
 _CLIPPING = "the loss clips"
 _ZERO = "0"
 
 _GENERAL = (
-    Metric("step", "steps", "Training steps done; an evaluation's row has the step that it follows."),
+    Metric("step", "steps", "Completed training steps. The row of an evaluation has the step before it."),
     Metric("tokens_per_s", "tokens/s", "`rollout/model_tokens / time/step_s`."),
 )
 _REWARD = (
-    Metric("reward/mean", "reward", "Mean reward of the step's rollouts; greedy ones and those without data excluded.",
+    Metric("reward/mean", "reward", "Mean reward of the step's rollouts, without greedy and excluded ones.",
            "rises", _DATA, "reward"),
     Metric("reward/stderr", "reward", "Standard error of `reward/mean` with groups as clusters.", "", "two groups"),
-    Metric("reward/problem_share", "share", "Share of the rewards' variance that lies between problems (intraclass "
+    Metric("reward/problem_share", "share", "Share of the rewards' variance that is between problems (intraclass "
            "correlation); near 0 if the reward does not depend on the problem.", "", "two groups of unequal rewards"),
-    Metric("reward/count", "rollouts", "Rollouts behind `reward/mean`.", "problems x group size"),
-    Metric("reward/greedy_mean", "reward", "Mean reward of the greedy rollouts.", "", "the estimator plays them"),
+    Metric("reward/count", "rollouts", "Number of rollouts in `reward/mean`.", "problems x group size"),
+    Metric("reward/greedy_mean", "reward", "Mean reward of the greedy rollouts.", "", "the estimator uses them"),
     Metric("reward/overlong_penalty", "reward", "Mean penalty for long responses.", "near 0",
            "`reward.overlong_buffer`"),
-    Metric("reward/overlong_share", "share", "Share of the trajectories with a penalty for length.", "small",
+    Metric("reward/overlong_share", "share", "Share of the trajectories with a length penalty.", "small",
            "`reward.overlong_buffer`"),
     Metric("rewards/{function}", "reward", "Mean of one reward function of `reward.functions`, without its weight.", "",
            "`reward.functions`"),
@@ -45,11 +45,11 @@ _POLICY = (
            "falls slowly", _TRAINED, "entropy", "entropy {:.3f}"),
     Metric("policy/gradient_norm", "", "Norm of the gradient before clipping, mean of the step's updates.",
            "steady; single steps are heavy-tailed", _TRAINED, "gradient norm before clipping"),
-    Metric("policy/loss", "", "The step's loss, summed over its updates.", "no trend to read", _TRAINED),
+    Metric("policy/loss", "", "Loss of the step, summed over its updates.", "has no meaningful trend", _TRAINED),
     Metric("policy/updates", "updates", "Optimizer steps of this step.", "`algorithm.updates_per_step`"),
     Metric("policy/tokens", "tokens", "Model tokens that the step trained on.", "above 0"),
-    Metric("policy/sum_pi_squared", "", "Mean of `sum_v p(v)^2`, the probability that two samples agree.", "below 1",
-           _TRAINED),
+    Metric("policy/sum_pi_squared", "", "Mean of `sum_v p(v)^2`, the probability that two samples are equal.",
+           "below 1", _TRAINED),
     Metric("policy/energy", "",
            "Mean of `w = 1 - 2 p + sum p^2`, the squared gradient norm with respect to the logits.",
            "falls with entropy", _TRAINED),
@@ -57,58 +57,63 @@ _POLICY = (
            "trained version; the run stops above 1e-3 (float32) and 3e-2 (bfloat16).", "below the bound of the dtype",
            _TRAINED, "mean |log-prob difference|"),
     Metric("policy/engine_abs_diff_max", "nats/token",
-           "The same, mean over the trajectory with the largest difference.", "below 1e-3 in float32", _TRAINED),
+           "As above, for the trajectory with the largest mean difference.", "below 1e-3 in float32", _TRAINED),
     Metric("policy/kl_engine_k1", "nats/token", "Mean `log p_engine - log p_trainer`.", "near 0", _TRAINED),
     Metric("policy/kl_engine_k3", "nats/token", "Mean `rho - log rho - 1`, `rho = p_trainer / p_engine`.", "near 0",
            _TRAINED, "KL, k3 estimate"),
-    Metric("policy/log_ppl_gap", "nats/token", "Mean over trajectories of the gap between the log-perplexities of "
-           "trainer and engine.", "near 0", _TRAINED),
-    Metric("policy/ratio_mean", "", "Mean ratio `p_now / p_old`.", "near 1; 1 with one update a step", _TRAINED),
-    Metric("policy/ratio_max", "", "Largest ratio.", "1 with one update a step", _TRAINED),
-    Metric("policy/ratio_min", "", "Smallest ratio.", "1 with one update a step", _TRAINED),
+    Metric("policy/log_ppl_gap", "nats/token", "Mean over trajectories of the difference between the log-perplexities "
+           "of trainer and engine.", "near 0", _TRAINED),
+    Metric("policy/ratio_mean", "", "Mean ratio `p_now / p_old`.", "near 1; 1 with one update per step", _TRAINED),
+    Metric("policy/ratio_max", "", "Largest ratio.", "1 with one update per step", _TRAINED),
+    Metric("policy/ratio_min", "", "Smallest ratio.", "1 with one update per step", _TRAINED),
     Metric("policy/approx_kl", "nats/token", "Mean `ratio - 1 - log ratio`: how far the updates moved the policy.",
            "small", _TRAINED),
-    Metric("policy/clip_fraction_low", "share", "Tokens whose ratio is cut at the lower bound.", "small", _CLIPPING),
-    Metric("policy/clip_fraction_high", "share", "Tokens whose ratio is cut at the upper bound.", "small", _CLIPPING),
-    Metric("policy/clip_fraction", "share", "Tokens that the divergence mask leaves out.", "small",
+    Metric("policy/clip_fraction_low", "share", "Tokens whose ratio is clipped at the lower bound.", "small",
+           _CLIPPING),
+    Metric("policy/clip_fraction_high", "share", "Tokens whose ratio is clipped at the upper bound.", "small",
+           _CLIPPING),
+    Metric("policy/clip_fraction", "share", "Tokens that the divergence mask excludes.", "small",
            "a divergence loss"),
-    Metric("policy/dual_clip_fraction", "share", "Tokens cut by `algorithm.dual_clip`.", "near 0", "a dual-clip loss"),
+    Metric("policy/dual_clip_fraction", "share", "Tokens clipped by `algorithm.dual_clip`.", "near 0",
+           "a dual-clip loss"),
     Metric("policy/selected_fraction", "share", "Tokens selected by their covariance.", "the loss's setting",
            "`clip_cov` and `kl_cov`"),
 )  # fmt: skip
 _ROLLOUT = (
-    Metric("rollout/turns_mean", "turns", "Mean turns of a rollout.", "", _DATA, "turns", "turns {:.1f}"),
-    Metric("rollout/tool_calls_mean", "calls", "Mean tool calls of a rollout.", "", _DATA, "tool calls"),
-    Metric("rollout/response_tokens_mean", "tokens", "Mean tokens of a rollout behind its prompt.",
+    Metric("rollout/turns_mean", "turns", "Mean number of turns per rollout.", "", _DATA, "turns", "turns {:.1f}"),
+    Metric("rollout/tool_calls_mean", "calls", "Mean number of tool calls per rollout.", "", _DATA, "tool calls"),
+    Metric("rollout/response_tokens_mean", "tokens", "Mean tokens of a rollout after its prompt.",
            "below the limit", _DATA, "with observations"),
-    Metric("rollout/model_tokens_mean", "tokens", "Mean sampled tokens of a rollout.", "", _DATA, "the model's own"),
-    Metric("rollout/sampled_entropy", "nats/token", "Mean `-log p_engine` of the sampled tokens: an estimate of the "
-           "entropy that exists also in steps that train no group.", "falls slowly", _DATA),
+    Metric("rollout/model_tokens_mean", "tokens", "Mean sampled tokens per rollout.", "", _DATA, "model tokens"),
+    Metric("rollout/sampled_entropy", "nats/token", "Mean `-log p_engine` of the sampled tokens, an estimate of the "
+           "entropy that is also available in steps that train on no group.", "falls slowly", _DATA),
     Metric("rollout/model_tokens", "tokens", "Sampled tokens of the step.", "", _DATA),
     Metric("rollout/seconds_max", "s", "Seconds of the slowest rollout.", "", _DATA),
-    Metric("rollout/ended/{ending}", "rollouts", "Rollouts that ended so ([endings](environments.md)).",
-           "mostly answered", "one ended so"),
+    Metric("rollout/ended/{ending}", "rollouts", "Rollouts with this ending ([endings](environments.md)).",
+           "mostly answered", "a rollout has this ending"),
     Metric("rollout/verdict/{verdict}", "rollouts", "Answers with this verdict of the grader.", "",
            "an answer is graded"),
-    Metric("rollout/tool_outcome/{outcome}", "calls", "Tool calls that ended so.", "mostly ok", "a tool is called"),
-    Metric("rollout/greedy", "rollouts", "Greedy rollouts, for a baseline.", "", "the estimator plays them"),
-    Metric("rollout/concurrency_limit", "trajectories", "Trajectories that may be in flight at the engine.", "", _VLLM),
-    Metric("rollout/concurrency_limit_min", "trajectories", "The lowest limit since the last step.", "", _VLLM),
-    Metric("rollout/kv_use_max", "share", "Largest use of the engine's key-value cache.",
+    Metric("rollout/tool_outcome/{outcome}", "calls", "Tool calls with this outcome.", "mostly ok", "a tool is called"),
+    Metric("rollout/greedy", "rollouts", "Greedy rollouts for a baseline.", "", "the estimator uses them"),
+    Metric("rollout/concurrency_limit", "trajectories", "Maximum number of concurrent trajectories at the engine.", "",
+           _VLLM),
+    Metric("rollout/concurrency_limit_min", "trajectories", "Lowest limit since the last step.", "", _VLLM),
+    Metric("rollout/kv_use_max", "share", "Largest used share of the engine's key-value cache.",
            "below `rollout.kv_high_watermark`", _VLLM),
-    Metric("rollout/preemptions", "requests", "Requests that the engine put back for lack of cache.", _ZERO, _VLLM),
+    Metric("rollout/preemptions", "requests", "Requests that the engine preempted because its cache was full.", _ZERO,
+           _VLLM),
 )  # fmt: skip
 _GROUPS = (
-    Metric("groups/issued", "groups", "Groups played for this step."),
+    Metric("groups/issued", "groups", "Groups sampled for this step."),
     Metric("groups/trained", "groups", "Groups that the step trained on.", "`rollout.problems_per_step`"),
-    Metric("groups/surplus", "groups", "Groups with a signal beyond those needed.", "small"),
-    Metric("groups/extra_rounds", "rounds", "Further rounds played because filters left too few groups.", _ZERO),
-    Metric("groups/skipped_long_prompt", "problems", "Problems whose prompt is over `rollout.max_prompt_tokens`.",
+    Metric("groups/surplus", "groups", "Groups with a training signal in excess of those needed.", "small"),
+    Metric("groups/extra_rounds", "rounds", "Additional rounds because filters left too few groups.", _ZERO),
+    Metric("groups/skipped_long_prompt", "problems", "Problems whose prompt exceeds `rollout.max_prompt_tokens`.",
            _ZERO),
     Metric("groups/infrastructure_failures", "rollouts", "Rollouts that failed for reasons outside the policy.", _ZERO),
-    Metric("groups/no_data", "trajectories", "Trajectories excluded from data, without greedy ones.", _ZERO),
+    Metric("groups/no_data", "trajectories", "Excluded trajectories, without greedy ones.", _ZERO),
     Metric("groups/void", "trajectories", "Trajectories with a void turn.", "few"),
-    Metric("groups/dropped_empty", "groups", "Groups without a trajectory to train.", _ZERO),
+    Metric("groups/dropped_empty", "groups", "Groups without a trajectory to train on.", _ZERO),
     Metric("groups/dropped_no_greedy", "groups", "Groups whose greedy rollout failed.", _ZERO),
     Metric("groups/dropped_accuracy", "groups", "Groups outside `algorithm.accuracy_range`."),
     Metric("groups/dropped_zero_variance", "groups", "Groups with equal rewards (`algorithm.drop_zero_variance`).",
@@ -120,22 +125,22 @@ _STALENESS = (
     Metric("staleness/max", "steps", "Age of the oldest token.", "at most `rollout.max_staleness`", _DATA, "largest"),
     Metric("staleness/mixed_share", "share", "Trajectories sampled by several policy versions.",
            "0 unless asynchronous", _DATA),
-    Metric("queue/finished_groups", "groups", "Finished groups that wait for the trainer.", "", _AHEAD),
-    Metric("queue/running_groups", "groups", "Groups that are being played.", "", _AHEAD),
+    Metric("queue/finished_groups", "groups", "Finished groups waiting for the trainer.", "", _AHEAD),
+    Metric("queue/running_groups", "groups", "Groups being sampled.", "", _AHEAD),
 )  # fmt: skip
 _VARIANCE = (
     Metric("variance/total_power", "",
            "Total power (OTB paper, Eq. 65): mean over trajectories of `sum_t w_t A_t^2`, or `W A^2` if all tokens of "
-           "a trajectory have one advantage. `w` is the energy of `policy/energy`, a norm with respect to the logits.",
+           "a trajectory have the same advantage. `w` is `policy/energy`, a norm with respect to the logits.",
            "falls or stays", _TRAINED, "total power"),
     Metric("variance/signal_strength", "",
            "Signal strength (OTB paper, Eq. 66): squared norm of the mean gradient, the square of "
-           "`policy/gradient_norm`. A norm with respect to the parameters and on the scale of the loss, so its size is "
+           "`policy/gradient_norm`. A norm with respect to the parameters, on the scale of the loss, so its size is "
            "not comparable with `variance/total_power`.", "steady", _TRAINED, "signal strength"),
     Metric("variance/pure_noise", "",
            "Pure noise (OTB paper, Eq. 67): `(total_power - signal_strength) / (N - 1)` for N trajectories. The "
            "published formula subtracts norms from two spaces, so it may be negative and only its trend is meaningful. "
-           "`variance/head_exact_pure_noise` uses one space.", "falls or stays", "two trajectories were trained",
+           "`variance/head_exact_pure_noise` uses one space.", "falls or stays", "two trajectories were trained on",
            "pure noise"),
     Metric("variance/head_exact_total_power", "",
            "Total power P of the head's weight, exact and per group: mean squared norm of a group's gradient "
@@ -153,15 +158,15 @@ _CORRECTIONS = (
     Metric("correction/kl_k3", "nats/token", "Mean `rho - log rho - 1`.", "near 0", _CORRECTION),
     Metric("correction/chi2", "", "Mean `rho^2`, minus 1.", "near 0", _CORRECTION),
     Metric("correction/ess", "share", "Effective sample size `(sum rho)^2 / (n sum rho^2)`.", "near 1", _CORRECTION),
-    Metric("correction/log_ppl_gap", "nats/token", "As `policy/log_ppl_gap`.", "near 0", _CORRECTION),
+    Metric("correction/log_ppl_gap", "nats/token", "Same as `policy/log_ppl_gap`.", "near 0", _CORRECTION),
     Metric("correction/train_perplexity", "", "Mean perplexity of a trajectory for the trainer.", "", _CORRECTION),
     Metric("correction/rollout_perplexity", "", "Mean perplexity of a trajectory for the engine.", "as the trainer's",
            _CORRECTION),
     Metric("correction/rho_min", "", "Smallest `rho` of a token.", "near 1", _CORRECTION),
     Metric("correction/rho_max", "", "Largest `rho` of a token.", "near 1", _CORRECTION),
-    Metric("correction/truncated_fraction", "share", "Tokens whose weight is cut.", "small", _CORRECTION),
+    Metric("correction/truncated_fraction", "share", "Tokens whose weight is truncated.", "small", _CORRECTION),
     Metric("correction/masked_fraction", "share", "Tokens that the correction rejects.", "small", _CORRECTION),
-    Metric("correction/weight_mean", "", "Mean weight of the tokens left, before normalisation.", "near 1",
+    Metric("correction/weight_mean", "", "Mean weight of the remaining tokens, before normalisation.", "near 1",
            _CORRECTION),
 )  # fmt: skip
 _CRITICS = (
@@ -172,37 +177,39 @@ _CRITICS = (
     Metric("critic/value_mean", "reward", "Mean value of a token.", "near `critic/return_mean`", _CRITIC),
     Metric("critic/return_mean", "reward", "Mean return of a token.", "", _CRITIC),
     Metric("critic/return_square_mean", "reward²", "Mean squared return of a token.", "", _CRITIC),
-    Metric("critic/value_clip_fraction", "share", "Tokens whose value may not move further.", "small", _CRITIC),
+    Metric("critic/value_clip_fraction", "share", "Tokens whose change in value is clipped.", "small", _CRITIC),
     Metric("critic/gradient_norm", "", "Norm of the critic's gradient before clipping.", "steady", _CRITIC),
 )  # fmt: skip
 _KL = (
     Metric("kl/mean", "nats/token", "Mean divergence from the reference policy, by `kl.estimator`.", "grows slowly",
            "`kl.coefficient` is set"),
-    Metric("kl/coefficient", "", "The weight of the penalty, which `kl.controller=adaptive` changes.", "",
+    Metric("kl/coefficient", "", "Weight of the penalty, which `kl.controller=adaptive` changes.", "",
            "`kl.coefficient` is set"),
 )  # fmt: skip
 _GATEWAY = (
-    Metric("gateway/branches_mean", "sequences", "Mean token sequences of a rollout; 1: its history only grew.",
-           "near 1", _AGENTS),
-    Metric("gateway/generations_mean", "requests", "Mean replies sampled for a rollout.", "", _AGENTS),
+    Metric("gateway/branches_mean", "trajectories", "Mean number of trajectories per rollout; 1 if its history only "
+           "grows.", "near 1", _AGENTS),
+    Metric("gateway/generations_mean", "requests", "Mean number of replies sampled per rollout.", "", _AGENTS),
     Metric("gateway/undelivered", "replies", "Replies that no client received.", _ZERO, _AGENTS),
-    Metric("gateway/not_trained_share", "share", "Sampled tokens that train nothing.", "near 0", _AGENTS),
-    Metric("gateway/replayed", "requests", "Repeated requests answered with the reply of the first.", _ZERO, _AGENTS),
+    Metric("gateway/not_trained_share", "share", "Sampled tokens that are not trained on.", "near 0", _AGENTS),
+    Metric("gateway/replayed", "requests", "Repeated requests answered with the first reply.", _ZERO, _AGENTS),
     Metric("gateway/miss_{cause}", "requests", "Requests that did not continue the last reply, by cause "
            "([agents.md](agents.md)).", _ZERO, _AGENTS),
 )  # fmt: skip
 _TIME = (
     Metric("time/step_s", "s", "Seconds of the whole step."),
-    Metric("time/train_idle_s", "s", "Seconds in which the trainer waited for its batch.",
+    Metric("time/train_idle_s", "s", "Seconds for which the trainer waited for its batch.",
            "small if `rollout.schedule` runs ahead", label="waiting for rollouts"),
     Metric("time/train_s", "s", "Seconds of the passes and updates.", label="training"),
-    Metric("time/forward_s", "s", "Of these, rank 0's forwards of policy and critic.", label="forward"),
-    Metric("time/backward_s", "s", "Of these, rank 0's backwards, with what they recompute.", label="backward"),
-    Metric("time/update_s", "s", "Of these, rank 0's optimizer.", label="optimizer"),
-    Metric("time/transfer_s", "s", "Seconds until the engine held the new weights.", "small",
+    Metric("time/forward_s", "s", "Part of `time/train_s`: forward passes of policy and critic on rank 0.",
+           label="forward"),
+    Metric("time/backward_s", "s", "Part of `time/train_s`: backward passes on rank 0, including recomputation.",
+           label="backward"),
+    Metric("time/update_s", "s", "Part of `time/train_s`: optimizer on rank 0.", label="optimizer"),
+    Metric("time/transfer_s", "s", "Seconds until the engine had the new weights.", "small",
            label="weights to the engine"),
-    Metric("time/rollout_s", "s", "Seconds in which the worker collected the step's groups."),
-    Metric("time/rollout_idle_s", "s", "Seconds in which nothing was being played."),
+    Metric("time/rollout_s", "s", "Seconds for which the worker collected the step's groups."),
+    Metric("time/rollout_idle_s", "s", "Seconds without any rollout in progress."),
     Metric("optimizer/learning_rate", "", "Learning rate of the next update.", "the schedule's"),
 )  # fmt: skip
 _EVALUATION = (
@@ -210,21 +217,22 @@ _EVALUATION = (
            "held-out score"),
     Metric("eval/low", "share", "Lower end of its 95 % interval for these problems.", "", _EVALUATED),
     Metric("eval/high", "share", "Upper end of the interval.", "", _EVALUATED),
-    Metric("eval/k", "rollouts", "Rollouts of each problem.", "`evaluation.samples`", _EVALUATED),
-    Metric("eval/problems", "problems", "Problems behind the score.", "", _EVALUATED),
+    Metric("eval/k", "rollouts", "Rollouts per problem.", "`evaluation.samples`", _EVALUATED),
+    Metric("eval/problems", "problems", "Number of problems in the score.", "", _EVALUATED),
     Metric("eval/no_data", "rollouts", "Rollouts that failed for reasons outside the policy.", _ZERO, _EVALUATED),
-    Metric("eval/family/{family}", "share", "The score of one family or source of problems.", "", _EVALUATED),
-    Metric("eval_falsified/{figure}", "", "As `eval/...`, with falsified observations: a policy that reads them fails.",
+    Metric("eval/family/{family}", "share", "Score of one family or source of problems.", "", _EVALUATED),
+    Metric("eval_falsified/{figure}", "", "As `eval/...`, with falsified observations. A policy that reads its "
+           "observations fails.",
            "a low score", _EVALUATED),
 )  # fmt: skip
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
-    "Of every row": _GENERAL,
+    "General": _GENERAL,
     "Reward": _REWARD,
     "Policy": _POLICY,
     "Rollouts": _ROLLOUT,
     "Groups": _GROUPS,
-    "Age of tokens": _STALENESS,
+    "Staleness": _STALENESS,
     "Variance of the gradient": _VARIANCE,
     "Rollout correction": _CORRECTIONS,
     "Critic": _CRITICS,
@@ -238,7 +246,7 @@ _FAMILIES = tuple(metric for metric in METRICS.values() if "{" in metric.name)
 
 
 def metric_of(key: str) -> Metric | None:
-    """The metric behind a key of ``metrics.jsonl``, plug-ins' included; None for one of another program.
+    """Return the metric of a key in ``metrics.jsonl``, including plug-ins' metrics, or None for an unknown key.
 
     >>> metric_of("rollout/ended/answered").unit
     'rollouts'
@@ -251,5 +259,5 @@ def metric_of(key: str) -> Metric | None:
 
 
 def defined_metrics() -> list[dict[str, str]]:
-    """Every metric of this program by its fields, for the viewer."""
+    """Return the fields of every built-in metric, for the viewer."""
     return [asdict(metric) for metric in METRICS.values()]

@@ -1,4 +1,4 @@
-"""What a metric is, and metrics of users: ``@agentrl.register_metric``."""
+"""Definition of a metric, and registration of metrics by users: ``@agentrl.register_metric``."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ logger = logging.getLogger(__name__)
 Measure = TypeVar("Measure", bound="Callable[[Sequence[Any]], float | None]")
 
 EVERY_STEP = ""
-"""A metric of every training row."""
+"""Value of ``when`` for metrics that every training row has."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of ``metrics.jsonl``, or a family of them: ``{...}`` in the name stands for any text."""
+    """A number in ``metrics.jsonl``, or a family of numbers: ``{...}`` in the name stands for any text."""
 
     name: str
     unit: str
     meaning: str  # one sentence or a formula
     healthy: str = ""
-    when: str = EVERY_STEP  # the condition under which a training row has it
-    label: str = ""  # a short one for legends
-    console: str = ""  # how the progress line shows it, such as "turns {:.1f}"
+    when: str = EVERY_STEP  # condition under which a training row has the metric
+    label: str = ""  # short name for legends
+    console: str = ""  # format in the progress line, such as "turns {:.1f}"
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """What the metric's keys match."""
+        """Regular expression that matches the metric's keys."""
         parts = re.split(r"(\{\w+\})", self.name)
         return re.compile("".join(".+" if part.startswith("{") else re.escape(part) for part in parts))
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserMetric:
-    """A metric of a plug-in: a function of a step's trajectories, without greedy ones and those that are no data."""
+    """A metric of a plug-in, computed from a step's trajectories without greedy and excluded ones."""
 
     metric: Metric
     measure: Callable[[Sequence[Any]], float | None]
@@ -48,20 +48,21 @@ class UserMetric:
 
 
 USER_METRICS: Registry[UserMetric] = Registry("metric")
-_FAILED: set[str] = set()  # metrics whose failure was reported
+_FAILED: set[str] = set()  # metrics whose failure has been reported
 
 
 def register_metric(
     name: str, *, unit: str, meaning: str, healthy: str = "", console: str = "", plot: bool = True
 ) -> Callable[[Measure], Measure]:
-    """Decorator: a number that each training step computes from its trajectories (`agentrl.trajectory.Trajectory`).
+    """Register a metric that each training step computes from its trajectories (`agentrl.trajectory.Trajectory`).
 
-    ``name`` has a group and a slash, such as ``search/calls_mean``. The function returns None where there is nothing
-    to measure. ``console`` shows the number in the progress line (``"searches {:.1f}"``), ``plot`` draws it into
-    ``plots/``. A function that raises or returns no finite number is reported once; its number is missing in the row.
+    ``name`` consists of a group and a name, such as ``search/calls_mean``. The decorated function returns None if there
+    is no value. ``console`` formats the value in the progress line (``"searches {:.1f}"``), and ``plot`` draws it into
+    ``plots/``. If the function raises or returns a value that is not finite, a warning is logged once and the row has
+    no value.
     """
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)+", name):
-        raise ValueError(f"metric {name!r}: a name has a group and a slash, such as search/calls_mean")
+        raise ValueError(f"metric {name!r}: a name must have a group and a slash, such as search/calls_mean")
     _check_format(name, console)
 
     def add(measure: Measure) -> Measure:
@@ -73,23 +74,23 @@ def register_metric(
 
 
 def user_metrics(trajectories: Sequence[object], taken: Container[str]) -> dict[str, float]:
-    """The metrics of plug-ins over a step's trajectories. Those named as one of ``taken`` are left out."""
-    found = {}
+    """Compute the metrics of plug-ins over a step's trajectories, except those whose name is in ``taken``."""
+    values = {}
     for name in USER_METRICS.names():
         try:
             if name in taken:
-                raise ValueError("a metric of this name exists")
+                raise ValueError("a metric with this name exists")
             value = USER_METRICS[name].measure(trajectories)
             if value is None:
                 continue
             if not math.isfinite(value):
                 raise ValueError(f"{value!r} is not finite")
-            found[name] = float(value)
-        except Exception as error:  # noqa: BLE001 - users' code: a missing number must not end a run
+            values[name] = float(value)
+        except Exception as error:  # noqa: BLE001 - user code: a missing value must not end a run
             if name not in _FAILED:
-                logger.warning("metric %r is left out: %s", name, describe_error(error))
+                logger.warning("metric %r has no value in this run: %s", name, describe_error(error))
             _FAILED.add(name)
-    return found
+    return values
 
 
 def _check_format(name: str, console: str) -> None:

@@ -1,4 +1,4 @@
-"""One recorded step: its trajectories, each joined with the statistics of its tokens. Needs no torch."""
+"""A recorded step: its trajectories, each joined with its token statistics. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ TokenColumns = dict[str, np.ndarray]
 class StoredTrajectory:
     """A trajectory of a step. ``tokens`` is None if the step did not train on it or its statistics are not stored."""
 
-    number: int  # place in the step's file, from 0
-    record: JsonRecord  # as Trajectory.to_record() gives it
+    number: int  # index in the step's file
+    record: JsonRecord  # as returned by Trajectory.to_record()
     tokens: TrajectoryTokens | None
 
     @property
@@ -33,20 +33,21 @@ class StoredTrajectory:
 
     @cached_property
     def positions(self) -> np.ndarray:
-        """[K] the place of each model token in the response."""
+        """Positions [K] of the model tokens in the response."""
         return np.flatnonzero(self.model_mask)
 
     @cached_property
     def model_mask(self) -> np.ndarray:
-        """[T] bool, True on the response tokens that the model sampled."""
+        """Mask [T] of the response tokens that the model sampled."""
         segments = self.record["segments"]
         lengths = [len(segment["token_ids"]) for segment in segments]
         return np.repeat([segment["origin"] == "model" for segment in segments], lengths)
 
     def columns(self) -> TokenColumns:
-        """One value per model token: what the engine sampled, and with :attr:`tokens` what training made of it.
+        """Return one value per model token: what the engine sampled and, with :attr:`tokens`, values of training.
 
-        ``position`` in the response, ``index`` among the model tokens, ``turn``, ``token_id``, ``engine_log_probs``,
+        Columns: ``position`` in the response, ``index`` among the model tokens, ``turn``, ``token_id``,
+        ``engine_log_probs``, ``policy_version``, and the fields of :class:`TrajectoryTokens`.
         ``policy_version``; then the fields of :class:`TrajectoryTokens`, by their names.
         """
         segments = [item for item in self.record["segments"] if item["origin"] == "model"]
@@ -69,8 +70,8 @@ class StoredTrajectory:
 class StoredStep:
     """The trajectories of a step in the order of their file. ``facts`` is None without token statistics.
 
-    ``rows`` are the statistics of all trajectories that the step trained on, in the order of training. ``problems``
-    names files of token statistics that could not be read: their trajectories have none.
+    ``rows`` are the statistics of all trajectories that the step trained on, in the order of training. ``problems`` are
+    messages about files of token statistics that could not be read; their trajectories have no statistics.
     """
 
     step: int
@@ -80,26 +81,26 @@ class StoredStep:
     problems: tuple[str, ...] = ()
 
     def siblings(self, trajectory: StoredTrajectory) -> list[StoredTrajectory]:
-        """The trajectories of the group that the step trained on, this one included, in the order of training."""
-        found = {item.key: item for item in self.trajectories}
-        return [found[key] for key in self.rows if key.group == trajectory.key.group and key in found]
+        """Return the group's trajectories that the step trained on, including this one, in the order of training."""
+        by_key = {item.key: item for item in self.trajectories}
+        return [by_key[key] for key in self.rows if key.group == trajectory.key.group and key in by_key]
 
     @cached_property
     def realized_energies(self) -> dict[RowKey, np.ndarray]:
-        """W_k [K] float64 of every trajectory that the step trained on."""
+        """Realized energies W_k [K] float64 of every trajectory that the step trained on."""
         return dict(realized_energies(self.rows.values()))
 
     @cached_property
     def gradient_power(self) -> float:
-        """The sum of :attr:`TrajectoryTokens.gradient_power` over the step's tokens."""
+        """Sum of :attr:`TrajectoryTokens.gradient_power` over the step's tokens."""
         return float(sum(row.gradient_power.sum() for row in self.rows.values()))
 
 
 def read_step(run: RunDirectory, step: int, *, groups: Collection[int] | None = None) -> StoredStep:
-    """A step from its files, or those of its trajectories that belong to ``groups``.
+    """Read a step from its files, or only the trajectories of ``groups``.
 
-    Torn and missing files of token statistics are named in ``problems``. Raises SettingsError if the trajectories of
-    the step are not stored or a newer version wrote them, WorldError if they cannot be read.
+    Damaged and missing files of token statistics are listed in ``problems``. Raises SettingsError if the trajectories
+    of the step are not stored or a newer version wrote them, WorldError if they cannot be read.
     """
     run.check_stored(step)
     facts, rows, problems = _tokens(run, step, groups)
@@ -117,14 +118,14 @@ def read_step(run: RunDirectory, step: int, *, groups: Collection[int] | None = 
 
 
 def key_of(record: JsonRecord) -> RowKey:
-    """The key of a trajectory's record. A greedy rollout has a key that no trained trajectory has."""
+    """Return the key of a trajectory's record. A greedy rollout has a key that no trained trajectory has."""
     return RowKey(record["group"], record["sample"], record.get("branch", 0))
 
 
 def _tokens(
     run: RunDirectory, step: int, groups: Collection[int] | None
 ) -> tuple[TokenFacts | None, dict[RowKey, TrajectoryTokens], list[str]]:
-    """Facts, rows and problems of the files of all ranks. Ranks that share a sequence hold the same rows."""
+    """Facts, rows and problems of the files of all ranks. Ranks of a sequence-parallel group store the same rows."""
     facts: TokenFacts | None = None
     rows: dict[RowKey, TrajectoryTokens] = {}
     problems = []
@@ -132,12 +133,12 @@ def _tokens(
         try:
             file = TokenFile(contained(path, run.path))
             wanted = None if groups is None else {key for key in file.stored_keys() if key.group in groups}
-            found = list(file.rows(wanted))
+            file_rows = list(file.rows(wanted))
         except WorldError as error:
             problems.append(str(error))
             continue
         facts = file.facts
-        rows |= {row.key: row for row in found}
+        rows |= {row.key: row for row in file_rows}
     missing = 0 if facts is None else facts.ranks - len(run.token_files(step))
     if facts is not None and missing:
         problems.append(f"the token statistics of {missing} of {facts.ranks} ranks at step {step} are missing")

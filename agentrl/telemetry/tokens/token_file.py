@@ -1,4 +1,4 @@
-"""Token statistics on disk: Parquet with Zstandard, one file a step and rank, one row a trajectory."""
+"""Token statistics on disk: Parquet with Zstandard, one file per step and rank, one row per trajectory."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 FORMAT = 1
 _FACTS = b"agentrl"
 _KEY = ["group", "sample", "branch"]
-_TOKENS_OF_A_BLOCK = 1 << 18  # rows that are read together
+_TOKENS_OF_A_BLOCK = 1 << 18  # minimum tokens of a row group, which is read as a whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFacts:
-    """What the rows of a file have in common: the step, and the rules that made advantages and losses of them."""
+    """Properties common to all rows of a file: the step, and the rules that computed advantages and losses."""
 
     step: int
-    version: int  # of the policy before the step's updates
+    version: int  # policy version before the step's updates
     rank: int
     ranks: int
     estimator: str
@@ -41,14 +41,14 @@ class TokenFacts:
 
 
 def write_tokens(path: Path, facts: TokenFacts, rows: Sequence[TrajectoryTokens]) -> None:
-    """Write the rows of one rank; the file appears whole. Raises WorldError."""
+    """Write the rows of one rank atomically. Raises WorldError."""
     import pyarrow.parquet as pq
 
     table = _table(rows).replace_schema_metadata({_FACTS: json.dumps(asdict(facts))})
     floats = [f"{name}.list.element" for name in LISTS if name in table.column_names and name != "loss_mask"]
 
     def write(out: IO[bytes]) -> None:
-        # Floating numbers compress by a quarter better with their bytes sorted by significance.
+        # Grouping the bytes of floating-point numbers by significance makes the compressed columns a quarter smaller.
         with pq.ParquetWriter(
             out,
             table.schema,
@@ -65,7 +65,7 @@ def write_tokens(path: Path, facts: TokenFacts, rows: Sequence[TrajectoryTokens]
 
 
 class TokenFile:
-    """Reads the file of one rank. WorldError where it is damaged, SettingsError where a newer version wrote it."""
+    """Reads the file of one rank. Raises WorldError if it is damaged, SettingsError if a newer version wrote it."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa
@@ -77,21 +77,21 @@ class TokenFile:
         except (OSError, pa.ArrowInvalid) as error:
             raise WorldError(f"cannot read the token statistics {path}: {error}") from error
         with wrong_shape(str(path)):
-            given = dict(json.loads((self._file.schema_arrow.metadata or {}).get(_FACTS, b"{}")))
-        if given.get("format") != FORMAT:
+            content = dict(json.loads((self._file.schema_arrow.metadata or {}).get(_FACTS, b"{}")))
+        if content.get("format") != FORMAT:
             raise SettingsError(
-                f"{path} has format {given.get('format')} and this version of agentrl reads format {FORMAT}: "
+                f"{path} has format {content.get('format')}, but this version of agentrl reads format {FORMAT}: "
                 "use the version that wrote the run"
             )
         with wrong_shape(str(path)):
-            self.facts = TokenFacts(**given)
+            self.facts = TokenFacts(**content)
 
     def stored_keys(self) -> list[RowKey]:
-        """The trajectories in the file, in its order."""
+        """Return the keys of the trajectories in the file, in order."""
         return [RowKey(*key) for block in range(self._file.num_row_groups) for key in self._keys(block)]
 
     def rows(self, keys: Collection[RowKey] | None = None) -> Iterator[TrajectoryTokens]:
-        """The rows in the file's order, or those of ``keys``; only the blocks that hold them are read."""
+        """Yield the rows, or those in ``keys``, in the order of the file. Reads only blocks with such rows."""
         import pyarrow as pa
 
         for block in range(self._file.num_row_groups):
@@ -106,7 +106,7 @@ class TokenFile:
                     yield row
 
     def gradient_powers(self) -> Iterator[tuple[RowKey, float]]:
-        """Every trajectory with the sum of its ``gradient_power``; reads only the columns that it is made of."""
+        """Yield the key and the sum of ``gradient_power`` of every trajectory. Reads only the necessary columns."""
         import pyarrow as pa
 
         names = [*_KEY, "loss_weight", "energy", "advantages", "loss_mask", "weights"]
@@ -115,14 +115,14 @@ class TokenFile:
                 table = self._file.read_row_group(block, columns=names)
             except (OSError, pa.ArrowException) as error:
                 raise WorldError(f"cannot read the token statistics {self.path}: {error}") from error
-            given = [name for name in names if name in table.column_names]
-            columns = {name: _arrays(table[name].combine_chunks()) for name in given if name in LISTS}
-            numbers = {name: table[name].to_pylist() for name in given if name not in LISTS}
+            present = [name for name in names if name in table.column_names]
+            columns = {name: _arrays(table[name].combine_chunks()) for name in present if name in LISTS}
+            numbers = {name: table[name].to_pylist() for name in present if name not in LISTS}
             for row in range(table.num_rows):
-                own = {name: values[row] for name, values in (numbers | columns).items()}
-                kept = kept_of(own["loss_mask"], own.get("weights"))
-                power = power_of(own["energy"], own["loss_weight"], own["advantages"], kept)
-                yield RowKey(*(own[name] for name in _KEY)), float(power.sum())
+                cells = {name: values[row] for name, values in (numbers | columns).items()}
+                kept = kept_of(cells["loss_mask"], cells.get("weights"))
+                power = power_of(cells["energy"], cells["loss_weight"], cells["advantages"], kept)
+                yield RowKey(*(cells[name] for name in _KEY)), float(power.sum())
 
     def _keys(self, block: int) -> list[RowKey]:
         columns = self._file.read_row_group(block, columns=_KEY)
@@ -132,11 +132,11 @@ class TokenFile:
 def _blocks(rows: Sequence[TrajectoryTokens]) -> Iterator[tuple[int, int]]:
     """First row and number of rows of every block."""
     start, tokens = 0, 0
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         tokens += len(row)
         if tokens >= _TOKENS_OF_A_BLOCK:
-            yield start, place + 1 - start
-            start, tokens = place + 1, 0
+            yield start, index + 1 - start
+            start, tokens = index + 1, 0
     if start < len(rows):
         yield start, len(rows) - start
 
@@ -151,22 +151,22 @@ def _table(rows: Sequence[TrajectoryTokens]) -> pa.Table:
             columns[name] = pa.array(values)
     for name in LISTS:
         arrays = [getattr(row, name) for row in rows]
-        given = [values for values in arrays if values is not None]
-        if given:
+        present = [values for values in arrays if values is not None]
+        if present:
             ends = np.cumsum([0 if values is None else len(values) for values in arrays], dtype=np.int32)
             missing = pa.array([values is None for values in arrays])
-            flat = pa.array(np.concatenate(given))
+            flat = pa.array(np.concatenate(present))
             columns[name] = pa.ListArray.from_arrays(np.append(np.int32(0), ends), flat, mask=missing)
     return pa.table(columns)
 
 
 def _rows(table: pa.Table) -> Iterator[TrajectoryTokens]:
-    """The rows of a block; their arrays are views of its columns."""
+    """Rows of a block. Their arrays are views of its columns."""
     numbers = {name: table[name].to_pylist() for name in NUMBERS if name in table.column_names}
     lists = {name: _arrays(table[name].combine_chunks()) for name in LISTS if name in table.column_names}
-    for place in range(table.num_rows):
-        own = {name: values[place] for name, values in (numbers | lists).items()}
-        yield TrajectoryTokens(**own)
+    for row in range(table.num_rows):
+        cells = {name: values[row] for name, values in (numbers | lists).items()}
+        yield TrajectoryTokens(**cells)
 
 
 def _arrays(column: pa.ListArray) -> list[np.ndarray | None]:
@@ -178,7 +178,7 @@ def _arrays(column: pa.ListArray) -> list[np.ndarray | None]:
 
 
 def _array(values: pa.Array) -> np.ndarray:
-    """The values, which are none of them missing. ``to_numpy`` would import pandas, which takes half a second."""
+    """Convert values, of which none is missing. ``to_numpy`` would import pandas, which takes half a second."""
     import pyarrow as pa
 
     if pa.types.is_boolean(values.type):

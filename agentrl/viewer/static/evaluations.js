@@ -19,7 +19,7 @@ export async function evaluationScreen({ parts: [id], query }) {
     { title: "Sample", number: true, value: (row) => row.sample },
     { title: "Verdict", value: (row) => row.verdict, cell: verdict },
     { title: "Extracted answer", value: (row) => row.answer, class: "brief" },
-    { title: "Gold answer", value: (row) => row.gold, class: "brief" },
+    { title: "Reference answer", value: (row) => row.gold, class: "brief" },
     { title: "Ended", value: (row) => row.ended, cell: (row) => words(row.ended) },
     { title: "Turns", number: true, value: (row) => row.turns },
     { title: "Tokens", number: true, value: (row) => row.tokens },
@@ -60,7 +60,7 @@ export async function rolloutScreen({ parts: [id, place] }) {
   const pairs = [
     ["Problem", rollout.problem],
     ["Sample", rollout.sample],
-    ["Gold answer", visible(String(problem.answer ?? "–"))],
+    ["Reference answer", visible(String(problem.answer ?? "–"))],
     ["Answer", visible(String(rollout.answer ?? "–"))],
     ["Verdict", verdict(rollout)],
     ["Reward", number(rollout.reward)],

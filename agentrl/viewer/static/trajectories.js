@@ -12,7 +12,7 @@ const FIELDS = [
   ["ended", "Ended", ["answered", "stopped", "void_turn", "turn_limit", "token_limit", "deadline", "cancelled", "infrastructure_failure"]],
   ["verdict", "Verdict", ["correct", "incorrect", "no_answer", "unparsable_answer", "answer_timeout", "unparsable_gold", "grader_timeout"]],
   ["tool", "Tool outcome", ["ok", "error", "timeout", "memory_limit", "output_limit", "killed", "infrastructure_failure", "malformed"]],
-  ["dropped", "Not trained: why", ["no data", "void turn", "equal rewards", "filtered"]],
+  ["dropped", "Not trained: why", ["excluded", "void turn", "equal rewards", "filtered"]],
   ["least_reward", "Reward from", "number"],
   ["most_reward", "Reward to", "number"],
   ["least_turns", "Turns from", "number"],
@@ -31,7 +31,7 @@ export async function trajectoriesScreen({ parts: [id], query }) {
   const chart = el("div", { class: "chart", role: "img", "aria-label": "Histogram of rewards" });
   const shown = table(columnsOf(id), rows, { label: "Trajectories" });
   const status = el("p", { class: "hint", role: "status" });
-  const more = el("button", { class: "act", type: "button", onclick: () => next() }, "Search on");
+  const more = el("button", { class: "act", type: "button", onclick: () => next() }, "Continue search");
   let after = "";
   const course = section("This problem over the steps", el("div", { class: "chart", role: "img", "aria-label": "Reward of this problem over the steps" }));
   course.hidden = true;

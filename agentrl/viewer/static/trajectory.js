@@ -50,7 +50,7 @@ export async function trajectoryScreen({ parts: [id, step, place], query, rememb
   const controls = el("div", { class: "bar" }, fieldChoice, button("Largest", true), button("Smallest", false), legend);
   if (state.field) colour(state.field);
 
-  const untold = page.tokenizer ? [] : ["The run's tokenizer is not here: tokens are shown by their ids."];
+  const untold = page.tokenizer ? [] : ["The run has no tokenizer, so tokens are shown by their ids."];
   const without = page.fields.advantages || page.problems.length ? [] : [reasonFor(row)];
   const title = `${step} / ${place}`;
   const content = [
@@ -74,7 +74,7 @@ function reasonFor(row) {
 function aboutTrajectory({ row, problem, facts }, id) {
   const pairs = [
     ["Problem", el("a", { href: `#/run/${id}/trajectories?${new URLSearchParams({ problem: row.problem })}` }, row.problem)],
-    ["Gold answer", visible(String(problem.answer ?? "–"))],
+    ["Reference answer", visible(String(problem.answer ?? "–"))],
     ["Answer", visible(String(row.answer ?? "–"))],
     ["Verdict", verdict(row)],
     ["Reward", number(row.reward)],
