@@ -177,7 +177,7 @@ def test_only_the_token_and_this_host_open_the_data(client: TestClient) -> None:
 
 
 def test_folders_without_runs_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="holds no run"):
+    with pytest.raises(SettingsError, match="contains no run"):
         Library([tmp_path])
     with pytest.raises(SettingsError, match="does not exist"):
         Library([tmp_path / "missing"])
@@ -191,7 +191,7 @@ def test_the_viewer_needs_no_torch() -> None:
 
 def test_a_port_in_use_is_said_in_one_message() -> None:
     taken = listen(None)
-    with taken, pytest.raises(SettingsError, match=r"cannot listen on 127\.0\.0\.1: .*leave --port out"):
+    with taken, pytest.raises(SettingsError, match=r"cannot listen on 127\.0\.0\.1: .*omit --port"):
         listen(taken.getsockname()[1])
 
 
