@@ -1,7 +1,8 @@
-"""The exact KL divergence of a policy from its reference at every token, without logits [N, V].
+"""Exact KL divergence of a policy from its reference at every token, without materializing the logits [N, V].
 
-Both heads' logits are formed for a block of rows at a time, forward and, again, backward; what follows runs over a
-block in pieces. Extra memory: two blocks of `_BLOCK_ELEMENTS`, about ten pieces, and in backward the gradients.
+The logits of both heads are computed for one block of rows at a time, and again in the backward pass. Elementwise
+operations then run over pieces of the block. Extra memory: two blocks of `_BLOCK_ELEMENTS`, about ten pieces and, in
+the backward pass, the gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from agentrl.kernels.records import KernelInputError, check_cap, check_inputs, s
 from agentrl.kernels.softcap import cap_slope
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}  # logits of one matrix product: 32 and 256 MB of float32
-_PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}  # logits that the elementwise passes touch at a time
+_PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}  # logits per elementwise operation
 
 
 def full_kl(
@@ -34,16 +35,16 @@ def full_kl(
     reference_temperature: float | None = None,
     reference_cap: float | None = None,
 ) -> Tensor:
-    """KL(p || p_ref) = sum_v p(v) (ln p(v) - ln p_ref(v)) of every row, [N]: float32, or float64 if an input is.
+    """Compute KL(p || p_ref) = sum_v p(v) (ln p(v) - ln p_ref(v)) [N] of every row, in float32 or float64.
 
-    p = softmax(z / temperature), z = x = hidden head_weight^T + bias or with a cap cap tanh(x / cap), p_ref likewise
-    with its own temperature (None: the same) and cap. hidden [N, D], head_weight [V, D],
-    reference_hidden [N, E], reference_weight [V, E], biases [V] or None; the two hidden sizes may differ. Where
-    p(v) = 0 nothing is added; where only p_ref(v) = 0 the result is inf.
+    p = softmax(z / temperature) with z = x = hidden head_weight^T + bias, or z = cap tanh(x / cap) with a cap. p_ref is
+    defined in the same way, with its own temperature (default: the same) and cap. hidden [N, D], head_weight [V, D],
+    reference_hidden [N, E], reference_weight [V, E], biases [V] or None. The two hidden sizes may differ. A term with
+    p(v) = 0 is 0; if only p_ref(v) = 0, the result is inf. The result is float64 if any input is.
 
-    The gradient with respect to hidden, head_weight and bias is exact, dKL/dx_v = p(v) (ln p(v) - ln p_ref(v) - KL)
-    dz_v/dx_v / temperature for the head's output x_v; the reference gets none. Rows that do not count are left out
-    before the call. Raises KernelInputError if the arguments do not fit together.
+    The gradient with respect to hidden, head_weight and bias is exact: dKL/dx_v = p(v) (ln p(v) - ln p_ref(v) - KL)
+    dz_v/dx_v / temperature for the head's output x_v. The reference receives no gradient. Select the rows before the
+    call; there is no mask. Raises KernelInputError if the arguments do not fit together.
     """
     targets = torch.zeros(hidden.shape[:1], dtype=torch.int64, device=hidden.device)
     check_inputs(hidden, head_weight, targets, temperature, bias)
@@ -64,8 +65,10 @@ def full_kl(
 
 
 class _FullKL(torch.autograd.Function):
-    """(hidden, weight, bias, reference hidden, reference weight, reference bias, maps) -> [N]; maps are
-    (temperature, cap) of both."""
+    """(hidden, weight, bias, reference hidden, reference weight, reference bias, maps) -> [N].
+
+    ``maps`` contains (temperature, cap) of the policy and of the reference.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, *others: Any) -> Tensor:
@@ -96,10 +99,10 @@ class _FullKL(torch.autograd.Function):
 
 
 def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """[R] from ln p and ln q [R, V].
+    """Divergence [R] from ln p and ln q [R, V].
 
-    sum p d = sum (q - p + p d), d = ln p - ln q, as both sum to 1; no term of the second is negative, so nothing
-    cancels between them where the policies are close. Near d = 0 a term is p (expm1(-d) + d).
+    sum p d with d = ln p - ln q equals sum (q - p + p d), because p and q both sum to 1. No term of the second form is
+    negative, so terms do not cancel if the policies are close. Near d = 0 a term is computed as p (expm1(-d) + d).
     """
     p, d = log_p.exp(), _log_ratio(log_p, log_q)
     near = (d.abs() < 1) & (log_p != -torch.inf)
@@ -109,19 +112,19 @@ def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _logit_gradient(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """p (d - sum p d) [R, V], the gradient of the divergence with respect to the tempered logits of p."""
+    """Gradient p (d - sum p d) [R, V] of the divergence with respect to the tempered logits of p."""
     p, d = log_p.exp(), _log_ratio(log_p, log_q)
     d = torch.where(p > 0, d, 0.0)
     return p * (d - (p * d).sum(-1, keepdim=True))
 
 
 def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """ln p - ln q; 0 where both are impossible."""
+    """ln p - ln q, or 0 if p is 0."""
     return torch.where(log_p == -torch.inf, 0.0, log_p - log_q)
 
 
 def _dtype(tensors: Sequence[Any]) -> torch.dtype:
-    """float64 if either policy's statistics are."""
+    """float64 if the statistics of either policy are, otherwise float32."""
     hidden, weight, _, ref_hidden, ref_weight, _ = tensors
     return torch.promote_types(statistics_dtype(hidden, weight), statistics_dtype(ref_hidden, ref_weight))
 
@@ -129,7 +132,7 @@ def _dtype(tensors: Sequence[Any]) -> torch.dtype:
 def _blocks(
     tensors: Sequence[Any], maps: Sequence[tuple[float, float | None]]
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(rows, tempered logits [R, V], those of the reference) block by block; the next overwrites their memory."""
+    """Yield (rows, tempered logits [R, V], those of the reference) of each block. The next block reuses the memory."""
     hidden, weight, bias, ref_hidden, ref_weight, ref_bias = tensors
     dtype = _dtype(tensors)
     total, vocabulary = hidden.shape[0], weight.shape[0]
@@ -145,7 +148,7 @@ def _blocks(
 
 
 def _pieces(block: Tensor) -> Iterator[slice]:
-    """Rows of the block [R, V], a few at a time."""
+    """Yield slices of a few rows of the block [R, V]."""
     step = max(1, _PIECE_ELEMENTS[block.device.type] // block.shape[1])
     for start in range(0, block.shape[0], step):
         yield slice(start, start + step)

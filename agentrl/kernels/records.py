@@ -1,4 +1,4 @@
-"""The result of the kernels, and checks of their inputs."""
+"""Result of the kernels, and checks of their inputs."""
 
 import math
 from collections.abc import Callable
@@ -9,25 +9,25 @@ from torch import Tensor
 
 
 class KernelInputError(ValueError):
-    """Arguments of a kernel do not fit together: a bug in the caller, never data."""
+    """The arguments of a kernel do not fit together, which is a bug in the caller and never caused by data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStatistics:
     """Per-token statistics of the tempered distribution softmax(z / temperature).
 
-    Each field has shape [N]: float32, or float64 where the hidden states are float64. Gradients flow through
-    ``log_probs``, ``entropy`` and ``full_kl`` only.
+    Each field has shape [N] and dtype float32, or float64 if the hidden states are float64. Gradients flow only through
+    ``log_probs``, ``entropy`` and ``full_kl``.
 
-    ``log_probs``             ln p(y), y the target
+    ``log_probs``             ln p(y) of the target y
     ``entropy``               -sum_v p(v) ln p(v), in nats
     ``sum_pi_squared``        sum_v p(v)^2
-    ``energy``                ||e_y - p||^2 = 1 - 2 p(y) + sum_v p(v)^2, never negative; where logits are capped,
-                              z = cap tanh(x / cap), it is sum_v ((e_y - p)(v) dz_v/dx_v)^2: like p it belongs to
-                              what the head gives, so that energy ||h||^2 / temperature^2 is the squared gradient
-                              norm of the head's weight for every model
+    ``energy``                ||e_y - p||^2 = 1 - 2 p(y) + sum_v p(v)^2, never negative. With capped logits
+                              z = cap tanh(x / cap) it is sum_v ((e_y - p)(v) dz_v/dx_v)^2: a function of the head's
+                              output x, so that energy ||h||^2 / temperature^2 is the squared gradient norm of the
+                              head's weight for every model
     ``hidden_norm_squared``   ||h||^2
-    ``full_kl``               KL(p || p_ref) over the vocabulary, where a reference was given (:func:`.full_kl`)
+    ``full_kl``               KL(p || p_ref) over the vocabulary, if there is a reference (:func:`.full_kl`)
 
     Two logits ln 3 and 0, so p = (3/4, 1/4), target 0:
 
@@ -46,7 +46,7 @@ class TokenStatistics:
     full_kl: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "TokenStatistics":
-        """The statistics with every field that is given changed."""
+        """Return a copy with ``change`` applied to every field that is not None."""
         return replace(self, **{name: change(values) for name, values in vars(self).items() if values is not None})
 
 
@@ -61,8 +61,8 @@ def check_inputs(
 ) -> None:
     """Raise KernelInputError unless hidden [N, D], head_weight [V, D], targets [N] and bias [V] fit together.
 
-    Targets must lie in [0, V), or in [0, vocabulary) where head_weight is only part of a head: there is no ignore
-    index, so select the tokens before the call.
+    Targets must lie in [0, V), or in [0, vocabulary) if head_weight is only part of a head. There is no ignore index;
+    select the tokens before the call.
     """
     if hidden.ndim != 2 or head_weight.ndim != 2 or hidden.shape[1] != head_weight.shape[1]:
         raise KernelInputError(
@@ -94,5 +94,5 @@ def check_cap(cap: float | None) -> None:
 
 
 def statistics_dtype(hidden: Tensor, head_weight: Tensor) -> torch.dtype:
-    """The dtype of accumulation: float64 if either input is float64, else float32."""
+    """Return the dtype of sums: float64 if either input is float64, otherwise float32."""
     return torch.float64 if torch.float64 in (hidden.dtype, head_weight.dtype) else torch.float32

@@ -1,4 +1,4 @@
-"""The one entrance to the token statistics; the backends compute the same numbers."""
+"""Selection of the backend that computes token statistics. All backends compute the same numbers."""
 
 from typing import Literal
 
@@ -24,17 +24,18 @@ def token_statistics(
     bias: Tensor | None = None,
     cap: float | None = None,
 ) -> TokenStatistics:
-    """Statistics of softmax(z / temperature) at the targets; z = x = hidden head_weight^T + bias, the head's output,
-    or with a cap z = cap tanh(x / cap). A model that scales x by s has temperature / s and cap / s here.
+    """Compute statistics of softmax(z / temperature) at the targets.
 
-    hidden [N, D] and head_weight [V, D] of any floating dtype, targets [N] in [0, V), bias [V] or None. Row n of
-    hidden is the state that *predicts* targets[n]: the caller has shifted. Rows that do not count (padding,
-    observations) are left out before the call, they are not masked here. Sums are in float32, or in float64 if hidden
-    or head_weight is; autocast is off.
+    z = x = hidden head_weight^T + bias, the head's output, or z = cap tanh(x / cap) with a cap. For a model that scales
+    x by s, pass temperature / s and cap / s.
 
-    Gradients through `log_probs` and `entropy` with respect to hidden, head_weight and bias are exact; the other
-    fields are detached. Backends: `chunked` and `triton` (for GPUs) never hold more than a block of logits;
-    `reference` holds them all; `auto` is `triton` on GPUs where it is installed, else `chunked`.
+    hidden [N, D] and head_weight [V, D] of any floating dtype, targets [N] in [0, V), bias [V] or None. Row n of hidden
+    is the state that *predicts* targets[n], so the caller must shift. Select the rows before the call: padding and
+    observations are not masked here. Sums are in float32, or in float64 if hidden or head_weight is. Autocast is off.
+
+    Gradients through `log_probs` and `entropy` with respect to hidden, head_weight and bias are exact. The other fields
+    are detached. The backends `chunked` and `triton` (for GPUs) store at most one block of logits; `reference` stores
+    all of them. `auto` selects `triton` on GPUs if it is installed, otherwise `chunked`.
 
     Raises KernelInputError if the arguments do not fit together.
     """

@@ -61,7 +61,7 @@ def test_two_ranks_give_what_the_whole_head_gives(results: list[dict[str, Any]],
 def test_what_does_not_fit_is_told_on_every_rank(results: list[dict[str, Any]]) -> None:
     for rank in results:
         assert rank["errors"] == [
-            "rank 1 of the group holds no row of the head: [11, 0]",
+            "rank 1 of the group has no row of the head; rows by rank: [11, 0]",
             "targets must lie in [0, 11); got 0 to 11",
         ]
 

@@ -1,9 +1,9 @@
-"""token_statistics by blocks of rows: the logits [N, V] never exist, forward or backward.
+"""Token statistics by blocks of rows, without materializing the logits [N, V] in the forward or backward pass.
 
-A block holds whole rows of the vocabulary, so its softmax needs no running maximum; what follows the matrix product
-runs over it in pieces that stay in the processor's cache. Backward computes the logits again, unless there are few of
-them (`_KEEP_ELEMENTS`). Extra memory: one block (`_BLOCK_ELEMENTS`), three pieces of it and, in backward, a bfloat16
-copy of the block on GPUs and the gradients themselves.
+A block contains complete rows of the vocabulary, so its softmax needs no running maximum. After the matrix product,
+elementwise operations run over pieces of the block that fit into the processor's cache. The backward pass computes the
+logits again, unless there are few of them (`_KEEP_ELEMENTS`). Extra memory: one block (`_BLOCK_ELEMENTS`), three pieces
+and, in the backward pass, a bfloat16 copy of the block on GPUs and the gradients.
 """
 
 from collections.abc import Iterator
@@ -19,17 +19,18 @@ from agentrl.kernels.backends.products import tempered_logits
 from agentrl.kernels.records import TokenStatistics, statistics_dtype
 from agentrl.kernels.softcap import cap_slope
 
-# Logits of one matrix product: 32 MB of float32 on CPUs; 256 MB, 441 rows of 151,936 tokens, fill a GPU's tensor cores.
+# Logits of one matrix product: 32 MB of float32 on CPUs. On GPUs 256 MB, 441 rows of 151,936 tokens, which suffice to
+# use the tensor cores fully.
 _BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
-# Logits that one elementwise pass touches: 8 MB, within a CPU's last-level cache; 64 MB.
+# Logits of one elementwise operation: 8 MB, which fit into a CPU's last-level cache, and 64 MB on GPUs.
 _PIECE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
-_KEEP_ELEMENTS = 1 << 23  # a problem of at most this many logits keeps ln p for backward: cheaper than the product
+_KEEP_ELEMENTS = 1 << 23  # up to this many logits, ln p is kept for backward, which is cheaper than a second product
 
 
 def chunked_statistics(
     hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, cap: float | None
 ) -> TokenStatistics:
-    """The statistics of docs/formulas.md 2 by row blocks; see `token_statistics` for the arguments."""
+    """Compute the statistics of docs/formulas.md 2 by blocks of rows. Arguments as in `token_statistics`."""
     log_probs, entropy, sum_pi_squared, energy = _ChunkedStatistics.apply(
         hidden, head_weight, bias, targets.long(), temperature, cap
     )
@@ -98,7 +99,7 @@ class _ChunkedStatistics(torch.autograd.Function):
 
 
 def _write_gradient(log_p: Tensor, targets: Tensor, at: slice, coefficients: RowCoefficients, *, out: Tensor) -> None:
-    """out [R, V] <- the gradient for the rows `at`, whose ln p [R, V] is finite and is left as it is."""
+    """out [R, V] <- the gradient for the rows `at`. Their ln p [R, V] must be finite and is not changed."""
     offset = coefficients.offset[at].unsqueeze(-1)
     if coefficients.slope is None:
         torch.exp(log_p, out=out).mul_(offset)
@@ -118,7 +119,7 @@ def _logit_blocks(
     *,
     whole: bool = False,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, tempered logits [R, V]) of a block after another, or of all rows at once; the next overwrites the last."""
+    """Yield (rows, tempered logits [R, V]) of each block, or of all rows at once. The next block reuses the memory."""
     total, vocabulary = hidden.shape[0], weight.shape[0]
     size = max(1, total if whole else min(total, _BLOCK_ELEMENTS[hidden.device.type] // vocabulary))
     buffer = hidden.new_empty((size, vocabulary), dtype=dtype)
@@ -128,7 +129,7 @@ def _logit_blocks(
 
 
 def _pieces(z: Tensor, rows: slice) -> Iterator[tuple[slice, slice]]:
-    """(rows of the block z [R, V], the same as rows of the whole), few enough to stay in cache."""
+    """Yield slices of a few rows, relative to the block z [R, V] and to all rows."""
     step = max(1, _PIECE_ELEMENTS[z.device.type] // z.shape[1])
     for start in range(0, z.shape[0], step):
         stop = min(start + step, z.shape[0])
@@ -136,12 +137,11 @@ def _pieces(z: Tensor, rows: slice) -> Iterator[tuple[slice, slice]]:
 
 
 def _piece_statistics(log_p: Tensor, targets: Tensor, *, clamp: bool, slope: Tensor | None = None) -> Tensor:
-    """[4, R]: log_prob, entropy, sum_pi_squared, energy from ln p [R, V]; with `clamp` -inf becomes finite there.
+    """Compute log_prob, entropy, sum_pi_squared and energy [4, R] from ln p [R, V].
 
-    `slope` [R, V] is that of the cap, which only the energy sees.
-
-    The target is kept out of the sums and added last: where it has nearly all the mass, ln p = -log1p(rest / own) and
-    so 1 - p keep their relative accuracy.
+    `clamp` replaces -inf in ln p by a finite value, in place. `slope` [R, V] is the derivative of the cap, which
+    affects only the energy. The target is excluded from the sums and added last: if it has nearly all the mass,
+    ln p = -log1p(rest / own) and therefore 1 - p keep their relative accuracy.
     """
     index = targets.unsqueeze(-1)
     rough = log_p.gather(-1, index).squeeze(-1)
@@ -159,5 +159,5 @@ def _piece_statistics(log_p: Tensor, targets: Tensor, *, clamp: bool, slope: Ten
 
 
 def _with_slope(p: Tensor, slope: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """(the target's slope [R], sum over the others of (p slope)^2 [R]); p [R, V] is 0 at the target."""
+    """(slope of the target [R], sum over the other tokens of (p slope)^2 [R]); p [R, V] is 0 at the target."""
     return slope.gather(-1, index).squeeze(-1), torch.linalg.vector_norm(slope.mul(p), dim=-1).square()

@@ -1,4 +1,4 @@
-"""Gradients of a head: logits by three numbers a row; hidden states, weight and bias as sums over blocks."""
+"""Gradients of a head: of logits from three numbers per row, of hidden states, weight and bias as sums over blocks."""
 
 from typing import NamedTuple
 
@@ -13,11 +13,11 @@ from agentrl.kernels.backends.products import (
 )
 
 IMPOSSIBLE = -1e4
-"""Stands for ln 0 where 0 * ln 0 must be 0; its exponential is 0 in float64 too."""
+"""Value in place of ln 0 where 0 * ln 0 must be 0. Its exponential is 0 also in float64."""
 
 
 class RowCoefficients(NamedTuple):
-    """Coefficients of a row's gradient, which is p (offset + slope ln p), but at_target at the target. Each [N]."""
+    """Coefficients [N] of the gradient of a row: p (offset + slope ln p), and at_target at the target."""
 
     offset: Tensor
     slope: Tensor | None
@@ -25,10 +25,10 @@ class RowCoefficients(NamedTuple):
 
 
 def row_coefficients(g: Tensor | None, e: Tensor | None, log_probs: Tensor, entropy: Tensor) -> RowCoefficients:
-    """docs/formulas.md 2 for tempered logits: g (onehot - p) - e p (ln p + entropy).
+    """Compute the coefficients of the gradient g (onehot - p) - e p (ln p + entropy) (docs/formulas.md 2).
 
-    g and e [N] are the gradients of the loss with respect to log_prob and entropy, None where the loss does not use
-    one. log_probs and entropy [N] are the forward pass's.
+    g and e [N] are the gradients of the loss with respect to log_prob and entropy, or None if the loss does not use
+    them. log_probs and entropy [N] come from the forward pass.
     """
     scale = log_probs.new_zeros(log_probs.shape) if g is None else g.to(log_probs.dtype)
     at_target = -log_probs.expm1() * scale  # g (1 - p), without cancellation near p = 1
@@ -43,21 +43,21 @@ def row_coefficients(g: Tensor | None, e: Tensor | None, log_probs: Tensor, entr
 
 
 class HeadGradients:
-    """The gradients of hidden, weight and bias, added up over blocks of rows; None where not `wanted`."""
+    """Gradients of hidden, weight and bias, summed over blocks of rows; None where `wanted` is False."""
 
     def __init__(
         self, inputs: tuple[Tensor, Tensor, Tensor | None], wanted: tuple[bool, ...], dtype: torch.dtype
     ) -> None:
-        """`inputs` are hidden, weight and bias; sums over rows are in `dtype`."""
+        """`inputs` are hidden, weight and bias. Sums over rows are in `dtype`."""
         self._inputs = hidden, weight, bias = inputs
         self._hidden = torch.empty_like(hidden) if wanted[0] else None
         self._weight = torch.zeros_like(weight, dtype=dtype) if wanted[1] else None
         self._bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and wanted[2] else None
 
     def add(self, rows: slice, dz: Tensor, temperature: float = 1.0) -> None:
-        """Take dz [R, V], the temperature times the gradient with respect to the head's output of these rows.
+        """Add dz [R, V]: the temperature times the gradient with respect to the head's output of these rows.
 
-        May overwrite dz: a copy of a block would be as large as the block.
+        May overwrite dz, because a copy would be as large as the block.
         """
         hidden, weight, _ = self._inputs
         if self._bias is not None:
@@ -66,7 +66,7 @@ class HeadGradients:
             self._hidden[rows] = _tempered(head_input_gradient(dz, weight), temperature)
         if self._weight is None:
             return
-        # float16 would lose the smallest gradients; bfloat16 has float32's range.
+        # float16 would underflow for the smallest gradients; bfloat16 has the range of float32.
         if factor_dtype(hidden, weight, dz.dtype) == torch.bfloat16:
             dz = dz if temperature == 1.0 else dz.div_(temperature)
             add_product(dz.t().bfloat16(), hidden[rows], self._weight, accumulate=True)
@@ -74,7 +74,7 @@ class HeadGradients:
             add_head_weight_gradient(dz, _tempered(hidden[rows].to(dz.dtype), temperature), self._weight)
 
     def results(self) -> tuple[Tensor | None, ...]:
-        """(hidden, weight, bias), each in the dtype of its input."""
+        """Return the gradients of (hidden, weight, bias), each in the dtype of its input."""
         totals = (self._hidden, self._weight, self._bias)
         return tuple(
             None if total is None or given is None else total.to(given.dtype)

@@ -1,7 +1,7 @@
-"""The matrix products of a head and of exact energies, accumulated in float32 (float64) whatever the factors' dtype.
+"""Matrix products of a head and of exact energies, accumulated in float32 or float64 for factors of any dtype.
 
-Half-precision factors are multiplied as they are where the device gives a float32 result (CUDA); elsewhere slices of
-the weight's rows are converted one after another, so that no full-precision copy of it ever exists.
+Half-precision factors are multiplied directly on devices that can return a float32 result (CUDA). Elsewhere slices of
+the weight's rows are converted one after another, so that no full-precision copy of the weight is stored.
 """
 
 from collections.abc import Iterator
@@ -11,24 +11,24 @@ from torch import Tensor
 
 from agentrl.kernels.softcap import cap_and_temper
 
-_SLICE_ELEMENTS = 1 << 22  # of the weight converted at once: 16 MB of float32
+_SLICE_ELEMENTS = 1 << 22  # elements of the weight converted at once: 16 MB of float32
 _HALVES = (torch.bfloat16, torch.float16)
 
 
 def factor_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """What the gradient of the logits is rounded to as a factor of a product: the inputs' half precision on CUDA.
+    """Return the dtype in which the gradient of the logits enters products: half precision on CUDA, else `dtype`.
 
-    There the products of half-precision factors run in the tensor cores, several times faster than in `dtype`, that
-    of the accumulation, which is used everywhere else.
+    With half-precision inputs on CUDA, products of half-precision factors run in the tensor cores, several times faster
+    than in `dtype`, the dtype of sums.
     """
     halves = weight.is_cuda and hidden.dtype == weight.dtype and weight.dtype in _HALVES
     return weight.dtype if halves else dtype
 
 
 def head_logits(hidden: Tensor, weight: Tensor, out: Tensor, temperature: float = 1.0) -> Tensor:
-    """out [R, V] <- hidden [R, D] weight^T / temperature, weight [V, D]; out in the accumulation dtype."""
+    """out [R, V] <- hidden [R, D] weight^T / temperature, with weight [V, D] and out in the dtype of sums."""
     if factor_dtype(hidden, weight, out.dtype) != out.dtype:
-        # The temperature comes afterwards: hidden / temperature would have to be rounded to half precision.
+        # Divide afterwards, because hidden / temperature would be rounded to half precision.
         torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
         return out if temperature == 1.0 else out.div_(temperature)
     hidden = hidden.to(out.dtype)
@@ -44,8 +44,8 @@ def head_logits(hidden: Tensor, weight: Tensor, out: Tensor, temperature: float 
 def tempered_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, temperature: float, cap: float | None
 ) -> Tensor:
-    """out [R, V] <- z / temperature, z = x = hidden weight^T + bias, or with a cap z = cap tanh(x / cap)."""
-    divisor = temperature if cap is None else 1.0  # a cap comes before the temperature
+    """out [R, V] <- z / temperature, with z = x = hidden weight^T + bias, or z = cap tanh(x / cap) with a cap."""
+    divisor = temperature if cap is None else 1.0  # the cap is applied before the temperature
     head_logits(hidden, weight, out, divisor)
     if bias is not None:
         out += bias.to(out.dtype) / divisor
@@ -53,7 +53,7 @@ def tempered_logits(
 
 
 def head_input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
-    """gradient [R, V] weight [V, D] -> [R, D] in the gradient's dtype."""
+    """Compute gradient [R, V] weight [V, D] -> [R, D] in the gradient's dtype."""
     if weight.dtype == gradient.dtype:
         return gradient @ weight
     if weight.is_cuda:
@@ -65,15 +65,15 @@ def head_input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
 
 
 def add_head_weight_gradient(gradient: Tensor, hidden: Tensor, total: Tensor) -> None:
-    """total [V, D] += gradient^T [V, R] hidden [R, D], all in the accumulation dtype."""
+    """total [V, D] += gradient^T [V, R] hidden [R, D], all in the dtype of sums."""
     total.addmm_(gradient.t(), hidden)
 
 
 def add_product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool) -> None:
-    """out [A, C] <- left [A, B] right [B, C], added to what is there if `accumulate`; out in the accumulation dtype."""
+    """out [A, C] <- left [A, B] right [B, C], or += if `accumulate`. out has the dtype of sums."""
     if not out.is_cuda:
         product = left.to(out.dtype) @ right.to(out.dtype)
-        # Not addmm: on CPUs it may add the terms one by one to what is there, and round as often at that scale.
+        # Not addmm: on CPUs it may add the terms to `out` one by one, which rounds each time at the scale of `out`.
         if accumulate:
             out += product
         else:
@@ -85,7 +85,7 @@ def add_product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool) -
 
 
 def batched_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left [R, A, B] right [R, B, C] -> [R, A, C], accumulated in `dtype`, which the result has."""
+    """Compute left [R, A, B] right [R, B, C] -> [R, A, C], accumulated and returned in `dtype`."""
     if left.dtype != dtype and factor_dtype(left, right, dtype) != dtype:
         return torch.bmm(left, right, out_dtype=dtype)
     return left.to(dtype) @ right.to(dtype)

@@ -1,4 +1,4 @@
-"""token_statistics with the full logits [N, V]: slow, large and obvious. The other backends are tested against it."""
+"""Token statistics with all logits [N, V]: slow, but obvious. The other backends are tested against this one."""
 
 import torch
 from torch import Tensor
@@ -10,9 +10,9 @@ from agentrl.kernels.records import TokenStatistics, statistics_dtype
 def reference_statistics(
     hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, cap: float | None
 ) -> TokenStatistics:
-    """The statistics of docs/formulas.md 2 through plain autograd; see `token_statistics` for the arguments.
+    """Compute the statistics of docs/formulas.md 2 with plain autograd. Arguments as in `token_statistics`.
 
-    A logit of -inf is a token of probability 0 and adds nothing to any sum.
+    A logit of -inf is a token with probability 0, which contributes 0 to every sum.
     """
     dtype = statistics_dtype(hidden, head_weight)
     logits = functional.linear(hidden.to(dtype), head_weight.to(dtype), None if bias is None else bias.to(dtype))
@@ -24,7 +24,7 @@ def reference_statistics(
     log_p_finite = torch.where(possible, log_p, 0.0)
     entropy = -(torch.where(possible, log_p_finite.exp(), 0.0) * log_p_finite).sum(-1)
     with torch.no_grad():
-        others = log_p.exp().scatter(-1, index, 0.0)  # the target left out
+        others = log_p.exp().scatter(-1, index, 0.0)  # without the target
         sum_pi_squared = (2 * log_probs).exp() + others.square().sum(-1)
         gradient = others.scatter(-1, index, -torch.expm1(log_probs).unsqueeze(-1))
         if cap is not None:

@@ -1,9 +1,10 @@
-"""token_statistics by slices of the vocabulary: how it is computed on GPUs, and by ranks that share a vocabulary.
+"""Token statistics by slices of the vocabulary, for GPUs and for ranks that share a vocabulary.
 
-A tile of logits [R, W], a block of rows by a slice of the vocabulary, comes from one matrix product into a buffer that
-every tile uses again; an epilogue (Triton or torch) reads it once. Forward it feeds the running sums of every row
-(`kernels.sums`), backward it becomes the tile's gradient, a factor of the two products that follow. Extra memory: one
-tile, in backward also its gradient, the float32 gradients of the hidden states [N, D] and of one slice of the weight.
+A tile of logits [R, W] belongs to a block of rows and a slice of the vocabulary. One matrix product writes it into a
+buffer that all tiles share, and an epilogue (Triton or torch) reads it once. In the forward pass the epilogue updates
+the running sums of every row (`kernels.sums`). In the backward pass it replaces the tile by its gradient, a factor of
+the two products that follow. Extra memory: one tile and, in the backward pass, its gradient and the float32 gradients
+of the hidden states [N, D] and of one slice of the weight.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ _TILE_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 21}  # logits in a tile: 64 MB of
 
 
 class Epilogue(Protocol):
-    """The operations after the product of a tile; `torch_epilogue` documents each function."""
+    """Operations after the matrix product of a tile. `torch_epilogue` documents the functions."""
 
     add_sums: Callable[..., None]
     to_gradient: Callable[..., None]
@@ -41,9 +42,9 @@ def sliced_statistics(
     cap: float | None = None,
     ranks: Ranks | None = None,
 ) -> TokenStatistics:
-    """The statistics of docs/formulas.md 2 by slices of the vocabulary; see `token_statistics` for the arguments.
+    """Compute the statistics of docs/formulas.md 2 by slices of the vocabulary. Arguments as in `token_statistics`.
 
-    With `ranks` head_weight [V_r, D] and bias [V_r] are this rank's part, targets those of the whole vocabulary.
+    With `ranks`, head_weight [V_r, D] and bias [V_r] are this rank's part, and targets index the complete vocabulary.
     """
     log_probs, entropy, sum_pi_squared, energy = _SlicedStatistics.apply(
         hidden, head_weight, bias, targets.contiguous(), temperature, cap, epilogue, ranks
@@ -72,7 +73,7 @@ class _SlicedStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         dtype = statistics_dtype(hidden, weight)
-        # A tensor: Triton takes numbers as float32.
+        # A tensor, because Triton passes Python numbers as float32.
         heat = torch.full((), temperature, dtype=dtype, device=hidden.device)
         sums = start_sums(hidden, hidden.shape[0], dtype, capped=cap is not None)
         first = 0 if ranks is None else ranks.first
@@ -101,7 +102,7 @@ class _SlicedStatistics(torch.autograd.Function):
         coefficients = torch.stack([offset, slope, at_target], dim=-1) / ctx.heat
         with torch.autocast(hidden.device.type, enabled=False):
             gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad, coefficients)
-            # The tile's memory is gone when the gradients are converted.
+            # Deleted below, so that the tile's memory is free when the gradients are converted.
             tiles = _Tiles(hidden, weight, bias, log_probs.dtype, gradient=True, cap=ctx.cap)
             _collect(ctx, tiles, targets, normalisers, gradients)
             del tiles
@@ -109,7 +110,7 @@ class _SlicedStatistics(torch.autograd.Function):
 
 
 def _collect(ctx: Any, tiles: "_Tiles", targets: Tensor, normalisers: Tensor, gradients: "_Gradients") -> None:
-    """Every tile's logits again, their gradient, and its share of the products."""
+    """Compute every tile's logits again, their gradient, and its contribution to the products."""
     first = 0 if ctx.ranks is None else ctx.ranks.first
     for columns, rows in tiles:
         z = tiles.logits(rows, columns)
@@ -121,7 +122,7 @@ def _collect(ctx: Any, tiles: "_Tiles", targets: Tensor, normalisers: Tensor, gr
 
 
 class _Tiles:
-    """The tiles of hidden [N, D] times weight [V, D]: which there are, and their logits in a buffer used again."""
+    """Tiles of hidden [N, D] times weight [V, D], with a shared buffer for their logits."""
 
     def __init__(
         self,
@@ -145,18 +146,18 @@ class _Tiles:
         self._gradient = hidden.new_empty(size, dtype=factor) if gradient and factor != dtype else self._buffer
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
-        """(slice of the vocabulary, block of rows), all blocks of a slice one after the other."""
+        """Yield (slice of the vocabulary, block of rows), with all blocks of a slice in succession."""
         rows = list(_ranges(self._hidden.shape[0], self._height))
         return ((columns, block) for columns in _ranges(self._weight.shape[0], self._width) for block in rows)
 
     def bias(self, columns: slice) -> Tensor | None:
-        """What the epilogue adds to :meth:`logits`."""
+        """Return the bias that the epilogue must add to :meth:`logits`."""
         return None if self._bias is None or self._cap is not None else self._bias[columns]
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
-        """The logits [R, W] of a tile, without temperature, contiguous, in the memory of the last.
+        """Compute the contiguous logits [R, W] of a tile without temperature, overwriting the previous tile.
 
-        They lack the bias, but capped ones contain it: a cap comes after it.
+        They do not include the bias, except capped ones, because the cap is applied after the bias.
         """
         shape = (rows.stop - rows.start, columns.stop - columns.start)
         out = self._buffer[: shape[0] * shape[1]].view(shape)
@@ -168,15 +169,15 @@ class _Tiles:
         return cap_and_temper(out, self._cap, 1.0)
 
     def gradient(self, logits: Tensor) -> Tensor:
-        """Room for the gradient of a tile, in the dtype it has as a factor: its own memory where that is the same."""
+        """Return the memory for a tile's gradient: that of the logits, unless products need another dtype."""
         return self._gradient[: logits.numel()].view(logits.shape)
 
 
 class _Gradients:
-    """The gradients of hidden, weight and bias, collected tile by tile; None where not asked for.
+    """Gradients of hidden, weight and bias, accumulated tile by tile; None where not wanted.
 
-    `coefficients` are those given, or a power of two of them that puts the gradients of logits in the middle of
-    float16's range if they are rounded to it: at 2^-24 and below it would lose them.
+    `coefficients` are those of the constructor, multiplied by a power of two if gradients of logits are rounded to
+    float16. The power shifts them to the middle of float16's range, because values of 2^-24 and below would be lost.
     """
 
     def __init__(
@@ -202,14 +203,14 @@ class _Gradients:
             self._slice = hidden.new_empty((min(_SLICE, weight.shape[0]), weight.shape[1]), dtype=dtype)
 
     def add(self, rows: slice, columns: slice, dz: Tensor) -> None:
-        """Take dz [R, W], the scaled gradient with respect to the logits of a tile; a slice's blocks come in order."""
+        """Add dz [R, W], the scaled gradient with respect to a tile's logits. Blocks of a slice must come in order."""
         hidden, weight, _ = self._inputs
         if self._hidden is not None:
             add_product(dz, weight[columns], self._hidden[rows], accumulate=columns.start > 0)
         if self._weight is not None:
             total = self._weight[columns] if self._slice is None else self._slice[: columns.stop - columns.start]
             add_product(dz.t(), hidden[rows], total, accumulate=rows.start > 0)
-            if rows.stop == hidden.shape[0]:  # all blocks of rows of this slice have come
+            if rows.stop == hidden.shape[0]:  # the last block of rows of this slice
                 self._unscaled(total)
                 if self._slice is not None:
                     self._weight[columns] = total
@@ -217,7 +218,7 @@ class _Gradients:
             self._bias[columns] += dz.sum(0, dtype=self._bias.dtype)
 
     def results(self, ranks: Ranks | None) -> tuple[Tensor | None, ...]:
-        """(hidden, weight, bias), each in the dtype of its input."""
+        """Return the gradients of (hidden, weight, bias), each in the dtype of its input."""
         hidden, _, bias = self._inputs
         if self._hidden is not None:
             if ranks is not None:
@@ -232,9 +233,9 @@ class _Gradients:
 
 
 def _float16_scale(coefficients: Tensor) -> Tensor:
-    """The power of two, a tensor [], that brings the largest |gradient of a logit| to at most 2^15.
+    """Power of two, a tensor [], that scales the largest |gradient of a logit| to at most 2^15.
 
-    p |offset + slope ln p| <= |offset| + |slope|, for p |ln p| <= 1/e.
+    p |offset + slope ln p| <= |offset| + |slope|, because p |ln p| <= 1/e.
     """
     offset, slope, at_target = coefficients.abs().unbind(-1)
     bounds = torch.maximum(offset + slope, at_target)

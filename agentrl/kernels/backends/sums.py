@@ -1,20 +1,20 @@
-"""The running sums of one pass over the vocabulary, slice by slice, and the statistics at its end (docs/formulas.md 2).
+"""Running sums of one pass over the vocabulary by slices, and the statistics computed from them (docs/formulas.md 2).
 
-A row's state is six numbers of its raw logits z, the target's left out of all but the last:
+The state of a row consists of six numbers computed from its raw logits z. The first five exclude the target:
 
 ``TOP``      M, the largest logit so far
-``TIES``     how many logits equal it
-``LOWER``    sum of e^((z - M) / T) over the others: Z1 = TIES + LOWER, and ln Z1 keeps its accuracy near Z1 = 1
+``TIES``     number of logits equal to M
+``LOWER``    sum of e^((z - M) / T) over the others: Z1 = TIES + LOWER, so that ln Z1 is accurate near Z1 = 1
 ``SQUARES``  Z2 = sum of e^(2 (z - M) / T)
 ``MOMENT``   Z3 = sum of (z - M) / T e^((z - M) / T)
-``TARGET``   the target's own logit, 0 before its slice has come
+``TARGET``   the target's logit, 0 before its slice is processed
 
-Capped logits z = cap tanh(x / cap) have a seventh number, of which only the energy is made:
+Capped logits z = cap tanh(x / cap) have a seventh number, which only the energy uses:
 
 ``STEEP``    sum of (e^((z - M) / T) dz/dx)^2
 
-Leaving the target out keeps the relative accuracy of 1 - p where it has nearly all the mass. T, the temperature,
-divides differences of logits and never the logits themselves, which would round them at their own, larger scale.
+Excluding the target keeps the relative accuracy of 1 - p if it has nearly all the mass. The temperature T divides
+differences of logits and never the logits themselves, which would be rounded at their own, larger scale.
 """
 
 import torch
@@ -28,16 +28,16 @@ TOP, TIES, LOWER, SQUARES, MOMENT, TARGET, STEEP = range(7)
 
 
 def start_sums(like: Tensor, rows: int, dtype: torch.dtype, *, capped: bool = False) -> Tensor:
-    """The state [rows, 6] before any logit, or [rows, 7] of `capped` ones, on the device of `like`."""
+    """Return the initial state [rows, 6], or [rows, 7] if `capped`, on the device of `like`."""
     sums = like.new_zeros((rows, 7 if capped else 6), dtype=dtype)
     sums[:, TOP] = -torch.inf
     return sums
 
 
 def rescale(sums: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
-    """The state [N, 6 or 7] for another maximum `top` [N], at least its own: Z3 <- c (Z3 + s Z1), Z2 <- c^2 Z2, ...
+    """Convert the state [N, 6 or 7] to another maximum `top` [N] >= M: Z3 <- c (Z3 + s Z1), Z2 <- c^2 Z2, ...
 
-    s = (M - top) / T and c = e^s. What was at the maximum counts among the lower ones where the maximum rises.
+    s = (M - top) / T and c = e^s. If the maximum rises, the former ties become lower logits.
     """
     old, ties, lower, squares, moment, target, *steep = sums.unbind(-1)
     stays = old == top
@@ -58,15 +58,15 @@ def rescale(sums: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
 
 
 class Ranks:
-    """The ranks of a group, each of which holds a part of the vocabulary."""
+    """Ranks of a group, each with a part of the vocabulary."""
 
     def __init__(self, first: int, group: dist.ProcessGroup | None) -> None:
-        """`first`: which token of the whole vocabulary is this rank's first."""
+        """`first` is the index of this rank's first token in the complete vocabulary."""
         self.first = first
         self._group = group
 
     def merge_sums(self, sums: Tensor, temperature: Tensor) -> Tensor:
-        """The state [N, 6] of the whole vocabulary from that of this part. A target counts in one part."""
+        """Merge the states of all parts to the state [N, 6] of the vocabulary. A target is in one part only."""
         top = sums[:, TOP].contiguous()
         dist.all_reduce(top, dist.ReduceOp.MAX, group=self._group)
         rest = rescale(sums, top, temperature)[:, TIES:].contiguous()
@@ -74,26 +74,28 @@ class Ranks:
         return torch.cat([top.unsqueeze(-1), rest], dim=-1)
 
     def add_up(self, part: Tensor) -> None:
-        """part <- the sum of every rank's."""
+        """Replace `part` by its sum over all ranks."""
         dist.all_reduce(part, group=self._group)
 
 
 def finish_sums(sums: Tensor, temperature: Tensor, cap: float | None = None) -> tuple[Tensor, Tensor]:
-    """(statistics [4, N], normalisers [N, 2]) from the final state [N, 6], or [N, 7] with a cap.
+    """Return (statistics [4, N], normalisers [N, 2]) from the final state [N, 6], or [N, 7] with a cap.
 
-    The statistics are log_prob, entropy, sum_pi_squared, energy; the normalisers b and L such that
+    The statistics are log_prob, entropy, sum_pi_squared and energy. The normalisers b and L satisfy
     ln p(v) = (z_v - b) / T - L.
     """
     top, ties, lower, squares, moment, target, *steep = sums.unbind(-1)
     best = torch.maximum(top, target)
-    shift = ((top - best) / temperature).clamp(min=IMPOSSIBLE)  # of the others
+    shift = ((top - best) / temperature).clamp(min=IMPOSSIBLE)  # of the other tokens
     own_shift = ((target - best) / temperature).clamp(min=IMPOSSIBLE)
     factor, own = shift.exp(), own_shift.exp()
     rest = factor * (ties + lower)
-    excess = torch.where(target >= top, rest, ties - 1 + lower + own)  # all mass but that of one largest logit, 1
+    excess = torch.where(
+        target >= top, rest, ties - 1 + lower + own
+    )  # mass in addition to one largest logit, which is 1
     log_total, total = excess.log1p(), excess + 1
     log_probs = (target - best) / temperature - log_total
-    # Where the target has much of the mass, ln p = -log1p(rest / own) keeps the relative accuracy of 1 - p.
+    # If the target has much of the mass, ln p = -log1p(rest / own) keeps the relative accuracy of 1 - p.
     log_probs = torch.where(log_probs > -1.0, -torch.log1p(rest / own), log_probs)
     entropy = log_total - (factor * (moment + shift * (ties + lower)) + own * own_shift) / total
     share = (factor / total).square()

@@ -1,4 +1,4 @@
-"""The operations after the matrix product of a slice of the vocabulary, in torch. Mirrors `triton_epilogue`."""
+"""Operations after the matrix product of a tile, in torch. Mirrors `triton_epilogue`."""
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ def add_sums(
     start: int,
     cap: float | None = None,
 ) -> None:
-    """Take the raw logits [R, W] of the tokens start..start+W into the state [R, 6] of their rows, in place.
+    """Add the raw logits [R, W] of the tokens start..start+W to the state [R, 6] of their rows, in place.
 
-    With a cap they are capped, and the state is [R, 7]. bias [W] belongs to the same tokens; targets [R] count from
-    token 0 and may lie elsewhere. logits are overwritten.
+    With a cap, the logits are capped and the state is [R, 7]. bias [W] belongs to the same tokens. targets [R] index
+    the complete vocabulary and may be outside this slice. The logits are overwritten.
     """
     if bias is not None:
         logits += bias
@@ -41,7 +41,7 @@ def add_sums(
     if slope is not None:
         sums[:, STEEP] += slope.mul_(masses).square().sum(-1)
     sums[:, TIES] += at_top.sum(-1)
-    sums[:, LOWER] += masses.sub_(at_top).sum(-1)  # 1 at the top leaves nothing; NaN, where the top is inf, stays
+    sums[:, LOWER] += masses.sub_(at_top).sum(-1)  # 1 at the top becomes 0; NaN from an infinite top is kept
 
 
 def to_gradient(
@@ -56,10 +56,11 @@ def to_gradient(
     start: int,
     cap: float | None = None,
 ) -> None:
-    """out [R, W] <- p (offset + slope ln p), at_target at the target, from the raw logits [R, W] of tokens from start.
+    """out [R, W] <- p (offset + slope ln p), and at_target at the target, from raw logits [R, W] of tokens from start.
 
-    With a cap the logits are capped, and the gradient is that with respect to what was. normalisers [R, 2] are those of
-    `finish_sums`, coefficients [R, 3] offset, slope and at_target. logits are overwritten; out may be the same tensor.
+    With a cap the logits are capped, and the gradient is with respect to the logits before the cap. normalisers [R, 2]
+    are those of `finish_sums`, coefficients [R, 3] are offset, slope and at_target. The logits are overwritten; out may
+    be the same tensor.
     """
     if bias is not None:
         logits += bias
@@ -74,6 +75,6 @@ def to_gradient(
 
 
 def _targets_here(targets: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """(whether the row's target is one of these tokens, its column or any other) [R, 1]."""
+    """(whether the row's target is one of these tokens, its column or an arbitrary one) [R, 1]."""
     columns = (targets.long() - start).unsqueeze(-1)
     return (columns >= 0) & (columns < width), columns.clamp(0, width - 1)

@@ -1,8 +1,8 @@
-"""The operations after the matrix product of a slice of the vocabulary, in Triton: each logit is read once.
+"""Operations after the matrix product of a tile, in Triton. Each logit is read once.
 
-A program takes one row of the slice into registers. Forward it adds the row to the state of `kernels.sums` (the online
-recurrence), backward it turns the logits into the gradient with respect to them. Sums are in the logits' dtype.
-Under TRITON_INTERPRET=1, set before triton is imported, the same kernels run on CPU tensors.
+A program loads one row of the tile into registers. In the forward pass it adds the row to the state of `kernels.sums`
+by the online recurrence. In the backward pass it replaces the logits by the gradient with respect to them. Sums are in
+the logits' dtype. With TRITON_INTERPRET=1 in the environment before triton is imported, the kernels run on CPU tensors.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether the kernels of this process run in Triton's interpreter, on CPU tensors."""
+"""True if the kernels of this process run in Triton's interpreter, on CPU tensors."""
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -27,7 +27,7 @@ def sums_kernel(  # type: ignore[no-untyped-def]  # Triton allows no Any in a ke
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: logits [R, width] into sums [R, 6], with a cap [R, 7], in the order of `kernels.sums`."""
+    """One row: add logits [R, width] to sums [R, 6], or [R, 7] with a cap, in the order of `kernels.sums`."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -36,7 +36,7 @@ def sums_kernel(  # type: ignore[no-untyped-def]  # Triton allows no Any in a ke
     if HAS_BIAS:
         z += tl.load(bias + columns, mask=inside, other=0.0)
     t = tl.load(temperature)
-    # A column past the slice may be the place of another slice's target: it is not inside.
+    # A column beyond the slice may have the index of a target in another slice, so check that it is inside.
     is_target = inside & (columns == tl.load(targets + row) - start)
     own = tl.sum(tl.where(is_target, z, 0.0), axis=0)
     z = tl.where(is_target, nothing, z)
@@ -47,14 +47,14 @@ def sums_kernel(  # type: ignore[no-untyped-def]  # Triton allows no Any in a ke
     moment, target = tl.load(state + 4), tl.load(state + 5)
 
     top = tl.maximum(old, tl.max(z, axis=0))
-    # z is compared with -inf so that NaN counts: z > -inf is false for it.
+    # Compare with -inf so that NaN counts as a logit: z > -inf is false for NaN.
     possible = z != nothing
     anchor = tl.where(top == nothing, 0.0, top)
     shifts = tl.where(possible, (z - anchor) / t, 0.0)
     masses = tl.where(possible, tl.exp(shifts), 0.0)
     at_top = possible & (z == top)
 
-    # A mass at the top is 1 and leaves nothing; where the top is inf it is NaN and stays.
+    # The mass of a top logit is 1 and is subtracted; if the top is inf, it is NaN and is kept.
     rises = top > old
     shift = tl.where(old == nothing, 0.0, (old - anchor) / t)
     factor = tl.exp(shift)
@@ -89,7 +89,7 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: out [R, width] <- p (offset + slope ln p), at_target at the target; out may be logits."""
+    """One row: out [R, width] <- p (offset + slope ln p), and at_target at the target. out may be logits."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -99,7 +99,7 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
     best, log_total = tl.load(normalisers + row * 2), tl.load(normalisers + row * 2 + 1)
     offset, slope = tl.load(coefficients + row * 3), tl.load(coefficients + row * 3 + 1)
     log_p = (z - best) / tl.load(temperature) - log_total
-    log_p = tl.where(z == float("-inf"), -1e4, log_p)  # ln 0 such that 0 ln 0 is 0
+    log_p = tl.where(z == float("-inf"), -1e4, log_p)  # finite, so that 0 ln 0 is 0
     gradient = tl.exp(log_p) * (offset + slope * log_p)
     is_target = columns == tl.load(targets + row) - start
     gradient = tl.where(is_target, tl.load(coefficients + row * 3 + 2), gradient)
@@ -119,7 +119,7 @@ def add_sums(
     start: int,
     cap: float | None = None,
 ) -> None:
-    """As `torch_epilogue.add_sums`; logits, targets and sums contiguous, logits left as they are."""
+    """Like `torch_epilogue.add_sums`, with contiguous logits, targets and sums. The logits are not changed."""
     rows, width = logits.shape
     block = triton.next_power_of_2(width)
     with torch.cuda.device_of(logits):
@@ -144,7 +144,7 @@ def to_gradient(
     start: int,
     cap: float | None = None,
 ) -> None:
-    """As `torch_epilogue.to_gradient`; all contiguous, logits left as they are unless out is the same tensor."""
+    """Like `torch_epilogue.to_gradient`, with contiguous tensors. The logits are changed only if out is the same."""
     rows, width = logits.shape
     block = triton.next_power_of_2(width)
     with torch.cuda.device_of(logits):
