@@ -467,5 +467,5 @@ def test_a_machine_without_triton_is_told_so(monkeypatch):
 @needs_triton
 def test_cpu_tensors_need_the_interpreter(monkeypatch):
     monkeypatch.setattr("agentrl.kernels.backends.triton_epilogue.INTERPRETED", False)
-    with torch.device("cpu"), pytest.raises(KernelInputError, match="needs tensors on a GPU, not on cpu"):
+    with torch.device("cpu"), pytest.raises(KernelInputError, match="requires tensors on a GPU, not on cpu"):
         token_statistics(*problem(2, 3, 4), backend="triton")
