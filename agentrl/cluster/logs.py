@@ -86,7 +86,7 @@ class LogRelay:
             self._shown[log] = log.stat().st_size if log.exists() else 0
 
     def close(self) -> None:
-        """Show the rest and stop."""
+        """Show the remaining output and stop."""
         self._ended.set()
         self._thread.join()
         self._poll(whole_lines=False)

@@ -339,7 +339,7 @@ async def test_opening_finds_the_only_model_and_samples_a_token() -> None:
 
 
 async def test_what_the_user_must_mend_is_said_at_opening() -> None:
-    with pytest.raises(SettingsError, match=r"serves 2 models \(a, b\): name one with --model"):
+    with pytest.raises(SettingsError, match=r"serves 2 models \(a, b\): choose one with --model"):
         await Endpoint(model=None, models=["a", "b"]).engine.open()
     with pytest.raises(SettingsError, match="does not serve 'm'; it serves: a, b"):
         await Endpoint(models=["a", "b"]).engine.open()

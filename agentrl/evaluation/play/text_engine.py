@@ -197,7 +197,7 @@ class TextEngine:
             if len(names) != 1:
                 raise SettingsError(
                     f"the endpoint {self._settings.url} serves {len(names)} models ({', '.join(names) or 'none'}): "
-                    "name one with --model"
+                    "choose one with --model"
                 )
             self._model = names[0]
         elif served and self._model not in names:
