@@ -89,7 +89,10 @@ def test_servers_go_where_there_is_room_for_their_gpus() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cluster=ray", "cluster.nodes=2", "training.num_processes=3"], "cannot be shared evenly by cluster.nodes=2"),
+        (
+            ["cluster=ray", "cluster.nodes=2", "training.num_processes=3"],
+            "cannot be divided evenly among cluster.nodes=2",
+        ),
         (["cluster.nodes=2", "training.num_processes=2"], "cluster.nodes=2 with cluster.kind=auto"),
         (["cluster=environment", "cluster.restarts=1"], "where the launcher restarts ranks"),
         (["cluster=slurm"], 'cluster.kind="slurm"'),

@@ -253,7 +253,7 @@ def test_what_cannot_be_explained_says_why(
 
 def test_steps_without_statistics_and_folders_without_a_run(run: RunDirectory, tmp_path: Path) -> None:
     run.token_file(3, 0).unlink()
-    with pytest.raises(SettingsError, match=r"step 3 has no token statistics: telemetry\.tokens_every leaves it out"):
+    with pytest.raises(SettingsError, match=r"step 3 has no token statistics: telemetry\.tokens_every skips it"):
         explain(run, step=3, trajectory=0, token=0)
     with pytest.raises(SettingsError, match="is not a run directory"):
         explain_command(tmp_path / "none", step=1, trajectory=0, token=0)

@@ -233,7 +233,7 @@ def test_trajectories_that_are_alike_are_computed_once(weighted: bool) -> None:
 
 def test_gradients_that_need_more_memory_than_is_allowed_are_refused() -> None:
     policy = make_policy(vocabulary=7)
-    with pytest.raises(SettingsError, match=r"8 trajectories of a problem and .* lower --samples"):
+    with pytest.raises(SettingsError, match=r"the gradients of 8 trajectories with .* lower --samples"):
         Gradients(policy, make_sample(policy), temperature=0.8, memory=100)
 
 

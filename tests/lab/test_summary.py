@@ -124,7 +124,7 @@ def test_verdicts_say_where_the_optimal_baseline_does_not_win() -> None:
         ({"estimators": "gae"}, f"gae cannot be measured here: {EXCLUDED['gae']}"),
         ({"group_sizes": "4,64"}, "--group-sizes 64: a group must have 2 to 32 trajectories, because"),
         ({"group_sizes": "4,x"}, "--group-sizes: 'x' is not a whole number"),
-        ({"group_sizes": "4,4"}, "give different sizes"),
+        ({"group_sizes": "4,4"}, "list different sizes"),
         ({"samples": 3}, "--samples 3: at least 4"),
         ({"baseline": "rlo"}, "--baseline rlo: not among the measured estimators: "),
     ],

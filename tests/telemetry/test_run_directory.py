@@ -50,7 +50,9 @@ def test_a_directory_that_holds_anything_is_refused_and_left_alone(tmp_path: Pat
     folder = tmp_path / "x"
     folder.mkdir()
     (folder / "thesis.txt").write_text("precious")
-    with pytest.raises(SettingsError, match=r"x is not empty \(it holds thesis.txt\): continue that run with --resume"):
+    with pytest.raises(
+        SettingsError, match=r"x is not empty \(it contains thesis.txt\): continue that run with --resume"
+    ):
         RunDirectory.create(folder, CONFIG)
     assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
 

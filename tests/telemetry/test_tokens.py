@@ -154,7 +154,7 @@ def test_a_file_of_a_newer_version_is_refused(run: RunDirectory, monkeypatch: py
     table = pq.read_table(run.token_file(3, 0))
     newer = json.loads(table.schema.metadata[b"agentrl"]) | {"format": 2}
     pq.write_table(table.replace_schema_metadata({b"agentrl": json.dumps(newer)}), run.token_file(3, 0))
-    with pytest.raises(SettingsError, match="has format 2 but this version of agentrl reads format 1"):
+    with pytest.raises(SettingsError, match="has format 2, but this version of agentrl reads format 1"):
         read_step(run, 3)
 
 

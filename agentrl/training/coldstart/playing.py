@@ -69,7 +69,7 @@ def check_calls(demonstrations: Sequence[Demonstration], settings: Settings) -> 
     schemas = {schema.name: schema for schema in factory.tools.schemas}
     wrong = []
     for item in demonstrations:
-        place = item.place or item.problem.id
+        place = item.location or item.problem.id
         try:
             factory.columns(item.problem)
         except EnvironmentContractError as error:

@@ -61,7 +61,7 @@ def test_variants_are_the_product_of_named_sets_and_grid():
         ({"grid": {"name": ["a"]}}, "name is set by the study"),
         ({"seeds": [1, 1]}, "list each seed once"),
         ({"grid": {"rollout.group_size": []}}, "grid.rollout.group_size has no values"),
-        ({"grid": GRID, "baseline": "grpo"}, "no variant; variants: grpo group_size=4, grpo group_size=16"),
+        ({"grid": GRID, "baseline": "grpo"}, "not a variant; variants: grpo group_size=4, grpo group_size=16"),
         ({"sedes": [1]}, "Extra inputs"),
         ({"name": "a/../../b c"}, "String should match pattern"),
         ({"name": ".."}, "String should match pattern"),
