@@ -36,8 +36,8 @@ class ClusterSettings(BaseModel):
     """seconds without an answer after which another machine counts as lost, and without progress in a micro-batch or a
     wait for the rollout worker after which a rank counts as stuck (docs/cluster.md)"""
     restarts: int = Field(0, ge=0)
-    """how often a run goes on by itself from its last checkpoint after it lost a rank, its worker or a node. Of use
-    with several ranks or Ray; a launcher restarts its ranks itself"""
+    """how often a run restarts by itself from its last checkpoint after it lost a rank, its worker or a node, or, with
+    smaller micro-batches, after it ran out of memory in training. A launcher restarts its ranks itself"""
     restart_deadline: float = Field(3600.0, gt=0)
     """seconds that a restart waits for Ray nodes to come back"""
     elastic: bool = False

@@ -217,8 +217,8 @@ class TrainingSettings(_Settings):
     persistence_threshold: int = Field(100_000, ge=0)
     """at zero_stage=3, parameters with at most this many elements stay whole on every rank"""
     micro_batch_tokens: int = Field(16384, ge=64)
-    """tokens of one micro-batch, in which the prompt of a group counts once; there is no padding. Lower it when
-    training runs out of memory"""
+    """tokens of one micro-batch, in which the prompt of a group counts once; there is no padding. If training
+    runs out of memory, cluster.restarts and --resume continue with less, until this setting changes"""
     head_backend: Literal["auto", "reference", "chunked", "triton"] = "auto"
     """how token statistics are computed; chunked and triton (GPUs) never hold all logits in memory"""
     num_processes: int = Field(1, ge=1)

@@ -14,6 +14,7 @@ import pytest
 from agentrl.cluster.local import HERE, LocalCluster, LocalProcess
 from agentrl.cluster.logs import LogRelay
 from agentrl.cluster.processes import NodeLostError, Place, ProcessSpec
+from agentrl.errors import OutOfMemoryError, SettingsError
 from agentrl.training.run.rank_group import RankGroup
 from agentrl.training.worker.wire import FOLLOWED, STUCK
 
@@ -39,13 +40,13 @@ class Gone:
 
 
 def test_a_rank_that_fails_ends_the_others() -> None:
-    ranks = [LocalProcess(spec(0, SLEEP), HERE), LocalProcess(spec(1, "raise SystemExit(5)"), HERE)]
+    ranks = [LocalProcess(spec(0, SLEEP), HERE), LocalProcess(spec(1, "raise SystemExit(9)"), HERE)]
     reported = list[object]()
     end = RankGroup(ranks, reported.append).end()
     assert end is not None
     assert reported == [end]
-    assert (end.rank.spec.number, end.code, end.killed) == (1, 5, False)
-    assert str(end) == f"training rank 1 on {HERE.node} ended with exit code 5"
+    assert (end.rank.spec.number, end.code, end.killed) == (1, 9, False)
+    assert str(end) == f"training rank 1 on {HERE.node} ended with exit code 9"
     assert ranks[0].wait(0.0) == -signal.SIGTERM
 
 
@@ -81,6 +82,15 @@ def test_whoever_ends_with_the_worker_is_not_the_cause() -> None:
     assert reported == [end, alone]
     stuck = RankGroup([Told(0, FOLLOWED), Told(1, None, STUCK), Told(2, None, None, 1)]).end()
     assert str(stuck) == f"training rank 1 on {HERE.node} was stuck"
+
+
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [(OutOfMemoryError.exit_code, "ran out of memory"), (SettingsError.exit_code, "ended with exit code 2")],
+)
+def test_a_rank_that_ended_with_a_message_is_the_cause_of_a_crash_that_is_seen_first(code: int, end: str) -> None:
+    found = RankGroup([Told(0, 1), Told(1, None, code)]).end()
+    assert str(found) == f"training rank 1 on {HERE.node} {end}"
 
 
 def test_ranks_that_end_well_have_no_failure() -> None:
