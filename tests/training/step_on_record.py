@@ -44,7 +44,7 @@ from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl.weights.sources import full_parameters
 from agentrl_envs.types import Ended, Problem
 
-GROUPS = 7
+GROUPS = 5
 GROUP_SIZE = 4
 VOCABULARY = 64
 
@@ -171,14 +171,29 @@ CASES = {
 }
 """Each is trained whole (one rank, one micro-batch, ZeRO 0) and in parts, and must come out the same."""
 
-if triton_obstacle(torch.device("cpu")) is None:
-    CASES |= {
-        "triton": Case(zero_stage=3, backend="triton"),
-        "triton_untied": Case(zero_stage=3, tied=False, gradient_checkpointing=True, backend="triton"),
-    }
+ALONE = ("token_mean", "seq_mean_token_sum", "whitened", "void_rows", "two_updates", "critic_zero3")
+"""Those that one rank also trains in parts: every ZeRO stage, one pass and two, one update and two."""
 
 FEW_GROUPS = ("token_mean", "token_sum", "zero3", "seq_mean_token_sum_norm", "whitened_zero3")
 """Those that are also trained on a single group, and on none."""
+
+SEQUENCE = (
+    "token_mean",
+    "seq_mean_token_sum",
+    "checkpointed_tied",
+    "whitened_zero3",
+    "two_updates",
+    "kl_full_two_updates",
+    "normalized_weights",
+    "masks",
+    "clip_cov",
+    "eob",
+    "critic_zero3",
+)
+"""Those that two ranks also train sharing every row."""
+
+FOUR = ("seq_mean_token_sum", "clip_cov", "critic_zero3")
+"""Those that four ranks train, sharing every row or in pairs with rows of their own."""
 
 WHOLE_GROUPS, SINGLE_ROWS = 90, 40
 """Token budgets: the largest group with its prompt once is 57 tokens, the longest trajectory 27."""
@@ -450,24 +465,42 @@ def gate(
     return {"error": None, "difference": metrics["policy/engine_abs_diff"]}
 
 
+def shared_by(world: int) -> list[tuple[str, int]]:
+    """The cases in which ranks share rows, and how many share one."""
+    names, sizes = {1: ((), ()), 2: (SEQUENCE, (2,)), 4: (FOUR, (2, 4))}[world]
+    return [(name, size) for name in names for size in sizes]
+
+
 def main() -> None:
     torch.set_num_threads(1)
     rank, world = start_distributed(deadline=600.0)
     results = {}
     files = Path(sys.argv[1]).with_suffix("")
-    for name, case in CASES.items():
+    for name, case in CASES.items() if world < 4 else ():
+        groups, rows = replace(case, budget=WHOLE_GROUPS), replace(case, budget=SINGLE_ROWS)
         if world == 1:
             results[f"{name}/whole"] = step(replace(case, zero_stage=0), folder=files / name / "whole")
-        results[f"{name}/groups"] = step(replace(case, budget=WHOLE_GROUPS), folder=files / name / "groups")
-        if not case.settings().algorithm.head_exact_every:
-            results[f"{name}/rows"] = step(replace(case, budget=SINGLE_ROWS), folder=files / name / "rows")
+        if world == 2 or name in ALONE:
+            results[f"{name}/groups"] = step(groups, folder=files / name / "groups")
+        if (world == 2 or name in ALONE) and not case.settings().algorithm.head_exact_every:
+            results[f"{name}/rows"] = step(rows, folder=files / name / "rows")
         if name in FEW_GROUPS:
             # One group for two ranks: one of them has dummies alone where groups stay whole.
-            results[f"{name}/one_group"] = step(replace(case, budget=WHOLE_GROUPS), groups=1)
+            results[f"{name}/one_group"] = step(groups, groups=1)
             results[f"{name}/none"] = step(case, groups=0)
-    for stage in (0, 2):
+    for name, size in shared_by(world):
+        shared = replace(CASES[name], sequence_parallel=size)
+        results[f"{name}/{size}/groups"] = step(replace(shared, budget=WHOLE_GROUPS))
+        if not shared.settings().algorithm.head_exact_every:
+            results[f"{name}/{size}/rows"] = step(replace(shared, budget=SINGLE_ROWS))
+    if world == 2:
+        results["one_group/2"] = step(replace(CASES["zero3"], sequence_parallel=2, budget=WHOLE_GROUPS), groups=1)
+    for stage in (0, 2) if world < 4 else ():
         results[f"bfloat16/{stage}"] = step(Case(zero_stage=stage, budget=WHOLE_GROUPS, dtype=torch.bfloat16))
     if world == 1:
+        for tied in (True, False) if triton_obstacle(torch.device("cpu")) is None else ():
+            for backend in ("chunked", "triton"):
+                results[f"{backend}/{tied}"] = step(Case(zero_stage=3, tied=tied, backend=backend), groups=2)
         results["critic_learns"] = {"first": (learned := critic_learns())[0], "last": learned[-1]}
         results["gate/same"] = gate()
         results["gate/temperature"] = gate(temperature=1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,53 +16,19 @@ from agentrl.inspection.recompute import recomputed
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import read_step
 
+from .step_on_record import ALONE, CASES, FEW_GROUPS, FOUR, SEQUENCE
+
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("step_on_record.py")
-CASES = (
-    "token_mean",
-    "token_sum",
-    "seq_mean_token_mean",
-    "seq_mean_token_sum",
-    "seq_mean_token_sum_norm",
-    "checkpointed_tied",
-    "untied",
-    pytest.param("triton", marks=needs_triton),
-    pytest.param("triton_untied", marks=needs_triton),
-    "zero3",
-    "whitened",
-    "whitened_zero3",
-    "two_updates",
-    "void_rows",
-    "void_rows_two_passes",
-    "kl_loss",
-    "kl_loss_two_updates",
-    "kl_full",
-    "kl_full_two_updates",
-    "kl_full_reward",
-    "kl_reward",
-    "token_weights",
-    "icepop_void",
-    "normalized_weights",
-    "masks",
-    "gspo",
-    "gmpo",
-    "clip_cov",
-    "kl_cov",
-    "gpg",
-    "pooled",
-    "reinforce_pp",
-    "dr_grpo",
-    "remax",
-    "eob",
-    "overlong",
-    "critic",
-    "critic_zero3",
-)
 CRITIC = ("critic", "critic_zero3")
-FEW_GROUPS = ("token_mean", "token_sum", "zero3", "seq_mean_token_sum_norm", "whitened_zero3")
 HEAD_EXACT = ("token_mean", "seq_mean_token_sum")
 Results = dict[str, dict[str, Any]]
+
+
+def ways(names: Iterable[str]) -> list[tuple[str, str]]:
+    """How each is split over micro-batches; the head-exact diagnostic takes whole groups."""
+    return [(name, way) for name in names for way in ("groups", "rows") if way == "groups" or name not in HEAD_EXACT]
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +44,14 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(stored: Path) -> dict[int, Results]:
     return {ranks: torch.load(stored / f"{ranks}.pt", weights_only=False) for ranks in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    output = tmp_path_factory.mktemp("four") / "4.pt"
+    finish(start_ranks(SCRIPT, [output] * 4), seconds=900)
+    results: Results = torch.load(output, weights_only=False)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -107,30 +82,44 @@ def assert_same_step(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=bound)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_micro_batches_do_not_change_the_step(alone: Results, case: str) -> None:
-    whole, groups = alone[f"{case}/whole"], alone[f"{case}/groups"]
+@pytest.mark.parametrize(("case", "way"), ways(ALONE))
+def test_micro_batches_do_not_change_the_step(alone: Results, case: str, way: str) -> None:
+    whole, parts = alone[f"{case}/whole"], alone[f"{case}/{way}"]
     assert max(whole["micro_batches"]) == 1
-    assert sum(groups["micro_batches"]) >= 3
-    assert_same_step(whole, groups)
+    assert sum(parts["micro_batches"]) >= 3
+    assert_same_step(whole, parts)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks_do_not_change_the_step(alone: Results, pair: Results, case: str) -> None:
-    assert_same_step(alone[f"{case}/whole"], pair[f"{case}/groups"])
+@pytest.mark.parametrize(("case", "way"), ways(CASES))
+def test_neither_do_two_ranks(alone: Results, pair: Results, case: str, way: str) -> None:
+    """Each has several micro-batches: of whole groups, or of rows where a group does not fit."""
+    parts = pair[f"{case}/{way}"]
+    assert sum(parts["micro_batches"]) >= 2
+    assert way == "groups" or not parts["one_forward"]
+    assert_same_step(alone[f"{case}/whole"], parts)
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if name not in HEAD_EXACT])
-def test_groups_that_do_not_fit_a_micro_batch_are_split_by_rows(alone: Results, pair: Results, case: str) -> None:
-    assert not pair[f"{case}/rows"]["one_forward"]
-    assert_same_step(alone[f"{case}/whole"], alone[f"{case}/rows"])
-    assert_same_step(alone[f"{case}/whole"], pair[f"{case}/rows"])
+@pytest.mark.parametrize(("case", "way"), ways(SEQUENCE))
+def test_neither_do_two_ranks_that_share_rows(alone: Results, pair: Results, case: str, way: str) -> None:
+    shared = pair[f"{case}/2/{way}"]
+    assert sum(shared["micro_batches"]) >= 3
+    assert_same_step(alone[f"{case}/whole"], shared)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("case", "way"), ways(FOUR))
+def test_neither_do_two_pairs_and_four(alone: Results, four: Results, case: str, size: int, way: str) -> None:
+    assert_same_step(alone[f"{case}/whole"], four[f"{case}/{size}/{way}"])
+
+
+def test_a_single_group_is_shared(alone: Results, pair: Results) -> None:
+    assert_same_step(alone["zero3/one_group"], pair["one_group/2"])
 
 
 @needs_triton
-@pytest.mark.parametrize(("case", "chunked"), [("triton", "checkpointed_tied"), ("triton_untied", "untied")])
-def test_the_triton_backend_makes_the_step_of_the_chunked(alone: Results, case: str, chunked: str) -> None:
-    assert_same_step(alone[f"{chunked}/whole"], alone[f"{case}/whole"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_triton_backend_makes_the_step_of_the_chunked(alone: Results, tied: bool) -> None:
+    assert_same_step(alone[f"chunked/{tied}"], alone[f"triton/{tied}"])
 
 
 @pytest.mark.parametrize("case", FEW_GROUPS)
@@ -184,10 +173,10 @@ def test_what_the_settings_ask_for_takes_part(alone: Results) -> None:
     assert exact == pytest.approx([exact[0]] * 3, rel=1e-6)
     assert 0 < exact[0] != pytest.approx(metrics("kl_loss")["kl/mean"], rel=1e-3)
     assert metrics("kl_reward")["kl/coefficient"] == 0.1
-    # Below the target by more than the largest step: 0.1 * (1 - 0.2 * 28 / 100). (No policy sampled the record, so k1
+    # Below the target by more than the largest step: 0.1 * (1 - 0.2 * 20 / 100). (No policy sampled the record, so k1
     # may be negative.)
     assert metrics("kl_reward")["kl/mean"] < 0.08
-    assert alone["kl_reward/whole"]["state"] == {"kl": {"beta": pytest.approx(0.0944)}}
+    assert alone["kl_reward/whole"]["state"] == {"kl": {"beta": pytest.approx(0.096)}}
     assert 0.1 < metrics("token_weights")["correction/truncated_fraction"] < 0.9
     assert 0.1 < metrics("masks")["correction/masked_fraction"] < 0.9
     assert 0.05 < metrics("clip_cov")["policy/selected_fraction"] < 0.25
@@ -213,8 +202,8 @@ def test_the_critic_learns_what_the_record_returns(alone: Results) -> None:
 def test_effective_sample_size_is_that_of_the_step_however_it_was_split(alone: Results, pair: Results) -> None:
     whole = alone["token_weights/whole"]["metrics"]["correction/ess"]
     assert 0.5 < whole < 0.999
-    for results in (alone, pair):
-        assert results["token_weights/groups"]["metrics"]["correction/ess"] == pytest.approx(whole, rel=1e-6)
+    for way in ("groups", "rows"):
+        assert pair[f"token_weights/{way}"]["metrics"]["correction/ess"] == pytest.approx(whole, rel=1e-6)
 
 
 def test_head_exact_variance_is_that_of_all_ranks_groups(alone: Results, pair: Results) -> None:
@@ -263,7 +252,7 @@ def test_the_fidelity_gate_stops_before_the_step(alone: Results, wrong: str) -> 
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("split", ["1/whole", "1/rows", "2/groups"])
+@pytest.mark.parametrize("split", ["1/whole", "2/rows", "2/groups"])
 def test_advantages_follow_from_the_stored_statistics_to_the_last_digit(stored: Path, case: str, split: str) -> None:
     ranks, part = split.split("/")
     folder = stored / ranks / case / part
@@ -273,7 +262,7 @@ def test_advantages_follow_from_the_stored_statistics_to_the_last_digit(stored: 
     step = read_step(RunDirectory(folder), 1)
     assert not step.problems
     trained = [item for item in step.trajectories if item.tokens is not None]
-    assert len(trained) == 28
+    assert len(trained) == 20
     made = recomputed(step, trained)
     for item in trained:
         assert item.tokens is not None

@@ -13,6 +13,7 @@ from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.rollout.engines.vllm.servers import longest_request
 from agentrl.rollout.settings import RolloutSettings
+from agentrl.training.engine.groups import grouping_obstacle
 from agentrl.training.run.dry_run import dry_run, planned_passes
 from agentrl.training.run.launch import launch
 from agentrl.training.run.start import train
@@ -190,3 +191,14 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
     settings = load_settings(overrides=["training.num_processes=2"])
     with pytest.raises(SettingsError, match=r"training\.num_processes=2: only 1 GPUs are visible"):
         launch(settings, tmp_path, resume=False)
+
+
+def test_ranks_that_the_groups_do_not_divide_are_refused() -> None:
+    assert [size for size in range(1, 8) if grouping_obstacle(size, ranks=6) is None] == [1, 2, 3, 6]
+    assert grouping_obstacle(4, ranks=1) == (
+        "training.sequence_parallel=4 does not divide the 1 training rank; valid: 1, or training.num_processes=4"
+    )
+    assert grouping_obstacle(4, ranks=6) == (
+        "training.sequence_parallel=4 does not divide the 6 training ranks; valid: 1, 2, 3, 6, or "
+        "training.num_processes=4 or 8"
+    )
