@@ -11,10 +11,12 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import pytest
 import torch.utils.cpp_extension
+from warm import run_warm
 
 from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 
@@ -59,6 +61,10 @@ def shortened(command: str) -> str:
     return f"{command} {fitting[0]}"
 
 
+WARM = re.compile(r"agentrl (train|eval|coldstart|compare|regrade)\b(?!.*--dry-run)")
+"""Commands that are forked from a process with loaded libraries: `make train` and the others show the real start."""
+
+
 class Shell:
     """Runs commands in one folder with a cache of its own, so that cold starts really run."""
 
@@ -80,11 +86,14 @@ class Shell:
 
     def run(self, command: str) -> str:
         """What the command said. It must succeed."""
-        done = subprocess.run(
-            ["bash", "-c", command], cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=600
-        )
-        assert done.returncode == 0, f"$ {command}\n{done.stdout}\n{done.stderr}"
-        return done.stdout + done.stderr
+        run, line = subprocess.run, ["bash", "-c", command]
+        if WARM.match(command):
+            words = shlex.split(Template(command).substitute(self.environment))
+            run, line = run_warm, [sys.executable, "-m", "agentrl.cli", *words[1:]]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = run(line, cwd=self.folder, env=self.environment, timeout=600, **streams)
+        assert done.returncode == 0, f"$ {command}\n{done.stdout}"
+        return done.stdout
 
 
 @pytest.fixture
