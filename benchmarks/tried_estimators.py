@@ -29,7 +29,7 @@ class ShrunkOptions(TokenBaselineOptions):
     trust: float = option(4.0, check_positive)  # contributors at which both baselines count the same
 
 
-@register_estimator("otb_shrunk", options=ShrunkOptions, group_based=True)
+@register_estimator("otb_shrunk", options=ShrunkOptions, aggregation="token_mean", group_based=True, per_token=True)
 def otb_shrunk(inputs: EstimatorInputs, options: ShrunkOptions) -> Advantages:
     """A_k = G_k - (n_k b_k + c b) / (n_k + c): `tir_otb`'s b_k, the fewer its n_k contributors the nearer to `ogb`'s b.
 
@@ -50,7 +50,7 @@ class SmoothedOptions(TokenBaselineOptions):
     reach: float = option(8.0, check_positive)  # model tokens after which a token's energy counts 1/e
 
 
-@register_estimator("otb_smoothed", options=SmoothedOptions, group_based=True)
+@register_estimator("otb_smoothed", options=SmoothedOptions, aggregation="token_mean", group_based=True, per_token=True)
 def otb_smoothed(inputs: EstimatorInputs, options: SmoothedOptions) -> Advantages:
     """As `otb_isolated` with energies smoothed over the index: sum_j e^(-|j-k|/h) w_j / sum_j e^(-|j-k|/h).
 
@@ -87,7 +87,15 @@ class PooledTokenOptions(PooledOptions):
     gamma: float = option(1.0, check_range, 0.0, 1.0)  # discount a model token
 
 
-@register_estimator("tir_otb_pooled", options=PooledTokenOptions, pooled=True, group_based=True)
+@register_estimator(
+    "tir_otb_pooled",
+    options=PooledTokenOptions,
+    span="ranks",
+    aggregation="token_mean",
+    equal_groups=True,
+    group_based=True,
+    per_token=True,
+)
 def tir_otb_pooled(inputs: EstimatorInputs, options: PooledTokenOptions) -> Advantages:
     """As `ogb_pooled` at every compact index k, W_k and G_k as in `tir_otb`; sums and P over trajectories with K > k.
 

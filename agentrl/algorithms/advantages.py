@@ -27,9 +27,9 @@ def compute_advantages(
 
     Sums are in float64; the result is float32, or float64 if the rewards are. Options: the fields of the estimator's
     options record. All trajectories of a group must be in one call; where `estimator_needs(...).step_wide` (whitening,
-    pooled baselines, and gpg's c) those of the whole optimizer step, of all ranks. For whitening and pooled baselines
-    the groups may lie in a call of each rank, if `calls` brings these together; a rank without groups calls with no
-    rows.
+    pooled baselines, and gpg's c) those of the whole optimizer step, of all ranks. Unless the estimator's span is
+    "step", the groups may lie in a call of each rank, if `calls` brings these together; a rank without groups calls
+    with no rows.
 
     Raises UnknownNameError, InvalidOptionError, MissingInputError, InvalidInputError.
     """
@@ -53,8 +53,8 @@ def _in_blocks(entry: EstimatorEntry, record: object, inputs: AdvantageInputs, c
     raw = torch.empty(shape, dtype=torch.float64 if normalize == "whiten" else dtype, device=device)
     returns, baselines = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     blocks = list(blocks_of_rows(inputs))
-    takes_part = entry.pooled and calls is not None  # also without rows: the other calls wait for its sums
-    at_once = takes_part or (bool(blocks) and (entry.pooled or entry.step_wide))
+    takes_part = entry.span == "ranks" and calls is not None  # also without rows: the other calls wait for its sums
+    at_once = takes_part or (bool(blocks) and entry.span != "group")
     whole = entry.function(EstimatorInputs.of(inputs, calls=calls or ONE_CALL), record) if at_once else None
     moments = Moments.nothing(raw)
     for rows in blocks:

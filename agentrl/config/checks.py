@@ -292,13 +292,15 @@ def settings_warnings(settings: Settings) -> list[str]:
 
 def _group_warnings(settings: Settings) -> Iterator[str]:
     name, drops = settings.algorithm.estimator, settings.algorithm.drop_zero_variance
-    if settings.rollout.group_size > 1 or name == "remax":  # its greedy rollout provides the variance
+    if settings.rollout.group_size > 1:
         return
     from agentrl.algorithms import ESTIMATORS  # imports torch, so only in the rare case of groups of one
 
     entry = ESTIMATORS[name] if name in ESTIMATORS.names() else None
-    of_groups = entry is not None and entry.group_based and not entry.pooled
-    drops = not (entry is not None and entry.pooled) if drops is None else drops
+    if entry is not None and "greedy_returns" in entry.requires:  # the greedy rollout provides the variance
+        return
+    of_groups = entry is not None and entry.group_based and not entry.equal_groups
+    drops = not (entry is not None and entry.equal_groups) if drops is None else drops
     if not of_groups and not drops:
         return
     estimator = f" with the group estimator algorithm.estimator={name}" if of_groups else ""

@@ -20,8 +20,8 @@ from agentrl.algorithms import (
 from agentrl.errors import SettingsError
 from agentrl.lab.sample import ProblemSample, inputs_of
 
-EXCLUDED = {"gae": "it needs a critic that was trained for this policy"}
-"""Registered estimators that cannot be measured on rollouts of a policy alone, with the reason."""
+_UNAVAILABLE = {"values": "it needs a critic that was trained for this policy"}
+"""Inputs that rollouts of a policy alone do not have, with the reason that a message gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +41,20 @@ def read_choices(texts: Sequence[str]) -> tuple[Choice, ...]:
     >>> read_choices(["tir_otb:leave_one_out=true"])[0].options
     {'leave_one_out': True}
     """
-    chosen = list(texts) or [name for name in ESTIMATORS.names() if name not in EXCLUDED]
+    chosen = list(texts) or measurable()
     twice = sorted({text for text in chosen if chosen.count(text) > 1})
     if twice:
         raise SettingsError(f"--estimators: {', '.join(twice)} is listed twice")
     return tuple(_read(text) for text in chosen)
 
 
+def measurable() -> list[str]:
+    """Registered estimators whose inputs the rollouts of a policy have."""
+    return [name for name in ESTIMATORS.names() if not ESTIMATORS[name].requires & _UNAVAILABLE.keys()]
+
+
 def _read(text: str) -> Choice:
     name, *parts = text.split(":")
-    if name in EXCLUDED:
-        raise SettingsError(f"--estimators: {name} cannot be measured here: {EXCLUDED[name]}")
     options = {}
     for part in parts:
         option, equals, value = part.partition("=")
@@ -59,9 +62,12 @@ def _read(text: str) -> Choice:
             raise SettingsError(f"--estimators: {text}: options are written option=value, for example tail=carry")
         options[option] = _value(value)
     try:
-        ESTIMATORS[name].make_options(f"estimator {name!r}", options)
+        entry = ESTIMATORS[name]
+        entry.make_options(f"estimator {name!r}", options)
     except (AlgorithmError, UnknownNameError, TypeError) as error:
         raise SettingsError(f"--estimators: {text}: {error}") from error
+    for missing in sorted(entry.requires & _UNAVAILABLE.keys()):
+        raise SettingsError(f"--estimators: {name} cannot be measured here: {_UNAVAILABLE[missing]}")
     return Choice(label=text, name=name, options=options)
 
 
@@ -101,7 +107,7 @@ def advantages_in(
     needs = estimator_needs(choice.name, **choice.options)
     greedy = "greedy_returns" in needs.inputs
     dropped = torch.zeros(len(samples), groups, dtype=torch.bool)
-    if drop_zero_variance and not needs.equal_groups:
+    if drop_zero_variance and not ESTIMATORS[choice.name].equal_groups:
         dropped = torch.stack([_equal(sample, indices, greedy) for sample, indices in zip(samples, rows, strict=True)])
     result = [
         torch.zeros(groups, size, sample.batch.rewards.shape[1], dtype=torch.float64)  # as in inputs_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from agentrl.lab.results import MEASURED, Energies, ProblemLine, Shown
-from agentrl.lab.summary import OPTIMAL, IntervalEstimate, Line, energy_correlations, proxy_energies
+from agentrl.lab.summary import IntervalEstimate, Line, energy_correlations, is_token_baseline, proxy_energies
 from agentrl.telemetry.plots import BLUE, GREY, ORANGE, caption, dress, look, new_figure, save_twins
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def draw_all(folder: Path, lines: Sequence[Line], problems: Sequence[ProblemLine
 
 def _noise(lines: Sequence[Line]) -> Figure:
     figure = new_figure(15.5, 4.8)
-    names = sorted({line.estimator for line in lines}, key=lambda name: (name.split(":")[0] in OPTIMAL, name))
+    names = sorted({line.estimator for line in lines}, key=lambda name: (is_token_baseline(name), name))
     panels = figure.subplots(1, 3)
     draws: tuple[Callable[[Line], IntervalEstimate], ...] = (
         lambda line: line.noise,

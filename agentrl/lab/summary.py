@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.algorithms import ESTIMATORS
 from agentrl.lab.measure import GradientMoments, ProblemMoments
 from agentrl.lab.results import Energies
 
 Floats = NDArray[np.float64]
 _LEAST_FITTED = 8  # problems below which `_columns` fits nothing
-OPTIMAL = ("otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ def _at_one_size(
 
 
 def verdicts(lines: Sequence[Line]) -> list[str]:
-    """One sentence per group size: the least noisy estimator, those within its interval, and the best optimal token
+    """One sentence per group size: the least noisy estimator, those within its interval, and the best token
     baseline, whether it wins or not."""
     messages = []
     for size in sorted({line.group_size for line in lines}):
@@ -111,18 +111,24 @@ def verdicts(lines: Sequence[Line]) -> list[str]:
         text = f"N={size}: {best.estimator} has the least noise ({best.noise})"
         if close:
             text += f"; the difference is within the interval for {', '.join(close)}"
-        tokens = [line for line in ranked if line.estimator.split(":")[0] in OPTIMAL]
+        tokens = [line for line in ranked if is_token_baseline(line.estimator)]
         if tokens:
-            text += ". " + _verdict_on_optimal(tokens[0], best)
+            text += ". " + _verdict_on_tokens(tokens[0], best)
         messages.append(text)
     return messages
 
 
-def _verdict_on_optimal(line: Line, best: Line) -> str:
+def is_token_baseline(label: str) -> bool:
+    """Whether an estimator, with or without options, has a baseline for every token from its group."""
+    name = label.split(":")[0]
+    return name in ESTIMATORS.names() and ESTIMATORS[name].group_based and ESTIMATORS[name].per_token
+
+
+def _verdict_on_tokens(line: Line, best: Line) -> str:
     if line is best:
-        return f"The optimal token baseline {line.estimator} wins here"
+        return f"The token baseline {line.estimator} wins here"
     how = "a difference within the interval" if line.to_best.low <= 1.0 else "it does not win here"
-    return f"The best optimal token baseline is {line.estimator}, with {line.to_best} times that noise: {how}"
+    return f"The best token baseline is {line.estimator}, with {line.to_best} times that noise: {how}"
 
 
 def energy_correlations(energies: Sequence[Energies]) -> dict[str, dict[str, float]]:

@@ -62,8 +62,8 @@ class AlgorithmSettings(_Settings):
     accuracy_range: tuple[float, float] | None = None
     """drop groups whose share of correct verdicts is outside this range (SimpleTIR: 0.1, 0.9); null: keep all"""
     drop_zero_variance: bool | None = None
-    """drop groups whose rewards are all equal; null: unless the estimator's baseline comes from other groups, too, so
-    that such groups have a gradient (ogb_pooled)"""
+    """drop groups whose rewards are all equal; null: unless the estimator learns from such groups, because its baseline
+    comes from other groups, too (ogb_pooled)"""
     head_exact_every: int = Field(0, ge=0)
     """steps between head-exact variance diagnostics; 0: never"""
     fidelity_bound: float | None = Field(None, gt=0)

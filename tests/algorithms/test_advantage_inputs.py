@@ -213,7 +213,7 @@ def test_user_code_adds_an_estimator_by_a_decorator_once(own_registries):
 def test_user_code_says_what_its_estimator_needs(own_registries):
     name = "mean_of_the_step"
 
-    @register_estimator(name, requires=("values", "greedy_returns"), step_wide=True)
+    @register_estimator(name, requires=("values", "greedy_returns"), span="step")
     def mean_of_the_step(inputs: EstimatorInputs, options: object) -> Advantages:
         mean = inputs.totals.mean().expand(len(inputs.rows), 1)
         return Advantages(advantages=inputs.totals.unsqueeze(-1) - mean, returns=mean, baselines=mean)
@@ -226,3 +226,7 @@ def test_user_code_says_what_its_estimator_needs(own_registries):
     assert compute_advantages(name, apart).advantages.tolist() == [[0.5, 0.5, 0.0], [-0.5, 0.0, -0.5]]
     with pytest.raises(UnknownNameError, match=r"unknown input 'value' of AdvantageInputs, .*; did you mean 'values'"):
         register_estimator("never", requires=("value",))
+    with pytest.raises(InvalidOptionError, match=r"span of estimator 'never'='batch' is none of group, step, ranks"):
+        register_estimator("never", span="batch")
+    with pytest.raises(InvalidOptionError, match=r"aggregation of estimator 'never'='token_meen' .*'token_mean'"):
+        register_estimator("never", aggregation="token_meen")

@@ -77,6 +77,7 @@ PARTS = [
         ("ogb_pooled", {"leave_one_out": True, "normalize": "whiten"}),
         ("tir_otb", {"normalize": "whiten"}),
         ("reinforce_pp", {}),
+        ("gpg", {}),
     ],
 )
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 3, 1, 0], [1, 2]])

@@ -20,6 +20,7 @@ from agentrl.algorithms import (
     check_aggregation,
     default_aggregation,
     policy_loss,
+    register_estimator,
     register_loss,
 )
 from agentrl_envs.registry import NameTakenError
@@ -338,6 +339,12 @@ def test_the_ratio_of_dppo_is_truncated_at_twenty():
 def test_default_aggregations(loss, estimator, expected):
     assert default_aggregation(loss, estimator) == expected
     check_aggregation(loss, expected)
+
+
+def test_the_default_aggregation_of_a_users_estimator_is_its_trait(own_registries):
+    register_estimator("mine", aggregation="seq_mean_token_sum")(lambda inputs, options: None)
+    assert default_aggregation("ppo", "mine") == "seq_mean_token_sum"
+    assert default_aggregation("gspo", "mine") == "seq_mean_token_mean"
 
 
 @pytest.mark.parametrize("loss", ["gspo", "gmpo"])

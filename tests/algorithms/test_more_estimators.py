@@ -243,7 +243,7 @@ def test_gae_whitens_the_advantages_and_leaves_the_returns():
     close(white.returns, raw.returns)
 
 
-GROUPS_ALONE = [n for n in ESTIMATORS.names() if ESTIMATORS[n].group_based and not ESTIMATORS[n].pooled]
+GROUPS_ALONE = [n for n in ESTIMATORS.names() if ESTIMATORS[n].group_based and not ESTIMATORS[n].equal_groups]
 
 
 @pytest.mark.parametrize("estimator", [n for n in GROUPS_ALONE if n != "gpg"])

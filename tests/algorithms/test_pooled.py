@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms import AdvantageInputs, Advantages, compute_advantages, estimator_needs
+from agentrl.algorithms import ESTIMATORS, AdvantageInputs, Advantages, compute_advantages
 
 
 def step(returns: list[float], energies: list[list[float]], groups: list[int]) -> AdvantageInputs:
@@ -81,8 +81,7 @@ def test_the_gradient_of_a_bandit_is_unbiased():
 
 
 def test_equal_rewards_of_a_group_are_data_and_those_of_a_step_are_not():
-    assert estimator_needs("ogb_pooled").equal_groups
-    assert not estimator_needs("ogb", normalize="whiten").equal_groups
+    assert [name for name in ESTIMATORS.names() if ESTIMATORS[name].equal_groups] == ["ogb_pooled"]
     found = compute_advantages("ogb_pooled", INPUTS).advantages
     assert float(found[2:4].min()) > 0.1  # group 1: right twice, where others failed
     same = replace(INPUTS, rewards=torch.full_like(INPUTS.rewards, 0.7))

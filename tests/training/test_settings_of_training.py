@@ -120,6 +120,8 @@ def test_a_loss_that_returns_a_mean_is_refused_before_training(own_registries: N
 def test_an_unknown_name_comes_with_the_nearest() -> None:
     with pytest.raises(SettingsError, match=r"algorithm\.estimator=tir_ot[^b].*tir_otb"):
         estimator_options(objective(estimator="tir_ot"))
+    with pytest.raises(SettingsError, match=r"algorithm\.estimator=tir_ot[^b].*tir_otb"):
+        _ = objective(estimator="tir_ot").aggregation
 
 
 @pytest.mark.parametrize("name", ["simpletir_7b", "otb_paper_7b"])

@@ -4,6 +4,8 @@ Every weight is an energy W plus eps times the energy's scale, so the mean is ex
 plain one where energies vanish; sum (W + eps) A = 0 over whatever shares a baseline (docs/formulas.md 4).
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,9 @@ from agentrl.algorithms.estimators.registry import register_estimator
 from agentrl.algorithms.estimators.scalar import scalar_estimate, weighted_means
 from agentrl.algorithms.records import Advantages
 from agentrl.kernels.backends.running import running_sum
+
+# An optimal token baseline weighs all tokens alike, so the loss does too.
+_token_baseline = partial(register_estimator, aggregation="token_mean", per_token=True, group_based=True)
 
 
 @register_estimator("ogb", options=GlobalBaselineOptions, group_based=True)
@@ -44,7 +49,7 @@ def eob(inputs: EstimatorInputs, options: ExactEnergyOptions) -> Advantages:
     return scalar_estimate(inputs.totals, weighted_means(inputs, weights, leave_one_out=options.leave_one_out))
 
 
-@register_estimator("otb", options=TokenBaselineOptions, group_based=True, by_column=True)
+@_token_baseline("otb", options=TokenBaselineOptions, by_column=True)
 def otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
     """A_t = G_t - b_t, b_t = sum (W_t + eps) G_t / sum (W_t + eps) over the group's model tokens in *column* t.
 
@@ -67,7 +72,7 @@ def otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
     return Advantages(advantages=returns - baselines, returns=returns, baselines=baselines)
 
 
-@register_estimator("tir_otb", options=TokenBaselineOptions, group_based=True)
+@_token_baseline("tir_otb", options=TokenBaselineOptions)
 def tir_otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
     """A_k = G_k - b_k, b_k = sum (W_k + eps) G_k / sum (W_k + eps) over the group's trajectories with K > k.
 
@@ -81,22 +86,20 @@ def tir_otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantage
     return _by_compact_index(inputs, sums, options)
 
 
-@register_estimator("otb_isolated", options=TokenBaselineOptions, group_based=True)
+@_token_baseline("otb_isolated", options=TokenBaselineOptions)
 def otb_isolated(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
     """As `tir_otb` with the token's own energy (rho_k loss_mask_k)^2 w_k (arXiv 2602.07078, Eq. 52)."""
     return _by_compact_index(inputs, weighted_energy(inputs, options.energy), options)
 
 
-@register_estimator("otb_total", options=TokenBaselineOptions, group_based=True)
+@_token_baseline("otb_total", options=TokenBaselineOptions)
 def otb_total(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
     """As `tir_otb` with the trajectory's whole energy W_K at every k: acausal (arXiv 2602.07078, Eq. 34)."""
     energies = weighted_energy(inputs, options.energy).sum(-1, keepdim=True)
     return _by_compact_index(inputs, energies.expand(inputs.mask.shape), options)
 
 
-@register_estimator(
-    "otb_cross", options=CrossBaselineOptions, requires=("cross_energy",), group_based=True, by_column=True
-)
+@_token_baseline("otb_cross", options=CrossBaselineOptions, requires=("cross_energy",), by_column=True)
 def otb_cross(inputs: EstimatorInputs, options: CrossBaselineOptions) -> Advantages:
     """As `tir_otb` with sum_{j<=k} rho_j rho_k max(0, <delta_j, delta_k>) (arXiv 2602.07078, Eq. 46 and 48).
 

@@ -20,7 +20,7 @@ from agentrl.algorithms.records import Advantages
 from agentrl.kernels.backends.running import running_sum
 
 
-@register_estimator("ogb_pooled", options=PooledOptions, pooled=True, group_based=True)
+@register_estimator("ogb_pooled", options=PooledOptions, span="ranks", equal_groups=True, group_based=True)
 def ogb_pooled(inputs: EstimatorInputs, options: PooledOptions) -> Advantages:
     """A_i = R_i - b_i, b_i = (sum_j W_j R_j + c P[W R]) / (sum_j W_j + c P[W]), W as in `ogb`; sums over i's group.
 

@@ -1,6 +1,7 @@
-"""The registry of estimators and their needs: which inputs, and how much of the step at once.
+"""The registry of estimators and their traits: which inputs they need, and how much of the step at once.
 
-Add one with the decorator; its options are the fields of a frozen dataclass:
+The trainer, the variance laboratory and the viewer read the traits and never test for a name. Add an estimator with the
+decorator; its options are the fields of a frozen dataclass:
 
     @register_estimator("mean", options=ScalarOptions)
     def mean(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages: ...
@@ -8,12 +9,18 @@ Add one with the decorator; its options are the fields of a frozen dataclass:
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
-from agentrl.algorithms.errors import MissingInputError, UnknownNameError
+from agentrl.algorithms.errors import MissingInputError, UnknownNameError, check_choice
+from agentrl.algorithms.losses.aggregation import AGGREGATIONS
 from agentrl.algorithms.records import AdvantageInputs, Advantages
 from agentrl.algorithms.registry import Entry, NoOptions, OptionsRegistry
 
 EstimatorFunction = Callable[..., Advantages]  # (EstimatorInputs, options record) -> Advantages
+
+Span = Literal["group", "step", "ranks"]
+"""Rows of one call: group: one or more complete groups. step: all rows of the step, on rank 0. ranks: all rows of the
+rank, while the other ranks make the same call with theirs."""
 
 _INPUTS = tuple(field.name for field in fields(AdvantageInputs))
 _OF_ENERGY: Mapping[str, frozenset[str]] = {
@@ -38,33 +45,33 @@ class EstimatorNeeds:
 
     `inputs`: names of AdvantageInputs beside the three that are always needed; `token_energy` may be replaced by
     log_probs and sum_pi_squared. `step_wide`: the rows of the whole optimizer step, of all ranks, must be in one call;
-    otherwise those of each group. `reason` says why, and is empty if not step_wide. `equal_groups`: groups whose
-    rewards are all equal have advantages other than 0, so they are worth training on.
+    otherwise those of each group. `reason` says why, and is empty if not step_wide.
     """
 
     inputs: frozenset[str]
     step_wide: bool
     reason: str
-    equal_groups: bool = False
 
 
 @dataclass(frozen=True)
 class EstimatorEntry(Entry[EstimatorFunction]):
-    """A registered estimator."""
+    """A registered estimator and its traits."""
 
     requires: frozenset[str] = frozenset()  # inputs that it needs whatever its options
-    step_wide: bool = False  # its rule needs all rows of the step in one call
+    span: Span = "group"
+    aggregation: str | None = None  # of the loss, by the estimator's derivation; None: the loss's default
+    equal_groups: bool = False  # it learns from groups of equal rewards: their advantages are not all 0
     group_based: bool = False  # its baseline comes from the group's trajectories: groups of one have baseline 0
+    per_token: bool = False  # advantages differ between the tokens of a trajectory
     by_column: bool = False  # baselines of tokens that branches do not share: branched rollouts get one of the rollout
-    pooled: bool = False  # its baseline takes sums over the step's other groups: those with equal rewards are data
 
     def needs(self, record: object) -> EstimatorNeeds:
         """With options as `make_options` gives them."""
         inputs = self.requires | _OF_ENERGY.get(getattr(record, "energy", ""), frozenset())
-        reason = "its rule looks at the groups of the whole step" if self.step_wide or self.pooled else ""
+        reason = "" if self.span == "group" else "its rule looks at the groups of the whole step"
         if getattr(record, "normalize", None) == "whiten":
             reason = "whitening takes the mean over the whole step"
-        return EstimatorNeeds(inputs=inputs, step_wide=bool(reason), reason=reason, equal_groups=self.pooled)
+        return EstimatorNeeds(inputs=inputs, step_wide=bool(reason), reason=reason)
 
     def check_inputs(self, name: str, inputs: AdvantageInputs) -> None:
         """Raise MissingInputError for the first required input that is missing; the message names its provider."""
@@ -83,10 +90,12 @@ class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
         options: type = NoOptions,
         *,
         requires: Iterable[str] = (),
-        step_wide: bool = False,
+        span: Span = "group",
+        aggregation: str | None = None,
+        equal_groups: bool = False,
         group_based: bool = False,
+        per_token: bool = False,
         by_column: bool = False,
-        pooled: bool = False,
     ) -> Callable[[EstimatorFunction], EstimatorFunction]:
         """Return a decorator that registers an advantage estimator as `name`, a value of `algorithm.estimator`.
 
@@ -100,14 +109,19 @@ class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
                 totals = inputs.totals.unsqueeze(-1)
                 return Advantages(advantages=totals / 2, returns=totals, baselines=totals / 2)
 
-        `requires` lists the fields of AdvantageInputs that must be given. Set `group_based` if the baseline is computed
-        from the group's trajectories, and `by_column` if a branched rollout has one baseline. By default, a call gets
-        one or more complete groups. With `step_wide` it gets all rows of the step. With `pooled` it gets all rows of
-        its rank, and reaches the other ranks through `inputs.calls`.
+        The other arguments are its traits. `requires` lists the fields of AdvantageInputs that must be given. By
+        default, a call gets one or more complete groups. With span="step" it gets all rows of the step, on rank 0. With
+        span="ranks" it gets all rows of its rank, and reaches those of other ranks through `inputs.calls`.
+        `aggregation` is the default of `algorithm.aggregation`, for losses that admit it. Set `equal_groups` if groups
+        of equal rewards have advantages other than 0, so that they are not dropped. Set `group_based` if the baseline
+        is computed from the group's trajectories, `per_token` if the advantages of a trajectory's tokens differ, and
+        `by_column` if a branched rollout has one baseline.
 
         docs/estimators.md has a worked example. Raises NameTakenError if the name is taken, UnknownNameError if a
-        required input does not exist.
+        required input does not exist, InvalidOptionError if a span or an aggregation does not.
         """
+        check_choice(f"span of estimator {name!r}", span, get_args(Span))
+        check_choice(f"aggregation of estimator {name!r}", aggregation, (None, *AGGREGATIONS))
         needed = frozenset(requires)
         for each in sorted(needed):
             if each not in _INPUTS:
@@ -118,10 +132,12 @@ class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
                 function,
                 options,
                 requires=needed,
-                step_wide=step_wide,
+                span=span,
+                aggregation=aggregation,
+                equal_groups=equal_groups,
                 group_based=group_based,
+                per_token=per_token,
                 by_column=by_column,
-                pooled=pooled,
             )
             self.add(name, entry)
             return function

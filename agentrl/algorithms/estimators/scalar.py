@@ -12,7 +12,7 @@ from agentrl.algorithms.records import Advantages
 _EQUAL = 1e-9  # rewards of a group that differ by less than this share of the largest differ by rounding alone
 
 
-@register_estimator("grpo", options=ScalarOptions, group_based=True)
+@register_estimator("grpo", options=ScalarOptions, aggregation="seq_mean_token_mean", group_based=True)
 def grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """A = (R - mean) / (std + 1e-6) over the group, std unbiased (Shao et al., arXiv 2402.03300).
 
@@ -25,7 +25,7 @@ def grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     return scalar_estimate(totals, means, advantages)
 
 
-@register_estimator("dr_grpo", options=ScalarOptions, group_based=True)
+@register_estimator("dr_grpo", options=ScalarOptions, aggregation="seq_mean_token_sum_norm", group_based=True)
 def dr_grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """A = R - mean of the group (Liu et al., arXiv 2503.20783). A group of one: A = R."""
     return scalar_estimate(inputs.totals, group_means(inputs))
@@ -57,7 +57,7 @@ def remax(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     return scalar_estimate(inputs.totals, inputs.read_trajectories("greedy_returns"))
 
 
-@register_estimator("gpg", options=ScalarOptions, step_wide=True, group_based=True)
+@register_estimator("gpg", options=ScalarOptions, span="ranks", group_based=True)
 def gpg(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """A = c (R - mean), c = B over the trajectories in groups whose rewards differ, 1 if none (arXiv 2504.02546).
 
@@ -65,8 +65,10 @@ def gpg(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """
     totals = inputs.totals
     lowest, highest = inputs.groups.lowest(totals), -inputs.groups.lowest(-totals)
-    differing = (highest - lowest > _EQUAL * torch.maximum(highest.abs(), lowest.abs())).sum()
-    scale = torch.where(differing > 0, totals.numel() / differing.clamp(min=1).double(), 1.0)
+    here = highest - lowest > _EQUAL * torch.maximum(highest.abs(), lowest.abs())
+    counts = torch.stack([here.sum(), here.new_full((), here.numel(), dtype=torch.int64)])
+    differing, trajectories = inputs.calls.gather(counts.double()).sum(0).unbind()
+    scale = torch.where(differing > 0, trajectories / differing.clamp(min=1), 1.0)
     means = group_means(inputs)
     return scalar_estimate(totals, means, scale * (totals - means))
 

@@ -9,14 +9,14 @@ from agentrl.algorithms.estimators.rows.segments import BranchWays, reward_to_go
 from agentrl.algorithms.records import Advantages
 
 
-@register_estimator("reinforce_pp", options=DiscountedOptions)
+@register_estimator("reinforce_pp", options=DiscountedOptions, per_token=True)
 def reinforce_pp(inputs: EstimatorInputs, options: DiscountedOptions) -> Advantages:
     """A_k = G_k, then whitened over the step: the default of `normalize` (Hu, arXiv 2501.03262)."""
     returns = inputs.returns(options.gamma)
     return Advantages(advantages=returns, returns=returns, baselines=torch.zeros_like(returns))
 
 
-@register_estimator("gae", options=GaeOptions, requires=("values",))
+@register_estimator("gae", options=GaeOptions, requires=("values",), per_token=True)
 def gae(inputs: EstimatorInputs, options: GaeOptions) -> Advantages:
     """A_k = delta_k + gamma lam A_{k+1}, delta_k = r_k + gamma V_{k+1} - V_k (Schulman et al., arXiv 1506.02438).
 

@@ -6,17 +6,12 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.errors import AlgorithmError, InvalidInputError, check_choice
+from agentrl.algorithms.estimators.registry import ESTIMATORS
 from agentrl.algorithms.losses.definitions import LOSSES, LossInputs, PolicyLoss
 from agentrl.algorithms.losses.draws import token_draws
 from agentrl.algorithms.validation import as_loss_mask, as_mask, check_alike, check_finite
 
 _LOG_RATIO_LIMIT = 20.0
-_TOKEN_BASELINES = ("otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross")
-_AGGREGATION_OF_ESTIMATOR = {
-    "grpo": "seq_mean_token_mean",
-    "dr_grpo": "seq_mean_token_sum_norm",
-    **dict.fromkeys(_TOKEN_BASELINES, "token_mean"),
-}
 
 
 def policy_loss(
@@ -94,11 +89,11 @@ def step_selection(
 def default_aggregation(loss: str, estimator: str) -> str:
     """The aggregation that goes with a loss and an estimator, as their papers have it.
 
-    A loss that admits one alone decides; else the estimator, where its derivation asks for one (grpo, dr_grpo, the
-    optimal token baselines); else the loss.
+    A loss that admits one alone decides; else the estimator, where its derivation asks for one (the trait
+    `aggregation`); else the loss. Raises UnknownNameError.
     """
     traits = LOSSES.traits(loss)
-    wanted = _AGGREGATION_OF_ESTIMATOR.get(estimator, traits.aggregation)
+    wanted = ESTIMATORS[estimator].aggregation or traits.aggregation
     return wanted if wanted in traits.aggregations else traits.aggregation
 
 

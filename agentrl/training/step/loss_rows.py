@@ -86,8 +86,8 @@ class LossRowMaker:
     ) -> list[Advantages]:
         """The advantages of each micro-batch, computed on the ranks where the groups are whole. Collective."""
         groups = torch.cat([item.groups for item in inputs])
-        step_wide = ESTIMATORS[self._estimator].step_wide
-        places = [0 if step_wide else homes[group] for group in groups.tolist()]
+        on_rank_0 = ESTIMATORS[self._estimator].span == "step"
+        places = [0 if on_rank_0 else homes[group] for group in groups.tolist()]
         masks = [item.response_mask for item in inputs]
         exchange = Exchange(masks, torch.tensor(places).to(groups), group=engine.groups.peers)
         made = compute_advantages(self._estimator, exchange.there(inputs), calls=engine, **self._estimator_options)

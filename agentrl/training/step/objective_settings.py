@@ -56,13 +56,14 @@ class ObjectiveSettings:
     def aggregation(self) -> str:
         """The aggregation that is set, or the default of the loss and the estimator.
 
-        Raises SettingsError if there is no such loss, or it forbids the aggregation.
+        Raises SettingsError if there is no such loss or estimator, or the loss forbids the aggregation.
         """
         algorithm = self.algorithm
         try:
             default = default_aggregation(algorithm.loss, algorithm.estimator)
         except UnknownNameError as error:
-            raise SettingsError(f"algorithm.loss={algorithm.loss}: {error}") from error
+            key = "estimator" if algorithm.loss in LOSSES.names() else "loss"
+            raise SettingsError(f"algorithm.{key}={getattr(algorithm, key)}: {error}") from error
         if algorithm.aggregation is None:
             return default
         try:
@@ -75,7 +76,7 @@ class ObjectiveSettings:
     def drops_zero_variance(self) -> bool:
         """Whether groups with equal rewards are dropped: as set, or where the estimator gives them no gradient."""
         given = self.algorithm.drop_zero_variance
-        return not needs(self).equal_groups if given is None else given
+        return not ESTIMATORS[self.algorithm.estimator].equal_groups if given is None else given
 
     @property
     def norm_length(self) -> int:
