@@ -85,7 +85,7 @@ def build(args: argparse.Namespace, codec: TextCodec, turns: int, schedule: str)
         driver=driver,
         sampler=ProblemSampler(ArithmeticSource(seed=args.seed), seed=args.seed),
         settings=settings,
-        rules=FilterRules(void_turns="remove", accuracy_range=None, drop_zero_variance=False),
+        rules=FilterRules(void_turns="exclude", truncated="train", accuracy_range=None, drop_zero_variance=False),
     )
     return worker, engine
 

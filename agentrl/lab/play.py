@@ -36,7 +36,7 @@ _GREEDY = 1e-4
 # Trajectories to sample for each one needed, because some are excluded. A problem with too few gets more rounds.
 _MORE_SAMPLES = 1.2
 _ROUNDS = 4
-_DATA = FilterRules(void_turns="remove", accuracy_range=None, drop_zero_variance=False)
+_DATA = FilterRules(void_turns="exclude", truncated="train", accuracy_range=None, drop_zero_variance=False)
 # Problems to try for each one needed, because some are always or never solved.
 _MORE_PROBLEMS = 8
 

@@ -13,29 +13,42 @@ from agentrl_envs.types import Ended, Verdict
 # Rewards closer than this count as equal.
 _TOLERANCE = 1e-8
 
-COUNTS = ("no_data", "void", "dropped_empty", "dropped_no_greedy", "dropped_accuracy", "dropped_zero_variance")
-"""Reasons why trajectories (the first two) and groups are not trained, counted in metrics."""
+COUNTS = (
+    "no_data", "void", "truncated", "dropped_empty", "dropped_no_greedy", "dropped_accuracy", "dropped_zero_variance",
+)  # fmt: skip
+"""Reasons why rollouts (the first three) and groups are not trained, counted in metrics."""
+
+Use = Literal["train", "mask", "exclude"]
+"""Use of a rollout that ended in a certain way. train: as any other. mask: its tokens leave the loss, its reward stays
+in the baseline. exclude: it leaves the group, so it is in no loss, baseline or filter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilterRules:
     """The rules of :func:`filter_groups`.
 
-    ``void_turns``: ``remove`` excludes trajectories with void turns from training, ``loss_only`` keeps them in the
-    baseline, as published code does. ``accuracy_range`` drops groups by their share of correct verdicts,
-    ``drop_zero_variance`` drops groups with equal rewards.
+    ``void_turns`` and ``truncated``: the use of rollouts with a void turn, and of rollouts that a limit ended.
+    ``accuracy_range`` drops groups by their share of correct verdicts, ``drop_zero_variance`` drops groups with equal
+    rewards.
     """
 
-    void_turns: Literal["remove", "loss_only"]
+    void_turns: Use
+    truncated: Use
     accuracy_range: tuple[float, float] | None
     drop_zero_variance: bool
+
+    def use(self, ended: Ended) -> Use:
+        """The use of a rollout that ended in this way."""
+        if ended is Ended.VOID_TURN:
+            return self.void_turns
+        return self.truncated if ended.is_truncation else "train"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Filtered:
     """``groups`` are trained; rows in ``no_loss`` (group, sample) count in baselines only.
 
-    ``counts`` counts the excluded trajectories and groups by reason.
+    ``counts`` counts by reason the rollouts that are excluded or masked, and the groups that are dropped.
     """
 
     groups: tuple[Group, ...]
@@ -44,7 +57,7 @@ class Filtered:
 
 
 def filter_groups(groups: Iterable[Group], rules: FilterRules) -> Filtered:
-    """Apply the rules in order: no data, void turns, nothing left to train, greedy rollout, accuracy, variance.
+    """Apply the rules in order: no data, void turns and truncation, nothing left, greedy rollout, accuracy, variance.
 
     A failed greedy rollout removes its group; the reward of a greedy rollout counts only in the group's variance.
     Raises SettingsError for an ``accuracy_range`` if answers are not graded.
@@ -54,24 +67,28 @@ def filter_groups(groups: Iterable[Group], rules: FilterRules) -> Filtered:
     no_loss: set[tuple[int, int]] = set()
     for group in groups:
         data = [item for item in group.trajectories if not item.no_data]
-        void = [item for item in data if item.ended is Ended.VOID_TURN]
-        counts["no_data"] += len(group.rollouts) - sum(item.is_last_branch for item in data)
-        counts["void"] += len(void)
-        if rules.void_turns == "remove":
-            data = [item for item in data if item.ended is not Ended.VOID_TURN]
-        reason = _reason_to_drop(group, data, len(data) - len(void), rules)
+        rollouts = [item for item in data if item.is_last_branch]
+        counts["no_data"] += len(group.rollouts) - len(rollouts)
+        for item in rollouts:
+            if rules.use(item.ended) != "train":
+                counts["void" if item.ended is Ended.VOID_TURN else "truncated"] += 1
+        data = [item for item in data if rules.use(item.ended) != "exclude"]
+        masked = {(item.group, item.sample) for item in data if rules.use(item.ended) == "mask"}
+        reason = _reason_to_drop(group, data, masked, rules)
         if reason is not None:
             counts[reason] += 1
             continue
-        no_loss.update((item.group, item.sample) for item in data if item.ended is Ended.VOID_TURN)
+        no_loss |= masked
         kept.append(replace(group, trajectories=tuple(data)))
     return Filtered(groups=tuple(kept), no_loss=frozenset(no_loss), counts=counts)
 
 
-def _reason_to_drop(group: Group, data: list[Trajectory], trainable: int, rules: FilterRules) -> str | None:
+def _reason_to_drop(
+    group: Group, data: list[Trajectory], masked: set[tuple[int, int]], rules: FilterRules
+) -> str | None:
     """The reason for dropping a group, or None. A rollout counts once, by the branch that carries its reward."""
     data = [item for item in data if item.is_last_branch]
-    if not data or (rules.void_turns == "loss_only" and trainable <= 0):
+    if len(data) <= len(masked):
         return "dropped_empty"
     if group.greedy is not None and group.greedy.no_data:
         return "dropped_no_greedy"

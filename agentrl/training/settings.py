@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
@@ -56,9 +56,13 @@ class AlgorithmSettings(_Settings):
     """weight of the entropy bonus"""
     updates_per_step: int = Field(1, ge=1)
     """optimizer updates per step; more than one trains on each step's trajectories off-policy"""
-    void_turns: Literal["remove", "loss_only"] = "remove"
-    """trajectories with a turn that has neither code nor answer. remove: exclude them from training; loss_only: exclude
-    them from the loss but keep them in the baseline, as published code does"""
+    void_turns: Literal["train", "mask", "exclude"] = "exclude"
+    """use of rollouts with a turn that has neither code nor answer, with the values of truncated. exclude: as SimpleTIR
+    describes it; mask: as its published code does it"""
+    truncated: Literal["train", "mask", "exclude"] = "train"
+    """use of rollouts that a limit of turns, tokens or time ended. train: as any other, with the reward that they have;
+    mask: their tokens leave the loss, their reward stays in the baseline; exclude: they leave their group, and are
+    counted. docs/estimators.md describes the bias of each"""
     accuracy_range: tuple[float, float] | None = None
     """drop groups whose share of correct verdicts is outside this range (SimpleTIR: 0.1, 0.9); null: keep all"""
     drop_zero_variance: bool | None = None
@@ -69,6 +73,14 @@ class AlgorithmSettings(_Settings):
     fidelity_bound: float | None = Field(None, gt=0)
     """largest mean |log-prob difference| between engine and trainer before the run stops, in float32 also for each
     trajectory; null: four times the difference measured at the start, within bounds for the dtype"""
+
+    @field_validator("void_turns", mode="before")
+    @classmethod
+    def _known_use(cls, value: object) -> object:
+        new = {"remove": "exclude", "loss_only": "mask"}.get(str(value))
+        if new is not None:
+            raise ValueError(f"{value} has a new name: {new}")
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> AlgorithmSettings:

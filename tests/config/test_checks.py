@@ -50,6 +50,12 @@ from agentrl.config import (
             ["rollout.schedule=asynchronous", "rollout.engine=vllm", "rollout.vllm.placement=colocated"],
             "rollout.schedule=asynchronous with rollout.vllm.placement=colocated: colocated servers sleep while",
         ),
+        (["algorithm.void_turns=loss_only"], "algorithm.void_turns (command line): loss_only has a new name: mask"),
+        (["algorithm.void_turns=remove"], "algorithm.void_turns (command line): remove has a new name: exclude"),
+        (
+            ["algorithm.truncated=drop"],
+            'algorithm.truncated="drop" (command line): valid is one of train, mask, exclude',
+        ),
         (["correction.ratio_low=3"], "correction (command line): ratio_low=3.0 is above ratio_high=2.0"),
         (
             ["correction.weight_bound=icepop", "correction.weight_low=2.5"],

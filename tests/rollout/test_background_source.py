@@ -54,7 +54,7 @@ async def working(policy: Policy, *, last_step: int | None = None, state: Any = 
         driver=driver,
         sampler=ProblemSampler(ArithmeticSource(seed=1), seed=2),
         settings=settings,
-        rules=FilterRules(void_turns="keep", accuracy_range=None, drop_zero_variance=False),
+        rules=FilterRules(void_turns="train", truncated="train", accuracy_range=None, drop_zero_variance=False),
         last_step=last_step,
     )
     if state is not None:

@@ -13,7 +13,12 @@ from agentrl.rollout.filters import COUNTS, Filtered, FilterRules, filter_groups
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.types import Ended, Verdict
 
-KEEP_ALL: dict[str, Any] = {"void_turns": "remove", "accuracy_range": None, "drop_zero_variance": False}
+KEEP_ALL: dict[str, Any] = {
+    "void_turns": "exclude",
+    "truncated": "train",
+    "accuracy_range": None,
+    "drop_zero_variance": False,
+}
 NOTHING = dict.fromkeys(COUNTS, 0)
 
 
@@ -48,22 +53,55 @@ def test_nothing_to_filter() -> None:
     assert (samples(filtered), filtered.no_loss, filtered.counts) == ([[0, 1], [0, 1]], frozenset(), NOTHING)
 
 
-def test_void_turns_are_removed() -> None:
+def test_void_turns_are_excluded() -> None:
     filtered = apply(with_void())
     assert (samples(filtered), filtered.no_loss, filtered.counts["void"]) == ([[0, 2]], frozenset(), 1)
 
 
 def test_void_turns_stay_in_the_baseline_as_published_code_has_it() -> None:
-    filtered = apply(with_void(), void_turns="loss_only")
+    filtered = apply(with_void(), void_turns="mask")
     assert (samples(filtered), filtered.no_loss, filtered.counts["void"]) == ([[0, 1, 2]], {(0, 1)}, 1)
 
 
-@pytest.mark.parametrize("void_turns", ["remove", "loss_only"])
+@pytest.mark.parametrize("void_turns", ["exclude", "mask"])
 def test_a_group_of_void_turns_alone_is_dropped(void_turns: str) -> None:
     void = group(*(played(sample=sample, ended=Ended.VOID_TURN) for sample in range(2)))
     filtered = apply(void, void_turns=void_turns)
     assert (filtered.groups, filtered.no_loss) == ((), frozenset())
     assert filtered.counts == {**NOTHING, "void": 2, "dropped_empty": 1}
+
+
+@pytest.mark.parametrize("limit", [Ended.TURN_LIMIT, Ended.TOKEN_LIMIT, Ended.DEADLINE])
+@pytest.mark.parametrize(
+    ("truncated", "kept", "no_loss", "count"),
+    [("train", [0, 1, 2], set(), 0), ("mask", [0, 1, 2], {(0, 1)}, 1), ("exclude", [0, 2], set(), 1)],
+)
+def test_rollouts_that_a_limit_ended(limit: Ended, truncated: str, kept: list[int], no_loss: set[Any], count: int):
+    cut = group(played(1.0), played(sample=1, ended=limit), played(sample=2, ended=Ended.STOPPED))
+    filtered = apply(cut, truncated=truncated)
+    assert (samples(filtered), filtered.no_loss, filtered.counts) == ([kept], no_loss, {**NOTHING, "truncated": count})
+
+
+@pytest.mark.parametrize(("truncated", "trained"), [("train", 1), ("mask", 1), ("exclude", 0)])
+def test_a_truncated_rollout_gives_variance_unless_it_is_excluded(truncated: str, trained: int):
+    cut = group(played(1.0), played(1.0, sample=1), played(0.0, sample=2, ended=Ended.TOKEN_LIMIT))
+    filtered = apply(cut, truncated=truncated, drop_zero_variance=True)
+    assert (len(filtered.groups), filtered.counts["dropped_zero_variance"]) == (trained, 1 - trained)
+
+
+@pytest.mark.parametrize("truncated", ["mask", "exclude"])
+def test_a_group_without_a_finished_rollout_is_dropped(truncated: str):
+    cut = group(played(ended=Ended.TOKEN_LIMIT), played(sample=1, ended=Ended.TURN_LIMIT))
+    assert apply(cut, truncated=truncated).counts == {**NOTHING, "truncated": 2, "dropped_empty": 1}
+
+
+@pytest.mark.parametrize(("truncated", "rows"), [("train", [0, 1, 1]), ("mask", [0, 1, 1]), ("exclude", [0])])
+def test_the_branches_of_a_truncated_rollout_are_one_rollout(truncated: str, rows: list[int]):
+    branches = [played(sample=1, ended=Ended.TURN_LIMIT, branch=branch, branches=2) for branch in range(2)]
+    filtered = apply(group(played(1.0), *branches), truncated=truncated)
+    assert samples(filtered) == [rows]
+    assert filtered.no_loss == ({(0, 1)} if truncated == "mask" else set())
+    assert filtered.counts["truncated"] == (0 if truncated == "train" else 1)
 
 
 def test_what_is_no_data_is_in_no_baseline() -> None:
@@ -127,7 +165,7 @@ def test_removed_void_turns_are_not_in_the_accuracy() -> None:
         played(sample=2, verdict=Verdict.INCORRECT),
     )
     assert len(apply(group(*rows), accuracy_range=(0.5, 1.0)).groups) == 1
-    assert len(apply(group(*rows), accuracy_range=(0.5, 1.0), void_turns="loss_only").groups) == 0
+    assert len(apply(group(*rows), accuracy_range=(0.5, 1.0), void_turns="mask").groups) == 0
 
 
 def test_groups_without_variance_teach_nothing() -> None:

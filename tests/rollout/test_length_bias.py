@@ -48,7 +48,7 @@ async def train(schedule: str, *, steps: int, oversampling: float) -> tuple[list
         driver=driver,
         sampler=ProblemSampler(ArithmeticSource(seed=1), seed=2),
         settings=settings,
-        rules=FilterRules(void_turns="remove", accuracy_range=None, drop_zero_variance=True),
+        rules=FilterRules(void_turns="exclude", truncated="train", accuracy_range=None, drop_zero_variance=True),
     )
     worker.installed(0)
     trained: list[Group] = []

@@ -39,7 +39,7 @@ def worker(
     driver = Driver(
         environment=environment, engine=ScriptedEngine(lambda *_: answer()), codec=CODEC, settings=settings, seed=0
     )
-    rules = FilterRules(void_turns="remove", accuracy_range=None, drop_zero_variance=zero_variance)
+    rules = FilterRules(void_turns="exclude", truncated="train", accuracy_range=None, drop_zero_variance=zero_variance)
     return RolloutWorker(
         driver=driver,
         sampler=ProblemSampler(ArithmeticSource(seed=1), seed=2),

@@ -104,6 +104,7 @@ class LocalService:
             settings=settings.rollout,
             rules=FilterRules(
                 void_turns=algorithm.void_turns,
+                truncated=algorithm.truncated,
                 accuracy_range=algorithm.accuracy_range,
                 drop_zero_variance=self._objective.drops_zero_variance,
             ),
