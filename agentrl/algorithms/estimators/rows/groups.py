@@ -29,7 +29,7 @@ class Groups:
     def of(cls, ids: Tensor) -> "Groups":
         """From arbitrary group ids [B], equal for the rows of a group."""
         unique, labels, sizes = torch.unique(ids, return_inverse=True, return_counts=True)
-        largest = int(sizes.max()) if sizes.numel() else 0
+        largest = int(sizes.max()) if sizes.numel() else 1  # without rows every reduction over a group still works
         order = labels.argsort(stable=True)
         place = torch.arange(ids.numel(), device=ids.device)
         rank = place - (sizes.cumsum(0) - sizes)[labels[order]]
