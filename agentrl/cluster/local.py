@@ -47,6 +47,7 @@ class LocalProcess:
                 stdout=output,
                 stderr=errors,
                 pass_fds=tuple(handles),
+                # Signals of the terminal must reach only this process.
                 start_new_session=True,
             )
 

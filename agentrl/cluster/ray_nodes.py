@@ -76,8 +76,10 @@ class NodeHost:
             raise SettingsError(f"the node {place.node} has no folder {spec.folder}: all nodes must share these files")
         self._last_call = time.monotonic()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # Ray blocks SIGINT, and children inherit the mask
+        # Gloo must use the interface with the address at which other nodes reach this one.
         variables = {"GLOO_SOCKET_IFNAME": _interface(place.address), ALL_GPUS: ",".join(place.gpus) or None}
         variables[STARTED_IN] = ray.get_runtime_context().gcs_address
+        # Ray sets OMP_NUM_THREADS for its actors, which their children would inherit.
         environment = {**variables, "OMP_NUM_THREADS": None, **spec.environment}
         process = LocalProcess(replace(spec, environment=environment, shown=False), place)
         self._processes[process.pid] = process

@@ -137,6 +137,7 @@ class SandboxServices:
             self._say(f"sandbox service {service.number} on {service.place.node} was restarted")
 
     def _record_loss(self, service: _Service, why: str) -> None:
+        # A service that ran for longer than the longest pause does not fail at its start, so it may restart soon.
         if time.monotonic() - service.started > _LONGEST_PAUSE:
             service.pause = _FIRST_PAUSE
         service.process = None

@@ -61,6 +61,7 @@ def nearest_key(key: str, env: str) -> str:
         ending = difflib.SequenceMatcher(None, last, known_last).ratio()
         initials = "".join(word[0] for word in known_last.split("_") if word) == last
         section = 0.01 * whole if "." in key else 0.0
+        # The complete key counts most, then its last part, then initials. The section decides between equal last parts.
         return max(whole, 0.98 * ending + section, 0.9 * initials)
 
     return max(known_keys(env), key=likeness)

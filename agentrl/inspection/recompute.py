@@ -34,6 +34,7 @@ def recomputed(
     wide = estimator_needs(name, **chosen_options).step_wide
     chosen = [item for item in (step.trajectories if wide else trajectories) if item.tokens is not None]
     order = {key: index for index, key in enumerate(step.rows)}
+    # In the order of training: estimators sum over rows, and the result should be bitwise the same.
     chosen.sort(key=lambda item: order[item.key])
     made = compute_advantages(name, stored_inputs(chosen), calls=None, **chosen_options)
     return {item.key: _of_row(made, row, item) for row, item in enumerate(chosen)}

@@ -135,4 +135,5 @@ def _equal(sample: ProblemSample, rows: Tensor, greedy: bool) -> Tensor:
     returns = sample.returns[rows]  # [M, N]
     if greedy:
         returns = torch.nn.functional.pad(returns, (0, 1), value=sample.greedy_return)
+    # The tolerance of the filter of groups in training.
     return returns.amax(-1) - returns.amin(-1) <= 1e-8

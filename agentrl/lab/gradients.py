@@ -50,6 +50,7 @@ class Gradients:
         self._parameters = [item for item in policy.parameters() if item.requires_grad]
         self.size = sum(item.numel() for item in self._parameters)
         kind = self._parameters[0].dtype
+        # Scores of half-precision parameters are stored in float32, because they are factors of inner products.
         self._dtype = kind if kind == torch.float64 else torch.float32
         distinct, self._distinct_index = sample.alike.unique(return_inverse=True)
         needed = len(distinct) * self.size * self._dtype.itemsize
@@ -135,6 +136,7 @@ class Gradients:
         for number, values in enumerate(advantages):
             weighted = values if ratios is None else values * ratios[rows]
             weights = weighted.new_zeros(mask.shape).index_add_(0, inverse, weighted)[mask].to(log_probs.dtype)
+            # All backward passes share one forward pass, and only the last one may free its graph.
             last = number == len(advantages) - 1
             parts = torch.autograd.grad(log_probs, self._parameters, weights, retain_graph=not last)
             results.append(torch.cat([part.flatten().to(self._dtype) for part in parts]))

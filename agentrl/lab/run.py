@@ -74,6 +74,8 @@ def variance_command(
     with bench.player() as player, console.progress(lab.problems, min(kept, lab.problems), "problem") as progress:
         for start in range(0, len(numbered), lab.batch):
             batch = numbered[start : start + lab.batch]
+            # If one problem of a batch is missing, the whole batch is sampled again: estimators that span the step need
+            # all of its problems.
             if kept >= lab.problems or all(number in done for number, _ in batch):
                 continue
             for line in bench.lines(player.play(batch), done, shown=_SHOWN - kept):

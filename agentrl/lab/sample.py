@@ -110,6 +110,7 @@ def _alike(batch: Batch, *, weighted: bool) -> Tensor:
     """First row [S] with the same tokens and origins, and if ``weighted`` the same sampling probabilities."""
     parts = [batch.prompt_lengths.unsqueeze(-1), batch.input_ids, batch.response_mask]
     if weighted:
+        # Bitwise, so that they can be compared together with the integer columns.
         parts.append(batch.rollout_log_probs.view(torch.int32))
     names, number = torch.cat([part.long() for part in parts], dim=-1).unique(dim=0, return_inverse=True)
     rows = torch.arange(len(number))

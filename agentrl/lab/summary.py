@@ -222,6 +222,8 @@ def _bias(columns: dict[str, Floats], weights: Floats) -> Floats:
 
 
 def _interval(values: Floats) -> IntervalEstimate:
+    # The first value belongs to the sample itself, the others to bootstrap resamples. Quantiles are not interpolated,
+    # because values may be infinite.
     known = values[1:][~np.isnan(values[1:])]
     low = np.quantile(known, 0.025, method="lower") if known.size else math.nan
     high = np.quantile(known, 0.975, method="higher") if known.size else math.nan

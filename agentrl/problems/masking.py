@@ -26,6 +26,7 @@ def masked_statement(statement: str) -> str:
     >>> masked_statement("Tom has 1,250 pens and twenty-six  cups!")
     'tom has # pens and # cups'
     """
+    # Numbers become a word before punctuation is removed, because `#` would be removed with it.
     masked = NUMBER.sub(" \0 ", statement.casefold())
     return _SPACE.sub(" ", masked.replace("\0", "_number_")).strip().replace("_number_", "#")
 

@@ -20,6 +20,7 @@ _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of one half of a surroga
 def read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
     """Yield ``(location, row)`` for each line that is not blank. Raises ProblemFileError with file and line number."""
     require_file(path)
+    # Read as bytes, so that invalid UTF-8 is an error of its line.
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             location = f"{path}:{number}"

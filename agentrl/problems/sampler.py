@@ -91,6 +91,7 @@ class ProblemSampler:
     def _choose(self, draw: int) -> int:
         if len(self._cumulative) == 1:
             return 0
+        # Seeded by the number of the draw, so that a saved position needs no random state.
         point = Random(f"{self._seed}:draw:{draw}").random() * self._cumulative[-1]
         return next(which for which, edge in enumerate(self._cumulative) if point < edge)
 

@@ -44,6 +44,8 @@ def wrong_shape(where: str) -> Iterator[None]:
 
 def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write a file atomically and durably: ``write`` fills a temporary file, which is then renamed to ``path``."""
+    # In the same directory, because a rename is atomic only within a file system. The process id keeps two writers of
+    # the same file apart.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with world_errors(path, "write"):
         try:
@@ -54,6 +56,7 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
+        # Syncing the file does not make its new directory entry durable.
         _sync_folder(path.parent)
 
 
@@ -128,6 +131,7 @@ def lock_is_held(path: Path) -> bool | None:
     was the last to take it.
     """
     try:
+        # The directory may come from someone else, so do not follow links or block on a pipe.
         lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None

@@ -239,6 +239,7 @@ class RunDirectory:
         lock = take_lock(
             self.path / "lock", f"another process is using the run directory {self.path}", deadline=LOCK_DEADLINE
         )
+        # A finalizer releases the lock of an object that is dropped without `close`.
         self._unlock = weakref.finalize(self, os.close, lock)
 
 

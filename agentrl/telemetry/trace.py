@@ -44,6 +44,7 @@ class Trace:
         self._lock = threading.Lock()
         self._buffer = bytearray()
         self._written = time.monotonic_ns()
+        # Slices are measured with the monotonic clock. The offset puts the slices of all processes on one time axis.
         self._to_wall = time.time_ns() - time.monotonic_ns()
         self._free: dict[str, list[int]] = {}
         self._used: dict[str, int] = {}
@@ -56,6 +57,7 @@ class Trace:
             lane = heapq.heappop(free) if free else self._used.get(group, 0)
             known = self._used.get(group, 0)
             self._used[group] = max(known, lane + 1)
+        # Not `hash`, which differs between processes, because all processes write the numbers of groups to one file.
         number = zlib.crc32(group.encode()) & 0x7FFFFFFF
         if lane == known:
             self._name(group, number, lane)

@@ -73,6 +73,7 @@ def make_app(library: Library, *, token: str, calculator: Calculator) -> Starlet
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
         middleware=[
+            # Other host names are rejected, so that a web page cannot reach the viewer by DNS rebinding.
             Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"]),
             Middleware(_Headers),
             Middleware(GZipMiddleware, minimum_size=2_000, compresslevel=1),
@@ -170,6 +171,7 @@ def _endpoint(answer: Answer, token: str) -> Callable[[Request], Response]:
 
     def endpoint(request: Request) -> Response:
         token_sent = request.headers.get("authorization", "").removeprefix("Bearer ")
+        # In constant time, so that response times do not reveal the token.
         if not secrets.compare_digest(token_sent.encode(), token.encode()):
             return _json({"error": "the address has no valid token: open the address that `agentrl view` printed"}, 401)
         try:

@@ -95,6 +95,7 @@ def _state(run: RunDirectory, progress: Progress) -> str:
     return "running" if in_use else "finished" if run.summary.is_file() else "stopped"
 
 
+# In the cached functions, `_changed` is the signature of the file: it is read again when the signature changes.
 @lru_cache(maxsize=_KEPT)
 def _progress(path: Path, folder: Path, *_changed: int) -> Progress:
     return metrics_of(path, folder).progress()

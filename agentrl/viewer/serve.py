@@ -96,6 +96,7 @@ def stored_token() -> str:
         with contextlib.suppress(FileExistsError):
             path.touch(mode=0o600, exist_ok=False)
             path.write_text(fresh)
+        # A link or a pipe in place of the file must not be followed or block.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
             about = os.fstat(file.fileno())
             token = file.read(100)

@@ -169,13 +169,16 @@ class Evaluation:
         n = self.settings.evaluation.samples
         total = n * sum(len(one.problems) for one in self.sets)
         display = _Display(self.console, index, total)
+        # Above the concurrency, because one failure of a server can end all rollouts in flight.
         failure_limit = _FailureLimit(max(_FAILURES_IN_A_ROW, 2 * engine.concurrency), log.path)
         falsified = {one.name for one in self.sets if one.falsified}
         with display:
             for attempt in range(self.settings.rollout.retries + 1):
                 missing = index.missing(self.sets, n)
                 if attempt and missing:
+                    # Time for a failed sandbox or server to recover.
                     await asyncio.sleep(min(2.0 ** (attempt - 1), 30.0))
+                # Falsified problems need another environment, so they are sampled separately.
                 for falsify in (False, True):
                     part = [sample for sample in missing if (sample.benchmark in falsified) is falsify]
                     if not part:

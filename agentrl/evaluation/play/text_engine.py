@@ -354,6 +354,7 @@ def _backoff(error: Exception) -> bool | float:
 def _complete(text: str, before: int, sampling: TextSampling) -> int | None:
     """Position at which the turn is complete, or None. Only text after ``before`` can complete it."""
     longest = max(map(len, sampling.stop), default=0)
+    # A stop string may begin in the text that was searched before.
     start = max(0, before - longest + 1)
     ends = set()
     for stop in sampling.stop:

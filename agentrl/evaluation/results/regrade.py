@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from agentrl.evaluation.settings import EvaluationSections
 
 _SHOWN = 20
+# Rollouts are graded in batches, so that an evaluation need not fit into memory.
 _AT_ONCE = 256
 
 

@@ -171,6 +171,7 @@ def _packed(index: int, problem: Problem, prompt: str, rollouts: Sequence[JSONOb
     content: JSONObject = {"prompt": prompt, "statement": problem.statement, "answer": problem.answer}
     content |= {"rollouts": rollouts, "formulas": formulas, "columns": _columns(problem)}
     data = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    # Without a time stamp, equal conversations give equal bytes.
     packed = base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
     return f'<script type="text/plain" id="c{index}">{packed}</script>\n'
 
