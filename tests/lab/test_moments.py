@@ -245,7 +245,7 @@ def test_products_of_covariances_are_means_over_all_different_trajectories() -> 
         terms = [(returns[i] - returns[j]) * (returns[k] - returns[m]) * one[i, k]
                  for i, j, k, m in itertools.permutations(range(5), 4)]  # fmt: skip
         assert float(found) == pytest.approx(float(sum(terms)) / len(terms))
-    with pytest.raises(ValueError, match="needs 4"):
+    with pytest.raises(ValueError, match="needs at least 4"):
         covariance_product(returns[:3], products[:, :3, :3])
 
 

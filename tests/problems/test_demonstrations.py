@@ -66,7 +66,7 @@ def test_bad_files_are_named(tmp_path: Path):
     with pytest.raises(ProblemFileError, match=r"torn\.jsonl:2: not valid JSON"):
         read_demonstrations(tmp_path / "torn.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n\n", encoding="utf-8")
-    with pytest.raises(EmptyProblemsError, match=r"empty\.jsonl: no demonstrations"):
+    with pytest.raises(EmptyProblemsError, match=r"empty\.jsonl: the file contains no demonstrations"):
         read_demonstrations(tmp_path / "empty.jsonl")
     with pytest.raises(ProblemFileError, match=r"none\.jsonl: no such file; in that folder: empty\.jsonl, torn\.jsonl"):
         read_demonstrations(tmp_path / "none.jsonl")

@@ -69,7 +69,7 @@ def test_unusable_mixtures_are_refused():
         Mixture(sources=(), weights=())
     with pytest.raises(ProblemError, match="a: weight must be positive and finite, got 0"):
         Mixture(sources=(toy("a", 1),), weights=(0.0,))
-    with pytest.raises(ProblemError, match="names 'a' twice"):
+    with pytest.raises(ProblemError, match="contains 'a' twice"):
         Mixture(sources=(toy("a", 1), toy("a", 2)), weights=(1.0, 1.0))
     with pytest.raises(EmptyProblemsError, match="toy: no problems"):
         FiniteSource("toy", [])
