@@ -71,7 +71,7 @@ def test_unusable_mixtures_are_refused():
         Mixture(sources=(toy("a", 1),), weights=(0.0,))
     with pytest.raises(ProblemError, match="contains 'a' twice"):
         Mixture(sources=(toy("a", 1), toy("a", 2)), weights=(1.0, 1.0))
-    with pytest.raises(EmptyProblemsError, match="toy: no problems"):
+    with pytest.raises(EmptyProblemsError, match="toy: the source contains no problems"):
         FiniteSource("toy", [])
     twice = Problem(id="x", statement="s", answer="1", source="t")
     with pytest.raises(ProblemError, match="two different problems have the id 'x'"):
