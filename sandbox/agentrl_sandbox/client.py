@@ -59,7 +59,7 @@ async def open_sandbox(settings: SandboxSettings) -> Sandbox:
             "their addresses, http://HOST:PORT"
         )
     if len(settings.addresses) > 1:
-        from agentrl_sandbox.several.sandbox import open_several
+        from agentrl_sandbox.several import open_several
 
         return await open_several(settings)
     if settings.scheme in ("http", "https"):

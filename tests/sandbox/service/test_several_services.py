@@ -23,7 +23,7 @@ from agentrl_sandbox.client import (
     UnknownSessionError,
     open_sandbox,
 )
-from agentrl_sandbox.several.sandbox import SeveralSandboxes
+from agentrl_sandbox.several import SeveralSandboxes
 
 from .conftest import RunningGateway, RunningRunner, running_gateway
 
@@ -90,8 +90,8 @@ class Place:
 
 @pytest.fixture(autouse=True)
 def _frequent_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for pause in ("_EVERY", "_RARELY"):
-        monkeypatch.setattr(f"agentrl_sandbox.several.member.{pause}", 0.2)
+    for pause in ("_CHECK_EVERY", "_RECHECK_EVERY"):
+        monkeypatch.setattr(f"agentrl_sandbox.several.{pause}", 0.2)
 
 
 @pytest_asyncio.fixture
@@ -266,7 +266,7 @@ async def test_a_program_that_services_die_of_is_given_up(places, until):
 
 
 async def test_a_service_that_is_absent_at_the_start_may_join_later(places, until, monkeypatch):
-    monkeypatch.setattr("agentrl_sandbox.several.sandbox._OTHERS_SECONDS", 0.1)
+    monkeypatch.setattr("agentrl_sandbox.several._OTHERS_SECONDS", 0.1)
     first, second = places
     await first.kill()
     async with opened(places) as sandbox:

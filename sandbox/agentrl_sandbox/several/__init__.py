@@ -1,1 +1,0 @@
-"""Several services as one sandbox."""
