@@ -9,7 +9,7 @@ from agentrl.config.settings import Settings
 
 _MAY_CHANGE = """
     name runs_dir model.gradient_checkpointing model.checkpoint_offload model.attention
-    sandbox.url sandbox.workers sandbox.retry_deadline sandbox.service_deadline sandbox.standby sandbox.first_user
+    sandbox.url sandbox.workers sandbox.retry_deadline sandbox.service_deadline sandbox.first_user
     sandbox.allow_unisolated
     grader.workers grader.start_deadline grader.cache_size
     rollout.engine rollout.concurrency rollout.kv_high_watermark rollout.environment_deadline rollout.step_deadline

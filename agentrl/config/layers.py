@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from pydantic import ValidationError
 from agentrl.config.checks import Command, check_settings
 from agentrl.config.compare import RESUME_MAY_CHANGE, resume_conflicts
 from agentrl.config.heldout import evaluate_on_heldout, sets_evaluation
-from agentrl.config.messages import settings_error, show, unknown_key
+from agentrl.config.messages import REMOVED, settings_error, show, unknown_key
 from agentrl.config.overlays import Layer, in_short, interpolate, overlay_chain, parse_yaml
 from agentrl.config.settings import SIMPLETIR, Settings, settings_model
 from agentrl.errors import SettingsError
@@ -29,6 +30,7 @@ from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.plugins import load_plugins
 from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, UnknownNameError, did_you_mean
 
+_log = logging.getLogger(__name__)
 PRESET = "tiny"
 _EMBEDDED = (PRESET, "arithmetic")  # presets for the embedded policy, which the user's own model and data override
 COMMAND_LINE = "command line"
@@ -55,7 +57,11 @@ def load_settings(
     ``overrides`` are ``key=value`` with dotted keys and YAML values. Raises SettingsError with one line per problem.
     """
     named = [str(config_file)] if isinstance(config_file, str | Path) else [str(name) for name in config_file or ()]
-    files = [layer for name in named for layer in overlay_chain(name)]
+    files = [
+        _without_removed(layer) if Path(layer.origin).with_name("metrics.jsonl").is_file() else layer
+        for name in named
+        for layer in overlay_chain(name)
+    ]
     if env is not None:
         overrides = [f"env={env}", *overrides]
     top = [_override(text) for text in overrides]
@@ -109,7 +115,7 @@ def _with_own_sources(preset: Layer, top: Sequence[Override]) -> Layer:
 
 def _resumed(run: Path, files: list[Layer], top: list[Override]) -> Settings:
     """Saved settings of a run with the requested changes. Raises SettingsError that lists forbidden changes."""
-    saved = overlay_chain(str(run / "config.yaml"))
+    saved = [_without_removed(layer) for layer in overlay_chain(str(run / "config.yaml"))]
     identity: list[Override] = [(["name"], run.name), (["runs_dir"], str(run.parent))]
     before = _validate(saved, identity, "train")
     settings = _validate([*saved, *files], [*top, *identity], "train")
@@ -122,6 +128,23 @@ def _resumed(run: Path, files: list[Layer], top: list[Override]) -> Settings:
             + ", ".join(key + "*" if key.endswith(".") else key for key in RESUME_MAY_CHANGE)
         )
     return settings
+
+
+def _without_removed(layer: Layer) -> Layer:
+    """The layer of a run's ``config.yaml``, without the settings that were removed since the run was made."""
+    values = copy.deepcopy(dict(layer.values))
+    dropped = []
+    for key in REMOVED:
+        *sections, last = key.split(".")
+        inner: object = values
+        for section in sections:
+            inner = inner.get(section) if isinstance(inner, dict) else None
+        if isinstance(inner, dict) and last in inner:
+            del inner[last]
+            dropped.append(f"{key} ({REMOVED[key]})")
+    if dropped:
+        _log.warning("%s: ignored, because these settings were removed: %s", layer.origin, ", ".join(dropped))
+    return replace(layer, values=values)
 
 
 def find_run(merged: Mapping[str, object]) -> Path:

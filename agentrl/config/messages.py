@@ -34,6 +34,10 @@ RENAMED = {
     "sandbox.patience": "sandbox.retry_deadline",
 }
 """Renamed settings: old name -> new name. Old names are rejected."""
+REMOVED = {
+    "sandbox.standby": "a server that died is replaced by a new one",
+}
+"""Removed settings: old name -> what applies instead. Rejected, except in the config.yaml of an old run."""
 _KINDS = {"number": "a number", "integer": "a whole number", "string": "text", "boolean": "true or false"}
 
 
@@ -125,7 +129,9 @@ def _describe(detail: ErrorDetails, env: str, layers: Sequence[Layer]) -> str:
 
 
 def unknown_key(key: str, value: object, env: str, suffix: str = "") -> str:
-    """Return the message for an unknown or renamed key."""
+    """Return the message for an unknown, renamed or removed key."""
+    if key in REMOVED:
+        return f"{key} (value {show(value)}){suffix} was removed: {REMOVED[key]}; leave it out"
     if key in RENAMED:
         return f"{key} (value {show(value)}){suffix} has a new name: {RENAMED[key]}"
     schema = _schema(env)

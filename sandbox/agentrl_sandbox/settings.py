@@ -78,16 +78,12 @@ class SandboxSettings(BaseModel):
         description="of several services: seconds without an answer after which one counts as lost; its calls then go "
         "to the others and its sessions have ended",
     )
-    standby: bool = Field(
-        False,
-        description="keep a second server warm, which takes over at once when the first one dies; costs its memory",
-    )
     first_user: int | None = Field(
         None,
         ge=1,
         le=4_000_000_000,
         description="number of the first user that programs run as, when started by root: one user for each worker and "
-        "session, twice as many with standby; unset: drawn at random, far above the system's users",
+        "session; unset: drawn at random, far above the system's users",
     )
     allow_unisolated: bool = Field(
         False, description="run programs even if an isolation property is missing on this machine"

@@ -23,7 +23,7 @@ from agentrl.config import (
     shipped_configs,
 )
 from agentrl.config.compare import RESUME_MAY_CHANGE
-from agentrl.config.messages import RENAMED, known_keys, nearest_key
+from agentrl.config.messages import REMOVED, RENAMED, known_keys, nearest_key
 from agentrl.config.overlays import parse_yaml
 from agentrl_envs.settings import EnvironmentOptions, ReasoningSettings, SimpleTIRSettings
 
@@ -480,6 +480,26 @@ def test_resume_lets_the_allowed_keys_change_and_names_the_others() -> None:
     assert "  rollout.group_size: 8 -> 3" in message
     assert "training.steps: " not in message
     assert "resuming may change: name, runs_dir, model.gradient_checkpointing, " in message
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_key_is_refused_but_dropped_from_an_old_run(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    message = f"was removed: {REMOVED[key]}; leave it out"
+    assert refused(f"{key}=1") == f"{key} (value 1) (command line) {message}"
+    saved = saved_run(name="old")
+    file = Path("runs/old/config.yaml")
+    values = yaml.safe_load(file.read_text())
+    *sections, last = key.split(".")
+    inner = values
+    for section in sections:
+        inner = inner[section]
+    inner[last] = True
+    file.write_text(yaml.safe_dump(values))
+    assert load_settings(overrides=["name=old"], resume=True) == saved
+    assert load_settings(config_file=file, overrides=["name=old"]) == saved
+    assert [record.getMessage().count(f"{key} ({REMOVED[key]})") for record in caplog.records] == [1, 1]
+    elsewhere = overlay(Path("mine.yaml"), file.read_text())
+    assert message in refused(config_file=elsewhere)
 
 
 def test_resume_of_nothing() -> None:

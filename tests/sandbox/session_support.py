@@ -78,7 +78,7 @@ async def start(sandbox: Sandbox, session: str) -> asyncio.Future[Execution]:
 
 
 def server_of(sandbox: Sandbox) -> int:
-    return sandbox.servers._server._process.pid  # type: ignore[attr-defined]
+    return sandbox._server._process.pid  # type: ignore[attr-defined]
 
 
 async def until(reached: Callable[[], bool], seconds: float = 120.0) -> bool:

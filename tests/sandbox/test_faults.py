@@ -160,7 +160,7 @@ async def test_a_server_that_cannot_be_started_is_an_infrastructure_failure():
         "async def main():\n    sandbox = await open_sandbox(SandboxSettings(workers=4))\n"
         "    (server,) = open(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read().split()\n"
         "    os.kill(int(server), signal.SIGKILL)\n"
-        "    while not sandbox.servers._server.gone:\n        await asyncio.sleep(0.01)\n"
+        "    while not sandbox._server.gone:\n        await asyncio.sleep(0.01)\n"
         "    before = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
         "    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))\n"
         "    failed = await sandbox.execute('print(1)')\n"
@@ -209,46 +209,3 @@ async def test_a_paused_event_loop_loses_no_answer(sandbox):
     await asyncio.sleep(0.01)
     time.sleep(2.5)
     assert [done.outcome for done in await asyncio.gather(*calls)] == [Outcome.OK] * 4
-
-
-async def test_a_standby_takes_over_and_is_replaced():
-    others = set(servers())
-    sandbox = await open_sandbox(SandboxSettings(workers=4, standby=True))
-    assert await until(lambda: len(set(servers()) - others) == 2)
-    first, second = sorted(set(servers()) - others)
-    assert await until(lambda: len(children(second)) == len(ZYGOTES))
-    call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(30)"))
-    await until_started(1, first)
-    os.kill(first, signal.SIGKILL)
-    assert (await call).outcome is Outcome.INFRASTRUCTURE_FAILURE
-    assert (await sandbox.execute("import os; print(os.getpid())")).stdout == "1\n"
-    assert alive(second)
-    assert await until(lambda: len(set(servers()) - others) == 2)
-    assert first not in servers()
-    await sandbox.close()
-    assert set(servers()) <= others
-
-
-async def test_a_standby_that_died_is_not_used():
-    others = set(servers())
-    sandbox = await open_sandbox(SandboxSettings(workers=4, standby=True))
-    assert await until(lambda: len(set(servers()) - others) == 2)
-    for server in set(servers()) - others:
-        os.kill(server, signal.SIGKILL)
-    assert await until(lambda: not any(alive(server) for server in set(servers()) - others))
-    done = await sandbox.execute("print('new')")
-    if done.outcome is Outcome.INFRASTRUCTURE_FAILURE:  # the client had not heard of the end yet
-        done = await sandbox.execute("print('new')")
-    assert done.stdout == "new\n"
-    await sandbox.close()
-    assert set(servers()) <= others
-
-
-async def test_closing_while_a_standby_starts_leaves_no_process():
-    others = set(servers())
-    sandbox = await open_sandbox(SandboxSettings(workers=4, standby=True))
-    assert await until(lambda: len(set(servers()) - others) == 2)
-    processes = [p for server in set(servers()) - others for p in (server, *descendants(server))]
-    await sandbox.close()
-    assert await all_gone(processes)
-    assert set(servers()) <= others

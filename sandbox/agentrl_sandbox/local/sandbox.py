@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import itertools
 import os
+import random
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +27,6 @@ from agentrl_sandbox.errors import (
 from agentrl_sandbox.local.file_names import check_files, check_names
 from agentrl_sandbox.local.fork_server import ForkServerProcess, ServerGoneError, ServerRefusedError
 from agentrl_sandbox.local.probes import probe
-from agentrl_sandbox.local.standby import ForkServers, first_user
 from agentrl_sandbox.once import Once
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.session_book import SessionBook
@@ -34,6 +34,11 @@ from agentrl_sandbox.settings import LIMITS, SandboxSettings
 from agentrl_sandbox.types import Execution, Isolation, failed_execution
 
 _LIBRARIES = ("numpy", "sympy", "mpmath", "scipy", "networkx", "pandas")
+# Users that most likely nobody else has: a limit on processes counts all of a user's on a host, also in other
+# containers, so two runners must not share users.
+_USERS = range(1_879_048_192, 2_147_483_648)  # unused in systemd's table of users and groups
+_FEW_USERS = range(20_000, 60_000)  # for containers that know 65,536 users
+_STEP = 2048  # the most workers and sessions that a runner has
 _FIX = (
     "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, and where AppArmor "
     "restricts them kernel.apparmor_restrict_unprivileged_userns=0), or use a kernel with seccomp and Landlock (Linux "
@@ -53,8 +58,10 @@ class LocalSandbox(CallSandbox):
         self._room = asyncio.Semaphore(settings.concurrency)
         self._once = Once()
         self._sessions = SessionBook[ForkServerProcess, int]()
-        self.servers = ForkServers(settings, config, server, self._follow)
+        self._server = server
+        self._restarting = asyncio.Lock()
         self._closed = False
+        self._follow(server)
 
     @property
     def isolation(self) -> Isolation:
@@ -78,7 +85,7 @@ class LocalSandbox(CallSandbox):
     async def open_session(self) -> str:
         self._check_open()
         try:
-            server = await self.servers.living()
+            server = await self._living_server()
             number = next(self._numbers)
             await self._ask_for_session(server, number, "open", number)
         except (ServerRefusedError, ServerGoneError, TimeoutError) as error:
@@ -117,7 +124,8 @@ class LocalSandbox(CallSandbox):
         if self._closed:
             return
         self._closed = True
-        await self.servers.close()
+        async with self._restarting:
+            await self._server.close()
         await self._once.settle()
 
     async def check(self, reasons: Sequence[str] = ()) -> None:
@@ -125,7 +133,7 @@ class LocalSandbox(CallSandbox):
 
         ``reasons`` say why stronger isolation modes are unavailable.
         """
-        mode, layers = self._config.isolate, self.servers.layers
+        mode, layers = self._config.isolate, self._server.layers
         self._isolation = await probe(self, mode=mode, layers=layers, settings=self._settings)
         if self._isolation.missing and not self._settings.allow_unisolated:
             why = f"{'; '.join(('a probe program got through', *reasons))}. Fix: {_FIX}"
@@ -150,7 +158,7 @@ class LocalSandbox(CallSandbox):
     async def _run_on(self, server: ForkServerProcess | None, session: int | None, call: Call) -> Execution:
         started = time.monotonic()
         try:
-            server = server or await self.servers.living()
+            server = server or await self._living_server()
             return await server.run(call, session)
         except (ServerGoneError, StartError) as error:
             return failed_execution(str(error), started)
@@ -170,6 +178,19 @@ class LocalSandbox(CallSandbox):
         except asyncio.CancelledError:
             server.close_session(made)
             raise
+
+    async def _living_server(self) -> ForkServerProcess:
+        """The server, restarted if it is gone. Raises ServerGoneError once the sandbox is closed, and StartError."""
+        async with self._restarting:
+            if self._closed:
+                raise ServerGoneError("the sandbox was closed")
+            if self._server.gone:
+                await self._server.close()  # before another one runs programs as the same users
+                config = replace(self._config, first_user=first_user(self._settings))
+                self._server = await ForkServerProcess.start(config)
+                self._follow(self._server)
+                await self._server.warm()
+            return self._server
 
     def _follow(self, server: ForkServerProcess) -> None:
         server.on_session_ended = lambda number, why: self._sessions.end_at(server, why, number)
@@ -201,7 +222,6 @@ async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None
     except BaseException:
         await sandbox.close()
         raise
-    sandbox.servers.keep_standby()
     return sandbox
 
 
@@ -221,5 +241,31 @@ def runner_config(settings: SandboxSettings, mode: str) -> RunnerConfig:
         package_path=str(package.parent),
         readable=(*dict.fromkeys(libraries), *prefixes, str(package)),
         client_pid=os.getpid(),
-        first_user=first_user(settings, 0),
+        first_user=first_user(settings),
     )
+
+
+def first_user(settings: SandboxSettings) -> int:
+    """The first user that a server's programs run as: the configured one, or one drawn at random.
+
+    Raises StartError.
+    """
+    if settings.first_user is not None:
+        return settings.first_user
+    try:
+        return free_users()
+    except OSError as error:
+        raise StartError(f"no users could be drawn for the sandbox's server: {error}") from error
+
+
+def free_users() -> int:
+    """The first of ``_STEP`` users that most likely nobody else has; drawn at random on each call."""
+    numbers = _USERS if _is_mapped(_USERS.stop - 1) else _FEW_USERS
+    return random.SystemRandom().randrange(numbers.start, numbers.stop - _STEP, _STEP)
+
+
+def _is_mapped(user: int) -> bool:
+    """Whether the user namespace of this process has such a user (and group: they are mapped alike in practice)."""
+    with open("/proc/self/uid_map", encoding="ascii") as file:
+        spans = [tuple(map(int, line.split())) for line in file]
+    return any(first <= user < first + length for first, _, length in spans)

@@ -71,9 +71,7 @@ def _runner(options: argparse.Namespace) -> int:
 
     if not _NAME.fullmatch(options.name):
         raise SandboxError(f"{options.name!r} is not a valid socket name; use letters, digits, dots and dashes")
-    standby = os.environ.get("SANDBOX_STANDBY") or "true"  # a service should not pause when a fork server dies
-    environment = {**os.environ, "SANDBOX_STANDBY": standby}
-    settings = read_settings(SandboxSettings, environment, options.settings, without=_OF_CLIENTS)
+    settings = read_settings(SandboxSettings, os.environ, options.settings, without=_OF_CLIENTS)
     ends = {"linger": options.linger, "parent": options.parent}
     asyncio.run(serve_runner(settings, options.sockets, options.name, **ends))
     return 0

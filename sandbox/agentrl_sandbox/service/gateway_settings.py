@@ -12,6 +12,7 @@ from agentrl_sandbox.errors import SandboxError
 
 NO_TOKEN = "none"
 _RENAMED = {"patience": "retry_deadline"}
+_REMOVED = {"standby": "a fork server that died is replaced by a new one"}
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -68,11 +69,15 @@ def read_settings(
     The fields ``without`` cannot be set. Raises ServiceSettingsError.
     """
     arguments = list(arguments)
+    given = {argument.partition("=")[0] for argument in arguments}
     for old, new in _RENAMED.items():
         if environment.get(f"SANDBOX_{old.upper()}"):
             raise ServiceSettingsError(f"SANDBOX_{old.upper()} has a new name: SANDBOX_{new.upper()}")
-        if any(argument.startswith(f"{old}=") for argument in arguments):
+        if old in given:
             raise ServiceSettingsError(f"the setting {old} has a new name: {new}")
+    for old, why in _REMOVED.items():
+        if old in given or environment.get(f"SANDBOX_{old.upper()}"):
+            raise ServiceSettingsError(f"the setting {old} was removed: {why}")
     names = [name for name in model.model_fields if name not in set(without)]
     values = {name: text for name in names if (text := environment.get(f"SANDBOX_{name.upper()}"))}
     for argument in arguments:
