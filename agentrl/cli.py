@@ -94,7 +94,7 @@ def plan(
 ) -> None:
     """Estimate the memory of a model on GPUs, and print the cheapest settings that fit as a YAML overlay."""
     settings = _load("plan", overrides, config=config, options={"model.path": model})
-    from agentrl.planning.command import PlanRequest, plan_command
+    from agentrl.planning.plan import PlanRequest, plan_command
     from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 
     request = PlanRequest(gpus=gpus, memory=memory, context=context, lora=lora, base=tuple(config or ()), write=write)

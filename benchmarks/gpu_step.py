@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -18,9 +19,7 @@ from agentrl.models.head import ReferenceHead
 from agentrl.models.loading import checkpoint_layers
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
-from agentrl.planning.activations import with_layers
-from agentrl.planning.estimate import CONTEXT, rank_memory, usable
-from agentrl.planning.memory import ModelShape, TrainingSetup
+from agentrl.planning.memory import CONTEXT, ModelShape, TrainingSetup, rank_memory, usable
 from agentrl.planning.shapes import read_shape, shape_of
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.engine.memory import MicroBatchMemoryError, in_micro_batch
@@ -123,7 +122,13 @@ def _fitting(name: str, tokens: int) -> ModelShape:
     whole = read_shape(ModelSettings(path=name))
     memory = usable(torch.cuda.get_device_properties(0).total_memory)
     for layers in range(whole.layers, 0, -1):
-        shape = shape_of(whole.name, with_layers(whole.config, layers))
+        config = copy.deepcopy(whole.config)
+        text = config.get_text_config()
+        text.num_hidden_layers = layers
+        kinds = getattr(text, "layer_types", None)  # not every architecture's configuration has it
+        if kinds is not None:
+            text.layer_types = list(kinds)[:layers]
+        shape = shape_of(whole.name, config)
         if rank_memory(shape, _setup(tokens), context=CONTEXT).total <= memory:
             return shape
     raise Skip(f"not even one layer of {name} fits")

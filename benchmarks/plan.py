@@ -23,15 +23,14 @@ from pathlib import Path
 from typing import TypedDict
 
 import torch
+from live_bytes import LiveBytes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.models.loading import checkpoint_layers, keep_checkpoints_on_host
 from agentrl.models.lora import with_adapter
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import LoRASettings
-from agentrl.planning.activations import LiveBytes
-from agentrl.planning.estimate import rank_memory
-from agentrl.planning.memory import ModelShape, Offload, TrainingSetup
+from agentrl.planning.memory import ModelShape, Offload, TrainingSetup, rank_memory
 from agentrl.planning.shapes import shape_of
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.engine.groups import rank_groups
@@ -100,6 +99,7 @@ class Case:
             offload=self.offload,
             lora_rank=self.lora_rank,
             head_backend="chunked",
+            device="cpu",
         )
 
 
@@ -116,6 +116,7 @@ CASES = (
     Case(kind="qwen2", stage=3, tokens=4096, ranks=2, shared=2, more={"num_key_value_heads": 1}, checkpointing=True),
     Case(kind="qwen2", stage=0, tokens=2048, checkpointing=True, checkpoint_offload=True),
     Case(kind="qwen2", stage=2, tokens=512, more=_LARGE, lora_rank=16),
+    Case(kind="qwen2", stage=2, tokens=4096, lora_rank=16, bfloat16=True),
     Case(kind="qwen3", stage=2, tokens=512, more={"head_dim": 64}, bfloat16=True, offload="optimizer"),
 )
 

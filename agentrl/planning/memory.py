@@ -1,4 +1,14 @@
-"""What a plan is made of: the model's shape, how it is trained and served, and the bytes of each part."""
+"""Memory of a training rank and of a server in closed form, from a model's shape and how it is trained.
+
+Symbols: ``n`` ranks; ``P`` parameters of the model and ``A`` trained ones (``P``, or the adapters'); ``N`` tokens of a
+micro-batch on one rank; ``D`` hidden units; ``V`` vocabulary; ``s`` bytes of a weight.
+
+Sources: the ZeRO paper (arXiv 1910.02054, section 5) for what each stage shards; DeepSpeed 0.19's code for its buffers;
+`transformers`' Llama, Qwen and Gemma layers for the tensors that autograd keeps; docs/kernels.md for the methods of the
+head. `benchmarks/plan.py` compares the estimate with real steps.
+
+Not estimated: layers without a gated MLP (GPT-2 keeps about half as much again), and kernels' own workspace.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +20,30 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 GB = 10**9
-"""``--memory`` and the messages of a plan count in these, as the names of GPUs do."""
+"""``--memory`` and the messages of a plan use GB, as the names of GPUs do."""
+CONTEXT = 1 * GIB
+"""Assumed for each process on a GPU: CUDA context, NCCL's buffers, the libraries' kernels."""
+SLACK = 0.05
+"""Share of a GPU's memory assumed lost to fragmentation."""
+SERVER_OVERHEAD = 2 * GIB
+"""Assumed for a GPU of a vLLM server: its context, profiled activations and CUDA graphs."""
+REDUCE_BUCKET = 500_000_000
+"""Elements of gradients that DeepSpeed collects at most before it reduces them."""
+
+_LIVE = 1_000_000_000  # gathered elements that ZeRO-3 keeps at most (stage3_max_live_parameters)
+_FLOAT32 = 4
+_STATISTICS = 12  # float32 numbers of a token that its statistics and its loss keep
+# The blocks of the head, as in agentrl.kernels.backends.
+_KEPT = 1 << 23  # chunked: logits that are kept for backward, in elements
+_BLOCK = {"cpu": 1 << 23, "cuda": 1 << 26}  # chunked: elements of a block of rows
+_PIECE = {"cpu": 1 << 21, "cuda": 1 << 24}  # chunked: elements that one elementwise operation touches
+_TILE = 1 << 24  # triton: elements of a tile
+_SLICE = 2048  # triton: rows of the weight in a tile's slice
 
 Offload = Literal["none", "optimizer", "all"]
-OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "all")
+Placement = Literal["colocated", "dedicated"]
+Bytes = dict[str, int]
+"""Parts by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +54,17 @@ class ModelShape:
     config: PreTrainedConfig
     parameters: int
     largest_parameter: int  # elements of the largest tensor
-    adapted: int  # sum over the linear layers, the head left out, of inputs plus outputs
+    adapted: int  # sum of inputs plus outputs over the linear layers that adapters change
     vocabulary: int
     hidden: int
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
+    mlp: int  # hidden units of the MLP that one token uses, of all its experts
+    experts: int  # experts of a token; 0 without routing
+    norms: int  # of each layer, over the hidden units
+    head_norms: bool  # whether queries and keys are normalized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,18 +95,18 @@ class TrainingSetup:
         """Tokens of a micro-batch on one rank."""
         return -(-self.tokens // self.sequence_parallel)
 
-
-Bytes = dict[str, int]
-"""Parts by name."""
+    def sharded(self, elements: int, *, from_stage: int) -> int:
+        """Elements of one rank, divided from this ZeRO stage on; the last rank's part is padded."""
+        return -(-elements // self.ranks) if self.stage >= from_stage else elements
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes of a training rank: what stays, and what each phase of a step needs for itself."""
+    """Bytes of a training rank: the part that stays, and the further bytes of each phase of a step."""
 
     static: Bytes
     phases: dict[str, Bytes]
-    host: int  # in the host's memory, for what is offloaded
+    host: int  # in the host's memory, for everything offloaded
 
     @property
     def busiest(self) -> str:
@@ -85,8 +119,17 @@ class RankMemory:
         return sum(self.parts().values())
 
     def parts(self) -> Bytes:
-        """What stands on the device at the peak; parts of zero bytes are left out."""
+        """The parts on the device at the peak, without those of zero bytes."""
         return {name: size for name, size in (self.static | self.phases[self.busiest]).items() if size}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Bytes of one micro-batch below the head."""
+
+    saved: int  # after the forward
+    peak: int  # of forward and backward
+    host: int  # in host memory after the forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +138,171 @@ class ServerMemory:
 
     share: float  # of the GPU's memory, gpu_memory_utilization
     weights: int
-    overhead: int  # assumed: profiled activations and CUDA graphs
-    kv_cache: int  # what is left
+    overhead: int  # SERVER_OVERHEAD
+    kv_cache: int  # the rest of the share
     kv_tokens: int  # that the server's GPUs hold together
 
     @property
     def total(self) -> int:
         return self.weights + self.overhead + self.kv_cache
+
+
+def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, context: int = 0) -> RankMemory:
+    """Memory of one rank. ``kv_tokens``: of the transformers engine's cache; ``context``: bytes assumed on a GPU."""
+    adapters = setup.lora_rank * shape.adapted  # r (inputs + outputs) of each adapted layer (arXiv 2106.09685)
+    trained = adapters or shape.parameters
+    largest = 0 if adapters else shape.largest_parameter  # of the trained tensors; an adapter's are small
+    part = setup.sharded(trained, from_stage=1)
+    on_device = setup.offload == "none"
+
+    # s P / n at stage 3, 4 A / n for gradients from stage 2, 8 A / n for AdamW's moments and 4 A / n for the float32
+    # master copy from stage 1; ZeRO copies float32 weights too. With the optimizer offloaded, stage 3 keeps gradients
+    # in host memory; stages 1 and 2 accumulate them on the device all the same.
+    weights = setup.sharded(shape.parameters + adapters, from_stage=3) * setup.size * (setup.offload != "all")
+    gradients = _FLOAT32 * setup.sharded(trained, from_stage=2) * (on_device or setup.stage < 3)
+    moments = 2 * _FLOAT32 * part * on_device
+    master = _FLOAT32 * part * (on_device and setup.stage >= 1)
+    gathers = setup.stage == 3 and setup.ranks > 1
+    gathered = min(shape.parameters, max(_LIVE, shape.largest_parameter)) * setup.size * gathers
+
+    # The bucket: float32 and always present at stage 3; in the weights' dtype at stage 1 from an update's first
+    # gradient on, and at stage 2 during each backward. Stage 2 reduces a flat copy of it, and in bfloat16 a float32
+    # copy of that, or of one larger tensor.
+    filled = min(REDUCE_BUCKET, trained)
+    bucket = filled * (_FLOAT32 if setup.stage == 3 else setup.size) * (setup.stage > 0)
+    wide = _FLOAT32 * max(filled, largest) if setup.bfloat16 else 0
+    reduction = {"reduction": filled * setup.size + wide if setup.stage == 2 else 0}
+    # An optimizer step takes the norm of one tensor after another in float64; stage 3, and float32 at stages 1 and 2,
+    # copy the rank's gradients. Without ZeRO, AdamW works in place.
+    copied = _FLOAT32 * part if setup.stage == 3 or not setup.bfloat16 else 0
+    step = max(2 * _FLOAT32 * min(largest, part), copied) * (setup.stage > 0 and on_device)
+
+    below = activations(shape, setup)
+    saved = {"activations": below.saved}
+    waiting = {"gradient bucket": bucket} if setup.stage == 2 else {}
+    early = reduction if trained > REDUCE_BUCKET else {}  # the bucket fills up while activations are still there
+    phases = {
+        "head": saved | {"head": head_bytes(shape, setup)},
+        "backward": saved | waiting | {"backward": below.peak - below.saved} | early,
+    }
+    if setup.stage != 1:  # stage 1 reduces in the step, where the bucket takes the place of the gradients
+        phases |= {"reduction": waiting | reduction, "step": {"step": step}}
+    moved = 4 * _FLOAT32 + (setup.size if setup.stage < 3 else 0)  # gradients, master copy, moments; a trained weight
+    offloaded = setup.sharded(shape.parameters, from_stage=3) * setup.size * (setup.offload == "all")
+    return RankMemory(
+        static={
+            "weights": weights,
+            "gathered weights": gathered,
+            "master copy": master,
+            "optimizer": moments,
+            "gradients": gradients,
+            "gradient bucket": bucket if setup.stage in (1, 3) else 0,
+            "reference": weights if setup.reference and not adapters else 0,
+            "critic": weights + gradients + master + moments if setup.critic else 0,
+            "KV cache": kv_tokens * kv_bytes(shape, setup.size),
+            "context (assumed)": context,
+        },
+        phases=phases,
+        host=below.host + (0 if on_device else moved * part + offloaded),
+    )
+
+
+def activations(shape: ModelShape, setup: TrainingSetup) -> Activations:
+    """Bytes that autograd keeps of ``N`` tokens in a decoder with RMS norms, attention and a gated MLP.
+
+    A layer keeps, for each token:
+
+    - of a norm its input in float32 and, if its weight is trained, the normalized input: ``4 D + s D``. The two norms
+      before projections also keep their output, ``s D``;
+    - of fused attention (arXiv 2307.08691) queries, keys, values and result, and a float32 number for each head. Ranks
+      that share rows keep the result by heads and by tokens, and copies of key-value heads if there are fewer than
+      ranks;
+    - of the MLP four tensors of its width: gate, activation, up-projection and their product. Routing copies the input
+      and the result for each expert.
+
+    Backward holds three gradients of the MLP's width in the last layer, or five float32 tensors in the final norm.
+    With checkpointing a layer keeps its input alone, and one layer is recomputed at a time.
+    """
+    size, hidden, queries = setup.size, shape.hidden, shape.heads * shape.head_dim
+    trained = size * (not setup.lora_rank)
+    norm = (_FLOAT32 + trained) * hidden
+    keys = max(shape.kv_heads, setup.sequence_parallel) * shape.head_dim
+    results = 2 if setup.sequence_parallel > 1 else 1
+    attention = size * ((1 + results) * queries + 2 * keys) + _FLOAT32 * shape.heads
+    normed_heads = (_FLOAT32 + trained) * (queries + shape.kv_heads * shape.head_dim) * shape.head_norms
+    mlp = size * (4 * shape.mlp + 2 * shape.experts * hidden)
+    layer = shape.norms * norm + 2 * size * hidden + normed_heads + attention + mlp
+    final = norm + size * hidden
+    rotary = 2 * size * shape.head_dim  # cosines and sines
+    inputs, width = shape.layers * size * hidden, 3 * size * shape.mlp
+    if not setup.checkpointing:
+        saved, host = shape.layers * layer + final + rotary, 0
+        peak = saved + max(5 * _FLOAT32 * hidden, width - final)
+    else:
+        # In float32 a layer's input is the input of its first norm, which is not copied.
+        recomputed = rotary + layer + width - (0 if setup.bfloat16 else size * hidden)
+        if setup.checkpoint_offload:
+            # The final norm's input is saved for two operations, and each copy moves.
+            saved, host = rotary + size * hidden, inputs + norm + _FLOAT32 * hidden
+            peak = size * hidden + recomputed
+        else:
+            saved, host = inputs + final + rotary, 0
+            peak = max(saved, inputs + recomputed)
+    tokens = setup.local_tokens
+    return Activations(saved=tokens * saved, peak=tokens * peak, host=tokens * host)
+
+
+def head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
+    """The most that the head needs at once, on top of the hidden states of the whole micro-batch.
+
+    A copy of the states of its tokens, their statistics, and in backward gradients of the states [N, D] and of a
+    trained weight [V, D], plus the blocks of the backend:
+
+    - ``reference``: all logits and everything that autograd keeps of them, ``5 x 4 N V``;
+    - ``chunked``: a block of logits and three pieces of it; up to ``2^23`` logits are kept whole. The gradient of a
+      bfloat16 weight is added up in float32, ``4 D V``, on a GPU from a bfloat16 copy of the block;
+    - ``triton``: a tile of float32 logits; in bfloat16 also its gradient, and float32 gradients of the states and of a
+      slice of the weight.
+    """
+    tokens, size, logits = setup.local_tokens, setup.size, setup.local_tokens * shape.vocabulary
+    trained = 0 if setup.lora_rank else shape.vocabulary
+    common = tokens * (shape.hidden * size + _STATISTICS * _FLOAT32) + (tokens + trained) * shape.hidden * size
+    if setup.head_backend == "reference":
+        return common + 5 * _FLOAT32 * logits
+    if setup.head_backend == "triton":
+        tile = min(_TILE, tokens * _SLICE)
+        halves = (2 * tile + _FLOAT32 * (tokens + _SLICE) * shape.hidden) if setup.bfloat16 else 0
+        return common + _FLOAT32 * tile + halves
+    if logits <= _KEPT:
+        block, held = logits, 3 * logits
+    else:
+        block = max(1, min(tokens, _BLOCK[setup.device] // shape.vocabulary)) * shape.vocabulary
+        held = block + 3 * min(_PIECE[setup.device], block)
+    summed = 0
+    if setup.bfloat16 and trained:
+        summed = _FLOAT32 * shape.vocabulary * shape.hidden + (2 * block if setup.device == "cuda" else 0)
+    return common + _FLOAT32 * held + summed
+
+
+def kv_bytes(shape: ModelShape, size: int) -> int:
+    """Bytes of one token in a KV cache: a key and a value of every layer and KV head."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * size
+
+
+def server_memory(shape: ModelShape, *, memory: int, share: float, tensor_parallel: int, size: int = 2) -> ServerMemory:
+    """One GPU of a vLLM server that may use ``share`` of ``memory`` bytes. KV heads fewer than GPUs are held twice."""
+    weights = -(-shape.parameters * size // tensor_parallel)
+    left = max(0, int(share * memory) - weights - SERVER_OVERHEAD)
+    divided = min(tensor_parallel, shape.kv_heads)
+    return ServerMemory(
+        share=share,
+        weights=weights,
+        overhead=SERVER_OVERHEAD,
+        kv_cache=left,
+        kv_tokens=left * divided // kv_bytes(shape, size),
+    )
+
+
+def usable(memory: int) -> int:
+    """Bytes of a GPU with ``memory`` that a plan may fill."""
+    return int(memory * (1 - SLACK))

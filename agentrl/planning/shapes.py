@@ -47,9 +47,15 @@ def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings = _ALL_LAYE
         model = AutoModelForCausalLM.from_config(config)
     sizes = [item.numel() for item in model.parameters()]
     head = model.get_output_embeddings()
+    vectors = [item.numel() for name, item in model.named_parameters() if item.ndim == 1 and name.endswith("weight")]
     adapted = [model.get_submodule(name) for name in target_layers(model, lora)]
     text = config.get_text_config()
     heads = text.num_attention_heads
+    # Not every architecture's configuration has these.
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    experts = getattr(text, "num_experts_per_tok", None) or 0
+    dense = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    expert = getattr(text, "moe_intermediate_size", None) or dense
     return ModelShape(
         name=name,
         config=config,
@@ -60,9 +66,12 @@ def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings = _ALL_LAYE
         hidden=head.weight.shape[1],
         layers=text.num_hidden_layers,
         heads=heads,
-        # Not every architecture's configuration has these two.
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        head_dim=head_dim,
+        mlp=experts * expert if experts else dense,
+        experts=experts,
+        norms=(vectors.count(text.hidden_size) - 1) // text.num_hidden_layers,  # one follows the last layer
+        head_norms=head_dim in vectors,
     )
 
 

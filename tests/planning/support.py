@@ -7,7 +7,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from agentrl.planning.memory import ModelShape, TrainingSetup
-from agentrl.planning.search import Hardware, Wish
+from agentrl.planning.plan import Hardware, Requirements
 from agentrl.planning.shapes import shape_of
 
 _TINY = {
@@ -41,5 +41,5 @@ def gpus(count: int, gigabytes: float) -> Hardware:
     return Hardware(gpus=count, memory=int(gigabytes * 10**9))
 
 
-def wish(context: int = 18048, **more: Any) -> Wish:
-    return Wish(context=context, longest_request=context, **more)
+def required(context: int = 18048, **more: Any) -> Requirements:
+    return Requirements(context=context, longest_request=context, **more)

@@ -8,18 +8,15 @@ import pytest
 from planning.support import setup, tiny_shape
 
 from agentrl.models.settings import ModelSettings
-from agentrl.planning.estimate import kv_bytes, rank_memory, server_memory
-from agentrl.planning.formulas import (
-    bucket_bytes,
-    gathered_bytes,
-    gradient_bytes,
-    host_bytes,
-    master_bytes,
-    moment_bytes,
-    reduction_bytes,
-    weight_bytes,
+from agentrl.planning.memory import (
+    GIB,
+    ModelShape,
+    TrainingSetup,
+    activations,
+    kv_bytes,
+    rank_memory,
+    server_memory,
 )
-from agentrl.planning.memory import GIB, ModelShape, TrainingSetup
 from agentrl.planning.shapes import read_shape, shipped_shapes
 
 PUBLISHED = {
@@ -37,43 +34,43 @@ def test_parameters_are_counted_as_published(name: str, parameters: int) -> None
     assert name in shipped_shapes()
 
 
-def test_states_are_shared_out_as_the_stage_says() -> None:
+def test_states_are_sharded_by_the_stage() -> None:
     shape = replace(tiny_shape(), parameters=1000)
-    states = (weight_bytes, gradient_bytes, moment_bytes, master_bytes)
-    parts = {stage: tuple(part(shape, setup(stage=stage, bfloat16=False)) for part in states) for stage in (0, 1, 2, 3)}
     # float32: 4 bytes a weight and a gradient, 8 for Adam's two moments; ZeRO's optimizer works on a copy.
-    assert parts == {
+    assert {stage: states(shape, setup(stage=stage, bfloat16=False)) for stage in (0, 1, 2, 3)} == {
         0: (4000, 4000, 8000, 0),
         1: (4000, 4000, 2000, 1000),
         2: (4000, 1000, 2000, 1000),
         3: (1000, 1000, 2000, 1000),
     }
     # bfloat16: 2 bytes a weight, gradients are added up in float32.
-    assert tuple(part(shape, setup()) for part in states) == (2000, 1000, 2000, 1000)
+    assert states(shape, setup()) == (2000, 1000, 2000, 1000)
 
 
-def test_what_is_offloaded_stands_in_the_hosts_memory() -> None:
+def test_offloaded_states_are_in_the_hosts_memory() -> None:
     shape = replace(tiny_shape(), parameters=1000)
     optimizer = setup(offload="optimizer")
-    assert (weight_bytes(shape, optimizer), moment_bytes(shape, optimizer)) == (2000, 0)
-    assert host_bytes(shape, optimizer) == 18 * 250
+    assert states(shape, optimizer) == (2000, 1000, 0, 0)
+    assert rank_memory(shape, optimizer).host == 18 * 250
     everything = setup(stage=3, offload="all")
-    assert weight_bytes(shape, everything) == 0
-    assert host_bytes(shape, everything) == 16 * 250 + 500
+    assert states(shape, everything) == (0, 0, 0, 0)
+    assert rank_memory(shape, everything).host == 16 * 250 + 500
 
 
-def test_adapters_have_gradients_and_moments_alone() -> None:
+def test_adapters_alone_have_gradients_and_moments() -> None:
     shape = replace(tiny_shape(), parameters=1000, adapted=50)
-    lora = setup(lora_rank=2)
-    assert weight_bytes(shape, lora) == 2 * 1100
-    assert (gradient_bytes(shape, lora), moment_bytes(shape, lora), reduction_bytes(shape, lora)) == (100, 200, 600)
+    lora = rank_memory(shape, setup(lora_rank=2))
+    assert states(shape, setup(lora_rank=2)) == (2 * 1100, 100, 200, 100)
+    assert lora.phases["reduction"]["reduction"] == 600
 
 
 def test_stage_3_gathers_no_more_than_a_billion_elements_or_the_largest_tensor() -> None:
     shape = replace(tiny_shape(), parameters=7 * 10**9, largest_parameter=5 * 10**8)
-    assert gathered_bytes(shape, setup(stage=3)) == 2 * 10**9
-    assert gathered_bytes(replace(shape, parameters=1000), setup(stage=3)) == 2000
-    assert gathered_bytes(shape, setup(stage=2)) == 0
+    gathered = [
+        rank_memory(one, setup(stage=stage)).static["gathered weights"]
+        for one, stage in ((shape, 3), (replace(shape, parameters=1000), 3), (shape, 2))
+    ]
+    assert gathered == [2 * 10**9, 2000, 0]
 
 
 def test_a_server_keeps_what_its_weights_and_its_overhead_leave() -> None:
@@ -92,6 +89,15 @@ def test_more_layers_and_more_tokens_need_more_and_checkpointing_less() -> None:
     assert kept(deeper, setup()) == pytest.approx(2 * plain, rel=0.02)
     assert kept(shape, setup(tokens=2048)) == pytest.approx(2 * plain, rel=0.02)
     assert kept(shape, setup(checkpointing=True)) < plain / 5
+
+
+def test_activations_of_one_layer_by_hand() -> None:
+    # hidden 64, queries 4 x 16, keys and values 2 x 16, MLP 256, float32; for each token and layer:
+    # two norms of input, normalized input and result, queries, result, keys, values, 4 tensors of the MLP, 4 maxima.
+    layer = 4 * (2 * 3 * 64 + 2 * 64 + 2 * 32 + 4 * 256 + 4)
+    # After the last layer the final norm; cosines and sines of 16 dimensions.
+    outside = 4 * (3 * 64 + 2 * 16)
+    assert kept(tiny_shape(), setup(bfloat16=False)) == 1024 * (6 * layer + outside)
 
 
 def test_ranks_that_share_rows_keep_attentions_result_twice_and_copies_of_heads() -> None:
@@ -116,9 +122,19 @@ def test_inputs_of_layers_move_to_the_hosts_memory() -> None:
 
 def test_the_bucket_is_no_larger_than_the_gradients() -> None:
     small, large = replace(tiny_shape(), parameters=1000), replace(tiny_shape(), parameters=10**9)
-    assert [bucket_bytes(small, setup(stage=stage)) for stage in (0, 2, 3)] == [0, 2000, 4000]
-    assert [bucket_bytes(large, setup(stage=stage)) for stage in (0, 2, 3)] == [0, 10**9, 2 * 10**9]
+    assert [bucket(small, setup(stage=stage)) for stage in (0, 2, 3)] == [0, 2000, 4000]
+    assert [bucket(large, setup(stage=stage)) for stage in (0, 2, 3)] == [0, 10**9, 2 * 10**9]
+
+
+def states(shape: ModelShape, how: TrainingSetup) -> tuple[int, ...]:
+    static = rank_memory(shape, how).static
+    return static["weights"], static["gradients"], static["optimizer"], static["master copy"]
+
+
+def bucket(shape: ModelShape, how: TrainingSetup) -> int:
+    rank = rank_memory(shape, how)
+    return rank.static["gradient bucket"] or rank.phases["backward"].get("gradient bucket", 0)
 
 
 def kept(shape: ModelShape, how: TrainingSetup) -> int:
-    return rank_memory(shape, how).phases["backward"]["activations"]
+    return activations(shape, how).saved

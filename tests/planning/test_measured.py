@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 from planning.support import setup, tiny_shape
@@ -11,15 +15,19 @@ from transformers import AutoModelForCausalLM
 from agentrl.models import loading
 from agentrl.models.loading import checkpoint_layers
 from agentrl.models.policy import PolicyModel
-from agentrl.planning.activations import LiveBytes
-from agentrl.planning.estimate import rank_memory
-from agentrl.planning.memory import ModelShape, TrainingSetup
+from agentrl.planning.memory import ModelShape, TrainingSetup, rank_memory
 
 
-def measured_peak(shape: ModelShape, how: TrainingSetup) -> int:
+@pytest.fixture
+def live_bytes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("live_bytes")
+
+
+def measured_peak(live_bytes: ModuleType, shape: ModelShape, how: TrainingSetup) -> int:
     """Bytes at the peak of two micro-batches and an AdamW step, in the second update."""
     torch.manual_seed(0)
-    with LiveBytes() as counted:
+    with live_bytes.LiveBytes() as counted:
         model = AutoModelForCausalLM.from_config(shape.config, dtype=torch.float32, attn_implementation="sdpa")
         if how.checkpointing:
             checkpoint_layers(model)
@@ -47,14 +55,15 @@ def micro_batch(policy: PolicyModel, shape: ModelShape, tokens: int) -> None:
     [
         ("qwen2", {}, 1024, False),
         ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}, 2048, True),
+        ("gemma2", {"head_dim": 16, "tie_word_embeddings": True}, 1024, False),
     ],
 )
 def test_the_estimate_is_within_15_percent_of_the_bytes_of_a_real_step(
-    kind: str, more: dict[str, object], tokens: int, checkpointing: bool
+    kind: str, more: dict[str, object], tokens: int, checkpointing: bool, live_bytes: ModuleType
 ) -> None:
     shape = tiny_shape(kind, **more)
     how = setup(ranks=1, stage=0, bfloat16=False, tokens=tokens, checkpointing=checkpointing)
-    assert rank_memory(shape, how).total == pytest.approx(measured_peak(shape, how), rel=0.15)
+    assert rank_memory(shape, how).total == pytest.approx(measured_peak(live_bytes, shape, how), rel=0.15)
 
 
 def test_what_waits_in_the_hosts_memory_is_what_a_real_forward_moves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,12 +83,12 @@ def test_what_waits_in_the_hosts_memory_is_what_a_real_forward_moves(monkeypatch
     loading.keep_checkpoints_on_host(model.get_decoder())
     model.train().get_decoder()(input_ids=torch.zeros(1, 1024, dtype=torch.int64), use_cache=False)
     how = setup(ranks=1, stage=0, bfloat16=False, checkpointing=True, checkpoint_offload=True)
-    assert rank_memory(shape, how).host == sum(moved)
+    assert rank_memory(shape, how).host == pytest.approx(sum(moved), rel=0.01)
 
 
-def test_a_storage_counts_once_and_until_its_last_view_is_gone() -> None:
+def test_a_storage_counts_once_and_until_its_last_view_is_gone(live_bytes: ModuleType) -> None:
     before = torch.ones(1000)
-    with LiveBytes() as counted:
+    with live_bytes.LiveBytes() as counted:
         counted.leave_out([before])
         view = before.view(10, 100)
         own = view + 1

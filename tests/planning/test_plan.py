@@ -8,22 +8,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from planning.support import gpus, tiny_shape, wish
+from planning.support import gpus, required, tiny_shape
 
 from agentrl.config import load_settings, shipped_configs
 from agentrl.errors import SettingsError
 from agentrl.models.settings import ModelSettings
-from agentrl.planning.command import PlanRequest, plan_command, plan_for
 from agentrl.planning.memory import ModelShape
-from agentrl.planning.overlay import plan_values
-from agentrl.planning.report import memory_lines, plan_lines
-from agentrl.planning.search import find_plan
+from agentrl.planning.plan import (
+    PlanRequest,
+    find_plan,
+    memory_lines,
+    plan_command,
+    plan_for,
+    plan_lines,
+    plan_values,
+)
 from agentrl.planning.shapes import read_shape
 from agentrl.training.run.dry_run import dry_run
 
 CONFIG: dict[str, object] = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "vocab_size": 99}
 CONFIG |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-EVERYTHING = {"may_offload": True, "may_adapt": True}
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +41,9 @@ def seven() -> ModelShape:
 
 
 def test_the_cheapest_settings_that_fit_are_chosen(seven: ModelShape) -> None:
-    large = find_plan(seven, gpus(8, 80), wish(4096))
-    small = find_plan(seven, gpus(8, 48), wish(16384))
-    tiny = find_plan(seven, gpus(8, 32), wish(**EVERYTHING))
+    large = find_plan(seven, gpus(8, 80), required(4096))
+    small = find_plan(seven, gpus(8, 48), required(16384))
+    tiny = find_plan(seven, gpus(8, 32), required(lora_ranks=(0, 32)))
     assert large is not None
     assert small is not None
     assert tiny is not None
@@ -54,21 +58,21 @@ def test_the_cheapest_settings_that_fit_are_chosen(seven: ModelShape) -> None:
 
 
 def test_ranks_share_rows_where_a_context_does_not_fit_one(seven: ModelShape) -> None:
-    short, long = find_plan(seven, gpus(8, 80), wish(65536)), find_plan(seven, gpus(8, 80), wish(131072))
+    short, long = find_plan(seven, gpus(8, 80), required(65536)), find_plan(seven, gpus(8, 80), required(131072))
     assert short is not None
     assert long is not None
     assert (short.setup.sequence_parallel, long.setup.sequence_parallel) == (1, 2)
     assert plan_values(long)["training.sequence_parallel"] == 2
     assert "each row shared by 2 ranks" in "".join(plan_lines(seven, gpus(8, 80), long))
     odd = tiny_shape(num_attention_heads=3, num_key_value_heads=3, hidden_size=48)  # no number of ranks divides them
-    plan = find_plan(odd, gpus(8, 24), wish(4096))
+    plan = find_plan(odd, gpus(8, 24), required(4096))
     assert plan is not None
     assert plan.setup.sequence_parallel == 1
 
 
 def test_a_plan_that_cannot_fit_says_what_would(seven: ModelShape) -> None:
     with pytest.raises(SettingsError) as failure:
-        plan_for(seven, gpus(1, 40), wish(8192))
+        plan_for(seven, gpus(1, 40), required(8192))
     said = str(failure.value)
     assert "no setting trains Qwen/Qwen2.5-7B (7.62B parameters) with 8192 tokens on 1 GPU of 40 GB" in said
     assert "what would fit: 8 GPUs of this memory, or 192 GB a GPU" in said
@@ -85,7 +89,7 @@ def test_the_overlay_holds_settings_that_exist_and_loads(tmp_path: Path) -> None
     loaded = load_settings(config_file=tmp_path / "plan.yaml", overrides=["data.train=[{path: builtin:arithmetic}]"])
     assert loaded.rollout.max_prompt_tokens + loaded.rollout.max_response_tokens == 4096
     assert (loaded.training.num_processes, loaded.rollout.vllm.placement) == (4, "colocated")
-    found = find_plan(tiny_shape(), gpus(4, 24), wish(4096))
+    found = find_plan(tiny_shape(), gpus(4, 24), required(4096))
     assert found is not None
     assert {key: operator.attrgetter(key)(loaded) for key in plan_values(found)} == plan_values(found)
 

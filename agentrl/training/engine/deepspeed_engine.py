@@ -24,7 +24,7 @@ from agentrl.models.loading import read_model
 from agentrl.models.lora import with_adapter
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
-from agentrl.planning.formulas import REDUCE_BUCKET
+from agentrl.planning.memory import REDUCE_BUCKET
 from agentrl.training.engine.groups import rank_groups
 from agentrl.training.engine.parts import Part, restore, take_part
 from agentrl.training.engine.stopwatch import Stopwatch

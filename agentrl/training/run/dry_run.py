@@ -12,7 +12,7 @@ import torch
 
 from agentrl.config import dump_yaml
 from agentrl.errors import SettingsError
-from agentrl.planning.report import memory_lines
+from agentrl.planning.plan import memory_lines
 from agentrl.planning.shapes import config_of, read_shape
 from agentrl.problems.settings import BUILTIN, FORMULA
 from agentrl.rollout.engines.table import engine_facts
