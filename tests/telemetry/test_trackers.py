@@ -17,8 +17,7 @@ from warm import run_warm
 from agentrl.errors import SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.settings import TelemetrySettings
-from agentrl.telemetry.trackers.reporting import COLUMNS, Trackers
-from agentrl.telemetry.trackers.thread import TrackerThread
+from agentrl.telemetry.trackers.reporting import COLUMNS, Trackers, TrackerThread
 from agentrl.telemetry.trackers.tracker import TRACKERS, SampleTable, TrackedRun, check_trackers, register_tracker
 
 SCRIPT = Path(__file__).with_name("tracked_run.py")

@@ -1,9 +1,11 @@
-"""Tells the trackers of a run what goes into the run directory."""
+"""Send the contents of a run directory to its trackers, without waiting for them before the end of the run."""
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -11,11 +13,96 @@ from agentrl.telemetry.files import atomic_write
 from agentrl.telemetry.records import JsonRecord, Metrics
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.settings import TelemetrySettings
-from agentrl.telemetry.trackers.thread import TrackerThread
 from agentrl.telemetry.trackers.tracker import TRACKERS, Cell, SampleTable, TrackedRun, Tracker
+from agentrl_envs.registry import describe_error
 
 COLUMNS = ("problem", "group", "sample", "reward", "ended", "verdict", "turns", "model tokens", "conversation")
 LONGEST_CELL = 20_000  # characters of a conversation
+_LONGEST_QUEUE = 1000  # messages: the rows and tables of hundreds of steps
+_ELSEWHERE = "the run goes on, and its directory has everything"
+
+Message = Callable[[Tracker], object]
+
+
+class TrackerThread:
+    """Open a tracker in a thread of its own and pass it messages in order, from a bounded queue.
+
+    ``say`` and ``warn`` print a line and are called from that thread. The first failure and the first dropped message
+    are printed; a last line counts them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        opening: Callable[[], Tracker],
+        *,
+        say: Callable[[str], object],
+        warn: Callable[[str], object],
+        longest_queue: int = _LONGEST_QUEUE,
+    ) -> None:
+        self._name, self._opening, self._say, self._warn = name, opening, say, warn
+        self._longest = longest_queue
+        self._waiting: deque[Message] = deque()
+        self._changed = threading.Condition()
+        self._closing = self._over = False
+        self._dropped = self._failed = 0
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Message) -> None:
+        """Queue a message; returns at once. It is dropped if the queue is full, or the tracker could not be opened."""
+        with self._changed:
+            if self._over:
+                return
+            full = len(self._waiting) >= self._longest
+            if not full:
+                self._waiting.append(message)
+                self._changed.notify()
+            self._dropped += full
+            first = full and self._dropped == 1
+        if first:
+            self._warn(f"tracker {self._name} is too slow: messages are dropped; {_ELSEWHERE}")
+
+    def close(self, deadline: float) -> None:
+        """End the thread once the queue is empty, at the latest at ``deadline`` (monotonic)."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        with self._changed:
+            lost, self._over = self._dropped + len(self._waiting), True
+            self._waiting.clear()
+        if self._thread.is_alive():
+            self._warn(f"tracker {self._name} did not end in time: {lost} messages did not reach it")
+        elif lost or self._failed:
+            self._warn(f"tracker {self._name}: {lost} messages were dropped, {self._failed} failed")
+
+    def _run(self) -> None:
+        try:
+            tracker = self._opening()
+            self._say(f"tracker {self._name}: {tracker.place}")
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - others' code, which must not end a run
+            self._warn(f"tracker {self._name} cannot be opened: {describe_error(error)}; {_ELSEWHERE}")
+            with self._changed:
+                self._over = True
+                self._waiting.clear()
+            return
+        while (message := self._next()) is not None:
+            self._tell(tracker, message)
+        self._tell(tracker, lambda opened: opened.close())
+
+    def _next(self) -> Message | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closing)
+            return self._waiting.popleft() if self._waiting and not self._over else None
+
+    def _tell(self, tracker: Tracker, message: Message) -> None:
+        try:
+            message(tracker)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
+            self._failed += 1
+            if self._failed == 1:
+                self._warn(f"tracker {self._name} failed: {describe_error(error)}; {_ELSEWHERE}")
 
 
 class Trackers:

@@ -72,10 +72,10 @@ _MODULE = "agentrl.telemetry.trackers"
 TRACKERS: Registry[TrackerFactory] = Registry(
     "tracker",
     own={
-        "wandb": f"{_MODULE}.wandb_tracker:WandbTracker",
-        "trackio": f"{_MODULE}.trackio_tracker:TrackioTracker",
-        "tensorboard": f"{_MODULE}.tensorboard_tracker:TensorboardTracker",
-        "mlflow": f"{_MODULE}.mlflow_tracker:MlflowTracker",
+        "wandb": f"{_MODULE}.packages:WandbTracker",
+        "trackio": f"{_MODULE}.packages:TrackioTracker",
+        "tensorboard": f"{_MODULE}.packages:TensorboardTracker",
+        "mlflow": f"{_MODULE}.packages:MlflowTracker",
     },
     group="agentrl.trackers",
     paths=True,
