@@ -55,7 +55,6 @@ def micro_batch(policy: PolicyModel, shape: ModelShape, tokens: int) -> None:
     [
         ("qwen2", {}, 1024, False),
         ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}, 2048, True),
-        ("gemma2", {"head_dim": 16, "tie_word_embeddings": True}, 1024, False),
     ],
 )
 def test_the_estimate_is_within_15_percent_of_the_bytes_of_a_real_step(
