@@ -20,8 +20,11 @@ Everything else is a bug and raises as it is.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from typing import ClassVar
+
+from agentrl_envs.registry import install_extra
 
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory"  # torch, CUDA, Triton, and NCCL's "Cuda failure 2 'out of memory'"
@@ -42,6 +45,12 @@ class SettingsError(AgentRLError):
     """What the user asked for cannot be done as asked; the message names the value, what is valid and the fix."""
 
     exit_code: ClassVar[int] = 2
+
+
+def require_package(package: str, *, extra: str, purpose: str) -> None:
+    """Raise SettingsError, with the command that installs ``extra``, if an optional package is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise SettingsError(f"{purpose} needs the package {package}: {install_extra(extra)}")
 
 
 class WorldError(AgentRLError):

@@ -343,7 +343,7 @@ def test_adapters_need_their_package(refused: Refused, monkeypatch: pytest.Monke
     found = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "peft" else found(name, *more))
     message = refused("train", "--config", "lora")
-    assert message == "model.lora.rank needs the package peft: pip install 'agentrl-trainer[lora]', or set it to 0"
+    assert message == "model.lora.rank needs the package peft: pip install 'agentrl-trainer[lora]'"
 
 
 def test_unknown_benchmarks(refused: Refused) -> None:

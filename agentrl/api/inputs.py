@@ -36,9 +36,8 @@ def problem_file(problems: Problems, folder: Path) -> Path:
 
     Raises SettingsError if there are no problems, if a row is not a mapping, or if a value cannot be stored as JSON.
     """
-    import pandas as pd
-
-    if isinstance(problems, pd.DataFrame):
+    pandas = sys.modules.get("pandas")  # whoever passes a frame has imported it
+    if pandas is not None and isinstance(problems, pandas.DataFrame):
         problems = problems.to_dict("records")
     if not isinstance(problems, Iterable):
         raise SettingsError(f"problems={problems!r:.100}: valid is {_VALID_PROBLEMS}")

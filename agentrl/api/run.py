@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import yaml
 
-from agentrl.errors import SettingsError
+from agentrl.errors import SettingsError, require_package
 from agentrl.evaluation.formats import Results
 from agentrl.evaluation.records.directory import EvaluationDirectory
 from agentrl.evaluation.records.transcript import Transcript
@@ -116,6 +116,7 @@ class Run:
         of :meth:`StoredTrajectory.columns`, ``group``, ``sample`` and ``realized_energy``; NaN where the step did not
         train on the trajectory. Raises SettingsError if the trajectories of ``step`` are not stored.
         """
+        require_package("pandas", extra="frames", purpose="Run.tokens")
         import pandas as pd
 
         stored = self.step(step)
@@ -147,6 +148,7 @@ class EvaluationRun:
     @property
     def scores(self) -> pd.DataFrame:
         """One row per benchmark: avg@n (``mean``), the interval for problems like these, problems and samples."""
+        require_package("pandas", extra="frames", purpose="EvaluationRun.scores")
         import pandas as pd
 
         rows = []
@@ -178,6 +180,7 @@ def _is_evaluation(row: Metrics) -> bool:
 
 
 def _frame(rows: list[Metrics]) -> pd.DataFrame:
+    require_package("pandas", extra="frames", purpose="a data frame of metrics")
     import pandas as pd
 
     return pd.DataFrame(rows).set_index("step") if rows else pd.DataFrame()

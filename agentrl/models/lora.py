@@ -5,7 +5,6 @@ A layer's weight W becomes W + (alpha / rank) B A. B starts at zero, so the adap
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from agentrl.errors import SettingsError
+from agentrl.errors import SettingsError, require_package
 from agentrl.models.settings import LoRASettings
-from agentrl_envs.registry import install_extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,8 +54,7 @@ def with_adapter(model: _Model, settings: LoRASettings) -> _Model:
 
 def check_peft() -> None:
     """Raise SettingsError if peft is not installed."""
-    if importlib.util.find_spec("peft") is None:
-        raise SettingsError(f"model.lora.rank needs the package peft: {install_extra('lora')}, or set it to 0")
+    require_package("peft", extra="lora", purpose="model.lora.rank")
 
 
 def target_layers(model: PreTrainedModel, settings: LoRASettings) -> list[str]:

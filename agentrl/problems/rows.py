@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from agentrl.errors import require_package
 from agentrl.problems.problem_errors import ProblemError, ProblemFileError
 
 Row = dict[str, object]
@@ -65,8 +66,10 @@ def read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
 def read_hub(name: str, *, split: str, subset: str | None, revision: str | None) -> Iterator[tuple[str, Row]]:
     """Yield ``(location, row)`` for each row of a Hugging Face data set, or of a local folder in one of its layouts.
 
-    Raises ProblemError if the data set, split or subset does not exist or cannot be reached.
+    Raises ProblemError if the data set, split or subset does not exist or cannot be reached, and SettingsError without
+    the extra ``hub``.
     """
+    require_package("datasets", extra="hub", purpose=f"data set {name!r}")
     import datasets
 
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 import agentrl
-from agentrl.errors import SettingsError
+from agentrl.errors import SettingsError, require_package
 from agentrl.lab.study.curves import RunCurve, StudyRecord, read_curve
 from agentrl.lab.study.figure import draw_study
 from agentrl.lab.study.queue import work_off
@@ -40,6 +40,7 @@ def study_command(
     Runs and report are stored in ``folder``, by default ``runs/NAME``. A run that has ended according to the record
     there is not repeated, even if its directory was deleted. Raises SettingsError or WorldError.
     """
+    require_package("scipy", extra="lab", purpose="agentrl study")  # before hours of runs, not at their report
     if file.suffix == ".json":
         record = read_record(file)
         record = record.model_copy(update={"study": record.study.with_baseline(baseline)})
