@@ -75,7 +75,7 @@ def test_a_plan_that_cannot_fit_says_what_would(seven: ModelShape) -> None:
         plan_for(seven, gpus(1, 40), required(8192))
     said = str(failure.value)
     assert "no setting trains Qwen/Qwen2.5-7B (7.62B parameters) with 8192 tokens on 1 GPU of 40 GB" in said
-    assert "what would fit: 8 GPUs of this memory, or 192 GB a GPU" in said
+    assert "what would fit: 4 GPUs of this memory, or 80 GB a GPU" in said
 
 
 def test_the_overlay_holds_settings_that_exist_and_loads(tmp_path: Path) -> None:
