@@ -197,12 +197,12 @@ def _cost(candidate: tuple[TrainingSetup, Placement]) -> tuple[bool, float]:
     return setup.lora_rank > 0, math.prod(factors)
 
 
-def _contexts(placement: Placement) -> int:
+def _contexts(placement: str) -> int:
     """Bytes of the CUDA contexts on a training GPU: a sleeping server keeps its own."""
     return 2 * CONTEXT if placement == "colocated" else CONTEXT
 
 
-def _largest_micro_batch(shape: ModelShape, setup: TrainingSetup, placement: Placement, memory: int) -> int:
+def _largest_micro_batch(shape: ModelShape, setup: TrainingSetup, placement: str, memory: int) -> int:
     """Tokens, a multiple of 1,024 up to 65,536, of the largest micro-batch that fits; 0 if none does."""
     sizes = [step * _TOKEN_STEP for step in range(_MOST_STEPS, 0, -1)]
     # The server's context and the rank's: a micro-batch may fill the rest.
