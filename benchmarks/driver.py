@@ -37,7 +37,7 @@ import numpy as np
 from made_tokens import GROUP, TURNS, made_record
 from scripted import ScriptedEngine, written
 
-from agentrl.kernels.attention import PackedRow, pack_row
+from agentrl.batch import Batch, MicroBatch
 from agentrl.models.tiny import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver
@@ -47,8 +47,8 @@ from agentrl.rollout.metrics import VersionClock, rollout_metrics
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.telemetry.trajectory_file import write_trajectories
-from agentrl.training.step.batching import pack
-from agentrl.trajectory import Batch, Group, Trajectory
+from agentrl.training.step.batching import fill
+from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.episode import Environment
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment
@@ -259,18 +259,12 @@ def step_costs(trajectories: int, tokens: int, measured: int) -> None:
     clock = VersionClock()
     stage("metrics", lambda: (rollout_metrics(made), clock.metrics(made)))
     units = [group.trajectories for group in made]
-    (plan,) = stage("plan", lambda: pack(units, 8 * tokens, ranks=1))
-    sent = stage("send plans", lambda: pickle.dumps(plan, protocol=5))
+    shares = stage("plan", lambda: fill(units, 8 * tokens, ranks=1))
+    packed = stage("pack", lambda: [MicroBatch.of(items) for (items,) in shares])
+    sent = stage("send plans", lambda: pickle.dumps(packed, protocol=5))
     received = stage("receive plans", lambda: pickle.loads(sent))
-    batches = stage("pad", lambda: [Batch.from_rows(micro.rows, pad_id=0) for micro in received])
-
-    def packed() -> list[PackedRow]:
-        lengths = [(one.prompt_lengths.tolist(), one.prompt_lengths + one.response_lengths) for one in batches]
-        parts = zip(batches, lengths, strict=True)
-        return [pack_row(one.input_ids, prompts, ends.tolist()) for one, (prompts, ends) in parts]
-
-    packed_rows = stage("pack rows", packed)
-    stage("lengths of rows for attention", lambda: [replace(row).bounds for row in packed_rows])
+    batches = stage("pad", lambda: [Batch.of(micro) for micro in received])
+    stage("lengths of rows for attention", lambda: [replace(one.row).bounds for one in batches])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.parquet"
         stage("write trajectories (beside training)", lambda: write_trajectories(path, (r.to_record() for r in rows)))

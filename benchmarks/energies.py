@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from agentrl.kernels.attention import pack_padded
 from agentrl.models.policy import PolicyModel
 
 
@@ -40,12 +41,13 @@ class Case:
         self.policy = PolicyModel(Qwen2ForCausalLM(config))
         self.ids = torch.randint(0, vocabulary, (rows, length))
         self.prompts = torch.full((rows,), length // 8)
-        self.responses = self.ids[:, length // 8 :]
-        runs = torch.arange(self.responses.shape[1]) // 32 % 2 == 0
-        self.mask = runs.expand_as(self.responses).clone()
+        responses = self.ids[:, length // 8 :]
+        runs = torch.arange(responses.shape[1]) // 32 % 2 == 0
+        self.mask = runs.expand_as(responses).clone()
+        self.packed = pack_padded(self.ids, self.prompts, self.mask)
 
     def training(self) -> None:
-        statistics_of, _ = self.policy(self.ids, self.prompts, self.responses, self.mask)
+        statistics_of, _ = self.policy(*self.packed)
         statistics_of.log_probs.mean().backward()
         self.policy.zero_grad()
 
@@ -57,7 +59,7 @@ class Case:
         parameters = list(self.policy.parameters())
         for row in range(self.ids.shape[0]):
             part = slice(row, row + 1)
-            tokens, _ = self.policy(self.ids[part], self.prompts[part], self.responses[part], self.mask[part])
+            tokens, _ = self.policy(*pack_padded(self.ids[part], self.prompts[part], self.mask[part]))
             gradients = torch.autograd.grad(tokens.log_probs.sum(), parameters)
             found.append(sum(item.square().sum() for item in gradients))
         return torch.stack(found)

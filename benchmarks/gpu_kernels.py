@@ -143,7 +143,7 @@ def _own_attention(device: torch.device) -> tuple[Attend, str]:
     """Attention as training computes it, and the backend that ``model.attention=auto`` chooses."""
     from transformers import Qwen2Config
 
-    from agentrl.kernels.attention import attend, pack_row
+    from agentrl.kernels.attention import AttentionPass, attend, lay_out, pack_row
     from agentrl.models.attention import choose_attention, register_attention
 
     register_attention()  # as a model does when it is loaded: it switches cuDNN's attention off
@@ -151,9 +151,10 @@ def _own_attention(device: torch.device) -> tuple[Attend, str]:
     backend = choose_attention("auto", config, dtype="bfloat16" if device.type == "cuda" else "float32")
 
     def own(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
-        ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64, device=device)
-        row = pack_row(ids, [1] * len(lengths), lengths, backend=backend, share_prompts=False)
-        return attend(row, *(one.transpose(0, 1)[None] for one in (query, key, value)))[0]
+        ids = torch.zeros(max(lengths), dtype=torch.int64, device="cpu")
+        row = pack_row(lay_out([(ids[:1], ids[1:length]) for length in lengths], share_prompts=False)).to(device)
+        now = AttentionPass(row=row, backend=backend)
+        return attend(now, *(one.transpose(0, 1)[None] for one in (query, key, value)))[0]
 
     return own, backend
 
@@ -289,7 +290,7 @@ def determinism(device: torch.device) -> Iterator[Figure | str]:
         _as_in_training(case.policy)
 
     def gradients() -> list[Tensor]:
-        found, _ = case.policy(case.ids, case.prompts, case.responses, case.mask)
+        found, _ = case.policy(*case.packed)
         loss = found.log_probs.mean() - 0.01 * found.entropy.mean()
         return [*torch.autograd.grad(loss, list(case.policy.parameters())), case.energies()]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from agentrl.errors import is_out_of_memory
 from agentrl.kernels import TokenStatistics
+from agentrl.kernels.attention import PackedRow, pack_padded
 from agentrl.models.attention import choose_attention
 from agentrl.models.head import ReferenceHead
 from agentrl.models.loading import checkpoint_layers
@@ -38,22 +39,22 @@ class PackedOrPadded(PolicyModel):
 
     def forward(
         self,
-        input_ids: Tensor,
-        prompt_lengths: Tensor,
-        response_ids: Tensor,
-        response_mask: Tensor,
+        row: PackedRow,
+        rows: Tensor,
+        columns: Tensor,
         temperature: float = 1.0,
         keep_hidden: bool = False,
         reference: ReferenceHead | None = None,
     ) -> tuple[TokenStatistics, Tensor | None]:
         if not self.padded:
-            return super().forward(
-                input_ids, prompt_lengths, response_ids, response_mask, temperature, keep_hidden, reference
-            )
-        rows, columns = response_mask.nonzero(as_tuple=True)
+            return super().forward(row, rows, columns, temperature, keep_hidden, reference)
+        prompts = int(row.prompt_ends[0]) + 1  # of equal lengths, and none is shared
+        lengths = torch.from_numpy(row.lengths).to(row.starts.device)
+        places = (row.starts - prompts)[:, None] + torch.arange(row.longest, device=row.starts.device)
+        input_ids = row.input_ids[0, torch.minimum(places, (row.starts - prompts + lengths - 1)[:, None])]
         states = self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state
-        selected = states[rows, prompt_lengths[rows] + columns - 1]
-        return self.head(selected, response_ids[rows, columns], temperature, reference), None
+        selected = states[rows, prompts + columns - 1]
+        return self.head(selected, row.tokens(rows, columns), temperature, reference), None
 
 
 def step_1_5b(device: torch.device) -> Iterator[Figure | str]:
@@ -169,7 +170,8 @@ def _step(engine: TrainingEngine[PackedOrPadded], shape: ModelShape, lengths: Se
     ids = torch.randint(0, shape.vocabulary, (len(lengths), longest), device=engine.device, generator=draw)
     counts = torch.tensor(lengths, device=engine.device) - prompt
     mask = torch.arange(longest - prompt, device=engine.device) < counts[:, None]
-    statistics, _ = engine(ids, torch.full((len(lengths),), prompt, device=engine.device), ids[:, prompt:], mask)
+    prompts = torch.full((len(lengths),), prompt, device=engine.device)
+    statistics, _ = engine(*pack_padded(ids, prompts, mask, share_prompts=False))
     engine.backward(statistics.log_probs.mean())
     engine.step()
 

@@ -70,7 +70,7 @@ def side(estimator: str, record: RolloutBatch) -> tuple[Trainer, RankPlan]:
         updates=10**6,
     )
     (plan,) = plan_step(record, settings, budget=MICRO_BATCH_TOKENS, ranks=1)
-    return Trainer(engine, settings, temperature=1.0, pad_id=0, fidelity_bound=1e9), plan
+    return Trainer(engine, settings, temperature=1.0, fidelity_bound=1e9), plan
 
 
 def timed(trainer: Trainer, plan: RankPlan) -> tuple[float, float]:

@@ -23,12 +23,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from agentrl.batch import Batch, MicroBatch
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tiny import tiny_config
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.step.batching import pack
-from agentrl.trajectory import Batch, Row, Segment, Trajectory
+from agentrl.training.step.batching import fill
+from agentrl.trajectory import Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
 
 VOCABULARY = 512
@@ -79,13 +80,12 @@ def memory(name: str) -> float:
 def packed(groups: Sequence[Sequence[Trajectory]], budget: int) -> Side:
     """All groups through the policy."""
     policy = PolicyModel(tiny_model())
-    (micro_batches,) = pack(groups, budget, ranks=1)
-    batches = [Batch.from_rows(micro.rows, pad_id=0) for micro in micro_batches]
+    batches = [Batch.of(MicroBatch.of(rows)) for (rows,) in fill(groups, budget, ranks=1)]
 
     def step() -> None:
         policy.zero_grad()
         for batch in batches:
-            found, _ = policy(batch.input_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask)
+            found, _ = policy(batch.row, batch.rows, batch.columns)
             found.log_probs.sum().backward()
 
     return step
@@ -100,7 +100,7 @@ def padded(groups: Sequence[Sequence[Trajectory]], budget: int) -> Side:
             bins[-1] += group
         else:
             bins.append([*group])
-    batches = [Batch.from_rows([*map(Row.of, rows)], pad_id=0) for rows in bins]
+    batches = [Batch.of(MicroBatch.of(rows)) for rows in bins]
 
     def states(batch: Batch) -> Tensor:
         hidden: Tensor = policy.backbone(input_ids=batch.input_ids, use_cache=False).last_hidden_state

@@ -26,6 +26,7 @@ import torch
 from live_bytes import LiveBytes
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from agentrl.kernels.attention import pack_padded
 from agentrl.models.loading import checkpoint_layers, keep_checkpoints_on_host
 from agentrl.models.lora import with_adapter
 from agentrl.models.policy import PolicyModel
@@ -210,8 +211,9 @@ def _engine(case: Case, shape: ModelShape) -> TrainingEngine[PolicyModel]:
 def micro_batch(engine: TrainingEngine[PolicyModel], shape: ModelShape, tokens: int) -> None:
     """Forward and backward of rows that are packed into one."""
     ids = torch.randint(0, shape.vocabulary, (_ROWS, tokens // _ROWS))
-    responses, lengths = ids[:, 4:].contiguous(), torch.full((_ROWS,), 4)
-    statistics, _ = engine(ids, lengths, responses, torch.ones_like(responses, dtype=torch.bool))
+    mask = torch.ones_like(ids[:, 4:], dtype=torch.bool)
+    packed = pack_padded(ids, torch.full((_ROWS,), 4), mask, multiple=engine.module.row_multiple)
+    statistics, _ = engine(*packed)
     engine.backward(statistics.log_probs.sum())
 
 

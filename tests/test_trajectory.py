@@ -1,16 +1,14 @@
-"""Segments, trajectories and batches: what they refuse, and what they hold, by hand."""
+"""Segments and trajectories: what they refuse, and what they hold, by hand."""
 
 from __future__ import annotations
 
 import json
 import math
-import pickle
 from typing import Any
 
 import pytest
-import torch
 
-from agentrl.trajectory import Batch, Group, Row, Segment, Trajectory, TrajectoryError
+from agentrl.trajectory import Group, Segment, Trajectory, TrajectoryError
 from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
 
 PROBLEM = Problem(id="toy-0", statement="2 + 3?", answer="5", source="toy", family="sums", setup="x = 1")
@@ -136,27 +134,3 @@ def test_a_group_without_some_keeps_the_others() -> None:
     group = Group(problem=PROBLEM, index=7, trajectories=(first, twin, last))
     # Identity counts, not equality: the twin stays.
     assert [id(item) for item in group.without([first]).trajectories] == [id(twin), id(last)]
-
-
-def test_a_batch_by_hand() -> None:
-    short = trajectory(model(5, reward=1.0, version=2), prompt_ids=(21, 22, 23), group=7, sample=1)
-    long = trajectory(model(1, 2), observed(8), model(3, version=1), prompt_ids=(11,), group=9)
-    batch = Batch.from_trajectories([short, long], pad_id=99, no_loss=frozenset({(9, 0)}))
-    assert batch.input_ids.tolist() == [[21, 22, 23, 5, 99], [11, 1, 2, 8, 3]]
-    assert batch.prompt_lengths.tolist() == [3, 1]
-    assert batch.response_ids.tolist() == [[5, 99, 99, 99], [1, 2, 8, 3]]
-    assert batch.response_mask.tolist() == [[True, False, False, False], [True, True, False, True]]
-    assert batch.loss_mask.tolist() == [[True, False, False, False], [False] * 4]
-    assert batch.rewards.tolist() == [[1.0, 0.0, 0.0, 0.0], [0.0] * 4]
-    torch.testing.assert_close(batch.rollout_log_probs, torch.tensor([[-0.5, 0, 0, 0], [-0.1, -0.2, 0, -0.3]]))
-    assert (batch.groups.tolist(), batch.versions.tolist()) == ([7, 9], [[2, -1, -1, -1], [0, 0, -1, 1]])
-    assert all(torch.equal(value, vars(batch)[name]) for name, value in vars(batch.to("cpu")).items())
-
-
-def test_a_row_takes_nine_bytes_a_token_and_survives_pickling() -> None:
-    turns = [part for _ in range(10) for part in (model(*range(1, 401)), observed(*range(400, 500)))]
-    whole = trajectory(*turns, prompt_ids=tuple(range(3, 103)), group=9, sample=2)
-    packed = pickle.dumps(Row.of(whole))
-    assert len(packed) < 9 * whole.length
-    there, here = Batch.from_rows([pickle.loads(packed)], pad_id=0), Batch.from_trajectories([whole], pad_id=0)
-    assert all(torch.equal(value, vars(there)[name]) for name, value in vars(here).items())

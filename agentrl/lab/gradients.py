@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import SettingsError
+from agentrl.kernels.attention import pack_padded
 from agentrl.lab.sample import ProblemSample
 from agentrl.models.policy import PolicyModel
 
@@ -116,14 +117,8 @@ class Gradients:
 
     def _forward(self, rows: Tensor, *, keep_hidden: bool) -> tuple[Tensor, Tensor | None]:
         batch = self._sample.batch
-        statistics, hidden = self._policy(
-            batch.input_ids[rows],
-            batch.prompt_lengths[rows],
-            batch.response_ids[rows],
-            batch.response_mask[rows],
-            self._temperature,
-            keep_hidden,
-        )
+        packed = pack_padded(batch.input_ids[rows], batch.prompt_lengths[rows], batch.response_mask[rows])
+        statistics, hidden = self._policy(*packed, self._temperature, keep_hidden)
         return statistics.log_probs, hidden
 
     def _backward(self, rows: Tensor, advantages: Sequence[Tensor]) -> list[Tensor]:

@@ -157,7 +157,6 @@ class _Bench:
         return look_at(
             self._policy,
             group,
-            pad_id=self._codec.pad_id,
             temperature=self._settings.rollout.temperature,
             budget=self._lab.micro_batch_tokens,
             greedy_return=greedy_return,

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms import AdvantageInputs, cross_energy, rollout_correction
+from agentrl.batch import Batch, MicroBatch, scatter_tokens
 from agentrl.kernels import TokenStatistics
-from agentrl.models.policy import PolicyModel, scatter_tokens
-from agentrl.trajectory import Batch, Group
+from agentrl.kernels.attention import pack_padded
+from agentrl.models.policy import PolicyModel
+from agentrl.trajectory import Group
 
 _OF_ONE_TOKEN = ("log_probs", "sum_pi_squared", "token_energy", "hidden_norm_squared")
 _TOKEN_VALUES = (*_OF_ONE_TOKEN, "cross_energy")
@@ -62,7 +64,6 @@ def look_at(
     policy: PolicyModel,
     group: Group,
     *,
-    pad_id: int,
     temperature: float,
     budget: int,
     greedy_return: float,
@@ -73,10 +74,10 @@ def look_at(
     ``correction`` holds options of `rollout_correction`, for trajectories that another policy sampled. The importance
     weights are then a factor of every energy.
     """
-    batch = Batch.from_trajectories(group.trajectories, pad_id=pad_id)
+    batch = Batch.of(MicroBatch.of(group.trajectories))
     alike = _alike(batch, weighted=correction is not None)
     distinct, inverse = alike.unique(return_inverse=True)
-    unique = Batch.from_trajectories([group.trajectories[row] for row in distinct.tolist()], pad_id=pad_id)
+    unique = Batch.of(MicroBatch.of([group.trajectories[row] for row in distinct.tolist()]))
     blocks = list(row_blocks(unique, budget))
     tokens = {name: torch.zeros(unique.response_mask.shape) for name in _OF_ONE_TOKEN}
     for rows in blocks:
@@ -121,14 +122,8 @@ def _alike(batch: Batch, *, weighted: bool) -> Tensor:
 def _statistics(
     policy: PolicyModel, batch: Batch, rows: slice, temperature: float
 ) -> tuple[TokenStatistics, Tensor | None]:
-    result: tuple[TokenStatistics, Tensor | None] = policy(
-        batch.input_ids[rows],
-        batch.prompt_lengths[rows],
-        batch.response_ids[rows],
-        batch.response_mask[rows],
-        temperature,
-        True,
-    )
+    packed = pack_padded(batch.input_ids[rows], batch.prompt_lengths[rows], batch.response_mask[rows])
+    result: tuple[TokenStatistics, Tensor | None] = policy(*packed, temperature, True)
     return result
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentrl.errors import SettingsError
 from agentrl.kernels import KernelInputError
-from agentrl.kernels.attention import AttentionBackend, attend, current_row
+from agentrl.kernels.attention import AttentionBackend, attend, current_pass
 from agentrl.kernels.attention.packed import capped_attention
 from agentrl.kernels.attention.variants import torch_varlen, varlen_kernel
 
@@ -39,19 +39,19 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention function in the signature that `transformers` requires.
 
-    Inside :meth:`.PackedRow.states`, each document of the row attends to itself only. Elsewhere it applies the mask as
+    Inside :func:`.packed_states`, each document of the row attends to itself only. Elsewhere it applies the mask as
     `sdpa` does, and caps scores with ``softcap``.
     """
-    packed_row = current_row()
+    now = current_pass()
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise SettingsError(f"model.path: {type(module).__name__} adds sinks or biases to its scores: not supported")
-    if packed_row is not None:
-        packed_row.layers.add(id(module))
-        obstacle = length_obstacle(module.config, max(packed_row.lengths))
+    if now is not None:
+        now.layers.add(id(module))
+        obstacle = length_obstacle(module.config, now.row.longest)
         if obstacle is not None:
             raise SettingsError(obstacle)
         window = _checked_window(module, sliding_window)
-        return attend(packed_row, query, key, value, scale=scaling, window=window, cap=softcap), None
+        return attend(now, query, key, value, scale=scaling, window=window, cap=softcap), None
     if attention_mask is not None and attention_mask.numel() == 1 and query.shape[2] > 1:
         raise KernelInputError(
             "a checkpointed layer is recomputed outside its packed row: enable gradient checkpointing with "

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from agentrl.errors import SettingsError, is_out_of_memory
 from agentrl.kernels import KernelInputError
+from agentrl.kernels.attention import pack_padded
 from agentrl.models.attention import ATTENTION, packing_obstacle, register_attention, use_attention
 from agentrl.models.dropout import switch_off_dropout
 from agentrl.models.policy import PolicyModel
@@ -134,7 +135,7 @@ def packed_log_probs(policy: PolicyModel, rows: Sequence[Tensor]) -> Tensor:
     prompts = input_ids.new_full((len(rows),), _PROMPT)
     lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
     mask = torch.arange(_PROMPT, input_ids.shape[1], device=input_ids.device) < lengths[:, None]  # [2, T]
-    statistics, _ = policy(input_ids, prompts, input_ids[:, _PROMPT:], mask)
+    statistics, _ = policy(*pack_padded(input_ids, prompts, mask, multiple=policy.row_multiple))
     log_probs: Tensor = statistics.log_probs
     return log_probs
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from agentrl.errors import SettingsError
 from agentrl.kernels import Backend, TokenStatistics, trajectory_energies, triton_obstacle
-from agentrl.kernels.attention import AttentionBackend, PackedRow, SequenceGroup, pack_row
+from agentrl.kernels.attention import AttentionBackend, PackedRow, SequenceGroup, packed_states, part_of
 from agentrl.models.anatomy import take_apart
 from agentrl.models.attention import use_packed_attention
 from agentrl.models.head import FusedHead, ReferenceHead
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class PolicyModel(nn.Module):
     """A causal language model of `transformers` whose head is a :class:`FusedHead`.
 
-    It reads a batch as one row without padding, in which equal prompts stand once.
+    It reads trajectories as one row without padding, in which equal prompts stand once.
     """
 
     def __init__(
@@ -58,58 +58,54 @@ class PolicyModel(nn.Module):
         """The transformer, which gives the states after the last norm."""
         return self.causal_lm.get_decoder()
 
+    @property
+    def row_multiple(self) -> int:
+        """The number that divides the tokens of every row: the ranks that share rows."""
+        return 1 if self.sequence is None else self.sequence.size
+
     def forward(
         self,
-        input_ids: Tensor,
-        prompt_lengths: Tensor,
-        response_ids: Tensor,
-        response_mask: Tensor,
+        row: PackedRow,
+        rows: Tensor,
+        columns: Tensor,
         temperature: float = 1.0,
         keep_hidden: bool = False,
         reference: ReferenceHead | None = None,
     ) -> tuple[TokenStatistics, Tensor | None]:
-        """Statistics of the tokens where ``response_mask`` is True, in row-major order: each [N].
+        """Return the statistics of N response tokens of a packed row, each [N].
 
-        ``input_ids`` [B, S] left aligned, ``prompt_lengths`` [B], ``response_ids`` and ``response_mask`` [B, T].
-        The second value is the hidden states of those tokens, detached, if ``keep_hidden``: [N, D], or where ranks
-        share the row [n, D] of this rank's. With a ``reference``, of the same tokens, the statistics hold the
-        divergence from it.
+        Token n is the one at ``columns[n]`` of the response of document ``rows[n]``, both [N] int64. The second value
+        is the hidden states that predict these tokens, detached, if ``keep_hidden``: [N, D], or where ranks share the
+        row [n, D] of those that this rank computes (:meth:`held_tokens`). With a ``reference``, of the same tokens, the
+        statistics contain the divergence from it.
         """
-        row, places = self._packed(input_ids, prompt_lengths, response_mask)
         layers = self.causal_lm.config.get_text_config().num_hidden_layers
-        states, targets = row.states(self.backbone, layers=layers), response_ids[response_mask]
+        states = packed_states(
+            row, self.backbone, layers=layers, backend=self.attention, sequence=self.sequence
+        )  # [l, D]
+        indices, targets = row.predicting(rows, columns), row.tokens(rows, columns)
         if self.sequence is None:
-            selected = states[places]  # [N, D]
+            selected = states[indices]  # [N, D]
             statistics = self.head(selected, targets, temperature, reference)
             return statistics, selected.detach() if keep_hidden else None
-        numbers, own = row.held(places)
-        selected, targets = states[_at_least_one(own)], targets[_at_least_one(numbers)]
-        statistics = self.head(selected, targets, temperature, reference)
-        return _gathered(statistics, numbers, len(places), self.sequence), selected.detach() if keep_hidden else None
+        numbers = self.held_tokens(row, rows, columns)
+        assert numbers is not None  # ranks share the row
+        held = _at_least_one(numbers)
+        # A rank without tokens computes one that counts nowhere, to take part in collectives.
+        own = (indices[held] - part_of(row, self.sequence).start).clamp(min=0, max=len(states) - 1)
+        selected = states[own]
+        statistics = self.head(selected, targets[held], temperature, reference)
+        return _gathered(statistics, numbers, len(indices), self.sequence), selected.detach() if keep_hidden else None
 
-    def held_tokens(self, input_ids: Tensor, prompt_lengths: Tensor, response_mask: Tensor) -> Tensor | None:
-        """The numbers [n] of the model tokens whose states :meth:`forward` keeps on this rank; None: of all.
+    def held_tokens(self, row: PackedRow, rows: Tensor, columns: Tensor) -> Tensor | None:
+        """Return the numbers [n] of the tokens whose states this rank computes; None: all of them.
 
-        It keeps one state where there are none, so that every rank does the same work.
+        :meth:`forward` keeps one state where there are none, so that every rank does the same work.
         """
         if self.sequence is None:
             return None
-        row, places = self._packed(input_ids, prompt_lengths, response_mask)
-        return row.held(places)[0]
-
-    def _packed(self, input_ids: Tensor, prompt_lengths: Tensor, response_mask: Tensor) -> tuple[PackedRow, Tensor]:
-        """The batch as one row, and where the states stand in it that the statistics of its N model tokens come from.
-
-        What the last model token is followed by, and that token itself, predict nothing that is asked for.
-        """
-        rows, columns = response_mask.nonzero(as_tuple=True)
-        steps = torch.arange(response_mask.shape[1], device=response_mask.device)
-        read = prompt_lengths + torch.where(response_mask, steps, 0).amax(-1)  # [B]
-        row = pack_row(
-            input_ids, prompt_lengths.tolist(), read.tolist(), backend=self.attention, sequence=self.sequence
-        )
-        # The statistics of the token at position t come from the state at t - 1.
-        return row, row.places[rows, prompt_lengths[rows] + columns - 1]
+        part, indices = part_of(row, self.sequence), row.predicting(rows, columns)
+        return ((indices >= part.start) & (indices < part.stop)).nonzero().squeeze(-1)
 
     def trajectory_energies(
         self,
@@ -169,8 +165,3 @@ def _gathered(own: TokenStatistics, numbers: Tensor, total: int, sequence: Seque
 def _check_triton(obstacle: str | None) -> None:
     if obstacle is not None:
         raise SettingsError(f"training.head_backend=triton {obstacle}; set training.head_backend=auto")
-
-
-def scatter_tokens(values: Tensor, mask: Tensor) -> Tensor:
-    """Per-token values [N] in row-major order to [B, T], zero where ``mask`` is False. Differentiable."""
-    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)

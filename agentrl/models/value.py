@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from agentrl.kernels.attention import AttentionBackend, SequenceGroup, pack_row
+from agentrl.kernels.attention import AttentionBackend, PackedRow, SequenceGroup, packed_states, part_of
 from agentrl.models.attention import use_packed_attention
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class ValueModel(nn.Module):
     """The transformer of a causal language model, whose own head is left out, under a linear value head.
 
-    The head starts at zero, so every value does. It reads a batch as one row without padding.
+    The head starts at zero, so every value does. It reads trajectories as one row without padding.
     """
 
     def __init__(
@@ -38,21 +38,22 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def forward(self, input_ids: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> Tensor:
-        """Values [B, T + 1], float32 or wider: at t the value of the state before response token t.
+    def forward(self, row: PackedRow, steps: int) -> Tensor:
+        """Return the values [B, steps + 1] of a packed row's B documents, float32 or wider.
 
-        ``input_ids`` [B, S] left aligned, ``prompt_lengths`` and ``response_lengths`` [B], the longest T. The value
-        after a response of L tokens is at index L. Positions past it are meaningless.
+        The value at t is that of the state before response token t. After a response of L tokens it is at index L.
+        Positions past it are meaningless.
         """
-        lengths = (prompt_lengths + response_lengths).tolist()
-        row = pack_row(input_ids, prompt_lengths.tolist(), lengths, backend=self._attention, sequence=self._sequence)
-        columns = prompt_lengths[:, None] - 1 + torch.arange(int(response_lengths.max()) + 1, device=input_ids.device)
-        places = row.places.gather(1, columns.clamp(max=row.places.shape[1] - 1))  # [B, T + 1]
-        states = row.states(self.backbone, layers=self._layers)
+        states = packed_states(
+            row, self.backbone, layers=self._layers, backend=self._attention, sequence=self._sequence
+        )
+        rows = torch.arange(len(row.starts), device=states.device)
+        columns = torch.arange(steps + 1, device=states.device)
+        indices = row.predicting(rows[:, None], columns)  # [B, steps + 1]
         if self._sequence is None:
-            values: Tensor = self.value_head(states[places]).squeeze(-1)
+            values: Tensor = self.value_head(states[indices]).squeeze(-1)
         else:
-            every = torch.arange(row.input_ids.shape[1], device=input_ids.device)
+            every = torch.arange(row.input_ids.shape[1], device=states.device)
             own = self.value_head(states).squeeze(-1)
-            values = self._sequence.gather(own, every[row.part], len(every))[places]
+            values = self._sequence.gather(own, every[part_of(row, self._sequence)], len(every))[indices]
         return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values

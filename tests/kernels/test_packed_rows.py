@@ -13,7 +13,7 @@ from kernels.gpu_attention import stand_in
 from torch import Tensor
 
 from agentrl.kernels import KernelInputError
-from agentrl.kernels.attention import PackedRow, Stretch, attend, pack_row, variants
+from agentrl.kernels.attention import AttentionPass, PackedRow, attend, pack_padded, variants
 
 pytestmark = pytest.mark.on_device
 
@@ -29,53 +29,63 @@ def documents(draw: random.Random, count: int) -> tuple[Tensor, list[int], list[
     return ids, [len(prompt) for prompt, _ in made], lengths
 
 
+def packed(documents: tuple[Tensor, list[int], list[int]], *, share_prompts: bool = True) -> PackedRow:
+    """The row of documents whose response tokens all count."""
+    ids, prompts, lengths = documents
+    starts = torch.tensor(prompts)
+    mask = torch.arange(ids.shape[1]) < (torch.tensor(lengths) - starts)[:, None]
+    return pack_padded(ids, starts, mask, share_prompts=share_prompts)[0]
+
+
+def indices_of(row: PackedRow, prompts: list[int], lengths: list[int]) -> list[list[int]]:
+    """Where in the row the tokens of each document are."""
+    places = zip(row.prompt_ends.tolist(), row.starts.tolist(), prompts, lengths, strict=True)
+    return [
+        [*range(end - prompt + 1, end + 1), *range(start, start + length - prompt)]
+        for end, start, prompt, length in places
+    ]
+
+
 @given(st.integers(0, 10**6), st.integers(1, 9), st.booleans())
 def test_every_document_finds_its_tokens_and_positions(seed: int, count: int, share: bool) -> None:
     ids, prompts, lengths = documents(random.Random(seed), count)
-    row = pack_row(ids, prompts, lengths, share_prompts=share)
-    for document, length in enumerate(lengths):
-        places = row.places[document]
-        assert torch.equal(row.input_ids[0, places[:length]], ids[document, :length])
-        assert row.position_ids[0, places[:length]].tolist() == list(range(length))
-        assert (places[length:] == places[length - 1]).all()
+    row = packed((ids, prompts, lengths), share_prompts=share)
+    for document, places in enumerate(indices_of(row, prompts, lengths)):
+        assert row.input_ids[0, places].tolist() == ids[document, : lengths[document]].tolist()
+        assert row.position_ids[0, places].tolist() == list(range(lengths[document]))
     rests = sum(lengths) - sum(prompts)
     distinct = {tuple(line[:count]) for line, count in zip(ids.tolist(), prompts, strict=True)}
     assert row.input_ids.shape[1] == rests + (sum(map(len, distinct)) if share else sum(prompts))
-    assert [one.start for one in row.segments] == [0, *(one.stop for one in row.segments[:-1])]
+    assert row.lengths.sum() == row.input_ids.shape[1]
+    assert row.longest == max(lengths)
     tables, numbers = row.calls
     assert torch.equal(torch.cat([one.flatten() for one in tables])[numbers], torch.arange(len(numbers)))
 
 
 def test_segments_name_the_prompt_that_they_follow() -> None:
-    ids = torch.tensor([[7, 8, 1], [7, 8, 2], [5, 6, 0]])
-    row = pack_row(ids, [2, 2, 1], [3, 3, 2])
-    assert row.segments == (
-        Stretch(start=0, stop=2),
-        Stretch(start=2, stop=3, prefix=(0, 2)),
-        Stretch(start=3, stop=4, prefix=(0, 2)),
-        Stretch(start=4, stop=6),
-    )
+    documents = torch.tensor([[7, 8, 1], [7, 8, 2], [5, 6, 0]]), [2, 2, 1], [3, 3, 2]
+    row = packed(documents)
+    assert (row.lengths.tolist(), row.continued.tolist()) == ([2, 1, 1, 2], [0, 0, 0, 3])
     bounds = row.bounds
-    assert bounds.places is not None
-    assert bounds.places.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5]
+    assert bounds.indices is not None
+    assert bounds.indices.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5]
     assert (bounds.queries.tolist(), bounds.keys.tolist()) == ([0, 2, 3, 4, 6], [0, 2, 5, 8, 10])
     assert (bounds.most_queries, bounds.most_keys) == (2, 3)
-    assert pack_row(ids, [2, 2, 1], [3, 3, 2], share_prompts=False).bounds.places is None
+    assert packed(documents, share_prompts=False).bounds.indices is None
 
 
 def one_at_a_time(
-    row: PackedRow, query: Tensor, key: Tensor, value: Tensor, window: int | None, cap: float | None
+    documents: list[list[int]], query: Tensor, key: Tensor, value: Tensor, window: int | None, cap: float | None
 ) -> Tensor:
     """[1, L, H, E] by a product of each document alone."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     result = torch.zeros_like(query)
-    for places, length in zip(row.places, row.lengths, strict=True):
-        own = places[:length]
+    for own in documents:
         scores = 0.4 * query[:, :, own] @ key[:, :, own].mT
         scores = scores if cap is None else cap * torch.tanh(scores / cap)
-        apart = torch.arange(length)[:, None] - torch.arange(length)
-        seen = (apart >= 0) & (apart < (window or length))
+        apart = torch.arange(len(own))[:, None] - torch.arange(len(own))
+        seen = (apart >= 0) & (apart < (window or len(own)))
         result[:, :, own] = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1) @ value[:, :, own]
     return result.transpose(1, 2)
 
@@ -90,17 +100,18 @@ def test_attention_is_that_of_each_document_alone(
     stand_in(monkeypatch, torch_kernel=torch_kernel)
     backend = "flash" if torch_kernel else backend
     ids, prompts, lengths = documents(random.Random(seed), 7)
-    row = pack_row(ids, prompts, lengths, backend=backend)
+    row = packed((ids, prompts, lengths))
+    now = AttentionPass(row=row, backend=backend)
     torch.manual_seed(seed)
     query = torch.randn(1, 4, row.input_ids.shape[1], 8, dtype=torch.float64)
     key, value = torch.randn(2, 1, 2, row.input_ids.shape[1], 8, dtype=torch.float64)
     inputs = [states.requires_grad_() for states in (query, key, value)]
     if torch_kernel and cap is not None:
         with pytest.raises(KernelInputError, match="caps no scores"):
-            attend(row, *inputs, scale=0.4, window=window, cap=cap)
+            attend(now, *inputs, scale=0.4, window=window, cap=cap)
         return
-    found = attend(row, *inputs, scale=0.4, window=window, cap=cap)
-    wanted = one_at_a_time(row, *inputs, window, cap)
+    found = attend(now, *inputs, scale=0.4, window=window, cap=cap)
+    wanted = one_at_a_time(indices_of(row, prompts, lengths), *inputs, window, cap)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     gradient = torch.randn(found.shape, dtype=torch.float64)
     for one, other in zip(*(torch.autograd.grad(made, inputs, gradient) for made in (found, wanted)), strict=True):
@@ -108,15 +119,15 @@ def test_attention_is_that_of_each_document_alone(
 
 
 def test_a_change_in_one_document_changes_no_other_by_one_bit() -> None:
-    ids, prompts, lengths = documents(random.Random(4), 9)
-    row = pack_row(ids, prompts, lengths)
+    row = packed(documents(random.Random(4), 9))
+    now = AttentionPass(row=row, backend="sdpa")
     query, key, value = torch.randn(3, 1, 4, row.input_ids.shape[1], 8).unbind()
-    before = attend(row, query, key, value)
-    own = next(one for one in row.segments if one.prefix is not None)
-    changed = slice(own.start, own.stop)
+    before = attend(now, query, key, value)
+    own = int(row.before.argmax())  # a segment that continues a shared prompt
+    changed = slice(int(row.segment_starts[own]), int(row.segment_starts[own] + row.lengths[own]))
     for states in (query, key, value):
         states[:, :, changed] = torch.nan
-    after = attend(row, query, key, value)
+    after = attend(now, query, key, value)
     others = torch.ones(row.input_ids.shape[1], dtype=torch.bool)
     others[changed] = False
     assert torch.equal(after[:, others], before[:, others])
@@ -132,10 +143,11 @@ def test_a_layer_is_one_call_that_copies_nothing_to_the_device(monkeypatch: pyte
 
     monkeypatch.setattr(variants, "varlen_kernel", lambda: counting)
     for seed in range(3):
-        row = pack_row(*documents(random.Random(seed), 9), backend="flash")
+        row = packed(documents(random.Random(seed), 9))
+        now = AttentionPass(row=row, backend="flash")
         layers = 4
         for _ in range(layers):
-            attend(row, *torch.randn(3, 1, 4, row.input_ids.shape[1], 8).unbind())
+            attend(now, *torch.randn(3, 1, 4, row.input_ids.shape[1], 8).unbind())
         own, calls[:] = list(calls), []
         assert len(own) == layers
         # The same tensors in every layer: the lengths were copied once.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms import AdvantageInputs, compute_advantages
+from agentrl.batch import Batch, MicroBatch
 from agentrl.errors import SettingsError
 from agentrl.lab.choices import advantages_in, draw_groups, read_choices
 from agentrl.lab.gradients import Gradients, GroupProducts
@@ -19,7 +20,7 @@ from agentrl.lab.sample import ProblemSample, inputs_of, look_at, row_blocks, un
 from agentrl.lab.settings import LabSettings
 from agentrl.lab.truth import TrueGradient, covariance_product
 from agentrl.models.policy import PolicyModel
-from agentrl.trajectory import Batch, Group, Segment, Trajectory
+from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
 
 VOCABULARY = 3
@@ -106,7 +107,7 @@ def slow_gradient(policy: PolicyModel, sample: ProblemSample, rows: list[int], a
 def test_micro_batches_count_no_padding() -> None:
     """Rows of 3, 3, 31, 3 and 3 tokens, padded to 31."""
     rows = [make_trajectory(place, ((0,) * (count - 1),), 0.0) for place, count in enumerate((2, 2, 30, 2, 2))]
-    batch = Batch.from_trajectories(make_group(rows).trajectories, pad_id=0)
+    batch = Batch.of(MicroBatch.of(make_group(rows).trajectories))
     assert (batch.prompt_lengths + batch.response_lengths).tolist() == [3, 3, 31, 3, 3]
     for budget, blocks in ((43, [(0, 5)]), (37, [(0, 3), (3, 5)]), (8, [(0, 2), (2, 3), (3, 5)]), (1, 5)):
         found = [(block.start, block.stop) for block in row_blocks(batch, budget)]

@@ -19,6 +19,7 @@ from rollout.fakes import played
 from torch import Tensor
 
 from agentrl.algorithms import HeadVarianceAccumulator
+from agentrl.batch import Batch, MicroBatch
 from agentrl.kernels import TokenStatistics
 from agentrl.kernels.attention import AttentionBackend, SequenceGroup
 from agentrl.models.head import ReferenceHead
@@ -27,7 +28,7 @@ from agentrl.models.lora import is_factor, with_adapter
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import LoRASettings
 from agentrl.models.value import ValueModel
-from agentrl.trajectory import Batch, Segment
+from agentrl.trajectory import Segment
 
 WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 
@@ -62,7 +63,7 @@ CASES = {
 }
 
 
-def batch_of(case: Case) -> Batch:
+def batch_of(case: Case, *, ranks: int) -> Batch:
     """Trajectories of one turn before an observation and one after it; the first two prompts of three tokens agree."""
     draw = random.Random(9)
 
@@ -80,7 +81,7 @@ def batch_of(case: Case) -> Batch:
             segments.append(Segment(origin="observation", token_ids=tokens(2), text=""))
             segments.append(segment(tokens(response - response // 2 - 2)))
         rows.append(played(prompt_ids=shared if prompt == 3 else tokens(prompt), segments=tuple(segments)))
-    return Batch.from_trajectories(rows, pad_id=0)
+    return Batch.of(MicroBatch.of(rows), multiple=ranks)
 
 
 def model_of(case: Case, *, seed: int = 0) -> Any:
@@ -106,11 +107,11 @@ def loss_of(statistics: TokenStatistics) -> Tensor:
 
 def found_by(case: Case, sequence: SequenceGroup | None) -> dict[str, Any]:
     """Statistics, values, energies and this rank's gradients."""
-    batch, model = batch_of(case), model_of(case)
+    batch, model = batch_of(case, ranks=1 if sequence is None else sequence.size), model_of(case)
     policy = PolicyModel(model, attention=case.attention, sequence=sequence)
     other = PolicyModel(model_of(case, seed=1), attention=case.attention, sequence=sequence)
     places = (batch.input_ids, batch.prompt_lengths, batch.response_mask)
-    inputs = (batch.input_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask)
+    inputs = (batch.row, batch.rows, batch.columns)
     with torch.no_grad():
         _, states = other(*inputs, temperature=0.7, keep_hidden=True)
     reference = ReferenceHead(
@@ -120,11 +121,11 @@ def found_by(case: Case, sequence: SequenceGroup | None) -> dict[str, Any]:
     loss_of(statistics).backward()
     critic = ValueModel(model_of(case), attention=case.attention, sequence=sequence)
     torch.nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(2))
-    values = critic(batch.input_ids, batch.prompt_lengths, batch.response_lengths)
+    values = critic(batch.row, batch.response_mask.shape[1])
     counted = torch.arange(values.shape[1]) <= batch.response_lengths[:, None]
     torch.where(counted, values.square(), 0.0).sum().backward()
     found: dict[str, Any] = {name: value.detach() for name, value in vars(statistics).items()}
-    held = policy.held_tokens(*places)
+    held = policy.held_tokens(*inputs)
     own = hidden if held is None else hidden[: len(held)]
     if sequence is not None:
         hidden = sequence.gather(own, held, len(statistics.log_probs))

@@ -10,6 +10,7 @@ from models.architectures import SHAPES, build_tiny
 from rollout.fakes import byte_codec, played
 
 from agentrl.algorithms import HeadVarianceAccumulator
+from agentrl.batch import Batch, MicroBatch
 from agentrl.errors import SettingsError
 from agentrl.models.anatomy import LogitMap, take_apart
 from agentrl.models.head import ReferenceHead
@@ -18,7 +19,7 @@ from agentrl.models.value import ValueModel
 from agentrl.rollout.engines.base import Sampling
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.trajectory import Batch, Segment
+from agentrl.trajectory import Segment
 
 TEMPERATURE = 0.7
 KINDS = sorted(SHAPES)
@@ -32,12 +33,12 @@ def batch() -> Batch:
         )
 
     rows = [played(prompt_ids=prompt, segments=(segment(response),)) for prompt, response in ROWS]
-    return Batch.from_trajectories(rows, pad_id=0)
+    return Batch.of(MicroBatch.of(rows))
 
 
 def forward_inputs() -> tuple[torch.Tensor, ...]:
     data = batch()
-    return data.input_ids, data.prompt_lengths, data.response_ids, data.response_mask
+    return data.row, data.rows, data.columns
 
 
 def plain(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,7 +167,7 @@ async def test_what_the_engine_says_is_what_training_says(kind: str, attention: 
 def test_a_critic_stands_on_any_of_them(kind: str) -> None:
     data = batch()
     critic = ValueModel(build_tiny(kind))
-    values = critic(data.input_ids, data.prompt_lengths, data.response_lengths)
+    values = critic(data.row, 5)
     assert values.shape == (3, 6)
     values.sum().backward()
 

@@ -11,6 +11,7 @@ from kernels.cases import seeded
 from pydantic import ValidationError
 from torch import Tensor
 
+from agentrl.kernels.attention import pack_padded
 from agentrl.models import loading
 from agentrl.models.loading import read_model
 from agentrl.models.lora import with_adapter
@@ -71,14 +72,14 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 
 def gradients(causal_lm: Any, *, critic: bool = False) -> list[Tensor]:
     ids, prompts, responses = batch()
+    longest = int(responses.max())
+    packed = pack_padded(ids, prompts, torch.arange(longest) < responses[:, None])
     if critic:
         value = ValueModel(causal_lm).to(torch.get_default_device())
         torch.nn.init.ones_(value.value_head.weight)
-        value(ids, prompts, responses).square().sum().backward()
+        value(packed[0], longest).square().sum().backward()
     else:
-        steps = torch.arange(int(responses.max()))
-        columns = (prompts[:, None] + steps).clamp(max=ids.shape[1] - 1)
-        found, _ = PolicyModel(causal_lm)(ids, prompts, ids.gather(1, columns), steps < responses[:, None])
+        found, _ = PolicyModel(causal_lm)(*packed)
         (found.log_probs.sum() + found.entropy.sum()).backward()
     return [item.grad for item in causal_lm.parameters() if item.grad is not None]
 
@@ -90,7 +91,7 @@ def test_no_bit_of_a_gradient_changes(folder: Path, moved: list[Tensor], critic:
     offloaded = gradients(model(folder, offload=True, lora=lora), critic=critic)
     assert len(plain) == len(offloaded) > LAYERS
     assert all(torch.equal(one, other) for one, other in zip(plain, offloaded, strict=True))
-    tokens = sum(LENGTHS) - PROMPTS[1] - (0 if critic else len(LENGTHS))
+    tokens = sum(LENGTHS) - PROMPTS[1]
     inputs = [item for item in moved if item.shape == (1, tokens, WIDTH)]
     assert len(inputs) >= LAYERS  # of each layer, and what the last norm keeps
     assert sum(item.numel() for item in moved) < (LAYERS + 5) * tokens * WIDTH  # and nothing from inside a layer

@@ -12,6 +12,7 @@ from transformers import AutoConfig, logging
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from agentrl.errors import SettingsError
+from agentrl.kernels.attention import pack_padded
 from agentrl.models.attention import register_attention
 from agentrl.models.exactness import check_architecture, check_policy, parameters, random_model, small_config, two_rows
 from agentrl.models.loading import checkpoint_layers
@@ -86,7 +87,7 @@ def compare_with_own_gradients(config: Any) -> None:
     wanted = torch.cat(parts)
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     mask = torch.arange(prompt, max(lengths)) < torch.tensor(lengths)[:, None]
-    found = policy(ids, torch.tensor([prompt, prompt]), ids[:, prompt:], mask)[0].log_probs
+    found = policy(*pack_padded(ids, torch.tensor([prompt, prompt]), mask))[0].log_probs
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
     weights = torch.linspace(-1, 2, len(wanted))  # every token weighs something else
     gradients(found, weights, policy.causal_lm)
@@ -138,7 +139,7 @@ def test_layers_that_drop_keyword_arguments_train_when_they_are_recomputed(kind:
         model = random_model(config, attention=register_attention(), like=own).train()
         if checkpointed:
             checkpoint_layers(model)
-        PolicyModel(model)(ids, torch.tensor([5, 5]), ids[:, 5:], mask)[0].log_probs.square().sum().backward()
+        PolicyModel(model)(*pack_padded(ids, torch.tensor([5, 5]), mask))[0].log_probs.square().sum().backward()
         found.append(gradients_of(model))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import SettingsError
+from agentrl.kernels.attention import pack_padded
 from agentrl.models.loading import checkpoint_layers
 from agentrl.models.lora import adapter_off, is_factor, with_adapter, write_adapter
 from agentrl.models.policy import PolicyModel
@@ -150,12 +151,12 @@ def test_exact_energies_are_those_of_the_adapters(kind: str, checkpointed: bool)
         checkpoint_layers(model)
         model.train()
     policy = PolicyModel(model)
-    ids, lengths, response, mask = batch()
+    ids, lengths, _, mask = batch()
     found = policy.trajectory_energies(ids, lengths, mask, temperature=0.8)
     learning = [value for value in model.parameters() if value.requires_grad]
     for row in range(len(ids)):
         own = slice(row, row + 1)
-        statistics, _ = policy(ids[own], lengths[own], response[own], mask[own], temperature=0.8)
+        statistics, _ = policy(*pack_padded(ids[own], lengths[own], mask[own]), temperature=0.8)
         gradients = torch.autograd.grad(statistics.log_probs.sum(), learning)
         expected = sum(item.double().square().sum() for item in gradients)
         torch.testing.assert_close(found[row].double(), expected, rtol=1e-4, atol=0.0)

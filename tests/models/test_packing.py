@@ -13,8 +13,10 @@ from models.architectures import build_tiny, write_tiny
 from rollout.fakes import played
 from torch import Tensor
 
+from agentrl.batch import Batch, MicroBatch
 from agentrl.errors import SettingsError
 from agentrl.kernels import KernelInputError
+from agentrl.kernels.attention import pack_padded
 from agentrl.kernels.attention.variants import torch_varlen
 from agentrl.models import attention as attention_module
 from agentrl.models.attention import attention_length, choose_attention, length_obstacle, register_attention
@@ -22,7 +24,7 @@ from agentrl.models.loading import checkpoint_layers, read_config, read_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
 from agentrl.models.value import ValueModel
-from agentrl.trajectory import Batch, Segment
+from agentrl.trajectory import Segment
 
 WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 MODELS: dict[str, dict[str, Any]] = {
@@ -53,7 +55,7 @@ def conversation(draw: random.Random, prompt: tuple[int, ...]) -> Any:
 def conversations(seed: int, rows: int = 7) -> Batch:
     draw = random.Random(seed)
     prompts = [tuple(draw.randrange(250) for _ in range(draw.randint(1, 9))) for _ in range(3)]
-    return Batch.from_trajectories([conversation(draw, draw.choice(prompts)) for _ in range(rows)], pad_id=0)
+    return Batch.of(MicroBatch.of([conversation(draw, draw.choice(prompts)) for _ in range(rows)]))
 
 
 def plain_states(model: Any, batch: Batch, rows: slice) -> Tensor:
@@ -80,7 +82,7 @@ def test_packed_is_padded_is_one_row_at_a_time(kind: str, checkpointing: bool) -
     policy = PolicyModel(model)
     if checkpointing:
         checkpoint_layers(model)
-    inputs = (batch.input_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask)
+    inputs = (batch.row, batch.rows, batch.columns)
     statistics, hidden = policy(*inputs, temperature=0.7, keep_hidden=True)
     found = gradients(model, statistics.log_probs, statistics.entropy)
     targets = batch.response_ids[batch.response_mask]
@@ -122,7 +124,7 @@ def statistics_and_gradients(kind: str, changes: dict[str, Any], batch: Batch, a
     model = build_tiny(kind, **changes).double().train()
     policy = PolicyModel(model, attention=attention)
     places = (batch.input_ids, batch.prompt_lengths, batch.response_mask)
-    statistics, _ = policy(batch.input_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask)
+    statistics, _ = policy(batch.row, batch.rows, batch.columns)
     found = {"log_probs": statistics.log_probs.detach(), "energy": statistics.energy.detach()}
     found |= gradients(model, statistics.log_probs, statistics.entropy)
     return found | {"exact energies": policy.trajectory_energies(*places)}
@@ -138,9 +140,8 @@ def test_a_change_in_one_document_changes_no_other_by_one_bit(kind: str) -> None
 
     def numbers(ids: Tensor) -> list[Tensor]:
         policy.zero_grad()
-        statistics, hidden = policy(
-            ids, batch.prompt_lengths, batch.response_ids, batch.response_mask, temperature=0.7, keep_hidden=True
-        )
+        packed = pack_padded(ids, batch.prompt_lengths, batch.response_mask)
+        statistics, hidden = policy(*packed, temperature=0.7, keep_hidden=True)
         others = owner != changed
         statistics.log_probs[others].sum().backward()
         values = [statistics.log_probs, statistics.entropy, statistics.energy, hidden]
@@ -173,12 +174,12 @@ def with_positions(kind: str) -> Any:
 
 
 def statistics_of(policy: PolicyModel, lengths: list[int]) -> Tensor:
-    """Log-probabilities of packed documents of these lengths, whose last token is not read, and prompts of two."""
+    """Log-probabilities of packed documents of these lengths with prompts of two."""
     ids = torch.arange(1, 1 + len(lengths) * max(lengths)).view(len(lengths), -1) % 250
     given = torch.tensor(lengths)
     mask = torch.arange(max(lengths) - 2) < given[:, None] - 2
     with torch.no_grad():
-        statistics, _ = policy(ids, torch.full((len(lengths),), 2), ids[:, 2:], mask)
+        statistics, _ = policy(*pack_padded(ids, torch.full((len(lengths),), 2), mask))
     return statistics.log_probs
 
 
@@ -194,7 +195,7 @@ def test_positions_that_change_with_the_longest_sequence_pack_up_to_where_they_c
         statistics_of(policy, [12, 14])
     critic = ValueModel(with_positions(kind))
     with pytest.raises(SettingsError, match=message):
-        critic(torch.ones(1, 13, dtype=torch.int64), torch.tensor([2]), torch.tensor([11]))
+        critic(pack_padded(torch.ones(1, 13, dtype=torch.int64), torch.tensor([2]), torch.ones(1, 11).bool())[0], 11)
     # What the refusal is for: without it a longer neighbour changes this one's numbers.
     monkeypatch.setattr(attention_module, "length_obstacle", lambda config, longest: None)
     assert not torch.allclose(statistics_of(policy, [12, 14])[:10], alone, rtol=1e-2)
@@ -221,7 +222,7 @@ def test_values_are_those_of_one_row_at_a_time() -> None:
     critic = ValueModel(build_tiny("qwen2").double())
     torch.nn.init.normal_(critic.value_head.weight)
     plain = build_tiny("qwen2").double().get_decoder()
-    values = critic(batch.input_ids, batch.prompt_lengths, batch.response_lengths)
+    values = critic(batch.row, batch.response_mask.shape[1])
     assert values.shape == (7, batch.response_ids.shape[1] + 1)
     for row, (prompt, count) in enumerate(zip(batch.prompt_lengths, batch.response_lengths, strict=True)):
         states = plain(input_ids=batch.input_ids[row : row + 1, : prompt + count]).last_hidden_state[0, prompt - 1 :]
@@ -237,14 +238,14 @@ def test_a_model_whose_layers_do_not_ask_for_attention_is_refused(monkeypatch: p
     with pytest.raises(
         KernelInputError, match=r"Qwen2Model cannot read packed documents: 1 attention modules .* 2 layers"
     ):
-        policy(batch.input_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask)
+        policy(batch.row, batch.rows, batch.columns)
 
 
 def test_a_layer_that_is_recomputed_without_its_row_raises() -> None:
     batch, model = conversations(seed=1), build_tiny("qwen2").train()
     policy = PolicyModel(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    statistics, _ = policy(batch.input_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask)
+    statistics, _ = policy(batch.row, batch.rows, batch.columns)
     with pytest.raises(KernelInputError, match="checkpoint_layers"):
         statistics.log_probs.sum().backward()
 
@@ -255,7 +256,7 @@ def test_a_window_that_only_the_mask_has_is_refused() -> None:
     policy.causal_lm.config.sliding_window = 4
     policy.causal_lm.model.has_sliding_layers = True
     with pytest.raises(SettingsError, match="Qwen2Attention masks a window of 4 but calls attention with None"):
-        policy(batch.input_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask)
+        policy(batch.row, batch.rows, batch.columns)
 
 
 def test_capped_scores_are_those_of_the_model_itself(tmp_path: Path) -> None:
@@ -265,7 +266,7 @@ def test_capped_scores_are_those_of_the_model_itself(tmp_path: Path) -> None:
     batch = conversations(seed=2)
     ids = batch.input_ids[:1, : int(batch.prompt_lengths[0] + batch.response_lengths[0])]
     torch.testing.assert_close(model(input_ids=ids).logits, eager(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
-    inputs = (batch.input_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask)
+    inputs = (batch.row, batch.rows, batch.columns)
     _, hidden = PolicyModel(model)(*inputs, keep_hidden=True)
     states = torch.cat([plain_states(eager, batch, slice(row, row + 1)) for row in range(7)])
     torch.testing.assert_close(hidden, states, rtol=1e-4, atol=1e-4)

@@ -9,13 +9,14 @@ import pytest
 import torch
 from rollout.fakes import byte_tokenizer, played, tiny_model
 
+from agentrl.batch import Batch, MicroBatch
 from agentrl.errors import SettingsError
 from agentrl.models.head import FusedHead, ReferenceHead
 from agentrl.models.loading import model_fingerprint, read_config, read_model, write_model
-from agentrl.models.policy import PolicyModel, scatter_tokens
+from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings, TinyModelSettings
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
-from agentrl.trajectory import Batch, Segment
+from agentrl.trajectory import Segment
 
 SETTINGS = ModelSettings(dtype="float32")
 
@@ -29,7 +30,7 @@ def batch() -> Batch:
     seen = Segment(origin="observation", token_ids=(40, 41), text="")
     first = played(prompt_ids=(1, 2, 3), segments=(segment(4, 5), seen, segment(6)))
     second = played(prompt_ids=(7,), segments=(segment(8),))
-    return Batch.from_trajectories([first, second], pad_id=0)
+    return Batch.of(MicroBatch.of([first, second]))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -41,7 +42,7 @@ def test_statistics_are_those_of_a_plain_forward_one_position_earlier(temperatur
     for ids, places, targets in rows:
         logits = model(input_ids=torch.tensor([ids])).logits[0, places] / temperature
         expected.append(torch.log_softmax(logits, dim=-1)[range(len(targets)), targets])
-    inputs = (data.input_ids, data.prompt_lengths, data.response_ids, data.response_mask)
+    inputs = (data.row, data.rows, data.columns)
     statistics, hidden = PolicyModel(model)(*inputs, temperature=temperature, keep_hidden=True)
     torch.testing.assert_close(statistics.log_probs, torch.cat(expected), rtol=0, atol=1e-5)
     assert hidden.shape == (4, 32)
@@ -66,7 +67,7 @@ def test_the_divergence_from_a_reference_is_that_of_all_logits(temperature: floa
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = torch.autograd.grad(wanted.sum(), parameters)
 
-    inputs = (data.input_ids, data.prompt_lengths, data.response_ids, data.response_mask)
+    inputs = (data.row, data.rows, data.columns)
     reference = PolicyModel(other)
     _, hidden = reference(*inputs, temperature=temperature, keep_hidden=True)
     head = ReferenceHead(hidden=hidden, weight=reference.head.weight.detach(), bias=None)
@@ -87,9 +88,8 @@ def conversations(draw: random.Random, rows: int) -> Batch:
             origin="model", token_ids=ids, text="", log_probs=(-1.0,) * len(ids), version_spans=((0, len(ids)),)
         )
 
-    return Batch.from_trajectories(
-        [played(prompt_ids=draw.choice(prompts), segments=(response(),)) for _ in range(rows)], pad_id=0
-    )
+    made = [played(prompt_ids=draw.choice(prompts), segments=(response(),)) for _ in range(rows)]
+    return Batch.of(MicroBatch.of(made))
 
 
 def test_shared_prompts_go_through_the_model_once() -> None:
@@ -99,11 +99,10 @@ def test_shared_prompts_go_through_the_model_once() -> None:
     policy.causal_lm.model.embed_tokens.register_forward_hook(
         lambda module, inputs, output: shapes.append(tuple(output.shape))
     )
-    policy(data.input_ids, data.prompt_lengths, data.response_ids, data.response_mask)
+    policy(data.row, data.rows, data.columns)
     distinct = {tuple(row[:length]) for row, length in zip(data.input_ids.tolist(), data.prompt_lengths, strict=True)}
     assert len(distinct) <= 3
-    # Each row's last token predicts nothing.
-    assert shapes == [(1, sum(map(len, distinct)) + int(data.response_lengths.sum()) - 9, 32)]
+    assert shapes == [(1, sum(map(len, distinct)) + int(data.response_lengths.sum()), 32)]
 
 
 def test_a_model_with_layers_that_mix_documents_is_refused_by_name() -> None:
@@ -111,15 +110,6 @@ def test_a_model_with_layers_that_mix_documents_is_refused_by_name() -> None:
     model.config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(SettingsError, match=r"the model \(qwen2\) has layers of linear_attention, which would mix"):
         PolicyModel(model)
-
-
-def test_scattered_tokens_stand_in_row_major_order_and_carry_gradients() -> None:
-    mask = torch.tensor([[True, False, True], [False, True, False]])
-    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    spread = scatter_tokens(values, mask)
-    assert spread.tolist() == [[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]
-    (spread * torch.tensor([10.0, 20.0, 30.0])).sum().backward()
-    assert values.grad.tolist() == [10.0, 30.0, 20.0]
 
 
 def test_the_fused_head_shares_the_tied_weight_and_still_gives_logits() -> None:

@@ -14,6 +14,7 @@ from deepspeed.utils import safe_get_full_optimizer_state
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from agentrl.kernels.attention import pack_padded
 from agentrl.models.policy import PolicyModel
 from agentrl.training.engine import deepspeed_engine
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
@@ -81,7 +82,7 @@ def norms(kind: str) -> list[float]:
     found = []
     for _ in range(2):
         for ids in torch.randint(0, 100, (3, 2, 12), generator=draw):
-            inputs = (ids, torch.tensor([4, 4]), ids[:, 4:], torch.ones(2, 8, dtype=torch.bool))
+            inputs = pack_padded(ids, torch.tensor([4, 4]), torch.ones(2, 8, dtype=torch.bool))
             statistics, _ = engine(*(one.to(engine.device) for one in inputs))
             engine.backward(-statistics.log_probs.mean())
         found.append(float(engine.step()))
@@ -132,7 +133,7 @@ def experts(stage: int) -> list[float]:
     found = []
     for every in torch.randint(0, 100, (2, 2, 1, 5), generator=draw):
         ids = every[engine.rank]
-        inputs = (ids, torch.tensor([2]), ids[:, 2:], torch.ones(1, 3, dtype=torch.bool))
+        inputs = pack_padded(ids, torch.tensor([2]), torch.ones(1, 3, dtype=torch.bool))
         statistics, _ = engine(*(one.to(engine.device) for one in inputs))
         engine.backward(-statistics.log_probs.mean())
         found.append(float(engine.step()))

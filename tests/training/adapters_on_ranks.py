@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from agentrl.kernels.attention import pack_padded
 from agentrl.models.lora import adapter_off, is_factor, with_adapter
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import LoRASettings
@@ -43,9 +44,9 @@ def step(engine: TrainingEngine[PolicyModel]) -> torch.Tensor:
     """One step with a KL term against the model under the adapters, as the trainer has it; the reference's scores."""
     from energies_on_ranks import batch
 
-    ids, lengths, response, mask = batch()
+    ids, lengths, mask = batch()
     share = slice(engine.rank, None, engine.world_size)
-    rows = ids[share], lengths[share], response[share], mask[share]
+    rows = pack_padded(ids[share], lengths[share], mask[share])
     statistics, _ = engine(*rows)
     with torch.no_grad(), adapter_off(engine.module.causal_lm):
         reference, _ = engine(*rows)

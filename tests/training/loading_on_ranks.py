@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from agentrl.kernels.attention import PackedRow, pack_padded
 from agentrl.models.exactness import check_policy
 from agentrl.models.loading import read_model
 from agentrl.models.policy import PolicyModel
@@ -27,12 +28,11 @@ TRAINING = TrainingSettings(zero_stage=3, persistence_threshold=0)
 OPTIMIZER = OptimizerSettings(learning_rate=0.1, epsilon=1.0, weight_decay=0.5, gradient_clip=1e9)
 
 
-def inputs() -> tuple[torch.Tensor, ...]:
+def inputs() -> tuple[PackedRow, torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 200, (3, 9), generator=draw)
     lengths = torch.tensor([2, 3, 1])
-    response = torch.stack([ids[row, length : length + 6] for row, length in enumerate(lengths.tolist())])
-    return ids, lengths, response, torch.ones(3, 6, dtype=torch.bool)
+    return pack_padded(ids, lengths, torch.ones(3, 6, dtype=torch.bool))
 
 
 def whole(module: Any) -> dict[str, torch.Tensor]:
@@ -53,9 +53,9 @@ def train(model: Any) -> dict[str, Any]:
 def criticise(model: Any) -> dict[str, torch.Tensor]:
     critic = ValueModel(model)
     engine = TrainingEngine(critic, optimizer=OPTIMIZER, training=TRAINING, bfloat16=False, updates=3)
-    ids, lengths, *_ = inputs()
+    row, *_ = inputs()
     for _ in range(2):  # the head starts at zero, and what lies below it moves at the second update
-        engine.backward((engine(ids, lengths, torch.full_like(lengths, 6)) - 1).square().mean())
+        engine.backward((engine(row, 6) - 1).square().mean())
         engine.step()
     return whole(critic)
 

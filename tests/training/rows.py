@@ -1,30 +1,33 @@
-"""Scored rows by hand: every token is the model's, what is not given is zero."""
+"""Loss rows by hand: every token is the model's, what is not given is zero."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from agentrl.batch import Batch
 from agentrl.kernels import TokenStatistics
-from agentrl.training.step.rows import ScoredRows
-from agentrl.trajectory import Batch
+from agentrl.kernels.attention import pack_padded
+from agentrl.training.step.rows import LossRows
 
 
-def scored_rows(
+def rows_of(
     log_probs: Tensor,
     *,
     rollout_log_probs: Tensor | None = None,
     loss_mask: Tensor | None = None,
     reference_log_probs: Tensor | None = None,
     groups: Tensor | None = None,
-) -> ScoredRows:
+) -> LossRows:
     """Rows of one token of prompt and the tokens of ``log_probs`` [B, T]."""
     zeros, mask = torch.zeros_like(log_probs), torch.ones_like(log_probs, dtype=torch.bool)
     none, numbers = torch.zeros(len(log_probs), dtype=torch.int64), torch.arange(len(log_probs))
+    ids = torch.nn.functional.pad(zeros, (1, 0)).long()
+    row, rows, columns = pack_padded(ids, none + 1, mask)
     batch = Batch(
-        input_ids=torch.nn.functional.pad(zeros, (1, 0)).long(),
-        prompt_lengths=none + 1,
-        response_ids=zeros.long(),
+        row=row,
+        rows=rows,
+        columns=columns,
         response_mask=mask,
         response_lengths=mask.sum(-1),
         loss_mask=mask if loss_mask is None else loss_mask,
@@ -37,9 +40,12 @@ def scored_rows(
         forks=none,
         weights=torch.ones(len(log_probs)),
         truncated=none.bool(),
-        versions=zeros.long(),
+        versions=zeros.int(),
+        homes=none,
+        greedy_returns=None,
+        counted=True,
     )
     statistics = TokenStatistics(
         log_probs=log_probs, entropy=zeros, sum_pi_squared=zeros, energy=zeros, hidden_norm_squared=zeros
     )
-    return ScoredRows(batch=batch, statistics=statistics, reference_log_probs=reference_log_probs)
+    return LossRows(batch=batch, statistics=statistics, reference_log_probs=reference_log_probs)

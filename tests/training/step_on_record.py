@@ -319,7 +319,7 @@ def step(case: Case, *, groups: int = GROUPS, folder: Path | None = None) -> dic
         "state": trainer.state_dict(),
         "metrics": metrics,
         "micro_batches": [len(update.micro_batches) for update in plans[0].updates],
-        "one_forward": plans[0].passes.one_forward,
+        "one_forward": not plans[0].reasons,
     }
 
 
@@ -333,7 +333,6 @@ def trainer_of(
         engine,
         settings,
         temperature=0.8,
-        pad_id=0,
         fidelity_bound=1e9,
         reference=reference_of(case) if case.kl else None,
         critic=critic,
@@ -382,7 +381,7 @@ def critic_learns(*, updates: int = 30) -> list[dict[str, float]]:
         for module, rate in ((PolicyModel(tiny_model()), 1e-6), (ValueModel(tiny_model()), 3e-3))
     )
     trainer = Trainer(
-        engine, settings, temperature=0.8, pad_id=0, fidelity_bound=1e9, critic=Critic(value_engine, CriticSettings())
+        engine, settings, temperature=0.8, fidelity_bound=1e9, critic=Critic(value_engine, CriticSettings())
     )
     plan = plan_step(rollout_batch(), settings, budget=1_000_000, ranks=1)[0]
     return [trainer.train(plan) for _ in range(updates)]
@@ -457,7 +456,7 @@ def gate(
         updates=10,
     )
     plan = plan_step(record, settings, budget=WHOLE_GROUPS, ranks=1)[0]
-    trainer = Trainer(engine, settings, temperature=0.8, pad_id=0, fidelity_bound=fidelity_bound("float32", 0.0))
+    trainer = Trainer(engine, settings, temperature=0.8, fidelity_bound=fidelity_bound("float32", 0.0))
     try:
         metrics = trainer.train(plan)
     except FidelityError as error:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,13 +10,16 @@ from hypothesis import strategies as st
 from agentrl.rollout.worker import RolloutBatch
 from agentrl.training.settings import AlgorithmSettings, CorrectionSettings
 from agentrl.training.step.batching import (
-    MicroBatch,
-    pack,
+    RankPlan,
+    Unit,
+    deal,
+    describe_passes,
+    fill,
     packed_tokens,
     pieces,
-    plan_passes,
     plan_step,
     split_updates,
+    statistics_pass_reasons,
 )
 from agentrl.training.step.objective_settings import ObjectiveSettings
 from agentrl.trajectory import Group, Segment, Trajectory
@@ -54,14 +58,14 @@ def rollout_batch(*groups: Group, no_loss: frozenset[tuple[int, int]] = frozense
     return RolloutBatch(step=4, version=0, played=groups, groups=groups, no_loss=no_loss, metrics={"reward/mean": 0.5})
 
 
-def shape(plan: list[list[MicroBatch]]) -> list[list[tuple[list[int], bool]]]:
-    """Lengths of the rows and whether they are dummies, by rank and micro-batch."""
-    return [[([item.length for item in micro.rows], micro.dummy) for micro in rank] for rank in plan]
+def shape(shares: list[list[Unit]]) -> list[list[list[int]]]:
+    """Lengths of the trajectories, by rank and micro-batch."""
+    return [[[item.length for item in items] for unit in share for items in unit] for share in shares]
 
 
 def test_the_fewest_micro_batches_within_the_budget_cost_nearly_the_same() -> None:
     units = [[row(length)] for length in (3, 10, 4, 9, 5)]
-    assert shape(pack(units, 18, ranks=1)) == [[([10, 4, 3], False), ([9, 5], False)]]
+    assert shape(deal(fill(units, 18, ranks=1), ranks=1)) == [[[10, 4, 3], [9, 5]]]
 
 
 def test_equal_prompts_count_once() -> None:
@@ -73,34 +77,37 @@ def test_equal_prompts_count_once() -> None:
 
 def test_attention_makes_one_long_trajectory_as_costly_as_many_short_ones() -> None:
     units = [[row(length)] for length in (12, 8, 4, 4)]
-    assert shape(pack(units, 32, ranks=2)) == [[([12, 4], False)], [([8, 4], False)]]
+    assert shape(deal(fill(units, 32, ranks=2), ranks=2)) == [[[12, 4]], [[8, 4]]]
     # 12 + 12 * 12 / 4 = 48 against 24, 8 and 8.
-    by_cost = shape(pack(units, 32, ranks=2, attention_length=4))
-    assert by_cost == [[([12], False)], [([8, 4, 4], False)]]
+    by_cost = shape(deal(fill(units, 32, ranks=2, attention_length=4), ranks=2))
+    assert by_cost == [[[12]], [[8, 4, 4]]]
 
 
 def test_a_unit_larger_than_the_budget_gets_a_micro_batch_of_its_own() -> None:
-    assert shape(pack([[row(6), row(6)], [row(2)]], 8, ranks=1)) == [[([6, 6], False), ([2], False)]]
+    assert shape(deal(fill([[row(6), row(6)], [row(2)]], 8, ranks=1), ranks=1)) == [[[6, 6], [2]]]
 
 
-def test_costly_micro_batches_meet_on_all_ranks_and_dummies_make_the_numbers_equal() -> None:
+def test_costly_micro_batches_meet_on_all_ranks() -> None:
     units = [[row(length)] for length in (9, 8, 4)]
-    # The shortest row of all is rank 0's dummy.
-    assert shape(pack(units, 9, ranks=2)) == [
-        [([9], False), ([4], True)],
-        [([8], False), ([4], False)],
-    ]
+    assert shape(deal(fill(units, 9, ranks=2), ranks=2)) == [[[9]], [[8], [4]]]
 
 
-def test_a_single_unit_on_two_ranks_leaves_the_other_a_dummy() -> None:
-    assert shape(pack([[row(5), row(3)]], 100, ranks=2)) == [[([5, 3], False)], [([3], True)]]
+def counted(plan: RankPlan) -> list[tuple[int, bool]]:
+    """Tokens of each micro-batch, and whether it is counted."""
+    return [(micro.tokens, micro.counted) for update in plan.updates for micro in update.micro_batches]
+
+
+def test_a_rank_with_fewer_micro_batches_repeats_the_shortest_trajectory_without_weight() -> None:
+    made = rollout_batch(group(0, 9), group(1, 8), group(2, 4))
+    plans = plan_step(made, objective(), budget=9, ranks=2)
+    assert [counted(plan) for plan in plans] == [[(9, True), (4, False)], [(8, True), (4, True)]]
+    alone = plan_step(rollout_batch(group(0, 5, 3)), objective(), budget=100, ranks=2)
+    assert [counted(plan) for plan in alone] == [[(7, True)], [(3, False)]]
 
 
 def test_few_units_are_spread_over_the_ranks() -> None:
     units = [[row(4)] for _ in range(6)]
-    plan = shape(pack(units, 1000, ranks=3))
-    assert [[lengths for lengths, _ in rank] for rank in plan] == [[[4, 4]]] * 3
-    assert not any(dummy for rank in plan for _, dummy in rank)
+    assert shape(deal(fill(units, 1000, ranks=3), ranks=3)) == [[[4, 4]]] * 3
 
 
 @given(
@@ -112,21 +119,20 @@ def test_every_row_is_once_in_the_plan_whole_within_the_budget(
     lengths: list[list[int]], budget: int, ranks: int
 ) -> None:
     units = [group(index, *one).trajectories for index, one in enumerate(lengths)]
-    plan = pack(units, budget, ranks=ranks)
-    assert len({len(rank) for rank in plan}) == 1
-    real = [micro for rank in plan for micro in rank if not micro.dummy]
-    rows = [item for micro in real for item in micro.rows]
+    shares = deal(fill(units, budget, ranks=ranks), ranks=ranks)
+    bins = [items for share in shares for unit in share for items in unit]
+    rows = [item for items in bins for item in items]
     assert sorted((item.group, item.sample) for item in rows) == sorted(
         (item.group, item.sample) for unit in units for item in unit
     )
-    for micro in real:
-        inside = {item.group for item in micro.rows}
-        assert len(micro.rows) == sum(len(units[index]) for index in inside)
+    for items in bins:
+        inside = {item.group for item in items}
+        assert len(items) == sum(len(units[index]) for index in inside)
         # Every row has the same prompt of one token, which counts once for each unit.
-        size = len(inside) + sum(item.length - 1 for item in micro.rows)
+        size = len(inside) + sum(item.length - 1 for item in items)
         assert size <= budget or len(inside) == 1
     if len(units) >= ranks:
-        assert all(any(not micro.dummy for micro in rank) for rank in plan)
+        assert all(shares)
 
 
 def test_tokens_and_sequences_are_those_of_all_ranks_and_of_the_loss() -> None:
@@ -135,24 +141,57 @@ def test_tokens_and_sequences_are_those_of_all_ranks_and_of_the_loss() -> None:
     # Model tokens 4 + 3 + 2; the row of 6 model tokens is out of the loss.
     assert [(update.tokens, update.sequences) for plan in plans for update in plan.updates] == [(9, 3), (9, 3)]
     assert [plan.metrics for plan in plans] == [{"reward/mean": 0.5}, {}]
-    assert all(plan.passes.one_forward for plan in plans)
+    assert not any(plan.reasons for plan in plans)
 
 
-def test_a_group_over_the_budget_needs_a_statistics_pass_and_no_head_exact_diagnostic() -> None:
-    settings = objective(head_exact_every=1)
+def test_a_group_over_the_budget_stays_on_one_rank_without_the_head_exact_diagnostic() -> None:
+    settings = objective(estimator="grpo", head_exact_every=1)
     fits, split = (plan_step(rollout_batch(group(0, 5, 5)), settings, budget=size, ranks=1)[0] for size in (9, 8))
-    assert (fits.passes.one_forward, fits.head_exact, len(fits.updates[0].micro_batches)) == (True, True, 1)
-    assert (split.passes.one_forward, split.head_exact, len(split.updates[0].micro_batches)) == (False, False, 2)
+    assert (fits.reasons, fits.head_exact, len(fits.updates[0].micro_batches)) == ((), True, 1)
+    assert (split.reasons, split.head_exact, len(split.updates[0].micro_batches)) == ((), False, 2)
+
+
+def units_of(plan: RankPlan) -> tuple[list[list[int]], list[int]]:
+    """Tokens of the micro-batches of each unit, and of those that are scored first."""
+    (update,) = plan.updates
+    return [[micro.tokens for micro in unit] for unit in update.units], [micro.tokens for micro in update.scored_first]
+
+
+def test_a_group_over_the_budget_is_scored_first_but_for_its_last_micro_batch() -> None:
+    made = rollout_batch(group(0, 9, 7, 6), group(1, 8), group(2, 4), group(3, 8))
+    energies, rewards = (plan_step(made, objective(estimator=name), budget=9, ranks=2) for name in ("ogb", "grpo"))
+    # The shortest trajectory, which weighs nothing, makes the numbers of passes equal.
+    assert [plan.reasons for plan in energies] == [(), ()]
+    first, second = map(units_of, energies)
+    assert first == ([[9, 7, 6]], [9, 7])
+    assert second == ([[8], [8], [4]], [4, 4])
+    assert [units_of(plan)[1] for plan in rewards] == [[], []]
+    assert [units_of(plan)[0] for plan in rewards] == [first[0], second[0]]
+
+
+def test_a_statistics_pass_where_the_other_ranks_would_wait_for_that_of_a_large_group() -> None:
+    plans = plan_step(rollout_batch(group(0, 9, 7, 6), group(1, 4)), objective(estimator="ogb"), budget=9, ranks=2)
+    (reason,) = {reason for plan in plans for reason in plan.reasons}
+    assert reason == (
+        "a group of 20 tokens does not fit one micro-batch (training.micro_batch_tokens=9), and the other ranks would "
+        "wait for its rank"
+    )
+    assert all(len(unit) == 1 for plan in plans for unit in plan.updates[0].units)
+
+
+def homes_of(plan: RankPlan) -> list[tuple[int, int]]:
+    """(group, home) of each trajectory that is counted."""
+    micro_batches = [micro for micro in plan.updates[0].micro_batches if micro.counted]
+    return [pair for micro in micro_batches for pair in zip(micro.groups.tolist(), micro.homes.tolist(), strict=True)]
 
 
 def test_a_group_is_at_home_where_most_of_it_is_trained() -> None:
     whole = plan_step(rollout_batch(group(0, 5, 5), group(1, 5, 5)), objective(normalize="whiten"), budget=5, ranks=2)
-    assert [sorted(plan.homes) for plan in whole] == [[0, 1], [0, 1]]
-    assert set(whole[0].homes.values()) == {0, 1}  # equal shares of both: one group each
+    homes = {number: home for plan in whole for number, home in homes_of(plan)}
+    assert sorted(homes.values()) == [0, 1]  # equal shares of both: one group each
     settings = objective(normalize="whiten", head_exact_every=1)
     for rank, plan in enumerate(plan_step(rollout_batch(group(0, 5, 5), group(1, 5, 5)), settings, budget=10, ranks=2)):
-        trained = {item.group for micro in plan.updates[0].micro_batches for item in micro.rows}
-        assert [plan.homes[index] for index in trained] == [rank]  # whole groups stay where they are
+        assert {home for _, home in homes_of(plan)} == {rank}  # whole groups stay where they are
 
 
 def test_no_groups_make_no_updates() -> None:
@@ -170,12 +209,6 @@ def test_updates_share_the_groups(groups: int, updates: int, sizes: list[int]) -
     assert [item for part in parts for item in part] == made
 
 
-def reasons(settings: ObjectiveSettings, budget: int = 100) -> tuple[str, ...]:
-    plan = plan_passes(settings, group_tokens=50, budget=budget)
-    assert plan.one_forward == (not plan.reasons)
-    return plan.reasons
-
-
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -185,7 +218,7 @@ def reasons(settings: ObjectiveSettings, budget: int = 100) -> tuple[str, ...]:
     ],
 )
 def test_one_forward_where_everything_lies_in_a_group(algorithm: dict[str, str]) -> None:
-    assert reasons(objective(**algorithm)) == ()
+    assert statistics_pass_reasons(objective(**algorithm)) == ()
 
 
 @pytest.mark.parametrize(
@@ -202,7 +235,7 @@ def test_one_forward_where_everything_lies_in_a_group(algorithm: dict[str, str])
     ],
 )
 def test_a_statistics_pass_where_an_algorithm_needs_the_step(algorithm: dict[str, Any], reason: str) -> None:
-    (said,) = reasons(objective(**algorithm))
+    (said,) = statistics_pass_reasons(objective(**algorithm))
     assert said.startswith(reason)
 
 
@@ -218,11 +251,18 @@ def test_a_statistics_pass_where_an_algorithm_needs_the_step(algorithm: dict[str
 )
 def test_a_correction_needs_the_step_where_it_masks_or_normalises(correction: dict[str, Any], passes: int) -> None:
     settings = ObjectiveSettings(correction=CorrectionSettings(**correction), response_tokens=20)
-    assert len(reasons(settings)) == passes - 1
+    assert len(statistics_pass_reasons(settings)) == passes - 1
 
 
-def test_a_group_that_is_too_large_is_said_beside_other_reasons() -> None:
-    first, second = reasons(objective(normalize="whiten"), budget=49)
-    assert first.startswith("whitening")
-    assert second == "a group of 50 tokens does not fit one micro-batch (training.micro_batch_tokens=49)"
-    assert plan_passes(objective(), group_tokens=0, budget=1).describe().startswith("one forward")
+@pytest.mark.parametrize(
+    ("algorithm", "tokens", "said"),
+    [
+        ({}, 49, "one forward for statistics, advantages and backward (micro-batches of whole groups)"),
+        ({"estimator": "grpo"}, 50, "one forward .*, also for groups that do not fit one micro-batch .* only rewards"),
+        ({"estimator": "ogb"}, 50, "one forward .*; a second forward for all but the last micro-batch of groups"),
+        ({"normalize": "whiten"}, 50, "a statistics pass, then the training pass: whitening takes the mean"),
+    ],
+)
+def test_the_passes_in_words(algorithm: dict[str, Any], tokens: int, said: str) -> None:
+    text = describe_passes(objective(**algorithm), group_tokens=tokens, budget=49)
+    assert text == said or re.match(said, text)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
@@ -23,8 +22,8 @@ from agentrl.training.coldstart.policy import StartScore, starting_policy
 from agentrl.training.coldstart.train import (
     batches,
     cached_policy,
-    collate,
     encode_demonstration,
+    pack_demonstrations,
     read_cold_demonstrations,
     reserved,
     with_direct_answers,
@@ -189,17 +188,17 @@ def test_the_cache_knows_the_class_and_its_columns(monkeypatch: pytest.MonkeyPat
     assert place("two_rooms:A") != first
 
 
-def test_collate_pads_on_the_right() -> None:
+def test_demonstrations_are_packed_with_the_tokens_of_the_model() -> None:
     rows = [
         EncodedDemonstration(prompt_ids=(1, 2), response_ids=(3, 4, 5), response_mask=(True, False, True)),
         EncodedDemonstration(prompt_ids=(6,), response_ids=(7,), response_mask=(True,)),
     ]
-    inputs, lengths, responses, mask = collate(rows, pad_id=0)
-    assert inputs.tolist() == [[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]]
-    assert lengths.tolist() == [2, 1]
-    assert responses.tolist() == [[3, 4, 5], [7, 0, 0]]
-    assert mask.tolist() == [[True, False, True], [True, False, False]]
-    assert mask.dtype == torch.bool
+    row, *tokens = pack_demonstrations(rows)
+    assert row.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1]]
+    assert [part.tolist() for part in tokens] == [[0, 0, 1], [0, 2, 0]]
+    assert row.tokens(*tokens).tolist() == [3, 5, 7]
+    assert row.predicting(*tokens).tolist() == [1, 3, 5]
 
 
 def test_every_demonstration_comes_once_an_epoch() -> None:

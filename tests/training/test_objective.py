@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training.rows import scored_rows
+from training.rows import rows_of
 
-from agentrl.algorithms import Correction
+from agentrl.algorithms import Advantages, Correction
 from agentrl.rollout.settings import RewardSettings
 from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings
 from agentrl.training.step.objective import PolicyObjective
 from agentrl.training.step.objective_settings import ObjectiveSettings
-from agentrl.training.step.rows import LossRows
 
 BEHAVIOUR = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
 BEFORE = torch.tensor([0.35, 0.25, 0.4], dtype=torch.float64)  # the policy before the step's updates
@@ -46,16 +45,10 @@ def expected_gradient(made: PolicyObjective, logits: Tensor, *, weights: Tensor,
         rows = slice(row, row + 1)
         nothing = torch.zeros(1, 1)
         correction = Correction(weights=weights[rows, None], loss_mask=everywhere, metrics={})
-        scored = scored_rows(before[rows], reference_log_probs=REFERENCE[rows, None].log())
-        own = LossRows(
-            scored=scored,
-            correction=correction,
-            advantages=nothing,
-            returns=nothing,
-            baselines=nothing,
-            rewards=nothing,
-        )
-        statistics = replace(scored.statistics, log_probs=column[rows], entropy=entropy[rows], full_kl=full[rows])
+        scored = rows_of(before[rows], reference_log_probs=REFERENCE[rows, None].log())
+        estimate = Advantages(advantages=nothing, returns=nothing, baselines=nothing)
+        own = replace(scored, correction=correction, estimate=estimate)
+        statistics = replace(own.statistics, log_probs=column[rows], entropy=entropy[rows], full_kl=full[rows])
         value, _ = made.loss(statistics, own, normalizer=None, beta=1.0, fresh=fresh)
         total = total + probability * value
     return torch.autograd.grad(total, logits)[0]

@@ -95,7 +95,6 @@ def test_neither_do_two_ranks(alone: Results, pair: Results, case: str, way: str
     """Each has several micro-batches: of whole groups, or of rows where a group does not fit."""
     parts = pair[f"{case}/{way}"]
     assert sum(parts["micro_batches"]) >= 2
-    assert way == "groups" or not parts["one_forward"]
     assert_same_step(alone[f"{case}/whole"], parts)
 
 
@@ -139,6 +138,7 @@ def test_a_step_without_groups_changes_nothing(alone: Results, pair: Results, ca
 
 def test_one_forward_is_taken_where_it_serves(alone: Results) -> None:
     assert alone["token_mean/groups"]["one_forward"]
+    assert alone["token_mean/rows"]["one_forward"]  # groups that do not fit one micro-batch stay on one rank
     assert alone["void_rows/groups"]["one_forward"]
     assert not alone["whitened/whole"]["one_forward"]
     assert alone["two_updates/whole"]["metrics"]["policy/updates"] == 2

@@ -14,7 +14,7 @@ from agentrl.errors import SettingsError
 from agentrl.rollout.engines.vllm.servers import longest_request
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.training.engine.groups import grouping_obstacle
-from agentrl.training.run.dry_run import dry_run, planned_passes
+from agentrl.training.run.dry_run import dry_run
 from agentrl.training.run.launch import launch
 from agentrl.training.run.start import train
 from agentrl.training.settings import AlgorithmSettings
@@ -177,7 +177,8 @@ def test_the_dry_run_counts_what_a_penalty_and_a_critic_need(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert planned_passes(load_settings()).one_forward
+    dry_run(load_settings())
+    assert "passes: one forward for statistics, advantages and backward" in capsys.readouterr().out
     dry_run(load_settings(overrides=["algorithm.estimator=gae", "kl.coefficient=0.1"]))
     parts = dict(line.rsplit(None, 2)[:2] for line in capsys.readouterr().out.splitlines() if line.endswith(" MiB"))
     sizes = {name.strip(): float(size.replace(",", "")) for name, size in parts.items()}

@@ -3,21 +3,31 @@
 from agentrl.kernels.attention.packed import attend
 from agentrl.kernels.attention.row import (
     AttentionBackend,
+    AttentionPass,
+    Layout,
     PackedRow,
-    Stretch,
-    current_row,
+    current_pass,
+    lay_out,
+    pack_padded,
     pack_row,
+    packed_states,
+    part_of,
     recompute_contexts,
 )
 from agentrl.kernels.attention.sequence import SequenceGroup
 
 __all__ = [
     "AttentionBackend",
+    "AttentionPass",
+    "Layout",
     "PackedRow",
     "SequenceGroup",
-    "Stretch",
     "attend",
-    "current_row",
+    "current_pass",
+    "lay_out",
+    "pack_padded",
     "pack_row",
+    "packed_states",
+    "part_of",
     "recompute_contexts",
 ]

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from agentrl.kernels.attention.row import PackedRow
+from agentrl.kernels.attention.row import AttentionPass
 from agentrl.kernels.attention.variants import attend_by_blocks, attend_by_segments
 
 
 def attend(
-    row: PackedRow,
+    now: AttentionPass,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -29,14 +29,14 @@ def attend(
     A token sees the last ``window`` tokens of its document, itself included. Scores z become cap tanh(z / cap) with a
     ``cap``. Where ranks share the row, L are this rank's tokens; H must be a multiple of their number.
     """
-    if (ranks := row.sequence) is None:
-        return _attend(row, query, key, value, scale, window, cap)
+    if (ranks := now.sequence) is None:
+        return _attend(now, query, key, value, scale, window, cap)
     query, key, value = ranks.by_heads(query), ranks.keys_by_heads(key), ranks.keys_by_heads(value)
-    return ranks.by_tokens(_attend(row, query, key, value, scale, window, cap))
+    return ranks.by_tokens(_attend(now, query, key, value, scale, window, cap))
 
 
 def _attend(
-    row: PackedRow,
+    now: AttentionPass,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -44,23 +44,23 @@ def _attend(
     window: int | None,
     cap: float | None,
 ) -> Tensor:
-    if row.backend == "flex":
-        return attend_by_blocks(row, query, key, value, scale=scale, window=window, cap=cap)
-    if row.backend == "flash":
-        return attend_by_segments(row, query, key, value, scale=scale, window=window, cap=cap)
-    tables, numbers = row.calls
+    if now.backend == "flex":
+        return attend_by_blocks(now.row, query, key, value, scale=scale, window=window, cap=cap)
+    if now.backend == "flash":
+        return attend_by_segments(now.row, query, key, value, scale=scale, window=window, cap=cap)
+    tables, numbers = now.row.calls
     parts = [
-        _causal(_rows(query, places), _rows(key, places), _rows(value, places), scale, window, cap)
+        _causal(_rows(query, indices), _rows(key, indices), _rows(value, indices), scale, window, cap)
         .transpose(1, 2)
         .flatten(0, 1)
-        for places in tables
+        for indices in tables
     ]
     return torch.cat(parts).index_select(0, numbers)[None]
 
 
-def _rows(states: Tensor, places: Tensor) -> Tensor:
-    """[1, H, L, E] at places [n, w]: [n, H, w, E]."""
-    return states[0].index_select(1, places.flatten()).unflatten(1, places.shape).transpose(0, 1)
+def _rows(states: Tensor, indices: Tensor) -> Tensor:
+    """[1, H, L, E] at indices [n, w]: [n, H, w, E]."""
+    return states[0].index_select(1, indices.flatten()).unflatten(1, indices.shape).transpose(0, 1)
 
 
 def _causal(

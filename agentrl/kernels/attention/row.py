@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -22,107 +21,90 @@ if TYPE_CHECKING:
 
 AttentionBackend = Literal["sdpa", "flex", "flash"]
 
-# A context variable, not an argument of the forward: the layers of some models (StableLM, Nemotron) pass no further
-# keyword arguments to their attention.
-_current: ContextVar[PackedRow | None] = ContextVar("packed_row", default=None)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
-    """Consecutive tokens of the row: each sees those before it in the segment, and all of the prefix if there is one.
-
-    A prefix is a segment of its own that has none: a prompt that several documents share.
-    """
-
-    start: int
-    stop: int
-    prefix: tuple[int, int] | None = None
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        return self.start, self.stop
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Reading:
-    """Tokens that attend to each other by their order, and the first of them whose states the row takes from here."""
-
-    places: Tensor  # [n] int64, on the CPU
-    first: int = 0
-
 
 class Bounds(NamedTuple):
-    """Lengths of the N segments of a row, and of their keys: the keys of a shared prefix, then the segment's own."""
+    """Lengths of the segments of a row, and of their keys: the keys of a shared prompt, then the segment's own."""
 
-    places: Tensor | None  # [K] int64, index in the row of each key; None: the keys are the row, in order
-    queries: Tensor  # [N + 1] int32, cumulative lengths
-    keys: Tensor  # [N + 1] int32, cumulative lengths
+    indices: Tensor | None  # [K] int64, index in the row of each key; None: the keys are the row, in order
+    queries: Tensor  # [S + 1] int32, cumulative lengths
+    keys: Tensor  # [S + 1] int32, cumulative lengths
     most_queries: int
     most_keys: int
 
 
+class Layout(NamedTuple):
+    """B documents, each a prompt and a response, as S segments of one row of L tokens; all on the host.
+
+    A token sees the tokens before it in its segment, and all tokens of the segment that its own one continues, if there
+    is one: a prompt that several documents share.
+    """
+
+    token_ids: Tensor  # [L] int32
+    lengths: Tensor  # [S] int32, tokens of each segment, in the order of the row
+    continued: Tensor  # [S] int32, number of the segment that it continues; its own number if none
+    prompt_ends: Tensor  # [B] int64, index in the row of each document's last prompt token
+    starts: Tensor  # [B] int64, index in the row of each document's first response token; the others follow it
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedRow:
-    """The tokens of B documents in one row of L, and where each document finds its own.
+    """The tokens of B documents in one row of L tokens: a :class:`Layout` on a device.
 
-    With a ``sequence`` of ranks each of them computes the states of its slice of the row; all of them hold this record.
+    The segments stay on the host, where attention plans its calls; nothing is read back from the device.
 
     Two documents, the prompt (7, 8) and one token of response each:
 
-    >>> row = pack_row(torch.tensor([[7, 8, 1], [7, 8, 2]]), [2, 2], [3, 3])
+    >>> prompt, one, two = torch.tensor([7, 8]), torch.tensor([1]), torch.tensor([2])
+    >>> row = pack_row(lay_out([(prompt, one), (prompt, two)]))
     >>> row.input_ids.tolist(), row.position_ids.tolist()
     ([[7, 8, 1, 2]], [[0, 1, 2, 2]])
-    >>> row.places.tolist()
-    [[0, 1, 2], [0, 1, 3]]
+    >>> row.lengths.tolist(), row.continued.tolist()
+    ([2, 1, 1], [0, 0, 0])
     """
 
     input_ids: Tensor  # [1, L] int64
     position_ids: Tensor  # [1, L] int64, from 0 in each document
-    places: Tensor  # [B, S] int64: where each document's tokens stand; past its end, where its last one stands
-    lengths: tuple[int, ...]  # [B] tokens of each document
-    segments: tuple[Stretch, ...]  # the row from its start to its end
-    readings: tuple[Reading, ...]  # every document, and every prompt that is shared
-    backend: AttentionBackend = "sdpa"
-    sequence: SequenceGroup | None = None
-    layers: set[int] = field(default_factory=set)  # ids of the attention modules that have read the row
+    prompt_ends: Tensor  # [B] int64, as in the layout
+    starts: Tensor  # [B] int64, as in the layout
+    lengths: Tensor  # [S] int64, as in the layout, on the host
+    continued: Tensor  # [S] int64, as in the layout, on the host
 
-    def states(self, transformer: nn.Module, *, layers: int) -> Tensor:
-        """The states [L, D] that a transformer of `transformers` with ``layers`` gives for :attr:`part` of the row.
+    def tokens(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return the ids of the response tokens at ``columns`` of the documents ``rows``; both broadcast."""
+        return self.input_ids[0, self.starts[rows] + columns]
 
-        Its attention must be :func:`agentrl.models.attention.attention`, which reads :func:`current_row`. Raises
-        KernelInputError where a layer did not call it: that layer would have mixed the documents.
+    def predicting(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return the index in the row of the state before each of these response tokens, which predicts it.
+
+        A column behind the end of a response gives an index inside the row, of no meaning.
         """
-        with _reading(self):
-            output = transformer(
-                input_ids=self.input_ids[:, self.part],
-                position_ids=self.position_ids[:, self.part],
-                attention_mask=self._nothing_to_mask,
-                use_cache=False,
-            )
-        if len(self.layers) != layers:
-            raise KernelInputError(
-                f"{type(transformer).__name__} cannot read packed documents: {len(self.layers)} attention modules "
-                f"called the attention function that is set, and its configuration has {layers} layers"
-            )
-        states: Tensor = output.last_hidden_state[0]
-        return states
+        before = (self.starts[rows] + columns - 1).clamp(max=self.input_ids.shape[1] - 1)
+        return torch.where(columns == 0, self.prompt_ends[rows], before)
 
-    @property
-    def part(self) -> slice:
-        """The tokens whose states are computed on this rank."""
-        length = self.input_ids.shape[1]
-        return slice(0, length) if self.sequence is None else self.sequence.part(length)
-
-    def held(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """(the numbers [n] of those of ``places`` [N] that are in :attr:`part`, where they stand in its states [n])."""
-        part = self.part
-        numbers = ((places >= part.start) & (places < part.stop)).nonzero().squeeze(-1)
-        return numbers, places[numbers] - part.start
+    def to(self, device: torch.device | str) -> PackedRow:
+        """Return the row on ``device``."""
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            prompt_ends=self.prompt_ends.to(device),
+            starts=self.starts.to(device),
+        )
 
     @cached_property
-    def _nothing_to_mask(self) -> Tensor:
-        """Four-dimensional, so `transformers` makes no mask [L, L] of its own."""
-        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.input_ids.device)
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return int((self.lengths + self.before).max())
+
+    @cached_property
+    def before(self) -> Tensor:
+        """[S] tokens of the document before each segment: those of the prompt that it continues."""
+        return _before(self.lengths, self.continued)
+
+    @cached_property
+    def segment_starts(self) -> Tensor:
+        """[S] index in the row of each segment's first token."""
+        return self.lengths.cumsum(0) - self.lengths
 
     @cached_property
     def window_masks(self) -> dict[int | None, BlockMask]:
@@ -131,145 +113,234 @@ class PackedRow:
 
     @cached_property
     def segment_of(self) -> tuple[Tensor, Tensor]:
-        """(number of the segment, number of its prefix or its own), both [L]: a token sees these two segments."""
-        counts = torch.tensor([one.stop - one.start for one in self.segments])
-        numbers = {one.bounds: number for number, one in enumerate(self.segments)}
-        seen = [numbers[one.prefix or one.bounds] for one in self.segments]
-        pair = torch.arange(len(counts)).repeat_interleave(counts), torch.tensor(seen).repeat_interleave(counts)
-        return pair[0].to(self.input_ids.device), pair[1].to(self.input_ids.device)
+        """(number of the token's segment, number of the one that it continues), both [L]: a token sees these two."""
+        device = self.input_ids.device
+        numbers = torch.arange(len(self.lengths), device="cpu").repeat_interleave(self.lengths)
+        return numbers.to(device), self.continued[numbers].to(device)
 
     @cached_property
     def bounds(self) -> Bounds:
         """The row for kernels that take segments of several lengths; copied to the device once, not in every layer."""
         device = self.input_ids.device
-        queries = [one.stop - one.start for one in self.segments]
-        parts = [torch.cat([torch.arange(*(one.prefix or (0, 0))), _places(one)]) for one in self.segments]
-        keys = [len(part) for part in parts]
+        keys = self.lengths + self.before
 
-        def ends(lengths: Sequence[int]) -> Tensor:
-            return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+        def ends(lengths: Tensor) -> Tensor:
+            return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device)
 
-        shared = any(one.prefix is not None for one in self.segments)
+        shared = bool(self.before.any())
+        indices = torch.cat([self._document(number) for number in range(len(keys))]) if shared else None
         return Bounds(
-            places=torch.cat(parts).to(device) if shared else None,
-            queries=ends(queries),
+            indices=None if indices is None else indices.to(device),
+            queries=ends(self.lengths),
             keys=ends(keys),
-            most_queries=max(queries),
-            most_keys=max(keys),
+            most_queries=int(self.lengths.max()),
+            most_keys=int(keys.max()),
         )
 
     @cached_property
     def calls(self) -> tuple[tuple[Tensor, ...], Tensor]:
-        """(places [n, w] of readings of nearly equal lengths, for one call of attention each; [L] the number of each
-        token of the row in all of these)."""
+        """The row as batches of documents of nearly equal lengths, for one call of attention each.
+
+        Returns (indices in the row [n, w] of the documents of each call, padded with their last; [L] the index of each
+        token of the row among all of these). A shared prompt is a document too: its own states come from there.
+        """
         tables: list[Tensor] = []
-        numbers, offset = torch.empty(self.input_ids.shape[1], dtype=torch.int64), 0
-        for part in _of_nearly_equal(sorted(self.readings, key=lambda reading: -len(reading.places))):
-            width = len(part[0].places)
-            columns = torch.arange(width)
-            tables.append(torch.stack([one.places[columns.clamp(max=len(one.places) - 1)] for one in part]))
-            for line, one in enumerate(part):
-                start = offset + line * width
-                numbers[one.places[one.first :]] = torch.arange(start + one.first, start + len(one.places))
+        numbers, offset = torch.empty(self.input_ids.shape[1], dtype=torch.int64, device="cpu"), 0
+        for part in self._of_nearly_equal_length():
+            documents = [self._document(number) for number in part]
+            width = len(documents[0])
+            columns = torch.arange(width, device="cpu")
+            tables.append(torch.stack([one[columns.clamp(max=len(one) - 1)] for one in documents]))
+            for line, number in enumerate(part):
+                start, length = int(self.segment_starts[number]), int(self.lengths[number])
+                first = offset + line * width + int(self.before[number])
+                numbers[start : start + length] = torch.arange(first, first + length, device="cpu")
             offset += tables[-1].numel()
-        return tuple(table.to(self.input_ids.device) for table in tables), numbers.to(self.input_ids.device)
+        device = self.input_ids.device
+        return tuple(table.to(device) for table in tables), numbers.to(device)
+
+    def _document(self, number: int) -> Tensor:
+        """Indices in the row of a segment and of the one that it continues."""
+        start, first = int(self.segment_starts[number]), int(self.segment_starts[self.continued[number]])
+        own = torch.arange(start, start + int(self.lengths[number]), device="cpu")
+        return torch.cat([torch.arange(first, first + int(self.before[number]), device="cpu"), own])
+
+    def _of_nearly_equal_length(self) -> list[list[int]]:
+        """Numbers of segments by the length of their documents, the longest first, in parts whose shortest document has
+        at least four fifths of the longest one's tokens."""
+        lengths = (self.lengths + self.before).tolist()
+        parts: list[list[int]] = []
+        for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+            if parts and 5 * lengths[number] >= 4 * lengths[parts[-1][0]]:
+                parts[-1].append(number)
+            else:
+                parts.append([number])
+        return parts
 
 
-def current_row() -> PackedRow | None:
-    """The row whose states are being computed in this thread; None outside :meth:`PackedRow.states`."""
+def lay_out(documents: Sequence[tuple[Tensor, Tensor]], *, share_prompts: bool = True) -> Layout:
+    """Return the layout of documents (prompt, response) of token ids, all on the host.
+
+    With ``share_prompts`` equal prompts stand in the row once, if more than one document has them.
+    """
+    names = [tuple(prompt.tolist()) if share_prompts else number for number, (prompt, _) in enumerate(documents)]
+    counts = Counter(names)
+    shared: dict[object, int] = {}  # number of the segment of each prompt that is shared
+    segments: list[Tensor] = []
+    continued: list[int] = []
+    ends = [0]  # of the segments in the row
+    prompt_ends: list[int] = []
+    starts: list[int] = []
+
+    def append(segment: Tensor, to: int) -> None:
+        segments.append(segment)
+        continued.append(to)
+        ends.append(ends[-1] + len(segment))
+
+    for name, (prompt, response) in zip(names, documents, strict=True):
+        if counts[name] == 1:
+            starts.append(ends[-1] + len(prompt))
+            prompt_ends.append(starts[-1] - 1)
+            append(torch.cat([prompt, response]), len(segments))
+            continue
+        if name not in shared:
+            shared[name] = len(segments)
+            append(prompt, len(segments))
+        starts.append(ends[-1])
+        prompt_ends.append(ends[shared[name] + 1] - 1)
+        append(response, shared[name])
+    return Layout(
+        token_ids=torch.cat(segments).int(),
+        lengths=torch.tensor([len(segment) for segment in segments], dtype=torch.int32, device="cpu"),
+        continued=torch.tensor(continued, dtype=torch.int32, device="cpu"),
+        prompt_ends=torch.tensor(prompt_ends, device="cpu"),
+        starts=torch.tensor(starts, device="cpu"),
+    )
+
+
+def pack_row(layout: Layout, *, multiple: int = 1) -> PackedRow:
+    """Return the row of a layout, on the host.
+
+    A last segment of zeros, which no document reads, fills the row up to a ``multiple``, so that ranks that share it
+    have equally many tokens.
+    """
+    token_ids, lengths, continued = layout.token_ids.long(), layout.lengths.long(), layout.continued.long()
+    if missing := -len(token_ids) % multiple:
+        token_ids = torch.nn.functional.pad(token_ids, (0, missing))
+        continued = torch.nn.functional.pad(continued, (0, 1), value=len(lengths))
+        lengths = torch.nn.functional.pad(lengths, (0, 1), value=missing)
+    # From the index in the row to the position in the document.
+    shift = _before(lengths, continued) - (lengths.cumsum(0) - lengths)
+    positions = torch.arange(len(token_ids), device="cpu") + shift.repeat_interleave(lengths)
+    return PackedRow(
+        input_ids=token_ids[None],
+        position_ids=positions[None],
+        prompt_ends=layout.prompt_ends,
+        starts=layout.starts,
+        lengths=lengths,
+        continued=continued,
+    )
+
+
+def pack_padded(
+    input_ids: Tensor, prompt_lengths: Tensor, mask: Tensor, *, share_prompts: bool = True, multiple: int = 1
+) -> tuple[PackedRow, Tensor, Tensor]:
+    """Pack documents that stand left-aligned in ``input_ids`` [B, S]: (row, rows [N], columns [N]) on their device.
+
+    ``mask`` [B, T] bool is True on the N response tokens of interest, whose rows and columns are returned in row-major
+    order. What follows a document's last one is left out. ``prompt_lengths`` [B], each at least 1. For callers outside
+    the training step: reads the tensors back to the host.
+    """
+    device, on_host = input_ids.device, mask.cpu()
+    counts = torch.where(on_host, torch.arange(1, mask.shape[1] + 1, device="cpu"), 0).amax(-1)
+    lines = zip(input_ids.cpu(), prompt_lengths.tolist(), counts.tolist(), strict=True)
+    documents = [(line[:start], line[start : start + count]) for line, start, count in lines]
+    row = pack_row(lay_out(documents, share_prompts=share_prompts), multiple=multiple)
+    rows, columns = on_host.nonzero(as_tuple=True)
+    return row.to(device), rows.to(device), columns.to(device)
+
+
+def _before(lengths: Tensor, continued: Tensor) -> Tensor:
+    """[S] tokens of the document before each segment."""
+    alone = continued == torch.arange(len(lengths), device="cpu")
+    return torch.where(alone, 0, lengths[continued])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionPass:
+    """One forward of a transformer over a packed row; where ranks share the row, each computes a part of it."""
+
+    row: PackedRow
+    backend: AttentionBackend
+    sequence: SequenceGroup | None = None
+    layers: set[int] = field(default_factory=set)  # ids of the attention modules that have read the row
+
+    @property
+    def part(self) -> slice:
+        """The tokens whose states are computed on this rank."""
+        return part_of(self.row, self.sequence)
+
+
+# A context variable, not an argument of the forward: the layers of some models (StableLM, Nemotron) pass no further
+# keyword arguments to their attention.
+_current: ContextVar[AttentionPass | None] = ContextVar("attention_pass", default=None)
+
+
+def packed_states(
+    row: PackedRow,
+    transformer: nn.Module,
+    *,
+    layers: int,
+    backend: AttentionBackend,
+    sequence: SequenceGroup | None = None,
+) -> Tensor:
+    """Return the states [l, D] that a transformer of `transformers` with ``layers`` gives for this rank's tokens.
+
+    Without a ``sequence`` of ranks these are all L. The transformer's attention must be
+    :func:`agentrl.models.attention.attention`, which reads :func:`current_pass`. Raises KernelInputError if a layer did
+    not call it: that layer would have mixed the documents.
+    """
+    now = AttentionPass(row=row, backend=backend, sequence=sequence)
+    with _during(now):
+        output = transformer(
+            input_ids=row.input_ids[:, now.part],
+            position_ids=row.position_ids[:, now.part],
+            # Four-dimensional, so that transformers makes no mask [L, L].
+            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device),
+            use_cache=False,
+        )
+    if len(now.layers) != layers:
+        raise KernelInputError(
+            f"{type(transformer).__name__} cannot read packed documents: {len(now.layers)} attention modules "
+            f"called the attention function that is set, and its configuration has {layers} layers"
+        )
+    states: Tensor = output.last_hidden_state[0]
+    return states
+
+
+def part_of(row: PackedRow, sequence: SequenceGroup | None) -> slice:
+    """Return the tokens of the row whose states a rank of ``sequence`` computes."""
+    length = row.input_ids.shape[1]
+    return slice(0, length) if sequence is None else sequence.part(length)
+
+
+def current_pass() -> AttentionPass | None:
+    """Return the forward that runs in this thread; None outside :func:`packed_states`."""
     return _current.get()
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The ``context_fn`` of `torch.utils.checkpoint`: layers are recomputed with the row of their forward.
+    """Return the ``context_fn`` of `torch.utils.checkpoint`: layers are recomputed in the pass of their forward.
 
-    The backward pass runs outside :meth:`PackedRow.states`, on GPUs in another thread.
+    The backward pass runs outside :func:`packed_states`, on GPUs in another thread.
     """
-    return nullcontext(), _reading(_current.get())
+    return nullcontext(), _during(_current.get())
 
 
 @contextmanager
-def _reading(row: PackedRow | None) -> Iterator[None]:
-    token = _current.set(row)
+def _during(now: AttentionPass | None) -> Iterator[None]:
+    token = _current.set(now)
     try:
         yield
     finally:
         _current.reset(token)
-
-
-def pack_row(
-    input_ids: Tensor,
-    prompt_lengths: Sequence[int],
-    lengths: Sequence[int],
-    *,
-    backend: AttentionBackend = "sdpa",
-    share_prompts: bool = True,
-    sequence: SequenceGroup | None = None,
-) -> PackedRow:
-    """Pack the first ``lengths`` [B] tokens of documents that stand left-aligned in ``input_ids`` [B, S].
-
-    With ``share_prompts`` equal prompts, the first ``prompt_lengths`` [B] tokens, stand in the row once. A document
-    has at least one token and is not shorter than its prompt. With a ``sequence`` the row ends with a document of zeros
-    that nobody asks for, so that all its ranks have equally many tokens.
-    """
-    device, ids = input_ids.device, input_ids.cpu()
-    prompts = [tuple(line[:count].tolist()) for line, count in zip(ids, prompt_lengths, strict=True)]
-    shared = {prompt for prompt, count in Counter(prompts).items() if count > 1 and share_prompts}
-    segments: list[Stretch] = []
-    tokens: list[Tensor] = []
-    found: dict[tuple[int, ...], Stretch] = {}
-    readings: list[Reading] = []
-    documents: list[Tensor] = []
-
-    def append(part: Tensor, prefix: tuple[int, int] | None = None) -> Stretch:
-        start = segments[-1].stop if segments else 0
-        segments.append(Stretch(start=start, stop=start + len(part), prefix=prefix))
-        tokens.append(part)
-        return segments[-1]
-
-    for line, prompt, count in zip(ids, prompts, lengths, strict=True):
-        first = len(prompt) if prompt in shared else 0
-        parts = []
-        if first:
-            if prompt not in found:
-                found[prompt] = append(line[:first])
-                readings.append(Reading(places=_places(found[prompt])))
-            parts.append(_places(found[prompt]))
-        if count > first:
-            parts.append(_places(append(line[first:count], found[prompt].bounds if first else None)))
-            readings.append(Reading(places=torch.cat(parts), first=first))
-        documents.append(torch.cat(parts))
-    if sequence is not None and (missing := -segments[-1].stop % sequence.size):
-        readings.append(Reading(places=_places(append(ids.new_zeros(missing)))))
-    columns = torch.arange(max(lengths))
-    places = torch.stack([one[columns.clamp(max=len(one) - 1)] for one in documents])
-    return PackedRow(
-        input_ids=torch.cat(tokens)[None].to(device),
-        position_ids=torch.cat([_positions(one) for one in segments])[None].to(device),
-        places=places.to(device),
-        lengths=tuple(lengths),
-        segments=tuple(segments),
-        readings=tuple(readings),
-        backend=backend,
-        sequence=sequence,
-    )
-
-
-def _places(segment: Stretch) -> Tensor:
-    return torch.arange(segment.start, segment.stop)
-
-
-def _positions(segment: Stretch) -> Tensor:
-    before = 0 if segment.prefix is None else segment.prefix[1] - segment.prefix[0]
-    return torch.arange(before, before + segment.stop - segment.start)
-
-
-def _of_nearly_equal(readings: Sequence[Reading]) -> list[list[Reading]]:
-    """Readings, the longest first, in parts whose shortest has at least four fifths of its longest's tokens."""
-    parts: list[list[Reading]] = []
-    for one in readings:
-        if parts and 5 * len(one.places) >= 4 * len(parts[-1][0].places):
-            parts[-1].append(one)
-        else:
-            parts.append([one])
-    return parts

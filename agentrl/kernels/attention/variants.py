@@ -83,8 +83,8 @@ def attend_by_segments(
     Nothing is planned or compiled for a shape, so rows of new lengths cost nothing on the host.
     """
     bounds = row.bounds
-    if bounds.places is not None:
-        key, value = key.index_select(2, bounds.places), value.index_select(2, bounds.places)
+    if bounds.indices is not None:
+        key, value = key.index_select(2, bounds.indices), value.index_select(2, bounds.indices)
     attended = varlen_kernel()(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agentrl.kernels.attention import AttentionBackend, PackedRow, pack_row
+from agentrl.kernels.attention import AttentionBackend, PackedRow, lay_out, pack_row, packed_states
 from agentrl.kernels.energies.closed_forms import embedding_energy
 from agentrl.kernels.energies.collector import LayerEnergies
 from agentrl.kernels.energies.head import HeadRow, head_row
@@ -25,7 +25,7 @@ class _Rows:
     mask: Tensor  # bool, the tokens y_t that count
     active: Tensor  # bool, the positions whose state reaches the log-probability of one of them
     coefficients: Tensor  # what multiplies it, 0 off the mask; in the dtype of accumulation
-    packed: PackedRow | None  # what the model reads in their place
+    packed: tuple[PackedRow, AttentionBackend] | None  # what the model reads in their place
     places: Tensor  # int64, of each active position among all that the model reads
 
 
@@ -96,14 +96,17 @@ def _prepared(
     coefficients = mask.to(dtype) if weights is None else torch.where(mask, weights.detach(), 0.0).to(dtype)
     counted = mask.long()
     active = counted.flip(-1).cumsum(-1).flip(-1) > counted  # a counted token comes later in the row
-    row, places = None, torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
+    read, places = None, torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
     if packed is not None:
         # A shared prompt has other gradients in each of its trajectories, so each reads its own.
-        lengths = active.sum(-1).clamp(min=1).tolist()
-        row = pack_row(input_ids, [0] * len(lengths), lengths, backend=packed, share_prompts=False)
-        columns = torch.arange(input_ids.shape[1], device=input_ids.device).clamp(max=row.places.shape[1] - 1)
-        places = row.places[:, columns]
-    return _Rows(input_ids=input_ids, mask=mask, active=active, coefficients=coefficients, packed=row, places=places)
+        lengths = active.sum(-1).clamp(min=1)
+        lines = zip(input_ids.cpu(), lengths.tolist(), strict=True)
+        row = pack_row(lay_out([(line[:0], line[:count]) for line, count in lines], share_prompts=False))
+        row = row.to(input_ids.device)
+        read = (row, packed)
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+        places = row.starts[:, None] + torch.minimum(columns, lengths[:, None] - 1)
+    return _Rows(input_ids=input_ids, mask=mask, active=active, coefficients=coefficients, packed=read, places=places)
 
 
 def _before(mask: Tensor) -> Tensor:
@@ -124,7 +127,8 @@ def _forward(parts: Parts, rows: _Rows) -> tuple[Tensor, Tensor]:
         if rows.packed is None:
             hidden = parts.backbone(input_ids=rows.input_ids, use_cache=False).last_hidden_state
         else:
-            hidden = rows.packed.states(parts.backbone, layers=parts.depth)[None]
+            row, backend = rows.packed
+            hidden = packed_states(row, parts.backbone, layers=parts.depth, backend=backend)[None]
     finally:
         handle.remove()
     if len(leaves) != 1:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from agentrl.kernels.attention import current_row
+from agentrl.kernels.attention import current_pass
 from agentrl.models.attention import attention
 
 _NAME = "agentrl_decode"
@@ -50,7 +50,7 @@ def decode_attention(
 
 def _asks_for_more(given: dict[str, Any]) -> bool:
     options = ("softcap", "s_aux", "position_bias")
-    return current_row() is not None or any(given.get(name) is not None for name in options)
+    return current_pass() is not None or any(given.get(name) is not None for name in options)
 
 
 AttentionInterface.register(_NAME, decode_attention)

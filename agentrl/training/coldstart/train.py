@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import agentrl
 from agentrl.errors import SettingsError
+from agentrl.kernels.attention import PackedRow, lay_out, pack_row
 from agentrl.models.attention import choose_attention
 from agentrl.models.exactness import check_policy
 from agentrl.models.loading import read_model, write_model
@@ -69,15 +70,12 @@ async def encode_demonstration(
     )
 
 
-def collate(rows: Sequence[EncodedDemonstration], *, pad_id: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``input_ids`` [B, S], ``prompt_lengths`` [B], ``response_ids`` and ``response_mask`` [B, T], left aligned."""
-    inputs = [torch.tensor(row.prompt_ids + row.response_ids) for row in rows]
-    return (
-        pad_sequence(inputs, batch_first=True, padding_value=pad_id),
-        torch.tensor([len(row.prompt_ids) for row in rows]),
-        pad_sequence([torch.tensor(row.response_ids) for row in rows], batch_first=True, padding_value=pad_id),
-        pad_sequence([torch.tensor(row.response_mask) for row in rows], batch_first=True),
-    )
+def pack_demonstrations(demonstrations: Sequence[EncodedDemonstration]) -> tuple[PackedRow, Tensor, Tensor]:
+    """Return demonstrations as one packed row, and the rows and columns [N] of the model's tokens."""
+    documents = [(torch.tensor(one.prompt_ids), torch.tensor(one.response_ids)) for one in demonstrations]
+    mask = pad_sequence([torch.tensor(one.response_mask) for one in demonstrations], batch_first=True)
+    rows, columns = mask.nonzero(as_tuple=True)
+    return pack_row(lay_out(documents)), rows, columns
 
 
 def batches(count: int, size: int, *, seed: int) -> Iterator[list[int]]:
@@ -97,7 +95,6 @@ def fine_tune(
     late_rows: Sequence[EncodedDemonstration],
     settings: Settings,
     *,
-    pad_id: int,
     report: Callable[[int, float], None],
 ) -> None:
     """Minimise the mean negative log-probability of the model's tokens, in place. ``report`` gets step and loss.
@@ -135,7 +132,7 @@ def fine_tune(
         shown = rows if step <= early else late_rows
         chosen = [shown[index] for index in next(stream)]
         tokens = sum(sum(row.response_mask) for row in chosen)
-        statistics, _ = engine(*(tensor.to(engine.device) for tensor in collate(chosen, pad_id=pad_id)))
+        statistics, _ = engine(*(part.to(engine.device) for part in pack_demonstrations(chosen)))
         loss = -statistics.log_probs.sum() / tokens
         engine.backward(loss)
         engine.step()
@@ -194,7 +191,7 @@ async def _trained(
         row if late is item else await encode_demonstration(late, environment=environment, codec=codec)
         for row, item, late in zip(rows, demonstrations, mixed, strict=True)
     ]
-    fine_tune(model, rows, late_rows, settings, pad_id=codec.pad_id, report=report)
+    fine_tune(model, rows, late_rows, settings, report=report)
     return model, tokenizer
 
 

@@ -24,21 +24,11 @@ from agentrl.training.coldstart.limits import measured_problems
 from agentrl.training.coldstart.train import measure
 from agentrl.training.run.launch import show_plan
 from agentrl.training.run.preflight import check_inputs, machine_problems
-from agentrl.training.step.batching import PassPlan, plan_passes
+from agentrl.training.step.batching import describe_passes
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
-
-
-def planned_passes(settings: Settings) -> PassPlan:
-    """The passes of a step in which every trajectory has its maximum length."""
-    longest = settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens
-    return plan_passes(
-        ObjectiveSettings.of(settings),
-        group_tokens=settings.rollout.group_size * longest,
-        budget=settings.training.micro_batch_tokens,
-    )
 
 
 def dry_run(settings: Settings) -> None:
@@ -53,7 +43,13 @@ def dry_run(settings: Settings) -> None:
     for line in [*describe_machine().lines(), *problems]:
         console.note(line)
     console.note(f"rollouts: {engine_facts(settings.rollout).about}")
-    console.note(f"passes: {planned_passes(settings).describe()}")
+    longest = settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens
+    passes = describe_passes(
+        ObjectiveSettings.of(settings),
+        group_tokens=settings.rollout.group_size * longest,
+        budget=settings.training.micro_batch_tokens,
+    )
+    console.note(f"passes: {passes}")
     for problem in machine_problems(settings):
         console.warning(f"not on this machine: {problem}")
     if settings.cluster.kind == "ray":

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from agentrl.cluster.launchers import address_of_rank_zero
 from agentrl.models.exactness import check_policy
 from agentrl.models.policy import PolicyModel
-from agentrl.models.tokenizer import TextCodec, read_tokenizer
+from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.engines.table import engine_facts, servers_on_nodes
 from agentrl.telemetry.alerts import alerts, training_rows
 from agentrl.telemetry.console import Console, RunProgress
@@ -130,7 +130,6 @@ class Session:
             self._engine,
             objective,
             temperature=settings.rollout.temperature,
-            pad_id=TextCodec(self._tokenizer).pad_id,
             fidelity_bound=math.inf,  # until start() has measured it
             reference=reference,
             critic=self._critic,

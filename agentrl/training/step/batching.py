@@ -1,6 +1,9 @@
 """The plan of a step: which passes it takes, and its trajectories packed into micro-batches, equally many on all ranks.
 
-One forward serves statistics, advantages and backward if each micro-batch holds everything that its loss needs.
+One forward serves statistics, advantages and backward if each micro-batch holds everything that its loss needs. A
+group that does not fit one micro-batch stays on one rank. If its advantages need only rewards, they are computed first,
+and each of its micro-batches takes one forward and one backward. Otherwise all of them but the last are scored without
+gradient; the forward of the last one completes the group, and only the others run a second forward.
 """
 
 from __future__ import annotations
@@ -8,55 +11,37 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from agentrl.algorithms import LOSSES
+from agentrl.batch import MicroBatch
 from agentrl.rollout.worker import RolloutBatch
-from agentrl.training.step.objective_settings import ObjectiveSettings, needs
-from agentrl.trajectory import Group, Row, Trajectory
+from agentrl.training.step.objective_settings import ObjectiveSettings, known_before_forward, needs
+from agentrl.trajectory import Group, Trajectory
 
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """The rows of one forward. ``dummy`` rows take part in collectives and have no weight."""
-
-    rows: tuple[Row, ...]
-    dummy: bool = False
-
-    @property
-    def lengths(self) -> list[int]:
-        """Prompt and response tokens of each row."""
-        return [row.length for row in self.rows]
+_TOO_LARGE = (
+    "a group of {tokens} tokens does not fit one micro-batch (training.micro_batch_tokens={budget}), and the other "
+    "ranks would wait for its rank"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
     """One rank's part of an optimizer update. The counts are over all ranks."""
 
-    micro_batches: tuple[MicroBatch, ...]
+    units: tuple[tuple[MicroBatch, ...], ...]  # micro-batches, those of a group that does not fit one together
+    scored_first: tuple[MicroBatch, ...] = ()  # of these, with one forward: all but the last of such a group
     tokens: int  # that the filters leave to the loss
     sequences: float  # of these tokens, a rollout's branches as one
     model_tokens: int  # all that the model sampled
 
-
-@dataclass(frozen=True, kw_only=True)
-class PassPlan:
-    """The passes of a step: one forward, or a statistics pass first for these ``reasons``."""
-
-    reasons: tuple[str, ...]
-
     @property
-    def one_forward(self) -> bool:
-        return not self.reasons
-
-    def describe(self) -> str:
-        """One line for the console and ``--dry-run``."""
-        if self.one_forward:
-            return "one forward for statistics, advantages and backward (micro-batches of whole groups)"
-        return "a statistics pass, then the training pass: " + "; ".join(self.reasons)
+    def micro_batches(self) -> list[MicroBatch]:
+        return [micro for unit in self.units for micro in unit]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,38 +50,55 @@ class RankPlan:
 
     step: int
     version: int  # of the policy that is trained
-    passes: PassPlan
+    reasons: tuple[str, ...]  # for a statistics pass before training; none: one forward
     updates: tuple[UpdatePlan, ...]
     head_exact: bool
-    no_loss: frozenset[tuple[int, int]]  # (group, sample) of trajectories without a loss
     trajectories: int  # over all ranks
-    greedy_returns: dict[int, float]  # reward of a group's greedy rollout
-    homes: dict[int, int]  # the rank that receives all rows of a group in a statistics pass
     metrics: dict[str, float]
 
 
-def pack(
+Unit = tuple[Sequence[Trajectory], ...]
+"""The trajectories of one micro-batch, or of the micro-batches of a group that does not fit one."""
+
+
+def fill(
     units: Sequence[Sequence[Trajectory]], budget: int, *, ranks: int, attention_length: float = math.inf
-) -> list[list[MicroBatch]]:
-    """Micro-batches for each rank: units stay whole, tokens are at most ``budget``, numbers are equal.
+) -> list[Unit]:
+    """The trajectories of each micro-batch, the costliest first: units stay whole, tokens are at most ``budget``.
 
     Units (a group, or some of its trajectories) go from the costliest to the cheapest, each to the micro-batch with the
-    least cost that has room for it; there are as few micro-batches as that allows. So all cost nearly the same, and
-    ranks seldom wait for each other. A unit larger than the budget gets a micro-batch of its own. Attention over a
-    trajectory of ``attention_length`` tokens costs as much as everything else.
+    least cost that has room for it. There are as few micro-batches as that allows, but a multiple of ``ranks`` if the
+    units suffice. So all cost nearly the same, and ranks seldom wait for each other. A unit larger than the budget gets
+    a micro-batch of its own. Attention over a trajectory of ``attention_length`` tokens costs as much as everything
+    else.
     """
+    if not units:
+        return []
     costs = {id(unit): _cost(unit, attention_length) for unit in units}
     ordered = sorted(units, key=lambda unit: costs[id(unit)], reverse=True)
-    bins = _fill(ordered, [costs[id(unit)] for unit in ordered], budget, ranks=ranks)
-    plans: list[list[MicroBatch]] = [[] for _ in range(ranks)]
-    for number, rows in enumerate(bins):
-        turn, place = divmod(number, ranks)
-        rank = place if turn % 2 == 0 else ranks - 1 - place  # who got the costliest of one turn gets the cheapest
-        plans[rank].append(MicroBatch(rows=tuple(map(Row.of, rows))))
-    most = max(len(plan) for plan in plans)
-    shortest = min((row for unit in units for row in unit), key=lambda item: item.length)
-    filler = MicroBatch(rows=(Row.of(shortest),), dummy=True)
-    return [plan + [filler] * (most - len(plan)) for plan in plans]
+    return [(rows,) for rows in _fill(ordered, [costs[id(unit)] for unit in ordered], budget, ranks=ranks)]
+
+
+def deal(units: Sequence[Unit], *, ranks: int) -> list[list[Unit]]:
+    """Deal the units of one micro-batch, the costliest first, so that the micro-batches of a turn cost nearly the same:
+    the rank with the costliest of one turn gets the cheapest of the next."""
+    dealt: list[list[Unit]] = [[] for _ in range(ranks)]
+    for number, unit in enumerate(units):
+        turn, position = divmod(number, ranks)
+        dealt[position if turn % 2 == 0 else ranks - 1 - position].append(unit)
+    return dealt
+
+
+def balance(units: Sequence[Unit], *, ranks: int, attention_length: float = math.inf) -> list[list[Unit]]:
+    """Give each unit, the costliest first, to the rank whose units cost least so far."""
+    costs = [sum(_cost(rows, attention_length) for rows in unit) for unit in units]
+    shares: list[list[Unit]] = [[] for _ in range(ranks)]
+    spent = [0.0] * ranks
+    for number in sorted(range(len(units)), key=lambda number: -costs[number]):
+        rank = spent.index(min(spent))
+        shares[rank].append(units[number])
+        spent[rank] += costs[number]
+    return shares
 
 
 def packed_tokens(rows: Sequence[Trajectory]) -> int:
@@ -153,71 +155,93 @@ def plan_step(
 ) -> list[RankPlan]:
     """The plan of every rank for one rollout batch; no updates if no group is left to train.
 
-    ``attention_length`` as in :func:`pack`.
+    ``attention_length`` as in :func:`fill`.
     """
     groups, algorithm = rollouts.groups, settings.algorithm
     largest = max((packed_tokens(group.trajectories) for group in groups), default=0)
-    passes = plan_passes(settings, group_tokens=largest, budget=budget)
-    # The head-exact diagnostic also needs whole groups; if they do not fit, the step goes without it.
+    reasons = statistics_pass_reasons(settings)
+    # The head-exact diagnostic needs whole groups; if they do not fit, the step goes without it.
     head_exact = due(rollouts.step, algorithm.head_exact_every) and largest <= budget
     updates: list[list[UpdatePlan]] = [[] for _ in range(ranks)]
+    greedy = {group.index: group.greedy.reward for group in groups if group.greedy is not None}
     for part in split_updates(groups, algorithm.updates_per_step):
-        rows = [item for group in part for item in group.trajectories]
-        units: list[Sequence[Trajectory]] = [group.trajectories for group in part]
-        if not (passes.one_forward or head_exact):
-            units = [piece for unit in units for piece in pieces(unit, budget // 4)]
+        filled = partial(fill, budget=budget, ranks=ranks, attention_length=attention_length)
+        every = [group.trajectories for group in part]
+        whole = [rows for rows in every if packed_tokens(rows) <= budget]
+        split = [tuple(pieces(rows, budget)) for rows in every if packed_tokens(rows) > budget]
+        shares = deal(filled(whole), ranks=ranks)
+        scored = 0
+        if split and not reasons:
+            shares = balance([*split, *filled(whole)], ranks=ranks, attention_length=attention_length)
+            scored = 0 if known_before_forward(settings) else 1
+            if _one_forward_is_slower(shares, scored, attention_length):
+                reasons = (_TOO_LARGE.format(tokens=largest, budget=budget),)
+        if reasons and not head_exact:
+            parts = [piece for rows in every for piece in pieces(rows, budget // 4)]
+            shares = deal(filled(parts), ranks=ranks)
+        rows = [item for group in every for item in group]
         trained = [row for row in rows if (row.group, row.sample) not in rollouts.no_loss]
-        packed = pack(units, budget, ranks=ranks, attention_length=attention_length)
-        tokens = sum(row.model_tokens for row in trained)
-        sequences = math.fsum(row.weight for row in trained)
-        model_tokens = sum(row.model_tokens for row in rows)
-        for rank, micro_batches in enumerate(packed):
+        homes = share_out(shares)
+        packed = partial(MicroBatch.of, no_loss=rollouts.no_loss, homes=homes, greedy_returns=greedy)
+        # Ranks do the same number of passes: those with fewer micro-batches repeat one that weighs nothing.
+        filler = packed([min(rows, key=lambda row: row.length)], counted=False)
+        most = max(sum(map(len, share)) for share in shares)
+        first = max(sum(len(unit) - 1 for unit in share) for share in shares) * scored
+        for rank, share in enumerate(shares):
+            units = [tuple(packed(items) for items in unit) for unit in share]
+            scored_first = [micro for unit in units for micro in unit[:-1]] if scored else []
+            units += [(filler,)] * (most - sum(map(len, units)))
             updates[rank].append(
                 UpdatePlan(
-                    micro_batches=tuple(micro_batches), tokens=tokens, sequences=sequences, model_tokens=model_tokens
+                    units=tuple(units),
+                    scored_first=(*scored_first, *[filler] * (first - len(scored_first))),
+                    tokens=sum(row.model_tokens for row in trained),
+                    sequences=math.fsum(row.weight for row in trained),
+                    model_tokens=sum(row.model_tokens for row in rows),
                 )
             )
-    homes = find_homes(updates)
     trajectories = sum(len(group.rollouts) for group in groups)
-    greedy = {group.index: group.greedy.reward for group in groups if group.greedy is not None}
     return [
         RankPlan(
             step=rollouts.step,
             version=rollouts.version,
-            passes=passes,
+            reasons=reasons,
             updates=tuple(updates[rank]),
             head_exact=head_exact,
-            no_loss=rollouts.no_loss,
             trajectories=trajectories,
-            greedy_returns=greedy,
-            homes=homes,
             metrics=rollouts.metrics if rank == 0 else {},
         )
         for rank in range(ranks)
     ]
 
 
-def find_homes(updates: Sequence[Sequence[UpdatePlan]]) -> dict[int, int]:
-    """For each group, the rank that receives all its rows, from the updates of every rank."""
-    tokens: dict[int, list[int]] = {}
-    for rank, parts in enumerate(updates):
-        for micro in (micro for part in parts for micro in part.micro_batches if not micro.dummy):
-            for row in micro.rows:
-                tokens.setdefault(row.group, [0] * len(updates))[rank] += row.length
-    return share_out(tokens)
+def _one_forward_is_slower(shares: Sequence[Sequence[Unit]], scored: int, attention_length: float) -> bool:
+    """Whether groups that stay on one rank keep the others waiting for longer than a statistics pass would take.
 
-
-def share_out(tokens: Mapping[int, Sequence[int]]) -> dict[int, int]:
-    """A rank for each group, given its tokens on each: the one with most of them; in a tie, the least loaded so far.
-
-    >>> share_out({0: [5, 5], 1: [5, 5], 2: [9, 1]})
-    {0: 0, 1: 1, 2: 0}
+    A backward pass costs as much as two forwards. A statistics pass lets the trajectories of a group train on any rank.
     """
+
+    def cost(items: Sequence[Sequence[Trajectory]]) -> float:
+        return sum(_cost(rows, attention_length) for rows in items)
+
+    once = max(sum(3 * cost(unit) + scored * cost(unit[:-1]) for unit in share) for share in shares)
+    return once > 4 * sum(cost(unit) for share in shares for unit in share) / len(shares)
+
+
+def share_out(shares: Sequence[Sequence[Unit]]) -> dict[int, int]:
+    """The rank that receives all trajectories of each group, from the units of every rank.
+
+    It is the one with most of the group's tokens; in a tie, the one that receives the least so far.
+    """
+    tokens: dict[int, list[int]] = {}
+    for rank, share in enumerate(shares):
+        for row in (row for unit in share for rows in unit for row in rows):
+            tokens.setdefault(row.group, [0] * len(shares))[rank] += row.length
     homes: dict[int, int] = {}
-    given: Counter[int] = Counter()
+    received: Counter[int] = Counter()
     for group, counts in sorted(tokens.items()):
-        homes[group] = max(range(len(counts)), key=lambda rank: (counts[rank], -given[rank]))
-        given[homes[group]] += sum(counts)
+        homes[group] = max(range(len(counts)), key=lambda rank: (counts[rank], -received[rank]))
+        received[homes[group]] += sum(counts)
     return homes
 
 
@@ -235,12 +259,26 @@ def split_updates(groups: Sequence[Group], updates: int) -> list[Sequence[Group]
     return [groups[low:high] for low, high in itertools.pairwise(bounds)]
 
 
-def plan_passes(settings: ObjectiveSettings, *, group_tokens: int, budget: int) -> PassPlan:
-    """Decide from the settings; ``group_tokens`` are those of the largest group, ``budget`` a micro-batch's."""
-    return PassPlan(reasons=tuple(_reasons(settings, group_tokens, budget)))
+def describe_passes(settings: ObjectiveSettings, *, group_tokens: int, budget: int) -> str:
+    """One line for the console and ``--dry-run``, for groups of ``group_tokens``."""
+    reasons = statistics_pass_reasons(settings)
+    if reasons:
+        return "a statistics pass, then the training pass: " + "; ".join(reasons)
+    text = "one forward for statistics, advantages and backward"
+    if group_tokens <= budget:
+        return f"{text} (micro-batches of whole groups)"
+    size = f"{group_tokens} tokens, training.micro_batch_tokens={budget}"
+    if known_before_forward(settings):
+        return f"{text}, also for groups that do not fit one micro-batch ({size}): their advantages need only rewards"
+    return f"{text}; a second forward for all but the last micro-batch of groups that do not fit one ({size})"
 
 
-def _reasons(settings: ObjectiveSettings, group_tokens: int, budget: int) -> Iterator[str]:
+def statistics_pass_reasons(settings: ObjectiveSettings) -> tuple[str, ...]:
+    """Why a statistics pass comes before training; none: one forward serves both."""
+    return tuple(_reasons(settings))
+
+
+def _reasons(settings: ObjectiveSettings) -> Iterator[str]:
     algorithm, correction = settings.algorithm, settings.correction
     needed = needs(settings)
     if algorithm.updates_per_step > 1:
@@ -257,5 +295,3 @@ def _reasons(settings: ObjectiveSettings, group_tokens: int, budget: int) -> Ite
         yield "self-normalised weights take the mean over the whole step (correction.self_normalize)"
     if correction.masks:
         yield "the loss mask depends on the log-probabilities (correction.ratio_mask, correction.divergence_mask)"
-    if group_tokens > budget:
-        yield f"a group of {group_tokens} tokens does not fit one micro-batch (training.micro_batch_tokens={budget})"

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms import aggregate, value_loss
+from agentrl.batch import Batch
 from agentrl.models.attention import choose_attention
 from agentrl.models.value import ValueModel
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_for_training
 from agentrl.training.engine.groups import rank_groups
 from agentrl.training.settings import CriticSettings
 from agentrl.training.step.rows import LossRows
-from agentrl.trajectory import Batch
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -52,12 +52,12 @@ class Critic:
 
         Returns metrics, means over the model tokens of ``rows``.
         """
-        mask, now = rows.response_mask, self._forward(rows.scored.batch)[:, :-1]
-        loss = value_loss(now, rows.returns, mask, old_values=rows.scored.values, clip=self._clip)
+        mask, now = rows.response_mask, self._forward(rows.batch)[:, :-1]
+        loss = value_loss(now, rows.estimated.returns, mask, old_values=rows.values, clip=self._clip)
         value = aggregate(loss.per_token, mask, "token_mean", normalizer=tokens)
         self.engine.backward(value * self.engine.world_size)
         return loss.metrics | {"loss": torch.where(mask, loss.per_token.detach(), 0.0).sum() / mask.sum().clamp(min=1)}
 
     def _forward(self, batch: Batch) -> Tensor:
-        values: Tensor = self.engine(batch.input_ids, batch.prompt_lengths, batch.response_lengths)
+        values: Tensor = self.engine(batch.row, batch.response_mask.shape[1])
         return values

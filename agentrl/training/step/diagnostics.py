@@ -40,7 +40,7 @@ def measure_forward(meter: Meter, rows: LossRows, *, version: int) -> None:
     ``policy/engine_abs_diff`` covers the tokens of this version, without turns during which the weights changed: their
     keys and values may come from both. ``..._max`` is the mean over the trajectory with the largest difference.
     """
-    mask, batch, statistics = rows.response_mask, rows.scored.batch, rows.scored.statistics
+    mask, batch, statistics = rows.response_mask, rows.batch, rows.statistics
     tokens, trajectories = mask.sum(), mask.any(-1).sum()
     meter.total("policy/tokens", tokens)
     for name in ("entropy", "sum_pi_squared", "energy"):
@@ -116,14 +116,13 @@ class HeadExactMonitor:
 
         Ranks that share rows exchange their parts of the head's gradient, and no state.
         """
-        batch, sequence = rows.scored.batch, self._policy.sequence
-        places, columns = batch.response_mask.nonzero(as_tuple=True)
-        held = self._policy.held_tokens(batch.input_ids, batch.prompt_lengths, batch.response_mask)
+        batch, sequence = rows.batch, self._policy.sequence
+        held = self._policy.held_tokens(batch.row, batch.rows, batch.columns)
         self._accumulator.update(
             hidden=hidden if held is None else hidden[: len(held)],
-            targets=batch.response_ids[places, columns],
-            advantages=rows.advantages[places, columns],
-            rows=places,
+            targets=batch.row.tokens(batch.rows, batch.columns),
+            advantages=rows.advantages[batch.rows, batch.columns],
+            rows=batch.rows,
             groups=batch.groups,
             held=held,
             over_ranks=None if sequence is None else sequence.total,

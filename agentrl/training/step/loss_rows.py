@@ -1,28 +1,29 @@
-"""From scored rows to loss rows: rewards with penalties, the rollout correction, and the advantages."""
+"""What a loss needs beside the forward: rewards with penalties, the rollout correction, and the advantages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import reduce
 
 import torch
 from torch import Tensor, nn
 
-from agentrl.algorithms import ESTIMATORS, AdvantageInputs, Advantages, Correction, compute_advantages, reward_kl
+from agentrl.algorithms import ESTIMATORS, AdvantageInputs, Advantages, compute_advantages, reward_kl
 from agentrl.algorithms.estimators.normalization import Moments
 from agentrl.algorithms.kl import kl_penalty
 from agentrl.algorithms.rewards import add_at_last_token, overlong_penalty
+from agentrl.batch import Batch
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.engine.exchange import Exchange
 from agentrl.training.engine.meter import Meter
 from agentrl.training.step.correction import Corrector
 from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_options, needs
-from agentrl.training.step.rows import LossRows, ScoredRows
+from agentrl.training.step.rows import LossRows
 
 
 class LossRowMaker:
-    """Makes loss rows of a micro-batch of whole groups or of the whole step. ``beta`` weighs the KL penalty."""
+    """Completes the rows of a micro-batch of whole groups or of the whole step. ``beta`` weighs the KL penalty."""
 
     def __init__(self, settings: ObjectiveSettings) -> None:
         """Raises SettingsError if the estimator or the correction does not accept these settings."""
@@ -32,132 +33,163 @@ class LossRowMaker:
         self.corrector = Corrector(settings.correction)
         self.needs_exact_energy = "trajectory_energy" in needs(settings).inputs
 
-    def make(self, scored: ScoredRows, *, beta: float, meter: Meter) -> LossRows:
-        """The loss rows of whole groups."""
-        correction = self.corrector.correct(scored, meter=meter)
-        inputs = self._inputs(scored, correction, beta=beta, meter=meter)
-        made = compute_advantages(self._estimator, inputs, **self._estimator_options)
-        return LossRows(scored=scored, correction=correction, rewards=inputs.rewards, **vars(made))
+    def estimate(self, batches: Sequence[Batch], *, meter: Meter) -> list[tuple[Tensor, Advantages]]:
+        """Rewards [B, T] with penalties and advantages of whole groups in several batches, from rewards alone."""
+        inputs = [self._reward_inputs(batch, meter) for batch in batches]
+        return [(own.rewards, made) for own, made in zip(inputs, self._together(inputs), strict=True)]
+
+    def with_estimate(self, rows: LossRows, rewards: Tensor, estimate: Advantages, *, meter: Meter) -> LossRows:
+        """Complete rows whose advantages were known before their forward."""
+        self._measure_kl(rows, meter)
+        return replace(rows, rewards=rewards, estimate=estimate)
+
+    def make(self, parts: Sequence[LossRows], *, beta: float, meter: Meter) -> list[LossRows]:
+        """Complete the rows of whole groups in several micro-batches."""
+        parts = [replace(rows, correction=self.corrector.correct(rows, meter=meter)) for rows in parts]
+        inputs = [self._inputs(rows, beta=beta, meter=meter) for rows in parts]
+        return [
+            replace(rows, rewards=own.rewards, estimate=made)
+            for rows, own, made in zip(parts, inputs, self._together(inputs), strict=True)
+        ]
+
+    def _together(self, inputs: Sequence[AdvantageInputs]) -> list[Advantages]:
+        """The advantages of each micro-batch, of groups that lie in all of them."""
+        joined = inputs[0]
+        if len(inputs) > 1:
+            width = max(own.rewards.shape[1] for own in inputs)
+            columns = {
+                name: torch.cat([_widened(getattr(own, name), width) for own in inputs])
+                for name in vars(inputs[0])
+                if getattr(inputs[0], name) is not None
+            }
+            joined = replace(inputs[0], **columns)
+        made = compute_advantages(self._estimator, joined, **self._estimator_options)
+        sizes = [len(own.rewards) for own in inputs]
+        parts = zip(*(values.split(sizes) for values in vars(made).values()), strict=True)
+        return [
+            Advantages(**{name: value[:, : own.rewards.shape[1]] for name, value in zip(vars(made), part, strict=True)})
+            for own, part in zip(inputs, parts, strict=True)
+        ]
 
     def make_over_ranks(
-        self,
-        updates: Sequence[Sequence[ScoredRows]],
-        homes: Mapping[int, int],
-        engine: TrainingEngine[nn.Module],
-        *,
-        beta: float,
-        meter: Meter,
+        self, updates: Sequence[Sequence[LossRows]], engine: TrainingEngine[nn.Module], *, beta: float, meter: Meter
     ) -> list[list[LossRows]]:
-        """The loss rows of every micro-batch of each update; groups may span micro-batches and ranks. Collective.
+        """Complete every micro-batch of each update; groups may span micro-batches and ranks. Collective.
 
-        ``homes`` names the rank that receives all rows of a group; an estimator that needs the whole step in one
+        All trajectories of a group meet on the rank that is their home; an estimator that needs the whole step in one
         call receives everything on rank 0.
         """
-        every = [scored for update in updates for scored in update]
-        corrections = [
-            self.corrector.correct(scored, meter=meter, normalizer=normalizer)
+        every = [
+            replace(rows, correction=self.corrector.correct(rows, meter=meter, normalizer=normalizer))
             for update, normalizer in zip(updates, self._normalizers(updates, engine), strict=True)
-            for scored in update
+            for rows in update
         ]
-        inputs = [
-            self._inputs(scored, correction, beta=beta, meter=meter)
-            for scored, correction in zip(every, corrections, strict=True)
-        ]
-        counted = [own if scored.counted else _without_rows(own) for own, scored in zip(inputs, every, strict=True)]
-        nothing = [torch.zeros_like(scored.batch.rewards) for scored in every]
-        made = [
-            LossRows(
-                scored=scored,
-                correction=correction,
-                rewards=own.rewards,
-                **(vars(estimate) if scored.counted else dict.fromkeys(vars(estimate), none)),
-            )
-            for scored, correction, own, estimate, none in zip(
-                every, corrections, inputs, self._advantages(counted, homes, engine), nothing, strict=True
-            )
-        ]
+        inputs = [self._inputs(rows, beta=beta, meter=meter) for rows in every]
+        counted = [own if rows.batch.counted else _without_rows(own) for own, rows in zip(inputs, every, strict=True)]
+        homes = [rows.batch.homes for rows in every if rows.batch.counted]
+        made = []
+        for rows, own, estimate in zip(every, inputs, self._advantages(counted, homes, engine), strict=True):
+            if not rows.batch.counted:
+                zero = torch.zeros_like(rows.batch.rewards)
+                estimate = Advantages(**dict.fromkeys(vars(estimate), zero))
+            made.append(replace(rows, rewards=own.rewards, estimate=estimate))
         if every[0].values is not None:
             meter.mean("critic/explained_variance", explained_variance(made, engine), 1.0)
         following = iter(made)
         return [[next(following) for _ in update] for update in updates]
 
     def _advantages(
-        self, inputs: Sequence[AdvantageInputs], homes: Mapping[int, int], engine: TrainingEngine[nn.Module]
+        self, inputs: Sequence[AdvantageInputs], homes: Sequence[Tensor], engine: TrainingEngine[nn.Module]
     ) -> list[Advantages]:
         """The advantages of each micro-batch, computed on the ranks where the groups are whole. Collective."""
-        groups = torch.cat([item.groups for item in inputs])
-        on_rank_0 = ESTIMATORS[self._estimator].span == "step"
-        places = [0 if on_rank_0 else homes[group] for group in groups.tolist()]
-        masks = [item.response_mask for item in inputs]
-        exchange = Exchange(masks, torch.tensor(places).to(groups), group=engine.groups.peers)
+        ranks = torch.cat([*homes, inputs[0].groups[:0]])
+        if ESTIMATORS[self._estimator].span == "step":
+            ranks = torch.zeros_like(ranks)
+        exchange = Exchange([item.response_mask for item in inputs], ranks, group=engine.groups.peers)
         made = compute_advantages(self._estimator, exchange.there(inputs), calls=engine, **self._estimator_options)
         parts = zip(*(exchange.back(values) for values in vars(made).values()), strict=True)
         return [Advantages(**dict(zip(vars(made), part, strict=True))) for part in parts]
 
     def _normalizers(
-        self, updates: Sequence[Sequence[ScoredRows]], engine: TrainingEngine[nn.Module]
+        self, updates: Sequence[Sequence[LossRows]], engine: TrainingEngine[nn.Module]
     ) -> Sequence[Tensor | None]:
         """The normalizer of the correction's weights for each update [2], None without one. Collective."""
         if not self.corrector.normalizes:
             return [None] * len(updates)
         sums = torch.zeros(len(updates), 2, dtype=torch.float64, device=engine.device)
         for number, update in enumerate(updates):
-            for scored in update:
-                if scored.counted:
-                    sums[number] += self.corrector.sums(scored)
+            for rows in update:
+                if rows.batch.counted:
+                    sums[number] += self.corrector.sums(rows)
         return engine.all_reduce(sums).unbind()
 
-    def _inputs(
-        self, scored: ScoredRows, correction: Correction | None, *, beta: float, meter: Meter
-    ) -> AdvantageInputs:
-        batch, statistics, after = scored.batch, scored.statistics, scored.final_values
-        rewards = self._with_length_penalty(scored, meter)
-        return AdvantageInputs(
-            rewards=self._with_kl_penalty(scored, rewards, beta, meter),
-            response_mask=batch.response_mask,
-            groups=batch.groups,
+    def _inputs(self, rows: LossRows, *, beta: float, meter: Meter) -> AdvantageInputs:
+        statistics, after, correction = rows.statistics, rows.final_values, rows.correction
+        known = self._reward_inputs(rows.batch, meter)
+        self._measure_kl(rows, meter)
+        return replace(
+            known,
+            rewards=self._with_kl_penalty(rows, known.rewards, beta),
             log_probs=statistics.log_probs,
             sum_pi_squared=statistics.sum_pi_squared,
             token_energy=statistics.energy,
             hidden_norm_squared=statistics.hidden_norm_squared,
             importance_weights=None if correction is None else correction.importance_weights,
-            loss_mask=batch.loss_mask if correction is None else correction.loss_mask,
-            trajectory_energy=scored.trajectory_energy,
-            values=scored.values,
-            bootstrap_values=None if after is None else torch.where(batch.truncated, after, 0.0),
-            greedy_returns=scored.greedy_returns,
+            loss_mask=known.loss_mask if correction is None else correction.loss_mask,
+            trajectory_energy=rows.trajectory_energy,
+            values=rows.values,
+            bootstrap_values=None if after is None else torch.where(rows.batch.truncated, after, 0.0),
+        )
+
+    def _reward_inputs(self, batch: Batch, meter: Meter) -> AdvantageInputs:
+        """What is known before a forward."""
+        return AdvantageInputs(
+            rewards=self._with_length_penalty(batch, meter),
+            response_mask=batch.response_mask,
+            groups=batch.groups,
+            loss_mask=batch.loss_mask,
+            greedy_returns=batch.greedy_returns,
             samples=batch.samples,
             branches=batch.branches,
             parents=batch.parents,
             forks=batch.forks,
         )
 
-    def _with_length_penalty(self, scored: ScoredRows, meter: Meter) -> Tensor:
+    def _with_length_penalty(self, batch: Batch, meter: Meter) -> Tensor:
         """Rewards with the soft penalty for overlong responses on the last model token."""
-        settings, batch = self._settings.reward, scored.batch
+        settings = self._settings.reward
         if not settings.overlong_buffer:
             return batch.rewards
         penalties = settings.overlong_factor * overlong_penalty(
             batch.response_mask.sum(-1), max_length=self._settings.overlong_limit, buffer=settings.overlong_buffer
         )
-        rows = len(penalties) * int(scored.counted)
-        meter.mean("reward/overlong_penalty", penalties.mean(), rows)
-        meter.mean("reward/overlong_share", (penalties < 0).double().mean(), rows)
+        counted = len(penalties) * int(batch.counted)
+        meter.mean("reward/overlong_penalty", penalties.mean(), counted)
+        meter.mean("reward/overlong_share", (penalties < 0).double().mean(), counted)
         # The branches of a rollout share one penalty: the mean of theirs.
         return add_at_last_token(batch.rewards, batch.response_mask, penalties * batch.weights)
 
-    def _with_kl_penalty(self, scored: ScoredRows, rewards: Tensor, beta: float, meter: Meter) -> Tensor:
-        """Rewards with the KL penalty if ``kl.placement`` is reward; its mean is measured in any case."""
-        reference, mask, exact = scored.reference_log_probs, scored.batch.response_mask, scored.statistics.full_kl
+    def _measure_kl(self, rows: LossRows, meter: Meter) -> None:
+        """Record the mean KL penalty, wherever it is placed."""
+        reference, mask = rows.reference_log_probs, rows.batch.response_mask
         if reference is None:
+            return
+        estimator, tokens = self._settings.kl.resolved_estimator, mask.sum()
+        penalty = kl_penalty(rows.log_probs, reference, estimator, mask=mask, full=rows.statistics.full_kl)
+        meter.mean("kl/mean", penalty.double().sum() / tokens, tokens * int(rows.batch.counted))
+
+    def _with_kl_penalty(self, rows: LossRows, rewards: Tensor, beta: float) -> Tensor:
+        """Rewards with the KL penalty if ``kl.placement`` is reward."""
+        reference, mask, settings = rows.reference_log_probs, rows.batch.response_mask, self._settings.kl
+        if reference is None or settings.placement == "loss":
             return rewards
-        estimator = self._settings.kl.resolved_estimator
-        penalty = kl_penalty(scored.log_probs, reference, estimator, mask=mask, full=exact)
-        tokens = mask.sum()
-        meter.mean("kl/mean", penalty.double().sum() / tokens, tokens * int(scored.counted))
-        if self._settings.kl.placement == "loss":
-            return rewards
-        return reward_kl(rewards, scored.log_probs, reference, mask, beta=beta, estimator=estimator, full=exact).rewards
+        estimator, full = settings.resolved_estimator, rows.statistics.full_kl
+        return reward_kl(rewards, rows.log_probs, reference, mask, beta=beta, estimator=estimator, full=full).rewards
+
+
+def _widened(values: Tensor, width: int) -> Tensor:
+    """[b, T] with zeros up to [b, width]; [b] as it is."""
+    return values if values.dim() == 1 else torch.nn.functional.pad(values, (0, width - values.shape[1]))
 
 
 def _without_rows(inputs: AdvantageInputs) -> AdvantageInputs:
@@ -174,9 +206,9 @@ def explained_variance(rows: Sequence[LossRows], engine: TrainingEngine[nn.Modul
             for item, part in zip(values, rows, strict=True)
             if bool(part.response_mask.any())
         ]
-        nothing = Moments.nothing(rows[0].returns.double())
+        nothing = Moments.nothing(rows[0].estimated.returns.double())
         return reduce(Moments.merge, every, nothing).over_step(engine).squares
 
-    missed = spread([part.returns - part.scored.values for part in rows if part.scored.values is not None])
-    whole = spread([part.returns for part in rows])
+    missed = spread([part.estimated.returns - part.values for part in rows if part.values is not None])
+    whole = spread([part.estimated.returns for part in rows])
     return torch.where(whole > 0, 1 - missed / torch.where(whole > 0, whole, 1.0), 0.0)

@@ -45,10 +45,7 @@ class PolicyObjective:
     def normalizer_over_ranks(self, rows: Sequence[LossRows], engine: TrainingEngine[nn.Module]) -> float | None:
         """As :meth:`normalizer`, counted. Collective."""
         modes = ("token_mean", "seq_mean_token_mean")
-        own = [
-            sum(float(loss_normalizer(part.loss_mask, mode, part.scored.batch.weights)) for part in rows)
-            for mode in modes
-        ]
+        own = [sum(float(loss_normalizer(part.loss_mask, mode, part.batch.weights)) for part in rows) for mode in modes]
         tokens, sequences = engine.all_reduce(torch.tensor(own, dtype=torch.float64, device=engine.device)).tolist()
         return self.normalizer(tokens, sequences)
 
@@ -75,7 +72,7 @@ class PolicyObjective:
         made = policy_loss(
             self._algorithm.loss,
             log_probs=log_probs,
-            old_log_probs=None if fresh else rows.scored.log_probs,
+            old_log_probs=None if fresh else rows.log_probs,
             advantages=rows.advantages,
             loss_mask=mask,
             response_mask=rows.response_mask,
@@ -83,12 +80,12 @@ class PolicyObjective:
             selected=selected,
             **self._options,
         )
-        weights = rows.scored.batch.weights
+        weights = rows.batch.weights
         value = self._aggregated(made.per_token, mask, normalizer, weights)
         if self._algorithm.entropy_coefficient:
             bonus = self._aggregated(statistics.entropy, mask, normalizer, weights)
             value = value - self._algorithm.entropy_coefficient * bonus
-        reference = rows.scored.reference_log_probs
+        reference = rows.reference_log_probs
         if self._kl_estimator is not None and reference is not None:
             ratio = None if self._kl_estimator == "full" else _ratio(log_probs, rows, fresh=fresh)
             penalty = kl_penalty(
@@ -104,7 +101,7 @@ class PolicyObjective:
             self._mode,
             normalizer=normalizer,
             length=self._length,
-            weights=rows.scored.batch.weights,
+            weights=rows.batch.weights,
         )
 
     @torch.no_grad()
@@ -117,7 +114,7 @@ class PolicyObjective:
         """
 
         def counted(values: Iterable[Tensor]) -> list[Tensor]:
-            return [value if part.scored.counted else value[:0] for value, part in zip(values, rows, strict=True)]
+            return [value if part.batch.counted else value[:0] for value, part in zip(values, rows, strict=True)]
 
         masks = counted(part.loss_mask for part in rows)
         homes = torch.zeros(sum(map(len, masks)), dtype=torch.int64, device=engine.device)
@@ -125,10 +122,10 @@ class PolicyObjective:
         chosen = step_selection(
             self._algorithm.loss,
             log_probs=exchange.column(counted(log_probs)),
-            old_log_probs=exchange.column(counted(part.scored.log_probs for part in rows)),
+            old_log_probs=exchange.column(counted(part.log_probs for part in rows)),
             advantages=exchange.column(counted(part.advantages for part in rows)),
             loss_mask=exchange.column(masks),
-            keys=exchange.column(counted(part.scored.keys for part in rows)),
+            keys=exchange.column(counted(part.keys for part in rows)),
             seed=seed,
             **self._options,
         )
@@ -148,6 +145,6 @@ def _ratio(log_probs: Tensor, rows: LossRows, *, fresh: bool) -> Tensor | None:
     """
     if fresh:
         return rows.weights
-    log_ratio = torch.where(rows.loss_mask, log_probs.detach() - rows.scored.log_probs, 0.0)
+    log_ratio = torch.where(rows.loss_mask, log_probs.detach() - rows.log_probs, 0.0)
     ratio = log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()
     return ratio if rows.weights is None else ratio * rows.weights

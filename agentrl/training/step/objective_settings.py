@@ -128,6 +128,12 @@ def needs(settings: ObjectiveSettings) -> EstimatorNeeds:
     return found
 
 
+def known_before_forward(settings: ObjectiveSettings) -> bool:
+    """Whether a group's advantages follow from its rewards alone, without the policy's log-probabilities."""
+    penalty = settings.kl.coefficient and settings.kl.placement == "reward"
+    return not (needs(settings).inputs or settings.correction.active or penalty)
+
+
 def _options(
     settings: AlgorithmSettings,
     kind: str,

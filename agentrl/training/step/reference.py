@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.algorithms import AdaptiveKL, FixedKL, KLController
+from agentrl.batch import Batch, scatter_tokens
 from agentrl.models.head import ReferenceHead
 from agentrl.models.lora import adapter_off
-from agentrl.models.policy import PolicyModel, scatter_tokens
+from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import LoRASettings
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, read_policy
 from agentrl.training.settings import KLSettings
-from agentrl.trajectory import Batch
 from agentrl.weights.sources import gathered
 
 if TYPE_CHECKING:
@@ -60,10 +60,9 @@ class Reference:
         The second value, of the model tokens in row-major order, is for the divergence over the whole vocabulary.
         """
         statistics, hidden = self._forward(
-            batch.input_ids,
-            batch.prompt_lengths,
-            batch.response_ids,
-            batch.response_mask,
+            batch.row,
+            batch.rows,
+            batch.columns,
             temperature=self._temperature,
             keep_hidden=self.over_vocabulary,
         )

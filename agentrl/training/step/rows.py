@@ -1,4 +1,4 @@
-"""The rows of a micro-batch on their way to the loss: scored by one forward, then with corrections and advantages."""
+"""The trajectories of a micro-batch on their way from a forward to the loss."""
 
 from __future__ import annotations
 
@@ -7,23 +7,37 @@ from functools import cached_property
 
 from torch import Tensor
 
-from agentrl.algorithms import Correction
+from agentrl.algorithms import Advantages, Correction
+from agentrl.batch import Batch
 from agentrl.kernels import TokenStatistics
-from agentrl.trajectory import Batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScoredRows:
-    """Rows with everything that rewards, corrections and advantages are made of; detached."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossRows:
+    """A micro-batch with everything that its loss needs beside a forward; all tensors are detached.
+
+    The policy's, the reference's and the critic's forward fill the first fields. ``correction``, ``rewards`` and
+    ``estimate`` follow when all trajectories of the groups have them (:class:`.loss_rows.LossRowMaker`).
+    """
 
     batch: Batch
     statistics: TokenStatistics  # each [B, T], zero off model tokens, by the weights before the step's updates
-    counted: bool = True  # otherwise they take part in collectives and weigh nothing in loss and metrics
     reference_log_probs: Tensor | None = None  # [B, T]
     values: Tensor | None = None  # [B, T] the critic's, before each token
     final_values: Tensor | None = None  # [B] the critic's, after the last token
-    greedy_returns: Tensor | None = None  # [B]
-    trajectory_energy: Tensor | None = None  # [B]
+    trajectory_energy: Tensor | None = None  # [B] exact
+    correction: Correction | None = None  # None where none is set
+    rewards: Tensor | None = None  # [B, T] with penalties for length and KL
+    estimate: Advantages | None = None  # each [B, T]
+    selected: Tensor | None = None  # [B, T] bool, where the loss takes tokens over the whole step
+
+    @property
+    def tokens(self) -> int:
+        return self.batch.tokens
+
+    @property
+    def trajectories(self) -> int:
+        return self.batch.trajectories
 
     @property
     def log_probs(self) -> Tensor:
@@ -31,33 +45,26 @@ class ScoredRows:
         return self.statistics.log_probs
 
     @property
-    def keys(self) -> Tensor:
-        """A number for each trajectory [B] that no other of the step has."""
-        return (self.batch.groups << 24) + self.batch.samples
+    def advantages(self) -> Tensor:
+        """[B, T]."""
+        return self.estimated.advantages
 
-
-@dataclass(frozen=True, kw_only=True)
-class LossRows:
-    """Scored rows with what their loss needs beside a forward; detached. ``correction`` is None where none is set."""
-
-    scored: ScoredRows
-    correction: Correction | None
-    advantages: Tensor  # [B, T]
-    returns: Tensor  # [B, T]
-    baselines: Tensor  # [B, T]
-    rewards: Tensor  # [B, T] with penalties for length and KL
-    selected: Tensor | None = None  # [B, T] bool, where the loss takes tokens over the whole step
+    @property
+    def estimated(self) -> Advantages:
+        """The estimate, which must be there."""
+        assert self.estimate is not None
+        return self.estimate
 
     @cached_property
     def response_mask(self) -> Tensor:
-        """[B, T] bool, the model tokens of rows that are counted."""
-        return self.scored.batch.response_mask & self.scored.counted
+        """[B, T] bool, the model tokens of trajectories that are counted."""
+        return self.batch.response_mask & self.batch.counted
 
     @cached_property
     def loss_mask(self) -> Tensor:
         """[B, T] bool, what filters and correction leave of :attr:`response_mask`."""
-        left = self.scored.batch.loss_mask if self.correction is None else self.correction.loss_mask
-        return left & self.scored.counted
+        left = self.batch.loss_mask if self.correction is None else self.correction.loss_mask
+        return left & self.batch.counted
 
     @property
     def weights(self) -> Tensor | None:
@@ -65,7 +72,6 @@ class LossRows:
         return None if self.correction is None else self.correction.weights
 
     @property
-    def lengths(self) -> list[int]:
-        """Prompt and response tokens of each row."""
-        batch = self.scored.batch
-        return [int(length) for length in (batch.prompt_lengths + batch.response_lengths).tolist()]
+    def keys(self) -> Tensor:
+        """A number for each trajectory [B] that no other of the step has."""
+        return (self.batch.groups << 24) + self.batch.samples

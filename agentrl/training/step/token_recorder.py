@@ -42,28 +42,27 @@ class TokenRecorder:
 
     def _columns(self, rows: LossRows, update_log_probs: Tensor | None) -> dict[str, Tensor | None]:
         """Values [B, T] by the field that keeps them."""
-        scored, statistics = rows.scored, rows.scored.statistics
+        statistics, estimate = rows.statistics, rows.estimated
         return {
             "log_probs": statistics.log_probs,
             "entropy": statistics.entropy,
             "energy": statistics.energy,
             "rewards": rows.rewards,
-            "returns": rows.returns,
-            "baselines": rows.baselines,
-            "advantages": rows.advantages,
+            "returns": estimate.returns,
+            "baselines": estimate.baselines,
+            "advantages": estimate.advantages,
             "loss_mask": rows.loss_mask,
             "weights": rows.weights,
             "update_log_probs": update_log_probs,
             "hidden_norm_squared": statistics.hidden_norm_squared if self._hidden_norms else None,
-            "reference_log_probs": scored.reference_log_probs,
-            "values": scored.values,
+            "reference_log_probs": rows.reference_log_probs,
+            "values": rows.values,
         }
 
 
 def _numbers(rows: LossRows, factors: Tensor) -> dict[str, Tensor | None]:
     """Values [B] by the field that keeps them."""
-    batch, scored = rows.scored.batch, rows.scored
-    after = scored.final_values
+    batch, after = rows.batch, rows.final_values
     return {
         "group": batch.groups,
         "sample": batch.samples,
@@ -73,6 +72,6 @@ def _numbers(rows: LossRows, factors: Tensor) -> dict[str, Tensor | None]:
         "share": batch.weights,
         "loss_weight": factors,
         "bootstrap_value": None if after is None else torch.where(batch.truncated, after, 0.0),
-        "greedy_return": scored.greedy_returns,
-        "trajectory_energy": scored.trajectory_energy,
+        "greedy_return": batch.greedy_returns,
+        "trajectory_energy": rows.trajectory_energy,
     }

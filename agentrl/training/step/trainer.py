@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from agentrl.batch import Batch, MicroBatch, scatter_tokens
 from agentrl.kernels import TokenStatistics
-from agentrl.models.policy import PolicyModel, scatter_tokens
+from agentrl.models.policy import PolicyModel
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.engine.heartbeat import Pulse
 from agentrl.training.engine.memory import in_micro_batch
 from agentrl.training.engine.meter import Meter
-from agentrl.training.step.batching import MicroBatch, RankPlan, UpdatePlan
+from agentrl.training.step.batching import RankPlan, UpdatePlan
 from agentrl.training.step.correction import effective_sample_size
 from agentrl.training.step.critic import Critic
 from agentrl.training.step.diagnostics import (
@@ -30,23 +30,13 @@ from agentrl.training.step.diagnostics import (
 )
 from agentrl.training.step.loss_rows import LossRowMaker
 from agentrl.training.step.objective import PolicyObjective
-from agentrl.training.step.objective_settings import ObjectiveSettings
+from agentrl.training.step.objective_settings import ObjectiveSettings, known_before_forward
 from agentrl.training.step.reference import Reference, kl_controller
-from agentrl.training.step.rows import LossRows, ScoredRows
+from agentrl.training.step.rows import LossRows
 from agentrl.training.step.token_recorder import TokenRecorder
-from agentrl.trajectory import Batch
 
 _Result = TypeVar("_Result")
 _Rows = TypeVar("_Rows", MicroBatch, LossRows)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Forward:
-    """One forward of the policy over a micro-batch."""
-
-    statistics: TokenStatistics  # each [B, T], zero off model tokens, connected to the graph
-    hidden: Tensor | None  # [N, D] of the model tokens, or of this rank's part of them
-    reference_log_probs: Tensor | None  # [B, T], only where the forward needed the reference policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +61,6 @@ class Trainer:
         settings: ObjectiveSettings,
         *,
         temperature: float,
-        pad_id: int,
         fidelity_bound: float,
         reference: Reference | None = None,
         critic: Critic | None = None,
@@ -82,11 +71,11 @@ class Trainer:
         """
         self._engine = engine
         self._temperature = temperature
-        self._pad_id = pad_id
         self.fidelity_bound = fidelity_bound
         # In coarser dtypes rounding alone moves short trajectories far.
         self._exact = next(engine.module.parameters()).dtype == torch.float32
         self._rows = LossRowMaker(settings)
+        self._known_before_forward = known_before_forward(settings)
         self._objective = PolicyObjective(settings)
         self._reference = reference
         self._critic = critic
@@ -157,7 +146,7 @@ class Trainer:
 
     def _passes(self, step: _Step) -> None:
         plan = step.plan
-        if plan.updates and plan.passes.one_forward:
+        if plan.updates and not plan.reasons:
             for update in plan.updates:
                 self._one_forward(step, update)
         elif plan.updates:
@@ -166,23 +155,54 @@ class Trainer:
                 self._train_update(step, update, rows, fresh=number == 0)
 
     def _one_forward(self, step: _Step, update: UpdatePlan) -> None:
-        """Micro-batches of whole groups: the forward that is back-propagated also gives the advantages."""
+        """The forward that is back-propagated also gives the advantages; see :mod:`.batching` for large groups."""
         normalizer = self._objective.normalizer(update.tokens, update.sequences)
-
-        def work(micro: MicroBatch) -> None:
-            forward, scored = self._score(micro, step)
-            rows = self._rows.make(scored, beta=step.beta, meter=step.meter)
-            self._account(step, rows, forward.hidden)
-            self._backward(step, forward.statistics, rows, normalizer, fresh=True)
-
-        self._over_micro_batches(work, update.micro_batches)
+        train = self._unit_from_rewards if self._known_before_forward else self._unit_from_statistics
+        with torch.no_grad():
+            score = lambda micro: self._score(self._on_device(micro), step)[0]  # noqa: E731
+            scored = self._over_micro_batches(score, update.scored_first)
+        earlier = iter(rows for rows in scored if rows.batch.counted)
+        for unit in update.units:
+            train(step, unit, [next(earlier) for _ in unit[1:]] if update.scored_first else [], normalizer)
+        self._pulse.after_micro_batches()
         self._update(step)
+
+    def _unit_from_rewards(
+        self, step: _Step, unit: Sequence[MicroBatch], earlier: Sequence[LossRows], normalizer: float | None
+    ) -> None:
+        """Advantages first, then one forward and backward for each micro-batch."""
+        batches = [self._on_device(micro) for micro in unit]
+        estimates = self._rows.estimate(batches, meter=step.meter)
+        for batch, (rewards, estimate) in zip(batches, estimates, strict=True):
+            with in_micro_batch(tokens=batch.tokens, trajectories=batch.trajectories):
+                rows, statistics, hidden = self._score(batch, step)
+                rows = self._rows.with_estimate(rows, rewards, estimate, meter=step.meter)
+                self._account(step, rows, hidden)
+                self._backward(step, statistics, rows, normalizer, fresh=True)
+
+    def _unit_from_statistics(
+        self, step: _Step, unit: Sequence[MicroBatch], earlier: Sequence[LossRows], normalizer: float | None
+    ) -> None:
+        """The last micro-batch's forward completes the group; those scored ``earlier`` take another one."""
+        batch = self._on_device(unit[-1])
+        with in_micro_batch(tokens=batch.tokens, trajectories=batch.trajectories):
+            last, statistics, hidden = self._score(batch, step)
+            # In the order in which they are trained and recorded, so that advantages can be recomputed bit by bit.
+            last, *others = self._rows.make([last, *earlier], beta=step.beta, meter=step.meter)
+            self._account(step, last, hidden)
+            self._backward(step, statistics, last, normalizer, fresh=True)
+        del statistics
+        for rows in others:
+            with in_micro_batch(tokens=rows.batch.tokens, trajectories=rows.batch.trajectories):
+                statistics, _, _ = self._forward(rows.batch)
+                self._account(step, rows, None)
+                self._backward(step, statistics, rows, normalizer, fresh=True)
 
     def _over_micro_batches(self, work: Callable[[_Rows], _Result], micro_batches: Sequence[_Rows]) -> list[_Result]:
         """The result of ``work`` for each micro-batch. Raises MicroBatchMemoryError."""
         done = []
         for rows in micro_batches:
-            with in_micro_batch(tokens=sum(rows.lengths), trajectories=len(rows.lengths)):
+            with in_micro_batch(tokens=rows.tokens, trajectories=rows.trajectories):
                 done.append(work(rows))
         self._pulse.after_micro_batches()
         return done
@@ -191,20 +211,16 @@ class Trainer:
         """The rows of every micro-batch of each update, their groups those of all ranks."""
         with torch.no_grad():
             updates = [update.micro_batches for update in step.plan.updates]
-            scored_ones = self._over_micro_batches(partial(self._score, step=step), [*chain(*updates)])
-            following = iter(scored_ones)
-            pairs = [[next(following) for _ in update] for update in updates]
-            rows = self._rows.make_over_ranks(
-                [[scored for _, scored in update] for update in pairs],
-                step.plan.homes,
-                self._engine,
-                beta=step.beta,
-                meter=step.meter,
+            score = lambda micro: self._score(self._on_device(micro), step)  # noqa: E731
+            scored = iter(self._over_micro_batches(score, [*chain(*updates)]))
+            parts = [[next(scored) for _ in update] for update in updates]
+            completed = self._rows.make_over_ranks(
+                [[rows for rows, _, _ in update] for update in parts], self._engine, beta=step.beta, meter=step.meter
             )
-        for own, update in zip(rows, pairs, strict=True):
-            for part, (forward, _) in zip(own, update, strict=True):
-                self._account(step, part, forward.hidden)
-        return rows
+        for update, others in zip(completed, parts, strict=True):
+            for rows, (_, _, hidden) in zip(update, others, strict=True):
+                self._account(step, rows, hidden)
+        return completed
 
     def _train_update(self, step: _Step, update: UpdatePlan, rows: Sequence[LossRows], *, fresh: bool) -> None:
         """``fresh``: the weights are still those of the statistics pass."""
@@ -213,7 +229,7 @@ class Trainer:
             rows = self._selected(step, rows, fresh=fresh)
 
         def work(own: LossRows) -> None:
-            statistics = self._forward(own.scored.batch).statistics
+            statistics, _, _ = self._forward(own.batch)
             self._backward(step, statistics, own, normalizer, fresh=False)
             if self._critic is not None:
                 measured = self._critic.backward(own, tokens=update.model_tokens)
@@ -226,7 +242,7 @@ class Trainer:
         """The rows with the tokens that the loss takes. Collective."""
 
         def log_probs(own: LossRows) -> Tensor:
-            return own.scored.log_probs if fresh else self._forward(own.scored.batch).statistics.log_probs
+            return own.log_probs if fresh else self._forward(own.batch)[0].log_probs
 
         with torch.no_grad():
             now = self._over_micro_batches(log_probs, rows)
@@ -253,59 +269,60 @@ class Trainer:
 
     # -- pieces ---------------------------------------------------------------------------------------------------
 
-    def _forward(self, batch: Batch, *, keep_hidden: bool = False) -> _Forward:
+    def _forward(
+        self, batch: Batch, *, keep_hidden: bool = False
+    ) -> tuple[TokenStatistics, Tensor | None, Tensor | None]:
+        """The policy's forward, with the reference's before it if that is needed for the divergence.
+
+        Returns (statistics [B, T], zero off model tokens, connected to the graph; hidden states [N, D] of the model
+        tokens, or of this rank's part of them; the reference's log-probabilities [B, T], None if it was not needed).
+        """
         self._pulse.micro_batch()
         reference_log_probs = head = None
         if self._reference is not None and self._reference.over_vocabulary:
             reference_log_probs, head = self._reference.read(batch)
         flat, hidden = self._engine(
-            batch.input_ids,
-            batch.prompt_lengths,
-            batch.response_ids,
-            batch.response_mask,
+            batch.row,
+            batch.rows,
+            batch.columns,
             temperature=self._temperature,
             keep_hidden=keep_hidden,
             reference=head,
         )
         statistics = flat.map(lambda values: scatter_tokens(values, batch.response_mask))
-        return _Forward(statistics=statistics, hidden=hidden, reference_log_probs=reference_log_probs)
+        return statistics, hidden, reference_log_probs
 
-    def _score(self, micro: MicroBatch, step: _Step) -> tuple[_Forward, ScoredRows]:
-        """A forward and its scored rows. Collective under ZeRO-3."""
-        batch = Batch.from_rows(micro.rows, pad_id=self._pad_id, no_loss=step.plan.no_loss)
-        batch = batch.to(self._engine.device)
-        forward = self._forward(batch, keep_hidden=step.monitor is not None)
-        values = final = greedy = None
-        reference_log_probs = forward.reference_log_probs
+    def _on_device(self, micro: MicroBatch) -> Batch:
+        return Batch.of(micro, device=self._engine.device, multiple=self._engine.module.row_multiple)
+
+    def _score(self, batch: Batch, step: _Step) -> tuple[LossRows, TokenStatistics, Tensor | None]:
+        """Run all forwards over a micro-batch. Collective under ZeRO-3.
+
+        Returns (its rows, without rewards and advantages; statistics connected to the graph; hidden states).
+        """
+        statistics, hidden, reference_log_probs = self._forward(batch, keep_hidden=step.monitor is not None)
+        values = final_values = None
         if reference_log_probs is None and self._reference is not None:
             reference_log_probs, _ = self._reference.read(batch)
         if self._critic is not None:
-            values, final = self._critic.values(batch)
-        if step.plan.greedy_returns:
-            returns = [step.plan.greedy_returns[group] for group in batch.groups.tolist()]
-            greedy = torch.tensor(returns, device=batch.rewards.device)
-        scored = ScoredRows(
+            values, final_values = self._critic.values(batch)
+        rows = LossRows(
             batch=batch,
-            statistics=forward.statistics.map(Tensor.detach),
-            counted=not micro.dummy,
+            statistics=statistics.map(Tensor.detach),
             reference_log_probs=reference_log_probs,
             values=values,
-            final_values=final,
-            greedy_returns=greedy,
+            final_values=final_values,
         )
-        return forward, self._with_exact_energy(scored)
-
-    def _with_exact_energy(self, scored: ScoredRows) -> ScoredRows:
-        if not self._rows.needs_exact_energy:
-            return scored
-        exact = self._engine.module.trajectory_energies(
-            scored.batch.input_ids,
-            scored.batch.prompt_lengths,
-            scored.batch.response_mask,
-            importance_weights=self._rows.corrector.energy_weights(scored),
-            temperature=self._temperature,
-        )
-        return replace(scored, trajectory_energy=exact)
+        if self._rows.needs_exact_energy:
+            energies = self._engine.module.trajectory_energies(
+                batch.input_ids,
+                batch.prompt_lengths,
+                batch.response_mask,
+                importance_weights=self._rows.corrector.energy_weights(rows),
+                temperature=self._temperature,
+            )
+            rows = replace(rows, trajectory_energy=energies)
+        return rows, statistics, hidden
 
     def _backward(
         self,
@@ -320,7 +337,7 @@ class Trainer:
         value, metrics = self._objective.loss(
             statistics, rows, normalizer=normalizer, beta=step.beta, fresh=fresh, selected=rows.selected
         )
-        if step.recorder is not None and rows.scored.counted:
+        if step.recorder is not None and rows.batch.counted:
             update = len(step.norms)  # of the step, from 0
             step.recorder.add(
                 rows,
@@ -335,5 +352,5 @@ class Trainer:
 
     def _account(self, step: _Step, rows: LossRows, hidden: Tensor | None) -> None:
         measure_forward(step.meter, rows, version=step.plan.version)
-        if step.monitor is not None and hidden is not None and rows.scored.counted:
+        if step.monitor is not None and hidden is not None and rows.batch.counted:
             step.monitor.add(rows, hidden)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from agentrl.errors import AgentRLError
+from agentrl.kernels.attention import pack_padded
 from agentrl.models.lora import write_adapter
 from agentrl.models.settings import LoRASettings
 from agentrl.telemetry.console import Console
@@ -162,5 +163,6 @@ def score_probe(engine: TrainingEngine, token_ids: tuple[int, ...]) -> Probe:
     ids = torch.tensor([token_ids], device=engine.device)
     prompt_lengths, mask = torch.ones_like(ids[:, 0]), torch.ones_like(ids[:, 1:], dtype=torch.bool)
     engine.module.eval()
-    statistics, _ = engine(ids, prompt_lengths, ids[:, 1:], mask, temperature=1.0)
+    packed = pack_padded(ids, prompt_lengths, mask, multiple=engine.module.row_multiple)
+    statistics, _ = engine(*packed, temperature=1.0)
     return Probe(token_ids=token_ids, log_probs=tuple(statistics.log_probs.float().tolist()))

@@ -1,0 +1,248 @@
+"""The trajectories of a micro-batch as arrays: packed by the rollout worker, padded once by the rank that trains them.
+
+A prompt of two tokens and its two responses. The model sampled all of the first one, and of the second one all but an
+observation of one token:
+
+>>> from agentrl_envs.types import Ended, Problem
+>>> from agentrl.trajectory import Segment, Trajectory
+>>> problem = Problem(id="toy-0", statement="2 + 3?", answer="5", source="toy")
+>>> def segment(*ids: int, reward: float = 0.0) -> Segment:
+...     spans = ((0, len(ids)),)
+...     return Segment(origin="model", token_ids=ids, log_probs=(-0.5,) * len(ids), version_spans=spans, text="",
+...                    reward=reward)
+>>> seen = Segment(origin="observation", token_ids=(5,), text="")
+>>> packed = MicroBatch.of([
+...     Trajectory(problem=problem, step=0, group=7, sample=0, prompt_ids=(1, 2), segments=(segment(3, reward=1.0),),
+...                ended=Ended.ANSWERED),
+...     Trajectory(problem=problem, step=0, group=7, sample=1, prompt_ids=(1, 2),
+...                segments=(segment(4), seen, segment(6)), ended=Ended.ANSWERED),
+... ])
+>>> packed.token_ids.tolist(), packed.lengths.tolist(), packed.continued.tolist()
+([1, 2, 3, 4, 5, 6], [2, 1, 3], [0, 0, 0])
+>>> batch = Batch.of(packed)
+>>> batch.response_mask.int().tolist(), batch.rewards.tolist()
+([[1, 0, 0], [1, 0, 1]], [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+>>> batch.row.tokens(batch.rows, batch.columns).tolist()
+[3, 4, 6]
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentrl.kernels.attention import Layout, PackedRow, lay_out, pack_row
+from agentrl.trajectory import Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """Trajectories as flat arrays, about 9 bytes a token: ``B`` trajectories in one row of ``L`` tokens.
+
+    The row has ``S`` segments, each prompt that several trajectories share once (:class:`.PackedRow`). The responses
+    are ``R`` runs of tokens of one origin, trajectory after trajectory; the model sampled ``N`` of their tokens, in
+    ``V`` version spans.
+    """
+
+    token_ids: np.ndarray  # [L] int32
+    lengths: np.ndarray  # [S] int32, tokens of each segment of the row
+    continued: np.ndarray  # [S] int32, number of the segment that it continues; its own number if none
+    prompt_ends: np.ndarray  # [B] int64, index in the row of the last prompt token
+    starts: np.ndarray  # [B] int64, index in the row of the first response token
+    run_lengths: np.ndarray  # [R] int32
+    run_sampled: np.ndarray  # [R] bool, True where the model sampled the run
+    run_rewards: np.ndarray  # [R] float32, each at its run's last token
+    runs: np.ndarray  # [B] int32, runs of each trajectory
+    log_probs: np.ndarray  # [N] float32, the engine's
+    version_spans: np.ndarray  # [V, 2] int32: policy version, number of model tokens
+    groups: np.ndarray  # [B] int64
+    samples: np.ndarray  # [B] int64, number of the rollout in its group
+    branches: np.ndarray  # [B] int64, number of the trajectory in its rollout
+    parents: np.ndarray  # [B] int64, the branch that it forks from; -1: none
+    forks: np.ndarray  # [B] int64, model tokens of that branch before the fork
+    weights: np.ndarray  # [B] float32, share of its rollout's model tokens
+    truncated: np.ndarray  # [B] bool, a limit ended it
+    trained: np.ndarray  # [B] bool, False where filters leave no loss
+    homes: np.ndarray  # [B] int64, the rank that receives all trajectories of the group in a statistics pass
+    greedy_returns: np.ndarray | None = None  # [B] float32, reward of the group's greedy rollout
+    counted: bool = True  # False: takes part in collectives, and weighs nothing in loss and metrics
+
+    @classmethod
+    def of(
+        cls,
+        items: Sequence[Trajectory],
+        *,
+        no_loss: Collection[tuple[int, int]] = (),
+        homes: Mapping[int, int] | None = None,
+        greedy_returns: Mapping[int, float] | None = None,
+        counted: bool = True,
+    ) -> MicroBatch:
+        """Pack trajectories. ``no_loss`` names rollouts (group, sample) that filters leave without a loss.
+
+        ``homes`` and ``greedy_returns`` by group; a group without a home is at home on rank 0.
+        """
+        segments = [segment for item in items for segment in item.segments]
+        groups = np.array([item.group for item in items])
+        greedy = None
+        if greedy_returns:
+            greedy = np.array([greedy_returns[item.group] for item in items], dtype=np.float32)
+        documents = [
+            (_array([item.prompt_ids], "i"), _array([segment.token_ids for segment in item.segments], "i"))
+            for item in items
+        ]
+        layout = lay_out([(torch.from_numpy(prompt), torch.from_numpy(response)) for prompt, response in documents])
+        return cls(
+            **{name: value.numpy() for name, value in layout._asdict().items()},
+            run_lengths=np.array([len(segment.token_ids) for segment in segments], dtype=np.int32),
+            run_sampled=np.array([segment.origin == "model" for segment in segments]),
+            run_rewards=np.array([segment.reward for segment in segments], dtype=np.float32),
+            runs=np.array([len(item.segments) for item in items], dtype=np.int32),
+            log_probs=_array([segment.log_probs for segment in segments], "d").astype(np.float32),
+            version_spans=np.array(
+                [span for segment in segments for span in segment.version_spans], dtype=np.int32
+            ).reshape(-1, 2),
+            groups=groups,
+            samples=np.array([item.sample for item in items]),
+            branches=np.array([item.branch for item in items]),
+            parents=np.array([item.parent for item in items]),
+            forks=np.array([item.fork for item in items]),
+            weights=np.array([item.weight for item in items], dtype=np.float32),
+            truncated=np.array([item.ended.is_truncation for item in items]),
+            trained=np.array([(item.group, item.sample) not in no_loss for item in items]),
+            homes=np.array([0 if homes is None else homes[item.group] for item in items]),
+            greedy_returns=greedy,
+            counted=counted,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the row."""
+        return len(self.token_ids)
+
+    @property
+    def trajectories(self) -> int:
+        return len(self.starts)
+
+
+def _array(runs: Sequence[Sequence[float]], code: Literal["i", "d"]) -> np.ndarray:
+    """Runs of numbers as one array of C's int or double: struct converts Python's numbers faster than NumPy does."""
+    packed: np.ndarray = np.empty(sum(map(len, runs)), dtype=code)
+    offset = 0
+    for run in runs:
+        struct.pack_into(f"{len(run)}{code}", packed.data, offset, *run)
+        offset += len(run) * packed.itemsize
+    return packed
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """A micro-batch on the device: the packed row that models read, and its responses padded to [B, T].
+
+    ``T`` is the longest response; responses are left aligned. ``N`` tokens were sampled by the model.
+    """
+
+    row: PackedRow
+    rows: Tensor  # [N] int64, the trajectory of each model token, in row-major order
+    columns: Tensor  # [N] int64, its index in the response
+    response_mask: Tensor  # [B, T] bool, True on model tokens
+    loss_mask: Tensor  # [B, T] bool, the response mask without the trajectories that filters reject
+    rewards: Tensor  # [B, T] float32
+    rollout_log_probs: Tensor  # [B, T] float32, 0 off model tokens
+    versions: Tensor  # [B, T] int32, the policy version that sampled the token, -1 off model tokens
+    response_lengths: Tensor  # [B] int64, observations included
+    groups: Tensor  # [B] int64
+    samples: Tensor  # [B] int64
+    branches: Tensor  # [B] int64
+    parents: Tensor  # [B] int64
+    forks: Tensor  # [B] int64
+    weights: Tensor  # [B] float32
+    truncated: Tensor  # [B] bool
+    homes: Tensor  # [B] int64
+    greedy_returns: Tensor | None  # [B] float32
+    counted: bool  # as in the micro-batch
+
+    @classmethod
+    def of(cls, micro: MicroBatch, *, device: torch.device | str = "cpu", multiple: int = 1) -> Batch:
+        """Copy a micro-batch to ``device`` and pad it there. ``multiple`` as in :func:`.pack_row`."""
+        rows, ends = len(micro.starts), np.cumsum(micro.runs)
+        ends_of_runs = np.cumsum(micro.run_lengths)
+        lengths = np.diff(ends_of_runs[ends - 1], prepend=0)
+        mask = np.zeros((rows, lengths.max()), dtype=bool)
+        rewards = np.zeros(mask.shape, dtype=np.float32)
+        for line, (first, last) in enumerate(zip(ends - micro.runs, ends, strict=True)):
+            own = micro.run_lengths[first:last]
+            mask[line, : lengths[line]] = np.repeat(micro.run_sampled[first:last], own)
+            rewards[line, np.cumsum(own) - 1] = micro.run_rewards[first:last]
+        layout = Layout(**{name: torch.from_numpy(getattr(micro, name)) for name in Layout._fields})
+        row = pack_row(layout, multiple=multiple)
+
+        def sent(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values).to(device)
+
+        response_mask, trained = sent(mask), sent(micro.trained)
+        versions = sent(np.repeat(micro.version_spans[:, 0], micro.version_spans[:, 1]))
+        # With the number of model tokens known here, the device need not be asked for it.
+        places = torch.nonzero_static(response_mask, size=len(micro.log_probs))
+        return cls(
+            row=row.to(device),
+            rows=places[:, 0],
+            columns=places[:, 1],
+            response_mask=response_mask,
+            loss_mask=response_mask & trained[:, None],
+            rewards=sent(rewards),
+            rollout_log_probs=scatter_tokens(sent(micro.log_probs), response_mask),
+            versions=torch.full_like(response_mask, -1, dtype=torch.int32).masked_scatter(response_mask, versions),
+            response_lengths=sent(lengths),
+            groups=sent(micro.groups),
+            samples=sent(micro.samples),
+            branches=sent(micro.branches),
+            parents=sent(micro.parents),
+            forks=sent(micro.forks),
+            weights=sent(micro.weights),
+            truncated=sent(micro.truncated),
+            homes=sent(micro.homes),
+            greedy_returns=None if micro.greedy_returns is None else sent(micro.greedy_returns),
+            counted=micro.counted,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the row."""
+        return self.row.input_ids.shape[1]
+
+    @property
+    def trajectories(self) -> int:
+        return len(self.groups)
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """[B] int64."""
+        return self.row.position_ids[0, self.row.prompt_ends] + 1
+
+    @cached_property
+    def input_ids(self) -> Tensor:
+        """Prompts and responses [B, S] int64, left aligned and padded with zeros, for what reads no packed row."""
+        prompts = self.prompt_lengths[:, None]
+        lengths = prompts + self.response_lengths[:, None]
+        steps = torch.arange(int(lengths.max()), device=prompts.device)
+        in_prompt = self.row.prompt_ends[:, None] - prompts + 1 + steps
+        in_response = self.row.starts[:, None] + steps - prompts
+        indices = torch.where(steps < prompts, in_prompt, in_response).clamp(max=self.row.input_ids.shape[1] - 1)
+        return torch.where(steps < lengths, self.row.input_ids[0, indices], 0)
+
+    @cached_property
+    def response_ids(self) -> Tensor:
+        """[B, T] int64, 0 off model tokens."""
+        return scatter_tokens(self.row.tokens(self.rows, self.columns), self.response_mask)
+
+
+def scatter_tokens(values: Tensor, mask: Tensor) -> Tensor:
+    """Per-token values [N] in row-major order to [B, T], zero where ``mask`` is False. Differentiable."""
+    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
