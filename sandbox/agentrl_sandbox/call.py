@@ -1,17 +1,161 @@
-"""A program to run and its result, as records and as frames between client, gateway and runner."""
+"""A program to run and its result: records, checks of arguments, and frames between client, gateway and runner.
+
+A frame is a length, a JSON header, and bytes that JSON need not escape.
+
+>>> frames = FrameBuffer[dict[str, object]]()
+>>> frames.feed(pack({"id": 1}, b"abc", b""))
+[({'id': 1}, [b'abc', b''])]
+
+Names of files that are written to or fetched from a scratch directory are relative paths inside it.
+
+>>> check_names(["data/points.csv", "notes"])
+>>> check_names(["../secret"])
+Traceback (most recent call last):
+ValueError: bad file name '../secret': a component is '..'; a name is a relative path such as 'data/points.csv'
+"""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
+import struct
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any, Generic, TypedDict, TypeVar
 
 from agentrl_sandbox.types import Execution, Outcome, Sandbox
-from agentrl_sandbox.wire import Frame
+
+_HEAD = struct.Struct("!II")  # bytes after this head, bytes of the JSON header
+_MAX_FRAME = 1 << 30
+
+_Header = TypeVar("_Header", bound=Mapping[str, object])
+
+Frame = tuple[_Header, list[bytes]]
+
+
+class FrameError(ValueError):
+    """The received bytes are not valid frames."""
+
+
+def pack(header: Mapping[str, object], *blobs: bytes) -> bytes:
+    whole = {**header, "blobs": [len(blob) for blob in blobs]} if blobs else header
+    # Not escaped: escapes could triple the size of file names, which the limits of messages do not allow for.
+    text = json.dumps(whole, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    size = len(text) + sum(len(blob) for blob in blobs)
+    if size > _MAX_FRAME:
+        raise FrameError(f"a frame of {size} bytes exceeds {_MAX_FRAME}")
+    return b"".join((_HEAD.pack(size, len(text)), text, *blobs))
+
+
+class FrameBuffer(Generic[_Header]):
+    """Cuts a stream of bytes into frames of at most ``limit`` bytes."""
+
+    def __init__(self, limit: int = _MAX_FRAME) -> None:
+        self._limit = limit
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[Frame[_Header]]:
+        """Take bytes and return the frames they complete. Raises FrameError for invalid frames."""
+        self._data += data
+        frames: list[Frame[_Header]] = []
+        position = 0
+        while len(self._data) - position >= _HEAD.size:
+            size, header_size = _HEAD.unpack_from(self._data, position)
+            if size > self._limit or header_size > size:
+                raise FrameError(f"impossible frame of {size} bytes with a header of {header_size}")
+            end = position + _HEAD.size + size
+            if len(self._data) < end:
+                break
+            frames.append(_unpack(bytes(self._data[position + _HEAD.size : end]), header_size))
+            position = end
+        del self._data[:position]
+        return frames
+
+
+def _unpack(body: bytes, header_size: int) -> tuple[Any, list[bytes]]:
+    try:
+        header = json.loads(body[:header_size])
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"a frame's header is not JSON: {error}") from error
+    sizes = header.pop("blobs", []) if isinstance(header, dict) else None
+    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise FrameError("a frame's header is not an object, or its sizes are invalid")
+    if sum(sizes) != len(body) - header_size:
+        raise FrameError("a frame's sizes do not add up")
+    blobs: list[bytes] = []
+    position = header_size
+    for size in sizes:
+        blobs.append(body[position : position + size])
+        position += size
+    return header, blobs
+
+
+def fail_all(futures: Iterable[asyncio.Future[Any]], error: Exception) -> None:
+    """Give an error to each future that has no result yet; those without a waiter do not warn."""
+    for future in futures:
+        if not future.done():
+            future.set_exception(error)
+            future.exception()
+
+
+MOST_FILES = 1024
+_DEEPEST = 32
+_LONGEST = 255  # bytes of a component
+LONGEST_NAME = 4096
+"""Most characters of a whole name."""
+_PAGE = 4096
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises ValueError for a name that is not a relative path inside the directory, or for too many names."""
+    count = 0
+    for name in names:
+        count += 1
+        why = _fault(name)
+        if why:
+            raise ValueError(f"bad file name {name!r}: {why}; a name is a relative path such as 'data/points.csv'")
+    if count > MOST_FILES:
+        raise ValueError(f"{count} files; at most {MOST_FILES} are taken")
+
+
+def check_files(files: Mapping[str, bytes], room: int) -> None:
+    """Raises ValueError for bad names, names that are both file and directory, and more than ``room`` bytes."""
+    check_names(files)
+    for name in files:
+        parts = name.split("/")
+        for end in range(1, len(parts)):
+            if "/".join(parts[:end]) in files:
+                raise ValueError(f"bad file name {name!r}: {'/'.join(parts[:end])!r} is a file, not a directory")
+    needed = sum(-(-len(content) // _PAGE) * _PAGE for content in files.values())
+    if needed > room:
+        raise ValueError(f"the files take {needed} bytes; the scratch directory has {room} (see scratch_mb)")
+
+
+def _fault(name: str) -> str:
+    if not name:
+        return "it is empty"
+    if "\0" in name:
+        return "it holds a NUL"
+    if name.startswith("/"):
+        return "it is absolute"
+    if len(name) > LONGEST_NAME:
+        return f"it is longer than {LONGEST_NAME} characters"
+    parts = name.split("/")
+    if len(parts) > _DEEPEST:
+        return f"it is deeper than {_DEEPEST}"
+    for part in parts:
+        if part in ("", ".", ".."):
+            return f"a component is {part!r}"
+        try:
+            size = len(part.encode())
+        except UnicodeEncodeError:
+            return "it is not Unicode text"
+        if size > _LONGEST:
+            return f"a component is longer than {_LONGEST} bytes"
+    return ""
 
 
 class ImpossibleCallError(ValueError):

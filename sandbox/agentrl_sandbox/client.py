@@ -7,11 +7,18 @@ await sandbox.close()
 
 from __future__ import annotations
 
-from agentrl_sandbox.errors import (
+from agentrl_sandbox.local.sandbox import open_local
+from agentrl_sandbox.settings import SandboxSettings
+from agentrl_sandbox.types import (
+    PROPERTIES,
     BusyError,
     ClosedError,
+    Execution,
+    Isolation,
+    Outcome,
     QueueFullError,
     RefusedError,
+    Sandbox,
     SandboxError,
     SessionForkError,
     SessionLimitError,
@@ -19,9 +26,6 @@ from agentrl_sandbox.errors import (
     UnisolatedError,
     UnknownSessionError,
 )
-from agentrl_sandbox.local.sandbox import open_local
-from agentrl_sandbox.settings import SandboxSettings
-from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, Sandbox
 
 __all__ = [
     "PROPERTIES",

@@ -19,10 +19,9 @@ import docker
 from docker.errors import DockerException, ImageNotFound, NotFound
 
 from agentrl_sandbox.call import Call
-from agentrl_sandbox.errors import BusyError, ClosedError, StartError, UnisolatedError
-from agentrl_sandbox.service.pool.pool import RunnerPool
+from agentrl_sandbox.service.pool import RunnerPool
 from agentrl_sandbox.settings import LIMITS, SandboxSettings
-from agentrl_sandbox.types import Execution, failed_execution
+from agentrl_sandbox.types import BusyError, ClosedError, Execution, StartError, UnisolatedError, failed_execution
 
 _SOCKETS = "/run/agentrl"
 _START_SECONDS = 120.0

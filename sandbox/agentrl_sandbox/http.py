@@ -18,10 +18,15 @@ from typing import Any, Generic, TypeVar
 import httpx
 
 from agentrl_sandbox.call import Call, CallSandbox, checked_timeout, to_base64
-from agentrl_sandbox.errors import (
+from agentrl_sandbox.settings import LIMITS, SandboxSettings
+from agentrl_sandbox.types import (
+    PROPERTIES,
     AbsentError,
     BusyError,
     ClosedError,
+    Execution,
+    Isolation,
+    Outcome,
     RefusedError,
     SandboxError,
     SessionForkError,
@@ -29,9 +34,8 @@ from agentrl_sandbox.errors import (
     StartError,
     UnisolatedError,
     UnknownSessionError,
+    failed_execution,
 )
-from agentrl_sandbox.settings import LIMITS, SandboxSettings
-from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, failed_execution
 
 _T = TypeVar("_T")
 JsonObject = Mapping[str, Any]

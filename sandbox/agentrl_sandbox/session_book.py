@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from agentrl_sandbox.errors import UnknownSessionError
+from agentrl_sandbox.types import UnknownSessionError
 
 _Home = TypeVar("_Home")
 _Key = TypeVar("_Key")

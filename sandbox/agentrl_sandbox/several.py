@@ -14,19 +14,22 @@ import time
 from typing import TypeVar
 
 from agentrl_sandbox.call import Call, CallSandbox
-from agentrl_sandbox.errors import (
+from agentrl_sandbox.http import HttpSandbox, ServiceRequest, closing, forking, opening, running
+from agentrl_sandbox.session_book import SessionBook
+from agentrl_sandbox.settings import SandboxSettings
+from agentrl_sandbox.types import (
+    PROPERTIES,
     AbsentError,
     BusyError,
     ClosedError,
+    Execution,
+    Isolation,
     SandboxError,
     SessionLimitError,
     StartError,
     UnknownSessionError,
+    failed_execution,
 )
-from agentrl_sandbox.http import HttpSandbox, ServiceRequest, closing, forking, opening, running
-from agentrl_sandbox.session_book import SessionBook
-from agentrl_sandbox.settings import SandboxSettings
-from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, failed_execution
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 
 import agentrl_sandbox
-from agentrl_sandbox import errors
+from agentrl_sandbox import types
 from agentrl_sandbox.client import (
     Execution,
     Isolation,
@@ -104,7 +104,7 @@ class World:
             told = json.loads(line)
             future = self._waiting.pop(told["number"])
             if "error" in told:
-                future.set_exception(getattr(errors, told["error"])(told["message"]))
+                future.set_exception(getattr(types, told["error"])(told["message"]))
             else:
                 future.set_result(told["result"])
 

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from agentrl_sandbox.check.case import Case
-from agentrl_sandbox.check.command import line, summary
-from agentrl_sandbox.check.suite import CASES, run_case, run_suite
+from agentrl_sandbox.check.suite import CASES, line, run_case, run_suite, summary
 from agentrl_sandbox.client import Execution, Outcome, SandboxSettings
 
 pytestmark = pytest.mark.slow

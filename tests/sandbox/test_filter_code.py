@@ -7,9 +7,8 @@ import struct
 
 import pytest
 
-from agentrl_sandbox.runner.isolation import bpf
-from agentrl_sandbox.runner.isolation.seccomp import DENIED, DENIED_WITHOUT_OWN_USER, MISSING, build
-from agentrl_sandbox.runner.isolation.syscalls import LAST_KNOWN, MACHINES, number
+from agentrl_sandbox.runner import seccomp
+from agentrl_sandbox.runner.seccomp import DENIED, DENIED_WITHOUT_OWN_USER, LAST_KNOWN, MACHINES, MISSING, build, number
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 REFUSED_WITHOUT_ARGUMENTS = ("personality", "socketpair", "ioprio_set", "prctl")
@@ -52,7 +51,7 @@ def test_what_is_listed_is_refused_and_nothing_else(machine, own_user):
     refused = {number(name, machine): PERMISSION for name in (*names, *REFUSED_WITHOUT_ARGUMENTS)}
     refused |= {number(name, machine): UNKNOWN for name in MISSING}
     verdicts = {call: verdict(call) for call in range(LAST_KNOWN + 1)}
-    assert verdicts == {call: refused.get(call, bpf.ALLOW) for call in range(LAST_KNOWN + 1)}
+    assert verdicts == {call: refused.get(call, seccomp.ALLOW) for call in range(LAST_KNOWN + 1)}
     assert verdict(LAST_KNOWN + 1) == UNKNOWN
 
 
@@ -61,52 +60,52 @@ def test_calls_of_another_machine_end_the_process(machine):
     verdict = Filter(machine)
     others = {0x4000_0003, 0x4000_0028, *ARCHITECTURES.values()} - {verdict.architecture}
     verdicts = {verdict(call, architecture=other) for other in others for call in range(LAST_KNOWN + 2)}
-    assert verdicts == {bpf.KILL_PROCESS}
+    assert verdicts == {seccomp.KILL_PROCESS}
 
 
 def test_calls_with_the_bit_of_x32_end_the_process():
-    assert {Filter("x86_64")(0x4000_0000 | call) for call in range(LAST_KNOWN + 2)} == {bpf.KILL_PROCESS}
+    assert {Filter("x86_64")(0x4000_0000 | call) for call in range(LAST_KNOWN + 2)} == {seccomp.KILL_PROCESS}
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize(
     ("name", "arguments", "expected"),
     [
-        ("sendto", (0, 0, 0, 0, 0), bpf.ALLOW),
+        ("sendto", (0, 0, 0, 0, 0), seccomp.ALLOW),
         ("sendto", (0, 0, 0, 0, 1), PERMISSION),
         ("sendto", (0, 0, 0, 0, 1 << 32), PERMISSION),
-        ("socketpair", (1, 1), bpf.ALLOW),
-        ("socketpair", (1, 5 | 0o2000000), bpf.ALLOW),
+        ("socketpair", (1, 1), seccomp.ALLOW),
+        ("socketpair", (1, 5 | 0o2000000), seccomp.ALLOW),
         ("socketpair", (1, 2), PERMISSION),
         ("socketpair", (2, 1), PERMISSION),
-        ("clone", (0x3D0F00,), bpf.ALLOW),
+        ("clone", (0x3D0F00,), seccomp.ALLOW),
         ("clone", (0x10000000 | 17,), PERMISSION),
         ("clone", (0x10900,), PERMISSION),
         ("clone", (0x8000 | 17,), PERMISSION),
-        ("prlimit64", (0, 7), bpf.ALLOW),
+        ("prlimit64", (0, 7), seccomp.ALLOW),
         ("prlimit64", (1, 7), PERMISSION),
-        ("setpriority", (0, 0, 5), bpf.ALLOW),
+        ("setpriority", (0, 0, 5), seccomp.ALLOW),
         ("setpriority", (0, 9, 5), PERMISSION),
         ("setpriority", (2, 0, 5), PERMISSION),
-        ("personality", (0xFFFFFFFF,), bpf.ALLOW),
-        ("mknodat", (0, 0, 0o010644), bpf.ALLOW),
+        ("personality", (0xFFFFFFFF,), seccomp.ALLOW),
+        ("mknodat", (0, 0, 0o010644), seccomp.ALLOW),
         ("mknodat", (0, 0, 0o060644), PERMISSION),
-        ("ioctl", (0, 0x5401), bpf.ALLOW),
+        ("ioctl", (0, 0x5401), seccomp.ALLOW),
         ("ioctl", (0, 0x5412), PERMISSION),
         ("ioctl", (0, 0x1_0000_5412), PERMISSION),
-        ("prctl", (15,), bpf.ALLOW),
+        ("prctl", (15,), seccomp.ALLOW),
         ("prctl", (1,), PERMISSION),
         ("prctl", (4,), PERMISSION),
         ("prctl", (78,), PERMISSION),
-        ("fcntl", (0, 6), bpf.ALLOW),
+        ("fcntl", (0, 6), seccomp.ALLOW),
         ("fcntl", (0, 37), PERMISSION),
         ("fcntl", (0, 1031), PERMISSION),
-        ("setsockopt", (0, 1, 2), bpf.ALLOW),
-        ("setsockopt", (0, 6, 7), bpf.ALLOW),
+        ("setsockopt", (0, 1, 2), seccomp.ALLOW),
+        ("setsockopt", (0, 6, 7), seccomp.ALLOW),
         ("setsockopt", (0, 1, 7), PERMISSION),
         ("setsockopt", (0, 1, 33), PERMISSION),
-        ("mmap", (0, 4096, 3, 0x22), bpf.ALLOW),
-        ("mmap", (0, 4096, 3, 0x01), bpf.ALLOW),
+        ("mmap", (0, 4096, 3, 0x22), seccomp.ALLOW),
+        ("mmap", (0, 4096, 3, 0x01), seccomp.ALLOW),
         ("mmap", (0, 4096, 3, 0x21), PERMISSION),
         ("mmap", (0, 4096, 3, 0x8021), PERMISSION),
         ("mmap", (0, 4096, 3, 0x40022), PERMISSION),

@@ -11,8 +11,7 @@ import platform
 import pytest
 
 from agentrl_sandbox.client import Outcome
-from agentrl_sandbox.runner.isolation.seccomp import DENIED, DENIED_WITHOUT_OWN_USER, MISSING
-from agentrl_sandbox.runner.isolation.syscalls import LAST_KNOWN, MACHINES, number
+from agentrl_sandbox.runner.seccomp import DENIED, DENIED_WITHOUT_OWN_USER, LAST_KNOWN, MACHINES, MISSING, number
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 MACHINE = platform.machine()

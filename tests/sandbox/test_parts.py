@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from agentrl_sandbox.call import FrameBuffer, FrameError, pack
 from agentrl_sandbox.client import SandboxSettings
-from agentrl_sandbox.runner.isolation.memory_use import KernelMemory
-from agentrl_sandbox.runner.program.capture import Capture
-from agentrl_sandbox.runner.routing import needs_science
+from agentrl_sandbox.runner.config import needs_science
+from agentrl_sandbox.runner.program import Capture
+from agentrl_sandbox.runner.usage import KernelMemory
 from agentrl_sandbox.types import PROPERTIES, Isolation
-from agentrl_sandbox.wire import FrameBuffer, FrameError, pack
 
 
 @given(

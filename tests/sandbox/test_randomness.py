@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 MAKE = """
 import random
 import numpy as np
-from agentrl_sandbox.runner.program.randomness import find_generators
+from agentrl_sandbox.runner.interpreter import find_generators
 
 class Dice(random.Random):
     pass

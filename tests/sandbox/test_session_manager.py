@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from agentrl_sandbox.call import Call
 from agentrl_sandbox.runner.config import RunnerConfig
-from agentrl_sandbox.runner.program.order import Order
+from agentrl_sandbox.runner.interpreter import Order
 from agentrl_sandbox.runner.sessions.manager import SessionManager
 
 CONFIG = RunnerConfig(

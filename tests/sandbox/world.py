@@ -27,8 +27,7 @@ import threading
 
 from agentrl_sandbox.client import Execution, SandboxError, SandboxSettings, UnisolatedError
 from agentrl_sandbox.local.sandbox import LocalSandbox, open_local
-from agentrl_sandbox.runner import kernel
-from agentrl_sandbox.runner.isolation import bpf
+from agentrl_sandbox.runner import kernel, seccomp
 
 USER = 54_321
 KEPT = (0, 5, 6, 7)  # CAP_CHOWN, CAP_KILL, CAP_SETGID, CAP_SETUID
@@ -97,8 +96,8 @@ def age_landlock(version: int) -> None:
     filtered = threading.Event()
     threading.Thread(target=answer_for_landlock, args=(version, told, filtered), daemon=True).start()
     kernel.no_new_privileges()
-    code = bpf.only_if_one_of(2, (ASKS_FOR_VERSION,), [(0x06, 0, 0, TELL_THE_LISTENER)], bpf.allow())
-    program = bpf.decide(ARCHITECTURES[platform.machine()], {LANDLOCK_CREATE_RULESET: code}, 444, bpf.allow())
+    code = seccomp.only_if_one_of(2, (ASKS_FOR_VERSION,), [(0x06, 0, 0, TELL_THE_LISTENER)], seccomp.allow())
+    program = seccomp.decide(ARCHITECTURES[platform.machine()], {LANDLOCK_CREATE_RULESET: code}, 444, seccomp.allow())
     told.append(install_with_listener(program))
     filtered.set()
 

@@ -38,7 +38,7 @@ BUGS = (
 
 UNREACHABLE = frozenset(
     {
-        "agentrl_sandbox.errors.SandboxError",
+        "agentrl_sandbox.types.SandboxError",
         "aiohttp.client_exceptions.ClientConnectionError",
         "httpx.TransportError",
         "openai.APIConnectionError",

@@ -1,4 +1,4 @@
-"""Runs the cases against a sandbox, one after another, and reports which passed."""
+"""``agentrl-sandbox check``: runs the whole suite against one sandbox, one line per case."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
 
-from agentrl_sandbox.check.case import Case
+from agentrl_sandbox.check.case import Case, FusionSandbox
 from agentrl_sandbox.check.conformance import CONFORMANCE
 from agentrl_sandbox.check.escapes import ESCAPES
 from agentrl_sandbox.check.resources import RESOURCES
+from agentrl_sandbox.client import SandboxSettings, open_sandbox
 from agentrl_sandbox.types import Execution, Outcome, Sandbox
+
+# Runs the cases against a sandbox, one after another, and reports which passed.
 
 CASES: Sequence[Case] = (*CONFORMANCE, *RESOURCES, *ESCAPES)
 _AT_ONCE = 32
@@ -105,3 +108,39 @@ def _told(run: Execution) -> str:
     text = " ".join((run.stdout[-200:] + " " + run.stderr[-200:]).split())
     code = "" if run.exit_code is None or run.outcome is Outcome.OK else f" ({run.exit_code})"
     return f"{run.outcome}{code}: {text[:300]}"
+
+
+async def check(settings: SandboxSettings, *, fusion: bool) -> int:
+    """Print the results. Returns 0 if every case passed, else 1. Raises SandboxError if the sandbox is unreachable."""
+    sandbox: Sandbox = FusionSandbox(settings) if fusion else await open_sandbox(settings)
+    print(f"{settings.url}: {'SandboxFusion interface' if fusion else sandbox.isolation.describe()}\n", flush=True)
+    findings = []
+    try:
+        async for finding in run_suite(sandbox, identifiers=not fusion):
+            findings.append(finding)
+            print(line(finding), flush=True)
+    finally:
+        await sandbox.close()
+    print(f"\n{summary(findings)}")
+    return 0 if all(finding.held for finding in findings) else 1
+
+
+def line(finding: Finding) -> str:
+    verdict = "ok  " if finding.held else "FAIL"
+    row = f"{verdict}  {finding.guards:<21}  {finding.name:<42}  {finding.seconds:6.2f} s"
+    return row if finding.held else f"{row}\n      {finding.why}"
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """The number of passed cases of each property.
+
+    >>> print(summary([Finding(name="a", guards="robust", seconds=0.1)]))
+    robust  1 of 1 held
+    """
+    guarded = dict.fromkeys(finding.guards for finding in findings)
+    width = max(map(len, guarded), default=0)
+    rows = []
+    for name in guarded:
+        own = [finding for finding in findings if finding.guards == name]
+        rows.append(f"{name:<{width}}  {sum(finding.held for finding in own)} of {len(own)} held")
+    return "\n".join(rows)

@@ -12,13 +12,10 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import IO
 
-from agentrl_sandbox.call import Call, read_execution
-from agentrl_sandbox.errors import StartError
+from agentrl_sandbox.call import Call, Frame, FrameBuffer, fail_all, pack, read_execution
 from agentrl_sandbox.runner import config as runner_config
-from agentrl_sandbox.runner.config import RunnerConfig
-from agentrl_sandbox.runner.frames import ServerReply
-from agentrl_sandbox.types import Execution
-from agentrl_sandbox.wire import Frame, FrameBuffer, fail_all, pack
+from agentrl_sandbox.runner.config import RunnerConfig, ServerReply
+from agentrl_sandbox.types import Execution, StartError
 
 _GRACE_SECONDS = 30.0  # beyond a program's deadline; then the server counts as hung
 _SESSION_SECONDS = 60.0  # for opening, forking and closing sessions, for which the server has deadlines of its own
@@ -45,7 +42,7 @@ class ForkServerProcess(asyncio.Protocol):
     def __init__(self, process: subprocess.Popen[bytes], messages: IO[bytes]) -> None:
         loop = asyncio.get_running_loop()
         self.gone = False
-        self.layers: dict[str, int] = {}  # see ``lockdown.layers``
+        self.layers: dict[str, int] = {}  # see ``isolation.layers``
         self.hello: asyncio.Future[str] = loop.create_future()
         self.ready: asyncio.Future[None] = loop.create_future()
         self.on_session_ended: Callable[[int, str], None] = lambda session, why: None

@@ -20,11 +20,184 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from agentrl_sandbox.errors import StartError
-from agentrl_sandbox.local import probe_programs as programs
-from agentrl_sandbox.local.layers import layers_of
 from agentrl_sandbox.settings import SandboxSettings
-from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, Sandbox
+from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, Sandbox, StartError
+
+# Which layers provide which property, by mode and kernel. The probes check that they do.
+
+
+def layers_of(mode: str, found: Mapping[str, int]) -> dict[str, str]:
+    """For each property the layers that provide it here, the strongest first.
+
+    >>> found = {"landlock": 4, "seccomp": 1, "own_users": 0}
+    >>> layers_of("none", found)["no_network"]
+    'seccomp, Landlock'
+    >>> layers_of("none", found)["no_foreign_signals"]
+    'nothing here'
+    """
+    spaces = mode != "none"
+    own_user = bool(found["own_users"])
+    version, filtered = found["landlock"], bool(found["seccomp"])
+    user = ("a user for each slot", own_user)
+    counted = ("a watch on processes and threads", not own_user)
+    return {
+        "no_network": _those(("network namespace", spaces), ("seccomp", filtered), ("Landlock", version >= 4)),
+        "scratch_only_writes": _those(("mount namespace", spaces), user, ("Landlock", version >= 1)),
+        "no_foreign_reads": _those(("mount namespace", spaces), user, ("Landlock", version >= 1)),
+        "bounded_memory": "RLIMIT_AS, a watch on resident memory",
+        "bounded_processes": _those(counted, ("RLIMIT_NPROC", True), user, ("user namespace", mode == "user")),
+        "bounded_time": "the server's deadline, RLIMIT_CPU",
+        "bounded_output": "the server's count",
+        "no_foreign_signals": _those(("PID namespace", spaces), user, ("Landlock", version >= 6)),
+        "no_tracing": _those(("PID namespace", spaces), user, ("seccomp", filtered), ("Landlock", version >= 1)),
+    }
+
+
+def _those(*layers: tuple[str, bool]) -> str:
+    return ", ".join(name for name, there in layers if there) or "nothing here"
+
+
+# The programs that the probes run: templates for ``str.format``, or texts to run unchanged.
+
+GOT_THROUGH = 3
+"""The exit status of a program that got through."""
+
+AHEAD = 1 << 20
+"""Bytes that a program may write before they are counted."""
+
+NETWORK = """
+import socket
+for kind, port in ((socket.SOCK_DGRAM, {udp}), (socket.SOCK_STREAM, {tcp})):
+    try:
+        probe = socket.socket(socket.AF_INET, kind)
+        probe.settimeout(1)
+        probe.connect(("127.0.0.1", port))
+        probe.send(b"{word}")
+    except OSError:
+        continue
+    if kind == socket.SOCK_STREAM:
+        print("sent")
+"""
+
+WRITES = """
+import os
+for directory in {directories!r}:
+    try:
+        open(directory + "/" + {name!r}, "w").close()
+    except OSError:
+        pass
+for change in (
+    lambda: open({untouched!r}, "w").close(),
+    lambda: os.close(os.open({untouched!r}, os.O_RDONLY | os.O_TRUNC)),
+    lambda: os.truncate({untouched!r}, 0),
+    lambda: os.unlink({untouched!r}),
+    lambda: os.chmod({untouched!r}, 0o600),
+):
+    try:
+        change()
+    except OSError:
+        pass
+open({name!r}, "w").close()
+"""
+
+NEIGHBOUR = """
+import os, time
+os.umask(0)
+open("secret", "w").write({secret!r})
+begin = time.monotonic()
+time.sleep({seconds})
+print(begin, time.monotonic())
+"""
+
+# It prints little, to fit in the smallest output_limit.
+READS = """
+import os, time
+
+def names(directory):
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
+
+end = time.monotonic() + {seconds}
+while (begin := time.monotonic()) < end:
+    beside = ["../" + name for name in names("..") + [str(slot) for slot in range(16)]]
+    for process in names("/proc"):
+        beside += ["/proc/" + process + "/cwd", "/proc/" + process + "/root/scratch"]
+    for place in {places!r} + [directory + "/secret" for directory in beside]:
+        try:
+            text = open(place, "rb").read()
+        except OSError:
+            continue
+        if {start!r}.encode() in text:
+            print(text[text.index({start!r}.encode()):][:32].decode())
+            raise SystemExit
+    print(f"{{begin:.6f}} {{time.monotonic():.6f}}")
+    time.sleep({seconds} / 4)
+"""
+
+SHADOW = """
+import os
+try:
+    open("/etc/shadow").read()
+except OSError:
+    os._exit(0)
+os._exit(3)
+"""
+
+MEMORY = "data = bytearray({size})\nprint(len(data))"
+
+PROCESSES = """
+import os, time
+made = 0
+try:
+    while made < {most}:
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        made += 1
+except OSError:
+    os._exit(0)
+time.sleep(10)
+os._exit(3)
+"""
+
+TIME = """
+import signal
+for number in set(range(1, 32)) - {signal.SIGKILL, signal.SIGSTOP}:
+    signal.signal(number, signal.SIG_IGN)
+print("spins", flush=True)
+while True:
+    pass
+"""
+
+OUTPUT = "import os\nsize = {size}\nwhile size > 0:\n    size -= os.write(1, b'x' * 65536)"
+
+TRACING = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+if libc.ptrace(16, {pid}, None, None) == 0:
+    os._exit(3)
+try:
+    lines = open("/proc/{pid}/maps").read().splitlines()
+    begin, end = next(line.split()[0].split("-") for line in lines if "[stack]" in line)
+    with open("/proc/{pid}/mem", "rb", buffering=0) as memory:
+        memory.seek(int(begin, 16))
+        text = memory.read(int(end, 16) - int(begin, 16))
+        print(text[text.index(b"{start}"):][:32].decode())
+except (OSError, ValueError, StopIteration):
+    pass
+"""
+
+SIGNALS = """
+import os, signal
+try:
+    os.kill({pid}, signal.SIGKILL)
+except OSError:
+    os._exit(0)
+os._exit(3)
+"""
+
 
 _TRIES = (1, 3, 9)  # factors on the time limits
 _PROBE_SECONDS = 0.3  # the deadline that the time probe is given
@@ -57,10 +230,10 @@ async def probe(sandbox: Sandbox, *, mode: str, layers: Mapping[str, int], setti
 
     with _victim() as victim:
         pid, held = victim.process.pid, (Outcome.OK,)
-        memory = programs.MEMORY.format(size=2 * settings.memory_mb << 20)
-        processes = programs.PROCESSES.format(most=settings.max_processes + 8)
-        output = programs.OUTPUT.format(size=2 * settings.flood_limit + programs.AHEAD)
-        tracing = programs.TRACING.format(pid=pid, start=victim.start)
+        memory = MEMORY.format(size=2 * settings.memory_mb << 20)
+        processes = PROCESSES.format(most=settings.max_processes + 8)
+        output = OUTPUT.format(size=2 * settings.flood_limit + AHEAD)
+        tracing = TRACING.format(pid=pid, start=victim.start)
         looks: dict[str, Look] = {
             "no_network": partial(_network, execute),
             "scratch_only_writes": partial(_writes, execute),
@@ -78,7 +251,7 @@ async def probe(sandbox: Sandbox, *, mode: str, layers: Mapping[str, int], setti
         signals = partial(
             _program,
             execute,
-            programs.SIGNALS.format(pid=pid),
+            SIGNALS.format(pid=pid),
             lambda ran: _says_so(ran) or victim.process.poll() is not None,
             held,
         )
@@ -141,7 +314,7 @@ async def _network(execute: Execute, slower: int) -> bool:
             listener.bind(("127.0.0.1", 0))
             listener.setblocking(False)
         tcp.listen()
-        program = programs.NETWORK.format(tcp=tcp.getsockname()[1], udp=udp.getsockname()[1], word=word)
+        program = NETWORK.format(tcp=tcp.getsockname()[1], udp=udp.getsockname()[1], word=word)
         ran = await execute(program, timeout=slower * _PROBE_TIMEOUT_SECONDS)
         return _judge(ran, broken="sent" in ran.stdout or word.encode() in _arrived(tcp, udp))
 
@@ -175,7 +348,7 @@ async def _writes(execute: Execute, slower: int) -> bool:
         untouched.write_text("untouched")
         untouched.chmod(0o666)
         directories = [open_to_all, os.getcwd(), str(Path.home()), tempfile.gettempdir(), "/var/tmp", sys.prefix, "/"]
-        program = programs.WRITES.format(directories=directories, name=name, untouched=str(untouched))
+        program = WRITES.format(directories=directories, name=name, untouched=str(untouched))
         ran = await execute(program, timeout=slower * _PROBE_TIMEOUT_SECONDS)
         changed = not _is_untouched(untouched)
         leaked = [path for path in (Path(directory) / name for directory in directories) if path.exists()]
@@ -198,16 +371,16 @@ async def _reads(execute: Execute, victim: _Victim, neighbours: bool, slower: in
         secret = Path(open_to_all, "secret")
         secret.write_text(victim.start + victim.rest)
         seconds = slower * _NEIGHBOUR_SECONDS
-        neighbour = programs.NEIGHBOUR.format(secret=victim.start + victim.rest, seconds=2 * seconds)
+        neighbour = NEIGHBOUR.format(secret=victim.start + victim.rest, seconds=2 * seconds)
         places = [str(secret), f"/proc/{victim.process.pid}/environ", f"/proc/{victim.process.pid}/fd/0"]
-        reader = programs.READS.format(places=places, start=victim.start, seconds=seconds)
+        reader = READS.format(places=places, start=victim.start, seconds=seconds)
         beside, ran = await asyncio.gather(execute(neighbour, timeout=timeout), execute(reader, timeout=timeout))
         held = _judge(ran, broken=victim.rest in ran.stdout)
         if held and neighbours and not _met(beside, ran):
             raise InconclusiveProbeError(beside)
         if held and os.access("/etc/shadow", os.R_OK):
-            ran = await execute(programs.SHADOW, timeout=timeout)
-            held = _judge(ran, broken=ran.exit_code == programs.GOT_THROUGH)
+            ran = await execute(SHADOW, timeout=timeout)
+            held = _judge(ran, broken=ran.exit_code == GOT_THROUGH)
         return held
 
 
@@ -227,7 +400,7 @@ async def _program(
 
 
 def _says_so(ran: Execution) -> bool:
-    return ran.exit_code == programs.GOT_THROUGH
+    return ran.exit_code == GOT_THROUGH
 
 
 def _succeeds(ran: Execution) -> bool:
@@ -236,7 +409,7 @@ def _succeeds(ran: Execution) -> bool:
 
 async def _time(execute: Execute, slower: int) -> bool:
     """It must have begun to ignore signals when it is ended."""
-    ran = await execute(programs.TIME, timeout=slower * _PROBE_SECONDS)
+    ran = await execute(TIME, timeout=slower * _PROBE_SECONDS)
     if "spins" not in ran.stdout:
         raise InconclusiveProbeError(ran)
     return _judge(ran, broken=False, held=(Outcome.TIMEOUT,))

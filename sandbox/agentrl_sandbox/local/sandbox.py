@@ -15,23 +15,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import agentrl_sandbox
-from agentrl_sandbox.call import Call, CallSandbox, checked_timeout
-from agentrl_sandbox.errors import (
-    ClosedError,
-    SandboxError,
-    SessionForkError,
-    SessionLimitError,
-    StartError,
-    UnisolatedError,
-)
-from agentrl_sandbox.local.file_names import check_files, check_names
+from agentrl_sandbox.call import Call, CallSandbox, check_files, check_names, checked_timeout
 from agentrl_sandbox.local.fork_server import ForkServerProcess, ServerGoneError, ServerRefusedError
 from agentrl_sandbox.local.probes import probe
 from agentrl_sandbox.once import Once
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.session_book import SessionBook
 from agentrl_sandbox.settings import LIMITS, SandboxSettings
-from agentrl_sandbox.types import Execution, Isolation, failed_execution
+from agentrl_sandbox.types import (
+    ClosedError,
+    Execution,
+    Isolation,
+    SandboxError,
+    SessionForkError,
+    SessionLimitError,
+    StartError,
+    UnisolatedError,
+    failed_execution,
+)
 
 _LIBRARIES = ("numpy", "sympy", "mpmath", "scipy", "networkx", "pandas")
 # Users that most likely nobody else has: a limit on processes counts all of a user's on a host, also in other

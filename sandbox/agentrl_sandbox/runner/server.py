@@ -23,24 +23,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from agentrl_sandbox.call import ExecutionHeader, execution_frame
-from agentrl_sandbox.runner import kernel
-from agentrl_sandbox.runner.cleanup import processes, reaper, scratch
-from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
-from agentrl_sandbox.runner.frames import ProcessMessage, ServerRequest
-from agentrl_sandbox.runner.isolation import rootfs
-from agentrl_sandbox.runner.isolation.lockdown import has_own_users, layers
-from agentrl_sandbox.runner.isolation.memory_use import usage
-from agentrl_sandbox.runner.program.capture import Capture
-from agentrl_sandbox.runner.program.order import Order
-from agentrl_sandbox.runner.program.program import Ending, Program, judge, launch
-from agentrl_sandbox.runner.program.watch import Watch
-from agentrl_sandbox.runner.routing import needs_science
+from agentrl_sandbox.call import ExecutionHeader, Frame, FrameBuffer, execution_frame, pack
+from agentrl_sandbox.runner import cleanup, isolation, kernel
+from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, ProcessMessage, RunnerConfig, ServerRequest, needs_science
+from agentrl_sandbox.runner.interpreter import Order
+from agentrl_sandbox.runner.isolation import has_own_users, layers
+from agentrl_sandbox.runner.program import Capture, Ending, Program, Watch, judge, launch
 from agentrl_sandbox.runner.sessions.manager import SessionManager
 from agentrl_sandbox.runner.sessions.table import KIND
+from agentrl_sandbox.runner.usage import usage
 from agentrl_sandbox.runner.zygote_handle import ZygoteHandle
 from agentrl_sandbox.types import Outcome
-from agentrl_sandbox.wire import Frame, FrameBuffer, pack
 
 _TICK = 0.1  # seconds between checks of memory and of the parent
 _BURST = 1 << 20  # bytes read from one stream before others get a turn
@@ -56,11 +49,11 @@ def main() -> None:
     why = ""
     try:
         if config.isolate == "none":
-            reaper.fork_server(config, int(sys.argv[2]))
+            cleanup.fork_server(config, int(sys.argv[2]))
         else:
             if config.isolate == "user":
                 _become_first_process(config, int(sys.argv[2]))
-            rootfs.enter(config.readable)
+            isolation.enter(config.readable)
     except OSError as error:
         why = str(error) or type(error).__name__
     client = socket.socket(fileno=int(sys.argv[2]))
@@ -79,7 +72,7 @@ def _become_first_process(config: RunnerConfig, descriptor: int) -> None:
 
     Without root, a zygote can return from a program's PID namespace only to one that it owns.
     """
-    rootfs.become_namespace_root(also=kernel.CLONE_NEWPID)
+    isolation.become_namespace_root(also=kernel.CLONE_NEWPID)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     child = os.fork()
     if child == 0:
@@ -142,7 +135,7 @@ class ForkServer:
         for zygote in self._zygotes.values():
             zygote.close()
         if self._bare:
-            reaper.clean_up(self._config, self._scratch)
+            cleanup.clean_up(self._config, self._scratch)
 
     # The client.
 
@@ -277,7 +270,7 @@ class ForkServer:
 
     def release(self, slot: int, kind: str) -> None:
         """Free a slot. If files were left in it, it becomes free once that zygote has cleaned it."""
-        if not self._bare or scratch.is_clean(f"{self._scratch}/{slot}", self._user(slot)):
+        if not self._bare or cleanup.is_clean(f"{self._scratch}/{slot}", self._user(slot)):
             self._give_back(slot)
             return
         self._unclean[slot] = kind
@@ -343,7 +336,7 @@ class ForkServer:
         if not zygote.ready:
             raise RuntimeError(f"{why} before it was ready")
         if self._bare:
-            processes.kill_strays([other.pid for other in self._zygotes.values() if other is not zygote])
+            cleanup.kill_strays([other.pid for other in self._zygotes.values() if other is not zygote])
         self._start_zygote(zygote.kind)
         if zygote.kind == KIND:
             self._sessions.end_all(why)

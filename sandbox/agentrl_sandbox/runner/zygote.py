@@ -17,6 +17,7 @@ them: children are copies of this process, so not even a file's name may enter i
 from __future__ import annotations
 
 import builtins
+import ctypes
 import functools
 import gc
 import importlib
@@ -26,19 +27,57 @@ import select
 import signal
 import socket
 import sys
-from types import ModuleType
+import sysconfig
+from types import CodeType, ModuleType
 from typing import Any, Self
 
-from agentrl_sandbox.runner import kernel
-from agentrl_sandbox.runner.cleanup import processes, scratch
-from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
-from agentrl_sandbox.runner.frames import ProcessMessage
-from agentrl_sandbox.runner.freeze_refcounts import freeze_refcounts
-from agentrl_sandbox.runner.isolation.lockdown import has_own_users
-from agentrl_sandbox.runner.program.child import ChildLimits, limit_children, run_child
-from agentrl_sandbox.runner.program.randomness import find_generators
-from agentrl_sandbox.runner.routing import BARE_MODULES
+from agentrl_sandbox.runner import cleanup, kernel
+from agentrl_sandbox.runner.child import ChildLimits, limit_children, run_child
+from agentrl_sandbox.runner.config import BARE_MODULES, SCRATCH_VARIABLE, ProcessMessage, RunnerConfig
+from agentrl_sandbox.runner.interpreter import find_generators
+from agentrl_sandbox.runner.isolation import has_own_users
 from agentrl_sandbox.runner.sessions.session_init import run_session_init
+
+# Makes the objects of a warm interpreter immortal, so that forks share their memory for longer.
+#
+# A child that merely reads an object counts the reference, which writes to the object's page and so copies it. From
+# CPython 3.12 on (PEP 683) the references of an immortal object are not counted.
+
+
+def freeze_refcounts() -> int:
+    """Make all objects that the garbage collector reaches immortal; returns their number.
+
+    Does nothing and returns 0 if the interpreter has no immortal objects or stores counts differently. Objects that
+    exist now are never freed, so use this only in an interpreter that just forks.
+    """
+    count = _immortal_count()
+    if count is None:
+        return 0
+    seen: set[int] = set()
+    seen.add(id(seen))
+    waiting: list[object] = gc.get_objects()
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) not in seen:
+            seen.add(id(thing))
+            waiting += gc.get_referents(thing)
+            if isinstance(thing, CodeType):  # which the collector does not traverse
+                waiting += (thing.co_consts, thing.co_names, thing.co_linetable, thing.co_exceptiontable, thing.co_name)
+    seen.remove(id(seen))
+    for address in seen:
+        ctypes.c_uint32.from_address(address).value = count
+    return len(seen)
+
+
+def _immortal_count() -> int | None:
+    """The low half of an immortal object's count: that of None, if it is one."""
+    if sys.implementation.name != "cpython" or sys.version_info < (3, 12) or sys.maxsize < 1 << 32:
+        return None
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return None
+    count: int = ctypes.c_uint32.from_address(id(None)).value
+    return count if count == sys.getrefcount(None) >= 1 << 30 else None
+
 
 _MAX_MESSAGE = 65_536
 _MOST_DESCRIPTORS = 5
@@ -240,7 +279,7 @@ class Zygote:
             if identifier is not None and slot is not None:
                 del self._pids[identifier]
                 if self._bare:
-                    processes.kill_strays(self._slots, self._limits.user(slot))
+                    cleanup.kill_strays(self._slots, self._limits.user(slot))
                 cpu = usage.ru_utime + usage.ru_stime
                 self._send({"op": "exit", "id": identifier, "status": status, "cpu": cpu})
             elif slot is not None:
@@ -251,8 +290,8 @@ class Zygote:
     def _clean(self, slot: int) -> None:
         """Have a helper remove a slot's files, since removing many files would delay other programs."""
         user, directory = self._limits.user(slot), f"{self._scratch}/{slot}"
-        processes.kill_strays(self._slots, user)
-        self._slots[processes.run_as(user, functools.partial(scratch.clean, directory, user))] = slot
+        cleanup.kill_strays(self._slots, user)
+        self._slots[cleanup.run_as(user, functools.partial(cleanup.clean, directory, user))] = slot
 
     def _send(self, message: ProcessMessage) -> None:
         self._server.send(json.dumps(message).encode())

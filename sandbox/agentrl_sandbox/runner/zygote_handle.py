@@ -10,9 +10,8 @@ import subprocess
 import sys
 
 from agentrl_sandbox.runner import config as runner_config
-from agentrl_sandbox.runner.config import RunnerConfig
-from agentrl_sandbox.runner.frames import ProcessMessage
-from agentrl_sandbox.runner.isolation.memory_use import resident_bytes
+from agentrl_sandbox.runner.config import ProcessMessage, RunnerConfig
+from agentrl_sandbox.runner.usage import resident_bytes
 
 _MAX_MESSAGE = 65_536
 

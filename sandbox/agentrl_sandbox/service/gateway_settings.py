@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from agentrl_sandbox.errors import SandboxError
+from agentrl_sandbox.types import SandboxError
 
 NO_TOKEN = "none"
 _RENAMED = {"patience": "retry_deadline"}

@@ -17,13 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from agentrl_sandbox.call import Call, CallSandbox, execution_frame
-from agentrl_sandbox.errors import SandboxError, StartError
+from agentrl_sandbox.call import Call, CallSandbox, Frame, FrameBuffer, FrameError, execution_frame, pack
 from agentrl_sandbox.local.sandbox import open_local
 from agentrl_sandbox.runner import kernel
-from agentrl_sandbox.service.pool import messages
+from agentrl_sandbox.service import messages
 from agentrl_sandbox.settings import SandboxSettings
-from agentrl_sandbox.wire import Frame, FrameBuffer, FrameError, pack
+from agentrl_sandbox.types import SandboxError, StartError
 
 _log = logging.getLogger(__name__)
 _FAREWELL_SECONDS = 5.0  # for a gateway without running requests to hang up

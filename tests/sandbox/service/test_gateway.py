@@ -10,8 +10,8 @@ import pytest
 from agentrl_sandbox.call import Call
 from agentrl_sandbox.client import ClosedError, Execution, Outcome
 from agentrl_sandbox.once import Once
-from agentrl_sandbox.service.pool.link import NotSentError, RunnerLink
-from agentrl_sandbox.service.pool.pool import RunnerPool
+from agentrl_sandbox.service.links import NotSentError, RunnerLink
+from agentrl_sandbox.service.pool import RunnerPool
 
 
 async def test_a_program_goes_to_a_runner_and_its_end_comes_back(gateway):

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from agentrl_sandbox.call import FrameBuffer, FrameError, pack
 from agentrl_sandbox.client import SandboxSettings
-from agentrl_sandbox.service.pool import messages
+from agentrl_sandbox.service import messages
 from agentrl_sandbox.types import PROPERTIES, Isolation
-from agentrl_sandbox.wire import FrameBuffer, FrameError, pack
 
 pytestmark = pytest.mark.slow
 

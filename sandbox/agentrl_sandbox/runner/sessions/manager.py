@@ -18,16 +18,14 @@ import socket
 from collections import deque
 from collections.abc import Mapping
 
-from agentrl_sandbox.runner.config import RunnerConfig
-from agentrl_sandbox.runner.frames import ProcessMessage, ServerRequest
-from agentrl_sandbox.runner.isolation.lockdown import reaches_session_init
-from agentrl_sandbox.runner.isolation.memory_use import Usage
-from agentrl_sandbox.runner.program.order import Order
-from agentrl_sandbox.runner.program.program import judge_exit, launch
-from agentrl_sandbox.runner.program.watch import Watch
+from agentrl_sandbox.runner.config import ProcessMessage, RunnerConfig, ServerRequest
+from agentrl_sandbox.runner.interpreter import Order
+from agentrl_sandbox.runner.isolation import reaches_session_init
+from agentrl_sandbox.runner.program import Watch, judge_exit, launch
 from agentrl_sandbox.runner.sessions.session import Fork, ServerSession, SessionFamily, State
 from agentrl_sandbox.runner.sessions.session_process import DONE
 from agentrl_sandbox.runner.sessions.table import END_SECONDS, KIND, ServerCallbacks, SessionTable
+from agentrl_sandbox.runner.usage import Usage
 from agentrl_sandbox.types import Outcome
 
 _OPEN_SECONDS = 60.0

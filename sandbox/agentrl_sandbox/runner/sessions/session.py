@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from agentrl_sandbox.runner.isolation.memory_use import Usage, children, usage
-from agentrl_sandbox.runner.program.program import Program
-from agentrl_sandbox.wire import Frame
+from agentrl_sandbox.call import Frame
+from agentrl_sandbox.runner.program import Program
+from agentrl_sandbox.runner.usage import Usage, children, usage
 
 
 class State(Enum):

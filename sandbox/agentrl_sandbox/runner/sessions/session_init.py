@@ -25,11 +25,11 @@ import time
 from typing import NoReturn
 
 from agentrl_sandbox.runner import kernel
-from agentrl_sandbox.runner.frames import ProcessMessage
-from agentrl_sandbox.runner.isolation.lockdown import Lockdown
-from agentrl_sandbox.runner.isolation.memory_use import children, is_alive, tree
-from agentrl_sandbox.runner.program.child import ChildLimits, close_descriptors_but, isolate
+from agentrl_sandbox.runner.child import ChildLimits, close_descriptors_but, isolate
+from agentrl_sandbox.runner.config import ProcessMessage
+from agentrl_sandbox.runner.isolation import Lockdown
 from agentrl_sandbox.runner.sessions.session_process import serve_session
+from agentrl_sandbox.runner.usage import children, is_alive, tree
 
 _OWN_SOCKET = 200
 _PROCESS_SOCKET = 201

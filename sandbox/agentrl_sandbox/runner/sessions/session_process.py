@@ -24,12 +24,10 @@ import time
 import warnings
 from typing import NoReturn
 
-from agentrl_sandbox.runner import kernel
-from agentrl_sandbox.runner.isolation.lockdown import Lockdown
-from agentrl_sandbox.runner.program import interpreter
-from agentrl_sandbox.runner.program.child import close_descriptors_but
-from agentrl_sandbox.runner.program.fetched import Fetched
-from agentrl_sandbox.runner.program.files import fetch_files
+from agentrl_sandbox.runner import interpreter, kernel
+from agentrl_sandbox.runner.child import close_descriptors_but
+from agentrl_sandbox.runner.files import Fetched, fetch_files
+from agentrl_sandbox.runner.isolation import Lockdown
 from agentrl_sandbox.runner.sessions.scratch_copy import copy_scratch
 
 DONE = struct.Struct("!QB?i")

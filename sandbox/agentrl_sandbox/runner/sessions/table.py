@@ -6,12 +6,11 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from agentrl_sandbox.call import ExecutionHeader
-from agentrl_sandbox.runner.program.program import Ending, Program, judge_exit
+from agentrl_sandbox.call import ExecutionHeader, Frame
+from agentrl_sandbox.runner.program import Ending, Program, judge_exit
 from agentrl_sandbox.runner.sessions.session import ServerSession, SessionFamily, State
 from agentrl_sandbox.runner.zygote_handle import ZygoteHandle
 from agentrl_sandbox.types import Outcome
-from agentrl_sandbox.wire import Frame
 
 KIND = "science"
 """The interpreter that sessions are forked from, since a session's imports are not known when it opens."""

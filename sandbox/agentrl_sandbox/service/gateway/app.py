@@ -14,14 +14,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from agentrl_sandbox.call import Call, ImpossibleCallError
-from agentrl_sandbox.errors import (
-    BusyError,
-    ClosedError,
-    QueueFullError,
-    SessionForkError,
-    SessionLimitError,
-    UnknownSessionError,
-)
 from agentrl_sandbox.service.gateway import fusion
 from agentrl_sandbox.service.gateway.bodies import (
     BatchAnswer,
@@ -33,9 +25,17 @@ from agentrl_sandbox.service.gateway.bodies import (
     encode,
     execution_json,
 )
-from agentrl_sandbox.service.gateway.metrics import CONTENT_TYPE, Metrics
-from agentrl_sandbox.service.pool.pool import RunnerPool
-from agentrl_sandbox.types import Execution
+from agentrl_sandbox.service.gateway.guard import CONTENT_TYPE, Metrics
+from agentrl_sandbox.service.pool import RunnerPool
+from agentrl_sandbox.types import (
+    BusyError,
+    ClosedError,
+    Execution,
+    QueueFullError,
+    SessionForkError,
+    SessionLimitError,
+    UnknownSessionError,
+)
 
 _MOST_NAMED = 16  # most invalid fields that an answer lists
 _PROBLEMS: dict[int | str, dict[str, Any]] = {

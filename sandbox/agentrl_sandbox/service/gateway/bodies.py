@@ -9,8 +9,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from agentrl_sandbox.call import Call, to_base64
-from agentrl_sandbox.local.file_names import LONGEST_NAME
+from agentrl_sandbox.call import LONGEST_NAME, Call, to_base64
 from agentrl_sandbox.types import Execution, Outcome
 
 

@@ -16,11 +16,11 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from agentrl_sandbox.errors import StartError
 from agentrl_sandbox.service.gateway.app import Gateway, build_app
 from agentrl_sandbox.service.gateway.guard import Guard
 from agentrl_sandbox.service.gateway_settings import NO_TOKEN, GatewaySettings
-from agentrl_sandbox.service.pool.pool import RunnerPool
+from agentrl_sandbox.service.pool import RunnerPool
+from agentrl_sandbox.types import StartError
 
 _log = logging.getLogger(__name__)
 _KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close first

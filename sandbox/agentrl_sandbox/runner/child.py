@@ -12,15 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from agentrl_sandbox.runner import kernel
+from agentrl_sandbox.runner import interpreter, kernel
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
-from agentrl_sandbox.runner.isolation.lockdown import Lockdown, has_own_users
-from agentrl_sandbox.runner.isolation.memory_use import tasks_of_user
-from agentrl_sandbox.runner.isolation.rootfs import SCRATCH, become_namespace_root, mount_proc
-from agentrl_sandbox.runner.isolation.scratch_use import INODES
-from agentrl_sandbox.runner.program import interpreter
-from agentrl_sandbox.runner.program.fetched import Fetched
-from agentrl_sandbox.runner.program.files import fetch_files
+from agentrl_sandbox.runner.files import Fetched, fetch_files
+from agentrl_sandbox.runner.isolation import SCRATCH, Lockdown, become_namespace_root, has_own_users, mount_proc
+from agentrl_sandbox.runner.usage import INODES, tasks_of_user
 
 FILE_NAME = "<program>"
 STARTED = b"R"

@@ -16,11 +16,18 @@ from typing import Annotated, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from agentrl_sandbox.call import CallHeader, ExecutionHeader, read_execution
-from agentrl_sandbox.errors import SandboxError, SessionForkError, SessionLimitError, StartError, UnknownSessionError
+from agentrl_sandbox.call import CallHeader, ExecutionHeader, Frame, FrameError, read_execution
 from agentrl_sandbox.settings import LIMITS, SandboxSettings
-from agentrl_sandbox.types import Execution, Isolation, Outcome
-from agentrl_sandbox.wire import Frame, FrameError
+from agentrl_sandbox.types import (
+    Execution,
+    Isolation,
+    Outcome,
+    SandboxError,
+    SessionForkError,
+    SessionLimitError,
+    StartError,
+    UnknownSessionError,
+)
 
 MAX_FRAME = 64 << 20
 """The largest frame in bytes, in either direction."""

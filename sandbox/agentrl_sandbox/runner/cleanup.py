@@ -1,0 +1,252 @@
+"""Cleanup without namespaces: processes and files that programs leave behind, and a process above the server.
+
+The kernel kills the processes of a PID namespace. Without one, the process above the server outlives it, adopts
+orphans and kills them itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from typing import NoReturn
+
+from agentrl_sandbox.runner import kernel
+from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
+from agentrl_sandbox.runner.isolation import has_own_users
+from agentrl_sandbox.runner.usage import children, files_of
+
+# Finds the processes below a process and kills those that a program left behind.
+
+_KILL_SECONDS = 10.0  # for processes to end after SIGKILL
+_PAUSE_SECONDS = 0.001
+
+
+def kill_strays(keep: Collection[int], user: int | None = None) -> None:
+    """Kill and reap every child of this process except ``keep``, with all descendants.
+
+    This process must adopt orphans, so that all leftover processes are its children. If a slot has its own ``user``,
+    all of its processes are killed at once, so that none can escape by forking. Raises TimeoutError.
+    """
+    deadline = time.monotonic() + _KILL_SECONDS
+    while strays := [pid for pid in children(os.getpid()) if pid not in keep]:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{len(strays)} processes of a program did not end within {_KILL_SECONDS:g} s")
+        if user is not None:
+            run_helper(user, lambda: os.kill(-1, signal.SIGKILL))
+        _end_trees(strays)
+        gone = [os.waitpid(pid, os.WNOHANG)[0] for pid in strays]
+        if not any(gone):
+            time.sleep(_PAUSE_SECONDS)
+
+
+def run_as(user: int | None, action: Callable[[], None]) -> int:
+    """Run ``action`` in a forked process as ``user`` (None: unchanged). Returns its PID; the caller reaps it."""
+    pid = os.fork()
+    if pid != 0:
+        return pid
+    status = 1
+    try:
+        if user is not None:
+            kernel.become(user)
+        with contextlib.suppress(ProcessLookupError):
+            action()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def run_helper(user: int | None, action: Callable[[], None]) -> None:
+    """``run_as``, and wait for it. Raises OSError if it failed."""
+    _, status = os.waitpid(run_as(user, action), 0)
+    if status != 0:
+        raise OSError(f"a helper ended with status {os.waitstatus_to_exitcode(status)}")
+
+
+def _end_trees(roots: Collection[int]) -> None:
+    """Kill these processes and all their descendants.
+
+    It signals whole process groups, which the kernel does atomically between forks, and stops all processes before it
+    kills any. Stopped processes still count against RLIMIT_NPROC, so a fork bomb in groups of its own is exhausted.
+    """
+    own, stopped = os.getpgid(0), set[int]()
+    while found := _stop_below([*roots, *stopped], stopped, own):
+        stopped |= found
+    for pid in stopped:
+        _signal(pid, signal.SIGKILL, own)
+
+
+def _stop_below(roots: list[int], stopped: set[int], own: int) -> set[int]:
+    """Stop all running processes below ``roots``, each before its children are listed."""
+    found: set[int] = set()
+    waiting, seen = roots, set[int]()
+    while waiting:
+        pid = waiting.pop()
+        if pid in seen:
+            continue
+        seen.add(pid)
+        if pid not in stopped:
+            _signal(pid, signal.SIGSTOP, own)
+            found.add(pid)
+        waiting += children(pid)
+    return found
+
+
+def _signal(pid: int, number: int, own: int) -> None:
+    """Signal a process with its group, unless that is still the ``own`` one."""
+    with contextlib.suppress(ProcessLookupError):
+        group = os.getpgid(pid)
+        if group == own:
+            os.kill(pid, number)
+        else:
+            os.killpg(group, number)
+
+
+# Without namespaces: removes the files that a program left in its scratch directory and in shared memory.
+
+SHARED_MEMORY = "/dev/shm"
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+
+def is_clean(scratch: str, user: int | None) -> bool:
+    """Whether a program left no files in its scratch directory or, if it has its own user, in shared memory."""
+    with os.scandir(scratch) as entries:
+        if any(entries):
+            return False
+    return user is None or next(files_of(user, SHARED_MEMORY), None) is None
+
+
+def clean(scratch: str, user: int | None) -> None:
+    """Remove all files of a program. Call it as the program's user, once no process of it is left."""
+    empty(scratch)
+    if user is not None:
+        for path, _ in list(files_of(user, SHARED_MEMORY)):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def empty(directory: str) -> None:
+    """Remove everything in a directory, at any depth and with any permissions.
+
+    It moves down and up one step at a time, so paths, open files and the stack do not grow with the depth.
+    """
+    here = os.open(directory, _DIRECTORY)
+    way: list[str] = []  # the path from the directory to here
+    waiting = [_unlink_files(here)]  # for each directory on the way, its remaining subdirectories
+    while way or waiting[-1]:
+        if waiting[-1]:
+            name = waiting[-1].pop()
+            os.chmod(name, 0o700, dir_fd=here)
+            here = _go(here, name)
+            way.append(name)
+            waiting.append(_unlink_files(here))
+        else:
+            here = _go(here, "..")
+            waiting.pop()
+            os.rmdir(way.pop(), dir_fd=here)
+    os.close(here)
+
+
+def _go(here: int, name: str) -> int:
+    there = os.open(name, _DIRECTORY, dir_fd=here)
+    os.close(here)
+    return there
+
+
+def _unlink_files(directory: int) -> list[str]:
+    """Remove everything except directories; return their names."""
+    directories: list[str] = []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                directories.append(entry.name)
+            else:
+                os.unlink(entry.name, dir_fd=directory)
+    return directories
+
+
+_SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
+_LOOK_SECONDS = 1.0
+
+
+def fork_server(config: RunnerConfig, descriptor: int) -> None:
+    """Create the scratch directories and fork the server; only the server returns. ``descriptor`` is its socket.
+
+    Raises PermissionError if the programs' users cannot access the interpreter.
+    """
+    if has_own_users(config):
+        _check_reach(config)
+    directory = _make_scratch(config)
+    os.environ[SCRATCH_VARIABLE] = directory
+    kernel.adopt_orphans(needed=not has_own_users(config))
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    this = os.getpid()
+    server = os.fork()
+    if server != 0:
+        os.close(descriptor)
+        _wait_and_clean_up(server, config, directory)
+    kernel.adopt_orphans(needed=not has_own_users(config))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # so that the server cleans up after itself
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    kernel.die_with_parent(signal.SIGTERM)
+    if os.getppid() != this:
+        sys.exit(0)
+
+
+def clean_up(config: RunnerConfig, directory: str) -> None:
+    """Kill every process below this one and remove the scratch directories of all slots."""
+    kill_strays(())
+    own_users = has_own_users(config)
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(directory):
+            slot, user = f"{directory}/{name}", config.first_user + int(name) if own_users else None
+            if not is_clean(slot, user):
+                run_helper(user, functools.partial(clean, slot, user))
+            os.rmdir(slot)
+        os.rmdir(directory)
+
+
+def _check_reach(config: RunnerConfig) -> None:
+    """Without namespaces other users must be able to enter the interpreter's directories."""
+    closed = [path for path in dict.fromkeys(config.readable) if not _can_list(config.first_user, path)]
+    if closed:
+        raise PermissionError(
+            f"programs run as separate users, who cannot enter {', '.join(closed)}: make these directories and their "
+            "parents accessible to others (chmod o+rx), or install Python elsewhere"
+        )
+
+
+def _can_list(user: int, path: str) -> bool:
+    try:
+        run_helper(user, lambda: os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY)))
+    except OSError:
+        return False
+    return True
+
+
+def _make_scratch(config: RunnerConfig) -> str:
+    """Create one directory per slot. Its user may write to it through its group but not change its permissions."""
+    directory = tempfile.mkdtemp(prefix="agentrl-sandbox-")
+    own_users = has_own_users(config)
+    os.chmod(directory, 0o711 if own_users else 0o700)
+    for slot in range(config.slots):
+        os.mkdir(f"{directory}/{slot}", 0o700)
+        if own_users:
+            os.chown(f"{directory}/{slot}", -1, config.first_user + slot)
+            os.chmod(f"{directory}/{slot}", 0o770)
+    return directory
+
+
+def _wait_and_clean_up(server: int, config: RunnerConfig, directory: str) -> NoReturn:
+    """Wait until the server ends, the client is gone or SIGTERM arrives, then clean up."""
+    while os.getppid() == config.client_pid:
+        told = signal.sigtimedwait(_SIGNALS, _LOOK_SECONDS)
+        if told is not None and (told.si_signo == signal.SIGTERM or os.waitpid(server, os.WNOHANG)[0] == server):
+            break
+    clean_up(config, directory)
+    os._exit(0)

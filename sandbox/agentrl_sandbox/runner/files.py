@@ -1,0 +1,129 @@
+"""Writes and reads files of a scratch directory, in the child, as the slot's user.
+
+A program may have put anything there. Each path component is opened relative to the previous one, without following
+links, so a path cannot leave the directory. Fetched files are opened without blocking and must be regular files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import struct
+from collections.abc import Iterator, Sequence
+
+# The memory file that returns fetched files. It cannot grow, and its contents are untrusted.
+#
+# Eight bytes for the length of the rest, then for each file its index among the requested names (4 bytes), its size
+# (8 bytes) and its content. The length is written last: until then nothing counts as fetched.
+
+_LENGTH = struct.Struct("!Q")
+_RECORD = struct.Struct("!IQ")
+_F_ADD_SEALS = 1033
+_SEALS = 0x1 | 0x2 | 0x4  # no further seal, no shrinking, no growing
+
+
+def create(limit: int, names: Sequence[str]) -> int:
+    """A memory file for at most ``limit`` bytes of content. It uses memory only as it is written."""
+    file = os.memfd_create("files", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, _LENGTH.size + len(names) * _RECORD.size + limit)
+    fcntl.fcntl(file, _F_ADD_SEALS, _SEALS)
+    return file
+
+
+def read(file: int, names: Sequence[str]) -> dict[str, bytes]:
+    """The files that the child wrote; reading stops at the first invalid record."""
+    room = os.fstat(file).st_size - _LENGTH.size
+    (length,) = _LENGTH.unpack(os.pread(file, _LENGTH.size, 0))
+    data = os.pread(file, min(length, room), _LENGTH.size)
+    found: dict[str, bytes] = {}
+    position = 0
+    while len(data) - position >= _RECORD.size:
+        index, size = _RECORD.unpack_from(data, position)
+        position += _RECORD.size
+        if index >= len(names) or size > len(data) - position:
+            break
+        found[names[index]] = data[position : position + size]
+        position += size
+    return found
+
+
+class Fetched:
+    """The child's side of the memory file."""
+
+    def __init__(self, file: int, names: Sequence[str]) -> None:
+        self._file = file
+        self._left = os.fstat(file).st_size - _LENGTH.size - len(names) * _RECORD.size
+        self._end = _LENGTH.size
+
+    def add(self, index: int, source: int, size: int) -> None:
+        """Append a file of ``size`` bytes if it fits completely. After an OSError nothing was appended."""
+        if size > self._left:
+            return
+        os.lseek(self._file, self._end + _RECORD.size, os.SEEK_SET)
+        left = size
+        while left > 0:
+            sent = os.sendfile(self._file, source, None, left)
+            if sent == 0:
+                break
+            left -= sent
+        size -= left  # the file became shorter meanwhile
+        os.pwrite(self._file, _RECORD.pack(index, size), self._end)
+        self._end += _RECORD.size + size
+        self._left -= size
+
+    def seal(self) -> None:
+        """Write the length, which makes the files count."""
+        os.pwrite(self._file, _LENGTH.pack(self._end - _LENGTH.size), 0)
+
+
+_DIRECTORY = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_RDONLY | os.O_CLOEXEC
+_WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def write_files(scratch: str, source: int, files: Sequence[tuple[str, int]]) -> None:
+    """Write (name, size) after (name, size) from the position of ``source``. Raises OSError."""
+    for name, size in files:
+        with _opened(scratch, name, _WRITE, make=True) as target:
+            if not stat.S_ISREG(os.fstat(target).st_mode):
+                raise OSError(f"{name!r} is not a regular file")
+            _copy(source, target, size)
+
+
+def fetch_files(scratch: str, names: Sequence[str], fetched: Fetched) -> None:
+    """Copy those of ``names`` that are regular files and still fit into ``fetched``."""
+    for index, name in enumerate(names):
+        # Missing files, links and what cannot be read are left out.
+        with contextlib.suppress(OSError), _opened(scratch, name, _READ, make=False) as file:
+            status = os.fstat(file)
+            if stat.S_ISREG(status.st_mode):
+                fetched.add(index, file, status.st_size)
+    fetched.seal()
+
+
+@contextlib.contextmanager
+def _opened(scratch: str, name: str, flags: int, *, make: bool) -> Iterator[int]:
+    """A descriptor of a file; ``make`` creates the directories on its way."""
+    *directories, last = name.split("/")
+    current = os.open(scratch, _DIRECTORY)
+    try:
+        for part, how in (*((part, _DIRECTORY) for part in directories), (last, flags)):
+            if make and how == _DIRECTORY:
+                with contextlib.suppress(FileExistsError):  # opening it shows whether it is a directory
+                    os.mkdir(part, 0o755, dir_fd=current)
+            deeper = os.open(part, how, 0o644, dir_fd=current)
+            os.close(current)
+            current = deeper
+        yield current
+    finally:
+        os.close(current)
+
+
+def _copy(source: int, target: int, size: int) -> None:
+    while size > 0:
+        sent = os.sendfile(target, source, None, size)
+        if sent == 0:
+            raise OSError("the file ended early")
+        size -= sent

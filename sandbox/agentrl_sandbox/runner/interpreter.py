@@ -1,0 +1,304 @@
+"""Runs a program's text as ``__main__`` in this process and returns the exit status that Python would.
+
+Here are also the order for a run, which the child reads from a memory file, fresh random states, and the echo of a
+last expression.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import atexit
+import ctypes
+import fcntl
+import functools
+import gc
+import io
+import json
+import linecache
+import operator
+import os
+import random
+import re
+import resource
+import sys
+import tokenize
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+from agentrl_sandbox.call import Call
+from agentrl_sandbox.runner.config import ServerRequest
+from agentrl_sandbox.runner.files import write_files
+
+# One program to run, and the memory file in which a child receives it.
+#
+# The memory file holds the length of a header (8 bytes), the header, the program, the files, and last the program's
+# stdin: the child reads up to there and passes the rest of the file to the program as descriptor 0.
+
+_F_ADD_SEALS = 1033
+_SEALS = 0x1 | 0x2 | 0x4 | 0x8  # no further seal, no shrinking, no growing, no writing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """A run, as the server sees it. ``session`` is the server's number."""
+
+    identifier: int
+    session: int | None
+    timeout: float
+    call: Call
+
+    @classmethod
+    def from_frame(cls, header: ServerRequest, blobs: list[bytes]) -> Order:
+        call = Call.from_frame(header, blobs)
+        return cls(identifier=header["id"], session=header["number"], timeout=call.timeout or 0.0, call=call)
+
+
+def to_memory_file(call: Call) -> int:
+    """A new memory file for the child, positioned at its start. The program cannot write to it."""
+    _, (source, stdin, *contents) = call.frame()
+    header = {
+        "source": len(source),
+        "echo": call.echo,
+        "files": [(name, len(content)) for name, content in call.files.items()],
+        "fetch": call.fetch_files,
+    }
+    text = json.dumps(header).encode()
+    file = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(file, "wb", closefd=False) as whole:
+        for part in (len(text).to_bytes(8, "big"), text, source, *contents, stdin):
+            whole.write(part)
+    fcntl.fcntl(file, _F_ADD_SEALS, _SEALS)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """A run, as the child sees it; the contents of files stay in the memory file."""
+
+    source: bytes
+    echo: bool
+    files: tuple[tuple[str, int], ...]  # names and sizes
+    fetch: tuple[str, ...]
+
+
+def read_task(descriptor: int) -> Task:
+    """Read a memory file up to the files."""
+    header = json.loads(_read(descriptor, int.from_bytes(_read(descriptor, 8), "big")))
+    return Task(
+        source=_read(descriptor, header["source"]),
+        echo=header["echo"],
+        files=tuple((name, size) for name, size in header["files"]),
+        fetch=tuple(header["fetch"]),
+    )
+
+
+def _read(descriptor: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        data += os.read(descriptor, size - len(data))
+    return data
+
+
+# Reseeds the random generators of a warm interpreter, since all its children would draw the same numbers.
+#
+# Only ``random`` reseeds itself after a fork. Libraries may have created generators at import: SymPy has three, NumPy
+# one. They are found once, in the warm interpreter, and reseeded in each child.
+
+_SEED_BYTES = 32
+_KEY_BYTES = 624 * 4
+
+
+def find_generators() -> tuple[Callable[[], None], ...]:
+    """For each generator known to the garbage collector, a function that seeds it from the kernel's randomness.
+
+    The slow work is done here, once: a call into NumPy costs a fresh child most of a millisecond. Call this before
+    ``gc.freeze``, which hides objects.
+    """
+    things = gc.get_objects()
+    after_fork = random.seed.__self__  # type: ignore[attr-defined]
+    own = [_python(thing) for thing in things if isinstance(thing, random.Random) and thing is not after_fork]
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return tuple(own)
+    for thing in things:
+        if isinstance(thing, numpy.random.RandomState):  # it may hold a cached normal number
+            thing.set_state({**thing.get_state(legacy=False), "has_gauss": 0, "gauss": 0.0})
+    return (*own, *(_bits(thing) for thing in things if isinstance(thing, numpy.random.BitGenerator)))
+
+
+def _python(generator: random.Random) -> Callable[[], None]:
+    generator.gauss_next = None  # type: ignore[attr-defined]  # also a cached number
+    seed = super(random.Random, generator).seed
+    return lambda: seed(int.from_bytes(os.urandom(_SEED_BYTES), "big"))
+
+
+def _bits(generator: Any) -> Callable[[], None]:
+    """Reseed a NumPy bit generator: its state, and the seeds of those it spawns."""
+
+    def renew() -> None:
+        generator.__setstate__(type(generator)().__getstate__())
+
+    address = generator.ctypes.state_address
+    if type(generator).__name__ != "MT19937" or not _lies_at(address, generator.state["state"]):
+        return renew
+    generator._legacy_seeding(None)  # from here on it cannot spawn
+    return lambda: _write_key(address)
+
+
+def _lies_at(address: int, state: dict[str, Any]) -> bool:
+    """Whether the Mersenne Twister's key and position have the memory layout of all NumPy versions so far."""
+    key, position = ctypes.string_at(address, _KEY_BYTES), ctypes.c_int.from_address(address + _KEY_BYTES).value
+    return (key, position) == (state["key"].tobytes(), state["pos"])
+
+
+def _write_key(address: int) -> None:
+    """Write a random key whose numbers are all used up, so that the next draw generates new ones."""
+    ctypes.memmove(address, os.urandom(_KEY_BYTES), _KEY_BYTES)
+    ctypes.c_int.from_address(address + _KEY_BYTES).value = _KEY_BYTES // 4
+
+
+# Compiles a program so that the value of its last expression is printed, as in a notebook.
+#
+# If the last statement of the syntax tree is an expression, it is compiled as in the interactive interpreter, which
+# passes its value to ``sys.displayhook``: the representation is printed, or nothing for None. A semicolon after the
+# expression suppresses this.
+
+_FUTURE = functools.reduce(
+    operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+)
+_LINES = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n|\Z)")
+
+
+def compile_with_echo(text: str, name: str) -> list[CodeType]:
+    """The code objects to execute in order. Raises what ``compile`` raises, before anything runs."""
+    tree = compile(text, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+    assert isinstance(tree, ast.Module)
+    last = tree.body[-1] if tree.body else None
+    if not isinstance(last, ast.Expr) or _is_silenced(text, last):
+        return [compile(tree, name, "exec", dont_inherit=True)]
+    before = compile(ast.Module(body=tree.body[:-1], type_ignores=[]), name, "exec", dont_inherit=True)
+    shown = compile(ast.Interactive(body=[last]), name, "single", before.co_flags & _FUTURE, dont_inherit=True)
+    return [before, shown]
+
+
+def _is_silenced(text: str, last: ast.Expr) -> bool:
+    """Whether the first token after the last statement is a semicolon."""
+    assert last.end_lineno is not None
+    assert last.end_col_offset is not None
+    lines = _LINES.findall(text.encode("utf-8", "surrogatepass"))[last.end_lineno - 1 :]
+    rest = lines[0][last.end_col_offset :] + b"".join(lines[1:])
+    for token in tokenize.generate_tokens(io.StringIO(rest.decode().lstrip()).readline):
+        if token.type not in (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT):
+            return token.string == ";"
+    return False
+
+
+UNCAUGHT = 1
+"""The exit status of a program that an exception ended."""
+
+
+def make_main() -> ModuleType:
+    """Install a fresh ``__main__``."""
+    main = ModuleType("__main__")
+    main.__dict__.update(__builtins__=sys.modules["builtins"])
+    sys.modules["__main__"] = main
+    return main
+
+
+def take_task(scratch: str, on_out_of_memory: Callable[[], None]) -> Task | None:
+    """Read the task from descriptor 0 and write its files. If that fails, print the reason and return None.
+
+    The caller, often a policy, chooses number, names and sizes of the files, so exceeding a limit is its own error.
+    """
+    try:
+        task = read_task(0)
+        write_files(scratch, 0, task.files)
+    except OSError as error:
+        print(f"the files cannot be written: {error}", file=sys.stderr, flush=True)
+        return None
+    except MemoryError:
+        print("MemoryError: the program and its files need more than memory_mb", file=sys.stderr, flush=True)
+        on_out_of_memory()
+        return None
+    return task
+
+
+def run(task: Task, name: str, main: ModuleType, on_out_of_memory: Callable[[], None]) -> int:
+    """Run the program in ``main``, as ``name`` in tracebacks. Returns its exit status; reports an exception."""
+    try:
+        _execute(task, name, main)
+    except SystemExit as leaving:
+        return _exit_status(leaving.code)
+    except BaseException as error:  # noqa: BLE001 - a program may raise anything; that is its outcome
+        _report(error, on_out_of_memory)
+        return UNCAUGHT
+    return 0
+
+
+def finish(exit_code: int, on_out_of_memory: Callable[[], None], *, leaves: bool) -> int:
+    """Join non-daemon threads and flush streams; if the interpreter ``leaves``, as at exit. Returns the exit status."""
+    threading = sys.modules.get("threading")
+    try:
+        if leaves:
+            if threading is not None:
+                threading._shutdown()
+            atexit._run_exitfuncs()
+        elif threading is not None:
+            for thread in threading.enumerate():
+                if thread is not threading.current_thread() and not thread.daemon:
+                    thread.join()
+        flush()
+    except BaseException as error:  # noqa: BLE001 - these run code of the program
+        _report(error, on_out_of_memory)
+        return exit_code or 120
+    return exit_code
+
+
+def flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+
+
+def _execute(task: Task, name: str, main: ModuleType) -> None:
+    text = task.source.decode("utf-8", "surrogatepass")
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    main.__dict__["__file__"] = name
+    for code in compile_with_echo(text, name) if task.echo else [compile(text, name, "exec", dont_inherit=True)]:
+        exec(code, main.__dict__)
+
+
+def _exit_status(code: object) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _report(error: BaseException, on_out_of_memory: Callable[[], None]) -> None:
+    """Print the traceback as Python does, starting at the program's first frame."""
+    if isinstance(error, MemoryError):
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+        on_out_of_memory()
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    if sys.excepthook is not sys.__excepthook__:
+        sys.excepthook(type(error), error, frames)
+        return
+    _print_traceback(error, frames)
+
+
+def _print_traceback(error: BaseException, frames: TracebackType | None) -> None:
+    try:
+        traceback.print_exception(type(error), error, frames)
+    except (MemoryError, RecursionError):
+        os.write(2, f"{type(error).__name__}\n".encode())

@@ -1,0 +1,267 @@
+"""A running program, as the server sees it: its output, the watch on its limits, and its outcome."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl_sandbox.runner import files, kernel
+from agentrl_sandbox.runner.child import OUT_OF_MEMORY, STARTED
+from agentrl_sandbox.runner.cleanup import SHARED_MEMORY
+from agentrl_sandbox.runner.config import RunnerConfig
+from agentrl_sandbox.runner.interpreter import UNCAUGHT, Order, to_memory_file
+from agentrl_sandbox.runner.isolation import has_own_users
+from agentrl_sandbox.runner.usage import INODES, KernelMemory, ScratchUse, Usage, proportional_bytes, tree
+from agentrl_sandbox.types import Execution, Outcome
+
+# One output stream of a program: drained while it runs, keeping its head and tail.
+
+_CHUNK = 65_536
+
+
+class Capture:
+    """Keeps the first and the last ``limit // 2`` bytes read from a non-blocking descriptor."""
+
+    def __init__(self, descriptor: int, limit: int) -> None:
+        self.descriptor = descriptor
+        self.total = 0
+        self.open = True
+        self._half = limit // 2
+        self._head = bytearray()
+        self._tail: deque[bytes] = deque()
+        self._tail_size = 0
+
+    def drain(self, most: int) -> bool:
+        """Read available data, at most about ``most`` bytes. True while more may come later."""
+        taken = 0
+        while self.open and taken < most:
+            try:
+                data = os.read(self.descriptor, _CHUNK)
+            except BlockingIOError:
+                return True
+            if not data:
+                self.open = False
+            taken += len(data)
+            self._keep(data)
+        return self.open
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+    @property
+    def truncated(self) -> bool:
+        return self.total > 2 * self._half
+
+    def text(self) -> bytes:
+        """Head and tail, with a note between them if bytes were dropped."""
+        tail = b"".join(self._tail)
+        if not self.truncated:
+            return bytes(self._head) + tail
+        note = f"\n... [{self.total - 2 * self._half} bytes left out] ...\n".encode()
+        return bytes(self._head) + note + tail[-self._half :]
+
+    def _keep(self, data: bytes) -> None:
+        self.total += len(data)
+        room = self._half - len(self._head)
+        if room > 0:
+            self._head += data[:room]
+            data = data[room:]
+        if not data:
+            return
+        self._tail.append(data)
+        self._tail_size += len(data)
+        while self._tail_size - len(self._tail[0]) >= self._half:
+            self._tail_size -= len(self._tail.popleft())
+
+
+# Enforces limits that the kernel does not: the memory of a program's processes, and files without their own mount.
+#
+# A program decides how much there is to check, so expensive checks take at most a tenth of the server's time.
+
+_PERIOD = 10.0  # time between checks, as a multiple of a check's duration
+_SOCKET_BYTES = "/proc/sys/net/core/wmem_default"
+_USUAL_SOCKET_BYTES = 212_992  # default if the network namespace does not show it
+
+
+class Watch:
+    """Checks whether a program exceeds a limit. ``scratch`` holds the slots' directories, without namespaces."""
+
+    def __init__(self, config: RunnerConfig, scratch: str = "") -> None:
+        self._memory = config.memory_mb << 20
+        self._scratch = scratch
+        try:
+            self._socket_bytes = int(Path(_SOCKET_BYTES).read_text("ascii"))
+        except OSError:
+            self._socket_bytes = _USUAL_SOCKET_BYTES
+        self._scratch_bytes = config.scratch_mb << 20
+        self._first_user = config.first_user if has_own_users(config) else None
+
+    def memory_is_over(self, program: Program, used: Usage, beyond: int) -> bool:
+        """Whether it uses more than ``memory_mb``, counting pages that its processes share once."""
+        unshared = used.tables + (used.resident if len(used.processes) == 1 else 0)
+        if unshared > self._memory:
+            return True
+        return self._seldom(program, "memory", lambda: self._memory_left(used, beyond) < 0)
+
+    def _memory_left(self, used: Usage, beyond: int) -> int:
+        resident = used.resident
+        if resident + used.tables > self._memory:
+            resident = proportional_bytes(used.processes, beyond)
+        kernels = KernelMemory(room=self._memory - used.tables - resident, socket_bytes=self._socket_bytes)
+        kernels.add(used.processes)
+        return kernels.room
+
+    def scratch_is_over(self, program: Program) -> bool:
+        """Whether its files exceed ``scratch_mb`` or are too many. With namespaces its mount enforces that."""
+        return bool(self._scratch) and self._seldom(program, "scratch", lambda: self._count(program).is_over)
+
+    def _seldom(self, program: Program, what: str, look: Callable[[], bool]) -> bool:
+        """Look with the rights of the program's user, if that is due again."""
+        started = time.monotonic()
+        if started < program.due.get(what, 0.0):
+            return False
+        with kernel.files_of(self._user(program)):
+            over = look()
+        program.due[what] = started + _PERIOD * (time.monotonic() - started)
+        return over
+
+    def _count(self, program: Program) -> ScratchUse:
+        use = ScratchUse(bytes_left=self._scratch_bytes, inodes_left=INODES)
+        use.add_tree(f"{self._scratch}/{program.slot}")
+        if (user := self._user(program)) is not None:
+            use.add_files_of(user, SHARED_MEMORY)
+        if program.pid:
+            use.add_unlinked(tree(program.pid))
+        return use
+
+    def _user(self, program: Program) -> int | None:
+        return None if self._first_user is None else self._first_user + program.slot
+
+
+_STATUS_LIMIT = 4096
+
+
+@dataclass(kw_only=True, slots=True)
+class Program:
+    """The server's record of one program. Times are from ``time.monotonic``."""
+
+    identifier: int
+    slot: int
+    zygote: str
+    started: float
+    deadline: float
+    cpu_limit: int
+    stdout: Capture
+    stderr: Capture
+    status: Capture | None  # None in a session, which reports the end itself
+    fetch: tuple[str, ...] = ()
+    fetched_file: int = -1  # the memory file that returns them
+    session: int | None = None
+    pid: int = 0  # of its first process, or of the session's init process
+    due: dict[str, float] = field(default_factory=dict)  # times of the next expensive checks
+    reason: Outcome | None = None  # why the server killed it
+
+    @property
+    def captures(self) -> tuple[Capture, ...]:
+        """Standard output, standard error, and status where there is one."""
+        return (self.stdout, self.stderr) if self.status is None else (self.stdout, self.stderr, self.status)
+
+    def execution(self, ending: Ending) -> Execution:
+        """The run as the client sees it. After a kill it returns no files."""
+        killed = self.reason is not None or ending.exit_code is None or ending.exit_code < 0
+        return Execution(
+            outcome=ending.outcome,
+            stdout=self.stdout.text().decode("utf-8", "replace"),
+            stderr=self.stderr.text().decode("utf-8", "replace") + ending.why,
+            exit_code=ending.exit_code,
+            seconds=time.monotonic() - self.started,
+            truncated=self.stdout.truncated or self.stderr.truncated,
+            files={} if killed or self.fetched_file < 0 else files.read(self.fetched_file, self.fetch),
+        )
+
+    def close(self) -> None:
+        for capture in self.captures:
+            capture.close()
+        if self.fetched_file >= 0:
+            os.close(self.fetched_file)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    outcome: Outcome
+    exit_code: int | None
+    why: str = ""
+
+
+def launch(order: Order, config: RunnerConfig, kind: str, slot: int) -> tuple[Program, list[int]]:
+    """Start a program's deadline and open its pipes. Returns the descriptors for the child, which the caller closes:
+
+    the memory file, stdout, stderr, the status pipe (outside sessions), and the fetch file if there is one.
+    """
+    descriptors = [to_memory_file(order.call)]
+    limits = [config.output_limit, config.output_limit] + ([] if order.session is not None else [_STATUS_LIMIT])
+    captures = []
+    for limit in limits:
+        read, write = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(read, False)
+        captures.append(Capture(read, limit))
+        descriptors.append(write)
+    fetched_file = -1
+    if order.call.fetch_files:
+        fetched_file = files.create(config.fetch_limit, order.call.fetch_files)
+        descriptors.append(os.dup(fetched_file))
+    now = time.monotonic()
+    program = Program(
+        identifier=order.identifier,
+        slot=slot,
+        zygote=kind,
+        session=order.session,
+        started=now,
+        deadline=now + order.timeout,
+        cpu_limit=int(order.timeout) + 1,
+        stdout=captures[0],
+        stderr=captures[1],
+        status=captures[2] if len(captures) > 2 else None,
+        fetch=order.call.fetch_files,
+        fetched_file=fetched_file,
+    )
+    return program, descriptors
+
+
+def judge(program: Program, status: int, cpu_seconds: float) -> Ending:
+    """The outcome, from the wait status, the limits and the status pipe.
+
+    The child writes STARTED to the status pipe once it is isolated and before the program runs, so a program cannot
+    fake an infrastructure failure.
+    """
+    assert program.status is not None
+    exit_code = os.waitstatus_to_exitcode(status)
+    report = program.status.text()
+    if program.reason is None:
+        if not report.startswith(STARTED):
+            why = report.decode("utf-8", "replace") or f"the child ended with status {exit_code} before it began"
+            return Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why)
+        if exit_code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu_seconds >= program.cpu_limit:
+            return Ending(outcome=Outcome.TIMEOUT, exit_code=exit_code)
+    return judge_exit(program, exit_code, out_of_memory=report == STARTED + OUT_OF_MEMORY)
+
+
+def judge_exit(program: Program, exit_code: int, *, out_of_memory: bool) -> Ending:
+    """The outcome, from an exit status (minus a signal's number) and from why the server killed the program.
+
+    ``out_of_memory``: the interpreter reported an uncaught MemoryError, which counts only with the exit status of an
+    uncaught exception.
+    """
+    if program.reason is not None and (exit_code < 0 or program.reason is not Outcome.TIMEOUT):
+        return Ending(outcome=program.reason, exit_code=exit_code)
+    if exit_code == 0:
+        return Ending(outcome=Outcome.OK, exit_code=0)
+    if exit_code > 0:
+        ran_out = out_of_memory and exit_code == UNCAUGHT
+        return Ending(outcome=Outcome.MEMORY_LIMIT if ran_out else Outcome.ERROR, exit_code=exit_code)
+    return Ending(outcome=Outcome.KILLED, exit_code=exit_code)

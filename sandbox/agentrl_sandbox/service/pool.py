@@ -1,0 +1,316 @@
+"""A sandbox over any number of runners: the queue of calls, the sessions, and the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from agentrl_sandbox.call import Call, CallSandbox, FrameError, ImpossibleCallError
+from agentrl_sandbox.once import Once
+from agentrl_sandbox.service.links import NotSentError, RunnerGoneError, RunnerLink, RunnerRegistry
+from agentrl_sandbox.service.messages import REFUSALS, RefusedMessage, SessionMessage
+from agentrl_sandbox.session_book import SessionBook
+from agentrl_sandbox.types import (
+    BusyError,
+    ClosedError,
+    Execution,
+    Isolation,
+    QueueFullError,
+    SandboxError,
+    SessionLimitError,
+    UnknownSessionError,
+    failed_execution,
+)
+
+# A bounded queue in front of runners of bounded capacity.
+
+Waiter = tuple[asyncio.Future[RunnerLink], RunnerLink | None]  # with the required runner, if any
+
+
+class Queue:
+    """Calls that wait for capacity, first come, first served. ``links`` returns the connected runners."""
+
+    def __init__(self, links: Callable[[], Iterable[RunnerLink]], *, limit: int, seconds: float) -> None:
+        self._links = links
+        self._limit = limit
+        self._seconds = seconds
+        self._waiters: deque[Waiter] = deque()
+        self._length = 0
+        self._promised: dict[RunnerLink, int] = {}  # assigned to a waiter that has not sent its request yet
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def check_room(self, count: int = 1) -> None:
+        """Raises QueueFullError unless ``count`` more calls could wait."""
+        if self._length + count > self._limit:
+            raise QueueFullError(f"{self._length} calls are waiting; at most {self._limit} may wait")
+
+    async def place(self, only: RunnerLink | None = None) -> RunnerLink:
+        """Wait for a runner with capacity. The caller must send its request without awaiting anything else first.
+
+        Raises QueueFullError when the queue is full, BusyError when no runner had room for too long, and ClosedError.
+        """
+        if not self._waiters and (link := self._freest(only)) is not None:
+            return link
+        self.check_room()
+        future: asyncio.Future[RunnerLink] = asyncio.get_running_loop().create_future()
+        waiter = future, only
+        self._waiters.append(waiter)
+        self._length += 1
+        self.serve()
+        promised: RunnerLink | None = None
+        try:
+            async with asyncio.timeout(self._seconds):
+                promised = await future
+                return promised
+        except TimeoutError as error:
+            raise BusyError(f"no runner had room for {self._seconds:g} s", retry_after=5) from error
+        finally:
+            self._length -= 1
+            if future.cancelled():
+                with contextlib.suppress(ValueError):  # `serve` may have removed it
+                    self._waiters.remove(waiter)
+            elif future.exception() is None:
+                self._release(future.result())
+                if promised is None:  # cancelled just as its turn came
+                    self.serve()
+
+    def close(self) -> None:
+        """Fail all waiting calls with ClosedError."""
+        for future, _ in self._waiters:
+            if not future.done():
+                future.set_exception(ClosedError("the sandbox was closed"))
+        self._waiters.clear()
+
+    def serve(self) -> None:
+        """Assign free capacity to the longest-waiting calls. Call it whenever there may be more capacity."""
+        passed: deque[Waiter] = deque()
+        while self._waiters:
+            future, only = self._waiters.popleft()
+            if future.done():
+                continue
+            link = only if only is not None and only.gone else self._freest(only)
+            if link is None:
+                passed.append((future, only))
+                if only is None:
+                    break  # no runner has capacity for any later call either
+                continue
+            self._promised[link] = self._promised.get(link, 0) + 1
+            future.set_result(link)
+        self._waiters.extendleft(reversed(passed))
+
+    def _freest(self, only: RunnerLink | None) -> RunnerLink | None:
+        links = self._links() if only is None else (only,)
+        free = [link for link in links if link.has_room_for(1 + self._promised.get(link, 0))]
+        return min(free, key=lambda link: link.in_flight + self._promised.get(link, 0), default=None)
+
+    def _release(self, link: RunnerLink) -> None:
+        self._promised[link] -= 1
+        if not self._promised[link]:
+            del self._promised[link]
+
+
+# The sessions of a pool: the runner of each, and whose turn it is. Runners limit their number and age.
+
+_T = TypeVar("_T")
+_WORK_SECONDS = 60.0  # for opening, forking and closing a session
+
+
+class PoolSessions:
+    """Sessions by name; ``links`` returns the connected runners."""
+
+    def __init__(self, links: Callable[[], Iterable[RunnerLink]]) -> None:
+        self._links = links
+        self._background: set[asyncio.Task[object]] = set()
+        self.book = SessionBook[RunnerLink, str]()
+
+    async def close(self) -> None:
+        """Stop background work; sessions end with their runners' connections."""
+        tasks = list(self._background)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def make(self, like: str | None = None) -> str:
+        """Open a session, or fork one. If the caller is cancelled meanwhile, the session is closed again.
+
+        Raises SessionLimitError, SessionForkError, UnknownSessionError and BusyError.
+        """
+        task = self._in_background(self._open() if like is None else self._fork(like))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._end_unwanted)
+            raise
+
+    async def end(self, session: str) -> None:
+        """No effect if it has ended. Raises UnknownSessionError, and BusyError if its runner fails."""
+        if self.book.has_ended(session):
+            return
+        found = self.book.find(session)
+        self.book.end(session, "it was closed")
+        with contextlib.suppress(NotSentError):  # it ended with its runner
+            await asyncio.shield(self._in_background(_ask(found.home, "close_session", found.number)))
+
+    async def _open(self) -> str:
+        """Open one at the runner with the fewest sessions that has capacity."""
+        here = Counter(map(id, self.book.homes()))
+        links = sorted((link for link in self._links() if not link.leaving), key=lambda link: here[id(link)])
+        full: SessionLimitError | None = None
+        for link in links:
+            try:
+                return self.book.add(link, await _ask(link, "open_session"))
+            except SessionLimitError as error:
+                full = error
+            except NotSentError:
+                continue
+        raise full or BusyError("no runner is connected")
+
+    async def _fork(self, session: str) -> str:
+        async with self.book.turn(session) as found:
+            try:
+                return self.book.add(found.home, await _ask(found.home, "fork_session", found.number))
+            except (NotSentError, UnknownSessionError) as error:
+                raise self.book.gone(session, str(error)) from error
+
+    def _end_unwanted(self, task: asyncio.Task[str]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._in_background(self._end_quietly(task.result()))
+
+    async def _end_quietly(self, session: str) -> None:
+        with contextlib.suppress(SandboxError):  # it ended by itself
+            await self.end(session)
+
+    def _in_background(self, work: Coroutine[None, None, _T]) -> asyncio.Task[_T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+
+async def _ask(link: RunnerLink, operation: str, name: str | None = None) -> str:
+    """Raises NotSentError, BusyError if the runner fails, and the error of a refusal."""
+    header = {"op": operation} if name is None else {"op": operation, "session": name}
+    try:
+        answer = await link.request(header, [], timeout=_WORK_SECONDS)
+    except NotSentError:
+        raise
+    except RunnerGoneError as error:
+        raise BusyError(f"the runner was lost while it worked on a session: {error}") from error
+    if isinstance(answer, SessionMessage):
+        return answer.session
+    if not isinstance(answer, RefusedMessage):
+        raise BusyError("the runner answered another question")
+    if answer.kind in REFUSALS:
+        raise REFUSALS[answer.kind](answer.why)
+    raise BusyError(f"the runner failed: {answer.why}")
+
+
+class RunnerPool(CallSandbox):
+    """Sends each program to the runner with the fewest in flight; a session stays with its runner.
+
+    At most ``queue_limit`` calls wait, each for at most ``queue_seconds``.
+    """
+
+    def __init__(self, directory: Path, *, queue_limit: int, queue_seconds: float) -> None:
+        self.registry = RunnerRegistry(directory, self._on_change)
+        self.queue = Queue(self.registry.links.values, limit=queue_limit, seconds=queue_seconds)
+        self.sessions = PoolSessions(self.registry.links.values)
+        self._once = Once()
+        self._closed = False
+
+    def open(self) -> None:
+        self.registry.open()
+
+    async def close(self) -> None:
+        self._closed = True
+        self.queue.close()
+        await self.sessions.close()
+        await self.registry.close()
+
+    @property
+    def isolation(self) -> Isolation:
+        return self.registry.isolation
+
+    def check_room(self, count: int) -> None:
+        """Raises QueueFullError unless ``count`` more calls could start or wait."""
+        self.queue.check_room(max(0, count - max(0, self.registry.workers - self.registry.running)))
+
+    async def run(self, call: Call, request_id: str | None = None) -> Execution:
+        """Queue a program and run it once. If its runner fails, the outcome is an infrastructure failure.
+
+        Equal calls with one ``request_id`` share a run. Raises BusyError, UnknownSessionError, ClosedError
+        and ImpossibleCallError.
+        """
+        if self._closed:
+            raise ClosedError("the sandbox was closed")
+        if request_id is None:
+            return await self._run(call)
+        return await self._once.run((request_id, call.digest()), lambda: self._run(call))
+
+    async def open_session(self) -> str:
+        """See ``Sandbox``. Raises BusyError too."""
+        return await self.sessions.make()
+
+    async def fork_session(self, session: str) -> str:
+        """See ``Sandbox``. The copy lives at the same runner. Raises BusyError too."""
+        return await self.sessions.make(like=session)
+
+    async def close_session(self, session: str) -> None:
+        """See ``Sandbox``. Raises BusyError too."""
+        await self.sessions.end(session)
+
+    async def _run(self, call: Call) -> Execution:
+        if call.session is not None:
+            return await self._run_in_session(call, call.session)
+        while True:
+            link = await self.queue.place()
+            try:
+                return await _run_at(link, call)
+            except NotSentError:
+                continue
+
+    async def _run_in_session(self, call: Call, session: str) -> Execution:
+        async with self.sessions.book.turn(session) as found:
+            link = await self.queue.place(only=found.home)
+            try:
+                return await _run_at(link, replace(call, session=found.number))
+            except (NotSentError, UnknownSessionError) as error:
+                raise self.sessions.book.gone(session, str(error)) from error
+
+    def _on_change(self, link: RunnerLink) -> None:
+        if link.gone:
+            self.sessions.book.end_at(link, link.why_gone)
+        self.queue.serve()
+
+
+async def _run_at(link: RunnerLink, call: Call) -> Execution:
+    """Raises NotSentError, UnknownSessionError and ImpossibleCallError."""
+    started = time.monotonic()
+    header, blobs = call.frame()
+    timeout = call.timeout or link.hello.result().limits.get("timeout", 3600.0)
+    try:
+        answer = await link.request({"op": "execute", **header}, blobs, timeout=timeout)
+    except NotSentError:
+        raise
+    except RunnerGoneError as error:
+        return failed_execution(str(error), started)
+    except FrameError as error:
+        raise ImpossibleCallError(str(error)) from error
+    if isinstance(answer, Execution):
+        return answer
+    if isinstance(answer, RefusedMessage) and answer.kind == "bad_call":
+        raise ImpossibleCallError(answer.why)
+    if isinstance(answer, RefusedMessage) and answer.kind == "unknown_session":
+        raise UnknownSessionError(answer.why)
+    return failed_execution(
+        answer.why if isinstance(answer, RefusedMessage) else "an answer to another question", started
+    )
