@@ -15,7 +15,7 @@ from agentrl.cli import shorten_spinning
 
 # Must come before torch is loaded.
 shorten_spinning()
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # each worker and each rank of a training has one core
 # The processes that tests start import thousands of modules, and should find them compiled.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
