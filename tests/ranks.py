@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -13,15 +15,21 @@ import torch
 from warm import WarmPopen
 
 
+def free_port() -> int:
+    """A port that nobody uses, below those that the kernel gives to connections while this one waits for its use."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+
+
 def start_ranks(script: Path, outputs: Sequence[Path], *, gpus: bool = False) -> list[subprocess.Popen[str]]:
     """The script once for each of ``outputs``, its argument; they are as many ranks of one group.
 
     ``gpus``: they use GPUs if there is one for each rank. Otherwise they run on the CPU whatever the machine has.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    network = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    network = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     network["WORLD_SIZE"] = str(len(outputs))
     if not gpus or torch.cuda.device_count() < len(outputs):
         network |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "TRITON_INTERPRET": "1"}

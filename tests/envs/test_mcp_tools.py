@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from envs_chat import CHAT
+from ranks import free_port
 from shared import needed
 
 from agentrl_envs.grading import GraderSettings
@@ -131,7 +131,7 @@ async def test_a_shared_server_keeps_its_state_over_trajectories(command: str) -
 
 
 async def test_errors_results_and_refused_arguments_are_observations(command: str) -> None:
-    async with environment(f"mcp:{command}", execution_timeout=5.0) as made:
+    async with environment(f"mcp:{command}", execution_timeout=60.0) as made:
         episode = made.episode(PROBLEM)
         await episode.start()
         step, (error, table, refused) = await said(
@@ -174,13 +174,11 @@ async def test_a_trajectory_with_a_server_of_its_own_cannot_branch(command: str)
 
 
 async def test_a_server_over_http(command: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = await asyncio.create_subprocess_exec(*command.split(), str(port), stderr=asyncio.subprocess.DEVNULL)
     url = f"mcp:http://127.0.0.1:{port}/mcp"
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while True:
                 try:
                     _, writer = await asyncio.open_connection("127.0.0.1", port)

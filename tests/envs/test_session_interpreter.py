@@ -21,7 +21,7 @@ PROBLEM = Problem(id="sum", statement="?", answer="5", source="toy", setup="def 
 
 @pytest_asyncio.fixture
 async def environment() -> AsyncIterator[SimpleTIREnvironment]:
-    settings = SimpleTIRSettings(instruction="", interpreter="session", execution_timeout=2.0)
+    settings = SimpleTIRSettings(instruction="", interpreter="session", execution_timeout=6.0)
     made = SimpleTIREnvironment(
         settings, SandboxSettings(allow_unisolated=True, max_sessions=2), GraderSettings(workers=1)
     )

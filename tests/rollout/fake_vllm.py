@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -216,9 +215,3 @@ async def fakes(codec: TextCodec, count: int = 1) -> AsyncIterator[list[FakeVLLM
     finally:
         for one in made:
             await one.die()
-
-
-def unused_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]

@@ -6,7 +6,8 @@ import logging
 from typing import Any
 
 import pytest
-from rollout.fake_vllm import fakes, sampled, unused_port
+from ranks import free_port
+from rollout.fake_vllm import fakes, sampled
 from rollout.vllm_support import CODEC, VOCABULARY, ask, opened, rollout
 
 from agentrl.errors import SettingsError, WorldError
@@ -121,7 +122,7 @@ async def test_another_tokenizer_is_told_by_its_first_difference() -> None:
 
 
 async def test_nobody_at_the_address() -> None:
-    settings = rollout([f"http://127.0.0.1:{unused_port()}"], start_deadline=0.3)
+    settings = rollout([f"http://127.0.0.1:{free_port()}"], start_deadline=0.3)
     engine = VLLMEngine(settings.vllm.addresses, CODEC, settings, vocabulary=VOCABULARY, max_tokens=200)
     with pytest.raises(
         WorldError, match=r"rollout.vllm.start_deadline=0.3 s from the vLLM server .* cannot be reached"

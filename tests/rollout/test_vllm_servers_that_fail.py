@@ -249,10 +249,10 @@ async def test_slow_is_not_dead(tells: bool) -> None:
             server.metrics = computed(tokens[0]) if tells else ""
 
     tokens = [0]
-    async with fakes(CODEC) as (server,), opened([server], stall_deadline=0.5) as engine:
+    async with fakes(CODEC) as (server,), opened([server], stall_deadline=1.0) as engine:
         server.on_generate = slow
-        long, short = await asyncio.gather(ask(engine, max_tokens=30), ask(engine, name="short", max_tokens=1))
-        assert (len(long.token_ids), len(short.token_ids)) == (30, 1)
+        long, short = await asyncio.gather(ask(engine, max_tokens=60), ask(engine, name="short", max_tokens=1))
+        assert (len(long.token_ids), len(short.token_ids)) == (60, 1)
         assert (server.broken, len(server.bodies), is_up(engine, 0)) == (0, 2, True)
 
 
@@ -278,15 +278,12 @@ async def test_a_cancellation_aborts_the_request() -> None:
 
     async with fakes(CODEC) as (server,), opened([server]) as engine:
         server.on_generate = stuck
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.1):
-                await ask(engine)
-        await eventually(lambda: server.broken == 1)
-        task = asyncio.create_task(ask(engine))
-        await eventually(lambda: len(server.bodies) == 2)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await eventually(lambda: server.broken == 2)
+        for number in (1, 2):
+            task = asyncio.create_task(ask(engine))
+            await eventually(lambda number=number: len(server.bodies) == number)  # type: ignore[misc]
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await eventually(lambda number=number: server.broken == number)  # type: ignore[misc]
         assert is_up(engine, 0)
         assert engine._balancer.loads[0].tokens == engine._balancer.loads[0].requests == 0
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ranks import free_port
 from warm import WarmPopen
 
 from agentrl.telemetry.run_directory import RunDirectory
@@ -33,12 +34,6 @@ from .test_resume import trajectories, without_timings
 from .test_schedules import groups_trained
 
 pytestmark = pytest.mark.slow
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
 
 
 STEPS = 12
@@ -187,7 +182,9 @@ def test_a_stuck_rank_is_named_and_the_run_goes_on(command_line: CommandLine, ra
     process = command_line.start(*command_line.counting(random_policy, *settings))
     wait_until(taken.exists, process)
     taken.unlink()
-    orders.write_text(json.dumps({**stuck, "do": "halt"}))  # SIGSTOP, by itself
+    partial = orders.with_suffix(".partial")  # the ranks look for orders meanwhile
+    partial.write_text(json.dumps({**stuck, "do": "halt"}))  # SIGSTOP, by itself
+    partial.rename(orders)
     said = process.communicate(timeout=DEADLINE)[0]
     assert process.returncode == 0, said
     reports = [line for line in said.splitlines() if line.startswith("rollout worker: training rank 1 on ")]
@@ -201,8 +198,8 @@ def test_a_stuck_rank_is_named_and_the_run_goes_on(command_line: CommandLine, ra
 
 
 def test_rollouts_may_take_longer_than_a_collective(tmp_path: Path, random_policy: Path) -> None:
-    # Two turns of 7 s: in the evaluations, the plan of step 1, and the batch that is under way when step 1 is trained.
-    slow = ["training.collective_deadline=13", "environment.kwargs.seconds=7", "training.steps=2"]
+    # Two turns of 7 s: in the plan of step 1 and in the batch that is under way when step 1 is trained.
+    slow = ["training.collective_deadline=13", "environment.kwargs.seconds=7", "training.steps=2", "data.eval=[]"]
     ranks = Ranks(tmp_path, random_policy, "rollout.schedule=overlapped", *WEIGHTED, *slow, runs={"long": []}, count=2)
     codes = ranks.end()
     said = ranks.said()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import free_port
 from torch import nn
 from warm import WarmPopen
 
@@ -29,12 +29,6 @@ SCRIPT = Path(__file__).with_name("record_transfer.py")
 GROUP = 40_000
 
 
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 def two_ranks(stage: int, folder: Path) -> list[dict[str, Any]]:
     """What each of two gloo ranks wrote down."""
     port = free_port()
@@ -43,7 +37,7 @@ def two_ranks(stage: int, folder: Path) -> list[dict[str, Any]]:
             [sys.executable, str(SCRIPT), str(stage), str(folder)],
             env=os.environ
             | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-            | {"MASTER_PORT": port, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+            | {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -9,7 +9,6 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -20,6 +19,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from docker.errors import DockerException
+from ranks import free_port
 
 import agentrl_sandbox
 from agentrl_sandbox.check.case import Case
@@ -61,9 +61,7 @@ class Compose:
     """One project of the compose file."""
 
     def __init__(self, image: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.project = f"agentrl-test-{uuid.uuid4().hex[:8]}"
         self._environment = {
             **os.environ,
