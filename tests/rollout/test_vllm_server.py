@@ -10,7 +10,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from warm import LIBRARIES, WarmPopen, run_warm
 
 from agentrl.config import load_settings
 from agentrl.models.loading import read_model, write_model
@@ -66,8 +66,9 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serving(policy: Path, said: Path, *overrides: str) -> Iterator[str]:
     """Where ``agentrl serve-policy`` serves the policy; ``said``: the file of its output."""
     command = [sys.executable, "-m", "agentrl.cli", "serve-policy", "--model", str(policy), *LENGTHS, *overrides]
+    own = {"OMP_NUM_THREADS": "1", LIBRARIES: "vllm"}
     with said.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        process = WarmPopen(command, stdout=file, stderr=file, env=os.environ | own)
     try:
         deadline = time.monotonic() + START
         while (found := re.search(r"serving \S+ at (http://\S+)", said.read_text())) is None:
@@ -154,8 +155,8 @@ def test_an_evaluation_samples_from_the_server_and_says_so(policy: Path, address
     command += ["rollout.vllm.placement=external", f"rollout.vllm.addresses=[{address}]"]
     command += ["rollout.max_prompt_tokens=500", "evaluation.max_turn_tokens=40", "evaluation.max_response_tokens=200"]
     asked = requests_of(address)
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=START)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_warm(command, cwd=tmp_path, timeout=START)
+    assert done.returncode == 0, done.stdout
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     engine = results["provenance"]["engine"]
     assert (engine["name"], engine["version"][:4], engine["dtype"]) == ("vllm", "0.32", "float32")
@@ -416,7 +417,7 @@ def test_a_server_that_new_weights_do_not_reach_ends_the_run(policy: Path, liar:
     # The last test on the server: it leaves its weights zero.
     counting = Path(__file__).parent.parent / "training"
     lengths = ["rollout.max_prompt_tokens=300", "rollout.max_turn_tokens=12", "rollout.max_response_tokens=64"]
-    done = subprocess.run(
+    done = run_warm(
         [
             *(sys.executable, "-m", "agentrl.cli", "train", "--env", "counting_env:CountingEnv", "name=stale"),
             *("environment.kwargs.tally=tally", "data.train.0.path=builtin:arithmetic", f"model.path={policy}"),
@@ -427,11 +428,9 @@ def test_a_server_that_new_weights_do_not_reach_ends_the_run(policy: Path, liar:
         ],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(counting), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
         timeout=START,
     )
-    said = re.sub(r"\s+", " ", done.stdout + done.stderr)
+    said = re.sub(r"\s+", " ", done.stdout)
     assert done.returncode == 1, said
     unwritten = r"by their checksums \d+ of \d+ parameters are not the trainer's: model.embed_tokens.weight"
     assert re.search(rf"transfer 1 of 2 of version \d: the vLLM server {liar}: {unwritten}", said), said

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from warm import LIBRARIES
 
 from agentrl.models.loading import write_model
 from agentrl.models.settings import TinyModelSettings
@@ -30,6 +31,12 @@ def write_served_policy(folder: Path) -> Path:
     model = build_tiny_model(settings, tokenizer, seed=5)
     write_model(folder, model=model, tokenizer=tokenizer, title="random", body="Untrained.")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def warm_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs start their servers from processes that have loaded vLLM."""
+    monkeypatch.setenv(LIBRARIES, "vllm")
 
 
 @pytest.fixture

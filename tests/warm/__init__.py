@@ -6,6 +6,6 @@ environment, folder, streams, session, signals, exit code, and who its parent is
 real start of Python (how long it takes, what it imports, variables that libraries read as they load) is no case for it.
 """
 
-from warm.client import WarmPopen, run_warm
+from warm.client import LIBRARIES, WarmPopen, run_warm
 
-__all__ = ["WarmPopen", "run_warm"]
+__all__ = ["LIBRARIES", "WarmPopen", "run_warm"]

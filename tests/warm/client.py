@@ -7,6 +7,7 @@ import ctypes
 import inspect
 import itertools
 import json
+import multiprocessing.util
 import os
 import socket
 import subprocess
@@ -26,9 +27,15 @@ _MODULES = {
     "agentrl.training.run.rank",
     "agentrl.training.worker.process",
 }
-# The second: pyarrow, which DeepSpeed loads where MLflow is installed.
-_NO_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+LIBRARIES = "WARM_LIBRARIES"
+"""A command with this variable is forked from a server that has loaded vLLM too. Its children are."""
+_OF_VLLM = {
+    "agentrl.cluster.supervise",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.models.registry",
+}
 _PR_SET_CHILD_SUBREAPER = 36
+_SPAWN = multiprocessing.util.spawnv_passfds
 _EXECUTE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 
 
@@ -40,7 +47,7 @@ class ForkServer:
         self._lock = threading.Lock()
 
     @classmethod
-    def launch(cls) -> ForkServer:
+    def launch(cls, libraries: str) -> ForkServer:
         """A server that loads the libraries; it ends with this process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -48,7 +55,7 @@ class ForkServer:
             process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("server.py")), str(handle), _PADDING],
                 pass_fds=[handle],
-                env={**os.environ, **_NO_THREADS, "WARM_PADDING": _PADDING},
+                env={**os.environ, **_NO_THREADS, "WARM_PADDING": _PADDING, LIBRARIES: libraries},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
@@ -77,18 +84,35 @@ def _adopt(wanted: bool) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-_servers: dict[int, ForkServer] = {}
-"""By the process that uses it: a forked process must not use its parent's."""
+_servers: dict[tuple[int, str], ForkServer] = {}
+"""By the process that uses it, as a forked process must not use its parent's, and by what it has loaded."""
 
 
 def use(server: ForkServer) -> None:
-    _servers[os.getpid()] = server
+    _servers[os.getpid(), os.environ.get(LIBRARIES, "")] = server
 
 
-def _server() -> ForkServer:
-    if os.getpid() not in _servers:
-        use(ForkServer.launch())
-    return _servers[os.getpid()]
+def _server(libraries: str) -> ForkServer:
+    key = (os.getpid(), libraries)
+    if key not in _servers:
+        _servers[key] = ForkServer.launch(libraries)
+    return _servers[key]
+
+
+def spawn(executable: str | bytes, command: Sequence[str], handles: Sequence[int]) -> int:
+    """``multiprocessing.util.spawnv_passfds`` whose processes are forked; its resource tracker is started as ever."""
+    if "--multiprocessing-fork" not in command:
+        return _SPAWN(executable, command, handles)  # type: ignore[attr-defined, no-any-return]
+    told = [os.fsdecode(part) for part in command]
+    order = {
+        "command": told,
+        "program": told[told.index("-c") :],
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "session": False,
+        "handles": [0, 1, 2, *handles],
+    }
+    return _server(os.environ[LIBRARIES]).start(order, [0, 1, 2, *handles])
 
 
 class WarmPopen(subprocess.Popen[Any]):
@@ -97,7 +121,9 @@ class WarmPopen(subprocess.Popen[Any]):
     def _execute_child(self, *arguments: object) -> None:
         given = _EXECUTE.bind(self, *arguments).arguments
         command = [os.fspath(part) for part in given["args"]]
-        program = _program(command)
+        environment = dict(os.environ if given["env"] is None else given["env"])
+        libraries = environment.get(LIBRARIES, "")
+        program = _program(command, _MODULES | _OF_VLLM if libraries else _MODULES)
         if program is None:
             super()._execute_child(*arguments)  # type: ignore[misc]
             return
@@ -106,23 +132,23 @@ class WarmPopen(subprocess.Popen[Any]):
         order = {
             "command": command,
             "program": program,
-            "environment": dict(os.environ if given["env"] is None else given["env"]),
+            "environment": environment,
             "folder": os.fspath(given["cwd"] or os.getcwd()),
             "session": bool(given["start_new_session"]),
             "handles": [0, 1, 2, *given["pass_fds"]],
         }
-        self.pid = _server().start(order, [*streams, *given["pass_fds"]])
+        self.pid = _server(libraries).start(order, [*streams, *given["pass_fds"]])
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(given[name] for name in pipes))  # type: ignore[attr-defined]
 
 
-def _program(command: Sequence[str]) -> list[str] | None:
+def _program(command: Sequence[str], modules: set[str]) -> list[str] | None:
     """The module or script and its arguments, if they can be forked. CUDA works in no forked process."""
     if command[0] != sys.executable or torch.cuda.is_available():
         return None
     rest = [*itertools.dropwhile("-u".__eq__, command[1:])]
-    known = rest[:1] == ["-m"] and rest[1] in _MODULES
+    known = rest[:1] == ["-m"] and rest[1] in modules
     return rest if known or (rest and rest[0].endswith(".py")) else None
 
 

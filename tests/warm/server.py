@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import gc
 import json
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -53,6 +54,13 @@ def load() -> None:
     import agentrl.models.loading
     import agentrl.training.run.start  # noqa: F401
 
+    if os.environ["WARM_LIBRARIES"]:
+        import vllm.entrypoints.launchers.api_server.entry
+        import vllm.entrypoints.openai.api_server
+        import vllm.v1.engine.core
+        import vllm.v1.executor.multiproc_executor
+        import vllm.v1.worker.cpu_worker  # noqa: F401
+
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         raise RuntimeError(f"a library has started {len(threads) - 1} threads")
@@ -85,9 +93,7 @@ def serve(connection: socket.socket) -> tuple[Order, list[int]]:
 
 
 def place(order: Order, handles: list[int]) -> None:
-    """Give this process its session, folder, environment variables and handles."""
-    if order["session"]:
-        os.setsid()
+    """Give this process its folder, environment variables and handles."""
     os.chdir(order["folder"])
     arguments, variables = _AREAS
     os.environ.clear()
@@ -113,20 +119,26 @@ def _away(handle: int, order: Order) -> int:
 def lend(server: socket.socket) -> None:
     """Let what this process starts through ``subprocess`` be forked as well."""
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    from warm.client import ForkServer, WarmPopen, use
+    from warm.client import LIBRARIES, ForkServer, WarmPopen, spawn, use
 
     use(ForkServer(server))
     subprocess.Popen = WarmPopen  # type: ignore[misc]
+    if os.environ.get(LIBRARIES):
+        multiprocessing.util.spawnv_passfds = spawn  # type: ignore[attr-defined]
 
 
 def carry_out(order: Order) -> None:
-    """Run the module or script as Python would."""
+    """Run the module, the script or the code of a spawned process as Python would."""
     program = order["program"]
     found = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if program[0] == "-m":
         sys.path[:] = [order["folder"], *found, *_PATH]
         sys.argv = program[1:]
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    elif program[0] == "-c":
+        sys.path[:] = ["", *found, *_PATH]
+        sys.argv = ["-c", *program[2:]]
+        exec(program[1], {"__name__": "__main__"})
     else:
         sys.path[:] = [str(Path(program[0]).resolve().parent), *found, *_PATH]
         sys.argv = program
@@ -140,6 +152,8 @@ def main() -> None:
     load()
     while True:
         order, handles = serve(connection)
+        if order["session"]:
+            os.setsid()  # also for the server: what it forks is of the group of the process that it serves
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork() == 0:
             ours.close()
