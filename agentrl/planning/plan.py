@@ -204,11 +204,11 @@ def _contexts(placement: str) -> int:
 
 def _largest_micro_batch(shape: ModelShape, setup: TrainingSetup, placement: str, memory: int) -> int:
     """Tokens, a multiple of 1,024 up to 65,536, of the largest micro-batch that fits; 0 if none does."""
-    sizes = [step * _TOKEN_STEP for step in range(_MOST_STEPS, 0, -1)]
-    # The server's context and the rank's: a micro-batch may fill the rest.
-    free = usable(memory - (_contexts(placement) - CONTEXT))
-    fits = (size for size in sizes if rank_memory(shape, replace(setup, tokens=size), context=CONTEXT).total <= free)
-    return next(fits, 0)
+    for tokens in range(_MOST_STEPS * _TOKEN_STEP, 0, -_TOKEN_STEP):
+        rank = rank_memory(shape, replace(setup, tokens=tokens), context=_contexts(placement))
+        if rank.total <= usable(memory):
+            return tokens
+    return 0
 
 
 def _server_share(rank: RankMemory, memory: int) -> float:
