@@ -310,9 +310,13 @@ def serve_policy(
     served = {"model.path": model, "rollout.engine": "vllm", "rollout.vllm.placement": "dedicated"}
     options = {**served, "rollout.vllm.addresses": [], "rollout.vllm.replicas": 1}
     settings = _load("eval", overrides, config=config, options=options)
-    from agentrl.training.worker.serving import serve_command
+    from agentrl.rollout.engines.vllm.serve import serve_policy as serve
+    from agentrl.rollout.settings import longest_request
+    from agentrl.telemetry.console import Console
 
-    serve_command(settings, model, host=host, port=port)
+    longest = longest_request(settings.rollout, settings.evaluation.max_response_tokens)
+    console = Console(settings.telemetry)
+    serve(settings.rollout, settings.model, longest=longest, host=host, port=port, report=console.note)
 
 
 @app.command()

@@ -30,7 +30,7 @@ from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver, RolloutRequest
-from agentrl.rollout.engines.vllm.engine import VLLMEngine
+from agentrl.rollout.engines.vllm.engine import vllm_engine
 from agentrl.rollout.settings import RolloutSettings, VLLMSettings
 from agentrl_envs.types import Ended, Problem
 
@@ -97,7 +97,7 @@ async def play(
     # More turns than fit: the token limit ends every trajectory.
     environment = SimulatedEnvironment(turns=10**6, latency=latency, seed=step, observation="= 4" if tools else "")
     longest = settings.max_prompt_tokens + settings.max_response_tokens
-    engine = VLLMEngine(addresses, codec, settings, vocabulary=vocabulary, max_tokens=longest)
+    engine = vllm_engine(addresses, codec, settings, vocabulary=vocabulary, max_tokens=longest)
     await engine.open()
     try:
         driver = Driver(environment=environment, engine=engine, codec=codec, settings=settings, seed=step)

@@ -11,7 +11,7 @@ from typing import Literal
 from agentrl.config.settings import Settings
 from agentrl.errors import SettingsError
 from agentrl.models.settings import LoRASettings
-from agentrl.rollout.engines.table import engine_facts, servers_on_nodes
+from agentrl.rollout.engines.registry import engine_facts, engine_plugin
 from agentrl.rollout.gateway.settings import is_agent, runs_outside
 from agentrl_envs.settings import ChatSettings, SimpleTIRSettings, ToolChatSettings
 
@@ -32,7 +32,7 @@ def check_settings(settings: Settings, command: Command = "train") -> None:
         problems += [*_schedule_contradictions(settings), *_cluster_problems(settings)]
     problems += [
         *_model_problems(settings),
-        *_server_problems(settings, command),
+        *_engine_problems(settings, command),
         *_protocol_problems(settings, command),
     ]
     problems += _adapter_problems(settings, command)
@@ -92,10 +92,11 @@ def _schedule_contradictions(settings: Settings) -> Iterator[str]:
             f"training.deterministic=true with {schedule}: if sampling and training run concurrently, the contents of "
             "a batch depend on timing; valid: synchronous"
         )
-    if engine_facts(settings.rollout).shares_gpus:
+    sharing = engine_facts(settings.rollout).shares_gpus
+    if sharing:
         yield (
-            f"{schedule} with rollout.vllm.placement=colocated: colocated servers sleep while the GPUs train; valid: "
-            "synchronous, or placement=dedicated or external"
+            f"{schedule} with {sharing}: the engine sleeps while the GPUs train; valid: synchronous, or an engine on "
+            "other GPUs"
         )
 
 
@@ -154,14 +155,6 @@ def _adapter_problems(settings: Settings, command: Command) -> Iterator[str]:
                     f"{_pairs(settings, f'model.lora.{name}')} with model.lora.rank=0, which trains all weights and "
                     "no adapter; valid ranks for adapters: 1 to 512"
                 )
-    vllm = settings.rollout.vllm
-    if lora.rank == 0 and vllm.lora != type(vllm).model_fields["lora"].default:
-        yield f"{_pairs(settings, 'rollout.vllm.lora')} with model.lora.rank=0, which trains without an adapter"
-    if lora.rank and settings.rollout.engine == "vllm" and vllm.lora == "adapter" and vllm.transfer in ("nccl", "ipc"):
-        yield (
-            f"{_pairs(settings, 'rollout.vllm.transfer')} with rollout.vllm.lora=adapter: servers load adapters from "
-            "files; valid: auto, file, or rollout.vllm.lora=merged"
-        )
 
 
 def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
@@ -228,13 +221,12 @@ def _cluster_problems(settings: Settings) -> Iterator[str]:
         yield f"{_pairs(settings, 'cluster.restarts')} with cluster.kind=environment, where the launcher restarts ranks"
     if settings.sandbox.scheme == "ray" and cluster.kind != "ray":
         yield f"sandbox.url=ray:// with {_pairs(settings, 'cluster.kind')}: only Ray starts them; valid: cluster=ray"
-    if servers_on_nodes(settings.rollout, cluster.kind) and settings.rollout.vllm.devices is not None:
-        yield f"{_pairs(settings, 'rollout.vllm.devices')} with cluster.kind=ray: Ray chooses the GPUs; valid: null"
     yield from _elastic_problems(settings)
-    if cluster.nodes > 1 and engine_facts(settings.rollout).shares_gpus:
+    sharing = engine_facts(settings.rollout).shares_gpus
+    if cluster.nodes > 1 and sharing:
         yield (
-            f"rollout.vllm.placement=colocated with {_pairs(settings, 'cluster.nodes')}: servers start only on the "
-            "node of rank 0; valid: dedicated, or external with the addresses of servers on other nodes"
+            f"{sharing} with {_pairs(settings, 'cluster.nodes')}: servers start on the node of rank 0; valid: an "
+            "engine on other GPUs, or the addresses of servers on other nodes"
         )
 
 
@@ -261,23 +253,21 @@ def _session_problems(settings: Settings) -> Iterator[str]:
         )
 
 
-def _server_problems(settings: Settings, command: Command) -> Iterator[str]:
-    facts = engine_facts(settings.rollout)
-    if facts.in_process:
-        return
+def _engine_problems(settings: Settings, command: Command) -> Iterator[str]:
+    plugin = engine_plugin(settings.rollout)
+    plugin.options(settings.rollout)  # raises SettingsError
+    yield from plugin.problems(settings, cluster=settings.cluster.kind)
+    facts = plugin.facts(settings.rollout)
     if command != "eval" and settings.training.deterministic and not facts.reproducible:
         yield (
-            "training.deterministic=true requires rollout.engine=transformers: vLLM batches requests in the order of "
-            "arrival, which affects the last digits of its log-probabilities"
+            "training.deterministic=true requires rollout.engine=transformers: servers batch requests in the order of "
+            "arrival, which affects the last digits of their log-probabilities"
         )
     if command != "eval" and facts.shares_gpus and settings.training.zero_stage not in (1, 2):
         yield (
-            f"rollout.vllm.placement=colocated with {_pairs(settings, 'training.zero_stage')}: DeepSpeed moves the "
-            "optimizer state off the GPU at stages 1 and 2 only; valid: 1, 2, or placement=dedicated"
+            f"{facts.shares_gpus} with {_pairs(settings, 'training.zero_stage')}: DeepSpeed moves the optimizer state "
+            "off the GPU at stages 1 and 2 only; valid: 1, 2, or an engine on other GPUs"
         )
-    for address in settings.rollout.vllm.addresses:
-        if not address.startswith(("http://", "https://")):
-            yield f"rollout.vllm.addresses: {address!r} is not an address; valid: http://HOST:PORT"
 
 
 def settings_warnings(settings: Settings) -> list[str]:

@@ -13,7 +13,7 @@ _MAY_CHANGE = """
     sandbox.allow_unisolated
     grader.workers grader.start_deadline grader.cache_size
     rollout.engine rollout.concurrency rollout.kv_high_watermark rollout.environment_deadline rollout.step_deadline
-    rollout.retries rollout.max_batch_tokens rollout.kv_cache_tokens rollout.vllm. reward.deadline
+    rollout.retries rollout.max_batch_tokens rollout.kv_cache_tokens rollout.vllm. rollout.options reward.deadline
     training.steps training.micro_batch_tokens training.head_backend training.threads
     training.worker_timeout training.collective_deadline training.sequence_parallel
     training.num_processes training.zero_stage training.persistence_threshold training.offload

@@ -36,8 +36,8 @@ from agentrl.planning.memory import (
     usable,
 )
 from agentrl.planning.shapes import read_shape
-from agentrl.rollout.engines.table import engine_facts
-from agentrl.rollout.engines.vllm.servers import longest_request
+from agentrl.rollout.engines.registry import EngineFacts, engine_facts
+from agentrl.rollout.settings import longest_request
 from agentrl_envs.registry import install_extra
 
 Values = dict[str, object]
@@ -91,7 +91,7 @@ class Requirements:
     @classmethod
     def of(cls, settings: Settings, *, critic: bool, only_adapt: bool = False) -> Requirements:
         rollout, lora = settings.rollout, settings.model.lora.rank
-        parallel = rollout.vllm.tensor_parallel_size if rollout.engine == "vllm" else 1
+        parallel = engine_facts(rollout).gpus_per_server
         adapters = (lora or _LORA_RANK,)
         return cls(
             context=rollout.max_prompt_tokens + rollout.max_response_tokens,
@@ -386,20 +386,24 @@ def _has_peft() -> bool:
 def memory_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Iterator[str]:
     """The estimate of one rank for the dry run; with servers to start, also whether GPUs hold rank and server."""
     facts = engine_facts(settings.rollout)
-    rollout, placement = settings.rollout, settings.rollout.vllm.placement
-    on_gpus = torch.cuda.is_available() or facts.starts_servers
+    rollout, placement = settings.rollout, _placement_of(facts)
+    on_gpus = torch.cuda.is_available() or facts.servers
     setup = _setup_of(settings, backend="triton" if on_gpus else "chunked", critic=critic)
-    context = (_contexts(placement) if facts.starts_servers else CONTEXT) if on_gpus else 0
+    context = (_contexts(placement) if facts.servers else CONTEXT) if on_gpus else 0
     # The transformers engine's cache, or all trajectories at their longest if those are fewer.
     rows = min(rollout.concurrency, rollout.problems_per_step * rollout.group_size)
     kv_tokens = min(facts.kv_slots or 0, rows * (rollout.max_prompt_tokens + rollout.max_response_tokens))
     rank = rank_memory(shape, setup, kv_tokens=kv_tokens, context=context)
     yield f"model: {shape.parameters / 1e6:,.2f}M parameters; memory of one rank, estimated:"
     yield from _rank_lines(rank)
-    if facts.starts_servers:
+    if facts.servers:
         here = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
         for memory in [size * GB for size in _SIZES] if here is None else [here]:
             yield _verdict(settings, shape, setup, rank, memory, critic=critic)
+
+
+def _placement_of(facts: EngineFacts) -> Placement:
+    return "colocated" if facts.shares_gpus else "dedicated"
 
 
 def _setup_of(settings: Settings, *, backend: Literal["chunked", "triton"], critic: bool) -> TrainingSetup:
@@ -425,19 +429,19 @@ def _setup_of(settings: Settings, *, backend: Literal["chunked", "triton"], crit
 def _verdict(
     settings: Settings, shape: ModelShape, setup: TrainingSetup, rank: RankMemory, memory: int, *, critic: bool
 ) -> str:
-    vllm = settings.rollout.vllm
-    colocated = vllm.placement == "colocated"
-    servers = vllm.replicas * vllm.tensor_parallel_size
+    facts = engine_facts(settings.rollout)
+    colocated = bool(facts.shares_gpus)
+    servers = facts.servers * facts.gpus_per_server
     machine = Hardware(gpus=setup.ranks if colocated else setup.ranks + servers, memory=memory)
     required = Requirements.of(settings, critic=critic)
     room = _server_share(rank, memory)
-    share = vllm.gpu_memory_utilization or (room if colocated else _LARGEST_SHARE)
-    server = server_memory(shape, memory=memory, share=share, tensor_parallel=vllm.tensor_parallel_size)
+    share = facts.gpu_share or (room if colocated else _LARGEST_SHARE)
+    server = server_memory(shape, memory=memory, share=share, tensor_parallel=facts.gpus_per_server)
     trains, wakes = rank.total <= usable(memory), not colocated or share <= room
     if trains and wakes and server.kv_tokens >= required.longest_request:
         return (
             f"  on {machine}: fits, {rank.total / GB:.1f} of {usable(memory) / GB:.1f} GB; micro-batches of up to "
-            f"{_largest_micro_batch(shape, setup, vllm.placement, memory):,} tokens fit; a server holds "
+            f"{_largest_micro_batch(shape, setup, _placement_of(facts), memory):,} tokens fit; a server holds "
             f"{server.kv_tokens:,} tokens"
         )
     lack = "the server's KV cache" if wakes else "the server beside the rank's weights"

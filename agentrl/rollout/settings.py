@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from agentrl.rollout.engines.vllm.settings import VLLMSettings
 from agentrl_envs.registry import grades_answers
 
 if TYPE_CHECKING:
@@ -16,80 +17,15 @@ if TYPE_CHECKING:
     from agentrl_sandbox.client import SandboxSettings
 
 
-class VLLMSettings(BaseModel):
-    """The vLLM servers of ``rollout.engine=vllm``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    placement: Literal["colocated", "dedicated", "external"] = Field(
-        "dedicated",
-        description="colocated: servers are started on the training GPUs and sleep during training; dedicated: "
-        "servers are started on other GPUs of this machine, or on its CPU, and with cluster=ray on any node; "
-        "external: servers already run at addresses",
-    )
-    addresses: list[str] = Field([], description="addresses of external servers, as http://HOST:PORT")
-    replicas: int = Field(1, ge=1, description="number of servers to start")
-    tensor_parallel_size: int = Field(1, ge=1, description="GPUs per server")
-    devices: list[int] | None = Field(
-        None,
-        description="GPU numbers for the servers; null: those of the training ranks (colocated), else the next free "
-        "ones",
-    )
-    gpu_memory_utilization: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="share of a GPU's memory for a server; null: 0.85, and colocated at most what training leaves "
-        "free when the servers start",
-    )
-    extra_args: list[str] = Field([], description="further command-line arguments of vLLM's server")
-    transfer: Literal["auto", "nccl", "ipc", "file"] = Field(
-        "auto",
-        description="how weights are sent to servers; auto: ipc if colocated, nccl to other GPUs, file without GPUs",
-    )
-    lora: Literal["adapter", "merged"] = Field(
-        "adapter",
-        description="what servers are sent of a policy with adapters (model.lora.rank): adapter: the adapters, as "
-        "files under a new name for each version; merged: the model with the adapters merged into it, rounded to its "
-        "dtype",
-    )
-    seeded: bool = Field(True, description="give each request its own seed; makes sampling by vLLM slightly slower")
-    probe_bound: float | None = Field(
-        None,
-        gt=0,
-        description="largest mean |log-prob difference| on the probe after a transfer; null: measured at the start",
-    )
-    start_deadline: float = Field(900.0, gt=0, description="seconds a server may take to start")
-    stall_deadline: float = Field(
-        300.0,
-        gt=0,
-        description="seconds a server with requests may compute no token before its requests go to another server; "
-        "the duration of a request is not limited. Also the seconds in which nccl and ipc must send another parameter",
-    )
-    outage_deadline: float = Field(
-        600.0, gt=0, description="seconds without any working server after which the run ends with an error"
-    )
-    request_retries: int = Field(8, ge=0, description="how often a request is sent again after a server failed it")
-    restarts: int = Field(3, ge=0, description="how often each server that the run has started is restarted")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> VLLMSettings:
-        if (self.placement == "external") != bool(self.addresses):
-            raise ValueError("addresses are given for placement=external, and only for it")
-        if self.devices is not None and len(self.devices) != self.replicas * self.tensor_parallel_size:
-            raise ValueError(f"devices must name replicas x tensor_parallel_size GPUs, it names {len(self.devices)}")
-        if self.placement == "colocated" and self.transfer == "nccl":
-            raise ValueError("transfer=nccl needs other GPUs than the trainer's: choose ipc for placement=colocated")
-        return self
-
-
 class RolloutSettings(BaseModel):
     """One step's rollouts: ``problems_per_step`` groups of ``group_size`` trajectories."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    engine: Literal["transformers", "vllm"] = Field(
-        "transformers", description="what samples from the policy: transformers in the rollout worker, or vLLM servers"
+    engine: str = Field(
+        "transformers",
+        description="what samples from the policy: transformers in the rollout worker, vllm in servers, or an engine "
+        "of a plug-in by its registered or installed name or as module:Class",
     )
     problems_per_step: int = Field(128, ge=1, description="groups (problems) trained per step")
     group_size: int = Field(16, ge=1, description="trajectories per problem")
@@ -159,6 +95,7 @@ class RolloutSettings(BaseModel):
     max_batch_tokens: int = Field(65536, ge=64, description="tokens per forward of the transformers engine")
     kv_cache_tokens: int = Field(1_048_576, ge=64, description="size of the transformers engine's KV cache in tokens")
     vllm: VLLMSettings = VLLMSettings()
+    options: dict[str, Any] = Field(default={}, description="settings of an engine that a plug-in adds")
 
     @property
     def staleness_bound(self) -> int:
@@ -234,6 +171,14 @@ class EngineSections(Protocol):
     def model(self) -> ModelSettings: ...
     @property
     def rollout(self) -> RolloutSettings: ...
+
+
+def longest_request(rollout: RolloutSettings, evaluated: int | None) -> int:
+    """The number of tokens of the longest sequence that a run requests from its engine.
+
+    ``evaluated``: ``evaluation.max_response_tokens``, for evaluations between training steps.
+    """
+    return rollout.max_prompt_tokens + max(rollout.max_response_tokens, evaluated or 0)
 
 
 def compares_answers(settings: EnvironmentSections) -> bool:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.weights.sources import GROUP_ELEMENTS, ParameterSource
+from agentrl.weights.sources import GROUP_ELEMENTS, ParameterSource, TransferTarget
 from agentrl_envs.registry import install_extra
 
 _Result = TypeVar("_Result")
@@ -31,26 +30,6 @@ _SETUP = 300.0
 # Seconds for an aborted communicator to return from its broadcast.
 _ABORT = 30.0
 _SMALLEST_BUFFER = 4 * GROUP_ELEMENTS
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransferTarget:
-    """The destination of weights and the way there: a directory that the engine reads (``file``), or servers and
-    their GPU workers.
-
-    ``form``: whether it takes all parameters, or of a policy with adapters the merged model or the adapters alone.
-    ``kept``: how many versions before the newest one keep their files. ``starts``: how often each server was started;
-    a restarted one has left the group of the transfer. ``deadline``: seconds in which a native transfer must send
-    another parameter.
-    """
-
-    backend: Literal["file", "nccl", "ipc"]
-    form: Literal["full", "merged", "adapter"] = "full"
-    kept: int = 1
-    addresses: tuple[str, ...] = ()
-    world_sizes: tuple[int, ...] = ()
-    starts: tuple[int, ...] = ()
-    deadline: float = 300.0
 
 
 class ServersClient:

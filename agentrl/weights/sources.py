@@ -1,11 +1,11 @@
-"""The source of weights: the whole parameters of a training module, under any ZeRO stage."""
+"""The source of weights: the whole parameters of a training module, under any ZeRO stage; and their destination."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,41 @@ from agentrl.weights.checksums import Checksum, checksum, with_head
 
 GROUP_ELEMENTS = 64 * 1024 * 1024
 """The largest group of parameters gathered at once under ZeRO-3, in elements; a larger parameter is gathered alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferTarget:
+    """The destination of weights, and the way there.
+
+    >>> TransferTarget().opener  # a directory with safetensors files, which the engine reads
+    ''
+    """
+
+    opener: str = ""
+    """``module:function`` that opens a :class:`DirectTransfer`, called on every rank; empty: files."""
+    backend: str = "file"
+    """The name of the way, for messages."""
+    form: Literal["full", "merged", "adapter"] = "full"
+    """Whether the engine takes all parameters, or of a policy with adapters the merged model or the adapters alone."""
+    kept: int = 1
+    """How many versions before the newest one keep their files."""
+    addresses: tuple[str, ...] = ()
+    world_sizes: tuple[int, ...] = ()
+    """Number of GPU processes of each server."""
+    starts: tuple[int, ...] = ()
+    """How often each server was started; a restarted one has left the group of a direct transfer."""
+    deadline: float = 300.0
+    """Seconds in which a direct transfer must send another parameter."""
+
+
+class DirectTransfer(Protocol):
+    """An open way to the engine's memory. Opened by ``opener(target, source, rank=, host=)``, where ``host`` is the
+    address at which servers reach rank 0."""
+
+    def send(self) -> None:
+        """Send the source's parameters. Collective. Raises WorldError."""
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

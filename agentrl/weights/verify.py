@@ -90,7 +90,9 @@ class ScoringServer(Protocol):
     @property
     def address(self) -> str: ...
     @property
-    def tells_checksums(self) -> bool: ...
+    def title(self) -> str: ...
+    @property
+    def has_checksums(self) -> bool: ...
     async def checksums(self) -> list[dict[str, tuple[int, int]]]: ...
     async def score(self, token_ids: tuple[int, ...], *, salt: str) -> tuple[float, ...]: ...
 
@@ -104,11 +106,11 @@ class Verifier:
         self._floor = FLOORS[dtype] if bound is None else bound
         self._verified: dict[str, Verified] = {}
 
-    async def look(self, server: ScoringServer, probe: Probe) -> str | None:
+    async def check(self, server: ScoringServer, probe: Probe) -> str | None:
         """Get a server's checksums, if it provides them, and its scores of the probe; return the problem, or None."""
-        told = add_up(await server.checksums()) if server.tells_checksums else {}
+        told = add_up(await server.checksums()) if server.has_checksums else {}
         scores = await server.score(probe.token_ids, salt=f"probe-{secrets.token_hex(8)}")
-        return self.judge(f"the vLLM server {server.address}", probe, told=told, scores=scores)
+        return self.judge(f"the {server.title} server {server.address}", probe, told=told, scores=scores)
 
     def judge(self, engine: str, probe: Probe, *, told: Mapping[str, Checksum], scores: Sequence[float]) -> str | None:
         """The problem with an engine that returns these checksums and scores, or None.

@@ -21,9 +21,11 @@ from agentrl.cluster.devices import free_port
 from agentrl.cluster.local import LocalCluster, LocalProcess
 from agentrl.cluster.processes import Bundle, ClusterNode, NodeLostError, Place, ProcessSpec
 from agentrl.errors import WorldError
-from agentrl.rollout.engines.vllm.engine import VLLMEngine
-from agentrl.rollout.engines.vllm.placed import PlacedServer, server_bundles
-from agentrl.rollout.engines.vllm.server import plan_servers
+from agentrl.rollout.engines.processes import NodeServer
+from agentrl.rollout.engines.registry import engine_facts, server_bundles
+from agentrl.rollout.engines.servers import ServerEngine
+from agentrl.rollout.engines.vllm.engine import vllm_engine
+from agentrl.rollout.engines.vllm.plan import plan_servers
 from agentrl.rollout.settings import RolloutSettings
 
 STAND_IN = """
@@ -131,12 +133,12 @@ async def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 @asynccontextmanager
-async def opened(nodes: Nodes, folder: Path, replicas: int) -> AsyncIterator[VLLMEngine]:
+async def opened(nodes: Nodes, folder: Path, replicas: int) -> AsyncIterator[ServerEngine]:
     own = {"replicas": replicas, "tensor_parallel_size": 2, "start_deadline": 60.0, "outage_deadline": 60.0}
     settings = RolloutSettings(
         engine="vllm", max_prompt_tokens=100, max_turn_tokens=50, max_response_tokens=100, vllm=own
     )
-    bundles = server_bundles(settings.vllm, nodes.nodes(), 1.0)
+    bundles = server_bundles(engine_facts(settings), nodes.nodes(), 1.0)
     gpus = [str(number) for number in range(2 * replicas)]
     plans = plan_servers(
         settings,
@@ -149,10 +151,10 @@ async def opened(nodes: Nodes, folder: Path, replicas: int) -> AsyncIterator[VLL
         backend="file",
     )
     servers = [
-        PlacedServer(plan, folder, number, cluster=nodes, bundle=bundle)
+        NodeServer(plan, folder, number, cluster=nodes, bundle=bundle)
         for number, (plan, bundle) in enumerate(zip(plans, bundles, strict=True))
     ]
-    engine = VLLMEngine(servers, CODEC, settings, vocabulary=VOCABULARY, max_tokens=200)
+    engine = vllm_engine(servers, CODEC, settings, vocabulary=VOCABULARY, max_tokens=200)
     try:
         await engine.open()
         yield engine

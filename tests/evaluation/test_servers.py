@@ -20,7 +20,7 @@ from agentrl.evaluation.play.engines import OpenedModel, open_engine
 from agentrl.evaluation.play.run import Evaluation
 from agentrl.evaluation.play.verified import PROBE
 from agentrl.evaluation.records.directory import EvaluationDirectory
-from agentrl.rollout.engines.vllm.engine import VLLMEngine
+from agentrl.rollout.engines.servers import ServerEngine
 from agentrl.telemetry.console import Console
 from agentrl.weights.checksums import checksums
 from agentrl_envs.types import Ended, Step
@@ -115,7 +115,7 @@ async def test_weights_of_an_earlier_run_are_taken_where_they_are_the_models(
     servers[0].version = "7"
     opened = await open_engine(served(model, servers), tmp_path)
     assert isinstance(opened, OpenedModel)
-    assert isinstance(opened.engine, VLLMEngine)
+    assert isinstance(opened.engine, ServerEngine)
     assert [one.version for one in servers] == ["0", "0"]
     assert opened.engine.untouched
     assert not [call for one in servers for call in one.controls_called() if call.startswith(("/pause", "/collective"))]

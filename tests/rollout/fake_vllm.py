@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.engines.vllm.server import WITNESS
+from agentrl.rollout.engines.vllm.plan import WORKER_EXTENSION
 
 Answer = tuple[int, Any]
 
@@ -138,7 +138,7 @@ class FakeVLLM:
                         "scheduler_config": {"enable_chunked_prefill": self.chunks},
                         "device_config": {"device": self.device},
                         "lora_config": None if self.adapters is None else {"max_lora_rank": 8},
-                        "parallel_config": {"worker_extension_cls": "" if self.checksums is None else WITNESS},
+                        "parallel_config": {"worker_extension_cls": "" if self.checksums is None else WORKER_EXTENSION},
                     }
                 }
             case "/v1/models":

@@ -2,53 +2,104 @@
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import Literal
 
 import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.rollout.engines.table import ENGINES, engine_facts
-from agentrl.rollout.engines.vllm.servers import CPU_HEAD_SIZES, check_cpu_attention
-from agentrl.rollout.settings import RolloutSettings, VLLMSettings
-
-
-def test_every_engine_that_can_be_named_is_in_the_table() -> None:
-    assert set(ENGINES) == set(get_args(RolloutSettings.model_fields["engine"].annotation))
+from agentrl.rollout.engines.base import EngineRequest, ManagedEngine
+from agentrl.rollout.engines.registry import ENGINES, EngineFacts, EnginePlugin, engine_facts, register_engine
+from agentrl.rollout.engines.settings import ServerSettings
+from agentrl.rollout.engines.vllm.plan import CPU_HEAD_SIZES, check_cpu_attention
+from agentrl.rollout.engines.vllm.settings import VLLMSettings
+from agentrl.rollout.settings import RolloutSettings
+from agentrl_envs.registry import NameTakenError
 
 
 def test_what_is_known_of_the_engine_in_this_process() -> None:
     facts = engine_facts(RolloutSettings(engine="transformers", kv_cache_tokens=640))
     assert (facts.in_process, facts.reproducible, facts.kv_slots, facts.prompt_limit) == (True, True, 640, None)
-    assert (facts.shares_gpus, facts.starts_servers, facts.start_seconds) == (False, False, 0.0)
+    assert (facts.shares_gpus, facts.servers, facts.start_seconds) == ("", 0, 0.0)
 
 
 @pytest.mark.parametrize(
-    ("vllm", "shares", "starts", "about"),
+    ("vllm", "shares", "servers", "about"),
     [
-        (VLLMSettings(placement="colocated", replicas=2), True, True, "vLLM, colocated: 2 servers of 1 GPUs"),
-        (VLLMSettings(tensor_parallel_size=2), False, True, "vLLM, dedicated: 1 servers of 2 GPUs"),
+        (
+            VLLMSettings(placement="colocated", replicas=2),
+            "rollout.vllm.placement=colocated",
+            2,
+            "vLLM, colocated: 2 servers of 1 GPUs",
+        ),
+        (VLLMSettings(tensor_parallel_size=2), "", 1, "vLLM, dedicated: 1 servers of 2 GPUs"),
         (
             VLLMSettings(placement="external", addresses=["http://a:1", "http://b:2"]),
-            False,
-            False,
+            "",
+            0,
             "vLLM servers at http://a:1, http://b:2",
         ),
     ],
 )
-def test_what_is_known_of_servers(vllm: VLLMSettings, shares: bool, starts: bool, about: str) -> None:
+def test_what_is_known_of_servers(vllm: VLLMSettings, shares: str, servers: int, about: str) -> None:
     facts = engine_facts(RolloutSettings(engine="vllm", vllm=vllm, max_prompt_tokens=70))
     assert (facts.in_process, facts.reproducible, facts.kv_slots, facts.prompt_limit) == (False, False, None, 70)
-    assert (facts.shares_gpus, facts.starts_servers, facts.about) == (shares, starts, about)
+    assert (facts.shares_gpus, facts.servers, facts.about) == (shares, servers, about)
     assert facts.start_seconds == vllm.start_deadline
+
+
+class Options(ServerSettings):
+    color: Literal["red", "blue"] = "red"
+
+
+class Colored(EnginePlugin):
+    options_model = Options
+
+    def facts(self, rollout: RolloutSettings) -> EngineFacts:
+        return EngineFacts(about=self.options(rollout).color)
+
+    def managed(self, request: EngineRequest) -> ManagedEngine:
+        raise NotImplementedError
+
+
+def test_a_registered_engine_is_selected_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ENGINES, "_entries", {})
+    assert register_engine("colored")(Colored) is Colored
+    settings = load_settings(None, None, ["rollout.engine=colored", "rollout.options.color=blue"])
+    assert engine_facts(settings.rollout).about == "blue"
+    with pytest.raises(NameTakenError, match="engine 'vllm' is already registered"):
+        register_engine("vllm")(Colored)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.engine=colorde"], "rollout.engine=colorde: unknown engine 'colorde'; did you mean 'colored'?"),
+        (
+            ["rollout.engine=colored", "rollout.options.color=green", "rollout.options.colour=red"],
+            "rollout.options.color: Input should be 'red' or 'blue' (valid options of rollout.engine=colored: "
+            "addresses, replicas, ",
+        ),
+        (["rollout.engine=colored", "rollout.options.colour=red"], "rollout.options.colour: Extra inputs are not"),
+        (["rollout.options.color=red"], "(valid options of rollout.engine=transformers: none)"),
+    ],
+)
+def test_a_wrong_engine_or_option_ends_with_a_message(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
+) -> None:
+    monkeypatch.setattr(ENGINES, "_entries", {"colored": Colored})
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        load_settings(None, None, overrides)
 
 
 def test_asking_the_table_imports_nothing_heavy() -> None:
     heavy = "{'torch', 'transformers', 'httpx'}"
-    code = f"import sys, agentrl.rollout.engines.table; sys.exit(bool({heavy} & set(sys.modules)))"
+    code = f"import sys, agentrl.rollout.engines.vllm.plugin; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 

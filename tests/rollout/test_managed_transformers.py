@@ -14,7 +14,8 @@ from agentrl.config import load_settings
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.engines.managed import EngineRequest, ManagedTransformers
+from agentrl.rollout.engines.base import EngineRequest
+from agentrl.rollout.engines.transformers import ManagedTransformers
 from agentrl.weights.exports import write_export
 from agentrl.weights.sources import ParameterSource
 from agentrl.weights.verify import Probe

@@ -16,7 +16,8 @@ from agentrl.models.loading import write_model
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.engines.managed import EngineRequest, ManagedVLLM
+from agentrl.rollout.engines.base import EngineRequest
+from agentrl.rollout.engines.vllm.engine import ManagedVLLM
 from agentrl.weights.checksums import Checksum
 from agentrl.weights.verify import Probe
 

@@ -13,9 +13,10 @@ from rollout.fake_vllm import FakeVLLM, fakes, sampled
 from rollout.vllm_support import CODEC, VOCABULARY, ask, eventually, rollout
 
 from agentrl.errors import SettingsError
-from agentrl.rollout.engines.vllm.engine import VLLMEngine
-from agentrl.rollout.engines.vllm.replica import Replica
-from agentrl.rollout.engines.vllm.server import ServerPlan
+from agentrl.rollout.engines.replica import Replica
+from agentrl.rollout.engines.servers import ServerEngine
+from agentrl.rollout.engines.vllm.engine import vllm_engine
+from agentrl.rollout.engines.vllm.plan import VLLMPlan
 
 
 async def passes(replica: Replica) -> str | None:
@@ -24,9 +25,9 @@ async def passes(replica: Replica) -> str | None:
 
 
 @asynccontextmanager
-async def adapting(server: FakeVLLM, *, rank: int = 4) -> AsyncIterator[VLLMEngine]:
+async def adapting(server: FakeVLLM, *, rank: int = 4) -> AsyncIterator[ServerEngine]:
     settings = rollout([server])
-    engine = VLLMEngine([server.address], CODEC, settings, vocabulary=VOCABULARY, max_tokens=200, adapter_rank=rank)
+    engine = vllm_engine([server.address], CODEC, settings, vocabulary=VOCABULARY, max_tokens=200, rank=rank)
     try:
         await engine.open()
         yield engine
@@ -34,7 +35,7 @@ async def adapting(server: FakeVLLM, *, rank: int = 4) -> AsyncIterator[VLLMEngi
         await engine.close()
 
 
-async def install(engine: VLLMEngine, version: int) -> None:
+async def install(engine: ServerEngine, version: int) -> None:
     await engine.pause()
     await engine.zero_weights(all_of_them=True)
     await engine.install(Path(f"/adapters/{version}"), version)
@@ -68,7 +69,7 @@ async def test_a_version_is_an_adapter_of_its_own_and_the_model_never_changes() 
     assert not server.loaded
 
 
-async def _body(server: FakeVLLM, engine: VLLMEngine) -> dict[str, Any]:
+async def _body(server: FakeVLLM, engine: ServerEngine) -> dict[str, Any]:
     await ask(engine)
     return server.bodies[-1]
 
@@ -121,10 +122,10 @@ async def test_a_server_without_room_for_the_adapters_is_refused(there: dict[str
 
 def test_a_started_server_has_room_for_the_adapters() -> None:
     shape: dict[str, Any] = {"model": "m", "tokenizer": "m", "host": "h", "port": 1, "dtype": "float32"}
-    plain = ServerPlan(**shape, max_tokens=9)
+    plain = VLLMPlan(**shape, max_tokens=9)
     assert "--enable-lora" not in plain.command()
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in plain.environment()
-    plan = ServerPlan(**shape, max_tokens=9, adapter_rank=9, adapters=3)
+    plan = VLLMPlan(**shape, max_tokens=9, adapter_rank=9, adapters=3)
     command = plan.command()
     assert [command[command.index(name) + 1] for name in ("--max-lora-rank", "--max-loras")] == ["16", "3"]
     assert plan.environment()["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"

@@ -12,7 +12,7 @@ from rollout.vllm_support import CODEC, VOCABULARY, ask, opened, rollout
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.engines.base import Completion, EngineError
-from agentrl.rollout.engines.vllm.engine import VLLMEngine
+from agentrl.rollout.engines.vllm.engine import vllm_engine
 
 # -- what is said ---------------------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ async def test_another_tokenizer_is_told_by_its_first_difference() -> None:
 
 async def test_nobody_at_the_address() -> None:
     settings = rollout([f"http://127.0.0.1:{free_port()}"], start_deadline=0.3)
-    engine = VLLMEngine(settings.vllm.addresses, CODEC, settings, vocabulary=VOCABULARY, max_tokens=200)
+    engine = vllm_engine(settings.vllm.addresses, CODEC, settings, vocabulary=VOCABULARY, max_tokens=200)
     with pytest.raises(
         WorldError, match=r"rollout.vllm.start_deadline=0.3 s from the vLLM server .* cannot be reached"
     ):

@@ -15,10 +15,11 @@ from agentrl.config import load_settings
 from agentrl.models.loading import read_model
 from agentrl.models.lora import is_factor, with_adapter, write_adapter
 from agentrl.models.settings import LoRASettings
-from agentrl.rollout.engines.managed import EngineRequest, ManagedVLLM
+from agentrl.rollout.engines.base import EngineRequest
 from agentrl.rollout.engines.transformers import TransformersEngine
-from agentrl.rollout.engines.vllm.replica import Replica
-from agentrl.rollout.engines.vllm.servers import longest_request
+from agentrl.rollout.engines.vllm.engine import ManagedVLLM
+from agentrl.rollout.engines.vllm.replica import VLLMReplica
+from agentrl.rollout.settings import longest_request
 from agentrl.weights.adapters import AdapterSource, adapter_parameters, merged_parameters
 from agentrl.weights.exports import write_export
 from agentrl.weights.verify import Probe
@@ -106,7 +107,7 @@ async def test_adapters_and_merged_weights_give_the_trainers_log_probabilities(p
         assert target is not None
         assert (target.form, target.backend) == ("adapter", "file")
         # The same server with the merged weights, and no adapter.
-        replica = Replica(address)
+        replica = VLLMReplica(address)
         await replica.load(str(write_export(tmp_path / "merged", merged_parameters(model, LORA), 1)))
         assert difference(await replica.score(PROBE, salt="merged"), last.log_probs) < 1e-4
         await replica.close()

@@ -20,8 +20,9 @@ from agentrl.cluster.local import HERE, LocalProcess
 from agentrl.cluster.processes import ProcessSpec
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.rollout.engines.vllm.balancer import Balancer
-from agentrl.rollout.engines.vllm.server import ServerPlan, ServerProcess, plan_servers
+from agentrl.rollout.engines.balancer import Balancer
+from agentrl.rollout.engines.processes import ServerProcess
+from agentrl.rollout.engines.vllm.plan import VLLMPlan, plan_servers
 from agentrl.rollout.settings import RolloutSettings
 
 
@@ -33,7 +34,7 @@ def plans(
     memory: tuple[int, int] | None = None,
     largest: int = 0,
     **vllm: Any,
-) -> list[ServerPlan]:
+) -> list[VLLMPlan]:
     settings = RolloutSettings(engine="vllm", max_prompt_tokens=100, max_response_tokens=200, vllm=vllm)
     return plan_servers(
         settings,
@@ -242,7 +243,7 @@ def test_a_server_that_is_killed_at_once_ends_whole(tmp_path: Path) -> None:
 
 
 def test_the_last_words_of_a_server_are_those_that_tell(tmp_path: Path) -> None:
-    class Failing(ServerPlan):
+    class Failing(VLLMPlan):
         def command(self) -> list[str]:
             lines = "print('INFO starting'); print('ValueError: no such model'); print('INFO bye'); raise SystemExit(1)"
             return [sys.executable, "-c", lines]

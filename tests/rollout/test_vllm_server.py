@@ -32,12 +32,12 @@ from agentrl.models.loading import read_model, write_model
 from agentrl.models.settings import ModelSettings, TinyModelSettings
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
-from agentrl.rollout.engines.base import Completion, Sampling
-from agentrl.rollout.engines.managed import EngineRequest, ManagedVLLM
+from agentrl.rollout.engines.base import Completion, EngineRequest, Sampling
+from agentrl.rollout.engines.servers import ServerEngine
 from agentrl.rollout.engines.transformers import TransformersEngine
-from agentrl.rollout.engines.vllm.engine import VLLMEngine
-from agentrl.rollout.engines.vllm.replica import Replica
-from agentrl.rollout.engines.vllm.servers import longest_request
+from agentrl.rollout.engines.vllm.engine import ManagedVLLM
+from agentrl.rollout.engines.vllm.replica import VLLMReplica
+from agentrl.rollout.settings import longest_request
 from agentrl.weights.exports import write_export
 from agentrl.weights.sources import ParameterSource
 from agentrl.weights.verify import Probe
@@ -122,7 +122,7 @@ def largest_difference(one: list[float], other: tuple[float, ...]) -> float:
 
 
 async def turn(
-    engine: VLLMEngine, context: tuple[int, ...], name: str, *, seed: int = 1, **sampling: Any
+    engine: ServerEngine, context: tuple[int, ...], name: str, *, seed: int = 1, **sampling: Any
 ) -> Completion:
     return await engine.generate(
         context,
@@ -133,7 +133,7 @@ async def turn(
     )
 
 
-async def converse(engine: VLLMEngine, model: Any, number: int) -> None:
+async def converse(engine: ServerEngine, model: Any, number: int) -> None:
     """Three turns with observations between, each compared with the plain forward of the exact tokens."""
     numbers = random.Random(number)
     temperature = (0.6, 1.0, 1.4)[number % 3]
@@ -192,7 +192,7 @@ async def test_log_probabilities_are_those_of_transformers(policy: Path, address
 async def test_its_count_of_tokens_grows_while_a_turn_is_sampled(policy: Path, address: str) -> None:
     """What tells a slow server from a dead one."""
     host = managed_of(policy, address)
-    replica = Replica(address)
+    replica = VLLMReplica(address)
     await host.engine.open()
     try:
         for seed in range(8):  # a busy machine may answer the first question only when the turn has ended

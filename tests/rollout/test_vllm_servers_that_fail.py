@@ -13,8 +13,8 @@ from rollout.vllm_support import CODEC, PROMPT, ask, eventually, is_up, opened
 
 from agentrl.errors import WorldError
 from agentrl.rollout.engines.base import CacheUse, EngineError
-from agentrl.rollout.engines.vllm.engine import VLLMEngine
-from agentrl.rollout.engines.vllm.replica import Replica
+from agentrl.rollout.engines.replica import Replica
+from agentrl.rollout.engines.servers import ServerEngine
 
 pytestmark = pytest.mark.slow
 
@@ -160,7 +160,7 @@ async def test_a_slow_server_gets_less_and_stays() -> None:
     async def slow(body: dict[str, Any]) -> None:
         await asyncio.sleep(0.2)
 
-    async def play(engine: VLLMEngine, player: int) -> None:
+    async def play(engine: ServerEngine, player: int) -> None:
         for turn in range(10):
             await ask(engine, name=f"{player}-{turn}")
 

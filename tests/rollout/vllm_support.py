@@ -11,7 +11,8 @@ from rollout.fake_vllm import FakeVLLM
 from rollout.fakes import byte_codec
 
 from agentrl.rollout.engines.base import Completion, Sampling
-from agentrl.rollout.engines.vllm.engine import VLLMEngine
+from agentrl.rollout.engines.servers import ServerEngine
+from agentrl.rollout.engines.vllm.engine import vllm_engine
 from agentrl.rollout.settings import RolloutSettings
 
 CODEC = byte_codec()
@@ -28,9 +29,9 @@ def rollout(servers: list[FakeVLLM] | list[str], *, kv: Any = "recomputed", **ch
 
 
 @asynccontextmanager
-async def opened(servers: list[FakeVLLM], **changes: Any) -> AsyncIterator[VLLMEngine]:
+async def opened(servers: list[FakeVLLM], **changes: Any) -> AsyncIterator[ServerEngine]:
     settings = rollout(servers, **changes)
-    engine = VLLMEngine(settings.vllm.addresses, CODEC, settings, vocabulary=VOCABULARY, max_tokens=200)
+    engine = vllm_engine(settings.vllm.addresses, CODEC, settings, vocabulary=VOCABULARY, max_tokens=200)
     try:
         await engine.open()
         yield engine
@@ -39,7 +40,7 @@ async def opened(servers: list[FakeVLLM], **changes: Any) -> AsyncIterator[VLLME
 
 
 async def ask(
-    engine: VLLMEngine,
+    engine: ServerEngine,
     *,
     name: str = "t",
     prompt: tuple[int, ...] = PROMPT,
@@ -61,5 +62,5 @@ async def eventually(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def is_up(engine: VLLMEngine, place: int) -> bool:
+def is_up(engine: ServerEngine, place: int) -> bool:
     return engine._balancer.loads[place].up

@@ -11,8 +11,7 @@ from transformers import Qwen2Config
 from agentrl.algorithms import ESTIMATORS, LOSSES, register_loss
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.rollout.engines.vllm.servers import longest_request
-from agentrl.rollout.settings import RolloutSettings
+from agentrl.rollout.settings import RolloutSettings, longest_request
 from agentrl.training.engine.groups import grouping_obstacle
 from agentrl.training.run.dry_run import dry_run
 from agentrl.training.run.launch import launch

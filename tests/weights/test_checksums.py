@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from agentrl.rollout.engines.vllm.server import WITNESS
+from agentrl.rollout.engines.vllm.plan import WORKER_EXTENSION
+from agentrl.rollout.engines.vllm.worker_extension import WorkerExtension
 from agentrl.weights.checksums import Checksum, add_up, checksum, checksums, say_differing, with_head
 from agentrl.weights.sources import ParameterSource
-from agentrl.weights.witness import WeightWitness
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def told(model: nn.Module) -> dict[str, Checksum]:
     """What a worker with this model tells, read as the engine's side reads it."""
-    worker = type("Worker", (WeightWitness,), {"get_model": lambda self: model})()
+    worker = type("Worker", (WorkerExtension,), {"get_model": lambda self: model})()
     return add_up([{name: (values, total) for name, (values, total) in worker.agentrl_checksums().items()}])
 
 
@@ -190,8 +190,8 @@ def test_workers_of_one_server_are_added_up() -> None:
 
 
 def test_servers_are_told_where_the_extension_lies() -> None:
-    module, _, name = WITNESS.rpartition(".")
-    assert getattr(importlib.import_module(module), name) is WeightWitness
+    module, _, name = WORKER_EXTENSION.rpartition(".")
+    assert getattr(importlib.import_module(module), name) is WorkerExtension
 
 
 def test_a_head_of_its_own_keeps_its_checksum() -> None:

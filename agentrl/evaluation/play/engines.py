@@ -15,11 +15,10 @@ from agentrl.evaluation.play.verified import open_verified
 from agentrl.models.loading import read_config, read_model
 from agentrl.models.settings import ModelSettings
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
-from agentrl.rollout.engines.base import Engine
-from agentrl.rollout.engines.managed import EngineRequest, managed_engine
-from agentrl.rollout.engines.table import engine_facts
-from agentrl.rollout.engines.vllm.servers import longest_request
+from agentrl.rollout.engines.base import Engine, EngineRequest
+from agentrl.rollout.engines.registry import engine_facts, engine_plugin
 from agentrl.rollout.environment import build_codec, build_environment, chat_format, needs_chat_format
+from agentrl.rollout.settings import longest_request
 from agentrl_envs.episode import Environment
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ async def open_engine(settings: EvaluationSections, folder: Path) -> OpenedEngin
     tokenizer = read_tokenizer(path)
     codec = build_codec(tokenizer, path, chat_format(settings, tokenizer, path))
     in_process = engine_facts(settings.rollout).in_process
-    managed = managed_engine(
+    managed = engine_plugin(settings.rollout).managed(
         EngineRequest(
             rollout=settings.rollout,
             policy=settings.model,
@@ -156,7 +155,7 @@ class OpenedModel:
             self._refuse(problem, longest, "rollout.kv_cache_tokens", facts.kv_slots)
         if facts.prompt_limit is not None and longest > facts.prompt_limit:
             raise SettingsError(
-                f"{_named(problem)}: its prompt has {longest} tokens, but vLLM's servers are started for prompts of "
+                f"{_named(problem)}: its prompt has {longest} tokens, but the servers are started for prompts of "
                 f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}; set it to at least {longest}"
             )
         return unfit

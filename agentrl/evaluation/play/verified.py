@@ -11,7 +11,7 @@ import torch
 from agentrl.errors import WorldError
 from agentrl.models.loading import model_fingerprint, read_model
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.engines.managed import ManagedEngine
+from agentrl.rollout.engines.base import ManagedEngine
 from agentrl.weights.checksums import checksums, with_head
 from agentrl.weights.verify import Probe
 

@@ -1,9 +1,22 @@
-"""The interface of engines: token ids in; sampled token ids, their log-probabilities and policy versions out."""
+"""The interface of engines: token ids in; sampled token ids, their log-probabilities and policy versions out.
+
+An :class:`Engine` samples. A :class:`ManagedEngine` is its lifecycle: opened, paused, given new weights, closed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from agentrl.cluster.settings import ClusterSettings
+    from agentrl.models.settings import ModelSettings
+    from agentrl.models.tokenizer import TextCodec
+    from agentrl.rollout.settings import RolloutSettings
+    from agentrl.weights.sources import TransferTarget
+    from agentrl.weights.verify import Probe, Verifier
 
 
 class EngineError(RuntimeError):
@@ -77,5 +90,72 @@ class Engine(Protocol):
 
     async def health(self) -> str:
         """One line about the engine; raises :class:`EngineError` if it cannot serve."""
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """The engine to open and its policy.
+
+    ``policy_path``: a directory or a Hugging Face id. ``longest``: tokens of the longest sequence that will be
+    requested. ``folder``: the directory for servers' logs and their initial weights. ``model``: the loaded policy, for
+    an engine in this process. ``shared``: ``model`` is the trained module itself, so weights need no transfer.
+    ``trained``: the weights will change. ``cluster``: starts the servers on its nodes; None: they start here.
+    """
+
+    rollout: RolloutSettings
+    policy: ModelSettings
+    policy_path: str
+    codec: TextCodec
+    longest: int
+    folder: Path
+    model: Any | None = None
+    shared: bool = False
+    trained: bool = True
+    training_gpus: int = 0
+    deterministic: bool = False
+    cluster: ClusterSettings | None = None
+
+
+class ManagedEngine(Protocol):
+    """The lifecycle of every engine.
+
+    ``open`` comes first, then sampling through ``engine``. An update of the weights calls ``pause`` and ``install``,
+    which verifies and resumes. ``close`` comes last. ``verify`` and ``install`` return the problem with the engine's
+    weights, or None.
+    """
+
+    verifier: Verifier
+
+    @property
+    def engine(self) -> Engine: ...
+
+    async def open(self) -> None:
+        """Make the engine ready to sample. Raises SettingsError or WorldError; then nothing is left running."""
+
+    def begin_rollouts(self) -> None:
+        """Prepare for sampling after a training step."""
+
+    async def end_rollouts(self) -> None:
+        """Prepare for a training step: hand over the shared weights or GPUs."""
+
+    def target(self) -> TransferTarget | None:
+        """The destination of new weights; None for an engine that shares the trained module."""
+
+    async def verify(self, version: int, probe: Probe) -> str | None:
+        """Verify the weights that the engine was opened with; requests resume if they are right."""
+
+    async def pause(self, *, zero_weights: bool) -> None:
+        """Pause all requests until :meth:`install`.
+
+        ``zero_weights``: set all parameters to zero, so that an incomplete transfer is detected.
+        """
+
+    async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
+        """Take the weights of ``version``, from ``directory`` or as transferred; verify them; resume requests."""
+
+    def record(self) -> Mapping[str, str]:
+        """The fields that identify the engine in results."""
 
     async def close(self) -> None: ...

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +19,13 @@ from agentrl.models.anatomy import take_apart
 from agentrl.models.attention import use_attention
 from agentrl.models.loading import attends_to_everything, model_fingerprint
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling
+from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, EngineRequest, Sampling
 from agentrl.rollout.engines.batcher import Batcher, Request
 from agentrl.rollout.settings import RolloutSettings
+from agentrl.weights.checksums import checksums, with_head
+from agentrl.weights.exports import read_export
+from agentrl.weights.sources import TransferTarget
+from agentrl.weights.verify import Probe, Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -283,3 +288,54 @@ class TransformersEngine:
             logits = self._parts.logits(self._parts.backbone(input_ids=ids, use_cache=False).last_hidden_state[0, :-1])
             log_probs = torch.log_softmax(logits, dim=-1)
             return tuple(log_probs.gather(1, ids[0, 1:, None])[:, 0].tolist())
+
+
+class ManagedTransformers:
+    """The lifecycle of the engine in the rollout worker."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        self.engine = TransformersEngine(
+            request.model, request.codec, request.rollout, deterministic=request.deterministic
+        )
+        self._model: Any = request.model
+        self._shared = request.shared
+        self._policy = request.policy
+        self.verifier = Verifier(request.policy.dtype)
+
+    async def open(self) -> None:
+        """Return at once: the model is already loaded."""
+
+    def begin_rollouts(self) -> None:
+        self._model.eval()
+
+    async def end_rollouts(self) -> None:
+        if self._shared:
+            await self.engine.rest()
+
+    def target(self) -> TransferTarget | None:
+        return None if self._shared else TransferTarget()
+
+    async def verify(self, version: int, probe: Probe) -> str | None:
+        return await self._compare(probe)
+
+    async def pause(self, *, zero_weights: bool) -> None:
+        """Pause requests; ``zero_weights`` has no effect, because a file contains every parameter."""
+        self.engine.pause()
+
+    async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
+        await self.engine.update_weights(() if directory is None else read_export(Path(directory)), version)
+        problem = None if probe is None else await self._compare(probe)
+        if problem is None:
+            self.engine.resume()
+        return problem
+
+    def record(self) -> Mapping[str, str]:
+        return {"name": "transformers", "dtype": self._policy.dtype}
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+    async def _compare(self, probe: Probe) -> str | None:
+        self._model.eval()
+        own = with_head(await asyncio.to_thread(checksums, self._model.named_parameters())) if probe.checksums else {}
+        return self.verifier.judge("the engine", probe, told=own, scores=await self.engine.score(probe.token_ids))

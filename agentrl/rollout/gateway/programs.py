@@ -61,10 +61,10 @@ class AgentProgram(ABC):
     trusted = False
     """Whether the program reports rewards and gets the whole problem regardless of the gateway's settings."""
 
-    async def open(self, server: AgentGateway) -> None:  # noqa: B027 - most have nothing to do
+    async def open(self, server: AgentGateway) -> None:
         """Get to know the server."""
 
-    async def ready(self, access: Access) -> None:  # noqa: B027 - most have nothing to do
+    async def ready(self, access: Access) -> None:
         """Return when the program begins with a rollout, whose deadline counts from then."""
 
     @abstractmethod
@@ -75,7 +75,7 @@ class AgentProgram(ABC):
     def describe(self) -> str:
         """A line for the console."""
 
-    async def close(self) -> None:  # noqa: B027 - most have nothing to do
+    async def close(self) -> None:
         """End what does not end with its rollout."""
 
 

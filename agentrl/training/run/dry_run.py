@@ -15,7 +15,7 @@ from agentrl.errors import SettingsError
 from agentrl.planning.plan import memory_lines
 from agentrl.planning.shapes import config_of, read_shape
 from agentrl.problems.settings import BUILTIN, FORMULA
-from agentrl.rollout.engines.table import engine_facts
+from agentrl.rollout.engines.registry import engine_facts
 from agentrl.rollout.engines.transformers import TOO_LARGE, is_too_large
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl.telemetry.console import Console

@@ -19,8 +19,7 @@ from agentrl.cluster.processes import Bundle, Cluster, ClusterNode, NodeLostErro
 from agentrl.cluster.sandboxes import SandboxServices
 from agentrl.errors import OutOfMemoryError, SettingsError, WorldError
 from agentrl.evaluation.options import quoted
-from agentrl.rollout.engines.table import servers_on_nodes
-from agentrl.rollout.engines.vllm.placed import server_bundles
+from agentrl.rollout.engines.registry import engine_facts, server_bundles, servers_on_nodes
 from agentrl.telemetry.console import Console
 from agentrl.training.run.rank_group import RankEnd, RankGroup
 from agentrl.training.run.signals import INTERRUPTED, stop_requests
@@ -168,10 +167,10 @@ def bundles_of(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]
 
 
 def servers_of(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]:
-    """What the vLLM servers need that the worker places on the nodes of the cluster, each on one node."""
+    """What the servers need that the worker places on the nodes of the cluster, each on one node."""
     if not servers_on_nodes(settings.rollout, settings.cluster.kind):
         return []
-    return server_bundles(settings.rollout.vllm, nodes, settings.cluster.server_cpus)
+    return server_bundles(engine_facts(settings.rollout), nodes, settings.cluster.server_cpus)
 
 
 def sandbox_bundle(settings: Settings) -> Bundle | None:

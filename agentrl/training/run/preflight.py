@@ -15,8 +15,7 @@ from agentrl.models.lora import check_peft
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.planning.shapes import config_of, shape_of
 from agentrl.problems.sources import FILE_KINDS, load_source
-from agentrl.rollout.engines.table import engine_facts
-from agentrl.rollout.engines.vllm.servers import longest_request, policy_servers
+from agentrl.rollout.engines.registry import engine_plugin
 from agentrl.rollout.environment import (
     build_rewards,
     chat_format,
@@ -25,7 +24,7 @@ from agentrl.rollout.environment import (
     needs_answers,
     needs_chat_format,
 )
-from agentrl.rollout.settings import compares_answers
+from agentrl.rollout.settings import compares_answers, longest_request
 from agentrl.telemetry.trackers.tracker import check_trackers
 from agentrl.training.coldstart.train import read_cold_demonstrations
 from agentrl.training.engine.groups import grouping_obstacle
@@ -76,20 +75,13 @@ def machine_problems(settings: Settings) -> list[str]:
     obstacle = grouping_obstacle(settings.training.sequence_parallel, ranks=settings.training.num_processes)
     if obstacle is not None:
         found.append(obstacle)
-    if engine_facts(settings.rollout).starts_servers:
-        path = str(settings.model.path)
-        try:
-            policy_servers(
-                settings.rollout,
-                settings.model,
-                path,
-                served=path,
-                longest=longest_request(settings.rollout, settings.evaluation.max_response_tokens),
-                training_gpus=settings.training.num_processes,
-                backend="file",
-            )
-        except SettingsError as error:
-            found.append(str(error))
+    longest = longest_request(settings.rollout, settings.evaluation.max_response_tokens)
+    try:
+        engine_plugin(settings.rollout).check_machine(
+            settings, longest=longest, training_gpus=settings.training.num_processes
+        )
+    except SettingsError as error:
+        found.append(str(error))
     return found
 
 

@@ -15,7 +15,7 @@ from agentrl.cluster.launchers import address_of_rank_zero
 from agentrl.models.exactness import check_policy
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import read_tokenizer
-from agentrl.rollout.engines.table import engine_facts, servers_on_nodes
+from agentrl.rollout.engines.registry import engine_facts, servers_on_nodes
 from agentrl.telemetry.alerts import alerts, training_rows
 from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.machine import free_room
@@ -117,7 +117,7 @@ class Session:
         self._writer = CheckpointWriter(
             self._checkpoints, self._engine, settings.checkpoint, published=self._settle_best_of
         )
-        self._moves_state = engine_facts(settings.rollout).shares_gpus and settings.training.offload == "none"
+        self._moves_state = bool(engine_facts(settings.rollout).shares_gpus) and settings.training.offload == "none"
         self._make_room()
         self._service = self._open_service(path)
         self._sender = self._open_sender()
@@ -138,7 +138,7 @@ class Session:
 
     def _open_sender(self) -> WeightSender:
         rollout, cluster = self._settings.rollout, self._settings.cluster
-        elsewhere = rollout.vllm.placement == "external" or servers_on_nodes(rollout, cluster.kind)
+        elsewhere = engine_facts(rollout).remote or servers_on_nodes(rollout, cluster.kind)
         return WeightSender(
             self._service,
             self._engine,

@@ -23,12 +23,12 @@ from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.problems.sources import load_mixture
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.engines.managed import EngineRequest, open_managed_engine
-from agentrl.rollout.engines.table import engine_facts, servers_on_nodes
-from agentrl.rollout.engines.vllm.servers import longest_request
+from agentrl.rollout.engines.base import EngineRequest, ManagedEngine
+from agentrl.rollout.engines.registry import engine_facts, engine_plugin, servers_on_nodes
 from agentrl.rollout.environment import build_rewards, environment_and_codec, needs_answers
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.gateway.settings import is_agent
+from agentrl.rollout.settings import longest_request
 from agentrl.rollout.work_queue import QueueState
 from agentrl.rollout.worker import RolloutBatch, RolloutWorker
 from agentrl.telemetry.files import BackgroundWriter
@@ -38,7 +38,7 @@ from agentrl.training.step.batching import RankPlan, due, plan_step
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 from agentrl.training.worker.event_loop import Loop
 from agentrl.training.worker.service import InterruptedRunError
-from agentrl.weights.native import TransferTarget
+from agentrl.weights.sources import TransferTarget
 from agentrl.weights.verify import Probe, Verified, probe_tokens
 from agentrl_envs import execution
 from agentrl_envs.episode import Environment
@@ -79,7 +79,7 @@ class LocalService:
         self._run(environment.open())
         if self._rewards is not None:
             self._run(self._rewards.open())
-        self._managed = self._run(open_managed_engine(self._engine_request(policy_path, codec, trained)))
+        self._managed = self._run(self._open_engine(self._engine_request(policy_path, codec, trained)))
         self._engine = self._managed.engine
         self._make_driver = partial(
             Driver, codec=codec, seed=settings.seed, deterministic=settings.training.deterministic
@@ -131,6 +131,12 @@ class LocalService:
             deterministic=settings.training.deterministic,
             cluster=settings.cluster if servers_on_nodes(settings.rollout, settings.cluster.kind) else None,
         )
+
+    @staticmethod
+    async def _open_engine(request: EngineRequest) -> ManagedEngine:
+        managed = await asyncio.to_thread(engine_plugin(request.rollout).managed, request)
+        await managed.open()
+        return managed
 
     def describe(self) -> list[str]:
         engine = self._finish(self._engine.health())

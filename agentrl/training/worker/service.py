@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from agentrl.evaluation.play.during_training import EvaluationReport
 from agentrl.rollout.work_queue import QueueState
 from agentrl.training.step.batching import RankPlan
-from agentrl.weights.native import TransferTarget
+from agentrl.weights.sources import TransferTarget
 from agentrl.weights.verify import Probe, Verified
 
 _Method = TypeVar("_Method", bound=Callable[..., object])

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 
@@ -19,8 +20,7 @@ from agentrl.training.engine.deepspeed_engine import TrainingEngine, on_every_ra
 from agentrl.training.worker.service import RolloutService
 from agentrl.weights.adapters import AdapterSource, MergedSource
 from agentrl.weights.exports import held, write_export, write_version
-from agentrl.weights.native import NativeTransfer, TransferTarget, open_native
-from agentrl.weights.sources import ParameterSource
+from agentrl.weights.sources import DirectTransfer, ParameterSource, TransferTarget
 from agentrl.weights.verify import Probe
 
 _ATTEMPTS = 2
@@ -57,7 +57,7 @@ class WeightSender:
         self._folder = folder
         self._console = console
         self._host = host
-        self._native: tuple[TransferTarget, NativeTransfer] | None = None
+        self._direct: tuple[TransferTarget, DirectTransfer] | None = None
 
     def begin(self) -> float:
         """Make sure that the engine holds the start policy, and return the noise between trainer and engine (nats).
@@ -100,18 +100,17 @@ class WeightSender:
 
     def close(self) -> None:
         """Leave the servers' group and delete the files."""
-        if self._native is not None:
-            self._native[1].close()
+        if self._direct is not None:
+            self._direct[1].close()
         if self._engine.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _once(self, target: TransferTarget, version: int, probe: Probe, *, zero_weights: bool) -> str | None:
-        native = target.backend != "file"
-        directory = None if native else on_every_rank(partial(self._export, target, version))[0]
+        directory = None if target.opener else on_every_rank(partial(self._export, target, version))[0]
         self._service.pause(zero_weights=zero_weights)
-        if native:
+        if target.opener:
             now = self._service.transfer_target()  # servers may have been lost or restarted until they paused
-            self._native_to(target if now is None else now).send()
+            self._direct_to(target if now is None else now).send()
             if torch.cuda.is_available():
                 # Colocated servers wake their caches next, in the room of the transfer's buffer and copy.
                 torch.cuda.empty_cache()
@@ -140,14 +139,15 @@ class WeightSender:
             for _ in tensors:
                 pass
 
-    def _native_to(self, target: TransferTarget) -> NativeTransfer:
+    def _direct_to(self, target: TransferTarget) -> DirectTransfer:
         """The open transfer, or a new one if the set of servers has changed."""
-        if self._native is not None and self._native[0] != target:
-            self._native[1].close()
-            self._native = None
-        if self._native is None:
-            self._native = (target, open_native(target, self._source, rank=self._engine.rank, host=self._host))
-        return self._native[1]
+        if self._direct is not None and self._direct[0] != target:
+            self._direct[1].close()
+            self._direct = None
+        if self._direct is None:
+            opener = resolve_name(target.opener)
+            self._direct = (target, opener(target, self._source, rank=self._engine.rank, host=self._host))
+        return self._direct[1]
 
     def _score(self) -> Probe:
         return self._with_checksums(score_probe(self._engine, self._probe))

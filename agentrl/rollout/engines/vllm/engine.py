@@ -1,409 +1,120 @@
-"""The engine over vLLM servers: balances requests, retries them on other servers and changes weights on all servers."""
+"""The vLLM engine: its servers, and vLLM's ways to take weights."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import hashlib
-import logging
-import random
-import secrets
-from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal
 
-from agentrl.errors import WorldError, says_out_of_memory
+import torch
+
+from agentrl.errors import SettingsError
+from agentrl.models.settings import LoRASettings
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling
-from agentrl.rollout.engines.http import GarbageError, ServerCallError, StatusError
-from agentrl.rollout.engines.vllm.balancer import Balancer
-from agentrl.rollout.engines.vllm.member import LONGEST_LOOK, Member
-from agentrl.rollout.engines.vllm.replica import Replica
-from agentrl.rollout.engines.vllm.served_weights import Check, ServedAdapters, ServedWeights
-from agentrl.rollout.engines.vllm.server import ServerProcess
+from agentrl.rollout.engines.base import EngineRequest
+from agentrl.rollout.engines.managed_servers import ManagedServers
+from agentrl.rollout.engines.processes import ServerProcess
+from agentrl.rollout.engines.replica import Replica, ServerNeeds
+from agentrl.rollout.engines.served_weights import ServedAdapters, ServedWeights
+from agentrl.rollout.engines.servers import ServerEngine
+from agentrl.rollout.engines.vllm.plan import (
+    VLLMPlan,
+    adapter_rank,
+    adapters_in_use,
+    changeable_policy,
+    policy_servers,
+)
+from agentrl.rollout.engines.vllm.replica import VLLMReplica
+from agentrl.rollout.engines.vllm.settings import VLLMSettings
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.telemetry.trace import call
-
-logger = logging.getLogger(__name__)
-
-_Result = TypeVar("_Result")
-
-_FIRST_BACKOFF = 0.1  # seconds
+from agentrl.weights.native import default_backend
+from agentrl.weights.sources import TransferTarget
 
 
-class VLLMEngine:
-    """An :class:`~agentrl.rollout.engines.base.Engine` over vLLM servers. Used from one event loop.
+def vllm_engine(
+    servers: Sequence[ServerProcess | str],
+    codec: TextCodec,
+    rollout: RolloutSettings,
+    *,
+    vocabulary: int,
+    max_tokens: int,
+    label: bool = True,
+    rank: int = 0,
+) -> ServerEngine:
+    """Return the engine over vLLM servers, without the lifecycle of a run. ``rank``: of adapters; 0 for none."""
+    return ServerEngine(
+        servers,
+        _client(rollout, rank),
+        ServerNeeds(codec=codec, vocabulary=vocabulary, max_tokens=max_tokens),
+        rollout.vllm,
+        weights=_weights(rollout, rank),
+        label=label,
+    )
 
-    If a server dies, its requests restart on another server from the trajectory's exact tokens and with the same seed.
-    Earlier turns are never sampled again.
+
+class ManagedVLLM(ManagedServers):
+    """vLLM servers, started by this process or external.
+
+    Without training, servers that would share its GPUs stay awake, and no weight transfer is prepared.
     """
 
-    def __init__(
-        self,
-        servers: Sequence[ServerProcess | str],
-        codec: TextCodec,
-        settings: RolloutSettings,
-        *,
-        vocabulary: int,
-        max_tokens: int,
-        version: int = 0,
-        label: bool = True,
-        adapter_rank: int = 0,
-    ) -> None:
-        """``servers`` are processes to start or addresses. ``vocabulary`` is the policy's number of tokens,
-        ``max_tokens`` the length of the longest sequence that will be requested.
+    def __init__(self, request: EngineRequest) -> None:
+        """Raises SettingsError if the servers cannot be placed."""
+        if not request.trained:  # nothing uses the servers' GPUs beside them, and there are no adapters
+            vllm = request.rollout.vllm
+            if vllm.placement == "colocated":
+                awake = vllm.model_copy(update={"placement": "dedicated"})
+                request = replace(request, rollout=request.rollout.model_copy(update={"vllm": awake}))
+            request = replace(request, policy=request.policy.model_copy(update={"lora": LoRASettings()}))
+        vllm = request.rollout.vllm
+        self._rank = adapter_rank(request.rollout, request.policy)
+        self._form: Literal["full", "merged", "adapter"] = "full" if request.policy.lora.rank == 0 else vllm.lora
+        self._backend = transfer_backend(vllm) if request.trained and not self._rank else "file"
+        if self._backend != "file" and not torch.cuda.is_available():
+            raise SettingsError(f"rollout.vllm.transfer={vllm.transfer} needs a GPU here; set it to file")
+        super().__init__(request, vllm)
 
-        ``label``: label the weights of servers that have no version with ``version``; otherwise they keep ``default``.
-        ``adapter_rank``: of the adapters that the servers load in place of weights; 0 if they load weights.
-        """
-        self._codec = codec
-        self._label = label
-        self._vllm = settings.vllm
-        self._vocabulary = vocabulary
-        self._max_tokens = max_tokens
-        self._adapter_rank = adapter_rank
-        served = ServedAdapters if adapter_rank else ServedWeights
-        self._weights = served(version, recompute=settings.kv_on_update == "recomputed")
-        self._balancer = Balancer(len(servers))
-        self._gate = asyncio.Event()  # closed while weights change
-        self._revival = asyncio.Event()  # likewise, but open if no server is left to take them
-        self._members = [
-            Member(served, place, load, self._gate, settings.vllm)
-            for place, (served, load) in enumerate(zip(servers, self._balancer.loads, strict=True))
-        ]
-        self._asleep = False
-        self._nobody_since: float | None = None
+    def connect(self, address: str) -> Replica:
+        return _client(self.request.rollout, self._rank)(address)
 
-    # -- start and end --------------------------------------------------------------------------------------------
+    def weights(self) -> ServedWeights:
+        return _weights(self.request.rollout, self._rank)
 
-    async def open(self) -> None:
-        """Start the servers to be started and check every server. Raises SettingsError or WorldError."""
-        await asyncio.gather(*(member.start() for member in self._members))
-        await asyncio.gather(*(self._open(member) for member in self._members))
-        self._open_gate()
-
-    async def close(self) -> None:
-        await asyncio.gather(*(member.close() for member in self._members))
-
-    async def _open(self, member: Member) -> None:
-        identity = await member.open(
-            self._codec, vocabulary=self._vocabulary, needed=self._max_tokens, rank=self._adapter_rank
-        )
-        if identity.version != "default":
-            self._weights.untouched = False
-        elif self._label:
-            await member.replica.label(self.version)
-
-    # -- sampling -------------------------------------------------------------------------------------------------
-
-    async def generate(
-        self,
-        token_ids: tuple[int, ...],
-        sampling: Sampling,
-        *,
-        trajectory_id: str,
-        request_id: str,
-        seed: int,
-    ) -> Completion:
-        """Sample one turn after ``token_ids``; see :class:`~agentrl.rollout.engines.base.Engine`."""
-        avoid: set[int] = set()
-        failures: list[str] = []
-        while True:
-            member = await self._member_for(trajectory_id, len(token_ids), frozenset(avoid))
-            limit = member.load.limit
-            try:
-                return await self._ask(member, token_ids, sampling, trajectory_id, request_id, seed)
-            except ServerCallError as error:
-                failures.append(f"{member.address}: {error}")
-                if says_out_of_memory(str(error)) and member.load.limit == limit:
-                    member.admit_less()  # once for all requests that the same shortage made fail
-                if not self._note_failure(member, error) or len(failures) > self._vllm.request_retries:
-                    raise EngineError(f"request {request_id} failed {len(failures)} times: {failures[-1]}") from error
-                avoid.add(member.place)
-            await asyncio.sleep(random.uniform(0.5, 1.0) * min(LONGEST_LOOK, _FIRST_BACKOFF * 2 ** len(failures)))
-
-    async def _ask(
-        self,
-        member: Member,
-        token_ids: tuple[int, ...],
-        sampling: Sampling,
-        trajectory_id: str,
-        request_id: str,
-        seed: int,
-    ) -> Completion:
-        version = self.version
-        size = {"context": len(token_ids), "reserved": sampling.max_tokens}
-        self._balancer.take(member.place, trajectory_id, **size)
-        try:
-            async with self._weights.used(member.replica, version) as adapter, member.pulse.watched():
-                with call(f"server {member.place}", "request", context=len(token_ids)):
-                    completion = await member.replica.generate(
-                        token_ids,
-                        sampling,
-                        request_id=f"{request_id}-{secrets.token_hex(3)}",  # a server rejects one that it still holds
-                        seed=seed if self._vllm.seeded else None,
-                        eos_ids=self._codec.end_ids,
-                        salt=self._weights.salt(version),
-                        adapter=adapter,
-                    )
-        finally:
-            self._balancer.give_back(member.place, trajectory_id, **size)
-        completion = self._weights.dated(completion, version)
-        versions = {item for item, _ in completion.version_spans}
-        if not all(version <= item <= self.version for item in versions):
-            raise GarbageError(
-                f"tokens of versions {sorted(versions)} to a request of version {version} (now {self.version})"
-            )
-        return completion
-
-    async def _member_for(self, trajectory_id: str, context: int, avoid: frozenset[int]) -> Member:
-        """Choose a server for a request; waits while weights change and while all servers are full or down."""
-        while True:
-            await self._gate.wait()
-            place = self._balancer.choose(trajectory_id, context=context, avoid=avoid)
-            if place is not None:
-                self._nobody_since = None
-                return self._members[place]
-            if self._up:
-                await self._balancer.changed()
-            else:
-                await self._wait_in_outage()
-
-    async def _wait_in_outage(self) -> None:
-        """Return when something has changed while no server works.
-
-        Raises WorldError ``outage_deadline`` seconds after the outage began, or at once if no server can come back.
-        """
-        loop = asyncio.get_running_loop()
-        if self._nobody_since is None:
-            self._nobody_since = loop.time()
-        left = self._nobody_since + self._vllm.outage_deadline - loop.time()
-        hopeless = all(member.reviving is None or member.reviving.done() for member in self._members)
-        if left <= 0 or hopeless:
-            raise WorldError(
-                f"no vLLM server works (waited {loop.time() - self._nobody_since:.0f} s of "
-                f"rollout.vllm.outage_deadline={self._vllm.outage_deadline:g}): {self._lost}"
-            )
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left):
-                await self._balancer.changed()
-
-    def release(self, trajectory_id: str) -> None:
-        self._balancer.release(trajectory_id)
-
-    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Log-probabilities at temperature 1 of ``token_ids[1:]``, by the first server that is up."""
-        for member in self._up:
-            try:
-                return await member.replica.score(token_ids, salt=self._weights.salt(self.version))
-            except ServerCallError as error:
-                self._note_failure(member, error)
-        raise EngineError(f"no vLLM server works: {self._lost}")
-
-    async def cache_use(self) -> CacheUse | None:
-        """The total cache of all servers that are up, with the usage of the fullest; None while none reports it."""
-        known: list[CacheUse] = []
-        asked = (member.replica.cache_use() for member in self._up)
-        for said in await asyncio.gather(*asked, return_exceptions=True):
-            if isinstance(said, CacheUse):
-                known.append(said)
-            elif not isinstance(said, ServerCallError):
-                raise said
-        if not known:
-            return None
-        return CacheUse(
-            tokens=sum(item.tokens for item in known),
-            used=max(item.used for item in known),
-            preemptions=sum(item.preemptions for item in known),
+    def plans(self, gpus: Sequence[str] | None) -> list[VLLMPlan]:
+        request = self.request
+        start = request.folder / ".weights" / "start"
+        # Weights that never change can stay tied, even on a CPU.
+        copied = request.trained and not self._rank
+        return policy_servers(
+            request.rollout,
+            request.policy,
+            request.policy_path,
+            served=changeable_policy(request.policy_path, start) if copied else request.policy_path,
+            longest=request.longest,
+            training_gpus=request.training_gpus if gpus is None else 0,
+            backend=self._backend,
+            gpus=gpus,
         )
 
-    # -- failures -------------------------------------------------------------------------------------------------
+    def way(self) -> TransferTarget:
+        return TransferTarget(
+            opener="" if self._backend == "file" else "agentrl.weights.native:open_native",
+            backend=self._backend,
+            form=self._form,
+            kept=max(1, adapters_in_use(self.request.rollout) if self._rank else 0),
+            deadline=self.settings.stall_deadline,
+        )
 
-    def _note_failure(self, member: Member, error: ServerCallError) -> bool:
-        """Note a server's failure, and take it out of service if needed. Returns whether to retry the request."""
-        member.failure = str(error)
-        if isinstance(error, StatusError):
-            if says_out_of_memory(error.message):
-                return True
-            if error.status < 500:
-                return False
-        if member.load.up:
-            logger.warning("the vLLM server %s gets no more requests for now: %s", member.address, error)
-            member.load.up = False
-            self._balancer.forget_prefixes(member.place)
-        if member.reviving is None or member.reviving.done():
-            work = member.revive(self._weights, self._revival)
-            member.reviving = asyncio.create_task(work, name=f"revive {member.address}")
-            member.reviving.add_done_callback(self._revived)
-        return True
 
-    def _revived(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("giving up on a vLLM server: %s", task.exception())
-        self._balancer.wake()
+def transfer_backend(vllm: VLLMSettings) -> Literal["file", "nccl", "ipc"]:
+    """Return ``rollout.vllm.transfer``, or the fastest backend on this machine."""
+    return default_backend(vllm.placement) if vllm.transfer == "auto" else vllm.transfer
 
-    # -- weights --------------------------------------------------------------------------------------------------
 
-    @property
-    def version(self) -> int:
-        return self._weights.version
+def _client(rollout: RolloutSettings, rank: int) -> Callable[[str], Replica]:
+    return partial(VLLMReplica, seeded=rollout.vllm.seeded, adapter_rank=rank)
 
-    @property
-    def untouched(self) -> bool:
-        """Whether the servers hold the weights they were started with."""
-        return self._weights.untouched
 
-    def targets(self) -> list[tuple[str, int, int]]:
-        """The address, the number of GPU workers and the number of starts of every server that answers."""
-        return [
-            (
-                member.address,
-                member.identity.workers if member.identity is not None else 1,
-                member.server.starts if member.server is not None else 0,
-            )
-            for member in self._members
-            if member.answers
-        ]
-
-    async def pause(self) -> None:
-        """Pause all requests, running and new, so that weights can change. Sleeping servers get room for weights.
-
-        Running requests go on where servers load adapters: each keeps its own.
-        """
-        self._close_gate()
-        if self._asleep:
-            await self._on_all(lambda replica: replica.wake("weights"))
-        elif self._weights.replaced:
-            await self._on_all(lambda replica: replica.pause())
-
-    async def install(self, directory: Path | None, version: int) -> None:
-        """Install the weights of ``version``: from ``directory``, or (None) those already transferred to the servers.
-
-        Call :meth:`pause` first. Running requests continue; new ones wait for :meth:`resume`.
-        """
-        self._weights.replace(directory, version)
-        asleep, self._asleep = self._asleep, False
-
-        async def take(replica: Replica) -> None:
-            if asleep:
-                await replica.wake("kv_cache")
-            await self._weights.install(replica)
-            if self._weights.replaced:
-                await replica.resume()
-
-        await self._on_all(take)
-        self._balancer.forget_prefixes()
-
-    async def problems(self, check: Check) -> list[str]:
-        """The problems that ``check`` finds with the servers that answer."""
-        return [problem for problem in await self._on_all(check) if problem is not None]
-
-    async def zero_weights(self, *, all_of_them: bool) -> None:
-        """Set parameters to zero before a transfer, so that missing parameters are detected.
-
-        ``all_of_them``: on all servers, otherwise only on those without checksums. Not where servers load adapters.
-        """
-        if not self._weights.replaced:
-            return
-
-        async def zero(replica: Replica) -> None:
-            if all_of_them or not replica.tells_checksums:
-                await replica.zero_weights()
-
-        await self._on_all(zero)
-
-    def resume(self, check: Check | None = None) -> None:
-        """Allow new requests. A server that comes back must pass ``check``."""
-        self._weights.check = check
-        for member in self._members:
-            if member.stale:
-                member.stale, member.load.up = False, True
-        self._open_gate()
-        self._balancer.wake()
-
-    async def adopt(self) -> None:
-        """Label the servers' weights as the current version, whatever their label, and treat them as start weights."""
-        await self._on_all(lambda replica: replica.label(self.version))
-        self._weights.untouched = True
-
-    async def sleep(self) -> None:
-        """Release the GPUs to the trainer until the next :meth:`install`; weights that it replaces are lost."""
-        self._close_gate()
-        self._asleep = True
-        self._balancer.forget_prefixes()
-        await self._on_all(lambda replica: replica.sleep(keep_weights=not self._weights.replaced))
-
-    def _open_gate(self) -> None:
-        self._gate.set()
-        self._revival.set()
-
-    def _close_gate(self) -> None:
-        self._gate.clear()
-        self._revival.clear()
-
-    async def _on_all(self, call: Callable[[Replica], Awaitable[_Result]]) -> list[_Result]:
-        """Call every server that responds; mark the others as down.
-
-        If none is left, wait for one to come back and call it. Raises WorldError if none does in time.
-        """
-        while not (results := await self._on_answering(call)):
-            await self._await_return()
-        return results
-
-    async def _await_return(self) -> None:
-        """Return when a server answers again, even while weights change. Raises WorldError."""
-        logger.warning(
-            "no vLLM server is left to take the weights: waiting for one to return, at most %g s "
-            "(rollout.vllm.outage_deadline)", self._vllm.outage_deadline,
-        )  # fmt: skip
-        self._revival.set()
-        try:
-            while not any(member.answers for member in self._members):
-                await self._wait_in_outage()
-        finally:
-            if not self._gate.is_set():
-                self._revival.clear()
-        self._nobody_since = None
-
-    async def _on_answering(self, call: Callable[[Replica], Awaitable[_Result]]) -> list[_Result]:
-        asked = [member for member in self._members if member.answers]
-        outcomes = await asyncio.gather(*(call(member.replica) for member in asked), return_exceptions=True)
-        results: list[_Result] = []
-        for member, outcome in zip(asked, outcomes, strict=True):
-            if isinstance(outcome, ServerCallError):
-                member.stale = False
-                self._note_failure(member, outcome)
-                member.load.up = False
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            else:
-                results.append(outcome)
-        return results
-
-    # -- about ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _up(self) -> list[Member]:
-        return [member for member in self._members if member.load.up]
-
-    @property
-    def _lost(self) -> str:
-        return "; ".join(member.lost for member in self._members)
-
-    def releases(self) -> list[str]:
-        return sorted({member.identity.vllm for member in self._members if member.identity is not None})
-
-    def fingerprint(self) -> str:
-        """A digest of tokenizer, vocabulary and version. It does not prove equal weights; probes do."""
-        text = f"{self._codec.encode('0 1 2 print()')} {self._vocabulary} {self.version}"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    async def health(self) -> str:
-        up = self._up
-        if not up:
-            raise EngineError(f"no vLLM server works: {self._lost}")
-        about = f"vLLM {up[0].identity.vllm}" if up[0].identity is not None else "vLLM"
-        heads = sorted({member.identity.head_dtype for member in up if member.identity is not None})
-        down = f", {len(self._members) - len(up)} down" if len(up) < len(self._members) else ""
-        addresses = ", ".join(member.address for member in up)
-        return f"{about}, {len(up)} servers{down}: {addresses}; logits in {', '.join(heads)}; version {self.version}"
+def _weights(rollout: RolloutSettings, rank: int) -> ServedWeights:
+    return (ServedAdapters if rank else ServedWeights)(0, recompute=rollout.kv_on_update == "recomputed")

@@ -11,6 +11,7 @@ import msgspec
 
 from agentrl.rollout.engines.base import CacheUse, Completion, Sampling
 from agentrl.rollout.engines.http import GarbageError
+from agentrl.rollout.engines.replica import TurnRequest
 
 GENERATE = "/inference/v1/generate"
 _SEEDS = 1 << 63
@@ -22,41 +23,29 @@ _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
-def generate_body(
-    token_ids: Sequence[int],
-    sampling: Sampling,
-    *,
-    request_id: str,
-    seed: int | None,
-    eos_ids: Sequence[int],
-    salt: str,
-    adapter: str | None = None,
-) -> dict[str, object]:
-    """The request for one turn. It ends only at ``eos_ids`` and stop strings, not at the server's own EOS tokens.
-
-    ``adapter``: the name of what samples; None for the model. ``salt`` separates cached prefixes: only requests with
-    the same salt share keys and values.
-    """
+def generate_body(request: TurnRequest, *, seeded: bool) -> dict[str, object]:
+    """Return the body for one turn. It ends only at ``eos_ids`` and stop strings, not at the server's EOS tokens."""
+    sampling = request.sampling
     parameters: dict[str, object] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "logprobs": 0,
         "ignore_eos": True,
-        "stop_token_ids": list(eos_ids),
+        "stop_token_ids": sorted(request.eos_ids),
     }
     if sampling.stop:
         parameters["stop"] = list(sampling.stop)
     if sampling.top_p < 1:
         parameters["top_p"] = sampling.top_p
-    if seed is not None:
-        parameters["seed"] = seed % _SEEDS
+    if seeded:
+        parameters["seed"] = request.seed % _SEEDS
     body: dict[str, object] = {
-        "request_id": request_id,
-        "token_ids": list(token_ids),
+        "request_id": request.request_id,
+        "token_ids": list(request.token_ids),
         "sampling_params": parameters,
-        "cache_salt": salt,
+        "cache_salt": request.salt,
     }
-    return body if adapter is None else {**body, "model": adapter}
+    return body if request.adapter is None else {**body, "model": request.adapter}
 
 
 class _LogProb(msgspec.Struct, gc=False):
@@ -228,16 +217,16 @@ def _log_probs(logprobs: _LogProbs | None, token_ids: tuple[int, ...]) -> tuple[
 def _spans(spans: list[_Span], count: int) -> tuple[tuple[int, int], ...]:
     """Versions and lengths from vLLM's intervals, which must cover all tokens in order."""
     found: list[tuple[int, int]] = []
-    place = 0
+    covered = 0
     for span in spans:
-        if span.start != place:
+        if span.start != covered:
             break
         if not span.version.isdecimal():
             raise GarbageError(f"tokens of weights with the label {span.version!r}, which is not a policy version")
-        if span.end > place:
-            found.append((int(span.version), span.end - place))
-        place = span.end
-    if place != count:
+        if span.end > covered:
+            found.append((int(span.version), span.end - covered))
+        covered = span.end
+    if covered != count:
         raise GarbageError(f"weight_versions do not cover {count} tokens: {_short(spans)}")
     return tuple(found)
 

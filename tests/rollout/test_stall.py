@@ -9,7 +9,7 @@ import pytest
 from rollout.simulation import run_virtual
 
 from agentrl.rollout.engines.http import TooSlowError, UnreachableError
-from agentrl.rollout.engines.vllm.pulse import Pulse
+from agentrl.rollout.engines.member import StallDetector
 
 
 def ended_after(
@@ -29,15 +29,15 @@ def ended_after(
         gate.set()
         loop.call_at(held[0], gate.clear)
         loop.call_at(held[1], gate.set)
-        pulse = Pulse("here", told, gate, stall_deadline=300.0)
+        detector = StallDetector("here", told, gate, stall_deadline=300.0)
         try:
-            async with pulse.watched():
+            async with detector.watched():
                 await asyncio.sleep(lasts)
         except TooSlowError:
             return -loop.time()
         finally:
             assert len(asyncio.all_tasks()) <= 2
-            await pulse.close()
+            await detector.close()
         return loop.time()
 
     return run_virtual(play())
@@ -91,11 +91,11 @@ def test_a_request_that_follows_at_once_is_watched_afresh() -> None:
         async def told() -> int:
             return 7
 
-        pulse = Pulse("here", told, gate, stall_deadline=300.0)
+        detector = StallDetector("here", told, gate, stall_deadline=300.0)
         for _ in range(20):
-            async with pulse.watched():
+            async with detector.watched():
                 await asyncio.sleep(200.0)
-        await pulse.close()
+        await detector.close()
         return asyncio.get_running_loop().time()
 
     assert run_virtual(play()) == 4000.0

@@ -48,21 +48,21 @@ class Balancer:
 
     def choose(self, trajectory_id: str, *, context: int, avoid: frozenset[int] = frozenset()) -> int | None:
         """The server for a request; None while no server can accept it. ``avoid`` is used only if no other is up."""
-        up = [place for place, load in enumerate(self.loads) if load.up]
-        usable = [place for place in up if place not in avoid] or up
-        free = [place for place in usable if not self.loads[place].full]
-        return min(free, key=lambda place: self._cost(place, trajectory_id, context), default=None)
+        up = [index for index, load in enumerate(self.loads) if load.up]
+        usable = [index for index in up if index not in avoid] or up
+        free = [index for index in usable if not self.loads[index].full]
+        return min(free, key=lambda index: self._cost(index, trajectory_id, context), default=None)
 
-    def take(self, place: int, trajectory_id: str, *, context: int, reserved: int) -> None:
+    def take(self, index: int, trajectory_id: str, *, context: int, reserved: int) -> None:
         """Count a request with ``context`` tokens and room for ``reserved`` more as sent to a server."""
-        load = self.loads[place]
+        load = self.loads[index]
         load.tokens += context + reserved
         load.requests += 1
         load.cached[trajectory_id] = context
 
-    def give_back(self, place: int, trajectory_id: str, *, context: int, reserved: int) -> None:
+    def give_back(self, index: int, trajectory_id: str, *, context: int, reserved: int) -> None:
         """Count that request as ended."""
-        load = self.loads[place]
+        load = self.loads[index]
         load.tokens -= context + reserved
         load.requests -= 1
         self.wake()
@@ -71,9 +71,9 @@ class Balancer:
         for load in self.loads:
             load.cached.pop(trajectory_id, None)
 
-    def forget_prefixes(self, place: int | None = None) -> None:
+    def forget_prefixes(self, index: int | None = None) -> None:
         """Note that a server (None: every server) has lost its cached prefixes."""
-        for load in self.loads if place is None else [self.loads[place]]:
+        for load in self.loads if index is None else [self.loads[index]]:
             load.cached.clear()
 
     def wake(self) -> None:
@@ -85,6 +85,6 @@ class Balancer:
         """Return when a request has ended or a server has changed."""
         await self._changed.wait()
 
-    def _cost(self, place: int, trajectory_id: str, context: int) -> tuple[int, int]:
-        load = self.loads[place]
-        return load.tokens + context - min(context, load.cached.get(trajectory_id, 0)), place
+    def _cost(self, index: int, trajectory_id: str, context: int) -> tuple[int, int]:
+        load = self.loads[index]
+        return load.tokens + context - min(context, load.cached.get(trajectory_id, 0)), index

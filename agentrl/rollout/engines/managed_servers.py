@@ -1,0 +1,163 @@
+"""The lifecycle of an engine of servers: started or external, paused, given new weights, verified, resumed, closed."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from agentrl.cluster.opening import open_cluster
+from agentrl.errors import SettingsError
+from agentrl.rollout.engines.base import EngineRequest
+from agentrl.rollout.engines.processes import NodeServer, ServerPlan, ServerProcess
+from agentrl.rollout.engines.registry import engine_facts, server_bundles
+from agentrl.rollout.engines.replica import Replica, ServerNeeds
+from agentrl.rollout.engines.served_weights import ServedWeights
+from agentrl.rollout.engines.servers import ServerEngine
+from agentrl.rollout.engines.settings import ServerSettings
+from agentrl.weights.sources import TransferTarget
+from agentrl.weights.verify import Probe, Verifier
+
+
+class ManagedServers(ABC):
+    """A :class:`~agentrl.rollout.engines.base.ManagedEngine` over servers.
+
+    A plug-in writes :meth:`connect` and, if it starts servers, :meth:`plans`. All else has a default.
+    """
+
+    def __init__(self, request: EngineRequest, settings: ServerSettings) -> None:
+        """Raises SettingsError if the servers cannot be placed."""
+        self.request = request
+        self.settings = settings
+        self.facts = engine_facts(request.rollout)
+        self.verifier = Verifier(request.policy.dtype, bound=settings.probe_bound)
+        self._cluster = None if request.cluster is None else open_cluster(request.cluster, None)
+        self.engine = ServerEngine(
+            self._servers(),
+            self.connect,
+            ServerNeeds(codec=request.codec, vocabulary=vocabulary_of(request.policy_path), max_tokens=request.longest),
+            settings,
+            weights=self.weights(),
+        )
+
+    # -- what a plug-in writes ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def connect(self, address: str) -> Replica:
+        """Return the client of the server at ``address``."""
+
+    def plans(self, gpus: Sequence[str] | None) -> Sequence[ServerPlan]:
+        """Return the servers to start, ``settings.replicas`` of them, or raise SettingsError.
+
+        ``gpus``: the GPUs to use; None: those of this machine, of which training uses the first
+        ``request.training_gpus``.
+        """
+        raise SettingsError(
+            f"rollout.engine={self.request.rollout.engine} starts no servers: give {self.settings.prefix}.addresses"
+        )
+
+    def weights(self) -> ServedWeights:
+        """Return the start weights. The default replaces weights in place."""
+        return ServedWeights(0, recompute=self.request.rollout.kv_on_update == "recomputed")
+
+    def way(self) -> TransferTarget:
+        """Return how weights get to the servers; :meth:`target` adds the servers. The default is files."""
+        return TransferTarget(deadline=self.settings.stall_deadline)
+
+    # -- lifecycle ------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        try:
+            await self.engine.open()
+        except BaseException:
+            await self.close()
+            raise
+
+    def begin_rollouts(self) -> None:
+        """Do nothing: sleeping servers were woken to receive their weights."""
+
+    async def end_rollouts(self) -> None:
+        if self.facts.shares_gpus:
+            await self.engine.sleep()
+
+    def target(self) -> TransferTarget | None:
+        targets = self.engine.targets()
+        return replace(
+            self.way(),
+            addresses=tuple(address for address, _, _ in targets),
+            world_sizes=tuple(workers for _, workers, _ in targets),
+            starts=tuple(starts for _, _, starts in targets),
+        )
+
+    async def verify(self, version: int, probe: Probe) -> str | None:
+        """Accept servers with the right weights; the version label matters only if the weights will change.
+
+        Raises SettingsError for external servers that serve another model.
+        """
+        if self.request.trained and not self.engine.untouched:
+            return "its weights come from an earlier run"
+        problem = await self._compare(probe)
+        if problem is not None and self.settings.addresses:
+            raise SettingsError(
+                f"{problem}: it serves another model than model.path, or in another dtype. "
+                "Start it with the model of model.path (agentrl serve-policy)"
+            )
+        return problem
+
+    async def pause(self, *, zero_weights: bool) -> None:
+        """Pause all requests. The weights of servers without checksums are always set to zero."""
+        await self.engine.pause()
+        await self.engine.zero_weights(all_of_them=zero_weights)
+
+    async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
+        if probe is None:
+            raise ValueError("servers accept new weights only with a probe")
+        await self.engine.install(None if directory is None else Path(directory), version)
+        return await self._compare(probe)
+
+    def record(self) -> Mapping[str, str]:
+        releases = ", ".join(self.engine.releases())
+        return {"name": self.request.rollout.engine, "version": releases, "dtype": self.request.policy.dtype}
+
+    async def close(self) -> None:
+        await self.engine.close()
+        if self._cluster is not None:
+            await asyncio.to_thread(self._cluster.close)
+
+    def _servers(self) -> Sequence[ServerProcess | str]:
+        if self.settings.addresses:
+            return self.settings.addresses
+        folder = self.request.folder
+        if self._cluster is None or self.request.cluster is None:
+            return [ServerProcess(plan, folder, number) for number, plan in enumerate(self.plans(None))]
+        bundles = server_bundles(self.facts, self._cluster.nodes(), self.request.cluster.server_cpus)
+        # Placeholders: the node that the cluster chooses has other GPUs.
+        plans = self.plans([str(number) for number in range(sum(one.gpus for one in bundles))])
+        return [
+            NodeServer(plan, folder, number, cluster=self._cluster, bundle=bundle)
+            for number, (plan, bundle) in enumerate(zip(plans, bundles, strict=True))
+        ]
+
+    async def _compare(self, probe: Probe) -> str | None:
+        """Get every server's checksums and scores of the probe; resume requests if all are right."""
+
+        def check(replica: Replica) -> Coroutine[object, object, str | None]:
+            return self.verifier.check(replica, probe)
+
+        problems = await self.engine.problems(check)
+        if problems:
+            return "; ".join(problems)
+        if not self.request.trained:
+            await self.engine.adopt()
+        self.engine.resume(check)
+        return None
+
+
+def vocabulary_of(policy_path: str) -> int:
+    """Return the number of tokens of a model, from its configuration."""
+    from transformers import AutoConfig
+
+    size: int = AutoConfig.from_pretrained(policy_path).get_text_config().vocab_size
+    return size

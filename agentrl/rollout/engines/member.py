@@ -1,0 +1,273 @@
+"""One server of an engine: its client, its load, its process if it was started here, and the detection of stalls.
+
+A server with requests that computes nothing is stalled; a slow server is not treated as dead. A time limit for requests
+would drop long turns on a busy server and keep short ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from agentrl.errors import WorldError, says_out_of_memory
+from agentrl.rollout.engines.balancer import Load
+from agentrl.rollout.engines.http import ServerCallError, TooSlowError
+from agentrl.rollout.engines.processes import ServerProcess
+from agentrl.rollout.engines.replica import Identity, Replica, ServerNeeds
+from agentrl.rollout.engines.served_weights import ServedWeights
+from agentrl.rollout.engines.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+# Seconds between checks of a server that is starting or down: the first interval and the longest.
+FIRST_PAUSE = 0.5
+LONGEST_PAUSE = 5.0
+# Seconds between polls.
+_POLL = 15.0
+_NEVER = -1
+
+
+class StallDetector:
+    """Polls one server while it has requests. ``tokens`` returns the number of tokens computed; None if unknown.
+
+    A server that does not report tokens never counts as stalled: its connections break if it dies, and a step's
+    rollouts have a deadline of their own. While ``gate`` is closed, the server computes nothing and does not count as
+    stalled.
+    """
+
+    def __init__(
+        self, address: str, tokens: Callable[[], Awaitable[int | None]], gate: asyncio.Event, *, stall_deadline: float
+    ) -> None:
+        self._address = address
+        self._tokens = tokens
+        self._gate = gate
+        self._stall_deadline = stall_deadline
+        self._why = f"computed no token for {stall_deadline:g} s"
+        self._limits: set[asyncio.Timeout] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Watch the server during a request. Raises TooSlowError when it stalls."""
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._limits.add(limit)
+                if self._task is None:
+                    self._task = asyncio.create_task(self._poll(), name=f"watch {self._address}")
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            if self._task is not None and self._task.done():
+                self._task.result()  # raises if the poll itself has a bug
+            raise TooSlowError(f"{self._address} {self._why}") from None
+        finally:
+            self._limits.discard(limit)
+            if not self._limits and self._task is not None:
+                self._task.cancel()
+                self._task = None
+
+    async def _poll(self) -> None:
+        try:
+            while True:
+                await self._stalled()
+                self._end_all()
+        except Exception:  # a bug: raise it in every request that relies on the watch
+            self._end_all()
+            raise
+
+    async def _stalled(self) -> None:
+        """Return when no token was computed for ``stall_deadline`` seconds of open gate."""
+        loop = asyncio.get_running_loop()
+        seen: int | None = _NEVER
+        since = loop.time()
+        while seen is None or loop.time() - since < self._stall_deadline:
+            await asyncio.sleep(min(_POLL, self._stall_deadline / 4))
+            held = not self._gate.is_set()
+            await self._gate.wait()
+            try:
+                tokens = await self._tokens()
+            except ServerCallError:  # no sign of progress
+                tokens = _NEVER if seen is None else seen
+            if tokens is None or tokens != seen or held:
+                seen, since = tokens, loop.time()
+
+    async def close(self) -> None:
+        """Stop polling. Running requests are not ended."""
+        if self._task is not None:
+            task, self._task = self._task, None
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def cut(self) -> None:
+        """End running requests at once: the server's process has ended, or its machine is lost."""
+        self._why = "has ended"
+        self._end_all()
+
+    def _end_all(self) -> None:
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(0.0)
+
+
+class Member:
+    """A server. ``stale``: it answers, but waits for weights that only a transfer can supply."""
+
+    def __init__(
+        self,
+        served: ServerProcess | str,
+        index: int,
+        load: Load,
+        gate: asyncio.Event,
+        connect: Callable[[str], Replica],
+        settings: ServerSettings,
+    ) -> None:
+        """``served``: a process to start, or an address. ``connect`` makes the client of an address.
+
+        ``gate``: closed while weights change.
+        """
+        self.index = index
+        self.load = load
+        self.server = None if isinstance(served, str) else served
+        self.identity: Identity | None = None
+        self.stale = False
+        self.failure = ""
+        self.reviving: asyncio.Task[None] | None = None
+        self._gate = gate
+        self._make_replica = connect
+        self._settings = settings
+        self._connect(served if isinstance(served, str) else served.plan.address)
+
+    def _connect(self, address: str) -> None:
+        self.replica = self._make_replica(address)
+        self.address = self.replica.address
+        self.name = f"the {self.replica.title} server {self.address}"
+        self.stalls = StallDetector(
+            self.address, self.replica.tokens_so_far, self._gate, stall_deadline=self._settings.stall_deadline
+        )
+
+    async def start(self) -> None:
+        """Start the server's process, if it has one, perhaps at another address. Raises WorldError if it cannot."""
+        if self.server is None:
+            return
+        loop = asyncio.get_running_loop()
+        self.server.when_ended = lambda: loop.call_soon_threadsafe(self.stalls.cut)
+        await asyncio.to_thread(self.server.start)
+        if self.server.plan.address != self.address:
+            has_checksums = self.replica.has_checksums
+            await self.stalls.close()
+            await self.replica.close()
+            self._connect(self.server.plan.address)
+            self.replica.has_checksums = has_checksums
+
+    @property
+    def answers(self) -> bool:
+        return self.load.up or self.stale
+
+    @property
+    def lost(self) -> str:
+        return f"{self.address} ({self.failure or 'no error yet'})"
+
+    async def open(self, needs: ServerNeeds) -> Identity:
+        """Wait until the server answers, and check it. Raises SettingsError or WorldError."""
+        await self._await_start()
+        try:
+            self.identity = await self.replica.identify(needs)
+        except ServerCallError as error:
+            raise WorldError(f"{self.name} failed while it was being checked: {error}") from error
+        return self.identity
+
+    async def close(self) -> None:
+        """Disconnect. A server that was started here is ended."""
+        if self.reviving is not None:
+            self.reviving.cancel()
+            await asyncio.gather(self.reviving, return_exceptions=True)
+        await self.stalls.close()
+        await self.replica.close()
+        if self.server is not None:
+            await asyncio.to_thread(self.server.stop)
+
+    async def _await_start(self) -> None:
+        """Return when the server answers. Raises WorldError after ``start_deadline``, or when its process has ended."""
+        loop = asyncio.get_running_loop()
+        seconds = self._settings.start_deadline
+        deadline = loop.time() + seconds
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                await self.replica.healthy()
+                return
+            except ServerCallError as error:
+                problem = str(error)
+            if self.server is not None and self.server.ended:
+                raise WorldError(
+                    f"{self.name} ended while it started (its log: {self.server.log}). "
+                    f"The end of its log:\n{self.server.last_words()}"
+                )
+            if loop.time() >= deadline:
+                hint = "" if self.server is None else f"; the end of its log:\n{self.server.last_words()}"
+                raise WorldError(
+                    f"no answer within {self._settings.prefix}.start_deadline={seconds:g} s from {self.name}: "
+                    f"{problem}{hint}"
+                )
+            await asyncio.sleep(pause)
+            pause = min(LONGEST_PAUSE, 2 * pause)
+
+    async def revive(self, weights: ServedWeights, allowed: asyncio.Event) -> None:
+        """Bring the server back: restart it if it was started here, and verify that it holds the current weights.
+
+        ``allowed`` is closed while weights change that other servers take. If only a transfer can supply the current
+        weights, the server is stale from now on. Raises WorldError after too many restarts.
+        """
+        pause = FIRST_PAUSE
+        while True:
+            await allowed.wait()
+            version = weights.version
+            try:
+                if self.server is not None and self.server.ended:
+                    await self._restart(self.server)
+                await self.replica.healthy()
+                if not await weights.held_by(self.replica):
+                    self.stale = True
+                    return
+                await self._verify(weights)
+                if allowed.is_set() and version == weights.version:
+                    break
+            except ServerCallError as error:
+                self.failure = str(error)
+            await asyncio.sleep(pause)
+            pause = min(LONGEST_PAUSE, 2 * pause)
+        logger.warning("%s is back", self.name)
+        self.load.up = True
+
+    def admit_less(self) -> None:
+        """Halve the number of requests that the server is given at a time."""
+        logger.warning(
+            "%s ran out of memory: from now on at most %d requests at a time", self.name, self.load.halve()
+        )  # fmt: skip
+
+    async def _verify(self, weights: ServedWeights) -> None:
+        seconds = self._settings.stall_deadline
+        try:
+            async with asyncio.timeout(seconds):
+                await weights.verify(self.replica)
+        except TimeoutError:
+            raise TooSlowError(f"its weights were not verified within {seconds:g} s") from None
+
+    async def _restart(self, server: ServerProcess) -> None:
+        log = server.last_words()
+        if says_out_of_memory(log) and server.starts:
+            self.admit_less()
+        if server.starts > self._settings.restarts:
+            raise WorldError(
+                f"{self.name} ended {server.starts} times "
+                f"({self._settings.prefix}.restarts={self._settings.restarts}); the end of its log:\n{log}"
+            )
+        ended = self.name
+        try:
+            await self.start()
+        except WorldError as error:  # no node has room for it now
+            raise ServerCallError(f"it has ended and cannot be started: {error}") from error
+        logger.warning("%s has ended and is started again", ended)

@@ -1,0 +1,181 @@
+"""Server processes that a run starts, on this machine or on a node of a cluster."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from agentrl.cluster.local import HERE, LocalProcess
+from agentrl.cluster.logs import log_file
+from agentrl.cluster.processes import Bundle, Cluster, NodeLostError, Place, ProcessHandle, ProcessSpec
+
+# Variables that torch.distributed and launchers leave in the environment and that a server would use as its own.
+FOREIGN = frozenset(
+    (
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK", "ROLE_RANK"),
+        *("MASTER_ADDR", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE"),
+    )
+)
+# Seconds between two polls of a server on a node, and for a server to end cleanly.
+_POLL = 1.0
+_END = 30.0
+_TAIL_LINES = 12
+_ERROR_LINE = re.compile(r"\b\w*(?:Error|Exception)\b|out of memory|Killed", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerPlan(ABC):
+    """One server to start. ``gpus``: GPU numbers, empty for the CPU.
+
+    A cluster replaces host, port and GPUs by those of the node that it chooses.
+    """
+
+    host: str
+    port: int
+    gpus: tuple[str, ...] = ()
+    on_node: bool = False  # of a cluster
+
+    @property
+    def address(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @abstractmethod
+    def arguments(self) -> list[str]:
+        """Return the arguments of the Python interpreter, such as ``["-m", "package.server", "--port", "8000"]``."""
+
+    def command(self) -> list[str]:
+        """Return the command line on this machine."""
+        return [sys.executable, *self.arguments()]
+
+    def changes(self) -> dict[str, str | None]:
+        """Return the changes to the environment of the starting process; None unsets a variable."""
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
+        return {**dict.fromkeys(FOREIGN), **gpus}
+
+    def environment(self) -> dict[str, str]:
+        """Return the server's environment on this machine."""
+        kept = {name: value for name, value in os.environ.items() if name not in FOREIGN}
+        return kept | {name: value for name, value in self.changes().items() if value is not None}
+
+
+class ServerProcess:
+    """A running server and its log. The server ends with this process, however this process ends."""
+
+    def __init__(self, plan: ServerPlan, folder: Path, number: int = 0) -> None:
+        """``folder``: of the run or evaluation."""
+        self.plan = plan
+        self.number = number
+        self._folder = folder
+        self.starts = 0
+        self.when_ended: Callable[[], object] = lambda: None
+        """Called in a thread once the server of another machine has ended."""
+        self._process: LocalProcess | None = None
+
+    def start(self) -> None:
+        """Start or restart the server. It may take minutes to respond."""
+        self._process = LocalProcess(self.spec(self.plan.changes()), HERE)
+        self.starts += 1
+
+    def spec(self, environment: Mapping[str, str | None]) -> ProcessSpec:
+        """Return the process to start, with these changes of its environment."""
+        return ProcessSpec(
+            role="server",
+            number=self.number,
+            arguments=tuple(self.plan.arguments()),
+            environment=environment,
+            log=self.log,
+            shown=False,
+            supervised=True,
+        )
+
+    @property
+    def node(self) -> str:
+        """The name of the machine on which it runs."""
+        return HERE.node
+
+    @property
+    def log(self) -> Path:
+        return log_file(self._folder, self.node, "server", self.number)
+
+    @property
+    def ended(self) -> bool:
+        return self._process is None or self._process.wait(0.0) is not None
+
+    def last_words(self) -> str:
+        """Return the informative end of its log: the lines that name an error, or the last lines."""
+        if not self.log.exists():
+            return "(the log is empty)"
+        with self.log.open(errors="replace") as file:
+            lines = deque((line.rstrip() for line in file if line.strip()), maxlen=400)
+        errors = [line for line in lines if _ERROR_LINE.search(line)] or list(lines)
+        return "\n".join(line[:300] for line in errors[-_TAIL_LINES:]) or "(the log is empty)"
+
+    def stop(self) -> None:
+        if self._process is None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        self._process.end(_END)
+
+
+class NodeServer(ServerProcess):
+    """A server on a node that the cluster chooses. Each start may be at another address."""
+
+    def __init__(self, plan: ServerPlan, folder: Path, number: int, *, cluster: Cluster, bundle: Bundle) -> None:
+        """``plan``: with a host, a port and GPUs that the first start replaces."""
+        super().__init__(plan, folder, number)
+        self._cluster = cluster
+        self._bundle = bundle
+        self._node: Place | None = None
+        self._handle: ProcessHandle | None = None
+        self._gone = threading.Event()
+        self._gone.set()
+
+    def start(self) -> None:
+        """Start the server on its node or, if the node is lost, on another. Raises WorldError if no node has room."""
+        if self._node is None or not self._cluster.answers(self._node):
+            self._node = self._cluster.host(self._bundle)
+        node = self._node
+        self.plan = replace(
+            self.plan,
+            host=node.address,
+            port=self._cluster.free_port(node),
+            gpus=node.gpus[: self._bundle.gpus],
+            on_node=True,
+        )
+        self._handle = self._cluster.start(self.spec(self.plan.changes()), node)
+        self._gone = threading.Event()
+        self.starts += 1
+        watched = (self._handle, self._gone)
+        threading.Thread(target=self._watch, args=watched, daemon=True, name=f"watch-server-{self.number}").start()
+
+    @property
+    def node(self) -> str:
+        return super().node if self._node is None else self._node.node
+
+    @property
+    def ended(self) -> bool:
+        return self._gone.is_set()
+
+    def stop(self) -> None:
+        if self._handle is not None and not self.ended:
+            self._handle.send_signal(signal.SIGTERM)
+            self._gone.wait(_END)
+
+    def _watch(self, handle: ProcessHandle, gone: threading.Event) -> None:
+        """Poll until the server exits. A node kills its processes when polling stops."""
+        try:
+            while handle.wait(0.0) is None:
+                if gone.wait(_POLL):
+                    return
+        except NodeLostError:
+            pass  # it has ended with its node
+        gone.set()
+        self.when_ended()

@@ -1,0 +1,77 @@
+"""An engine of toy servers: the example of docs/engines.md, in a package outside agentrl."""
+
+from dataclasses import dataclass
+
+from agentrl.cluster.devices import free_port
+from agentrl.rollout.engines.base import Completion
+from agentrl.rollout.engines.managed_servers import ManagedServers
+from agentrl.rollout.engines.processes import ServerPlan
+from agentrl.rollout.engines.registry import EngineFacts, EnginePlugin
+from agentrl.rollout.engines.replica import Identity, Replica
+from agentrl.rollout.engines.settings import ServerSettings
+
+
+class ToyReplica(Replica):
+    title = "toy"
+
+    async def identify(self, needs):
+        about = await self.http.get("/about", seconds=30)
+        if about["vocabulary"] != needs.vocabulary:
+            raise self.wrong(f"its model has {about['vocabulary']} tokens, the policy has {needs.vocabulary}")
+        self.has_checksums = True
+        return Identity(release="1.0", version=about["version"])
+
+    async def generate(self, request):
+        if request.sampling.top_p < 1:
+            raise self.wrong("it cannot sample with top_p below 1")
+        answer = await self.http.post("/generate", request, seconds=None)  # JSON with the fields of the record
+        return Completion(
+            token_ids=tuple(answer["token_ids"]),
+            log_probs=tuple(answer["log_probs"]),
+            finish_reason=answer["finish_reason"],
+            version_spans=((int(answer["version"]), len(answer["token_ids"])),),
+        )
+
+    async def score(self, token_ids, *, salt):
+        return tuple(await self.http.post("/score", {"token_ids": token_ids}, seconds=600))
+
+    async def version(self):
+        return (await self.http.get("/about", seconds=30))["version"]
+
+    async def label(self, version):
+        await self.http.post("/label", {"version": str(version)}, seconds=30)
+
+    async def load(self, directory):
+        await self.http.post("/load", {"directory": directory}, seconds=600)
+
+    async def checksums(self):
+        return [await self.http.get("/checksums", seconds=600)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyPlan(ServerPlan):
+    model: str
+
+    def arguments(self):
+        return ["-m", "toy_engine.server", self.model, self.host, str(self.port)]
+
+
+class ToyServers(ManagedServers):
+    def connect(self, address):
+        return ToyReplica(address)
+
+    def plans(self, gpus):
+        ports = [free_port("127.0.0.1") for _ in range(self.settings.replicas)]
+        return [ToyPlan(host="127.0.0.1", port=port, model=self.request.policy_path) for port in ports]
+
+
+class ToyPlugin(EnginePlugin):
+    options_model = ServerSettings
+
+    def facts(self, rollout):
+        options = self.options(rollout)
+        servers = 0 if options.addresses else options.replicas
+        return EngineFacts(about=f"{servers} toy servers", servers=servers, start_seconds=options.start_deadline)
+
+    def managed(self, request):
+        return ToyServers(request, self.options(request.rollout))
