@@ -244,9 +244,9 @@ def test_a_server_that_is_killed_at_once_ends_whole(tmp_path: Path) -> None:
 
 def test_the_last_words_of_a_server_are_those_that_tell(tmp_path: Path) -> None:
     class Failing(VLLMPlan):
-        def command(self) -> list[str]:
+        def arguments(self) -> list[str]:
             lines = "print('INFO starting'); print('ValueError: no such model'); print('INFO bye'); raise SystemExit(1)"
-            return [sys.executable, "-c", lines]
+            return ["-c", lines]
 
     plan = Failing(model="m", tokenizer="m", host="127.0.0.1", port=1, dtype="float32", max_tokens=10)
     server = ServerProcess(plan, tmp_path)
