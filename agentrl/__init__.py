@@ -2,8 +2,8 @@
 
 ``train``, ``evaluate`` and ``load_run`` are the command line's commands for scripts and notebooks; ``play`` tries an
 environment without a model. What users add by name is registered by decorators: ``register_estimator``,
-``register_loss``, ``register_metric``, ``register_tracker``, ``register_environment``, ``register_protocol``,
-``register_tool`` and ``register_reward``. They are imported when they are used.
+``register_loss``, ``register_metric``, ``register_tracker``, ``register_engine``, ``register_environment``,
+``register_protocol``, ``register_tool`` and ``register_reward``. They are imported when they are used.
 """
 
 import importlib
@@ -14,6 +14,7 @@ _FACE = {
     "evaluate": "agentrl.api.commands",
     "load_run": "agentrl.api.run",
     "play": "agentrl.api.play",
+    "register_engine": "agentrl.rollout.engines.registry",
     "register_environment": "agentrl_envs.registry",
     "register_estimator": "agentrl.algorithms",
     "register_loss": "agentrl.algorithms",

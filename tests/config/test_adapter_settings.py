@@ -14,7 +14,7 @@ from agentrl.config import load_settings
         (["model.lora.alpha=8"], "model.lora.alpha=8 with model.lora.rank=0, which trains all weights"),
         (["model.lora.targets=[q_proj]"], 'model.lora.targets=["q_proj"] with model.lora.rank=0'),
         (
-            ["rollout.vllm.lora=merged"],
+            ["rollout.engine=vllm", "rollout.vllm.lora=merged"],
             "rollout.vllm.lora=merged with model.lora.rank=0, which trains without an adapter",
         ),
         (["model.lora.rank=-1"], "model.lora.rank"),

@@ -48,7 +48,7 @@ from agentrl.config import (
         ),
         (
             ["rollout.schedule=asynchronous", "rollout.engine=vllm", "rollout.vllm.placement=colocated"],
-            "rollout.schedule=asynchronous with rollout.vllm.placement=colocated: colocated servers sleep while",
+            "rollout.schedule=asynchronous with rollout.vllm.placement=colocated: the engine sleeps while",
         ),
         (["algorithm.void_turns=loss_only"], "algorithm.void_turns (command line): loss_only has a new name: mask"),
         (["algorithm.void_turns=remove"], "algorithm.void_turns (command line): remove has a new name: exclude"),

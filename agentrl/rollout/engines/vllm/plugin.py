@@ -38,7 +38,7 @@ class VLLMPlugin(EnginePlugin):
     def problems(self, settings: EngineSections, *, cluster: str) -> Iterator[str]:
         vllm, rank = settings.rollout.vllm, settings.model.lora.rank
         if rank == 0 and vllm.lora != type(vllm).model_fields["lora"].default:
-            yield f"rollout.vllm.lora={vllm.lora} with model.lora.rank=0: there is no adapter"
+            yield f"rollout.vllm.lora={vllm.lora} with model.lora.rank=0, which trains without an adapter"
         if rank and vllm.lora == "adapter" and vllm.transfer in ("nccl", "ipc"):
             yield (
                 f"rollout.vllm.transfer={vllm.transfer} with rollout.vllm.lora=adapter: servers load adapters from "
