@@ -28,8 +28,7 @@ class ClusterSettings(BaseModel):
     """CPUs that a sandbox service reserves on each Ray node with sandbox.url=ray://. It runs twice as many programs at
     once, and at least 4, unless sandbox.workers is set"""
     server_cpus: float = Field(1.0, gt=0)
-    """CPUs that a vLLM server reserves on the Ray node that gets it (rollout.vllm.placement=dedicated), beside its
-    GPUs"""
+    """CPUs that a server of the engine reserves on the Ray node that runs it, beside its GPUs"""
     start_deadline: float = Field(300.0, gt=0)
     """seconds for Ray to give a run its nodes, which others may use, and for these to start processes"""
     deadline: float = Field(60.0, gt=0)

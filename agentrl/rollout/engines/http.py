@@ -104,8 +104,8 @@ class JSONClient:
         except TimeoutError:
             raise TooSlowError(f"{self.address}{path} gave no answer within {seconds:g} s") from None
         except (httpx.TransportError, OSError) as error:
-            said = str(error) or type(error).__name__
-            raise UnreachableError(f"{self.address}{path} cannot be reached: {said}") from error
+            reason = str(error) or type(error).__name__
+            raise UnreachableError(f"{self.address}{path} cannot be reached: {reason}") from error
         except httpx.HTTPError as error:
             raise GarbageError(f"{self.address}{path} answered with invalid HTTP: {error}") from error
         if answer.status_code >= 400:

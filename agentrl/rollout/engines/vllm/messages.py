@@ -190,7 +190,7 @@ def read_checksums(answer: object) -> list[dict[str, tuple[int, int]]]:
     if not isinstance(workers, list) or not workers:
         raise GarbageError(f"no checksums: {_short(answer)}")
     try:
-        return [{name: (int(values), int(total)) for name, (values, total) in told.items()} for told in workers]
+        return [{name: (int(values), int(total)) for name, (values, total) in worker.items()} for worker in workers]
     except (AttributeError, TypeError, ValueError) as error:
         raise GarbageError(f"no checksums: {_short(answer)}") from error
 
