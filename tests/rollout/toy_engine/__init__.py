@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import msgspec
+
 from agentrl.cluster.devices import free_port
 from agentrl.rollout.engines.base import Completion
 from agentrl.rollout.engines.managed_servers import ManagedServers
@@ -25,12 +27,7 @@ class ToyReplica(Replica):
         if request.sampling.top_p < 1:
             raise self.wrong("it cannot sample with top_p below 1")
         answer = await self.http.post("/generate", request, seconds=None)  # JSON with the fields of the record
-        return Completion(
-            token_ids=tuple(answer["token_ids"]),
-            log_probs=tuple(answer["log_probs"]),
-            finish_reason=answer["finish_reason"],
-            version_spans=((int(answer["version"]), len(answer["token_ids"])),),
-        )
+        return msgspec.convert(answer, Completion)
 
     async def score(self, token_ids, *, salt):
         return tuple(await self.http.post("/score", {"token_ids": token_ids}, seconds=600))

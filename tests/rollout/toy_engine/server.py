@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentrl.weights.checksums import checksums
+from agentrl.weights.checksums import checksums, with_head
 
 path, host, port = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -31,12 +31,17 @@ def generate(token_ids, sampling, eos_ids, seed, **unused):
         text = tokenizer.decode(sampled)
         reason = "eos" if token in eos_ids else "stop" if any(one in text for one in sampling["stop"]) else "length"
         ids = torch.tensor([[token]])
-    return {"token_ids": sampled, "log_probs": log_probs, "finish_reason": reason, **label}
+    spans = [(int(label["version"]), len(sampled))]
+    return {"token_ids": sampled, "log_probs": log_probs, "finish_reason": reason, "version_spans": spans}
 
 
 def score(token_ids):
     scores = torch.log_softmax(model(torch.tensor([token_ids])).logits[0, :-1].float(), -1)
     return scores.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
+
+
+def sums():
+    return {name: (one.values, one.total) for name, one in with_head(checksums(model.named_parameters())).items()}
 
 
 def load(directory):
@@ -47,7 +52,7 @@ def load(directory):
 CALLS = {
     "/health": dict,
     "/about": lambda: {"vocabulary": model.config.vocab_size, **label},
-    "/checksums": lambda: {name: (one.values, one.total) for name, one in checksums(model.named_parameters()).items()},
+    "/checksums": sums,
     "/label": label.update,
     "/generate": generate,
     "/score": score,
