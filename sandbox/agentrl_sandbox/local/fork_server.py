@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures.thread  # noqa: F401  (asyncio imports it late, which fails once no descriptor is left)
 import contextlib
 import itertools
 import socket
