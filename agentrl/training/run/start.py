@@ -15,6 +15,7 @@ from agentrl.cluster.logs import keep_log, log_file
 from agentrl.cluster.processes import STARTED_BY
 from agentrl.config import dump_yaml
 from agentrl.errors import AgentRLError, SettingsError
+from agentrl.rollout.environment import check_environment
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
 from agentrl.telemetry.run_directory import RunDirectory
@@ -45,6 +46,7 @@ def train(settings: Settings, resume: bool) -> int:
             if kind == "environment":
                 adopt_slurm()
                 check_launcher()
+            check_environment(settings)  # its module may register an estimator or a loss
             first = os.environ["RANK"] == "0"
             return run_rank(settings, _open_run(settings, resume) if first else None, resume=resume)
         except KeyboardInterrupt:
