@@ -12,6 +12,7 @@ from planning.support import setup, tiny_shape
 from torch.autograd.graph import save_on_cpu
 from transformers import AutoModelForCausalLM
 
+from agentrl.kernels.attention import pack_padded
 from agentrl.models import loading
 from agentrl.models.loading import checkpoint_layers
 from agentrl.models.policy import PolicyModel
@@ -44,9 +45,8 @@ def measured_peak(live_bytes: ModuleType, shape: ModelShape, how: TrainingSetup)
 
 def micro_batch(policy: PolicyModel, shape: ModelShape, tokens: int) -> None:
     ids = torch.randint(0, shape.vocabulary, (2, tokens // 2))
-    responses = ids[:, 1:].contiguous()
-    lengths = torch.ones(2, dtype=torch.int64)
-    statistics, _ = policy(ids, lengths, responses, torch.ones_like(responses, dtype=torch.bool))
+    lengths, mask = torch.ones(2, dtype=torch.int64), torch.ones(2, tokens // 2 - 1, dtype=torch.bool)
+    statistics, _ = policy(*pack_padded(ids, lengths, mask))
     statistics.log_probs.sum().backward()
 
 
