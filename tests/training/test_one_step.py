@@ -138,7 +138,7 @@ def test_a_step_without_groups_changes_nothing(alone: Results, pair: Results, ca
 
 def test_one_forward_is_taken_where_it_serves(alone: Results) -> None:
     assert alone["token_mean/groups"]["one_forward"]
-    assert alone["token_mean/rows"]["one_forward"]  # groups that do not fit one micro-batch stay on one rank
+    assert alone["void_rows/rows"]["one_forward"]  # groups that do not fit one micro-batch stay on one rank
     assert alone["void_rows/groups"]["one_forward"]
     assert not alone["whitened/whole"]["one_forward"]
     assert alone["two_updates/whole"]["metrics"]["policy/updates"] == 2
