@@ -1,4 +1,4 @@
-"""An agent over a small corpus: it searches with BM25, reads what it finds, and answers in plain text."""
+"""An agent that searches a small corpus with BM25, reads the results, and answers in plain text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bm25 import Index
 
 @functools.cache
 def index() -> Index:
-    """The corpus has one document a line. Its index is built once a process."""
+    """Return the index of the corpus, which has one document per line. Built once per process."""
     lines = Path("data/corpus.jsonl").read_text(encoding="utf-8").splitlines()
     return Index([json.loads(line)["text"] for line in lines])
 
@@ -20,7 +20,7 @@ class Archive:
     """A corpus and a question about it, which takes one search or two."""
 
     def reset(self, answer: str) -> None:
-        """Begin with the gold answer."""
+        """Store the reference answer."""
         self._gold = answer
         self._right = False
 

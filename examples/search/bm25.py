@@ -14,7 +14,7 @@ class Index:
     """BM25 (Robertson and Zaragoza, 2009) over documents.
 
     A document scores ``idf(w) * f * (k + 1) / (f + k * (1 - b + b * l / mean))`` for each word ``w`` of the query that
-    stands in it ``f`` times; ``l`` is its number of words. ``idf(w) = log(1 + (N - n + 0.5) / (n + 0.5))`` for a word
+    occurs in it ``f`` times; ``l`` is its number of words. ``idf(w) = log(1 + (N - n + 0.5) / (n + 0.5))`` for a word
     in ``n`` of ``N`` documents.
 
     >>> Index(["a cat sleeps", "a dog barks", "the dog sleeps"]).search("dog sleeps", 2)
@@ -39,7 +39,7 @@ class Index:
             ]
 
     def search(self, query: str, most: int) -> list[str]:
-        """The best documents that hold a word of the query, best first; the earlier one where two are as good."""
+        """Return the best documents that contain a word of the query, best first. Ties go to the earlier document."""
         totals: dict[int, float] = defaultdict(float)
         for word in words(query):
             for number, score in self.scores.get(word, ()):
@@ -49,5 +49,5 @@ class Index:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text, in small letters."""
+    """Return the words of a text in lower case."""
     return _WORD.findall(text.lower())

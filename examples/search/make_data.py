@@ -1,4 +1,4 @@
-"""Write the corpus, questions and demonstrations into ``data/``: ``python make_data.py``. The same files every time."""
+"""Write the corpus, questions and demonstrations into ``data/``: ``python make_data.py``. Deterministic."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Person:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked, what is searched for in turn, and the reply, whose last word is the answer."""
+    """A question, the queries in order, and the reply, whose last word is the answer."""
 
     text: str
     searches: tuple[str, ...]
@@ -58,7 +58,7 @@ class Question:
 
 
 def make_world(random: Random) -> tuple[list[Town], list[Person]]:
-    """Towns and people, no two of one name."""
+    """Return towns and people with unique names."""
     names = [(start + end).capitalize() for start in STARTS.split() for end in ENDS.split()]
     random.shuffle(names)
     of_towns, of_families = names[:30], names[30:80]
@@ -68,7 +68,7 @@ def make_world(random: Random) -> tuple[list[Town], list[Person]]:
 
 
 def questions(people: Sequence[Person], random: Random) -> list[Question]:
-    """Four questions about each person, in random order: two need one document, two that about their town as well."""
+    """Return four questions per person in random order. Two need one document; two also need the town's document."""
     found: list[Question] = []
     for person in people:
         name, town = person.name, person.town
@@ -84,30 +84,30 @@ def questions(people: Sequence[Person], random: Random) -> list[Question]:
 
 
 def problem(asked: Question) -> Row:
-    """A row of data: ``problem`` is what the model reads, ``answer`` goes to ``reset``."""
+    """Return a data row: the model reads ``problem``, and ``answer`` is passed to ``reset``."""
     return {"problem": asked.text, "answer": asked.answer}
 
 
 def demonstration(asked: Question) -> Row:
-    """A row with the model's turns; the environment writes the observations when it plays them."""
+    """Return a row with the model's turns. The environment produces the observations when it plays them."""
     turns = [*map(call, asked.searches), asked.reply]
     return {**problem(asked), "turns": [{"model": turn} for turn in turns]}
 
 
 def call(query: str) -> str:
-    """A call of the tool, as a model without a chat template writes it."""
+    """Return a tool call in the format for models without a chat template."""
     return "<tool_call>\n" + json.dumps({"name": "search", "arguments": {"query": query}}) + "\n</tool_call>"
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """One row a line, each with an id."""
+    """Write one row per line, each with an id."""
     lines = [json.dumps({"id": f"{path.stem}-{number}", **row}) for number, row in enumerate(rows)]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     print(f"{path}: {len(lines)} rows")
 
 
 def main() -> None:
-    """Training and demonstrations ask about the same people; the questions held out are about others."""
+    """Training and demonstrations ask about the same people; the held-out questions are about others."""
     random, folder = Random(0), Path("data")
     folder.mkdir(exist_ok=True)
     towns, people = make_world(random)

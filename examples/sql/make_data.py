@@ -1,4 +1,4 @@
-"""Write databases, questions and demonstrations into ``data/``: ``python make_data.py``. The same files every time."""
+"""Write databases, questions and demonstrations into ``data/``: ``python make_data.py``. Deterministic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = dict[str, object]
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What a database is about: one table with a column of names and two of numbers."""
+    """The topic of a database: one table with a column of names and two of numbers."""
 
     table: str
     name: str
@@ -52,7 +52,7 @@ KINDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Database:
-    """A file and what stands in it."""
+    """A database file and its contents."""
 
     path: str
     kind: Kind
@@ -60,7 +60,7 @@ class Database:
 
 
 def write_database(folder: Path, number: int, random: Random) -> Database:
-    """A database of eight rows. The numbers of a column are all different, so that one is the largest."""
+    """Return a database of eight rows. The numbers in a column are distinct, so the largest is unique."""
     kind = KINDS[number % len(KINDS)]
     names = tuple(random.sample(kind.words.split(), 8))
     columns = [random.sample(range(10, 100), len(names)) for _ in kind.numbers]
@@ -74,7 +74,7 @@ def write_database(folder: Path, number: int, random: Random) -> Database:
 
 
 def question(database: Database, random: Random) -> tuple[str, str]:
-    """A question, and the SQL that answers it."""
+    """Return a question and the SQL that answers it."""
     kind, column, name = database.kind, random.choice(database.kind.numbers), random.choice(database.names)
     most, order = random.choice((("highest", "DESC"), ("lowest", "ASC")))
     return random.choice(
@@ -90,7 +90,7 @@ def question(database: Database, random: Random) -> tuple[str, str]:
 
 
 def problem(databases: Sequence[Database], random: Random) -> tuple[Row, str]:
-    """A row of data, and the SQL that answers it. ``problem`` is what the model reads; the rest goes to ``reset``."""
+    """Return a data row and the SQL that answers it. The model reads ``problem``; the rest is passed to ``reset``."""
     database = random.choice(databases)
     asked, sql = question(database, random)
     with closing(sqlite3.connect(database.path)) as connection:
@@ -99,21 +99,21 @@ def problem(databases: Sequence[Database], random: Random) -> tuple[Row, str]:
 
 
 def demonstration(databases: Sequence[Database], random: Random) -> Row:
-    """A row with the model's turns; the environment writes the observations when it plays them."""
+    """Return a row with the model's turns. The environment produces the observations when it plays them."""
     row, sql = problem(databases, random)
     call = json.dumps({"name": "query", "arguments": {"sql": sql}})
     return {**row, "turns": [{"model": f"<tool_call>\n{call}\n</tool_call>"}, {"model": row["answer"]}]}
 
 
 def write(path: Path, count: int, make: Callable[[], Row]) -> None:
-    """One row a line, each with an id."""
+    """Write one row per line, each with an id."""
     lines = [json.dumps({"id": f"{path.stem}-{number}", **make()}) for number in range(count)]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     print(f"{path}: {count} rows")
 
 
 def main() -> None:
-    """Training and demonstrations ask about the same databases; the questions held out are about others."""
+    """Training and demonstrations ask about the same databases; the held-out questions are about others."""
     random, folder = Random(0), Path("data")
     folder.mkdir(exist_ok=True)
     databases = [write_database(folder, number, random) for number in range(120)]

@@ -1,4 +1,4 @@
-"""An agent over SQLite: it reads a question and the schema, may query the database, and answers in plain text."""
+"""An agent that reads a question and an SQLite schema, may query the database, and answers in plain text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Warehouse:
     """A database that is opened read-only, and a question about it."""
 
     def reset(self, db: str, answer: str) -> str:
-        """Begin with the file of a database and the gold answer; the schema ends the prompt."""
+        """Store the database file and the reference answer. Return the schema, which is appended to the prompt."""
         self._db = db
         self._gold = answer
         self._right = False
@@ -29,7 +29,7 @@ class Warehouse:
         self._right = text.strip().lower() == self._gold.lower()
 
     def get_reward(self) -> float:
-        """1 for the right answer."""
+        """Return 1 for the right answer."""
         return float(self._right)
 
     def _rows(self, sql: str) -> list[tuple[str | int | float | None, ...]]:
