@@ -38,5 +38,5 @@ class Archive:
         self._right = text.split()[-1:] == [self._gold]
 
     def get_reward(self) -> float:
-        """1 for the right answer."""
+        """Return 1 for the right answer."""
         return float(self._right)
