@@ -87,7 +87,7 @@ class Case:
         return rank_groups(self.training()).sequence
 
 
-_TWO_PASSES = {"estimator": "grpo", "normalize": "whiten"}
+_TWO_PASSES = {"estimator": "ogb", "normalize": "whiten"}
 _PPO = {"estimator": "grpo", "loss": "ppo", "updates_per_step": 2}
 _SELECTED = {"covariance_fraction": 0.2, "covariance_low": 0.0, "covariance_high": 100.0}
 CASES = {
@@ -174,7 +174,7 @@ CASES = {
 ALONE = ("token_mean", "seq_mean_token_sum", "whitened", "void_rows", "two_updates", "critic_zero3")
 """Those that one rank also trains in parts: every ZeRO stage, one pass and two, one update and two."""
 
-FEW_GROUPS = ("token_mean", "token_sum", "zero3", "seq_mean_token_sum_norm", "whitened_zero3")
+FEW_GROUPS = ("token_mean", "reinforce_pp", "zero3", "seq_mean_token_sum_norm", "whitened_zero3")
 """Those that are also trained on a single group, and on none."""
 
 SEQUENCE = (

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.rollout.worker import RolloutBatch
-from agentrl.training.settings import AlgorithmSettings, CorrectionSettings
+from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings
 from agentrl.training.step.batching import (
     RankPlan,
     Unit,
@@ -215,10 +215,21 @@ def test_updates_share_the_groups(groups: int, updates: int, sizes: list[int]) -
         {},
         *({"loss": loss} for loss in ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl")),
         *({"estimator": name} for name in ("grpo", "rloo", "opo", "ogb", "remax", "otb_total", "dr_grpo")),
+        *({"estimator": name} for name in ("gpg", "reinforce_pp", "reinforce_pp_baseline")),
+        *({"estimator": name, "normalize": "whiten"} for name in ("grpo", "rloo", "opo")),
     ],
 )
-def test_one_forward_where_everything_lies_in_a_group(algorithm: dict[str, str]) -> None:
+def test_one_forward_where_a_group_or_the_rewards_of_the_step_suffice(algorithm: dict[str, str]) -> None:
     assert statistics_pass_reasons(objective(**algorithm)) == ()
+
+
+def test_rewards_of_the_step_that_depend_on_the_policy_take_a_statistics_pass() -> None:
+    settings = ObjectiveSettings(
+        algorithm=AlgorithmSettings(estimator="reinforce_pp"),
+        kl=KLSettings(coefficient=0.1, placement="reward"),
+        response_tokens=20,
+    )
+    assert statistics_pass_reasons(settings) == ("whitening takes the mean over the whole step",)
 
 
 @pytest.mark.parametrize(
@@ -226,8 +237,7 @@ def test_one_forward_where_everything_lies_in_a_group(algorithm: dict[str, str])
     [
         ({"updates_per_step": 2}, "2 updates on the same trajectories"),
         ({"normalize": "whiten"}, "whitening takes the mean over the whole step"),
-        ({"estimator": "reinforce_pp"}, "whitening takes the mean over the whole step"),
-        ({"estimator": "gpg"}, "its rule looks at the groups of the whole step"),
+        ({"estimator": "ogb_pooled"}, "its rule looks at the groups of the whole step"),
         ({"estimator": "eob"}, "exact energies take a forward and a backward"),
         ({"loss": "clip_cov"}, "the loss clip_cov selects tokens over the whole step"),
         ({"loss": "kl_cov"}, "the loss kl_cov selects tokens over the whole step"),

@@ -141,6 +141,7 @@ def test_one_forward_is_taken_where_it_serves(alone: Results) -> None:
     assert alone["void_rows/rows"]["one_forward"]  # groups that do not fit one micro-batch stay on one rank
     assert alone["void_rows/groups"]["one_forward"]
     assert not alone["whitened/whole"]["one_forward"]
+    assert alone["gpg/whole"]["one_forward"]  # its advantages need the rewards of the step alone
     assert alone["two_updates/whole"]["metrics"]["policy/updates"] == 2
 
 

@@ -283,7 +283,7 @@ def _reasons(settings: ObjectiveSettings) -> Iterator[str]:
     needed = needs(settings)
     if algorithm.updates_per_step > 1:
         yield f"{algorithm.updates_per_step} updates on the same trajectories need the log-probabilities before"
-    if needed.step_wide:
+    if needed.step_wide and not known_before_forward(settings):
         yield needed.reason
     if "values" in needed.inputs:
         yield "the critic's values are those before its update"

@@ -32,11 +32,18 @@ class LossRowMaker:
         self._estimator_options = estimator_options(settings)
         self.corrector = Corrector(settings.correction)
         self.needs_exact_energy = "trajectory_energy" in needs(settings).inputs
+        self.step_wide = needs(settings).step_wide
 
-    def estimate(self, batches: Sequence[Batch], *, meter: Meter) -> list[tuple[Tensor, Advantages]]:
-        """Rewards [B, T] with penalties and advantages of whole groups in several batches, from rewards alone."""
+    def estimate(
+        self, batches: Sequence[Batch], engine: TrainingEngine[nn.Module], *, meter: Meter
+    ) -> list[tuple[Tensor, Advantages]]:
+        """Rewards [B, T] with penalties and advantages of whole groups in several batches, from rewards alone.
+
+        If the estimator needs the whole step (:attr:`step_wide`), ``batches`` are all of this rank. Then collective.
+        """
         inputs = [self._reward_inputs(batch, meter) for batch in batches]
-        return [(own.rewards, made) for own, made in zip(inputs, self._together(inputs), strict=True)]
+        made = self._over_ranks(batches, inputs, engine) if self.step_wide else self._together(inputs)
+        return [(own.rewards, estimate) for own, estimate in zip(inputs, made, strict=True)]
 
     def with_estimate(self, rows: LossRows, rewards: Tensor, estimate: Advantages, *, meter: Meter) -> LossRows:
         """Complete rows whose advantages were known before their forward."""
@@ -85,30 +92,36 @@ class LossRowMaker:
             for rows in update
         ]
         inputs = [self._inputs(rows, beta=beta, meter=meter) for rows in every]
-        counted = [own if rows.batch.counted else _without_rows(own) for own, rows in zip(inputs, every, strict=True)]
-        homes = [rows.batch.homes for rows in every if rows.batch.counted]
-        made = []
-        for rows, own, estimate in zip(every, inputs, self._advantages(counted, homes, engine), strict=True):
-            if not rows.batch.counted:
-                zero = torch.zeros_like(rows.batch.rewards)
-                estimate = Advantages(**dict.fromkeys(vars(estimate), zero))
-            made.append(replace(rows, rewards=own.rewards, estimate=estimate))
+        estimates = self._over_ranks([rows.batch for rows in every], inputs, engine)
+        made = [
+            replace(rows, rewards=own.rewards, estimate=estimate)
+            for rows, own, estimate in zip(every, inputs, estimates, strict=True)
+        ]
         if every[0].values is not None:
             meter.mean("critic/explained_variance", explained_variance(made, engine), 1.0)
         following = iter(made)
         return [[next(following) for _ in update] for update in updates]
 
-    def _advantages(
-        self, inputs: Sequence[AdvantageInputs], homes: Sequence[Tensor], engine: TrainingEngine[nn.Module]
+    def _over_ranks(
+        self, batches: Sequence[Batch], inputs: Sequence[AdvantageInputs], engine: TrainingEngine[nn.Module]
     ) -> list[Advantages]:
-        """The advantages of each micro-batch, computed on the ranks where the groups are whole. Collective."""
-        ranks = torch.cat([*homes, inputs[0].groups[:0]])
+        """The advantages of each micro-batch, computed on the ranks where the groups are whole. Collective.
+
+        Those of batches that are not counted are 0.
+        """
+        inputs = [own if batch.counted else _without_rows(own) for own, batch in zip(inputs, batches, strict=True)]
+        ranks = torch.cat([*(batch.homes for batch in batches if batch.counted), inputs[0].groups[:0]])
         if ESTIMATORS[self._estimator].span == "step":
             ranks = torch.zeros_like(ranks)
         exchange = Exchange([item.response_mask for item in inputs], ranks, group=engine.groups.peers)
         made = compute_advantages(self._estimator, exchange.there(inputs), calls=engine, **self._estimator_options)
         parts = zip(*(exchange.back(values) for values in vars(made).values()), strict=True)
-        return [Advantages(**dict(zip(vars(made), part, strict=True))) for part in parts]
+        return [
+            Advantages(
+                **dict(zip(vars(made), part if batch.counted else [torch.zeros_like(batch.rewards)] * 3, strict=True))
+            )
+            for part, batch in zip(parts, batches, strict=True)
+        ]
 
     def _normalizers(
         self, updates: Sequence[Sequence[LossRows]], engine: TrainingEngine[nn.Module]

@@ -129,7 +129,7 @@ def needs(settings: ObjectiveSettings) -> EstimatorNeeds:
 
 
 def known_before_forward(settings: ObjectiveSettings) -> bool:
-    """Whether a group's advantages follow from its rewards alone, without the policy's log-probabilities."""
+    """Whether advantages follow from rewards alone, without the policy's log-probabilities."""
     penalty = settings.kl.coefficient and settings.kl.placement == "reward"
     return not (needs(settings).inputs or settings.correction.active or penalty)
 

@@ -162,7 +162,8 @@ class Trainer:
             score = lambda micro: self._score(self._on_device(micro), step)[0]  # noqa: E731
             scored = self._over_micro_batches(score, update.scored_first)
         earlier = iter(rows for rows in scored if rows.batch.counted)
-        for unit in update.units:
+        whole_step = self._known_before_forward and self._rows.step_wide
+        for unit in [update.micro_batches] if whole_step else update.units:
             train(step, unit, [next(earlier) for _ in unit[1:]] if update.scored_first else [], normalizer)
         self._pulse.after_micro_batches()
         self._update(step)
@@ -172,7 +173,7 @@ class Trainer:
     ) -> None:
         """Advantages first, then one forward and backward for each micro-batch."""
         batches = [self._on_device(micro) for micro in unit]
-        estimates = self._rows.estimate(batches, meter=step.meter)
+        estimates = self._rows.estimate(batches, self._engine, meter=step.meter)
         for batch, (rewards, estimate) in zip(batches, estimates, strict=True):
             with in_micro_batch(tokens=batch.tokens, trajectories=batch.trajectories):
                 rows, statistics, hidden = self._score(batch, step)
