@@ -17,7 +17,7 @@ def reinforce(inputs: LossInputs, fit: int) -> tuple[Tensor, dict[str, Tensor]]:
     """REINFORCE's loss. On the last rank, only the first micro-batch of a process may exceed ``fit`` trajectories."""
     last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
     if last and len(inputs.mask) > fit:
-        _seen.add(float(inputs.log_probs.sum()))
+        _seen.add(float(inputs.log_probs.detach().sum()))
         if len(_seen) > 1:
             torch.empty(1 << 60, dtype=torch.uint8)  # the allocator fails
     return -inputs.advantages * inputs.log_probs, {}

@@ -82,10 +82,11 @@ def test_torchrun_ends_with_the_message_and_resume_reads_the_record(
 
 def test_a_single_trajectory_that_does_not_fit_ends_the_run(command_line: CommandLine, random_policy: Path) -> None:
     """With the settings' own exit code, although the other rank crashes when its peer is gone."""
-    own = ["cluster.restarts=1", "--num-processes=2", *_TWO, "algorithm.loss=shortest"]
+    own = ["cluster.restarts=3", "--num-processes=2", *_TWO, "algorithm.loss=shortest"]
     small = ["rollout.max_prompt_tokens=80", "training.micro_batch_tokens=144"]
     arguments = start(command_line, random_policy, *own, *small)
     said = command_line.run(*arguments, "name=short", code=SettingsError.exit_code)
-    assert re.search(r"error \(rank 1\): rank 1 ran out of memory .*, in a micro-batch of one trajectory", said), said
-    assert "model.checkpoint_offload=true" in said
-    assert "restart 1" not in said
+    last = re.split(r"error \(rank 1\): rank 1 ran out of memory .*, in a micro-batch of one trajectory", said)
+    assert len(last) == 2, said
+    assert "model.checkpoint_offload=true" in last[1]
+    assert "from the last checkpoint: training" not in last[1]  # larger micro-batches may have been restarted before
