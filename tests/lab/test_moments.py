@@ -85,7 +85,7 @@ def make_sample(policy: PolicyModel, *, group: int = 0, size: int = 8) -> Proble
         make_trajectory(sample, tuple(tokens() for _ in range(1 + sample % 2)), float(sample % 3 == 0), group)
         for sample in range(size)
     ]
-    return look_at(policy, make_group(rows), pad_id=0, temperature=0.8, budget=64, greedy_return=1.0)
+    return look_at(policy, make_group(rows), temperature=0.8, budget=64, greedy_return=1.0)
 
 
 def slow_gradient(policy: PolicyModel, sample: ProblemSample, rows: list[int], advantages: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def test_a_bandits_variance_is_that_of_enumeration(estimator: str) -> None:
     policy = make_policy(uniform=True)
     arms = [arm for pair in itertools.product(range(3), repeat=2) for arm in pair]
     rows = [make_trajectory(place, ((arm,),), float(arm == 0)) for place, arm in enumerate(arms)]
-    sample = look_at(policy, make_group(rows), pad_id=0, temperature=1.0, budget=64, greedy_return=0.0)
+    sample = look_at(policy, make_group(rows), temperature=1.0, budget=64, greedy_return=0.0)
     groups = torch.arange(18).reshape(9, 2)
     (choice,) = read_choices([estimator])
     (advantages,) = advantages_in([sample], [groups], choice, drop_zero_variance=False)
@@ -185,7 +185,7 @@ def test_adapters_are_measured_alone_and_importance_weights_stand_inside_of_ener
             torch.nn.init.normal_(item)
     group = make_group([make_trajectory(row, ((1, 2), (3,)), float(row)) for row in range(4)])
     for policy, correction in ((whole, None), (whole, {"weights": "token"}), (adapted, {"weights": "token"})):
-        sample = look_at(policy, group, pad_id=0, temperature=0.8, budget=64, greedy_return=0.0, correction=correction)
+        sample = look_at(policy, group, temperature=0.8, budget=64, greedy_return=0.0, correction=correction)
         gradients = Gradients(policy, sample, temperature=0.8, memory=KEEP)
         assert gradients.size == sum(item.numel() for item in policy.parameters() if item.requires_grad)
         torch.testing.assert_close(gradients.gram.diagonal().float(), sample.trajectory_energy, rtol=1e-4, atol=1e-6)
@@ -209,7 +209,7 @@ def test_trajectories_that_are_alike_are_computed_once(weighted: bool) -> None:
     written: list[tuple[tuple[int, ...], ...]] = [one, two, one, two, both, three, two, three]
     rows = [make_trajectory(row, turns, float(row % 3 == 0)) for row, turns in enumerate(written)]
     rows[7] = replace(rows[7], segments=(replace(rows[7].segments[0], log_probs=(-1.0, -2.0)),))
-    look = partial(look_at, policy, pad_id=0, temperature=0.8, budget=64, greedy_return=0.0,
+    look = partial(look_at, policy, temperature=0.8, budget=64, greedy_return=0.0,
                    correction={"weights": "token"} if weighted else None)  # fmt: skip
     sample = look(make_group(rows))
     assert sample.alike.tolist() == [0, 1, 0, 1, 4, 5, 1, 7 if weighted else 5]

@@ -36,15 +36,14 @@ def adapted(kind: str = "qwen2", settings: LoRASettings = RANK, **more: Any) -> 
     return model
 
 
-def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(input_ids [3, 14], prompt_lengths [3], response_ids [3, 9], response_mask [3, 9])."""
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    """(input_ids [3, 14], prompt_lengths [3], response_mask [3, 9])."""
     draw = torch.Generator().manual_seed(2)
     ids = torch.randint(0, 250, (3, 14), generator=draw)
     lengths = torch.tensor([3, 5, 2])
-    response = torch.stack([ids[row, length : length + 9] for row, length in enumerate(lengths.tolist())])
     mask = torch.rand(3, 9, generator=draw) < 0.6
     mask[:, 0] = True
-    return ids, lengths, response, mask
+    return ids, lengths, mask
 
 
 @torch.no_grad()
@@ -151,7 +150,7 @@ def test_exact_energies_are_those_of_the_adapters(kind: str, checkpointed: bool)
         checkpoint_layers(model)
         model.train()
     policy = PolicyModel(model)
-    ids, lengths, _, mask = batch()
+    ids, lengths, mask = batch()
     found = policy.trajectory_energies(ids, lengths, mask, temperature=0.8)
     learning = [value for value in model.parameters() if value.requires_grad]
     for row in range(len(ids)):

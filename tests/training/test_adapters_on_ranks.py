@@ -65,11 +65,11 @@ class TestAdapters:
     def test_the_reference_is_the_model_itself_at_every_step(
         self, results: dict[int, dict[int, Any]], base: Any, stage: int, ranks: int
     ) -> None:
-        ids, lengths, response, mask = batch()
+        ids, lengths, mask = batch()
         with torch.no_grad():
             log_p = torch.log_softmax(base(input_ids=ids).logits, dim=-1)
         rows, columns = mask.nonzero(as_tuple=True)
-        own = log_p[rows, lengths[rows] + columns - 1, response[rows, columns]]
+        own = log_p[rows, lengths[rows] + columns - 1, ids[rows, lengths[rows] + columns]]
         assert len(results[ranks][stage]["reference"]) == STEPS
         for scores in results[ranks][stage]["reference"]:
             torch.testing.assert_close(scores[rows, columns], own, rtol=1e-4, atol=1e-5)

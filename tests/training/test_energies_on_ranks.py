@@ -29,12 +29,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
 def one_by_one(*, tied: bool = True, kind: str = "qwen3") -> torch.Tensor:
     """Energies [5] of the untrained model by a backward pass a row."""
     model = make_model(tied=tied, kind=kind)
-    ids, lengths, response, mask = batch()
+    ids, lengths, mask = batch()
     energies = []
     for row, length in enumerate(lengths.tolist()):
         log_p = torch.log_softmax(model(input_ids=ids[row : row + 1]).logits[0] / 0.8, dim=-1)
         places = mask[row].nonzero().squeeze(-1)
-        total = log_p[length + places - 1, response[row, places]].sum()
+        total = log_p[length + places - 1, ids[row, length + places]].sum()
         gradients = torch.autograd.grad(total, list(model.parameters()))
         energies.append(sum(item.double().square().sum() for item in gradients))
     return torch.stack(energies).float()
