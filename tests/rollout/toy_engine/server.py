@@ -65,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or "{}")
         with one_at_a_time, torch.no_grad():
-            answer = json.dumps(CALLS[self.path](**body)).encode()
+            answer = json.dumps(CALLS.get(self.path)(**body)).encode()
         self.send_response(200)
         self.end_headers()
         self.wfile.write(answer)
