@@ -155,7 +155,7 @@ class ScriptedEpisode:
         pass
 
 
-class ScriptedEnvironment:
+class ScriptedEnvironment(Environment):
     def __init__(self, sandbox: ScriptedSandbox) -> None:
         self._sandbox = sandbox
 

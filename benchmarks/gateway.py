@@ -23,11 +23,11 @@ from scripted import ScriptedEngine, written
 from agentrl.models.tiny import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import Completion, Sampling
-from agentrl.rollout.gateway.export import RolloutPlace
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
+from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.settings import RolloutSettings
 from agentrl_envs.types import Ended, Problem
 
@@ -93,10 +93,19 @@ async def measure(agents: int, turns: int) -> float:
     problem = Problem(id="toy-0", statement="1 + 2?", answer="3", source="toy")
     rollouts = [
         AgentRollout(
-            place=RolloutPlace(problem=problem, step=0, group=0, sample=number, name=f"r{number}", seed=0),
+            policy=TokenPolicy(
+                problem=problem,
+                settings=settings,
+                step=0,
+                group=0,
+                sample_index=number,
+                name=f"r{number}",
+                seed=0,
+                engine=CallingEngine(codec),
+                codec=codec,
+            ),
             settings=settings,
             gateway=AgentGatewaySettings(max_generations=turns, deadline=3600.0),
-            engine=CallingEngine(codec),
             renderer=renderer,
         )
         for number in range(agents)

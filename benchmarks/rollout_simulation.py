@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from agentrl.models.tiny import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import Completion, Sampling
+from agentrl_envs.episode import Environment
 from agentrl_envs.types import Ended, Problem, Step
 
 T = TypeVar("T")
@@ -292,7 +293,7 @@ class SimulatedEpisode:
             self._barrier.leave()
 
 
-class SimulatedEnvironment:
+class SimulatedEnvironment(Environment):
     """Makes the episodes; their latencies are drawn of ``seed``, the problem and how often it was played."""
 
     def __init__(

@@ -25,6 +25,7 @@ from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distr
 from agentrl.training.run.session import Session
 from agentrl.training.step.trainer import Trainer
 from agentrl.training.worker.local import LocalService
+from agentrl_envs.episode import Environment
 from agentrl_envs.types import Ended, Problem, Step
 
 LONGEST_PROMPT = 40  # tokens
@@ -54,7 +55,7 @@ class OneTurnEpisode:
         """Holds nothing."""
 
 
-class OneTurnEnvironment:
+class OneTurnEnvironment(Environment):
     """An environment without sandbox and grader."""
 
     def __init__(self, settings: object) -> None:

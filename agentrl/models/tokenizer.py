@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# Number of encoded prompts to cache: the rollouts of a group start with the same one.
+_PROMPTS = 512
+
+
 class TextCodec:
     """Encodes untrusted text and decodes sampled tokens for one tokenizer of `transformers`.
 
@@ -62,6 +66,7 @@ class TextCodec:
         self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.prefix_ids: tuple[int, ...] = self._prefix(tokenizer)
         self._table: list[bytes] | None = None
+        self._encode_plain_prompt = lru_cache(maxsize=_PROMPTS)(lambda text: self.prefix_ids + self.encode(text))
 
     def _prefix(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
         """The tokens that the tokenizer puts before every text (a BOS token for Llama, nothing for Qwen)."""
@@ -80,7 +85,8 @@ class TextCodec:
         """
         if isinstance(text, MarkedText):
             return self.encode_parts(text.parts)
-        return self.prefix_ids + self.encode(text)
+        # Only plain texts are cached: two marked ones with the same characters may differ in their marks.
+        return self._encode_plain_prompt(text)
 
     def encode_parts(self, parts: Iterable[Part]) -> tuple[int, ...]:
         """Token ids of parts, each encoded on its own: marks with their special tokens, the others as plain text."""

@@ -1,46 +1,36 @@
-"""The driver: plays episodes against an engine, each independently, and produces trajectories.
-
-Only the driver handles both tokens and text. The ids that the engine sampled are the ids of the trajectory. An
-observation is encoded once, separately, as plain text except for the marks that a protocol has set. Nothing is ever
-decoded and then encoded again.
-"""
+"""The driver: plays rollouts with an engine, each independently, and forms groups of their trajectories."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from typing import Final, Literal
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, Literal, TypeVar
 
 import stamina
 
 from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.admission import Admission
-from agentrl.rollout.engines.base import Completion, Engine, Sampling
-from agentrl.rollout.engines.sampling import sampling_key
+from agentrl.rollout.engines.base import Engine
 from agentrl.rollout.gates import FairYield, Rounds
-from agentrl.rollout.gateway.deployed import DeployedHistory
-from agentrl.rollout.gateway.environment import AgentEnvironment
-from agentrl.rollout.gateway.export import RolloutPlace
+from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.turn_loop import SampledTurn, TurnLoop, pooled
 from agentrl.rollout.work_queue import RolloutRequest, SkippedProblemError
-from agentrl.telemetry.trace import now, on_lane, since, span
-from agentrl.trajectory import Group, Segment, Trajectory, one_after_another
-from agentrl_envs.episode import Environment, Episode, UnavailableError
-from agentrl_envs.protocols.marked_text import MarkedText
+from agentrl.telemetry.trace import now, on_lane, since
+from agentrl.trajectory import Group, Trajectory, one_after_another
+from agentrl_envs.episode import Environment, UnavailableError
 from agentrl_envs.rewards import Conversation, Message, Rewards
 from agentrl_envs.types import Ended, Problem
 
+_Value = TypeVar("_Value")
+
 logger = logging.getLogger(__name__)
 
-# Number of encoded prompts to cache.
-_PROMPTS = 512
 # The role by which users' rewards know the origin of a segment.
 _ROLES: Final[dict[Literal["model", "observation"], Literal["assistant", "tool"]]] = {
     "model": "assistant",
@@ -85,95 +75,6 @@ class _Running:
     fair_yield: FairYield
     measure: Measure
 
-    async def before_turn(self, request_id: str) -> None:
-        """Return when the turn may be sampled."""
-        if self.rounds is not None:
-            await self.rounds.wait(request_id)
-
-
-@dataclass(kw_only=True, slots=True)
-class _TokenSampler:
-    """The exact tokens of one trajectory: samples turns after them, and appends what was sampled and observed.
-
-    ``keys`` identify the trajectory's randomness; ``sampling`` lacks the limit and the stop strings of a turn.
-    """
-
-    name: str
-    keys: tuple[int, ...]
-    sampling: Sampling
-    engine: Engine
-    codec: TextCodec
-    encode_prompt: Callable[[str], tuple[int, ...]]
-    measure: Callable[[int], None]
-    running: _Running
-    prompt_ids: tuple[int, ...] = ()
-    segments: list[Segment] = field(default_factory=list)
-    context: tuple[int, ...] = ()
-    turn: tuple[Completion, str] | None = None  # sampled and not yet credited
-
-    @property
-    def used(self) -> int:
-        return len(self.context) - len(self.prompt_ids)
-
-    def begin(self, prompt: str) -> None:
-        self.prompt_ids = self.context = self.encode_prompt(prompt)
-        self.measure(len(self.prompt_ids))
-
-    async def sample(self, episode: Episode, limit: int) -> SampledTurn:
-        """Sample one turn. If the engine stopped at a string that does not complete it, it continues from its ids."""
-        turn = sum(segment.origin == "model" for segment in self.segments)
-        merged: Completion | None = None
-        part = 0
-        while True:
-            taken = len(merged.token_ids) if merged else 0
-            piece = await self._piece(turn, part, replace(self.sampling, max_tokens=limit - taken, stop=episode.stop))
-            self.context += piece.token_ids
-            merged = piece if merged is None else _joined(merged, piece)
-            text = self.codec.decode(merged.token_ids)
-            part += 1
-            at_limit = len(merged.token_ids) >= limit
-            if piece.finish_reason != "stop" or at_limit or episode.turn_complete(text):
-                self.turn = merged, text
-                cut = piece.finish_reason == "length"
-                return SampledTurn(text=text, cut=cut, full=at_limit and piece.finish_reason != "eos")
-
-    async def _piece(self, turn: int, part: int, sampling: Sampling) -> Completion:
-        request_id = f"{self.name}-{turn:04d}-{part:06d}"
-        with span("wait for the others") if self.running.rounds is not None else nullcontext():
-            await self.running.before_turn(request_id)
-        seed = sampling_key(*self.keys, turn, part)
-        piece = await self.engine.generate(
-            self.context, sampling, trajectory_id=self.name, request_id=request_id, seed=seed
-        )
-        await self.running.fair_yield.wait()
-        return piece
-
-    def credit(self, reward: float) -> None:
-        assert self.turn is not None
-        completion, text = self.turn
-        self.segments.append(
-            Segment(
-                origin="model",
-                token_ids=completion.token_ids,
-                text=text,
-                log_probs=completion.log_probs,
-                version_spans=completion.version_spans,
-                reward=reward,
-            )
-        )
-
-    def observe(self, text: str, most: int) -> bool:
-        parts = self.codec.unsampled(text, self.context) if text else ()
-        token_ids = self.codec.encode_parts(parts)
-        fits = self.used + len(token_ids) <= most
-        if token_ids and fits:
-            self.segments.append(Segment(origin="observation", token_ids=token_ids, text=str(MarkedText(*parts))))
-            self.context += token_ids
-        return fits
-
-    def close(self) -> None:
-        self.engine.release(self.name)
-
 
 @dataclass(kw_only=True)
 class Driver:
@@ -204,23 +105,15 @@ class Driver:
             longest=settings.max_prompt_tokens + settings.max_response_tokens,
             kv_high_watermark=settings.kv_high_watermark,
         )
-        # The trajectories of a group start with the same prompt.
-        self._encode_plain_prompt = lru_cache(maxsize=_PROMPTS)(self.codec.encode_prompt)
-
-    def _encode_prompt(self, text: str) -> tuple[int, ...]:
-        # Marked texts are not cached: two with the same characters may differ in their marks.
-        return self.codec.encode_prompt(text) if isinstance(text, MarkedText) else self._encode_plain_prompt(text)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of admission to the engine, and of the gateway if there is one, since the last call."""
-        agents = self.environment.metrics() if isinstance(self.environment, AgentEnvironment) else {}
-        return self._admission.metrics() | agents
+        """Metrics of admission to the engine and of the environment since the last call."""
+        return self._admission.metrics() | self.environment.metrics()
 
     def check_crashes(self, groups: Sequence[Group], what: str) -> None:
         """Raise SettingsError if an agent program ended every rollout of ``groups`` with the same exception."""
-        crashes = self.environment.crashes if isinstance(self.environment, AgentEnvironment) else {}
-        if len(crashes) == 1 and all(item.no_data for group in groups for item in group.rollouts):
-            (said,) = crashes.values()
+        if len(self.environment.crashes) == 1 and all(item.no_data for group in groups for item in group.rollouts):
+            (said,) = self.environment.crashes.values()
             raise SettingsError(f"{what}: the agent program ended every rollout with the same error:\n{said}")
 
     async def prompt_tokens(self, problem: Problem) -> int:
@@ -237,7 +130,7 @@ class Driver:
         episode = self.environment.episode(problem)
         try:
             async with asyncio.timeout(seconds) as limit:
-                return self._encode_prompt(await episode.start())
+                return self.codec.encode_prompt(await episode.start())
         except TimeoutError as error:
             if not limit.expired():
                 raise  # not this deadline
@@ -370,85 +263,30 @@ class Driver:
 
     async def _attempt(self, job: Job, running: _Running) -> tuple[Trajectory, ...]:
         """The branches of one rollout: several only where an agent plays, or earlier turns are rendered anew."""
-        if not isinstance(self.environment, AgentEnvironment | DeployedHistory):
-            return (await self._conversation(job, running),)
-        place = RolloutPlace(
+        policy = TokenPolicy(
             problem=job.request.problem,
+            settings=self.settings,
+            fair_yield=running.fair_yield,
             step=job.step,
             group=job.request.index,
-            sample=job.sample,
-            name=self._name(job),
+            sample_index=job.sample,
+            # Zero-padded, so that names sort in the order of requests, samples and turns.
+            name=f"{self.label}{job.step:08d}-{job.request.index:012d}-{job.sample:06d}",
             seed=self.seed,
-            temperature=self._temperature(job, running),
+            engine=self.engine,
+            codec=self.codec,
+            temperature=0.0 if job.sample == running.greedy_sample else running.temperature,
             top_p=self.top_p,
+            rewarded_later=self.rewards is not None,
+            rounds=running.rounds,
+            measure=partial(running.measure, job.request),
         )
-        measure = partial(running.measure, job.request)
-        if isinstance(self.environment, DeployedHistory):
-            branches, failure = await self.environment.play(
-                place,
-                engine=self.engine,
-                settings=self.settings,
-                gate=running.before_turn,
-                fair_yield=running.fair_yield,
-                measure=measure,
-            )
-        else:
-            measure(len(self._encode_prompt(await self.environment.episode(place.problem).start())))
-            branches, failure = await self.environment.play(
-                place,
-                engine=self.engine,
-                settings=self.settings,
-                gate=running.before_turn,
-                rewarded_later=self.rewards is not None,
-            )
-        self.last_failure = failure or self.last_failure
+        branches = await policy.play(self.environment)
+        self.last_failure = policy.failure or self.last_failure
         last = await self._rewarded(branches[-1], running, earlier=branches[:-1])
         if last.no_data:
             return (last.alone(),)
         return (*(replace(item, reward_elsewhere=last.reward) for item in branches[:-1]), last)
-
-    def _name(self, job: Job) -> str:
-        # Zero-padded, so that names sort in the order of requests, samples and turns.
-        return f"{self.label}{job.step:08d}-{job.request.index:012d}-{job.sample:06d}"
-
-    def _temperature(self, job: Job, running: _Running) -> float:
-        return 0.0 if job.sample == running.greedy_sample else running.temperature
-
-    async def _conversation(self, job: Job, running: _Running) -> Trajectory:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        sampler = _TokenSampler(
-            name=self._name(job),
-            keys=(self.seed, job.step, job.request.index, job.sample),
-            sampling=Sampling(
-                max_tokens=self.settings.max_turn_tokens,
-                temperature=self._temperature(job, running),
-                top_p=self.top_p,
-            ),
-            engine=self.engine,
-            codec=self.codec,
-            encode_prompt=self._encode_prompt,
-            measure=partial(running.measure, job.request),
-            running=running,
-        )
-        problem = job.request.problem
-        turns = TurnLoop(problem=problem, sampler=sampler, settings=self.settings, fair_yield=running.fair_yield)
-        ended = await turns.play(self.environment)
-        self.last_failure = turns.failure or self.last_failure
-        trajectory = Trajectory(
-            problem=problem,
-            step=job.step,
-            group=job.request.index,
-            sample=job.sample,
-            prompt_ids=sampler.prompt_ids,
-            segments=tuple(sampler.segments),
-            ended=ended,
-            verdict=turns.verdict,
-            answer=turns.answer,
-            tool_calls=tuple(turns.calls),
-            seconds=loop.time() - began,
-        )
-        return await self._rewarded(trajectory, running)
 
     async def _rewarded(
         self, trajectory: Trajectory, running: _Running, *, earlier: Sequence[Trajectory] = ()
@@ -475,6 +313,29 @@ class Driver:
         return trajectory.with_rewards(score.turns, score.parts)
 
 
+async def pooled(
+    players: int, player: Callable[[Callable[[_Value], None]], Coroutine[object, object, None]]
+) -> AsyncGenerator[_Value, None]:
+    """Yield what ``players`` tasks of ``player`` hand over, until all have ended. A crash of one raises here."""
+    handed: asyncio.Queue[_Value | asyncio.Task[None]] = asyncio.Queue()
+    tasks = [asyncio.create_task(player(handed.put_nowait)) for _ in range(players)]
+    for task in tasks:
+        task.add_done_callback(handed.put_nowait)
+    running = players
+    try:
+        while running:
+            item = await handed.get()
+            if isinstance(item, asyncio.Task):
+                item.result()
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def _trace(job: Job, last: Trajectory, began: int) -> None:
     """The slice of a rollout, on its lane, around those of its turns."""
     place = {"step": job.step, "group": job.request.index, "sample": job.sample}
@@ -496,13 +357,4 @@ def _group(trajectories: list[Trajectory], greedy_sample: int | None) -> Group:
         index=trajectories[0].group,
         trajectories=tuple(item for item in trajectories if item.sample != greedy_sample),
         greedy=one_after_another(greedy) if greedy else None,
-    )
-
-
-def _joined(first: Completion, second: Completion) -> Completion:
-    return replace(
-        second,
-        token_ids=first.token_ids + second.token_ids,
-        log_probs=first.log_probs + second.log_probs,
-        version_spans=first.version_spans + second.version_spans,
     )

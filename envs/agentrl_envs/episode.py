@@ -1,4 +1,4 @@
-"""What the driver and the trainer need of any environment: `Episode` and `Environment`, both text only.
+"""What the driver and the trainer need of any environment: `Episode`, `Policy` and `Environment`, text only.
 
 AgentRLEnvError
 ├── EpisodeUsageError        a call out of order: a bug of the caller
@@ -14,9 +14,14 @@ AgentRLEnvError
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from agentrl_envs.types import Problem, Step
+from agentrl_envs.types import Ended, Problem, Step
+
+Played = TypeVar("Played", covariant=True)
 
 
 class AgentRLEnvError(Exception):
@@ -86,31 +91,94 @@ class NamesCalls(Protocol):
         ...
 
 
-@runtime_checkable
-class Environment(Protocol):
-    """What all episodes of a run share (sandbox, grader, threads). Open once, close once."""
+class Policy(Protocol[Played]):
+    """The model as the player of one rollout. Encodes, samples and records what is said; ``end`` returns the rollout.
 
-    async def open(self) -> None:
-        """Acquire the shared parts. Raises where they cannot work."""
+    With an engine the result is the rollout's trajectories, token by token; with an endpoint it is a transcript.
+    """
+
+    def begin(self, prompt: str) -> None:
+        """Encode the prompt. Called once, first."""
         ...
 
+    def waiting(self, episode: Episode, name: str) -> AbstractAsyncContextManager[dict[str, Any]]:
+        """Trace a wait for the episode under ``name``. Raises UnavailableError past the environment's deadline."""
+        ...
+
+    async def sample(self, episode: Episode) -> str | None:
+        """Sample one turn; None if the context is full."""
+        ...
+
+    async def observe(self, step: Step) -> Ended | None:
+        """Record the turn's reward and append its observation. Returns how the rollout ended, or None if it goes on."""
+        ...
+
+    def end(self, ended: Ended) -> Played:
+        """Return what was played."""
+        ...
+
+    def close(self) -> None:
+        """Release what the engine holds for the rollout."""
+        ...
+
+
+class Environment(ABC):
+    """The resources that all episodes of a run share (sandbox, grader, threads), and the way a rollout is played.
+
+    >>> class Echo(Environment):
+    ...     def episode(self, problem): ...
+    >>> Echo().describe()
+    ['Echo']
+    """
+
+    crashes: Mapping[str, str] = {}
+    """Errors of the user's program since the last rollout without one, by place; only agent programs have them."""
+
+    async def open(self) -> None:  # noqa: B027 - many have nothing to open
+        """Acquire the shared resources. Raises if they cannot work."""
+
+    @abstractmethod
     def episode(self, problem: Problem) -> Episode:
         """A fresh episode of this problem; cheap, called thousands of times."""
-        ...
 
-    async def close(self) -> None:
-        """Release the shared parts. May be called more than once."""
-        ...
+    async def rollout(self, problem: Problem, policy: Policy[Played]) -> Played:
+        """Play one problem to its end: the episode and the policy take turns.
 
-    def describe(self) -> list[str]:
-        """Lines for the console: what was found and what it guarantees."""
-        ...
+        Raises UnavailableError if the episode fails for reasons outside the policy.
+        """
+        episode = self.episode(problem)
+        ended: Ended | None = None
+        try:
+            async with policy.waiting(episode, "start"):
+                prompt = await episode.start()
+            policy.begin(prompt)
+            while ended is None:
+                text = await policy.sample(episode)
+                if text is None:
+                    return policy.end(Ended.TOKEN_LIMIT)
+                async with policy.waiting(episode, "environment") as facts:
+                    step = await episode.step(text)
+                    facts["tool calls"] = len(step.tool_calls)
+                ended = await policy.observe(step)
+            return policy.end(ended)
+        finally:
+            policy.close()
+            await episode.close()
 
-
-@runtime_checkable
-class TurnLimited(Protocol):
-    """An environment whose limit on turns evaluation may replace (``evaluation.max_turns``)."""
+    async def close(self) -> None:  # noqa: B027 - many have nothing to close
+        """Release the shared resources. May be called more than once."""
 
     def with_turns(self, max_turns: int) -> Environment:
-        """The same environment with up to ``max_turns`` an episode. What it has opened stays this one's to close."""
-        ...
+        """The same environment with up to ``max_turns`` per episode (``evaluation.max_turns``).
+
+        The original environment still closes what it has opened. One with a limit of its own returns itself.
+        """
+        return self
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the rollouts since the last call."""
+        return {}
+
+    def describe(self) -> list[str]:
+        """Lines for the console: the settings in use and what they guarantee."""
+        return [type(self).__name__]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agentrl_envs.chat.chat_format import ChatFormat
+from agentrl_envs.episode import Environment
 from agentrl_envs.grading import Grader, GraderSettings
 from agentrl_envs.protocols.factory import reasoning
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
@@ -13,7 +14,7 @@ from agentrl_sandbox.client import SandboxSettings
 __all__ = ["ReasoningEnvironment"]
 
 
-class ReasoningEnvironment:
+class ReasoningEnvironment(Environment):
     """What the episodes of a run share: the grader and the settings."""
 
     def __init__(
@@ -29,9 +30,6 @@ class ReasoningEnvironment:
         self._grader = Grader(grader_settings or GraderSettings())
         self._protocol = reasoning(self.settings, chat)
         self._episode_settings = SimpleTIRSettings(max_turns=1)
-
-    async def open(self) -> None:
-        """Nothing to acquire: the grader starts with the first answer."""
 
     def episode(self, problem: Problem) -> SimpleTIREpisode:
         """A fresh episode of this problem."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from agentrl_envs.adapters.blocking import BlockingCalls
 from agentrl_envs.chat.chat_format import ChatFormat
-from agentrl_envs.episode import EpisodeUsageError, UnavailableError
+from agentrl_envs.episode import Environment, EpisodeUsageError, UnavailableError
 from agentrl_envs.execution import EpisodeSandbox, call_of, failed_call
 from agentrl_envs.grading import Grader, GraderError, GraderSettings
 from agentrl_envs.protocols.base import MalformedCall, Protocol, ToolRequest
@@ -224,7 +224,7 @@ class SimpleTIREpisode:
             raise EpisodeUsageError(f"episode of problem {self.problem.id!r} is {self._state}, expected {state}")
 
 
-class SimpleTIREnvironment:
+class SimpleTIREnvironment(Environment):
     """What the episodes of a run share: the sandbox, the grader and the settings.
 
     A ``sandbox`` given open is used as it is and left open; otherwise `open` opens one by ``sandbox_settings``.

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM,
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import Completion, Sampling
 from agentrl.trajectory import Segment, Trajectory
+from agentrl_envs.episode import Environment
 from agentrl_envs.types import Ended, Problem, Step, Verdict
 
 EOS = 256
@@ -160,7 +161,7 @@ class ScriptedEpisode:
         self.closed += 1
 
 
-class ScriptedEnvironment:
+class ScriptedEnvironment(Environment):
     """Makes each episode with ``build(problem, how many were made before)`` and keeps them all."""
 
     def __init__(self, build: Callable[[Problem, int], ScriptedEpisode]) -> None:

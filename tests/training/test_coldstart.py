@@ -29,6 +29,7 @@ from agentrl.training.coldstart.train import (
     with_direct_answers,
 )
 from agentrl.training.settings import ColdstartSettings
+from agentrl_envs.episode import Environment
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
 from agentrl_envs.types import Ended, Problem, Step
 
@@ -63,7 +64,7 @@ class PromptEpisode:
         """Nothing is open."""
 
 
-class PromptEnvironment:
+class PromptEnvironment(Environment):
     async def open(self) -> None: ...
     async def close(self) -> None: ...
     def describe(self) -> list[str]:

@@ -10,20 +10,17 @@ from agentrl_envs.types import Problem
 
 
 @dataclass(frozen=True)
-class FalsifiedEnvironment:
-    """Wrapper that replaces all numbers in the observations of an environment."""
+class FalsifiedEnvironment(Environment):
+    """Wrapper that replaces all numbers in the observations of an environment.
+
+    The owner of the wrapped environment opens and closes it.
+    """
 
     environment: Environment
     seed: int
 
-    async def open(self) -> None:
-        """Do nothing, because the wrapped environment is already open."""
-
     def episode(self, problem: Problem) -> Episode:
         return FalsifiedObservations(self.environment.episode(problem), seed=self.seed)
-
-    async def close(self) -> None:
-        """Do nothing, because the owner of the wrapped environment closes it."""
 
     def describe(self) -> list[str]:
         return [*self.environment.describe(), "observations are falsified"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agentrl_envs.episode import Environment, TurnLimited
+from agentrl_envs.episode import Environment
 from agentrl_envs.settings import SimpleTIRSettings
 
 if TYPE_CHECKING:
@@ -42,6 +42,4 @@ def evaluation_settings(settings: EvaluationSections) -> EvaluationSections:
 def evaluation_environment(environment: Environment, settings: EvaluationSections) -> Environment:
     """Return an open ``environment`` with evaluation's turn limit. The original must still be closed."""
     turns = settings.evaluation.max_turns
-    if turns is None or not isinstance(environment, TurnLimited):
-        return environment
-    return environment.with_turns(turns)
+    return environment if turns is None else environment.with_turns(turns)

@@ -5,8 +5,8 @@ Players do not retry. Their caller decides whether to repeat rollouts that faile
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ from typing import Protocol
 from agentrl.evaluation.play.text_engine import ContextFullError, TextEngine, TextSampling
 from agentrl.evaluation.records.transcript import Sample, Transcript, Turn
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.driver import Driver
+from agentrl.rollout.driver import Driver, pooled
 from agentrl.rollout.engines.base import Engine
 from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.gates import FairYield
+from agentrl.rollout.policy import TurnPolicy
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.turn_loop import SampledTurn, TurnLoop, pooled
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import one_after_another
 from agentrl_envs.episode import Environment, Episode
@@ -92,47 +92,32 @@ class TextPlayer:
                 yield transcript
 
     async def _transcript(self, sample: Sample, fair_yield: FairYield) -> Transcript:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        sampler = _TextSampler(
+        policy = _TextPolicy(
+            problem=sample.problem,
+            settings=self.settings,
+            fair_yield=fair_yield,
+            sample_of=sample,
             engine=self.engine,
             keys=(self.seed, sample.benchmark, sample.problem.id, sample.number, sample.attempt),
-            temperature=self.settings.temperature,
             top_p=self.top_p,
         )
-        turns = TurnLoop(problem=sample.problem, sampler=sampler, settings=self.settings, fair_yield=fair_yield)
-        ended = await turns.play(self.environment)
-        return Transcript(
-            benchmark=sample.benchmark,
-            problem=sample.problem.id,
-            sample=sample.number,
-            attempt=sample.attempt,
-            turns=tuple(sampler.turns),
-            ended=ended,
-            prompt_tokens=sampler.prompt_tokens,
-            verdict=turns.verdict,
-            answer=turns.answer,
-            reward=sampler.reward,
-            tool_calls=tuple(turns.calls),
-            seconds=loop.time() - began,
-            failure=turns.failure,
-            refused=sampler.refused,
-        )
+        return await policy.play(self.environment)
 
 
-@dataclass(kw_only=True, slots=True)
-class _TextSampler:
+@dataclass(kw_only=True, eq=False)
+class _TextPolicy(TurnPolicy[Transcript]):
     """A conversation as text. ``conversation`` alternates between texts for the model and its turns."""
 
+    sample_of: Sample
     engine: TextEngine
     keys: tuple[int | str, ...]
-    temperature: float
     top_p: float
     conversation: list[str] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     prompt_tokens: int = 0
     reward: float = 0.0
     refused: bool = False
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def used(self) -> int:
@@ -141,11 +126,11 @@ class _TextSampler:
     def begin(self, prompt: str) -> None:
         self.conversation.append(prompt)
 
-    async def sample(self, episode: Episode, limit: int) -> SampledTurn | None:
+    async def _sample(self, episode: Episode, limit: int) -> str | None:
         turn = sum(item.origin == "model" for item in self.turns)
         sampling = TextSampling(
             max_tokens=limit,
-            temperature=self.temperature,
+            temperature=self.settings.temperature,
             top_p=self.top_p,
             seed=sampling_key(*self.keys, turn) >> 33,  # 31 bits, which every endpoint accepts
             stop=episode.stop,
@@ -164,21 +149,36 @@ class _TextSampler:
         )
         if not turn:
             self.prompt_tokens = completion.prompt_tokens or 0
-        cut = completion.finish_reason == "length"
-        return SampledTurn(text=completion.text, cut=cut, full=cut)
+        self.cut = self.full = completion.finish_reason == "length"
+        return completion.text
 
-    def credit(self, reward: float) -> None:
+    def _credit(self, reward: float) -> None:
         self.reward += reward
 
-    def observe(self, text: str, most: int) -> bool:
-        """Record an observation of any length. Its tokens are estimated as characters / 4."""
-        self.conversation.append(text)
-        if text:
-            self.turns.append(Turn(origin="observation", text=text, tokens=-(-len(text) // 4)))
+    def _append(self, observation: str, most: int) -> bool:
+        """Append an observation of any length. Its tokens are estimated as characters / 4."""
+        self.conversation.append(observation)
+        if observation:
+            self.turns.append(Turn(origin="observation", text=observation, tokens=-(-len(observation) // 4)))
         return True
 
-    def close(self) -> None:
-        """Do nothing, because endpoints keep no state of a conversation."""
+    def end(self, ended: Ended) -> Transcript:
+        return Transcript(
+            benchmark=self.sample_of.benchmark,
+            problem=self.problem.id,
+            sample=self.sample_of.number,
+            attempt=self.sample_of.attempt,
+            turns=tuple(self.turns),
+            ended=ended,
+            prompt_tokens=self.prompt_tokens,
+            verdict=self.verdict,
+            answer=self.answer,
+            reward=self.reward,
+            tool_calls=tuple(self.calls),
+            seconds=time.monotonic() - self.began,
+            failure=self.failure,
+            refused=self.refused,
+        )
 
 
 def _index(sample: Sample) -> int:

@@ -7,24 +7,19 @@ drops thoughts, or formats a call anew), the next turn begins a sequence of its 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.engines.base import Engine, EngineError
-from agentrl.rollout.gates import FairYield
-from agentrl.rollout.gateway.export import RolloutPlace
+from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest, Json, WireError
-from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.turn_loop import SampledTurn, TurnLoop
+from agentrl.rollout.policy import TokenPolicy, TurnPolicy
 from agentrl.trajectory import Trajectory
 from agentrl_envs.chat.chat_format import ChatFormat
-from agentrl_envs.episode import Environment, EnvironmentContractError, Episode, TurnLimited
+from agentrl_envs.episode import Environment, EnvironmentContractError, Episode
 from agentrl_envs.protocols.marked_text import MarkedText
-from agentrl_envs.types import Problem
+from agentrl_envs.types import Ended, Problem
 
 # The episode counts its turns and its time.
 _UNLIMITED = AgentGatewaySettings(history="template", max_generations=2**31, deadline=1e9)
@@ -39,7 +34,7 @@ class DeployedChat:
     tools: tuple[Json, ...]
 
 
-class DeployedHistory:
+class DeployedHistory(Environment):
     """An environment whose conversations are shown to the model as a deployed server shows them."""
 
     def __init__(self, environment: Environment, chat: DeployedChat) -> None:
@@ -54,107 +49,93 @@ class DeployedHistory:
         """An episode of the environment."""
         return self._environment.episode(problem)
 
+    async def rollout(self, problem: Problem, policy: TokenPolicy) -> tuple[Trajectory, ...]:  # type: ignore[override]
+        """Play the environment with a policy that samples each turn after the messages so far, rendered anew."""
+        chat = _MessagePolicy(policy, self._chat)
+        try:
+            return await self._environment.rollout(problem, chat)
+        finally:
+            await chat.requests.finish()
+
     async def close(self) -> None:
         """Close the environment."""
         await self._environment.close()
 
     def with_turns(self, max_turns: int) -> DeployedHistory:
         """The same with up to ``max_turns`` a trajectory, unless the environment has a limit of its own."""
-        if not isinstance(self._environment, TurnLimited):
-            return self
         return DeployedHistory(self._environment.with_turns(max_turns), self._chat)
 
     def describe(self) -> list[str]:
         """The environment, and what the model sees of its earlier turns."""
         return [*self._environment.describe(), "history: earlier turns are shown as the chat template writes them"]
 
-    async def play(
-        self,
-        place: RolloutPlace,
-        *,
-        engine: Engine,
-        settings: RolloutSettings,
-        gate: Callable[[str], Awaitable[None]],
-        fair_yield: FairYield,
-        measure: Callable[[int], None],
-    ) -> tuple[tuple[Trajectory, ...], str | None]:
-        """The sequences of one trajectory, and why it failed if it did for reasons outside the policy."""
+
+class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
+    """Samples turns as replies to requests. The rewards of all turns are those of the last one."""
+
+    def __init__(self, tokens: TokenPolicy, chat: DeployedChat) -> None:
+        settings = tokens.settings
+        super().__init__(problem=tokens.problem, settings=settings, fair_yield=tokens.fair_yield, calls=tokens.calls)
         context = settings.max_prompt_tokens + settings.max_response_tokens
-        renderer = self._chat.renderer
-        rollout = AgentRollout(
-            place=place,
+        self.requests = AgentRollout(
+            policy=tokens,
             settings=settings.model_copy(update={"max_prompt_tokens": context}),
             gateway=_UNLIMITED,
-            engine=engine,
-            renderer=renderer,
-            gate=gate,
+            renderer=chat.renderer,
             most_context=context,
         )
-        sampler = _MessageSampler(rollout=rollout, tools=self._chat.tools, codec=renderer.codec, measure=measure)
-        turns = TurnLoop(problem=place.problem, sampler=sampler, settings=settings, fair_yield=fair_yield)
-        try:
-            ended = await turns.play(self._environment)
-        finally:
-            await rollout.finish()
-        rollout.reward = sampler.reward
-        rows = rollout.trajectories(ended)
-        last = replace(rows[-1], verdict=turns.verdict, answer=turns.answer, tool_calls=tuple(turns.calls))
-        return (*rows[:-1], last), turns.failure
+        self._tokens = tokens
+        self._chat = chat
+        self._messages: tuple[AgentMessage, ...] = ()
+        self._context: tuple[int, ...] = ()
+        self._used = 0
 
-
-@dataclass(kw_only=True, slots=True)
-class _MessageSampler:
-    """The messages of one conversation. The rewards of all turns are those of the last one."""
-
-    rollout: AgentRollout
-    tools: tuple[Json, ...]
-    codec: TextCodec
-    measure: Callable[[int], None]
-    messages: tuple[AgentMessage, ...] = ()
-    used: int = 0
-    reward: float = 0.0
-    context: tuple[int, ...] = field(default=())
+    @property
+    def used(self) -> int:
+        return self._used
 
     def begin(self, prompt: str) -> None:
-        self.measure(len(self.codec.encode_prompt(prompt)))
-        self.messages = _messages(prompt)
+        self._tokens.measure(len(self._tokens.codec.encode_prompt(prompt)))
+        self._messages = _messages(prompt)
 
-    async def sample(self, episode: Episode, limit: int) -> SampledTurn | None:
+    async def _sample(self, episode: Episode, limit: int) -> str | None:
         request = ChatRequest(
-            messages=self.messages,
-            tools=tuple(map(dict, self.tools)),
+            messages=self._messages,
+            tools=tuple(map(dict, self._chat.tools)),
             max_tokens=limit,
             stop=episode.stop,
         )
         try:
-            generation = await self.rollout.reply(request, body=b"", retry=False, key=None)
+            generation = await self.requests.reply(request, body=b"", retry=False, key=None)
         except WireError as error:
-            if self.rollout.stopped is not None:
+            if self.requests.stopped is not None:
                 return None
-            if self.rollout.failure is not None:
-                raise EngineError(self.rollout.failure) from error
+            if self.requests.failure is not None:
+                raise EngineError(self.requests.failure) from error
             raise EnvironmentContractError(f"environment.history=template: {error}") from error
         tokens = len(generation.completion.token_ids)
-        self.used += tokens
-        self.context = generation.context
-        self.messages = (*self.messages, generation.reply)
-        cut = generation.completion.finish_reason == "length"
-        return SampledTurn(text=generation.text, cut=cut, full=cut and tokens >= limit)
+        self._used += tokens
+        self._context = generation.context
+        self._messages = (*self._messages, generation.reply)
+        self.cut = generation.completion.finish_reason == "length"
+        self.full = self.cut and tokens >= limit
+        return generation.text
 
-    def credit(self, reward: float) -> None:
-        self.reward += reward
+    def _credit(self, reward: float) -> None:
+        self.requests.reward = (self.requests.reward or 0.0) + reward
 
-    def observe(self, text: str, most: int) -> bool:
-        parts = self.codec.unsampled(text, self.context) if text else ()
-        tokens = len(self.codec.encode_parts(parts))
-        fits = self.used + tokens <= most
+    def _append(self, observation: str, most: int) -> bool:
+        codec = self._tokens.codec
+        tokens = len(codec.encode_parts(codec.unsampled(observation, self._context) if observation else ()))
+        fits = self._used + tokens <= most
         if tokens and fits:
-            self.used += tokens
-            self.messages += _messages(text)
+            self._used += tokens
+            self._messages += _messages(observation)
         return fits
 
-    def close(self) -> None:
-        """Nothing: the rollout releases what the engine holds."""
+    def end(self, ended: Ended) -> tuple[Trajectory, ...]:
+        *earlier, last = self.requests.trajectories(ended)
+        return (*earlier, replace(last, verdict=self.verdict, answer=self.answer, tool_calls=tuple(self.calls)))
 
 
 def _messages(text: str) -> tuple[AgentMessage, ...]:

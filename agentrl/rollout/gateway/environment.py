@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import TextCodec, read_generation_ends
-from agentrl.rollout.engines.base import Engine
-from agentrl.rollout.gateway.export import RolloutPlace
 from agentrl.rollout.gateway.programs import AgentFailureError, AgentProgram, load_agent
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.rollout import AgentRollout
@@ -22,9 +19,9 @@ from agentrl.rollout.gateway.settings import AGENT, VERIFIERS, WORKER, AgentGate
 from agentrl.rollout.gateway.tree import MISSES
 from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest
 from agentrl.rollout.gateway.workers import load_worker, verifiers_worker_of
-from agentrl.rollout.settings import RolloutSettings
+from agentrl.rollout.policy import TokenPolicy
 from agentrl.trajectory import Trajectory
-from agentrl_envs.episode import EpisodeUsageError
+from agentrl_envs.episode import Environment, EpisodeUsageError, UnavailableError
 from agentrl_envs.protocols.marked_text import Mark, MarkedText
 from agentrl_envs.registry import describe_error
 from agentrl_envs.settings import NoSettings, VerifiersSettings, read_options
@@ -32,8 +29,6 @@ from agentrl_envs.types import Ended, Problem, Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 _REWARD_SOURCES = (
     "set reward.functions, return a number from the agent function, or let a command or worker report it with "
@@ -96,7 +91,7 @@ class _PromptEpisode:
         """Nothing to release."""
 
 
-class AgentEnvironment:
+class AgentEnvironment(Environment):
     """What the rollouts of an agent program share: the program, the gateway and the chat template."""
 
     def __init__(self, program: AgentProgram, settings: AgentGatewaySettings, renderer: ChatRenderer | None) -> None:
@@ -108,8 +103,7 @@ class AgentEnvironment:
         self._renderer = renderer
         self._gateway = AgentGateway(settings)
         self._counts: Counter[str] = Counter()
-        self.crashes: dict[str, str] = {}
-        """Exceptions since the last rollout that did not crash: from type and location to the newest traceback."""
+        self.crashes: dict[str, str] = {}  # by type and location, the newest traceback
 
     async def open(self) -> None:
         """Start the gateway. Raises SettingsError if its address is not free."""
@@ -119,12 +113,15 @@ class AgentEnvironment:
 
     def episode(self, problem: Problem) -> _PromptEpisode:
         """The problem as a user's message, for its length and for demonstrations."""
+        return _PromptEpisode(self._prompt(problem))
+
+    def _prompt(self, problem: Problem) -> MarkedText:
         if self._renderer is None:
-            return _PromptEpisode(MarkedText(problem.statement, Mark("\n")))
+            return MarkedText(problem.statement, Mark("\n"))
         told = [(str(one["role"]), str(one["content"])) for one in problem.messages] or [("user", problem.statement)]
         messages = tuple(AgentMessage(role=role, content=content) for role, content in told)
         layout = self._renderer.layout(messages, ChatRequest(messages=messages))
-        return _PromptEpisode(MarkedText(*layout.parts([message.content for message in messages])))
+        return MarkedText(*layout.parts([message.content for message in messages]))
 
     async def close(self) -> None:
         """End the program and the gateway. May be called more than once."""
@@ -141,34 +138,24 @@ class AgentEnvironment:
             "token-level baselines count tokens from the beginning of their conversation",
         ]
 
-    async def play(
-        self,
-        place: RolloutPlace,
-        *,
-        engine: Engine,
-        settings: RolloutSettings,
-        gate: Callable[[str], Awaitable[None]],
-        rewarded_later: bool,
-    ) -> tuple[tuple[Trajectory, ...], str | None]:
-        """The trajectories of one rollout, and why it failed if it did for reasons outside the policy."""
+    async def rollout(self, problem: Problem, policy: TokenPolicy) -> tuple[Trajectory, ...]:  # type: ignore[override]
+        """Run the program once; the policy answers its requests.
+
+        Raises UnavailableError if the rollout is no data, SkippedProblemError for a long prompt.
+        """
         assert self._renderer is not None, "an environment without a renderer only gives prompts"
-        rollout = AgentRollout(
-            place=place,
-            settings=settings,
-            gateway=self._settings,
-            engine=engine,
-            renderer=self._renderer,
-            gate=gate,
-        )
-        failure = await self._run(rollout, rewarded_later=rewarded_later)
+        policy.measure(len(policy.codec.encode_prompt(self._prompt(problem))))
+        rollout = AgentRollout(policy=policy, settings=policy.settings, gateway=self._settings, renderer=self._renderer)
+        failure = await self._run(rollout)
         rows = rollout.trajectories(Ended.ANSWERED if failure is None else Ended.INFRASTRUCTURE_FAILURE)
+        self._count(rollout, rows)
         if failure is None and rows[-1].no_data:
             failure = f"nothing was sampled that can be trained{rollout.stop_reason}"
-            logger.warning("problem %s: %s", place.problem.id, failure)
-        self._count(rollout, rows)
-        return rows, failure
+        if failure is not None:
+            raise UnavailableError(failure)
+        return rows
 
-    async def _run(self, rollout: AgentRollout, *, rewarded_later: bool) -> str | None:
+    async def _run(self, rollout: AgentRollout) -> str | None:
         """Run the program to its end. Returns why the rollout is no data, or None."""
         access = self._gateway.admit(rollout)
         failure: str | None = None
@@ -177,7 +164,7 @@ class AgentEnvironment:
             await self._program.ready(access)
             rollout.begin()
             async with asyncio.timeout(self._settings.deadline):
-                reward = await self._program.run(rollout.place.problem, access)
+                reward = await self._program.run(rollout.policy.problem, access)
             rollout.reward = rollout.reward if reward is None else reward
         except TimeoutError:
             failure = f"the agent took longer than {self._settings.deadline:g} s (gateway.deadline)"
@@ -190,14 +177,11 @@ class AgentEnvironment:
             await rollout.finish()
         self._note_crash(rollout, crash)
         failure = failure or rollout.given_up
-        if failure is None and rollout.reward is None and not rewarded_later:
+        if failure is None and rollout.reward is None and not rollout.policy.rewarded_later:
             failure = f"the agent gave no reward ({_REWARD_SOURCES})"
         if failure is not None and rollout.reward is None and rollout.stopped in _LIMITED:
             return None  # the policy used up its turns or tokens: a truncation without reward
-        if failure is not None:
-            logger.warning("problem %s: %s", rollout.place.problem.id, rollout.failure or failure)
-            return rollout.failure or failure
-        return None
+        return None if failure is None else rollout.failure or failure
 
     def _note_crash(self, rollout: AgentRollout, crash: Exception | None) -> None:
         """Record an exception of the program itself, not one that follows from the engine's failure or a limit."""

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from agentrl.rollout.gateway.tree import Generation, GenerationTree
+from agentrl.rollout.policy import TokenPolicy
 from agentrl.trajectory import Segment, Trajectory
-from agentrl_envs.types import Ended, Problem
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutPlace:
-    """Which rollout it is: its problem, its number in its group, and what keys its randomness."""
-
-    problem: Problem
-    step: int
-    group: int
-    sample: int
-    name: str
-    seed: int
-    temperature: float = 1.0
-    top_p: float = 1.0
+from agentrl_envs.types import Ended
 
 
 def export(
-    tree: GenerationTree, place: RolloutPlace, *, ended: Ended, reward: float, seconds: float
+    tree: GenerationTree, policy: TokenPolicy, *, ended: Ended, reward: float, seconds: float
 ) -> tuple[Trajectory, ...]:
     """The rollout's trajectories. The last one carries the reward; their weights sum to 1.
 
     A branch's prompt is everything before its first own generation. A rollout without a token to train, or without
     data, is one trajectory without segments.
     """
-    made = partial(
-        Trajectory, problem=place.problem, step=place.step, group=place.group, sample=place.sample, seconds=seconds
-    )
+    made = partial(policy.trajectory, seconds=seconds)
     lines = [] if ended.is_no_data else tree.branches()
     if not lines:
         failed = ended if ended.is_no_data else Ended.INFRASTRUCTURE_FAILURE

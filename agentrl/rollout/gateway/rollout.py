@@ -6,17 +6,17 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agentrl.rollout.engines.base import Completion, Engine, EngineError, Sampling
-from agentrl.rollout.engines.sampling import sampling_key
-from agentrl.rollout.gateway.export import RolloutPlace, export
+from agentrl.rollout.engines.base import Completion, EngineError
+from agentrl.rollout.gateway.export import export
 from agentrl.rollout.gateway.render import ChatRenderer, Layout
 from agentrl.rollout.gateway.replies import Delivery
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.gateway.tree import Generation, GenerationTree, Match, Prompt
 from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest, Json, WireError
+from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Trajectory
 from agentrl_envs.protocols.marked_text import MarkedText
@@ -27,20 +27,14 @@ _NO_ROOM = "leave no room for a reply (rollout.max_prompt_tokens, rollout.max_re
 _SHORTENED = 4
 
 
-async def _at_once(request_id: str) -> None:
-    """No gate before a turn."""
-
-
 @dataclass(kw_only=True, eq=False)
 class AgentRollout:
-    """Answers the requests of one agent. ``gate`` is awaited before each generation, with its request id."""
+    """Answers the requests of one agent with what ``policy`` samples, within the limits of ``settings``."""
 
-    place: RolloutPlace
+    policy: TokenPolicy
     settings: RolloutSettings
     gateway: AgentGatewaySettings
-    engine: Engine
     renderer: ChatRenderer
-    gate: Callable[[str], Awaitable[None]] = _at_once
     most_context: int | None = None  # tokens of prompt and response together
     tree: GenerationTree = field(default_factory=GenerationTree)
     counts: Counter[str] = field(default_factory=Counter)
@@ -95,7 +89,7 @@ class AgentRollout:
         completion = generation.completion
         reason = "length" if completion.finish_reason == "length" else "stop"
         return Delivery(
-            id=f"chatcmpl-{self.place.name}-{generation.id}",
+            id=f"chatcmpl-{self.policy.name}-{generation.id}",
             model=request.model,
             message=generation.reply,
             finish_reason="tool_calls" if generation.reply.calls else reason,
@@ -107,7 +101,7 @@ class AgentRollout:
     def state(self) -> dict[str, object]:
         """What a client may know of the rollout."""
         return {
-            "problem": self.place.problem.id,
+            "problem": self.policy.problem.id,
             "generations": len(self.tree.generations),
             "finished": self.finished,
             "stopped": None if self.stopped is None else self.stopped.value,
@@ -126,13 +120,13 @@ class AgentRollout:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         for line in self._lines:
-            self.engine.release(line)
+            self.policy.engine.release(line)
 
     def trajectories(self, ended: Ended) -> tuple[Trajectory, ...]:
         """What was sampled, as trajectories. ``ended`` holds unless a limit stopped the rollout."""
         ended = ended if self.stopped is None or ended.is_no_data else self.stopped
         return export(
-            self.tree, self.place, ended=ended, reward=self.reward or 0.0, seconds=time.monotonic() - self._began
+            self.tree, self.policy, ended=ended, reward=self.reward or 0.0, seconds=time.monotonic() - self._began
         )
 
     def _logprobs(self, completion: Completion) -> list[Json]:
@@ -169,7 +163,11 @@ class AgentRollout:
         limit = self._limit(request, prompt.root_tokens, len(context))
         number, self._next = self._next, self._next + 1
         line = self._line(prompt.parent, number)
-        completion = await self._sampled(request, context, limit=limit, line=line, number=number)
+        try:
+            completion = await self.policy.generate(context, line=line, limit=limit, stop=request.stop, turn=number)
+        except EngineError as error:
+            self.failure = f"the engine failed: {error}"
+            raise WireError(self.failure, status=503, kind="server_error") from error
         text = self.renderer.codec.decode(completion.token_ids)
         shown = text[: min((place for stop in request.stop if (place := text.find(stop)) >= 0), default=len(text))]
         reply = self.renderer.read(shown, request, before=prompt.text, prefix=f"call_{number}")
@@ -201,30 +199,12 @@ class AgentRollout:
             self._stop(Ended.TOKEN_LIMIT, f"its {context} tokens of context {_NO_ROOM}")
         return min(self.settings.max_turn_tokens, room, request.max_tokens or room)
 
-    async def _sampled(
-        self, request: ChatRequest, context: tuple[int, ...], *, limit: int, line: str, number: int
-    ) -> Completion:
-        place = self.place
-        request_id = f"{place.name}-{number:04d}-{0:06d}"
-        await self.gate(request_id)
-        try:
-            return await self.engine.generate(
-                context,
-                Sampling(max_tokens=limit, stop=request.stop, temperature=place.temperature, top_p=place.top_p),
-                trajectory_id=line,
-                request_id=request_id,
-                seed=sampling_key(place.seed, place.step, place.group, place.sample, number, 0),
-            )
-        except EngineError as error:
-            self.failure = f"the engine failed: {error}"
-            raise WireError(self.failure, status=503, kind="server_error") from error
-
     def _line(self, parent: Generation | None, number: int) -> str:
         """The sequence that a generation is part of: its parent's if it is the first to continue it."""
         if parent is not None and parent.id not in self._continued:
             self._continued.add(parent.id)
             return parent.line
-        line = self.place.name if not self._lines else f"{self.place.name}/{number}"
+        line = self.policy.name if not self._lines else f"{self.policy.name}/{number}"
         self._lines.add(line)
         return line
 

@@ -106,7 +106,7 @@ class AgentGateway:
 
     def admit(self, rollout: AgentRollout) -> Access:
         """Serve a rollout. The name of each attempt is new, so that no late call of an earlier one reaches it."""
-        name = f"{rollout.place.name}-{secrets.token_hex(4)}"
+        name = f"{rollout.policy.name}-{secrets.token_hex(4)}"
         url, key = f"{self.url}/rollouts/{name}/v1", secrets.token_urlsafe(24)
         access = Access(name=name, base_url=url, api_key=key, model=self._settings.model)
         self._entries[name] = _Entry(rollout=rollout, access=access)
@@ -203,15 +203,15 @@ class AgentGateway:
             self._offered.put_nowait(entry.access.name)
             return Response(status_code=204)
         entry.taken.set()
-        place, access = entry.rollout.place, asdict(entry.access)
+        policy, access = entry.rollout.policy, asdict(entry.access)
         return JSONResponse(
             {
                 "rollout_id": access.pop("name"),
                 **access,
-                "problem": self._settings.visible(place.problem),
-                "step": place.step,
-                "group": place.group,
-                "sample": place.sample,
+                "problem": self._settings.visible(policy.problem),
+                "step": policy.step,
+                "group": policy.group,
+                "sample": policy.sample_index,
             }
         )
 

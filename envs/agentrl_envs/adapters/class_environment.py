@@ -27,7 +27,7 @@ from typing import cast
 
 from agentrl_envs.adapters.blocking import BlockingCalls, OwnThread
 from agentrl_envs.chat.chat_format import ChatFormat
-from agentrl_envs.episode import EnvironmentContractError, EpisodeUsageError, UnavailableError
+from agentrl_envs.episode import Environment, EnvironmentContractError, EpisodeUsageError, UnavailableError
 from agentrl_envs.execution import EpisodeSandbox, failed_call
 from agentrl_envs.grading import Grader, GraderSettings
 from agentrl_envs.protocols.base import MalformedCall, ToolRequest
@@ -126,7 +126,7 @@ class ClassEnvironmentFactory:
         return ClassEnvironment(self, settings, sandbox, grader, protocol)
 
 
-class ClassEnvironment:
+class ClassEnvironment(Environment):
     """What the episodes of a run share: the sandbox, if the class asks for it, the grader and the settings."""
 
     def __init__(

@@ -11,6 +11,7 @@ import gymnasium
 from agentrl_envs.adapters.adapted import AdaptedFactory
 from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
+from agentrl_envs.episode import Environment
 from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, TRL, EnvironmentFactory, PluginError, import_attribute
 from agentrl_envs.settings import GymnasiumSettings
 
@@ -39,12 +40,11 @@ def _class_factory(name: str, found: type) -> EnvironmentFactory:
         return found
     if issubclass(found, gymnasium.Env):
         return AdaptedFactory(GymnasiumSettings, functools.partial(GymnasiumEnvironment, found))
-    if hasattr(found, "reset") and not hasattr(found, "episode"):
+    if hasattr(found, "reset") and not issubclass(found, Environment):
         return ClassEnvironmentFactory(name, found)
-    missing = [method for method in ("open", "episode", "close", "describe") if not hasattr(found, method)]
-    if missing:
+    if not issubclass(found, Environment):
         raise PluginError(
-            f"environment {name!r}: {found.__qualname__} is neither a gymnasium.Env, nor a class with reset, nor an "
-            f"agentrl Environment (it lacks {', '.join(missing)})"
+            f"environment {name!r}: {found.__qualname__} is neither a gymnasium.Env, nor a class with reset, nor a "
+            "subclass of agentrl_envs.episode.Environment"
         )
     return cast(EnvironmentFactory, found)

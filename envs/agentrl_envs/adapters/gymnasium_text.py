@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 import gymnasium
 
 from agentrl_envs.adapters.blocking import BlockingCalls
-from agentrl_envs.episode import EnvironmentContractError, EpisodeUsageError
+from agentrl_envs.episode import Environment, EnvironmentContractError, EpisodeUsageError
 from agentrl_envs.settings import GymnasiumSettings
 from agentrl_envs.types import Ended, Problem, Step, Verdict, as_reward
 
@@ -108,7 +108,7 @@ class GymnasiumEpisode:
         return await self._threads.run(blocking, deadline=self._call_deadline)
 
 
-class GymnasiumEnvironment:
+class GymnasiumEnvironment(Environment):
     """All episodes of a gymnasium environment, with the threads they share."""
 
     def __init__(self, make: Callable[..., TextEnv], settings: GymnasiumSettings | None = None) -> None:

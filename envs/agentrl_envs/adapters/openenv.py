@@ -18,7 +18,7 @@ from typing import cast
 
 from agentrl_envs.adapters.adapted import AdaptedFactory
 from agentrl_envs.adapters.openenv_wire import Observed, OpenEnvServer, OpenEnvSession, Refused
-from agentrl_envs.episode import EnvironmentContractError, EpisodeUsageError, UnavailableError
+from agentrl_envs.episode import Environment, EnvironmentContractError, EpisodeUsageError, UnavailableError
 from agentrl_envs.read_only import thawed
 from agentrl_envs.registry import EnvironmentFactory, PluginError, install_extra
 from agentrl_envs.settings import OpenEnvSettings
@@ -55,7 +55,7 @@ class TextFields:
         return cast("dict[str, object]", _filled(dict(self.action), text))
 
 
-class OpenEnvEnvironment:
+class OpenEnvEnvironment(Environment):
     """The episodes of one server."""
 
     def __init__(self, url: str, settings: OpenEnvSettings) -> None:

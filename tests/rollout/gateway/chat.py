@@ -10,11 +10,11 @@ from rollout.fakes import ScriptedEngine, completion
 from rollout.templates import QWEN, chat_tokenizer
 
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.gateway.export import RolloutPlace
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.gateway.wire import ChatRequest, read_request
+from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.settings import RolloutSettings
 from agentrl_envs.types import Problem
 
@@ -58,12 +58,11 @@ def rollout(
     **place: Any,
 ) -> AgentRollout:
     tokenizer, codec = chat_codec(template)
-    values = {"problem": PROBLEM, "step": 1, "group": 0, "sample": 0, "name": "r", "seed": 0} | place
+    values = {"problem": PROBLEM, "step": 1, "group": 0, "sample_index": 0, "name": "r", "seed": 0} | place
     return AgentRollout(
-        place=RolloutPlace(**values),
+        policy=TokenPolicy(settings=settings, engine=engine, codec=codec, **values),
         settings=settings,
         gateway=AgentGatewaySettings(history=history, max_generations=generations),
-        engine=engine,
         renderer=ChatRenderer(tokenizer, codec),
     )
 

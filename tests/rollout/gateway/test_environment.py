@@ -35,6 +35,7 @@ from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.adapters import verifiers_worker
+from agentrl_envs.episode import Environment
 from agentrl_envs.protocols.marked_text import Mark, MarkedText
 from agentrl_envs.registry import PluginError
 from agentrl_envs.rewards import Conversation, Rewards
@@ -368,7 +369,7 @@ class ChatEpisode:
 REPLY = "<|im_end|>\n<|im_start|>assistant\n"
 
 
-class ChatEnvironment:
+class ChatEnvironment(Environment):
     async def open(self) -> None: ...
 
     def episode(self, problem: Problem) -> ChatEpisode:

@@ -11,10 +11,10 @@ from rollout.gateway.chat import PROBLEM, SETTINGS, heard, request, say, user
 from rollout.templates import QWEN, chat_tokenizer
 
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.gateway.export import RolloutPlace
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
+from agentrl.rollout.policy import TokenPolicy
 from agentrl_envs.types import Ended
 
 CALLS = {
@@ -66,9 +66,18 @@ def conversation(family: str) -> tuple[AgentRollout, ScriptedEngine]:
         )
 
     engine = ScriptedEngine(script)
-    place = RolloutPlace(problem=PROBLEM, step=1, group=0, sample=0, name="r", seed=0)
-    limits = AgentGatewaySettings()
-    return AgentRollout(place=place, settings=SETTINGS, gateway=limits, engine=engine, renderer=made), engine
+    policy = TokenPolicy(
+        problem=PROBLEM,
+        settings=SETTINGS,
+        step=1,
+        group=0,
+        sample_index=0,
+        name="r",
+        seed=0,
+        engine=engine,
+        codec=made.codec,
+    )
+    return AgentRollout(policy=policy, settings=SETTINGS, gateway=AgentGatewaySettings(), renderer=made), engine
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen_coder"])

@@ -1,0 +1,261 @@
+"""Policies: the model as the player of one rollout, with its limits.
+
+:class:`TokenPolicy` is the only place that handles both tokens and text. The ids that the engine sampled are the ids of
+the trajectory. An observation is encoded once, separately, as plain text except for the marks that a protocol has set.
+Nothing is ever decoded and then encoded again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic
+
+from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.engines.base import Completion, Engine, EngineError, Sampling
+from agentrl.rollout.engines.sampling import sampling_key
+from agentrl.rollout.gates import FairYield, Rounds
+from agentrl.rollout.settings import RolloutSettings
+from agentrl.telemetry.trace import span
+from agentrl.trajectory import Segment, Trajectory
+from agentrl_envs.episode import Environment, Episode, NamesCalls, Played, UnavailableError
+from agentrl_envs.protocols.marked_text import MarkedText
+from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, eq=False)
+class TurnPolicy(ABC, Generic[Played]):
+    """Limits and results of a rollout in turns, shared by policies that record tokens and policies that record text.
+
+    ``calls``, ``verdict`` and ``answer`` come from the episode. ``failure``: why the engine or the environment ended
+    the rollout. ``cut``: a token limit ended the newest turn; ``full``: the limit on the whole response did, without
+    an end of sequence.
+    """
+
+    problem: Problem
+    settings: RolloutSettings
+    fair_yield: FairYield = field(default_factory=FairYield)
+    calls: list[ToolCall] = field(default_factory=list)
+    verdict: Verdict | None = None
+    answer: str | None = None
+    failure: str | None = None
+    cut: bool = False
+    full: bool = False
+
+    async def play(self, environment: Environment) -> Played:
+        """Play a rollout. A failed engine, a service that is gone or a silent environment gives one without data."""
+        try:
+            return await environment.rollout(self.problem, self)
+        except EngineError as error:
+            self.failure = str(error)
+        except UnavailableError as error:
+            logger.warning("problem %s: %s", self.problem.id, error)
+            self.failure = str(error)
+        return self.end(Ended.INFRASTRUCTURE_FAILURE)
+
+    @asynccontextmanager
+    async def waiting(self, episode: Episode, name: str) -> AsyncGenerator[dict[str, Any], None]:
+        seconds = self.settings.environment_deadline
+        try:
+            with span(name) as facts:
+                async with asyncio.timeout(seconds) as limit:
+                    yield facts
+        except TimeoutError:
+            if not limit.expired():
+                raise  # the environment's own
+            silent = (episode.calling if isinstance(episode, NamesCalls) else "") or "the environment"
+            message = f"{silent} gave no answer within {seconds:g} s (rollout.environment_deadline)"
+            raise UnavailableError(message) from None
+
+    async def sample(self, episode: Episode) -> str | None:
+        room = self.settings.max_response_tokens - self.used
+        limit = min(self.settings.max_turn_tokens, room)
+        with span("turn"):
+            text = await self._sample(episode, limit)
+        self.full = self.full and limit == room
+        return text
+
+    async def observe(self, step: Step) -> Ended | None:
+        await self.fair_yield.wait()
+        most = self.settings.max_response_tokens
+        self.calls.extend(step.tool_calls)
+        self.verdict, self.answer = step.verdict, step.answer
+        self._credit(0.0 if step.ended is not None and step.ended.is_no_data else step.reward)
+        fits = self._append(step.observation, most)
+        if step.ended is not None:
+            limited = (self.full and step.ended is Ended.VOID_TURN) or (
+                (self.full or self.cut) and step.ended is Ended.STOPPED
+            )
+            return Ended.TOKEN_LIMIT if limited else step.ended
+        if not fits or self.used >= most:
+            return Ended.TOKEN_LIMIT
+        allowed = self.settings.program_seconds
+        return Ended.DEADLINE if allowed is not None and sum(call.seconds for call in self.calls) > allowed else None
+
+    @property
+    @abstractmethod
+    def used(self) -> int:
+        """Tokens of the response so far, including those of observations."""
+
+    @abstractmethod
+    def begin(self, prompt: str) -> None: ...
+
+    @abstractmethod
+    async def _sample(self, episode: Episode, limit: int) -> str | None:
+        """Sample a turn of at most ``limit`` tokens; set ``cut`` and ``full``. Raises EngineError."""
+
+    @abstractmethod
+    def _credit(self, reward: float) -> None:
+        """Record the reward of the turn, to which the episode has replied."""
+
+    @abstractmethod
+    def _append(self, observation: str, most: int) -> bool:
+        """Append an observation. Returns False, without appending it, if ``used`` would exceed ``most``."""
+
+    @abstractmethod
+    def end(self, ended: Ended) -> Played: ...
+
+    def close(self) -> None:
+        """Release what the engine holds for the conversation."""
+        return
+
+
+def _any_length(tokens: int) -> None:
+    """Accept a prompt of any length."""
+
+
+@dataclass(kw_only=True, eq=False)
+class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
+    """Samples turns with an engine and records a rollout's exact tokens.
+
+    ``step``, ``group`` and ``sample_index`` identify the rollout in training; with ``seed`` they key its randomness,
+    and ``name`` identifies it for the engine. ``measure`` receives the length of the prompt and may raise.
+    ``rewarded_later``: the environment need not give a reward. ``rounds``: the gate before each turn, if there is one.
+    """
+
+    step: int
+    group: int
+    sample_index: int
+    name: str
+    seed: int
+    engine: Engine
+    codec: TextCodec
+    temperature: float = 1.0
+    top_p: float = 1.0
+    rewarded_later: bool = False
+    rounds: Rounds | None = None
+    measure: Callable[[int], None] = _any_length
+    prompt_ids: tuple[int, ...] = ()
+    segments: list[Segment] = field(default_factory=list)
+    context: tuple[int, ...] = ()
+    turn: tuple[Completion, str] | None = None  # sampled and not yet credited
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def used(self) -> int:
+        return len(self.context) - len(self.prompt_ids)
+
+    def begin(self, prompt: str) -> None:
+        self.prompt_ids = self.context = self.codec.encode_prompt(prompt)
+        self.measure(len(self.prompt_ids))
+
+    async def _sample(self, episode: Episode, limit: int) -> str:
+        """Sample one turn. If the engine stopped at a string that does not complete it, it continues from its ids."""
+        turn = sum(segment.origin == "model" for segment in self.segments)
+        merged: Completion | None = None
+        part = 0
+        while True:
+            taken = len(merged.token_ids) if merged else 0
+            piece = await self.generate(
+                self.context, line=self.name, limit=limit - taken, stop=episode.stop, turn=turn, part=part
+            )
+            self.context += piece.token_ids
+            merged = piece if merged is None else _joined(merged, piece)
+            text = self.codec.decode(merged.token_ids)
+            part += 1
+            at_limit = len(merged.token_ids) >= limit
+            if piece.finish_reason != "stop" or at_limit or episode.turn_complete(text):
+                self.turn = merged, text
+                self.cut = piece.finish_reason == "length"
+                self.full = at_limit and piece.finish_reason != "eos"
+                return text
+
+    async def generate(
+        self, context: Sequence[int], *, line: str, limit: int, stop: Sequence[str], turn: int, part: int = 0
+    ) -> Completion:
+        """Sample the ``part``-th piece of a turn after ``context``. ``line`` names the sequence in the engine's cache.
+
+        Raises EngineError.
+        """
+        request_id = f"{self.name}-{turn:04d}-{part:06d}"
+        if self.rounds is not None:
+            with span("wait for the others"):
+                await self.rounds.wait(request_id)
+        completion = await self.engine.generate(
+            tuple(context),
+            Sampling(max_tokens=limit, temperature=self.temperature, top_p=self.top_p, stop=tuple(stop)),
+            trajectory_id=line,
+            request_id=request_id,
+            seed=sampling_key(self.seed, self.step, self.group, self.sample_index, turn, part),
+        )
+        await self.fair_yield.wait()
+        return completion
+
+    def _credit(self, reward: float) -> None:
+        assert self.turn is not None
+        completion, text = self.turn
+        self.segments.append(
+            Segment(
+                origin="model",
+                token_ids=completion.token_ids,
+                text=text,
+                log_probs=completion.log_probs,
+                version_spans=completion.version_spans,
+                reward=reward,
+            )
+        )
+
+    def _append(self, observation: str, most: int) -> bool:
+        parts = self.codec.unsampled(observation, self.context) if observation else ()
+        token_ids = self.codec.encode_parts(parts)
+        fits = self.used + len(token_ids) <= most
+        if token_ids and fits:
+            self.segments.append(Segment(origin="observation", token_ids=token_ids, text=str(MarkedText(*parts))))
+            self.context += token_ids
+        return fits
+
+    def end(self, ended: Ended) -> tuple[Trajectory, ...]:
+        return (
+            self.trajectory(
+                prompt_ids=self.prompt_ids,
+                segments=tuple(self.segments),
+                ended=ended,
+                verdict=self.verdict,
+                answer=self.answer,
+                tool_calls=tuple(self.calls),
+                seconds=time.monotonic() - self.began,
+            ),
+        )
+
+    def trajectory(self, **fields: Any) -> Trajectory:
+        """A trajectory of this rollout."""
+        return Trajectory(problem=self.problem, step=self.step, group=self.group, sample=self.sample_index, **fields)
+
+    def close(self) -> None:
+        self.engine.release(self.name)
+
+
+def _joined(first: Completion, second: Completion) -> Completion:
+    return replace(
+        second,
+        token_ids=first.token_ids + second.token_ids,
+        log_probs=first.log_probs + second.log_probs,
+        version_spans=first.version_spans + second.version_spans,
+    )
