@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
 from agentrl.models.chat_template import read_chat_format
 from agentrl.models.tokenizer import TextCodec, read_generation_ends
-from agentrl.rollout.gateway.deployed import DeployedChat, DeployedHistory
+from agentrl.rollout.gateway.deployed import DeployedHistory
 from agentrl.rollout.gateway.environment import AgentEnvironment, agent_renderer, load_program
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import is_agent
@@ -29,8 +30,17 @@ if TYPE_CHECKING:
     from agentrl.rollout.settings import EnvironmentSections, RewardedSections
 
 
-Chat = ChatFormat | ChatRenderer | DeployedChat
-"""How the model that plays writes conversations: what a protocol needs of its template, what the gateway does, both."""
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """The chat template of the model that plays.
+
+    ``format``: what a protocol needs of it. ``renderer`` renders whole conversations, with ``tools``: those of agent
+    programs, and with ``environment.history=template`` those of protocols.
+    """
+
+    format: ChatFormat | None = None
+    renderer: ChatRenderer | None = None
+    tools: Sequence[Mapping[str, object]] = ()
 
 
 def check_environment(settings: EnvironmentSections) -> None:
@@ -56,22 +66,26 @@ def build_environment(settings: EnvironmentSections, chat: Chat | None = None) -
     """
     if is_agent(settings.env):
         program = load_program(settings.env, settings.environment.model_extra or {}, settings.gateway)
-        return AgentEnvironment(program, settings.gateway, chat if isinstance(chat, ChatRenderer) else None)
-    if isinstance(chat, DeployedChat):
-        return DeployedHistory(build_environment(settings, chat.format), chat)
+        return AgentEnvironment(program, settings.gateway, chat.renderer if chat else None)
+    environment = _text_environment(settings, chat.format if chat else None)
+    if chat is None or chat.renderer is None:
+        return environment
+    return DeployedHistory(environment, chat.renderer, chat.tools)
+
+
+def _text_environment(settings: EnvironmentSections, chat: ChatFormat | None) -> Environment:
     factory = resolve_environment(settings.env)
     if settings.env in ENVIRONMENTS.own:
         return factory(settings.environment, settings.sandbox, settings.grader, chat=chat)
     if isinstance(factory, ClassEnvironmentFactory):
         own = factory.settings(settings.environment.model_extra or {})
         tools = [schema.as_function() for schema in factory.tools.schemas] if own.list_tools else []
-        template = chat if isinstance(chat, ChatFormat) else None
         return factory(
             own,
             settings.sandbox,
             settings.grader,
-            chat=template or plain_format(tools, system=own.system_prompt),
-            plain=template is None,
+            chat=chat or plain_format(tools, system=own.system_prompt),
+            plain=chat is None,
         )
     options = settings.environment.model_extra or {}
     return factory(
@@ -85,7 +99,7 @@ def chat_format(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBas
     Raises SettingsError if the protocol needs one and the model has none that it supports.
     """
     if is_agent(settings.env):
-        return agent_renderer(tokenizer, name, settings.gateway)
+        return Chat(renderer=agent_renderer(tokenizer, name, settings.gateway))
     factory = resolve_environment(settings.env)
     if isinstance(factory, ClassEnvironmentFactory):
         return _class_chat_format(factory, settings, tokenizer, name)
@@ -110,7 +124,7 @@ def chat_format(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBas
         setting=setting,
     )
     if isinstance(environment, SimpleTIRSettings) and not functions:
-        return _with_replies(chat, name, f"environment.protocol={environment.protocol}")
+        return Chat(format=_with_replies(chat, name, f"environment.protocol={environment.protocol}"))
     return _with_history(chat, environment, tokenizer, name, functions)
 
 
@@ -126,7 +140,7 @@ def _with_replies(chat: ChatFormat, name: str, speaker: str) -> ChatFormat:
 
 def _class_chat_format(
     factory: ClassEnvironmentFactory, settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBase, name: str
-) -> ChatFormat | DeployedChat | None:
+) -> Chat | None:
     """The template for an environment that is a class; None for plain text."""
     own = factory.settings(settings.environment.model_extra or {})
     functions = [schema.as_function() for schema in factory.tools.schemas]
@@ -157,13 +171,13 @@ def _with_history(
     tokenizer: PreTrainedTokenizerBase,
     name: str,
     functions: Sequence[Mapping[str, object]],
-) -> ChatFormat | DeployedChat:
+) -> Chat:
     """The template, and with ``environment.history=template`` what renders whole conversations."""
     if not isinstance(environment, ToolChatSettings) or environment.history == "keep":
-        return chat
-    codec = build_codec(tokenizer, name, chat)
+        return Chat(format=chat)
+    codec = build_codec(tokenizer, name, Chat(format=chat))
     renderer = ChatRenderer(tokenizer, codec, options=environment.template_options)
-    return DeployedChat(format=chat, renderer=renderer, tools=tuple(functions))
+    return Chat(format=chat, renderer=renderer, tools=functions)
 
 
 def build_rewards(settings: RewardedSections) -> Rewards | None:
@@ -203,11 +217,10 @@ def environment_and_codec(
 
 def build_codec(tokenizer: PreTrainedTokenizerBase, name: str, chat: Chat | None) -> TextCodec:
     """The codec of conversations with the model ``name``, with or without a chat template."""
-    if isinstance(chat, ChatRenderer):
-        return chat.codec
-    if isinstance(chat, DeployedChat):
+    if chat is not None and chat.renderer is not None:
         return chat.renderer.codec
     ends = read_generation_ends(name)
-    if chat is None:
+    if chat is None or chat.format is None:
         return TextCodec(tokenizer, generation_ends=ends)
-    return TextCodec(tokenizer, turn_end=chat.turn_end, generation_ends=ends, shown=chat.calls.tokens)
+    written = chat.format
+    return TextCodec(tokenizer, turn_end=written.turn_end, generation_ends=ends, shown=written.calls.tokens)

@@ -13,8 +13,7 @@ from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.rollout import environment as rooms
 from agentrl.rollout.environment import build_codec, build_environment, chat_format, needs_chat_format
-from agentrl.rollout.gateway.deployed import DeployedChat, DeployedHistory
-from agentrl_envs.chat.chat_format import ChatFormat
+from agentrl.rollout.gateway.deployed import DeployedHistory
 from agentrl_envs.types import Problem
 
 CLASSES = '''
@@ -88,8 +87,7 @@ def test_protocols(env: str, overrides: list[str], templated: bool) -> None:
     made = settings(env, *overrides)
     chat = chat_format(made, chat_tokenizer(QWEN), "m")
     assert needs_chat_format(made) is templated
-    assert isinstance(chat, ChatFormat) is templated
-    assert (chat is None) is not templated
+    assert (chat is not None) is templated
     assert build_environment(made, chat).describe is not None
 
 
@@ -106,7 +104,7 @@ async def test_environments_that_are_classes(classes: str, name: str, overrides:
     made = settings(f"{classes}:{name}", *overrides)
     chat = chat_format(made, chat_tokenizer(QWEN), "m")
     assert needs_chat_format(made)  # it may be
-    assert isinstance(chat, ChatFormat) is templated
+    assert (chat is not None) is templated
     environment = build_environment(made, chat)
     await environment.open()
     episode = environment.episode(PROBLEM)
@@ -134,7 +132,8 @@ async def test_tools_that_are_known_are_not_listed(classes: str) -> None:
 def test_a_history_of_the_template_needs_a_template(classes: str) -> None:
     made = settings(f"{classes}:Shop", "environment.history=template")
     chat = chat_format(made, chat_tokenizer(QWEN), "m")
-    assert isinstance(chat, DeployedChat)
+    assert chat is not None
+    assert chat.renderer is not None
     assert [tool["function"]["name"] for tool in chat.tools] == ["query"]  # type: ignore[index]
     assert isinstance(build_environment(made, chat), DeployedHistory)
     assert build_codec(chat_tokenizer(QWEN), "m", chat) is chat.renderer.codec

@@ -7,7 +7,8 @@ drops thoughts, or formats a call anew), the next turn begins a sequence of its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.gateway.render import ChatRenderer
@@ -16,7 +17,6 @@ from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest, Json, WireError
 from agentrl.rollout.policy import TokenPolicy, TurnPolicy
 from agentrl.trajectory import Trajectory
-from agentrl_envs.chat.chat_format import ChatFormat
 from agentrl_envs.episode import Environment, EnvironmentContractError, Episode
 from agentrl_envs.protocols.marked_text import MarkedText
 from agentrl_envs.types import Ended, Problem
@@ -25,21 +25,13 @@ from agentrl_envs.types import Ended, Problem
 _UNLIMITED = AgentGatewaySettings(history="template", max_generations=2**31, deadline=1e9)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeployedChat:
-    """A chat template for a protocol, and for whole conversations with ``tools``."""
-
-    format: ChatFormat
-    renderer: ChatRenderer
-    tools: tuple[Json, ...]
-
-
 class DeployedHistory(Environment):
     """An environment whose conversations are shown to the model as a deployed server shows them."""
 
-    def __init__(self, environment: Environment, chat: DeployedChat) -> None:
+    def __init__(self, environment: Environment, renderer: ChatRenderer, tools: Sequence[Json]) -> None:
         self._environment = environment
-        self._chat = chat
+        self._renderer = renderer
+        self._tools = tools
 
     async def open(self) -> None:
         """Open the environment."""
@@ -51,7 +43,7 @@ class DeployedHistory(Environment):
 
     async def rollout(self, problem: Problem, policy: TokenPolicy) -> tuple[Trajectory, ...]:  # type: ignore[override]
         """Play the environment with a policy that samples each turn after the messages so far, rendered anew."""
-        chat = _MessagePolicy(policy, self._chat)
+        chat = _MessagePolicy(policy, self._renderer, self._tools)
         try:
             return await self._environment.rollout(problem, chat)
         finally:
@@ -63,7 +55,7 @@ class DeployedHistory(Environment):
 
     def with_turns(self, max_turns: int) -> DeployedHistory:
         """The same with up to ``max_turns`` a trajectory, unless the environment has a limit of its own."""
-        return DeployedHistory(self._environment.with_turns(max_turns), self._chat)
+        return DeployedHistory(self._environment.with_turns(max_turns), self._renderer, self._tools)
 
     def describe(self) -> list[str]:
         """The environment, and what the model sees of its earlier turns."""
@@ -73,7 +65,7 @@ class DeployedHistory(Environment):
 class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
     """Samples turns as replies to requests. The rewards of all turns are those of the last one."""
 
-    def __init__(self, tokens: TokenPolicy, chat: DeployedChat) -> None:
+    def __init__(self, tokens: TokenPolicy, renderer: ChatRenderer, tools: Sequence[Json]) -> None:
         settings = tokens.settings
         super().__init__(problem=tokens.problem, settings=settings, fair_yield=tokens.fair_yield, calls=tokens.calls)
         context = settings.max_prompt_tokens + settings.max_response_tokens
@@ -81,11 +73,11 @@ class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
             policy=tokens,
             settings=settings.model_copy(update={"max_prompt_tokens": context}),
             gateway=_UNLIMITED,
-            renderer=chat.renderer,
+            renderer=renderer,
             most_context=context,
         )
         self._tokens = tokens
-        self._chat = chat
+        self._tools = tuple(map(dict, tools))
         self._messages: tuple[AgentMessage, ...] = ()
         self._context: tuple[int, ...] = ()
         self._used = 0
@@ -101,7 +93,7 @@ class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
     async def _sample(self, episode: Episode, limit: int) -> str | None:
         request = ChatRequest(
             messages=self._messages,
-            tools=tuple(map(dict, self._chat.tools)),
+            tools=self._tools,
             max_tokens=limit,
             stop=episode.stop,
         )
