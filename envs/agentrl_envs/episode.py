@@ -134,7 +134,7 @@ class Environment(ABC):
     crashes: Mapping[str, str] = {}
     """Errors of the user's program since the last rollout without one, by place; only agent programs have them."""
 
-    async def open(self) -> None:  # noqa: B027 - many have nothing to open
+    async def open(self) -> None:
         """Acquire the shared resources. Raises if they cannot work."""
 
     @abstractmethod
@@ -165,7 +165,7 @@ class Environment(ABC):
             policy.close()
             await episode.close()
 
-    async def close(self) -> None:  # noqa: B027 - many have nothing to close
+    async def close(self) -> None:
         """Release the shared resources. May be called more than once."""
 
     def with_turns(self, max_turns: int) -> Environment:
