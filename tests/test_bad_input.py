@@ -98,7 +98,7 @@ GOOD = {"problem": "What is 1 + 1?", "answer": "2"}
         (["--env", "json:Nothing"], f"module 'json' ({json.__file__}) has no 'Nothing'"),
         (
             ["--env", "json:JSONDecoder"],
-            "JSONDecoder is neither a gymnasium.Env, nor a class with reset, nor an agentrl ",
+            "JSONDecoder is neither a gymnasium.Env, nor a class with reset, nor a subclass of agentrl_envs",
         ),
         (["--reward", "nowhere:reward"], "reward 'nowhere:reward': there is no module 'nowhere'"),
         (["--reward", "json:lods"], f"module 'json' ({json.__file__}) has no 'lods'; did you mean 'loads'?"),
@@ -444,11 +444,10 @@ def test_a_group_of_one_is_a_warning_that_says_what_happens() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be stripped of its capabilities to see what is refused")
 def test_a_sandbox_that_cannot_isolate_is_refused_and_its_name_can_be_used_again() -> None:
     stripped = (
-        "import errno, os, sys\nfrom agentrl_sandbox.runner import kernel\n"
-        "from agentrl_sandbox.runner.isolation import bpf, seccomp\n"
+        "import errno, os, sys\nfrom agentrl_sandbox.runner import kernel, seccomp\n"
         "kernel.drop_capabilities()\nkernel.no_new_privileges()\n"
         "machine = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}[os.uname().machine]\n"
-        "no_landlock = bpf.decide(machine, {444: bpf.fail(errno.ENOSYS)}, 444, bpf.allow())\n"
+        "no_landlock = seccomp.decide(machine, {444: seccomp.fail(errno.ENOSYS)}, 444, seccomp.allow())\n"
         "seccomp.Filter(no_landlock).install()\n"
         "from agentrl.cli import main\nsys.argv = ['agentrl', *sys.argv[1:]]\nmain()"
     )

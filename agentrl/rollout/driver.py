@@ -273,6 +273,7 @@ class Driver:
             # Zero-padded, so that names sort in the order of requests, samples and turns.
             name=f"{self.label}{job.step:08d}-{job.request.index:012d}-{job.sample:06d}",
             seed=self.seed,
+            began=asyncio.get_running_loop().time(),
             engine=self.engine,
             codec=self.codec,
             temperature=0.0 if job.sample == running.greedy_sample else running.temperature,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -145,6 +144,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     sample_index: int
     name: str
     seed: int
+    began: float  # by the event loop's clock
     engine: Engine
     codec: TextCodec
     temperature: float = 1.0
@@ -156,7 +156,6 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     segments: list[Segment] = field(default_factory=list)
     context: tuple[int, ...] = ()
     turn: tuple[Completion, str] | None = None  # sampled and not yet credited
-    began: float = field(default_factory=time.monotonic)
 
     @property
     def used(self) -> int:
@@ -240,7 +239,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
                 verdict=self.verdict,
                 answer=self.answer,
                 tool_calls=tuple(self.calls),
-                seconds=time.monotonic() - self.began,
+                seconds=asyncio.get_running_loop().time() - self.began,
             ),
         )
 

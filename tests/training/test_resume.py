@@ -98,12 +98,15 @@ def test_a_stopped_run_goes_on_with_the_problems_it_had_issued(command_line: Com
         assert "Traceback" not in said
         state = json.loads((run / "checkpoints" / "step-000001" / "state.json").read_text())["state"]
         issued = [row["problem"]["id"] for row in state["worker"]["queue"]]
-        assert len(issued) == 6
+        # The next problem is issued when the first rollout of the one before has measured its prompt.
+        assert 1 <= len(issued) <= 6
 
     assert "resumed after step 1" in command_line.run("train", "--resume", "name=stopped")
     assert command_line.steps("stopped") == [1, 2, 3]
     rows = trajectories(run)
-    assert list(dict.fromkeys(row["problem"]["id"] for row in rows if row["step"] == 2)) == issued
+    played = list(dict.fromkeys(row["problem"]["id"] for row in rows if row["step"] == 2))
+    assert len(played) == 6
+    assert played[: len(issued)] == issued
     # No group is lost or trained twice.
     groups = [sorted({row["group"] for row in rows if row["step"] == step}) for step in (1, 2, 3)]
     assert [index for step in groups for index in step] == list(range(3 * 6))

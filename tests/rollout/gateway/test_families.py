@@ -74,6 +74,7 @@ def conversation(family: str) -> tuple[AgentRollout, ScriptedEngine]:
         sample_index=0,
         name="r",
         seed=0,
+        began=0.0,
         engine=engine,
         codec=made.codec,
     )
