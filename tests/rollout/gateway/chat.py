@@ -58,7 +58,15 @@ def rollout(
     **place: Any,
 ) -> AgentRollout:
     tokenizer, codec = chat_codec(template)
-    values = {"problem": PROBLEM, "step": 1, "group": 0, "sample_index": 0, "name": "r", "seed": 0, "began": 0.0} | place
+    values = {
+        "problem": PROBLEM,
+        "step": 1,
+        "group": 0,
+        "sample_index": 0,
+        "name": "r",
+        "seed": 0,
+        "began": 0.0,
+    } | place
     return AgentRollout(
         policy=TokenPolicy(settings=settings, engine=engine, codec=codec, **values),
         settings=settings,
