@@ -127,8 +127,11 @@ class PackedRow:
         def ends(lengths: Tensor) -> Tensor:
             return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device)
 
-        shared = bool(self.before.any())
-        indices = torch.cat([self._document(number) for number in range(len(keys))]) if shared else None
+        indices = None
+        if bool(self.before.any()):
+            numbers = torch.arange(len(keys), device="cpu").repeat_interleave(keys)
+            columns = torch.arange(len(numbers), device="cpu") - (keys.cumsum(0) - keys)[numbers]
+            indices = self._indices(numbers, columns)
         return Bounds(
             indices=None if indices is None else indices.to(device),
             queries=ends(self.lengths),
@@ -144,26 +147,27 @@ class PackedRow:
         Returns (indices in the row [n, w] of the documents of each call, padded with their last; [L] the index of each
         token of the row among all of these). A shared prompt is a document too: its own states come from there.
         """
+        lengths = self.lengths + self.before
         tables: list[Tensor] = []
-        numbers, offset = torch.empty(self.input_ids.shape[1], dtype=torch.int64, device="cpu"), 0
+        first, offset = torch.empty_like(lengths), 0  # of each segment's document among all tables
         for part in self._of_nearly_equal_length():
-            documents = [self._document(number) for number in part]
-            width = len(documents[0])
-            columns = torch.arange(width, device="cpu")
-            tables.append(torch.stack([one[columns.clamp(max=len(one) - 1)] for one in documents]))
-            for line, number in enumerate(part):
-                start, length = int(self.segment_starts[number]), int(self.lengths[number])
-                first = offset + line * width + int(self.before[number])
-                numbers[start : start + length] = torch.arange(first, first + length, device="cpu")
+            numbers = torch.tensor(part, device="cpu")
+            width = int(lengths[part[0]])
+            columns = torch.minimum(torch.arange(width, device="cpu"), lengths[numbers, None] - 1)
+            tables.append(self._indices(numbers[:, None], columns))
+            first[numbers] = offset + width * torch.arange(len(part), device="cpu")
             offset += tables[-1].numel()
+        shift = first + self.before - self.segment_starts
+        own = torch.arange(self.input_ids.shape[1], device="cpu") + shift.repeat_interleave(self.lengths)
         device = self.input_ids.device
-        return tuple(table.to(device) for table in tables), numbers.to(device)
+        return tuple(table.to(device) for table in tables), own.to(device)
 
-    def _document(self, number: int) -> Tensor:
-        """Indices in the row of a segment and of the one that it continues."""
-        start, first = int(self.segment_starts[number]), int(self.segment_starts[self.continued[number]])
-        own = torch.arange(start, start + int(self.lengths[number]), device="cpu")
-        return torch.cat([torch.arange(first, first + int(self.before[number]), device="cpu"), own])
+    def _indices(self, numbers: Tensor, columns: Tensor) -> Tensor:
+        """Indices in the row of the tokens at ``columns`` of the documents that end with the segments ``numbers``."""
+        before, starts = self.before[numbers], self.segment_starts
+        return torch.where(
+            columns < before, starts[self.continued[numbers]] + columns, starts[numbers] + columns - before
+        )
 
     def _of_nearly_equal_length(self) -> list[list[int]]:
         """Numbers of segments by the length of their documents, the longest first, in parts whose shortest document has
