@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from agentrl_envs.registry import install_extra
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """The command line of a process; empty if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
 
 
 def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from shared import command_of
 
 from agentrl.cluster.local import HERE, LocalCluster
 from agentrl.cluster.plan import UnplaceableError, plan_table, roomy
@@ -121,5 +122,5 @@ def test_a_node_that_gives_no_place_is_told_and_done_without(cluster: NodesHere,
 
 def serves(process: psutil.Process, address: str) -> bool:
     """Whether this is the gateway at that address."""
-    line = process.cmdline()
+    line = command_of(process)
     return "serve" in line and "agentrl.cluster.supervise" not in line and address.rpartition(":")[2] in line

@@ -216,7 +216,13 @@ def family(file: Path) -> list[psutil.Process]:
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
-    wait_for(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes))
+    def runs(process: psutil.Process) -> bool:
+        try:
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:  # it ended between the two calls
+            return False
+
+    wait_for(lambda: not any(map(runs, processes)))
 
 
 @pytest.mark.parametrize("who", ["parent", "server", "supervisor is told"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from shared import command_of
 
 from .conftest import DEADLINE, CommandLine, wait_until
 from .test_schedules import groups_trained
@@ -29,7 +30,7 @@ def family(pid: int) -> dict[str, list[psutil.Process]]:
     """The processes under ``pid`` by what they are."""
     found: dict[str, list[psutil.Process]] = {"run.rank": [], "worker.process": []}
     for process in psutil.Process(pid).children(recursive=True):
-        for part in process.cmdline():
+        for part in command_of(process):
             if part.startswith("agentrl.training."):
                 found[part.removeprefix("agentrl.training.")].append(process)
     return found

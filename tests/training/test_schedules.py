@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from shared import command_of
 
 from agentrl.telemetry.run_directory import RunDirectory
 
@@ -87,7 +88,7 @@ def test_the_run_ends_with_its_worker(command_line: CommandLine, random_policy: 
     process = command_line.start(*given)
     wait_until(lambda: len(trained_rows(command_line, "dead")) >= 1, process)
     children = psutil.Process(process.pid).children(recursive=True)
-    worker = next(one for one in children if "agentrl.training.worker.process" in one.cmdline())
+    worker = next(one for one in children if "agentrl.training.worker.process" in command_of(one))
     worker.kill()
     said = process.communicate(timeout=DEADLINE)[0]
     assert process.returncode == 1, said

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from shared import command_of
 from warm import LIBRARIES
 
 from agentrl.models.loading import write_model
@@ -47,7 +48,7 @@ def policy(tmp_path: Path) -> Path:
 def servers(pid: int) -> list[psutil.Process]:
     """The processes under ``pid`` that answer for vLLM; those that compute are their children."""
     below = psutil.Process(pid).children(recursive=True)
-    return [one for one in below if one.cmdline()[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]]
+    return [one for one in below if command_of(one)[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]]
 
 
 def test_a_run_loses_no_trajectory_with_one_of_two_servers(command_line: CommandLine, policy: Path) -> None:
