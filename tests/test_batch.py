@@ -85,7 +85,7 @@ def test_every_tensor_is_that_of_the_trajectories(seed: int, rows: int, multiple
     tokens = [(row, column) for row, one in enumerate(items) for column, on in enumerate(one.response_mask) if on]
     assert list(zip(batch.rows.tolist(), batch.columns.tolist(), strict=True)) == tokens
     assert batch.row.tokens(batch.rows, batch.columns).tolist() == [items[r].response_ids[c] for r, c in tokens]
-    # The state before a token is that of the token before it, at the position before its own.
+    # The state before a token belongs to the previous token, at the previous position.
     before = batch.row.predicting(batch.rows, batch.columns)
     whole = [one.prompt_ids + one.response_ids for one in items]
     places = [len(items[r].prompt_ids) + c - 1 for r, c in tokens]

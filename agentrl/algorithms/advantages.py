@@ -27,7 +27,7 @@ def compute_advantages(
 
     Sums are in float64; the result is float32, or float64 if the rewards are. Options: the fields of the estimator's
     options record. All trajectories of a group must be in one call; where `estimator_needs(...).step_wide` (whitening,
-    pooled baselines, and gpg's c) those of the whole optimizer step, of all ranks. Unless the estimator's span is
+    pooled baselines, and gpg's c) the rows of the whole optimizer step, of all ranks. Unless the estimator's span is
     "step", the groups may lie in a call of each rank, if `calls` brings these together; a rank without groups calls
     with no rows.
 

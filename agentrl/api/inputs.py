@@ -36,7 +36,7 @@ def problem_file(problems: Problems, folder: Path) -> Path:
 
     Raises SettingsError if there are no problems, if a row is not a mapping, or if a value cannot be stored as JSON.
     """
-    pandas = sys.modules.get("pandas")  # whoever passes a frame has imported it
+    pandas = sys.modules.get("pandas")  # a caller that passes a frame has imported it
     if pandas is not None and isinstance(problems, pandas.DataFrame):
         problems = problems.to_dict("records")
     if not isinstance(problems, Iterable):

@@ -1,6 +1,6 @@
 """Rank and world size from the launcher: torchrun, DeepSpeed's launcher, srun, or a cluster of this project.
 
-All launchers set environment variables. Slurm uses names of its own and leaves the address of rank 0 to the batch
+All launchers set environment variables. Slurm uses other names and leaves the address of rank 0 to the batch
 script.
 """
 
@@ -52,7 +52,7 @@ def under_a_launcher(kind: str, environment: Mapping[str, str] = os.environ) -> 
 
 
 def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the usual variables from those of srun. Variables that are already set keep their values.
+    """Set the usual variables from the variables of srun. Variables that are already set keep their values.
 
     >>> variables = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "MASTER_PORT": "29500"}
     >>> adopt_slurm(variables)

@@ -27,7 +27,7 @@ HERE = Place(number=0, node=socket.gethostname(), address="127.0.0.1")
 
 
 class LocalProcess:
-    """A child process in a session of its own, so that signals of the terminal do not reach it."""
+    """A child process in a separate session, so that signals of the terminal do not reach it."""
 
     def __init__(self, spec: ProcessSpec, place: Place, handles: Sequence[int] = ()) -> None:
         """Start the process. It inherits the open files in ``handles``."""

@@ -14,7 +14,7 @@ from agentrl_envs.registry import install_extra
 
 
 def open_cluster(settings: ClusterSettings, gpus: Sequence[str] | None) -> Cluster:
-    """Open the cluster in ``settings``. ``gpus`` are those of this machine, or None.
+    """Open the cluster in ``settings``. ``gpus``: GPUs of this machine, or None.
 
     Raises SettingsError if the cluster cannot be reached.
     """

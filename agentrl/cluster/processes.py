@@ -54,7 +54,7 @@ class ProcessSpec:
 
     - ``arguments``: arguments of the Python interpreter on its node
     - ``environment``: changed environment variables; None unsets a variable
-    - ``folder``: working directory; default: that of the process that starts it
+    - ``folder``: working directory; default: the directory of the starting process
     - ``log``: file for its output; default: the output of the process that starts it. With ``shown``, output goes to
       both. With ``draws``, standard output is not logged if it is a terminal
     - ``supervised``: everything that it starts ends with it, and it ends with the process that started it

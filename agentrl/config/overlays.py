@@ -1,6 +1,6 @@
 """YAML overlays: shipped overlays, user files, their ``base:`` chains and ``${VARIABLE}`` in their values.
 
-Where YAML 1.1 has surprising rules, those of the 1.2 core schema apply: ``1e-6`` is a number, ``no`` and ``on`` are
+Where YAML 1.1 has surprising rules, the rules of the 1.2 core schema apply: ``1e-6`` is a number, ``no`` and ``on`` are
 text, dates are text, and a duplicate key in a mapping is an error.
 """
 

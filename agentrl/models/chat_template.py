@@ -172,7 +172,7 @@ class ChatTemplate:
         return min(found, key=lambda token: (text.index(token), -len(token)), default="")
 
     def call_form(self, tool: str, tools: Sequence[Any], before: Sequence[Message] = ()) -> CallForm | None:
-        """The form in which the template writes a call of ``tool``; None for one that no reader knows."""
+        """Return the form in which the template writes a call of ``tool``; None if no reader supports it."""
         rendered = self.render([*before, *_conversation(_called(tool, 1), _told(tool, 2))], tools)
         schema = {"properties": {"place": {"type": "string"}}}
         for form in CALL_FORMS.values():

@@ -41,7 +41,7 @@ class ValueModel(nn.Module):
     def forward(self, row: PackedRow, steps: int) -> Tensor:
         """Return the values [B, steps + 1] of a packed row's B documents, float32 or wider.
 
-        The value at t is that of the state before response token t. After a response of L tokens it is at index L.
+        The value at t is the value of the state before response token t. After a response of L tokens it is at index L.
         Positions past it are meaningless.
         """
         states = packed_states(

@@ -363,7 +363,7 @@ def plan_command(settings: Settings, request: PlanRequest, *, critic: bool) -> l
 
 
 def _machine(request: PlanRequest, settings: Settings) -> Hardware:
-    """The GPUs that are named, else those of this machine."""
+    """Return the GPUs that are named, else the GPUs of this machine."""
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = request.gpus if request.gpus is not None else here or settings.training.num_processes
     if gpus < 1:

@@ -71,7 +71,7 @@ class LoadedSource:
 def load_mixture(
     settings: Sequence[ProblemSourceSettings], *, seed: int = 0, answered: bool = True
 ) -> tuple[Mixture, tuple[LoadReport, ...]]:
-    """Load every source and mix them by their weights. ``seed`` applies to generators without a seed of their own.
+    """Load every source and mix them by their weights. ``seed`` applies to generators without a seed.
 
     With ``answered``, answers are graded and a row without an answer is an error. Raises ProblemError or one of its
     subclasses, with a one-line message.

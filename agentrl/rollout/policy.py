@@ -101,7 +101,7 @@ class TurnPolicy(ABC, Generic[Played]):
     @property
     @abstractmethod
     def used(self) -> int:
-        """Tokens of the response so far, including those of observations."""
+        """Tokens of the response so far, observations included."""
 
     @abstractmethod
     def begin(self, prompt: str) -> None: ...

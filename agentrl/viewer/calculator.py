@@ -48,7 +48,7 @@ class Calculator:
         if self._process is None or self._run != run or self._process.poll() is not None:
             self._end()
             command = [sys.executable, "-m", "agentrl.inspection.answers", str(run)]
-            # A session of its own, so that Ctrl-C reaches only the viewer, which then ends the process.
+            # A separate session, so that Ctrl-C reaches only the viewer, which then ends the process.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )

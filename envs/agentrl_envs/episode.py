@@ -171,7 +171,7 @@ class Environment(ABC):
     def with_turns(self, max_turns: int) -> Environment:
         """The same environment with up to ``max_turns`` per episode (``evaluation.max_turns``).
 
-        The original environment still closes what it has opened. One with a limit of its own returns itself.
+        The original environment still closes what it has opened. An environment with its own limit returns itself.
         """
         return self
 

@@ -45,7 +45,7 @@ class EstimatorNeeds:
 
     `inputs`: names of AdvantageInputs beside the three that are always needed; `token_energy` may be replaced by
     log_probs and sum_pi_squared. `step_wide`: the rows of the whole optimizer step, of all ranks, must be in one call;
-    otherwise those of each group. `reason` says why, and is empty if not step_wide.
+    otherwise the rows of each group. `reason` gives the cause, and is empty if not step_wide.
     """
 
     inputs: frozenset[str]
@@ -111,7 +111,7 @@ class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
 
         The other arguments are its traits. `requires` lists the fields of AdvantageInputs that must be given. By
         default, a call gets one or more complete groups. With span="step" it gets all rows of the step, on rank 0. With
-        span="ranks" it gets all rows of its rank, and reaches those of other ranks through `inputs.calls`.
+        span="ranks" it gets all rows of its rank, and exchanges sums with other ranks through `inputs.calls`.
         `aggregation` is the default of `algorithm.aggregation`, for losses that admit it. Set `equal_groups` if groups
         of equal rewards have advantages other than 0, so that they are not dropped. Set `group_based` if the baseline
         is computed from the group's trajectories, `per_token` if the advantages of a trajectory's tokens differ, and

@@ -1,4 +1,4 @@
-"""Replacement of the turn and token limits of training by those of evaluation."""
+"""Replacement of the turn and token limits of training by the limits of evaluation."""
 
 from __future__ import annotations
 

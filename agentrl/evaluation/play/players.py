@@ -35,7 +35,7 @@ class Player(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPlayer:
-    """Samples with the driver of training. Each sample is a group of its own, returned when its conversation ends.
+    """Samples with the driver of training. Each sample is a separate group, returned when its conversation ends.
 
     Randomness depends on the seed, the benchmark, the problem's id, the sample's number and the attempt. Adding samples
     or benchmarks therefore changes no existing rollout.

@@ -98,7 +98,7 @@ class PackedRow:
 
     @cached_property
     def before(self) -> Tensor:
-        """[S] tokens of the document before each segment: those of the prompt that it continues."""
+        """[S] tokens of the document before each segment: the tokens of the prompt that it continues."""
         return _before(self.lengths, self.continued)
 
     @cached_property

@@ -51,7 +51,7 @@ class ManagedServers(ABC):
     def plans(self, gpus: Sequence[str] | None) -> Sequence[ServerPlan]:
         """Return the servers to start, ``settings.replicas`` of them, or raise SettingsError.
 
-        ``gpus``: the GPUs to use; None: those of this machine, of which training uses the first
+        ``gpus``: the GPUs to use; None: the GPUs of this machine, of which training uses the first
         ``request.training_gpus``.
         """
         raise SettingsError(

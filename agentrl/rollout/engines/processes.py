@@ -35,7 +35,7 @@ _ERROR_LINE = re.compile(r"\b\w*(?:Error|Exception)\b|out of memory|Killed", re.
 class ServerPlan(ABC):
     """One server to start. ``gpus``: GPU numbers, empty for the CPU.
 
-    A cluster replaces host, port and GPUs by those of the node that it chooses.
+    A cluster replaces host, port and GPUs by the values of the node that it chooses.
     """
 
     host: str

@@ -136,7 +136,7 @@ class Replica(ABC):
     async def resume(self) -> None: ...
 
     async def forget_prefixes(self, *, running_too: bool) -> None:
-        """Drop cached prefixes; with ``running_too`` also those of running requests, which then recompute them."""
+        """Drop cached prefixes; with ``running_too``, running requests drop and recompute theirs too."""
 
     async def sleep(self, *, keep_weights: bool) -> None:
         """Release GPU memory to the trainer. Called only if ``EngineFacts.shares_gpus`` is set."""

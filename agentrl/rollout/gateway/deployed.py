@@ -63,7 +63,7 @@ class DeployedHistory(Environment):
 
 
 class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
-    """Samples turns as replies to requests. The rewards of all turns are those of the last one."""
+    """Samples turns as replies to requests. All turns get the reward of the last one."""
 
     def __init__(self, tokens: TokenPolicy, renderer: ChatRenderer, tools: Sequence[Json]) -> None:
         settings = tokens.settings

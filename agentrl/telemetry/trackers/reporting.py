@@ -25,7 +25,7 @@ Message = Callable[[Tracker], object]
 
 
 class TrackerThread:
-    """Open a tracker in a thread of its own and pass it messages in order, from a bounded queue.
+    """Open a tracker in a separate thread and pass it messages in order, from a bounded queue.
 
     ``say`` and ``warn`` print a line and are called from that thread. The first failure and the first dropped message
     are printed; a last line counts them.

@@ -33,7 +33,7 @@ _TOO_LARGE = (
 class UpdatePlan:
     """One rank's part of an optimizer update. The counts are over all ranks."""
 
-    units: tuple[tuple[MicroBatch, ...], ...]  # micro-batches, those of a group that does not fit one together
+    units: tuple[tuple[MicroBatch, ...], ...]  # micro-batches; a group that does not fit one has one unit
     scored_first: tuple[MicroBatch, ...] = ()  # of these, with one forward: all but the last of such a group
     tokens: int  # that the filters leave to the loss
     sequences: float  # of these tokens, a rollout's branches as one
@@ -69,7 +69,7 @@ def fill(
     Units (a group, or some of its trajectories) go from the costliest to the cheapest, each to the micro-batch with the
     least cost that has room for it. There are as few micro-batches as that allows, but a multiple of ``ranks`` if the
     units suffice. So all cost nearly the same, and ranks seldom wait for each other. A unit larger than the budget gets
-    a micro-batch of its own. Attention over a trajectory of ``attention_length`` tokens costs as much as everything
+    its own micro-batch. Attention over a trajectory of ``attention_length`` tokens costs as much as everything
     else.
     """
     if not units:

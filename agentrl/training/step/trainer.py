@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -157,20 +158,19 @@ class Trainer:
     def _one_forward(self, step: _Step, update: UpdatePlan) -> None:
         """The forward that is back-propagated also gives the advantages; see :mod:`.batching` for large groups."""
         normalizer = self._objective.normalizer(update.tokens, update.sequences)
-        train = self._unit_from_rewards if self._known_before_forward else self._unit_from_statistics
         with torch.no_grad():
-            score = lambda micro: self._score(self._on_device(micro), step)[0]  # noqa: E731
-            scored = self._over_micro_batches(score, update.scored_first)
-        earlier = iter(rows for rows in scored if rows.batch.counted)
+            scored = self._over_micro_batches(partial(self._scored, step=step), update.scored_first)
+        earlier = iter(rows for rows, _, _ in scored if rows.batch.counted)
         whole_step = self._known_before_forward and self._rows.step_wide
         for unit in [update.micro_batches] if whole_step else update.units:
-            train(step, unit, [next(earlier) for _ in unit[1:]] if update.scored_first else [], normalizer)
+            if self._known_before_forward:
+                self._unit_from_rewards(step, unit, normalizer)
+            else:
+                self._unit_from_statistics(step, unit, [next(earlier) for _ in unit[1:]], normalizer)
         self._pulse.after_micro_batches()
         self._update(step)
 
-    def _unit_from_rewards(
-        self, step: _Step, unit: Sequence[MicroBatch], earlier: Sequence[LossRows], normalizer: float | None
-    ) -> None:
+    def _unit_from_rewards(self, step: _Step, unit: Sequence[MicroBatch], normalizer: float | None) -> None:
         """Advantages first, then one forward and backward for each micro-batch."""
         batches = [self._on_device(micro) for micro in unit]
         estimates = self._rows.estimate(batches, self._engine, meter=step.meter)
@@ -212,8 +212,7 @@ class Trainer:
         """The rows of every micro-batch of each update, their groups those of all ranks."""
         with torch.no_grad():
             updates = [update.micro_batches for update in step.plan.updates]
-            score = lambda micro: self._score(self._on_device(micro), step)  # noqa: E731
-            scored = iter(self._over_micro_batches(score, [*chain(*updates)]))
+            scored = iter(self._over_micro_batches(partial(self._scored, step=step), [*chain(*updates)]))
             parts = [[next(scored) for _ in update] for update in updates]
             completed = self._rows.make_over_ranks(
                 [[rows for rows, _, _ in update] for update in parts], self._engine, beta=step.beta, meter=step.meter
@@ -224,7 +223,7 @@ class Trainer:
         return completed
 
     def _train_update(self, step: _Step, update: UpdatePlan, rows: Sequence[LossRows], *, fresh: bool) -> None:
-        """``fresh``: the weights are still those of the statistics pass."""
+        """``fresh``: the weights have not changed since the statistics pass."""
         normalizer = self._objective.normalizer_over_ranks(rows, self._engine)
         if self._objective.selects:
             rows = self._selected(step, rows, fresh=fresh)
@@ -295,6 +294,9 @@ class Trainer:
 
     def _on_device(self, micro: MicroBatch) -> Batch:
         return Batch.of(micro, device=self._engine.device, multiple=self._engine.module.row_multiple)
+
+    def _scored(self, micro: MicroBatch, step: _Step) -> tuple[LossRows, TokenStatistics, Tensor | None]:
+        return self._score(self._on_device(micro), step)
 
     def _score(self, batch: Batch, step: _Step) -> tuple[LossRows, TokenStatistics, Tensor | None]:
         """Run all forwards over a micro-batch. Collective under ZeRO-3.

@@ -91,7 +91,7 @@ class OpenEnvEnvironment(Environment):
 
 
 class OpenEnvEpisode:
-    """One problem played in a session of its own."""
+    """One problem, played in a separate session."""
 
     def __init__(self, problem: Problem, environment: OpenEnvEnvironment) -> None:
         self.problem = problem

@@ -72,7 +72,7 @@ def _end_trees(roots: Collection[int]) -> None:
     """Kill these processes and all their descendants.
 
     It signals whole process groups, which the kernel does atomically between forks, and stops all processes before it
-    kills any. Stopped processes still count against RLIMIT_NPROC, so a fork bomb in groups of its own is exhausted.
+    kills any. Stopped processes still count against RLIMIT_NPROC, so a fork bomb in other groups is exhausted.
     """
     own, stopped = os.getpgid(0), set[int]()
     while found := _stop_below([*roots, *stopped], stopped, own):

@@ -1,4 +1,4 @@
-"""Measures a program's memory, and its files in a scratch directory that has no mount of its own.
+"""Measures a program's memory, and its files in a scratch directory without a mount.
 
 The program may change the directory meanwhile, so directories are opened one by one and never through links.
 """

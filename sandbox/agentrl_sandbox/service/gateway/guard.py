@@ -25,7 +25,7 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
 
 
 class Metrics:
-    """The metrics of one gateway, with a registry of its own so that gateways in one process do not mix."""
+    """The metrics of one gateway, with a separate registry so that gateways in one process do not mix."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
