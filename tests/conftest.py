@@ -57,8 +57,15 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads the marks there
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give tests that share a module's fixture to one worker of pytest-xdist: it is made once."""
+    """Give tests that share a module's fixture to one worker of pytest-xdist: it is made once.
+
+    A slow test that fails runs once more, and the summary lists it as rerun: among hundreds of tests of servers and
+    processes on a busy machine, one that the scheduler upset would fail the whole run. Tests without processes have no
+    such excuse and run once.
+    """
     for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.flaky(reruns=1))
         if isinstance(item, pytest.Function) and _shares_with_its_module(item) and not item.get_closest_marker(GROUP):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
