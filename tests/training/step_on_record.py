@@ -24,7 +24,7 @@ from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.token_file import write_tokens
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, start_distributed
 from agentrl.training.engine.groups import rank_groups
-from agentrl.training.run.token_writer import token_facts
+from agentrl.training.run.outputs import token_facts
 from agentrl.training.settings import (
     AlgorithmSettings,
     CorrectionSettings,

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from agentrl.errors import WorldError
-from agentrl.training.run.best import BestPolicy, best_evaluation
+from agentrl.training.run.outputs import BestPolicy, best_evaluation
 
 from .conftest import CommandLine
 

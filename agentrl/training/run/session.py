@@ -29,10 +29,17 @@ from agentrl.training.engine.checkpoint import CheckpointWriter, RunState, check
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_policy
 from agentrl.training.engine.heartbeat import Pulse
 from agentrl.training.engine.memory import MicroBatchBudget
-from agentrl.training.run.best import BestPolicy, best_evaluation
-from agentrl.training.run.outcome import Export, evaluation_record, finish_run, repeat_alerts, resume_command
+from agentrl.training.run.outputs import (
+    BestPolicy,
+    Export,
+    TokenWriter,
+    best_evaluation,
+    evaluation_record,
+    finish_run,
+    repeat_alerts,
+    resume_command,
+)
 from agentrl.training.run.signals import INTERRUPTED
-from agentrl.training.run.token_writer import TokenWriter
 from agentrl.training.step.batching import due
 from agentrl.training.step.critic import open_critic
 from agentrl.training.step.diagnostics import FIDELITY_FLOORS, fidelity_bound

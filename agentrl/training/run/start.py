@@ -24,7 +24,7 @@ from agentrl.training.engine.deepspeed_engine import from_rank_zero, start_distr
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.engine.shared_folder import check_shared_folder
 from agentrl.training.run.launch import launch, launched
-from agentrl.training.run.outcome import progress_of
+from agentrl.training.run.outputs import progress_of
 from agentrl.training.run.preflight import check_inputs, machine_problems
 from agentrl.training.run.session import Session
 from agentrl.training.run.signals import INTERRUPTED, sigterm_as_ctrl_c, stop_requests

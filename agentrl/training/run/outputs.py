@@ -1,9 +1,13 @@
-"""Output at the end of a run: its progress if it ended early, otherwise the exported policy, plots, summary, scores."""
+"""Files that a run writes beside its metrics: token statistics, the best and the final policy, the summary."""
 
 from __future__ import annotations
 
+import json
 import shlex
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +19,90 @@ from agentrl.models.loading import write_model
 from agentrl.models.lora import write_adapter
 from agentrl.telemetry.alerts import explained, held_out_change, is_worse, reward_change
 from agentrl.telemetry.console import Console
+from agentrl.telemetry.files import BackgroundWriter, world_errors
 from agentrl.telemetry.plots import draw_plots
-from agentrl.telemetry.records import EvaluationRecord
+from agentrl.telemetry.records import BestRecord, EvaluationRecord
 from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.telemetry.settings import TelemetrySettings
+from agentrl.telemetry.tokens.token_file import TokenFacts, write_tokens
+from agentrl.telemetry.tokens.trajectory_tokens import TrajectoryTokens
 from agentrl.training.engine.checkpoint import newest_step
-from agentrl.training.run.best import BestPolicy
+from agentrl.training.engine.groups import RankGroups
+from agentrl.training.step.batching import RankPlan, due
+from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_options, loss_options, needs
+from agentrl.training.step.token_recorder import TokenRecorder
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
+
+
+_RECORD = "best.json"
+
+
+def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
+    """The evaluation with the highest avg@k; the earliest one on a tie. Falsified evaluations are ignored.
+
+    >>> one, two = {"step": 0, "mean": 0.5, "falsified": False}, {"step": 9, "mean": 0.5, "falsified": False}
+    >>> best_evaluation([one, two, {"step": 9, "mean": 0.9, "falsified": True}])["step"]
+    0
+    """
+    held_out = [item for item in evaluations if not item["falsified"]]
+    return max(held_out, key=lambda item: item["mean"], default=None)
+
+
+class BestPolicy:
+    """The exports in a run's directory; used by rank 0 alone."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._checkpoints = run / "checkpoints"
+        self.path = self._checkpoints / "best"
+
+    def write(self, evaluation: EvaluationRecord, export: Callable[[Path], None]) -> None:
+        """Have ``export`` write the policy of ``evaluation``; :meth:`settle` puts it in place. Raises WorldError."""
+        waiting = self._waiting(evaluation["step"])
+        partial = self._checkpoints / f"{waiting.name}.partial"
+        with world_errors(partial, "write the best policy to"):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            export(partial)
+            (partial / _RECORD).write_text(json.dumps(evaluation, indent=1) + "\n")
+            shutil.rmtree(waiting, ignore_errors=True)
+            partial.rename(waiting)
+
+    def settle(self, best: EvaluationRecord | None) -> None:
+        """Keep the export of ``best``, the best saved evaluation, and remove all others."""
+        with world_errors(self.path, "put the best policy in"):
+            if best is not None and self._waiting(best["step"]).is_dir():
+                shutil.rmtree(self.path, ignore_errors=True)
+                self._waiting(best["step"]).rename(self.path)
+            elif self.path.exists() and not self.holds(best):
+                shutil.rmtree(self.path)
+            for other in self._checkpoints.glob(".best-*"):
+                shutil.rmtree(other)
+
+    def holds(self, best: EvaluationRecord | None) -> bool:
+        """Whether the current export belongs to ``best``."""
+        record = self.path / _RECORD
+        return best is not None and record.is_file() and bool(json.loads(record.read_text())["step"] == best["step"])
+
+    def record(self, evaluations: Sequence[EvaluationRecord]) -> BestRecord | None:
+        """The best evaluation and the path of its policy in the run directory."""
+        best = best_evaluation(evaluations)
+        if best is None:
+            return None
+        return {**best, "policy": self.path.relative_to(self._run).as_posix() if self.holds(best) else None}
+
+    def line(self, record: BestRecord) -> str:
+        """:meth:`record` as a line for the console."""
+        score = f"best evaluation: step {record['step']}, avg@{record['k']} {record['mean']:.3f}"
+        if record["policy"] is None:
+            return f"{score}; its policy was not kept (checkpoint.best)"
+        return f"{score}; its policy: agentrl eval --model {self.path}"
+
+    def _waiting(self, step: int) -> Path:
+        return self._checkpoints / f".best-{step:06d}"
+
 
 ADAPTER = "adapter"
 """The folder of an exported policy with its adapters alone."""
@@ -173,3 +253,62 @@ def _table(console: Console, evaluations: list[EvaluationRecord]) -> None:
         for item in evaluations
     ]
     console.table("Held-out problems", ["", "score", "mean", "95 % interval", "problems"], rows)
+
+
+class TokenWriter:
+    """One rank's writer; at most one file is being written. A failure is a WorldError of the next call."""
+
+    def __init__(
+        self, folder: Path, telemetry: TelemetrySettings, objective: ObjectiveSettings, groups: RankGroups
+    ) -> None:
+        """Of the ranks that share rows the first one writes them."""
+        self._run = RunDirectory(folder)
+        self._telemetry = telemetry
+        self._objective = objective
+        self._groups = groups
+        self._hidden_norms = "hidden_norm_squared" in needs(objective).inputs
+        self._writer = BackgroundWriter("tokens")
+
+    def recorder(self, step: int) -> TokenRecorder | None:
+        """What collects the rows of ``step``; None if they are not recorded."""
+        every = (self._telemetry.tokens_every, self._telemetry.trajectories_every)
+        if not self._groups.first or not all(due(step, each) for each in every):
+            return None
+        return TokenRecorder(hidden_norms=self._hidden_norms)
+
+    def write(self, plan: RankPlan, recorder: TokenRecorder | None) -> None:
+        """Begin to write the rows of a finished step."""
+        self._writer.settle()
+        if recorder is not None and plan.updates:
+            facts = token_facts(self._objective, plan, self._groups)
+            self._writer.submit(partial(self._write, facts, recorder.rows))
+
+    def settle(self) -> None:
+        """Return when every file is written."""
+        self._writer.settle()
+
+    def close(self) -> None:
+        """End the thread; a file that is being written will be complete."""
+        self._writer.close()
+
+    def _write(self, facts: TokenFacts, rows: list[TrajectoryTokens]) -> None:
+        path = self._run.token_file(facts.step, facts.rank)
+        with world_errors(path.parent, "make"):
+            path.parent.mkdir(exist_ok=True)
+        write_tokens(path, facts, rows)
+
+
+def token_facts(objective: ObjectiveSettings, plan: RankPlan, groups: RankGroups) -> TokenFacts:
+    """What all rows of one rank's file have in common."""
+    algorithm = objective.algorithm
+    return TokenFacts(
+        step=plan.step,
+        version=plan.version,
+        rank=groups.replica,
+        ranks=groups.replicas,
+        estimator=algorithm.estimator,
+        estimator_options=estimator_options(objective),
+        loss=algorithm.loss,
+        loss_options=loss_options(objective),
+        aggregation=objective.aggregation,
+    )
