@@ -24,7 +24,7 @@ from agentrl.planning.plan import (
     plan_values,
 )
 from agentrl.planning.shapes import read_shape
-from agentrl.training.run.dry_run import dry_run
+from agentrl.training.run.preflight import dry_run
 
 CONFIG: dict[str, object] = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "vocab_size": 99}
 CONFIG |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}

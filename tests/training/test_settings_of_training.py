@@ -13,8 +13,8 @@ from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.rollout.settings import RolloutSettings, longest_request
 from agentrl.training.engine.groups import grouping_obstacle
-from agentrl.training.run.dry_run import dry_run
 from agentrl.training.run.launch import launch
+from agentrl.training.run.preflight import dry_run
 from agentrl.training.run.start import train
 from agentrl.training.settings import AlgorithmSettings
 from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_options, loss_options, needs

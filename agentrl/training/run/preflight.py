@@ -5,17 +5,24 @@ Not checked: data sets given by Hugging Face id, which may need a download, and 
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from agentrl.config import dump_yaml
 from agentrl.errors import SettingsError
 from agentrl.models.attention import attention_obstacle, length_obstacle, sharing_obstacle
 from agentrl.models.exactness import check_architecture
 from agentrl.models.lora import check_peft
 from agentrl.models.tokenizer import read_tokenizer
-from agentrl.planning.shapes import config_of, shape_of
+from agentrl.planning.plan import memory_lines
+from agentrl.planning.shapes import config_of, read_shape, shape_of
+from agentrl.problems.settings import BUILTIN, FORMULA
 from agentrl.problems.sources import FILE_KINDS, load_source
-from agentrl.rollout.engines.registry import engine_plugin
+from agentrl.rollout.engines.registry import engine_facts, engine_plugin
+from agentrl.rollout.engines.transformers import TOO_LARGE, is_too_large
 from agentrl.rollout.environment import (
     build_rewards,
     chat_format,
@@ -24,10 +31,16 @@ from agentrl.rollout.environment import (
     needs_answers,
     needs_chat_format,
 )
+from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.settings import compares_answers, longest_request
+from agentrl.telemetry.console import Console
+from agentrl.telemetry.machine import describe_machine
 from agentrl.telemetry.trackers.tracker import check_trackers
-from agentrl.training.coldstart.train import read_cold_demonstrations
+from agentrl.training.coldstart.limits import measured_problems
+from agentrl.training.coldstart.train import measure, read_cold_demonstrations
 from agentrl.training.engine.groups import grouping_obstacle
+from agentrl.training.run.launch import show_plan
+from agentrl.training.step.batching import describe_passes
 from agentrl.training.step.objective_settings import ObjectiveSettings, loss_options, needs
 from agentrl_envs.types import Problem
 
@@ -123,3 +136,40 @@ def _check_template(settings: Settings) -> None:
     except OSError:  # reading the model reports this
         return
     chat_format(settings, tokenizer, path)
+
+
+def dry_run(settings: Settings) -> None:
+    """Print what ``agentrl train`` would run with these settings."""
+    problems = check_inputs(settings)
+    shown = settings.coldstart.demonstrations
+    if shown is not None and not shown.startswith((BUILTIN, FORMULA)) and not is_agent(settings.env):
+        asyncio.run(measure(settings, measured_problems(settings)))
+    console = Console(settings.telemetry)
+    console.note(dump_yaml(settings).rstrip())
+    console.note("")
+    for line in [*describe_machine().lines(), *problems]:
+        console.note(line)
+    console.note(f"rollouts: {engine_facts(settings.rollout).about}")
+    longest = settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens
+    passes = describe_passes(
+        ObjectiveSettings.of(settings),
+        group_tokens=settings.rollout.group_size * longest,
+        budget=settings.training.micro_batch_tokens,
+    )
+    console.note(f"passes: {passes}")
+    for problem in machine_problems(settings):
+        console.warning(f"not on this machine: {problem}")
+    if settings.cluster.kind == "ray":
+        show_plan(settings, console)
+    try:
+        config_of(settings.model)
+    except SettingsError as error:
+        console.note(f"memory: not estimated: {error}")
+        return
+    shape = read_shape(settings.model)  # whose errors are the user's
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if engine_facts(settings.rollout).in_process and is_too_large(shape.parameters, device):
+        console.warning(TOO_LARGE)
+    critic = "values" in needs(ObjectiveSettings.of(settings)).inputs
+    for line in memory_lines(settings, shape, critic=critic):
+        console.note(line)
