@@ -18,7 +18,7 @@ from agentrl.cluster.opening import open_cluster
 from agentrl.cluster.processes import Bundle, ProcessHandle, ProcessSpec
 from agentrl.cluster.settings import ClusterSettings
 
-LOOK = 0.2  # seconds, as in agentrl.training.run.rank_group
+LOOK = 0.2  # seconds, as in agentrl.training.run.launch
 SLEEP = "import time; time.sleep(3600)"
 
 

@@ -12,7 +12,7 @@ from agentrl.cluster.plan import UnplaceableError
 from agentrl.cluster.processes import Bundle, Place, ProcessSpec
 from agentrl.cluster.ray_nodes import RayCluster
 from agentrl.cluster.settings import ClusterSettings
-from agentrl.training.run.rank_group import RankGroup
+from agentrl.training.run.launch import RankGroup
 
 SLEEP = ("-c", "import time; time.sleep(3600)")
 PATIENCE = 600.0

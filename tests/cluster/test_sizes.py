@@ -13,9 +13,7 @@ from agentrl.cluster.plan import UnplaceableError, placed
 from agentrl.cluster.processes import Bundle, ClusterNode, Place, ProcessHandle, ProcessSpec
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.training.run.launch import bundles_of
-from agentrl.training.run.rank_group import CRASHED, RankEnd
-from agentrl.training.run.sizes import RunSizes
+from agentrl.training.run.launch import CRASHED, RankEnd, RunSizes, bundles_of
 from agentrl.training.worker.wire import FOLLOWED
 
 RAY = ["cluster=ray", "cluster.nodes=3", "cluster.restarts=9", "training.num_processes=6", "cluster.elastic=true"]

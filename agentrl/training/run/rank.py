@@ -18,7 +18,7 @@ from agentrl.errors import AgentRLError
 from agentrl.evaluation.options import quoted
 from agentrl.rollout.environment import check_environment
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.run.rank_group import CRASHED, REPORTED
+from agentrl.training.run.launch import CRASHED, REPORTED
 from agentrl.training.run.start import run_rank
 from agentrl.training.worker.wire import FOLLOWED, WorkerLostError
 
