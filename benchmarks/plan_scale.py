@@ -25,7 +25,7 @@ from agentrl.rollout.worker import RolloutBatch
 from agentrl.training.settings import AlgorithmSettings
 from agentrl.training.step.batching import plan_step
 from agentrl.training.step.objective_settings import ObjectiveSettings
-from agentrl.training.worker.wire import Reply
+from agentrl.training.worker.service import Reply
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
 

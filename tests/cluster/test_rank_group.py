@@ -16,7 +16,7 @@ from agentrl.cluster.logs import LogRelay
 from agentrl.cluster.processes import NodeLostError, Place, ProcessSpec
 from agentrl.errors import OutOfMemoryError, SettingsError
 from agentrl.training.run.launch import RankGroup
-from agentrl.training.worker.wire import FOLLOWED, STUCK
+from agentrl.training.worker.service import FOLLOWED, STUCK
 
 SLEEP = "import time; time.sleep(600)"
 

@@ -14,7 +14,7 @@ from agentrl.cluster.processes import Bundle, ClusterNode, Place, ProcessHandle,
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.training.run.launch import CRASHED, RankEnd, RunSizes, bundles_of
-from agentrl.training.worker.wire import FOLLOWED
+from agentrl.training.worker.service import FOLLOWED
 
 RAY = ["cluster=ray", "cluster.nodes=3", "cluster.restarts=9", "training.num_processes=6", "cluster.elastic=true"]
 

@@ -26,7 +26,7 @@ from ranks import free_port
 from warm import WarmPopen
 
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.worker.wire import FOLLOWED, WorkerLostError, receive
+from agentrl.training.worker.service import FOLLOWED, WorkerLostError, receive
 
 from .conftest import DEADLINE, CommandLine, wait_until
 from .test_ranks import assert_all_end, family

@@ -25,7 +25,7 @@ from agentrl.evaluation.options import quoted
 from agentrl.rollout.engines.registry import engine_facts, server_bundles, servers_on_nodes
 from agentrl.telemetry.console import Console
 from agentrl.training.run.signals import INTERRUPTED, stop_requests
-from agentrl.training.worker.wire import FOLLOWED, STUCK
+from agentrl.training.worker.service import FOLLOWED, STUCK
 
 if TYPE_CHECKING:
     from agentrl.config import Settings

@@ -20,7 +20,7 @@ from agentrl.rollout.environment import check_environment
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.run.launch import CRASHED, REPORTED
 from agentrl.training.run.start import run_rank
-from agentrl.training.worker.wire import FOLLOWED, WorkerLostError
+from agentrl.training.worker.service import FOLLOWED, WorkerLostError
 
 
 def main() -> int:

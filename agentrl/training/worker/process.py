@@ -26,8 +26,15 @@ from agentrl.training.coldstart.policy import computing_processes, set_threads
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.engine.heartbeat import INTERVAL, Watch
 from agentrl.training.worker.local import LocalService
-from agentrl.training.worker.service import InterruptedRunError
-from agentrl.training.worker.wire import Caller, Failure, Reply, Startup, StuckRanks, WorkerRequest
+from agentrl.training.worker.service import (
+    Caller,
+    Failure,
+    InterruptedRunError,
+    Reply,
+    Startup,
+    StuckRanks,
+    WorkerRequest,
+)
 from agentrl_envs.episode import EnvironmentContractError
 from agentrl_envs.plugins import load_plugins
 from agentrl_envs.registry import PluginError

@@ -33,13 +33,15 @@ from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.engines.registry import engine_facts
 from agentrl.training.engine.deepspeed_engine import from_rank_zero
 from agentrl.training.engine.heartbeat import INTERVAL, Pulse
-from agentrl.training.worker.service import CALLS, InterruptedRunError, RolloutService
-from agentrl.training.worker.wire import (
+from agentrl.training.worker.service import (
+    CALLS,
     FOLLOWED,
     STUCK,
     Caller,
     Failure,
+    InterruptedRunError,
     Reply,
+    RolloutService,
     Startup,
     StuckRanks,
     WorkerLostError,
