@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _MEASURED = 64  # problems of each source
 
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)

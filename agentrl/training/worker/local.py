@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
     from agentrl.config import Settings
 
-_Result = TypeVar("_Result")
 # Number of problems whose prompts form the probe.
 _PROBE_PROBLEMS = 8
 
