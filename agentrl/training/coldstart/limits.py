@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 _MEASURED = 64  # problems of each source
-
 
 
 @dataclass(frozen=True, kw_only=True)
