@@ -16,8 +16,7 @@ from agentrl.models.tiny import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn, program
 from agentrl.telemetry.console import Console
-from agentrl.training.coldstart.limits import EncodedDemonstration
-from agentrl.training.coldstart.playing import check_template, with_observations
+from agentrl.training.coldstart.demonstrations import EncodedDemonstration, check_template, with_observations
 from agentrl.training.coldstart.policy import StartScore, starting_policy
 from agentrl.training.coldstart.train import (
     batches,

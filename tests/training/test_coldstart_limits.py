@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.config import Settings, load_settings
 from agentrl.errors import SettingsError
-from agentrl.training.coldstart.limits import EncodedDemonstration, check_limits, measured_problems
+from agentrl.training.coldstart.demonstrations import EncodedDemonstration, check_limits, measured_problems
 from agentrl.training.coldstart.train import cold_start, measure
 from agentrl.training.run.preflight import dry_run
 

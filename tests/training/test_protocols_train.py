@@ -13,7 +13,7 @@ from rollout.templates import QWEN, chat_tokenizer
 from agentrl.config import load_settings
 from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn, observation, program
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.coldstart.demonstration_rendering import in_protocol
+from agentrl.training.coldstart.demonstrations import in_protocol
 from agentrl_envs.protocols.factory import make_protocol
 from agentrl_envs.types import Problem
 

@@ -25,7 +25,7 @@ from agentrl.rollout.environment import build_rewards, environment_and_codec
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import atomic_write, wrong_shape
 from agentrl.telemetry.machine import usable_cores
-from agentrl.training.coldstart.limits import measured_problems
+from agentrl.training.coldstart.demonstrations import measured_problems
 from agentrl.training.coldstart.train import cached_policy, cold_start, read_cold_demonstrations
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.settings import ColdstartSettings

@@ -31,9 +31,14 @@ from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTu
 from agentrl.problems.demonstrations.loading import LoadedDemonstrations, load_demonstrations
 from agentrl.rollout.environment import build_environment, class_factory
 from agentrl.telemetry.files import world_errors
-from agentrl.training.coldstart.demonstration_rendering import in_protocol
-from agentrl.training.coldstart.limits import EncodedDemonstration, check_limits
-from agentrl.training.coldstart.playing import check_template, environment_key, with_observations
+from agentrl.training.coldstart.demonstrations import (
+    EncodedDemonstration,
+    check_limits,
+    check_template,
+    environment_key,
+    in_protocol,
+    with_observations,
+)
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl_envs.episode import Environment
 from agentrl_envs.protocols.marked_text import parts_of

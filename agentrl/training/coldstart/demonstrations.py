@@ -1,0 +1,232 @@
+"""Prepare the demonstrations of a cold start: protocol, observations of the environment, limits of rollouts."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from agentrl.errors import SettingsError
+from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn
+from agentrl.problems.settings import BUILTIN, FORMULA
+from agentrl.problems.sources import FILE_KINDS, evaluation_set, load_source
+from agentrl.rollout.environment import class_factory, needs_answers
+from agentrl.rollout.gateway.settings import is_agent
+from agentrl_envs.chat.calls import FoundCall
+from agentrl_envs.chat.chat_format import plain_format
+from agentrl_envs.episode import Environment, EnvironmentContractError
+from agentrl_envs.protocols.base import Protocol
+from agentrl_envs.protocols.factory import make_protocol
+from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
+from agentrl_envs.registry import did_you_mean
+from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
+from agentrl_envs.types import Problem
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+
+logger = logging.getLogger(__name__)
+
+
+async def with_observations(demonstration: Demonstration, environment: Environment) -> Demonstration:
+    """The demonstration as ``environment`` answers it; unchanged if its author wrote the observations.
+
+    Raises SettingsError for one that ends before its last turn.
+    """
+    if not demonstration.is_played:
+        return demonstration
+    *before, last = demonstration.turns
+    played: list[ShownTurn] = []
+    episode = environment.episode(demonstration.problem)
+    try:
+        await episode.start()
+        for number, turn in enumerate(before, start=1):
+            step = await episode.step(turn.model)
+            if step.ended is not None:
+                raise SettingsError(
+                    f"coldstart.demonstrations: turn {number} of {len(demonstration.turns)} of the demonstration "
+                    f"{demonstration.problem.id!r} ends its episode ({step.ended}): {turn.model!r:.200}"
+                )
+            played.append(ShownTurn(model=turn.model, observation=step.observation))
+    finally:
+        await episode.close()
+    return replace(demonstration, turns=(*played, last))
+
+
+def check_template(settings: Settings, template: object) -> None:
+    """Raise SettingsError where a class's calls are in the model's chat template: demonstrations are plain text."""
+    if template and class_factory(settings.env) is not None:
+        raise SettingsError(
+            f"coldstart.demonstrations={settings.coldstart.demonstrations} are plain text, but env={settings.env} "
+            f"speaks the chat template of model.path={settings.model.path}: set coldstart.demonstrations=null"
+        )
+
+
+def check_calls(demonstrations: Sequence[Demonstration], settings: Settings) -> None:
+    """Raise SettingsError where a demonstration lacks a column of a class's ``reset``, or calls a tool that it has not.
+
+    Calls with wrong arguments may be shown on purpose: they are a warning.
+    """
+    factory = class_factory(settings.env)
+    if factory is None:
+        return
+    schemas = {schema.name: schema for schema in factory.tools.schemas}
+    wrong = []
+    for item in demonstrations:
+        place = item.location or item.problem.id
+        try:
+            factory.columns(item.problem)
+        except EnvironmentContractError as error:
+            raise SettingsError(f"{place}: {error}") from error
+        for number, call in _calls(item):
+            schema = schemas.get(call.name)
+            if schema is None:
+                hint = did_you_mean(call.name, schemas) or f"; its tools: {', '.join(schemas) or 'none'}"
+                raise SettingsError(
+                    f"{place}: turn {number} calls {call.name!r}, which is no tool of env={settings.env}{hint}"
+                )
+            refusal = schema.refusal(call.arguments if isinstance(call.arguments, dict) else {})
+            wrong += [f"{place}: turn {number}: {refusal}"] if refusal else []
+    if wrong:
+        more = f" (and {len(wrong) - 1} more such calls)" if wrong[1:] else ""
+        logger.warning("%s%s; the model learns this call, and reads the error", wrong[0], more)
+
+
+def _calls(item: Demonstration) -> Iterator[tuple[int, FoundCall]]:
+    """The calls of a demonstration that can be read, with the numbers of their turns."""
+    find = plain_format([]).calls.find
+    for number, turn in enumerate(item.turns, start=1):
+        yield from ((number, call) for call in find(turn.model) if not call.error)
+
+
+def environment_key(settings: Settings) -> dict[str, str]:
+    """What tells two versions of a user's class apart: it writes the prompts and the observations of a cold start."""
+    factory = class_factory(settings.env)
+    if factory is None:
+        return {}
+    try:
+        source = Path(inspect.getfile(cast(type, factory.found))).read_bytes()
+    except (OSError, TypeError):  # a class without a file
+        source = b""
+    return {"env": settings.env, "source": hashlib.sha256(source).hexdigest()}
+
+
+_SIMPLETIR = SimpleTIRProtocol(instruction="", observation_limit=1 << 20)
+_BEFORE_OUTPUT, _AFTER_OUTPUT = _SIMPLETIR.observation("", ["\0"]).split("\0")
+_PROGRAMS = {"retool": "<code>\n```python\n{}\n```\n</code>", "torl": "```python\n{}\n```\n```output"}
+_ANSWERS = {"retool": "<answer>\n\\boxed{{{}}}\n</answer>", "torl": "\\boxed{{{}}}"}
+
+
+def in_protocol(demonstrations: Sequence[Demonstration], settings: Settings) -> tuple[Demonstration, ...]:
+    """The demonstrations of ``settings`` as their environment's protocol writes them.
+
+    Raises SettingsError where a user's class would get demonstrations that were generated for other tools, and where
+    the user's own call a tool that it does not have.
+    """
+    environment = settings.environment
+    if not (settings.coldstart.demonstrations or "").startswith((BUILTIN, FORMULA)):
+        check_calls(demonstrations, settings)
+        return tuple(demonstrations)
+    if isinstance(environment, ReasoningSettings) or is_agent(settings.env):
+        return tuple(_answered(item) for item in demonstrations)
+    if class_factory(settings.env) is not None:
+        raise SettingsError(
+            f"coldstart.demonstrations={settings.coldstart.demonstrations} shows nothing of the tools of "
+            f"env={settings.env}: name a JSONL file of demonstrations (docs/data.md), or, for a model that calls tools "
+            "by itself, model.path=... and coldstart.demonstrations=null"
+        )
+    if not isinstance(environment, SimpleTIRSettings) or environment.protocol not in _PROGRAMS:
+        return tuple(demonstrations)
+    protocol = make_protocol(environment)
+    return tuple(
+        Demonstration(problem=item.problem, turns=tuple(_turns(item, protocol, environment.protocol)))
+        for item in demonstrations
+    )
+
+
+def _answered(demonstration: Demonstration) -> Demonstration:
+    """The answer alone: without tools there is nothing else to show."""
+    answer = f"\\boxed{{{demonstration.problem.answer}}}"
+    return Demonstration(problem=demonstration.problem, turns=(ShownTurn(model=answer),))
+
+
+def _turns(demonstration: Demonstration, protocol: Protocol, name: str) -> Iterator[ShownTurn]:
+    """Programs and answers in the protocol's form; a ``final_answer`` becomes a print and then the answer."""
+    answer = ShownTurn(model=_ANSWERS[name].format(demonstration.problem.answer))
+    for turn in demonstration.turns:
+        program = _SIMPLETIR.parse(turn.model).program
+        if program is None:
+            yield answer
+            continue
+        final = "final_answer(" in program
+        output = str(demonstration.problem.answer) if final else _output(turn.observation)
+        model = _PROGRAMS[name].format(program.replace("final_answer(", "print(").rstrip("\n"))
+        yield ShownTurn(model=model, observation=protocol.observation(model, [output]))
+        if final:
+            yield answer
+
+
+def _output(observation: str) -> str:
+    return observation.removeprefix(_BEFORE_OUTPUT).removesuffix(_AFTER_OUTPUT)
+
+
+_MEASURED = 64  # problems of each source
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedDemonstration:
+    """A demonstration in tokens: prompt, response and which response tokens are the model's."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    response_mask: tuple[bool, ...]
+
+    @property
+    def longest_turn(self) -> int:
+        """The most tokens that the model writes without an observation in between."""
+        return max((len(list(run)) for own, run in itertools.groupby(self.response_mask) if own), default=0)
+
+
+def measured_problems(settings: Settings) -> list[Problem]:
+    """Problems of each source to train on that needs no download, evenly spaced."""
+    answered = needs_answers(settings)
+    return [
+        problem
+        for entry in settings.data.train
+        if entry.is_generated or entry.path.lower().endswith(FILE_KINDS)
+        for problem in evaluation_set(load_source(entry, seed=settings.seed, answered=answered).source, _MEASURED)
+    ]
+
+
+def check_limits(settings: Settings, prompts: Sequence[int], shown: Sequence[EncodedDemonstration]) -> None:
+    """Warn of prompts with more tokens than the limits of rollouts, and of demonstrations that these would cut off.
+
+    Raises SettingsError if all ``prompts`` have more: nothing could be trained.
+    """
+    rollout = settings.rollout
+    longest = max(prompts, default=0)
+    if min(prompts, default=0) > rollout.max_prompt_tokens:
+        raise SettingsError(
+            f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}: each of {len(prompts)} prompts of data.train has "
+            f"more tokens, up to {longest}; valid: at least {longest}"
+        )
+    _warn("max_prompt_tokens", rollout.max_prompt_tokens, prompts, "prompts of data.train have more tokens: skipped")
+    responses = [len(row.response_ids) for row in shown]
+    _warn("max_response_tokens", rollout.max_response_tokens, responses, "demonstrations have longer responses")
+    turns = [row.longest_turn for row in shown]
+    _warn("max_turn_tokens", rollout.max_turn_tokens, turns, "demonstrations have a longer turn")
+
+
+def _warn(setting: str, limit: int, lengths: Sequence[int], what: str) -> None:
+    over = sum(length > limit for length in lengths)
+    if over:
+        logger.warning(
+            "rollout.%s=%d: %d of %d %s; rollout.%s=%d holds all of them",
+            setting, limit, over, len(lengths), what, setting, max(lengths),
+        )  # fmt: skip
