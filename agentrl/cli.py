@@ -70,13 +70,13 @@ def train(
     options = {"training.num_processes": num_processes, "reward.functions": rewards}
     settings = _load("train", overrides, env=env, config=config, options=options, resume=resume)
     if dry_run:
-        from agentrl.training.run import dry_run as preview
+        from agentrl.training.run.preflight import dry_run as preview
 
-        preview.dry_run(settings)
+        preview(settings)
         return
-    from agentrl.training.run import start as run
+    from agentrl.training.run.start import train as run
 
-    raise typer.Exit(run.train(settings, resume))
+    raise typer.Exit(run(settings, resume))
 
 
 @app.command()

@@ -11,7 +11,7 @@ AgentRLError
 ├── WorldError                sandbox, engine, disk or network failed after its retries: one message, exit code 1
 │   ├── OutOfMemoryError      memory ran out in training; smaller micro-batches may fit: exit code 5
 │   ├── NodeLostError         a machine of the cluster is gone or does not answer (agentrl.cluster.processes)
-│   └── WorkerLostError       the rollout worker, or a rank, is gone or does not answer (agentrl.training.worker.service)
+│   └── WorkerLostError       the rollout worker, or a rank, is gone or does not answer (agentrl.training.worker)
 ├── FidelityError             trainer and engine disagree on sampled tokens (agentrl.training.step.diagnostics)
 └── WeightMismatchError       an engine does not hold the weights it was sent (agentrl.training.worker.transfer)
 

@@ -43,206 +43,6 @@ CRASHED = 1
 REPORTED = 4
 """Exit code of a rank that ended by an AgentRLError whose own code that is."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class RankEnd:
-    """How a rank has ended. ``code``: its exit code, negative for a signal. ``lost``: what happened to its node."""
-
-    rank: ProcessHandle
-    code: int
-    lost: str | None = None
-
-    @property
-    def killed(self) -> bool:
-        return self.code < 0
-
-    @property
-    def own_fault(self) -> bool:
-        """Whether it was killed, crashed or was stuck, on a node that is there."""
-        return self.lost is None and (self.killed or self.code in (CRASHED, STUCK))
-
-    @property
-    def gravity(self) -> int:
-        """Of several ends, the gravest is the cause: whoever ends with a peer's connection is not."""
-        if self.lost is not None:
-            return 3
-        if self.killed:
-            return 2 if self.code != -signal.SIGTERM else 0
-        if self.code in (STUCK, OutOfMemoryError.exit_code, SettingsError.exit_code):
-            return 2  # the other ranks crash when this one closes its connections
-        return 0 if self.code == FOLLOWED else 1
-
-    def __str__(self) -> str:
-        if self.lost is not None:
-            return f"training {self.rank.spec.name} is lost: {self.lost}"
-        if self.code == FOLLOWED:
-            return f"training {self.rank.spec.name} on {self.rank.place.node} has lost the rollout worker"
-        if self.code == STUCK:
-            return f"training {self.rank.spec.name} on {self.rank.place.node} was stuck"
-        if self.code == OutOfMemoryError.exit_code:
-            return f"training {self.rank.spec.name} on {self.rank.place.node} ran out of memory"
-        if self.code == REPORTED:
-            return f"training {self.rank.spec.name} on {self.rank.place.node} ended with an error"
-        how = f"was ended by {signal.Signals(-self.code).name}" if self.killed else f"ended with exit code {self.code}"
-        return f"training {self.rank.spec.name} on {self.rank.place.node} {how}"
-
-
-class RankGroup:
-    """Running ranks."""
-
-    def __init__(self, handles: Sequence[ProcessHandle], report: Callable[[RankEnd], None] | None = None) -> None:
-        """``report`` learns of the first failure at once; the other ranks take a while to end."""
-        self._handles = handles
-        self._report = report
-        self._asked = threading.Event()
-        self._insisted = threading.Event()
-        self._killing = threading.Event()
-        self._ending = False
-        self._cause: RankEnd | None = None
-        self._told: RankEnd | None = None
-        self._found = 0.0
-
-    @property
-    def asked(self) -> bool:
-        return self._asked.is_set()
-
-    @property
-    def insisted(self) -> bool:
-        return self._insisted.is_set()
-
-    def ask(self) -> None:
-        """Have the ranks stop at the next safe point."""
-        self._asked.set()
-        _signal(self._handles, signal.SIGTERM)
-
-    def insist(self) -> None:
-        """End the ranks at once."""
-        self._insisted.set()
-        _signal(self._handles, signal.SIGKILL)
-
-    def end(self) -> RankEnd | None:
-        """Return when all ranks have ended: how the first one failed, or None if none did."""
-        running = list(self._handles)
-        while running:
-            ends = {place: end for place, one in enumerate(running) if (end := _end_of(one)) is not None}
-            running = [one for place, one in enumerate(running) if place not in ends]
-            for end in ends.values():
-                self._judge(end)
-            if self._cause is not None and self._cause.code != INTERRUPTED:
-                self._tell(self._cause, at_once=not running)
-                if not self._ending:
-                    self._ending = True
-                    self._end_soon(running, _LAST_WORDS if self._cause.gravity == 1 else _SPEECHLESS)
-            if running:
-                time.sleep(_LOOK)
-        return self._cause
-
-    def _judge(self, end: RankEnd) -> None:
-        if self._killing.is_set() and end.lost is None:
-            return  # it was killed here
-        if end.code and (self._cause is None or end.gravity > self._cause.gravity):
-            self._cause = end
-            self._found = time.monotonic()
-
-    def _tell(self, cause: RankEnd, *, at_once: bool) -> None:
-        """Report the cause once; one that only follows from another has a while to turn out so."""
-        sure = at_once or cause.gravity > 0 or time.monotonic() > self._found + _DOUBT
-        if sure and cause is not self._told and not self.asked:
-            self._told = cause
-            if self._report is not None:
-                self._report(cause)
-
-    def _end_soon(self, running: Sequence[ProcessHandle], seconds: float) -> None:
-        """Ask the ranks to end, and kill those that have not after a while, in a thread that ends with this process."""
-
-        def kill() -> None:
-            self._killing.set()
-            _signal(running, signal.SIGKILL)
-
-        _signal(running, signal.SIGTERM)
-        timer = threading.Timer(seconds, kill)
-        timer.daemon = True
-        timer.start()
-
-
-def _end_of(rank: ProcessHandle) -> RankEnd | None:
-    try:
-        code = rank.wait(0.0)
-    except NodeLostError as error:
-        return RankEnd(rank=rank, code=-signal.SIGKILL, lost=str(error))
-    return None if code is None else RankEnd(rank=rank, code=code)
-
-
-def _signal(ranks: Sequence[ProcessHandle], number: signal.Signals) -> None:
-    for rank in ranks:
-        rank.send_signal(number)
-
-
-class RunSizes:
-    """What a run reserves: all its ranks if it can, otherwise as many as ``cluster.elastic`` allows."""
-
-    def __init__(self, settings: Settings, bundles_of: Callable[[Settings], list[Bundle]], checkpoints: Path) -> None:
-        sizes = [settings, *(_smaller(settings) if settings.cluster.elastic else ())]
-        self._sizes = [(size, bundles_of(size)) for size in sizes]
-        self._largest = self._last = 0
-        self._checkpoints = checkpoints
-        self._lost: tuple[str, int, str] | None = None
-
-    def reserve(
-        self, cluster: Cluster, *, patience: float = 0.0, say: Callable[[str], None]
-    ) -> tuple[Settings, list[Place]]:
-        """The settings of the largest size that there is room for, and its places.
-
-        Waits ``patience`` seconds for the size of last time, and says so. Raises UnplaceableError without room for any.
-        """
-        last = self._last = max(self._last, self._largest)
-        attempts = [(number, 0.0) for number in range(self._largest, last + 1)]
-        attempts += [(last, patience)] if patience else []
-        attempts += [(number, 0.0) for number in range(last + 1, len(self._sizes))]
-        refused: UnplaceableError | None = None
-        for number, seconds in attempts:
-            if seconds and refused is not None:
-                say(f"{refused}; waiting for at most {seconds:g} s")
-            size, bundles = self._sizes[number]
-            try:
-                places = cluster.reserve(bundles, patience=seconds)
-            except UnplaceableError as error:
-                refused = error
-            else:
-                self._last = number
-                return size, places
-        assert refused is not None
-        raise refused
-
-    def learn(self, cluster: Cluster, end: RankEnd) -> None:
-        """Give up the place of a rank that failed there before, unless a checkpoint was saved in between."""
-        place, slot = end.rank.place, end.rank.spec.number
-        lost = (place.address, slot, max((one.name for one in self._checkpoints.glob("step-*")), default=""))
-        again, self._lost = lost == self._lost, lost
-        if again and end.own_fault and len(self._sizes) > 1:
-            cluster.give_up(place, slot % self._ranks_a_node())
-            if not place.gpus and self._sizes[0][0].cluster.kind != "ray":  # nothing there is counted
-                self._largest = min(self._last + 1, len(self._sizes) - 1)
-
-    def _ranks_a_node(self) -> int:
-        size, _ = self._sizes[self._last]
-        return size.training.num_processes // size.cluster.nodes
-
-
-def _smaller(settings: Settings) -> Iterator[Settings]:
-    """The settings with fewer ranks, the largest number first."""
-    ranks, nodes = settings.training.num_processes, settings.cluster.nodes
-    if nodes > 1:
-        counts: Sequence[tuple[int, int]] = [(one * ranks // nodes, one) for one in range(nodes - 1, 0, -1)]
-    else:
-        shared = settings.training.sequence_parallel
-        counts = [(fewer, 1) for fewer in range(ranks - shared, 0, -shared)]
-    for fewer, there in counts:
-        training = settings.training.model_copy(update={"num_processes": fewer})
-        cluster = settings.cluster.model_copy(update={"nodes": there})
-        yield settings.model_copy(update={"training": training, "cluster": cluster})
-
-
 RANK_MODULE = "agentrl.training.run.rank"
 # Exit codes after which the same would happen again: the user's settings, and a stop on request.
 _FINAL = (0, SettingsError.exit_code, INTERRUPTED)
@@ -443,3 +243,202 @@ def _check_folder(cluster: Cluster, places: Sequence[Place], run_path: Path) -> 
 
 def _own_gpus() -> list[str] | None:
     return visible_gpus(torch.cuda.device_count()) if torch.cuda.is_available() else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd:
+    """How a rank has ended. ``code``: its exit code, negative for a signal. ``lost``: what happened to its node."""
+
+    rank: ProcessHandle
+    code: int
+    lost: str | None = None
+
+    @property
+    def killed(self) -> bool:
+        return self.code < 0
+
+    @property
+    def own_fault(self) -> bool:
+        """Whether it was killed, crashed or was stuck, on a node that is there."""
+        return self.lost is None and (self.killed or self.code in (CRASHED, STUCK))
+
+    @property
+    def gravity(self) -> int:
+        """Of several ends, the gravest is the cause: whoever ends with a peer's connection is not."""
+        if self.lost is not None:
+            return 3
+        if self.killed:
+            return 2 if self.code != -signal.SIGTERM else 0
+        if self.code in (STUCK, OutOfMemoryError.exit_code, SettingsError.exit_code):
+            return 2  # the other ranks crash when this one closes its connections
+        return 0 if self.code == FOLLOWED else 1
+
+    def __str__(self) -> str:
+        if self.lost is not None:
+            return f"training {self.rank.spec.name} is lost: {self.lost}"
+        if self.code == FOLLOWED:
+            return f"training {self.rank.spec.name} on {self.rank.place.node} has lost the rollout worker"
+        if self.code == STUCK:
+            return f"training {self.rank.spec.name} on {self.rank.place.node} was stuck"
+        if self.code == OutOfMemoryError.exit_code:
+            return f"training {self.rank.spec.name} on {self.rank.place.node} ran out of memory"
+        if self.code == REPORTED:
+            return f"training {self.rank.spec.name} on {self.rank.place.node} ended with an error"
+        how = f"was ended by {signal.Signals(-self.code).name}" if self.killed else f"ended with exit code {self.code}"
+        return f"training {self.rank.spec.name} on {self.rank.place.node} {how}"
+
+
+class RankGroup:
+    """Running ranks."""
+
+    def __init__(self, handles: Sequence[ProcessHandle], report: Callable[[RankEnd], None] | None = None) -> None:
+        """``report`` learns of the first failure at once; the other ranks take a while to end."""
+        self._handles = handles
+        self._report = report
+        self._asked = threading.Event()
+        self._insisted = threading.Event()
+        self._killing = threading.Event()
+        self._ending = False
+        self._cause: RankEnd | None = None
+        self._told: RankEnd | None = None
+        self._found = 0.0
+
+    @property
+    def asked(self) -> bool:
+        return self._asked.is_set()
+
+    @property
+    def insisted(self) -> bool:
+        return self._insisted.is_set()
+
+    def ask(self) -> None:
+        """Have the ranks stop at the next safe point."""
+        self._asked.set()
+        _signal(self._handles, signal.SIGTERM)
+
+    def insist(self) -> None:
+        """End the ranks at once."""
+        self._insisted.set()
+        _signal(self._handles, signal.SIGKILL)
+
+    def end(self) -> RankEnd | None:
+        """Return when all ranks have ended: how the first one failed, or None if none did."""
+        running = list(self._handles)
+        while running:
+            ends = {place: end for place, one in enumerate(running) if (end := _end_of(one)) is not None}
+            running = [one for place, one in enumerate(running) if place not in ends]
+            for end in ends.values():
+                self._judge(end)
+            if self._cause is not None and self._cause.code != INTERRUPTED:
+                self._tell(self._cause, at_once=not running)
+                if not self._ending:
+                    self._ending = True
+                    self._end_soon(running, _LAST_WORDS if self._cause.gravity == 1 else _SPEECHLESS)
+            if running:
+                time.sleep(_LOOK)
+        return self._cause
+
+    def _judge(self, end: RankEnd) -> None:
+        if self._killing.is_set() and end.lost is None:
+            return  # it was killed here
+        if end.code and (self._cause is None or end.gravity > self._cause.gravity):
+            self._cause = end
+            self._found = time.monotonic()
+
+    def _tell(self, cause: RankEnd, *, at_once: bool) -> None:
+        """Report the cause once; one that only follows from another has a while to turn out so."""
+        sure = at_once or cause.gravity > 0 or time.monotonic() > self._found + _DOUBT
+        if sure and cause is not self._told and not self.asked:
+            self._told = cause
+            if self._report is not None:
+                self._report(cause)
+
+    def _end_soon(self, running: Sequence[ProcessHandle], seconds: float) -> None:
+        """Ask the ranks to end, and kill those that have not after a while, in a thread that ends with this process."""
+
+        def kill() -> None:
+            self._killing.set()
+            _signal(running, signal.SIGKILL)
+
+        _signal(running, signal.SIGTERM)
+        timer = threading.Timer(seconds, kill)
+        timer.daemon = True
+        timer.start()
+
+
+def _end_of(rank: ProcessHandle) -> RankEnd | None:
+    try:
+        code = rank.wait(0.0)
+    except NodeLostError as error:
+        return RankEnd(rank=rank, code=-signal.SIGKILL, lost=str(error))
+    return None if code is None else RankEnd(rank=rank, code=code)
+
+
+def _signal(ranks: Sequence[ProcessHandle], number: signal.Signals) -> None:
+    for rank in ranks:
+        rank.send_signal(number)
+
+
+class RunSizes:
+    """What a run reserves: all its ranks if it can, otherwise as many as ``cluster.elastic`` allows."""
+
+    def __init__(self, settings: Settings, bundles_of: Callable[[Settings], list[Bundle]], checkpoints: Path) -> None:
+        sizes = [settings, *(_smaller(settings) if settings.cluster.elastic else ())]
+        self._sizes = [(size, bundles_of(size)) for size in sizes]
+        self._largest = self._last = 0
+        self._checkpoints = checkpoints
+        self._lost: tuple[str, int, str] | None = None
+
+    def reserve(
+        self, cluster: Cluster, *, patience: float = 0.0, say: Callable[[str], None]
+    ) -> tuple[Settings, list[Place]]:
+        """The settings of the largest size that there is room for, and its places.
+
+        Waits ``patience`` seconds for the size of last time, and says so. Raises UnplaceableError without room for any.
+        """
+        last = self._last = max(self._last, self._largest)
+        attempts = [(number, 0.0) for number in range(self._largest, last + 1)]
+        attempts += [(last, patience)] if patience else []
+        attempts += [(number, 0.0) for number in range(last + 1, len(self._sizes))]
+        refused: UnplaceableError | None = None
+        for number, seconds in attempts:
+            if seconds and refused is not None:
+                say(f"{refused}; waiting for at most {seconds:g} s")
+            size, bundles = self._sizes[number]
+            try:
+                places = cluster.reserve(bundles, patience=seconds)
+            except UnplaceableError as error:
+                refused = error
+            else:
+                self._last = number
+                return size, places
+        assert refused is not None
+        raise refused
+
+    def learn(self, cluster: Cluster, end: RankEnd) -> None:
+        """Give up the place of a rank that failed there before, unless a checkpoint was saved in between."""
+        place, slot = end.rank.place, end.rank.spec.number
+        lost = (place.address, slot, max((one.name for one in self._checkpoints.glob("step-*")), default=""))
+        again, self._lost = lost == self._lost, lost
+        if again and end.own_fault and len(self._sizes) > 1:
+            cluster.give_up(place, slot % self._ranks_a_node())
+            if not place.gpus and self._sizes[0][0].cluster.kind != "ray":  # nothing there is counted
+                self._largest = min(self._last + 1, len(self._sizes) - 1)
+
+    def _ranks_a_node(self) -> int:
+        size, _ = self._sizes[self._last]
+        return size.training.num_processes // size.cluster.nodes
+
+
+def _smaller(settings: Settings) -> Iterator[Settings]:
+    """The settings with fewer ranks, the largest number first."""
+    ranks, nodes = settings.training.num_processes, settings.cluster.nodes
+    if nodes > 1:
+        counts: Sequence[tuple[int, int]] = [(one * ranks // nodes, one) for one in range(nodes - 1, 0, -1)]
+    else:
+        shared = settings.training.sequence_parallel
+        counts = [(fewer, 1) for fewer in range(ranks - shared, 0, -shared)]
+    for fewer, there in counts:
+        training = settings.training.model_copy(update={"num_processes": fewer})
+        cluster = settings.cluster.model_copy(update={"nodes": there})
+        yield settings.model_copy(update={"training": training, "cluster": cluster})
