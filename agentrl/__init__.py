@@ -14,7 +14,7 @@ _FACE = {
     "evaluate": "agentrl.api.commands",
     "load_run": "agentrl.api.run",
     "play": "agentrl.api.play",
-    "register_engine": "agentrl.rollout.engines.registry",
+    "register_engine": "agentrl.rollout.engines.base",
     "register_environment": "agentrl_envs.registry",
     "register_estimator": "agentrl.algorithms",
     "register_loss": "agentrl.algorithms",

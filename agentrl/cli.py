@@ -310,7 +310,7 @@ def serve_policy(
     served = {"model.path": model, "rollout.engine": "vllm", "rollout.vllm.placement": "dedicated"}
     options = {**served, "rollout.vllm.addresses": [], "rollout.vllm.replicas": 1}
     settings = _load("eval", overrides, config=config, options=options)
-    from agentrl.rollout.engines.vllm.serve import serve_policy as serve
+    from agentrl.rollout.engines.vllm.engine import serve_policy as serve
     from agentrl.rollout.settings import longest_request
     from agentrl.telemetry.console import Console
 

@@ -42,7 +42,7 @@ from agentrl.models.tiny import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import Completion, Sampling
-from agentrl.rollout.engines.vllm.messages import read_completion
+from agentrl.rollout.engines.vllm.replica import read_completion
 from agentrl.rollout.metrics import VersionClock, rollout_metrics
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest

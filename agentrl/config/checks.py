@@ -11,7 +11,7 @@ from typing import Literal
 from agentrl.config.settings import Settings
 from agentrl.errors import SettingsError
 from agentrl.models.settings import LoRASettings
-from agentrl.rollout.engines.registry import engine_facts, engine_plugin
+from agentrl.rollout.engines.base import engine_facts, engine_plugin
 from agentrl.rollout.gateway.settings import is_agent, runs_outside
 from agentrl_envs.settings import ChatSettings, SimpleTIRSettings, ToolChatSettings
 

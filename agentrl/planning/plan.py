@@ -36,7 +36,7 @@ from agentrl.planning.memory import (
     usable,
 )
 from agentrl.planning.shapes import read_shape
-from agentrl.rollout.engines.registry import EngineFacts, engine_facts
+from agentrl.rollout.engines.base import EngineFacts, engine_facts
 from agentrl.rollout.settings import longest_request
 from agentrl_envs.registry import install_extra
 

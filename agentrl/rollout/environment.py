@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from agentrl.errors import SettingsError
 from agentrl.models.chat_template import read_chat_format
 from agentrl.models.tokenizer import TextCodec, read_generation_ends
-from agentrl.rollout.gateway.deployed import DeployedHistory
-from agentrl.rollout.gateway.environment import AgentEnvironment, agent_renderer, load_program
+from agentrl.rollout.gateway.environment import AgentEnvironment, DeployedHistory, agent_renderer, load_program
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.settings import compares_answers

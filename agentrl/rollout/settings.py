@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from agentrl.rollout.engines.vllm.settings import VLLMSettings
+from agentrl.rollout.engines.vllm.plugin import VLLMSettings
 from agentrl_envs.registry import grades_answers
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.filters import FilterRules, filter_groups
 from agentrl.rollout.metrics import VersionClock, rollout_metrics
-from agentrl.rollout.schedule import Schedule
+from agentrl.rollout.schedule import BackgroundSource, OnDemandSource, RolloutSource, Schedule
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.sources import BackgroundSource, OnDemandSource, RolloutSource
 from agentrl.rollout.work_queue import QueueState, WorkQueue
 from agentrl.telemetry.metrics.definitions import user_metrics
 from agentrl.telemetry.trace import now, since

@@ -21,8 +21,8 @@ from agentrl.cluster.devices import free_port
 from agentrl.cluster.local import LocalCluster, LocalProcess
 from agentrl.cluster.processes import Bundle, ClusterNode, NodeLostError, Place, ProcessSpec
 from agentrl.errors import WorldError
+from agentrl.rollout.engines.base import engine_facts, server_bundles
 from agentrl.rollout.engines.processes import NodeServer
-from agentrl.rollout.engines.registry import engine_facts, server_bundles
 from agentrl.rollout.engines.servers import ServerEngine
 from agentrl.rollout.engines.vllm.engine import vllm_engine
 from agentrl.rollout.engines.vllm.plan import plan_servers

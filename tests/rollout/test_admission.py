@@ -10,8 +10,7 @@ import pytest
 from rollout.fakes import ScriptedEnvironment, ScriptedEpisode, byte_codec, ends, goes_on, problem
 from rollout.simulation import run_virtual
 
-from agentrl.rollout.admission import Admission
-from agentrl.rollout.driver import Driver, RolloutRequest
+from agentrl.rollout.driver import Admission, Driver, RolloutRequest
 from agentrl.rollout.engines.base import CacheUse, Completion, Sampling
 from agentrl.rollout.settings import RolloutSettings
 

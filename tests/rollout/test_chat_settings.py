@@ -13,7 +13,7 @@ from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.rollout import environment as rooms
 from agentrl.rollout.environment import build_codec, build_environment, chat_format, needs_chat_format
-from agentrl.rollout.gateway.deployed import DeployedHistory
+from agentrl.rollout.gateway.environment import DeployedHistory
 from agentrl_envs.types import Problem
 
 CLASSES = '''

@@ -13,11 +13,18 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.rollout.engines.base import EngineRequest, ManagedEngine
-from agentrl.rollout.engines.registry import ENGINES, EngineFacts, EnginePlugin, engine_facts, register_engine
-from agentrl.rollout.engines.settings import ServerSettings
+from agentrl.rollout.engines.base import (
+    ENGINES,
+    EngineFacts,
+    EnginePlugin,
+    EngineRequest,
+    ManagedEngine,
+    ServerSettings,
+    engine_facts,
+    register_engine,
+)
 from agentrl.rollout.engines.vllm.plan import CPU_HEAD_SIZES, check_cpu_attention
-from agentrl.rollout.engines.vllm.settings import VLLMSettings
+from agentrl.rollout.engines.vllm.plugin import VLLMSettings
 from agentrl.rollout.settings import RolloutSettings
 from agentrl_envs.registry import NameTakenError
 

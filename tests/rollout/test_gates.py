@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from agentrl.rollout.gates import FairYield, Rounds
+from agentrl.rollout.policy import FairYield, Rounds
 
 
 async def settle() -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from rollout.fakes import tiny_model
 
-from agentrl.rollout.engines.decode_attention import decode_attention, decoding
-from agentrl.rollout.engines.kv_slots import SlotCache
+from agentrl.rollout.engines.decoding import SlotCache, decode_attention, decoding
 
 HEADS, DIM, LAYERS = 3, 4, 2
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from rollout.simulation import run_virtual
 
-from agentrl.rollout.engines.http import TooSlowError, UnreachableError
 from agentrl.rollout.engines.member import StallDetector
+from agentrl.rollout.engines.replica import TooSlowError, UnreachableError
 
 
 def ended_after(

@@ -20,7 +20,7 @@ from agentrl.cluster.local import HERE, LocalProcess
 from agentrl.cluster.processes import ProcessSpec
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.rollout.engines.balancer import Balancer
+from agentrl.rollout.engines.member import Balancer
 from agentrl.rollout.engines.processes import ServerProcess
 from agentrl.rollout.engines.vllm.plan import VLLMPlan, plan_servers
 from agentrl.rollout.settings import RolloutSettings

@@ -15,8 +15,7 @@ from agentrl.evaluation.play.verified import open_verified
 from agentrl.models.loading import read_config, read_model
 from agentrl.models.settings import ModelSettings
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
-from agentrl.rollout.engines.base import Engine, EngineRequest
-from agentrl.rollout.engines.registry import engine_facts, engine_plugin
+from agentrl.rollout.engines.base import Engine, EngineRequest, engine_facts, engine_plugin
 from agentrl.rollout.environment import build_codec, build_environment, chat_format, needs_chat_format
 from agentrl.rollout.settings import longest_request
 from agentrl_envs.episode import Environment

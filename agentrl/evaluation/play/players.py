@@ -18,8 +18,7 @@ from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver, pooled
 from agentrl.rollout.engines.base import Engine
 from agentrl.rollout.engines.sampling import sampling_key
-from agentrl.rollout.gates import FairYield
-from agentrl.rollout.policy import TurnPolicy
+from agentrl.rollout.policy import FairYield, TurnPolicy
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import one_after_another

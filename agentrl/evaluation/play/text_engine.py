@@ -36,7 +36,7 @@ from agentrl.evaluation.play.text_messages import (
 from agentrl.evaluation.records.characters import whole_characters
 from agentrl.evaluation.settings import EndpointSettings
 from agentrl.rollout.engines.base import EngineError
-from agentrl.rollout.engines.http import Response, StreamClient, Transport, UnreachableError
+from agentrl.rollout.engines.replica import Response, StreamClient, Transport, UnreachableError
 
 _RETRIED = frozenset({408, 409, 425, 429, *range(500, 600)})
 _LONGEST_WAIT = 60.0

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from agentrl.models.anatomy import Anatomy
 from agentrl.rollout.engines.base import Completion, EngineError, Sampling
-from agentrl.rollout.engines.decode_attention import decoding
-from agentrl.rollout.engines.kv_slots import SlotCache
+from agentrl.rollout.engines.decoding import SlotCache, decoding
 from agentrl.rollout.engines.sampling import keyed_uniform, sample_tokens
 
 # A prefill interrupts decoding. It therefore waits until one request waits per this many running rows, or for this

@@ -10,13 +10,11 @@ from pathlib import Path
 
 from agentrl.cluster.opening import open_cluster
 from agentrl.errors import SettingsError
-from agentrl.rollout.engines.base import EngineRequest
+from agentrl.rollout.engines.base import EngineRequest, ServerSettings, engine_facts, server_bundles
 from agentrl.rollout.engines.processes import NodeServer, ServerPlan, ServerProcess
-from agentrl.rollout.engines.registry import engine_facts, server_bundles
 from agentrl.rollout.engines.replica import Replica, ServerNeeds
 from agentrl.rollout.engines.served_weights import ServedWeights
 from agentrl.rollout.engines.servers import ServerEngine
-from agentrl.rollout.engines.settings import ServerSettings
 from agentrl.weights.sources import TransferTarget
 from agentrl.weights.verify import Probe, Verifier
 

@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl.rollout.engines.base import Completion
-from agentrl.rollout.engines.http import GarbageError
-from agentrl.rollout.engines.replica import Replica
+from agentrl.rollout.engines.replica import GarbageError, Replica
 
 Check = Callable[[Replica], Awaitable[str | None]]
 """Checks a server: returns the problem with its weights, or None. Raises ServerCallError."""

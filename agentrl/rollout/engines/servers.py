@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from agentrl.errors import WorldError, says_out_of_memory
-from agentrl.rollout.engines.balancer import Balancer
-from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling
-from agentrl.rollout.engines.http import GarbageError, ServerCallError, StatusError
-from agentrl.rollout.engines.member import LONGEST_PAUSE, Member
+from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling, ServerSettings
+from agentrl.rollout.engines.member import LONGEST_PAUSE, Balancer, Member
 from agentrl.rollout.engines.processes import ServerProcess
-from agentrl.rollout.engines.replica import Replica, ServerNeeds, TurnRequest
+from agentrl.rollout.engines.replica import (
+    GarbageError,
+    Replica,
+    ServerCallError,
+    ServerNeeds,
+    StatusError,
+    TurnRequest,
+)
 from agentrl.rollout.engines.served_weights import Check, ServedWeights
-from agentrl.rollout.engines.settings import ServerSettings
 from agentrl.telemetry.trace import call
 
 logger = logging.getLogger(__name__)

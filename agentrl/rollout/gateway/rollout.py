@@ -10,12 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentrl.rollout.engines.base import Completion, EngineError
-from agentrl.rollout.gateway.export import export
 from agentrl.rollout.gateway.render import ChatRenderer, Layout
-from agentrl.rollout.gateway.replies import Delivery
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
-from agentrl.rollout.gateway.tree import Generation, GenerationTree, Match, Prompt
-from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest, Json, WireError
+from agentrl.rollout.gateway.tree import Generation, GenerationTree, Match, Prompt, export
+from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest, Delivery, Json, WireError
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Trajectory

@@ -19,7 +19,7 @@ from agentrl.evaluation.play.during_training import evaluate_policy
 from agentrl.models.loading import read_model
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.engines.registry import engine_facts
+from agentrl.rollout.engines.base import engine_facts
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.environment import build_rewards, environment_and_codec
 from agentrl.telemetry.console import Console

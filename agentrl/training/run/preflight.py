@@ -21,7 +21,7 @@ from agentrl.planning.plan import memory_lines
 from agentrl.planning.shapes import config_of, read_shape, shape_of
 from agentrl.problems.settings import BUILTIN, FORMULA
 from agentrl.problems.sources import FILE_KINDS, load_source
-from agentrl.rollout.engines.registry import engine_facts, engine_plugin
+from agentrl.rollout.engines.base import engine_facts, engine_plugin
 from agentrl.rollout.engines.transformers import TOO_LARGE, is_too_large
 from agentrl.rollout.environment import (
     build_rewards,

@@ -15,7 +15,7 @@ from agentrl.cluster.launchers import address_of_rank_zero
 from agentrl.models.exactness import check_policy
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import read_tokenizer
-from agentrl.rollout.engines.registry import engine_facts, servers_on_nodes
+from agentrl.rollout.engines.base import engine_facts, servers_on_nodes
 from agentrl.telemetry.alerts import alerts, training_rows
 from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.machine import free_room

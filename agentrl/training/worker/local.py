@@ -24,8 +24,7 @@ from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.problems.sources import load_mixture
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.engines.base import EngineRequest, ManagedEngine
-from agentrl.rollout.engines.registry import engine_facts, engine_plugin, servers_on_nodes
+from agentrl.rollout.engines.base import EngineRequest, ManagedEngine, engine_facts, engine_plugin, servers_on_nodes
 from agentrl.rollout.environment import build_rewards, environment_and_codec, needs_answers
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.gateway.settings import is_agent

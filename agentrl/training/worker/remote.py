@@ -30,7 +30,7 @@ from agentrl.cluster.logs import log_file
 from agentrl.cluster.processes import ProcessSpec
 from agentrl.cluster.silence import end_in_silence
 from agentrl.errors import SettingsError, WorldError
-from agentrl.rollout.engines.registry import engine_facts
+from agentrl.rollout.engines.base import engine_facts
 from agentrl.training.engine.deepspeed_engine import from_rank_zero
 from agentrl.training.engine.heartbeat import INTERVAL, Pulse
 from agentrl.training.worker.service import (

@@ -10,7 +10,7 @@ from rollout.played import GRADER, PROBLEM, START, Played, PrintingSandbox, play
 from rollout.templates import QWEN, THINKING
 
 from agentrl.rollout.engines.base import Completion, EngineError
-from agentrl.rollout.gateway.deployed import DeployedHistory
+from agentrl.rollout.gateway.environment import DeployedHistory
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.trajectory import Trajectory
 from agentrl_envs.simpletir import SimpleTIREnvironment

@@ -5,12 +5,10 @@ from dataclasses import dataclass
 import msgspec
 
 from agentrl.cluster.devices import free_port
-from agentrl.rollout.engines.base import Completion
+from agentrl.rollout.engines.base import Completion, EngineFacts, EnginePlugin, ServerSettings
 from agentrl.rollout.engines.managed_servers import ManagedServers
 from agentrl.rollout.engines.processes import ServerPlan
-from agentrl.rollout.engines.registry import EngineFacts, EnginePlugin
 from agentrl.rollout.engines.replica import Identity, Replica
-from agentrl.rollout.engines.settings import ServerSettings
 
 
 class ToyReplica(Replica):
