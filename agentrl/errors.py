@@ -3,7 +3,7 @@
 AgentRLError
 ├── SettingsError             the user's settings or files: one message, exit code 2
 │   ├── UnplaceableError      the cluster has too little for the run (agentrl.cluster.plan)
-│   └── ProblemError          problems that cannot be had as asked (agentrl.problems.problem_errors)
+│   └── ProblemError          problems that cannot be had as asked (agentrl.problems.rows)
 │       ├── ProblemFileError
 │       ├── ProblemFieldError
 │       ├── EmptyProblemsError

@@ -38,7 +38,7 @@ from made_tokens import GROUP, TURNS, made_record
 from scripted import ScriptedEngine, written
 
 from agentrl.batch import Batch, MicroBatch
-from agentrl.models.tiny import train_tokenizer
+from agentrl.models.loading import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import Completion, Sampling

@@ -37,7 +37,7 @@ from agentrl.evaluation.play.players import Player, TokenPlayer
 from agentrl.evaluation.play.run import Evaluation, finish
 from agentrl.evaluation.records.directory import EvaluationDirectory
 from agentrl.evaluation.results.rollout_index import default_ks
-from agentrl.models.tiny import train_tokenizer
+from agentrl.models.loading import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import Completion, Sampling
 from agentrl.telemetry.console import Console

@@ -20,7 +20,7 @@ import time
 
 from scripted import ScriptedEngine, written
 
-from agentrl.models.tiny import train_tokenizer
+from agentrl.models.loading import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import Completion, Sampling
 from agentrl.rollout.gateway.render import ChatRenderer

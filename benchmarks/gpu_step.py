@@ -16,9 +16,8 @@ from agentrl.errors import is_out_of_memory
 from agentrl.kernels import TokenStatistics
 from agentrl.kernels.attention import PackedRow, pack_padded
 from agentrl.models.attention import choose_attention
-from agentrl.models.head import ReferenceHead
 from agentrl.models.loading import checkpoint_layers
-from agentrl.models.policy import PolicyModel
+from agentrl.models.policy import PolicyModel, ReferenceHead
 from agentrl.models.settings import ModelSettings
 from agentrl.planning.memory import CONTEXT, ModelShape, TrainingSetup, rank_memory, usable
 from agentrl.planning.shapes import read_shape, shape_of

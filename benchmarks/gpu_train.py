@@ -116,8 +116,8 @@ def write_random_model(folder: Path, device: torch.device) -> None:
     """Write random weights and a tokenizer whose vocabulary fills the head; no text encodes to the filling tokens."""
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+    from agentrl.models.loading import EOS, train_tokenizer
     from agentrl.models.settings import ModelSettings
-    from agentrl.models.tiny import EOS, train_tokenizer
     from agentrl.planning.shapes import config_of
 
     real = device.type == "cuda"

@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 
 from agentrl_envs.grading import Grader, GraderSettings
-from agentrl_envs.grading.comparing.fast import is_plain_number
+from agentrl_envs.grading.grader import is_plain_number
 from agentrl_envs.types import Verdict
 
 Pairs = list[tuple[str, str]]

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agentrl_envs.grading import Grader, GraderSettings
-from agentrl_envs.grading.reading.spelling import respelled
+from agentrl_envs.grading.spelling import respelled
 from agentrl_envs.types import Verdict
 
 COMMANDS = (

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from grading_texts import FRACTION, INTEGER, Maker, bracketed, pieces, plain
 
-from agentrl_envs.grading.comparing.fast import is_plain_number
+from agentrl_envs.grading.grader import is_plain_number
 
 
 def dressed(gold: str, other: str, rng: random.Random) -> str | None:

@@ -17,9 +17,9 @@ import time
 
 import torch
 
+from agentrl.models.loading import tiny_config
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import TinyModelSettings
-from agentrl.models.tiny import tiny_config
 from agentrl.rollout.worker import RolloutBatch
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.settings import AlgorithmSettings, OptimizerSettings, TrainingSettings

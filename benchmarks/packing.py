@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from agentrl.batch import Batch, MicroBatch
+from agentrl.models.loading import tiny_config
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import TinyModelSettings
-from agentrl.models.tiny import tiny_config
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.step.batching import fill
 from agentrl.trajectory import Segment, Trajectory

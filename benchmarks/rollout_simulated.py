@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from rollout_simulation import Hardware, LockStep, SimulatedEngine, SimulatedEnvironment, run_virtual, train_codec
 
 from agentrl.models.tokenizer import TextCodec
-from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
+from agentrl.problems.arithmetic import ArithmeticSource
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.filters import FilterRules

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from agentrl.models.tiny import train_tokenizer
+from agentrl.models.loading import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import Completion, Sampling
 from agentrl_envs.episode import Environment

@@ -25,9 +25,8 @@ from pathlib import Path
 
 from rollout_simulation import SimulatedEnvironment
 
-from agentrl.models.loading import write_model
+from agentrl.models.loading import build_tiny_model, train_tokenizer, write_model
 from agentrl.models.settings import TinyModelSettings
-from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver, RolloutRequest
 from agentrl.rollout.engines.vllm.engine import vllm_engine

@@ -30,9 +30,9 @@ import torch
 from train_step_task import Task
 
 from agentrl.cli import SHORT_SPINNING
+from agentrl.models.loading import EOS, tiny_config, train_tokenizer
 from agentrl.models.settings import TinyModelSettings
-from agentrl.models.tiny import EOS, tiny_config, train_tokenizer
-from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
+from agentrl.problems.arithmetic import ArithmeticSource
 
 HERE = Path(__file__).resolve().parent
 TRL_HOME = Path("~/.cache/agentrl/bench-trl").expanduser()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl_envs.chat.chat_format import ChatFormat
+from agentrl_envs.chat import ChatFormat
 
 CHAT = ChatFormat(
     before_problem="<u>",

@@ -11,7 +11,7 @@ import pytest
 from agentrl.cli import main
 from agentrl.config import Settings
 from agentrl.errors import SettingsError, WorldError
-from agentrl.problems.problem_errors import ProblemFileError
+from agentrl.problems.rows import ProblemFileError
 from agentrl_sandbox.client import SandboxError
 
 

@@ -18,14 +18,14 @@ import pytest
 from agentrl.config import load_settings
 from agentrl.config.messages import known_keys
 from agentrl.config.overlays import parse_yaml
-from agentrl.problems.demonstrations.demonstration import read_demonstrations
+from agentrl.problems.demonstrations import read_demonstrations
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.rollout.environment import build_environment
-from agentrl_envs.adapters.blocking import BlockingCalls
 from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.rewards import Conversation, Message, Reward
 from agentrl_envs.settings import INSTRUCTIONS
+from agentrl_envs.threads import BlockingCalls
 from agentrl_envs.tools import EpisodeTools, load_tools
 from agentrl_envs.types import Ended, Problem, Verdict
 

@@ -41,7 +41,7 @@ def test_the_probe_sees_what_is_imported() -> None:
     assert imported("import numpy") == {"numpy"}
 
 
-@pytest.mark.parametrize("module", ["agentrl_envs.simpletir", "agentrl_envs.gym.env", "agentrl_sandbox.client"])
+@pytest.mark.parametrize("module", ["agentrl_envs.simpletir", "agentrl_envs.gym", "agentrl_sandbox.client"])
 def test_environments_and_sandbox_work_without_torch(module: str) -> None:
     assert not {"torch", "transformers", "deepspeed"} & imported(f"import {module}")
 

@@ -22,7 +22,7 @@ MODULES = (
     "agentrl_envs.episode",
     "agentrl_envs.registry",
     "agentrl_envs.rewards",
-    "agentrl_envs.gym.spaces",
+    "agentrl_envs.gym",
     "agentrl_envs.tools",
     "agentrl_envs.types",
     "agentrl_sandbox.client",

@@ -12,7 +12,7 @@ from typing import cast
 from agentrl.api.commands import check_keywords, errors_of_a_call, overrides_from
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.problems.fields import problem_of
+from agentrl.problems.rows import problem_of
 from agentrl_envs.episode import Environment
 from agentrl_envs.types import Ended, Problem, Step
 

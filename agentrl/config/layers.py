@@ -27,8 +27,7 @@ from agentrl.config.settings import SIMPLETIR, Settings, settings_model
 from agentrl.errors import SettingsError
 from agentrl.problems.settings import BUILTIN, FORMULA, REASONING_GYM, is_generated
 from agentrl.rollout.gateway.settings import is_agent
-from agentrl_envs.plugins import load_plugins
-from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, UnknownNameError, did_you_mean
+from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, UnknownNameError, did_you_mean, load_plugins
 
 _log = logging.getLogger(__name__)
 PRESET = "tiny"

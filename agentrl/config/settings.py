@@ -23,9 +23,8 @@ from agentrl.training.settings import (
     OptimizerSettings,
     TrainingSettings,
 )
-from agentrl_envs.grading.settings import GraderSettings
 from agentrl_envs.registry import ENVIRONMENTS
-from agentrl_envs.settings import EnvironmentOptions, ReasoningSettings, SimpleTIRSettings
+from agentrl_envs.settings import EnvironmentOptions, GraderSettings, ReasoningSettings, SimpleTIRSettings
 from agentrl_sandbox.settings import SandboxSettings
 
 SIMPLETIR = "simpletir"

@@ -10,8 +10,7 @@ import yaml
 from agentrl.errors import WorldError
 from agentrl.telemetry.files import contained, world_errors
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl_envs.plugins import load_plugins
-from agentrl_envs.registry import PluginError
+from agentrl_envs.registry import PluginError, load_plugins
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, available if PyYAML has libyaml
 _MOST_BYTES, _DEEPEST = 1 << 20, 32  # a resolved config.yaml has about 10 kB and a depth of 5

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Self
 
 from agentrl.errors import SettingsError
 from agentrl.lab.settings import LabSections, LabSettings
-from agentrl.problems.demonstrations.arithmetic import ExerciseSource
-from agentrl.problems.mixture import ProblemSource
+from agentrl.problems.exercises import ExerciseSource
+from agentrl.problems.sampler import ProblemSource
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import load_source
 from agentrl.rollout.driver import Driver

@@ -16,9 +16,8 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.errors import SettingsError
-from agentrl_envs.chat.calls import CALL_FORMS, HERMES, CallForm
-from agentrl_envs.chat.chat_format import CALL_ID, ChatFormat, MessageTexts
-from agentrl_envs.protocols.marked_text import Mark, MarkedText, Part
+from agentrl_envs.chat import CALL_ID, ChatFormat, Mark, MarkedText, MessageTexts, Part
+from agentrl_envs.tool_call_formats import CALL_FORMS, HERMES, CallForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,7 +20,7 @@ from agentrl.errors import SettingsError, is_out_of_memory
 from agentrl.kernels import KernelInputError
 from agentrl.kernels.attention import pack_padded
 from agentrl.models.attention import ATTENTION, packing_obstacle, register_attention, use_attention
-from agentrl.models.dropout import switch_off_dropout
+from agentrl.models.loading import switch_off_dropout
 from agentrl.models.policy import PolicyModel
 
 if TYPE_CHECKING:

@@ -13,12 +13,101 @@ from torch.autograd.graph import save_on_cpu
 
 from agentrl.kernels.attention import recompute_contexts
 from agentrl.models.attention import register_attention
-from agentrl.models.dropout import switch_off_dropout
-from agentrl.models.settings import ModelSettings
-from agentrl.models.tiny import tiny_config
+from agentrl.models.settings import ModelSettings, TinyModelSettings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config
+
+
+EOS = "<|endoftext|>"
+
+
+def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> PreTrainedTokenizerBase:
+    """A byte-level BPE of ``vocabulary_size`` tokens in which digits and newlines stand alone.
+
+    Single digits let a small model copy and compute numbers; an isolated newline keeps fences regular.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\d|\n| ?[A-Za-z]+|```| ?[^\sA-Za-z\d]| "), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS)
+
+
+def tiny_config(settings: TinyModelSettings, *, vocabulary_size: int | None = None, eos_id: int = 0) -> Qwen2Config:
+    """The Qwen2 configuration of the embedded policy."""
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        vocab_size=vocabulary_size or settings.vocabulary_size,
+        hidden_size=settings.hidden_size,
+        intermediate_size=settings.intermediate_size,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.heads,
+        max_position_embeddings=settings.max_positions,
+        tie_word_embeddings=True,
+        initializer_range=0.04,
+        eos_token_id=eos_id,
+        pad_token_id=eos_id,
+        bos_token_id=None,
+    )
+
+
+def build_tiny_model(settings: TinyModelSettings, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
+    """A freshly initialised Qwen2 model (tied embeddings, float32) for ``tokenizer``."""
+    from transformers import Qwen2ForCausalLM
+
+    size = max(settings.vocabulary_size, len(tokenizer))
+    config = tiny_config(settings, vocabulary_size=size, eos_id=tokenizer.eos_token_id)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(config)
+
+
+_CHANCES = ("drop", "jitter")
+"""Parts of the names of probabilities in configurations and modules: attention_dropout, resid_pdrop, layerdrop, ..."""
+
+
+def switch_off_dropout(model: PreTrainedModel) -> None:
+    """Set every probability of dropout to 0, of modules, of functions that modules call, and in the configuration.
+
+    Evaluation mode is not enough: gradient checkpointing works in training mode only, which DeepSpeed switches on.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        _clear(vars(module))
+    _clear_config(model.config)
+
+
+def _clear_config(config: PreTrainedConfig) -> None:
+    _clear(vars(config))
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None:
+            _clear_config(part)
+
+
+def _clear(values: dict[str, object]) -> None:
+    for name, value in values.items():
+        if isinstance(value, float) and any(chance in name for chance in _CHANCES):
+            values[name] = 0.0
+
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -2,20 +2,99 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor, nn
 
 from agentrl.errors import SettingsError
-from agentrl.kernels import Backend, TokenStatistics, trajectory_energies, triton_obstacle
+from agentrl.kernels import Backend, TokenStatistics, full_kl, token_statistics, trajectory_energies, triton_obstacle
 from agentrl.kernels.attention import AttentionBackend, PackedRow, SequenceGroup, packed_states, part_of
-from agentrl.models.anatomy import take_apart
+from agentrl.models.anatomy import PLAIN, LogitMap, take_apart
 from agentrl.models.attention import use_packed_attention
-from agentrl.models.head import FusedHead, ReferenceHead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceHead:
+    """What the exact divergence from a reference policy is computed from; detached."""
+
+    hidden: Tensor  # [N, E] its states at the same tokens
+    weight: Tensor  # [V, E]
+    bias: Tensor | None  # [V]
+    logit_map: LogitMap = PLAIN
+
+
+class FusedHead(nn.Linear):
+    """Takes the place of a model's head: with targets it returns :class:`TokenStatistics`, without them its output.
+
+    The statistics are of what ``logit_map`` makes of the output; a cap enters gradients and energies by its derivative.
+    Its parameter is the head's own (tied or not), so ZeRO-3's hooks gather it as for any linear layer.
+    """
+
+    backend: Backend
+    logit_map: LogitMap
+
+    @classmethod
+    def from_linear(cls, head: nn.Linear, *, backend: Backend = "auto", logit_map: LogitMap = PLAIN) -> FusedHead:
+        """A head that shares the parameters of ``head``."""
+        fused = cls.__new__(cls)
+        nn.Module.__init__(fused)
+        fused.in_features, fused.out_features = head.in_features, head.out_features
+        fused.weight = head.weight
+        fused.bias = head.bias
+        fused.backend = backend
+        fused.logit_map = logit_map
+        return fused
+
+    @overload  # type: ignore[override]
+    def forward(self, hidden: Tensor, targets: None = None, temperature: float = 1.0) -> Tensor: ...
+    @overload
+    def forward(
+        self, hidden: Tensor, targets: Tensor, temperature: float = 1.0, reference: ReferenceHead | None = None
+    ) -> TokenStatistics: ...
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        temperature: float = 1.0,
+        reference: ReferenceHead | None = None,
+    ) -> Tensor | TokenStatistics:
+        """Statistics of ``targets`` [N] given ``hidden`` [N, D]; without targets the output of ``hidden`` [..., D].
+
+        With a ``reference`` they hold the divergence from it.
+        """
+        if targets is None:
+            return torch.nn.functional.linear(hidden, self.weight, self.bias)
+        own = self.logit_map
+        statistics = token_statistics(
+            hidden,
+            self.weight,
+            targets,
+            bias=self.bias,
+            temperature=own.temperature(temperature),
+            cap=own.output_cap,
+            backend=self.backend,
+        )
+        if reference is None:
+            return statistics
+        other = reference.logit_map
+        divergence = full_kl(
+            hidden,
+            self.weight,
+            reference.hidden,
+            reference.weight,
+            temperature=own.temperature(temperature),
+            bias=self.bias,
+            cap=own.output_cap,
+            reference_bias=reference.bias,
+            reference_temperature=other.temperature(temperature),
+            reference_cap=other.output_cap,
+        )
+        return replace(statistics, full_kl=divergence)
 
 
 class PolicyModel(nn.Module):
@@ -165,3 +244,48 @@ def _gathered(own: TokenStatistics, numbers: Tensor, total: int, sequence: Seque
 def _check_triton(obstacle: str | None) -> None:
     if obstacle is not None:
         raise SettingsError(f"training.head_backend=triton {obstacle}; set training.head_backend=auto")
+
+
+class ValueModel(nn.Module):
+    """The transformer of a causal language model, whose own head is left out, under a linear value head.
+
+    The head starts at zero, so every value does. It reads trajectories as one row without padding.
+    """
+
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        *,
+        attention: AttentionBackend = "sdpa",
+        sequence: SequenceGroup | None = None,
+    ) -> None:
+        """The ranks of a ``sequence`` share rows. Raises SettingsError for a model that cannot read packed rows."""
+        super().__init__()
+        use_packed_attention(causal_lm, ranks=1 if sequence is None else sequence.size)
+        self._sequence = sequence
+        self._attention: AttentionBackend = attention
+        self._layers: int = causal_lm.config.get_text_config().num_hidden_layers
+        self.backbone = causal_lm.get_decoder()
+        self.value_head = nn.Linear(causal_lm.config.hidden_size, 1, dtype=causal_lm.dtype)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, row: PackedRow, steps: int) -> Tensor:
+        """Return the values [B, steps + 1] of a packed row's B documents, float32 or wider.
+
+        The value at t is the value of the state before response token t. After a response of L tokens it is at index L.
+        Positions past it are meaningless.
+        """
+        states = packed_states(
+            row, self.backbone, layers=self._layers, backend=self._attention, sequence=self._sequence
+        )
+        rows = torch.arange(len(row.starts), device=states.device)
+        columns = torch.arange(steps + 1, device=states.device)
+        indices = row.predicting(rows[:, None], columns)  # [B, steps + 1]
+        if self._sequence is None:
+            values: Tensor = self.value_head(states[indices]).squeeze(-1)
+        else:
+            every = torch.arange(row.input_ids.shape[1], device=states.device)
+            own = self.value_head(states).squeeze(-1)
+            values = self._sequence.gather(own, every[part_of(row, self._sequence)], len(every))[indices]
+        return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from agentrl_envs.protocols.marked_text import Mark, MarkedText, Part, parts_of
+from agentrl_envs.chat import Mark, MarkedText, Part, parts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,7 +25,7 @@ class TextCodec:
     """Encodes untrusted text and decodes sampled tokens for one tokenizer of `transformers`.
 
     ``encode`` treats every added token in the text as plain text: a program that prints ``<|endoftext|>`` gives the
-    model text and not an end. Only the marks of a :class:`~agentrl_envs.protocols.marked_text.MarkedText`, which
+    model text and not an end. Only the marks of a :class:`~agentrl_envs.chat.MarkedText`, which
     protocols alone set, become special tokens. ``end_ids`` are the tokens at which a turn ends, for every engine.
 
     Not guaranteed: a tokenizer that cannot write every text (no byte-level alphabet, no byte fallback) still gives

@@ -5,13 +5,37 @@ Errors about a row contain its location (``mawps.jsonl:17``, ``train.parquet row
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import get_args
 
-from agentrl.errors import require_package
-from agentrl.problems.problem_errors import ProblemError, ProblemFileError
+from agentrl.errors import SettingsError, require_package
+from agentrl.problems.settings import FieldName
+from agentrl_envs.types import ChatMessage, NotJSONError, Problem, freeze
+
+
+class ProblemError(SettingsError, ValueError):
+    """The requested problems cannot be loaded; the message contains the reason and the valid values."""
+
+
+class ProblemFileError(ProblemError):
+    """The file is missing, not readable in the format of its name, or of an unknown kind."""
+
+
+class ProblemFieldError(ProblemError):
+    """The row lacks the requested fields, or its statement or answer is unusable."""
+
+
+class EmptyProblemsError(ProblemError):
+    """The source has no problems, or none remain after a split or a filter."""
+
+
+class SamplerStateError(ProblemError):
+    """The saved sampler position was made with other sources or another seed."""
+
 
 Row = dict[str, object]
 
@@ -90,3 +114,214 @@ def require_file(path: Path) -> None:
         hint = f"; in that folder: {', '.join(files)}" if files else ""
         hint = hint if path.parent.is_dir() else f"; there is no folder {path.parent}"
         raise ProblemFileError(f"{path}: no such file{hint}")
+
+
+USUAL_FIELDS: Mapping[FieldName, tuple[str, ...]] = {
+    "problem": ("problem", "question", "prompt", "statement"),
+    "answer": ("answer", "reward_model.ground_truth", "ground_truth", "solution"),
+    "id": ("id", "unique_id"),
+}
+
+_DAPO_WRAPPER = re.compile(
+    r"\ASolve the following math problem step by step\. The last line of your response should be of the form "
+    r"Answer: \\?\$Answer.*?\n\n(?P<statement>.*?)\s*\n\n"
+    r"Remember to put your answer on its own line after \"Answer:\"\.?\s*\Z",
+    re.DOTALL,
+)
+_WHOLE_FLOAT = re.compile(r"(?P<whole>[+-]?\d+)\.0+")
+
+
+def problem_of(
+    row: Row, location: str, *, source: str, fields: Mapping[str, str | None], answered: bool = True
+) -> Problem:
+    """Convert ``row`` to a problem; its answer is None if it is missing or empty.
+
+    Raises ProblemFieldError, with ``location`` in its message, if the statement is missing or empty, if statement or
+    answer are not text (an answer may be a number), if a column is not JSON, or if there is no field for the answer
+    (unless ``answered`` is False).
+    """
+    column, statement, messages = _statement(row, location, fields)
+    answer_column, value = _field(row, "answer", fields, location, required=answered)
+    answer = canonical_answer(value, location)
+    id_column, row_id = _row_id(row, fields, location)
+    return Problem(
+        id=_content_id(statement, answer, source) if row_id is None else row_id,
+        statement=statement,
+        answer=answer,
+        source=source,
+        family=str(row.get("subject") or row.get("kind") or ""),
+        info=_info(row, location, fields, {column, answer_column, id_column}),
+        messages=messages,
+    )
+
+
+def statement_of(row: Row, location: str, *, fields: Mapping[str, str | None]) -> str:
+    """Return the statement in ``row``. Raises ProblemFieldError if it is missing, empty or not text."""
+    return _statement(row, location, fields)[1]
+
+
+def _statement(
+    row: Row, location: str, fields: Mapping[str, str | None]
+) -> tuple[str | None, str, tuple[ChatMessage, ...]]:
+    """Column of the statement, the statement, and its messages if it consists of several."""
+    column, value = _field(row, "problem", fields, location)
+    messages = _messages(value, location) if isinstance(value, list) else ()
+    if messages:
+        value = _as_text(messages)
+    if value is not None and not isinstance(value, str):
+        raise ProblemFieldError(
+            f"{location}: the problem's statement must be text or a list of messages, but is {type(value).__name__}"
+        )
+    statement = unwrap(value or "")
+    if not statement.strip():
+        raise ProblemFieldError(f"{location}: the problem's statement is empty")
+    return column, statement, messages if len(messages) > 1 else ()
+
+
+def _messages(value: list[object], location: str) -> tuple[ChatMessage, ...]:
+    messages: list[ChatMessage] = []
+    for number, item in enumerate(value):
+        role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (None, None)
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ProblemFieldError(
+                f"{location}: message {number} of the problem is {str(item)[:80]!r}; a message is an object with a "
+                'text "role" and a text "content"'
+            )
+        messages.append({"role": role, "content": content})
+    return tuple(messages)
+
+
+def _as_text(messages: tuple[ChatMessage, ...]) -> str:
+    """Contents of the messages as one text. Roles are named only if the model has spoken."""
+    if {message["role"] for message in messages} <= {"system", "user"}:
+        return "\n\n".join(message["content"] for message in messages)
+    return "\n\n".join(f"{message['role'].capitalize()}: {message['content']}" for message in messages)
+
+
+def _info(row: Row, location: str, fields: Mapping[str, str | None], used: set[str | None]) -> dict[str, object]:
+    """Other columns under the names that ``fields`` assigns. Raises ProblemFieldError for values that are not JSON."""
+    columns = {name: path for name, path in fields.items() if name not in get_args(FieldName)}
+    mapped = {path for path in columns.values() if path is not None}
+    dropped = {name for name, path in columns.items() if path is None}
+    info = {name: value for name, value in row.items() if name not in used | mapped | dropped}
+    for name, path in columns.items():
+        if path is not None:
+            exists, info[name] = _lookup(row, path)
+            if not exists:
+                raise ProblemFieldError(f"{location}: no field {path!r} for fields.{name}; fields: {_names(row)}")
+    for name, value in info.items():
+        try:
+            info[name] = freeze(value, name)
+        except NotJSONError as error:
+            raise ProblemFieldError(
+                f"{location}: column {error}, which is not JSON (text, numbers, true, false, null, lists and objects); "
+                f"convert it, or drop the column with fields.{name}=null"
+            ) from error
+    return info
+
+
+def unwrap(statement: str) -> str:
+    r"""Remove DAPO's instructions ("... Answer: $Answer ...") around a question. Other statements are unchanged."""
+    wrapped = _DAPO_WRAPPER.match(statement)
+    return wrapped["statement"] if wrapped else statement
+
+
+def canonical_answer(value: object, location: str) -> str | None:
+    r"""Return the answer as text, or None if it is empty.
+
+    Integral floats become integers. In a written solution, the answer is the last ``\boxed{}``, or the text after
+    GSM8K's ``####``.
+
+    >>> canonical_answer("27.0", ""), canonical_answer(27.0, ""), canonical_answer(3, ""), canonical_answer(" ", "")
+    ('27', '27', '3', None)
+    >>> canonical_answer(r"So the sum is $\boxed{\frac{1}{2}}$.", "")
+    '\\frac{1}{2}'
+    >>> canonical_answer("16 - 3 - 4 = 9 eggs, 9 * 2 = 18 dollars\n#### 18", "")
+    '18'
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ProblemFieldError(f"{location}: the answer must be text or a number, but is {type(value).__name__}")
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        raise ProblemFieldError(f"{location}: the answer is {value}, but must be a finite number or text")
+    text = str(value).rsplit("####", 1)[-1].strip()
+    whole = _WHOLE_FLOAT.fullmatch(text)
+    if whole:
+        return whole["whole"]
+    return (last_boxed(text) or text) or None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the last ``\boxed{...}`` in ``text``, with balanced braces, or None."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    begin = start + len("\\boxed{")
+    depth = 1
+    for position in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[begin:position].strip() or None
+    return None
+
+
+def _field(
+    row: Row, wanted: FieldName, fields: Mapping[str, str | None], location: str, *, required: bool = True
+) -> tuple[str | None, object]:
+    """Column and value of a field, or (None, None) if it is missing and not ``required``."""
+    path = fields.get(wanted)
+    if path is not None:
+        exists, value = _lookup(row, path)
+        if not exists:
+            raise ProblemFieldError(f"{location}: no field {path!r} for the {wanted}; fields: {_names(row)}")
+        return path, value
+    empty = None
+    for path in USUAL_FIELDS[wanted]:
+        exists, value = _lookup(row, path)
+        if exists and value is not None and (wanted == "problem" or not isinstance(value, (dict, list))):
+            return path, value
+        empty = path if exists and value is None else empty
+    if empty is not None or not required:
+        return empty, None
+    raise ProblemFieldError(
+        f"{location}: no field for the {wanted} (expected {', '.join(USUAL_FIELDS[wanted])});"
+        f" fields: {_names(row)}; set fields.{wanted} to the right one"
+    )
+
+
+def _lookup(row: Row, path: str) -> tuple[bool, object]:
+    """``(exists, value)`` at a dotted path; numbers index lists. A field whose name contains dots takes precedence."""
+    if path in row:
+        return True, row[path]
+    value: object = row
+    for part in path.split("."):
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return False, None
+    return True, value
+
+
+def _names(row: Row) -> str:
+    return ", ".join(sorted(map(str, row))) or "none"
+
+
+def _row_id(row: Row, fields: Mapping[str, str | None], location: str) -> tuple[str | None, str | None]:
+    """Column of the row's id and the id, or (None, None)."""
+    if "id" in fields:
+        column, value = _field(row, "id", fields, location)
+        return column, str(value)
+    for path in USUAL_FIELDS["id"]:
+        exists, value = _lookup(row, path)
+        if exists and isinstance(value, (str, int)) and value != "":
+            return path, str(value)
+    return None, None
+
+
+def _content_id(statement: str, answer: str | None, source: str) -> str:
+    """Hash of the content, so that equal rows have equal ids in every file and order."""
+    content = f"{statement}\0{answer}".encode()
+    return f"{source}-{hashlib.sha256(content).hexdigest()[:16]}"

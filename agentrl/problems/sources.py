@@ -6,27 +6,121 @@ is dropped silently.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agentrl.problems.demonstrations.arithmetic import GENERATORS, ExerciseSource
-from agentrl.problems.fields import problem_of, statement_of
-from agentrl.problems.masking import MaskedSplit, split_by_masked_statement
-from agentrl.problems.mixture import FiniteSource, Mixture, ProblemSource, digest_of
-from agentrl.problems.problem_errors import (
+from agentrl.problems.arithmetic import ArithmeticSource
+from agentrl.problems.demonstrations import Demonstration, read_demonstrations
+from agentrl.problems.exercises import SPLITS, ExerciseSource
+from agentrl.problems.horizon import HorizonSource
+from agentrl.problems.rows import (
     EmptyProblemsError,
     ProblemError,
     ProblemFieldError,
     ProblemFileError,
+    Row,
+    problem_of,
+    read_hub,
+    read_jsonl,
+    read_parquet,
+    statement_of,
 )
-from agentrl.problems.rows import Row, read_hub, read_jsonl, read_parquet
-from agentrl.problems.seeds import SeedSource
-from agentrl.problems.settings import BUILTIN, DEFAULT_SPLIT, REASONING_GYM, ProblemSourceSettings
+from agentrl.problems.sampler import FiniteSource, Mixture, ProblemSource, digest_of
+from agentrl.problems.settings import BUILTIN, DEFAULT_SPLIT, FORMULA, REASONING_GYM, ProblemSourceSettings
+from agentrl.problems.word_problems import NUMBER, formula_demonstrations
 from agentrl_envs.registry import did_you_mean
 from agentrl_envs.types import Problem
+
+GENERATORS: Mapping[str, type[ExerciseSource]] = {one.builtin: one for one in (ArithmeticSource, HorizonSource)}
+"""Built-in sources of exercises by name."""
+
+
+class SeedSource:
+    """Problem ``i`` of a split and a seed. A problem has only an id, from which an environment derives its seed.
+
+    >>> SeedSource(split="heldout", seed=3).problem(7).id
+    'seeds-heldout-3-7'
+    """
+
+    size = None
+
+    def __init__(self, *, split: str = "train", seed: int = 0) -> None:
+        """Raises ProblemError for an unknown split."""
+        if split not in SPLITS:
+            raise ProblemError(
+                f"builtin:seeds: unknown split {split!r}; valid: {', '.join(SPLITS)}{did_you_mean(split, SPLITS)}"
+            )
+        self.name = "seeds" if split == "train" else f"seeds:{split}"
+        self.identity = f"seeds-{split}-{seed}"
+
+    def problem(self, index: int) -> Problem:
+        """Return problem ``index``. Its statement is its id, and it has no answer."""
+        name = f"{self.identity}-{index}"
+        return Problem(id=name, statement=name, answer=None, source=self.name)
+
+
+_SPACE = re.compile(r"\W+")
+
+
+def masked_statement(statement: str) -> str:
+    """Return ``statement`` in lower case, with numbers (digits and words) as ``#`` and without punctuation.
+
+    >>> masked_statement("Tom has 1,250 pens and twenty-six  cups!") == masked_statement("tom has 3 pens, and 2 cups")
+    True
+    >>> masked_statement("Tom has 1,250 pens and twenty-six  cups!")
+    'tom has # pens and # cups'
+    """
+    # Numbers become a word before punctuation is removed, because `#` would be removed with it.
+    masked = NUMBER.sub(" \0 ", statement.casefold())
+    return _SPACE.sub(" ", masked.replace("\0", "_number_")).strip().replace("_number_", "#")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedSplit:
+    """Two parts in input order without a common masked statement, and the numbers of removed problems."""
+
+    train: tuple[Problem, ...]
+    heldout: tuple[Problem, ...]
+    excluded: int  # problems with the masked statement of an excluded problem
+    repeated: int  # problems with the statement and answer of an earlier one
+
+
+def split_by_masked_statement(
+    problems: Sequence[Problem], *, heldout_fraction: float, exclude: Iterable[str] = ()
+) -> MaskedSplit:
+    """Remove repeats and the statements in ``exclude``, then split by a hash of the masked statement.
+
+    The part of a problem depends only on its masked statement and ``heldout_fraction`` (in [0, 1]). Files that are
+    split separately are therefore consistent, and adding problems to a file moves none of the others.
+    """
+    if not 0 <= heldout_fraction <= 1:
+        raise ValueError(f"heldout_fraction must be in [0, 1], got {heldout_fraction}")
+    excluded_keys = {masked_statement(statement) for statement in exclude}
+    seen: set[tuple[str, str | None, str]] = set()
+    train: list[Problem] = []
+    heldout: list[Problem] = []
+    excluded = repeated = 0
+    for problem in problems:
+        key = masked_statement(problem.statement)
+        content = (problem.statement.strip(), problem.answer, digest_of(problem.info))
+        if key in excluded_keys:
+            excluded += 1
+        elif content in seen:
+            repeated += 1
+        else:
+            (heldout if _position(key) < heldout_fraction else train).append(problem)
+        seen.add(content)
+    return MaskedSplit(train=tuple(train), heldout=tuple(heldout), excluded=excluded, repeated=repeated)
+
+
+def _position(key: str) -> float:
+    """Map a masked statement to a fixed point in [0, 1)."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") / 2**64
+
 
 FILE_KINDS = (".jsonl", ".parquet")
 
@@ -254,3 +348,39 @@ def _statements(path: str) -> Iterator[str]:
     """Statements of a file or data set, with or without answers."""
     for location, row in _rows(ProblemSourceSettings(path=path), expand(path)):
         yield statement_of(row, location, fields={})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedDemonstrations:
+    """Demonstrations and a one-line description of them."""
+
+    demonstrations: tuple[Demonstration, ...]
+    description: str
+
+
+def load_demonstrations(
+    spec: str, *, count: int, variants: int, seed: int, families: Sequence[str] | None = None
+) -> LoadedDemonstrations:
+    """Load demonstrations from ``builtin:NAME``, ``formula:FILE.jsonl`` or a JSONL file of demonstrations.
+
+    ``count`` and ``families`` (None for all) apply to generators, of which only the training split is used;
+    ``variants`` applies to formulas. Raises ProblemError or one of its subclasses.
+    """
+    if spec.startswith(BUILTIN):
+        check_builtin(spec, "demonstrations", tuple(GENERATORS))
+        source = GENERATORS[spec.removeprefix(BUILTIN)](split="train", seed=seed, families=families)
+        made = source.demonstrations(count)
+        return LoadedDemonstrations(demonstrations=tuple(made), description=f"{count} demonstrations of {spec}")
+    if families is not None:
+        raise ProblemError(f"coldstart.families applies to generated demonstrations ({BUILTIN}NAME), not to {spec}")
+    if spec.startswith(FORMULA):
+        path = expand(spec.removeprefix(FORMULA))
+        demonstrations, report = formula_demonstrations(path, variants=variants, seed=seed)
+        return LoadedDemonstrations(demonstrations=tuple(demonstrations), description=f"{path}: {report.describe()}")
+    if Path(spec).suffix.lower() != ".jsonl":
+        raise ProblemFileError(
+            f"{spec}: not a source of demonstrations; valid: {BUILTIN}arithmetic, {BUILTIN}horizon, "
+            f"{FORMULA}FILE.jsonl or a .jsonl file"
+        )
+    read = read_demonstrations(expand(spec))
+    return LoadedDemonstrations(demonstrations=tuple(read), description=f"{len(read)} demonstrations of {spec}")

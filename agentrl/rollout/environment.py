@@ -13,10 +13,9 @@ from agentrl.rollout.gateway.environment import AgentEnvironment, DeployedHistor
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.settings import compares_answers
-from agentrl_envs.adapters.adapted import AdaptedFactory
 from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
-from agentrl_envs.adapters.environments import resolve_environment
-from agentrl_envs.chat.chat_format import ChatFormat, plain_format
+from agentrl_envs.adapters.environments import AdaptedFactory, resolve_environment
+from agentrl_envs.chat import ChatFormat, plain_format
 from agentrl_envs.episode import Environment
 from agentrl_envs.registry import ENVIRONMENTS
 from agentrl_envs.rewards import Rewards

@@ -25,8 +25,8 @@ from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.telemetry.trace import span
 from agentrl.trajectory import Segment, Trajectory
+from agentrl_envs.chat import MarkedText
 from agentrl_envs.episode import Environment, Episode, NamesCalls, Played, UnavailableError
-from agentrl_envs.protocols.marked_text import MarkedText
 from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ from agentrl_envs.registry import grades_answers
 if TYPE_CHECKING:
     from agentrl.models.settings import ModelSettings
     from agentrl.rollout.gateway.settings import AgentGatewaySettings
-    from agentrl_envs.grading.settings import GraderSettings
-    from agentrl_envs.settings import EnvironmentOptions, ReasoningSettings, SimpleTIRSettings
+    from agentrl_envs.settings import EnvironmentOptions, GraderSettings, ReasoningSettings, SimpleTIRSettings
     from agentrl_sandbox.client import SandboxSettings
 
 

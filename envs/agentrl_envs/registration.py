@@ -20,7 +20,7 @@ def register_envs() -> None:
     """Register ``agentrl/SimpleTIR-v0`` and ``agentrl/Reasoning-v0``; a second call does nothing."""
     for name, face in ((SIMPLETIR_ID, "SimpleTIREnv"), (REASONING_ID, "ReasoningEnv")):
         if name not in registry:
-            register(id=name, entry_point=f"agentrl_envs.gym.env:{face}")
+            register(id=name, entry_point=f"agentrl_envs.gym:{face}")
 
 
 register_envs()

@@ -28,11 +28,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
-from agentrl_envs.adapters.blocking import BlockingCalls
 from agentrl_envs.episode import EnvironmentContractError, UnavailableError
 from agentrl_envs.execution import EpisodeSandbox
 from agentrl_envs.registry import REWARDS, PluginError, describe_error
 from agentrl_envs.settings import ExecutionSettings
+from agentrl_envs.threads import BlockingCalls
 from agentrl_envs.tools.calling import is_unreachable
 from agentrl_envs.tools.schema import given_parameters
 from agentrl_envs.types import Ended, Problem, Verdict, as_reward

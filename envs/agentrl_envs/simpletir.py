@@ -13,15 +13,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from agentrl_envs.adapters.blocking import BlockingCalls
-from agentrl_envs.chat.chat_format import ChatFormat
+from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import Environment, EpisodeUsageError, UnavailableError
 from agentrl_envs.execution import EpisodeSandbox, call_of, failed_call
 from agentrl_envs.grading import Grader, GraderError, GraderSettings
-from agentrl_envs.protocols.base import MalformedCall, Protocol, ToolRequest
+from agentrl_envs.protocols.base import MalformedCall, Protocol, ToolRequest, clip
 from agentrl_envs.protocols.factory import TITLES, make_protocol
-from agentrl_envs.protocols.results import clip
 from agentrl_envs.settings import SimpleTIRSettings
+from agentrl_envs.threads import BlockingCalls
 from agentrl_envs.tools import NO_TOOLS, PYTHON, EpisodeTools, ToolSet, load_tools
 from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall
 from agentrl_sandbox.client import Execution, Sandbox, SandboxSettings, open_sandbox

@@ -1,7 +1,7 @@
-"""The records that environments, graders and trainers share: problems, steps and how an episode ended.
+r"""The records that environments, graders and trainers share: problems, steps and how an episode ended.
 
 >>> problem = Problem(id="toy-0", statement="What is 2 + 3?", answer="5", source="toy")
->>> Step(observation="\\nCode execution result: 5\\n", reward=0.0, ended=None).ended is None
+>>> Step(observation="\nCode execution result: 5\n", reward=0.0, ended=None).ended is None
 True
 """
 
@@ -9,12 +9,83 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, SupportsFloat, TypedDict
+from typing import Any, NoReturn, SupportsFloat, TypedDict
 
-from agentrl_envs.read_only import frozen
+
+class NotJSONError(ValueError):
+    """A value that JSON cannot represent. The message contains its path and its type."""
+
+
+def _refuse(self: object, *_: object, **__: object) -> NoReturn:
+    kind = "dict" if isinstance(self, dict) else "list"
+    raise TypeError(f"this {kind} is read-only: copy it (copy.deepcopy) and change the copy")
+
+
+class _ReadOnlyDict(dict[str, object]):
+    """A dict that cannot be changed. `copy.deepcopy` returns an ordinary dict."""
+
+    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __deepcopy__(self, memo: object) -> dict[str, object]:
+        return {key: thaw(value) for key, value in self.items()}
+
+    def __reduce__(self) -> tuple[type[_ReadOnlyDict], tuple[dict[str, object]]]:
+        return _ReadOnlyDict, (dict(self),)
+
+
+class _ReadOnlyList(list[object]):
+    """A list that cannot be changed. `copy.deepcopy` returns an ordinary list."""
+
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+    append = clear = extend = insert = pop = remove = reverse = sort = _refuse
+
+    def __deepcopy__(self, memo: object) -> list[object]:
+        return [thaw(value) for value in self]
+
+    def __reduce__(self) -> tuple[type[_ReadOnlyList], tuple[list[object]]]:
+        return _ReadOnlyList, (list(self),)
+
+
+def freeze(value: object, path: str = "") -> object:
+    """Return a JSON value with read-only lists and objects. ``path`` is its name in messages.
+
+    Raises NotJSONError with the path of the first part that is not JSON.
+
+    >>> freeze({"tables": ["a"]})["tables"].append("b")
+    Traceback (most recent call last):
+    TypeError: this list is read-only: copy it (copy.deepcopy) and change the copy
+    """
+    if value is None or isinstance(value, (str, bool, int, _ReadOnlyDict, _ReadOnlyList)):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise NotJSONError(f"{path} is {value}")
+        return value
+    if isinstance(value, Mapping):
+        return _ReadOnlyDict(_items(value, path))
+    if isinstance(value, (list, tuple)):
+        return _ReadOnlyList([freeze(item, f"{path}.{number}") for number, item in enumerate(value)])
+    raise NotJSONError(f"{path} holds {type(value).__name__}")
+
+
+def thaw(value: object) -> object:
+    """Return an ordinary, writable copy of a read-only JSON value."""
+    if isinstance(value, _ReadOnlyDict):
+        return {key: thaw(item) for key, item in value.items()}
+    if isinstance(value, _ReadOnlyList):
+        return [thaw(item) for item in value]
+    return value
+
+
+def _items(value: Mapping[object, object], path: str) -> Iterable[tuple[str, object]]:
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise NotJSONError(f"{path} has the key {key!r}, which is not text")
+        yield key, freeze(item, f"{path}.{key}" if path else key)
 
 
 class Ended(StrEnum):
@@ -96,8 +167,8 @@ class Problem:
     messages: Sequence[ChatMessage] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "info", frozen(self.info))
-        object.__setattr__(self, "messages", frozen(self.messages))
+        object.__setattr__(self, "info", freeze(self.info))
+        object.__setattr__(self, "messages", freeze(self.messages))
 
 
 MAX_REWARD = 1e6

@@ -20,9 +20,8 @@ from agentrl.api import commands
 from agentrl.api.commands import _rewards, _with_plugins, overrides_from
 from agentrl.api.inputs import Names, problem_file
 from agentrl.errors import SettingsError
-from agentrl_envs.plugins import load_plugins
-from agentrl_envs.registry import import_attribute
-from agentrl_envs.tools.loading import methods_as_tools
+from agentrl_envs.registry import import_attribute, load_plugins
+from agentrl_envs.tools.toolset import methods_as_tools
 from agentrl_envs.types import Problem
 
 
@@ -197,9 +196,9 @@ def test_a_pickled_class_has_its_tools_in_order_of_definition(tmp_path: Path) ->
     name = names.of(Bookshop)
     # In another process: in this one cloudpickle returns the class itself.
     code = f"""
-from agentrl_envs.plugins import load_plugins
+from agentrl_envs.registry import load_plugins
 from agentrl_envs.registry import import_attribute
-from agentrl_envs.tools.loading import methods_as_tools
+from agentrl_envs.tools.toolset import methods_as_tools
 
 load_plugins({names.plugins!r})
 print(*(tool.schema.name for tool in methods_as_tools(import_attribute({name!r}, "class"), "Bookshop", frozenset())))

@@ -9,7 +9,7 @@ import pytest
 
 import agentrl
 from agentrl.errors import SettingsError
-from agentrl.problems.problem_errors import ProblemFieldError
+from agentrl.problems.rows import ProblemFieldError
 from agentrl_envs.types import Ended
 
 

@@ -11,11 +11,10 @@ from typing import Any
 import gymnasium
 import pytest
 
-from agentrl_envs.adapters.blocking import BlockingCalls
 from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
-from agentrl_envs.gym.loop_thread import LoopThread
-from agentrl_envs.gym.spaces import UnicodeText
+from agentrl_envs.gym import UnicodeText
 from agentrl_envs.settings import GymnasiumSettings
+from agentrl_envs.threads import BlockingCalls, LoopThread
 from agentrl_envs.types import Ended, Problem
 
 MEETING = threading.Barrier(2, timeout=60.0)
@@ -101,7 +100,7 @@ async def test_a_stuck_call_holds_its_place_until_it_ends() -> None:
 def test_a_stuck_call_does_not_keep_the_process() -> None:
     code = (
         "import asyncio, threading\n"
-        "from agentrl_envs.adapters.blocking import BlockingCalls\n"
+        "from agentrl_envs.threads import BlockingCalls\n"
         "async def main():\n"
         "    try:\n"
         "        await BlockingCalls(1, name='x').run(threading.Event().wait, deadline=0.01)\n"
@@ -117,13 +116,13 @@ def test_a_stuck_call_does_not_keep_the_process() -> None:
 def test_a_stuck_coroutine_of_a_loop_thread_does_not_keep_the_process(wait: str) -> None:
     code = (
         "import asyncio, threading\n"
-        "from agentrl_envs.gym import loop_thread\n"
-        "loop_thread.CLOSE_SECONDS = 0.01\n"
+        "from agentrl_envs import threads\n"
+        "threads.CLOSE_SECONDS = 0.01\n"
         "began = threading.Event()\n"
         "async def stuck():\n"
         "    began.set()\n"
         f"    {wait}\n"
-        "loop = loop_thread.LoopThread()\n"
+        "loop = threads.LoopThread()\n"
         "loop.start(stuck())\n"
         "began.wait()\n"
         "loop.close()\n"

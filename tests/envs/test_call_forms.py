@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl_envs.chat.call_values import parameter_value
-from agentrl_envs.chat.calls import CALL_FORMS, without_calls
+from agentrl_envs.tool_call_formats import CALL_FORMS, parameter_value, without_calls
 
 SCHEMA = {
     "type": "object",

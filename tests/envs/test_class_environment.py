@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from envs_chat import CHAT
 
-from agentrl_envs.adapters import blocking
+from agentrl_envs import threads
 from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory, ClassEpisode
 from agentrl_envs.adapters.environments import resolve_environment
-from agentrl_envs.chat.chat_format import plain_format
+from agentrl_envs.chat import plain_format
 from agentrl_envs.episode import EnvironmentContractError
 from agentrl_envs.grading import GraderSettings
 from agentrl_envs.registry import ENVIRONMENTS, PluginError
@@ -200,7 +200,7 @@ async def test_a_bug_of_a_tool_names_it() -> None:
 async def test_a_tool_that_never_returns_ends_its_trajectory_by_name(
     then: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(blocking, "STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(threads, "STUCK_SECONDS", 0.05)
     monkeypatch.setattr(Stuck, "let_go", threading.Event())
     monkeypatch.setattr(Stuck, "closed", threading.Event())
     async with playing(f"{HERE}:Stuck", execution_timeout=0.5) as (episode, _):

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl_envs.adapters.falsified import FalsifiedObservations, falsify
+from agentrl_envs.chat import Mark, MarkedText
 from agentrl_envs.episode import Episode
-from agentrl_envs.protocols.marked_text import Mark, MarkedText
 from agentrl_envs.types import Ended, Step
 from agentrl_sandbox.client import Execution
 

@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl_envs.grading import Grader, GraderError, GraderSettings
-from agentrl_envs.grading.comparing.fast import quick_verdict, within_bounds
-from agentrl_envs.grading.process import GradingProcess, NoVerdictError
+from agentrl_envs.grading.grader import GradingProcess, NoVerdictError, quick_verdict, within_bounds
 from agentrl_envs.types import Verdict
 
 SLOW = r"\sum_{n=1}^{\infty} \frac{\sin n}{n^3+n^2+1}"  # a minute of algebra
@@ -104,7 +103,7 @@ async def test_verdicts(module_grader: Callable[..., Verdict], answer: str | Non
 @pytest.fixture(scope="module")
 def module_grader() -> object:
     """One grading process for all plain verdicts of this module."""
-    from agentrl_envs.gym.loop_thread import LoopThread
+    from agentrl_envs.threads import LoopThread
 
     loop = LoopThread()
     grader = Grader(GraderSettings(workers=1, deadline=60))

@@ -15,10 +15,10 @@ from answer_families import FAMILIES
 from different_answers import DIFFERENT
 from equal_answers import EQUAL
 
-from agentrl_envs.answers import last_boxed
 from agentrl_envs.grading import Grader, GraderSettings
-from agentrl_envs.gym.loop_thread import LoopThread
+from agentrl_envs.protocols.base import last_boxed
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
+from agentrl_envs.threads import LoopThread
 from agentrl_envs.types import Verdict
 from agentrl_sandbox.client import Execution
 

@@ -12,8 +12,7 @@ from gymnasium.utils.env_checker import check_env
 
 import agentrl_envs.registration
 from agentrl_envs.episode import EpisodeUsageError
-from agentrl_envs.gym.env import SAMPLE_PROBLEMS, SimpleTIREnv
-from agentrl_envs.gym.spaces import UnicodeText
+from agentrl_envs.gym import SAMPLE_PROBLEMS, SimpleTIREnv, UnicodeText
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.types import Problem
 from agentrl_sandbox.client import Execution, Outcome

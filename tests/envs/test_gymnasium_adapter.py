@@ -19,7 +19,7 @@ from agentrl_envs.episode import (
     Episode,
     EpisodeUsageError,
 )
-from agentrl_envs.gym.spaces import UnicodeText
+from agentrl_envs.gym import UnicodeText
 from agentrl_envs.reasoning import ReasoningEnvironment
 from agentrl_envs.registry import ENVIRONMENTS, PluginError
 from agentrl_envs.settings import GymnasiumSettings

@@ -11,9 +11,8 @@ import pytest
 
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl_envs import plugins
-from agentrl_envs.plugins import load_plugins
-from agentrl_envs.registry import ENVIRONMENTS, PROTOCOLS, REWARDS, TOOLS, PluginError, import_attribute
+from agentrl_envs import registry as names
+from agentrl_envs.registry import ENVIRONMENTS, PROTOCOLS, REWARDS, TOOLS, PluginError, import_attribute, load_plugins
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +61,8 @@ def test_plugins_of_files_and_of_the_command_line_add_up(tmp_path: Path) -> None
 def test_a_module_and_an_entry_point_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "my_package_plugin.py", REGISTERS)
     monkeypatch.syspath_prepend(tmp_path)
-    points = {plugins.GROUP: [EntryPoint("mine", "my_package_plugin", plugins.GROUP)]}
-    monkeypatch.setattr(plugins, "entry_points", lambda group: points[group])
+    points = {names.GROUP: [EntryPoint("mine", "my_package_plugin", names.GROUP)]}
+    monkeypatch.setattr(names, "entry_points", lambda group: points.get(group, []))
     load_plugins(["mine", "my_package_plugin"])
     assert "mine" in ENVIRONMENTS.names()
 

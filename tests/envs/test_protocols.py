@@ -12,11 +12,11 @@ from envs_chat import CHAT
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl_envs.chat import Mark, MarkedText
 from agentrl_envs.episode import EpisodeUsageError
 from agentrl_envs.protocols.base import MalformedCall, ParsedTurn, ToolRequest
 from agentrl_envs.protocols.factory import make_protocol
 from agentrl_envs.protocols.hermes import HermesProtocol
-from agentrl_envs.protocols.marked_text import Mark, MarkedText
 from agentrl_envs.protocols.retool import ReToolProtocol
 from agentrl_envs.protocols.torl import ToRLProtocol
 from agentrl_envs.settings import INSTRUCTIONS, ReasoningSettings, SimpleTIRSettings

@@ -11,7 +11,7 @@ import pytest
 from shared import needed
 
 from agentrl.config import load_settings
-from agentrl.problems.demonstrations.demonstration import read_demonstrations
+from agentrl.problems.demonstrations import read_demonstrations
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import load_source
 from agentrl_envs.adapters.reasoning_gym import ReasoningGymSource, score

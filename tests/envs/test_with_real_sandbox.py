@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import pytest
 
-from agentrl_envs.gym.loop_thread import LoopThread
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment
+from agentrl_envs.threads import LoopThread
 from agentrl_envs.types import Ended, Problem, Step, Verdict
 from agentrl_sandbox.client import SandboxSettings
 

@@ -17,7 +17,7 @@ from agentrl.evaluation.play.players import TokenPlayer
 from agentrl.evaluation.records.provenance import provenance
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.environment import build_codec
-from agentrl_envs.protocols.marked_text import MarkedText
+from agentrl_envs.chat import MarkedText
 from agentrl_envs.settings import INSTRUCTIONS
 from agentrl_envs.simpletir import SimpleTIREnvironment
 from agentrl_envs.types import Problem

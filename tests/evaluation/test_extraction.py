@@ -17,10 +17,9 @@ from agentrl.errors import SettingsError
 from agentrl.evaluation.records.transcript import Sample, Transcript, Turn
 from agentrl.evaluation.results.extraction import extracted, protocol_of
 from agentrl.evaluation.results.regrade import regrade_command
-from agentrl_envs.answers import last_boxed
 from agentrl_envs.execution import PRINTED
 from agentrl_envs.grading import Grader, GraderSettings
-from agentrl_envs.protocols.base import ParsedTurn
+from agentrl_envs.protocols.base import ParsedTurn, last_boxed
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREpisode

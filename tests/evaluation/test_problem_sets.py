@@ -13,7 +13,7 @@ from agentrl.errors import SettingsError
 from agentrl.evaluation.data.data_check import check_data_command
 from agentrl.evaluation.data.problem_sets import held_out_problems, problem_sets
 from agentrl.evaluation.options import EvaluationRequest
-from agentrl.problems.problem_errors import ProblemFieldError
+from agentrl.problems.rows import ProblemFieldError
 
 
 def write(path: Path, *rows: object) -> str:

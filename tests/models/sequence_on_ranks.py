@@ -22,12 +22,10 @@ from agentrl.algorithms import HeadVarianceAccumulator
 from agentrl.batch import Batch, MicroBatch
 from agentrl.kernels import TokenStatistics
 from agentrl.kernels.attention import AttentionBackend, SequenceGroup
-from agentrl.models.head import ReferenceHead
 from agentrl.models.loading import checkpoint_layers
 from agentrl.models.lora import is_factor, with_adapter
-from agentrl.models.policy import PolicyModel
+from agentrl.models.policy import PolicyModel, ReferenceHead, ValueModel
 from agentrl.models.settings import LoRASettings
-from agentrl.models.value import ValueModel
 from agentrl.trajectory import Segment
 
 WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}

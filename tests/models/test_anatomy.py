@@ -13,9 +13,7 @@ from agentrl.algorithms import HeadVarianceAccumulator
 from agentrl.batch import Batch, MicroBatch
 from agentrl.errors import SettingsError
 from agentrl.models.anatomy import LogitMap, take_apart
-from agentrl.models.head import ReferenceHead
-from agentrl.models.policy import PolicyModel
-from agentrl.models.value import ValueModel
+from agentrl.models.policy import PolicyModel, ReferenceHead, ValueModel
 from agentrl.rollout.engines.base import Sampling
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.settings import RolloutSettings

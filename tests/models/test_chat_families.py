@@ -11,8 +11,7 @@ from rollout.templates import QWEN, chat_tokenizer
 from agentrl.errors import SettingsError
 from agentrl.models.chat_template import read_chat_format
 from agentrl.models.tokenizer import TextCodec
-from agentrl_envs.chat.chat_format import ChatFormat
-from agentrl_envs.protocols.marked_text import Mark
+from agentrl_envs.chat import ChatFormat, Mark
 from agentrl_envs.tools import PYTHON_SCHEMA
 from agentrl_envs.types import Problem
 

@@ -12,8 +12,7 @@ from rollout.templates import QWEN, THINKING, chat_tokenizer
 from agentrl.errors import SettingsError
 from agentrl.models.chat_template import read_chat_format
 from agentrl.models.tokenizer import TextCodec
-from agentrl_envs.chat.chat_format import ChatFormat
-from agentrl_envs.protocols.marked_text import Mark, MarkedText
+from agentrl_envs.chat import ChatFormat, Mark, MarkedText
 from agentrl_envs.tools import PYTHON_SCHEMA
 from agentrl_envs.types import Problem
 

@@ -15,9 +15,8 @@ from agentrl.kernels.attention import pack_padded
 from agentrl.models import loading
 from agentrl.models.loading import read_model
 from agentrl.models.lora import with_adapter
-from agentrl.models.policy import PolicyModel
+from agentrl.models.policy import PolicyModel, ValueModel
 from agentrl.models.settings import LoRASettings, ModelSettings
-from agentrl.models.value import ValueModel
 
 pytestmark = pytest.mark.on_device
 

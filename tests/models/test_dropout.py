@@ -9,8 +9,7 @@ import torch
 from models.architectures import write_tiny
 from transformers import AutoConfig
 
-from agentrl.models.dropout import switch_off_dropout
-from agentrl.models.loading import read_model
+from agentrl.models.loading import read_model, switch_off_dropout
 from agentrl.models.settings import ModelSettings
 
 IDS = torch.tensor([[5, 9, 2, 77, 31, 8]])

@@ -21,9 +21,8 @@ from agentrl.kernels.attention.variants import torch_varlen
 from agentrl.models import attention as attention_module
 from agentrl.models.attention import attention_length, choose_attention, length_obstacle, register_attention
 from agentrl.models.loading import checkpoint_layers, read_config, read_model
-from agentrl.models.policy import PolicyModel
+from agentrl.models.policy import PolicyModel, ValueModel
 from agentrl.models.settings import ModelSettings
-from agentrl.models.value import ValueModel
 from agentrl.trajectory import Segment
 
 WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}

@@ -11,11 +11,16 @@ from rollout.fakes import byte_tokenizer, played, tiny_model
 
 from agentrl.batch import Batch, MicroBatch
 from agentrl.errors import SettingsError
-from agentrl.models.head import FusedHead, ReferenceHead
-from agentrl.models.loading import model_fingerprint, read_config, read_model, write_model
-from agentrl.models.policy import PolicyModel
+from agentrl.models.loading import (
+    build_tiny_model,
+    model_fingerprint,
+    read_config,
+    read_model,
+    train_tokenizer,
+    write_model,
+)
+from agentrl.models.policy import FusedHead, PolicyModel, ReferenceHead
 from agentrl.models.settings import ModelSettings, TinyModelSettings
-from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.trajectory import Segment
 
 SETTINGS = ModelSettings(dtype="float32")

@@ -11,7 +11,7 @@ from rollout.fakes import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from agentrl.models.tiny import train_tokenizer
+from agentrl.models.loading import train_tokenizer
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 
 MARKUP = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</s>", "<s>", "<unk>"]

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
-from agentrl.problems.demonstrations.demonstration import Demonstration
-from agentrl.problems.demonstrations.exercises import FAMILIES
-from agentrl.problems.problem_errors import EmptyProblemsError, ProblemError
+from agentrl.problems.arithmetic import FAMILIES, ArithmeticSource
+from agentrl.problems.demonstrations import Demonstration
+from agentrl.problems.rows import EmptyProblemsError, ProblemError
 from agentrl_envs.types import Problem
 
 FENCE = re.compile(r"\A```py\n(.*)\n```\Z", re.DOTALL)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
-from agentrl.problems.demonstrations.demonstration import ShownTurn, read_demonstrations
-from agentrl.problems.demonstrations.loading import load_demonstrations
-from agentrl.problems.problem_errors import EmptyProblemsError, ProblemError, ProblemFileError
+from agentrl.problems.arithmetic import ArithmeticSource
+from agentrl.problems.demonstrations import ShownTurn, read_demonstrations
+from agentrl.problems.rows import EmptyProblemsError, ProblemError, ProblemFileError
+from agentrl.problems.sources import load_demonstrations
 from agentrl_envs.types import Problem
 
 

@@ -3,8 +3,7 @@
 import pytest
 from problems.test_arithmetic import assert_solves
 
-from agentrl.problems.demonstrations.arithmetic import HorizonSource
-from agentrl.problems.demonstrations.horizon import HORIZON_FAMILIES
+from agentrl.problems.horizon import HORIZON_FAMILIES, HorizonSource
 
 
 @pytest.mark.parametrize("family", list(HORIZON_FAMILIES))

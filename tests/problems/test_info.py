@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from pydantic import ValidationError
 
-from agentrl.problems.problem_errors import ProblemFieldError
+from agentrl.problems.rows import ProblemFieldError
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import load_source
 from agentrl_envs.types import Problem

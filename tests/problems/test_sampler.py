@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
-from agentrl.problems.mixture import FiniteSource, Mixture
-from agentrl.problems.problem_errors import EmptyProblemsError, ProblemError, SamplerStateError
-from agentrl.problems.sampler import ProblemSampler
+from agentrl.problems.arithmetic import ArithmeticSource
+from agentrl.problems.rows import EmptyProblemsError, ProblemError, SamplerStateError
+from agentrl.problems.sampler import FiniteSource, Mixture, ProblemSampler
 from agentrl_envs.types import Problem
 
 

@@ -9,12 +9,17 @@ import pyarrow.parquet
 import pytest
 from pydantic import ValidationError
 
-from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
-from agentrl.problems.fields import problem_of, unwrap
-from agentrl.problems.masking import masked_statement
-from agentrl.problems.problem_errors import EmptyProblemsError, ProblemError, ProblemFieldError, ProblemFileError
+from agentrl.problems.arithmetic import ArithmeticSource
+from agentrl.problems.rows import (
+    EmptyProblemsError,
+    ProblemError,
+    ProblemFieldError,
+    ProblemFileError,
+    problem_of,
+    unwrap,
+)
 from agentrl.problems.settings import ProblemSourceSettings
-from agentrl.problems.sources import LoadedSource, evaluation_set, load_mixture, load_source
+from agentrl.problems.sources import LoadedSource, evaluation_set, load_mixture, load_source, masked_statement
 from agentrl_envs.types import Problem
 
 DAPO = (

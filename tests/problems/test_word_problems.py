@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.problems.demonstrations.formulas import Formula, FormulaError
-from agentrl.problems.demonstrations.word_problems import formula_demonstrations
-from agentrl.problems.masking import masked_statement, split_by_masked_statement
-from agentrl.problems.numbers import number_mentions, words_value
-from agentrl.problems.problem_errors import EmptyProblemsError
+from agentrl.problems.rows import EmptyProblemsError
+from agentrl.problems.sources import masked_statement, split_by_masked_statement
+from agentrl.problems.word_problems import Formula, FormulaError, formula_demonstrations, number_mentions, words_value
 from agentrl_envs.types import Problem
 
 PROGRAM = re.compile(r"\A```py\nfinal_answer\(([\d+*/()-]+)\)\n```\Z")

@@ -14,7 +14,7 @@ import pytest
 from rollout.fakes import ScriptedEngine, ScriptedEnvironment, ScriptedEpisode, byte_codec, completion, ends
 
 from agentrl.errors import WorldError
-from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
+from agentrl.problems.arithmetic import ArithmeticSource
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.filters import FilterRules

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 import pytest
 from rollout.simulation import Hardware, SimulatedEngine, SimulatedEnvironment, run_virtual, train_codec
 
-from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
+from agentrl.problems.arithmetic import ArithmeticSource
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.filters import FilterRules

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from agentrl.config import load_settings
+from agentrl.models.loading import build_tiny_model, train_tokenizer
 from agentrl.models.settings import TinyModelSettings
-from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import EngineRequest
 from agentrl.rollout.engines.transformers import ManagedTransformers

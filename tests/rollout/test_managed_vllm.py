@@ -12,9 +12,8 @@ from rollout.vllm_support import ask, eventually, is_up
 
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.models.loading import write_model
+from agentrl.models.loading import build_tiny_model, train_tokenizer, write_model
 from agentrl.models.settings import TinyModelSettings
-from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import EngineRequest
 from agentrl.rollout.engines.vllm.engine import ManagedVLLM

@@ -12,7 +12,7 @@ from rollout.played import PROBLEM, play_in
 
 from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 from agentrl_envs.adapters.environments import resolve_environment
-from agentrl_envs.chat.chat_format import plain_format
+from agentrl_envs.chat import plain_format
 from agentrl_envs.grading import GraderSettings
 from agentrl_envs.types import Ended
 from agentrl_sandbox.client import SandboxSettings

@@ -29,9 +29,8 @@ from torch import Tensor
 from warm import LIBRARIES, WarmPopen, run_warm
 
 from agentrl.config import load_settings
-from agentrl.models.loading import read_model, write_model
+from agentrl.models.loading import build_tiny_model, read_model, train_tokenizer, write_model
 from agentrl.models.settings import ModelSettings, TinyModelSettings
-from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.base import Completion, EngineRequest, Sampling
 from agentrl.rollout.engines.servers import ServerEngine

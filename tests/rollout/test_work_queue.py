@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
+from agentrl.problems.arithmetic import ArithmeticSource
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.work_queue import RolloutRequest, SkippedProblemError, WorkQueue
 

@@ -153,9 +153,8 @@ def random_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_random_policy(folder: Path, *, hidden_size: int = 32) -> None:
-    from agentrl.models.loading import write_model
+    from agentrl.models.loading import build_tiny_model, train_tokenizer, write_model
     from agentrl.models.settings import TinyModelSettings
-    from agentrl.models.tiny import build_tiny_model, train_tokenizer
 
     settings = TinyModelSettings(vocabulary_size=300, hidden_size=hidden_size, layers=2, heads=2, intermediate_size=48)
     tokenizer = train_tokenizer(["1 + 1 = 2\n"], vocabulary_size=settings.vocabulary_size)

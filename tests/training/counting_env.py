@@ -11,7 +11,7 @@ import gymnasium
 
 from agentrl.algorithms import Advantages, EstimatorInputs, ScalarOptions, register_estimator
 from agentrl.algorithms.estimators.scalar import rloo
-from agentrl_envs.gym.spaces import UnicodeText
+from agentrl_envs.gym import UnicodeText
 
 
 @register_estimator("doubled", options=ScalarOptions)

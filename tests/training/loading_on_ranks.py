@@ -15,9 +15,8 @@ import torch
 from agentrl.kernels.attention import PackedRow, pack_padded
 from agentrl.models.exactness import check_policy
 from agentrl.models.loading import read_model
-from agentrl.models.policy import PolicyModel
+from agentrl.models.policy import PolicyModel, ValueModel
 from agentrl.models.settings import ModelSettings
-from agentrl.models.value import ValueModel
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, read_for_training, start_distributed
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl.training.step.reference import Reference

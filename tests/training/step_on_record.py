@@ -16,8 +16,7 @@ import torch
 from agentrl.kernels import Backend, triton_obstacle
 from agentrl.kernels.attention import SequenceGroup
 from agentrl.models.loading import checkpoint_layers
-from agentrl.models.policy import PolicyModel
-from agentrl.models.value import ValueModel
+from agentrl.models.policy import PolicyModel, ValueModel
 from agentrl.rollout.settings import RewardSettings
 from agentrl.rollout.worker import RolloutBatch
 from agentrl.telemetry.run_directory import RunDirectory

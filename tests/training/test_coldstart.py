@@ -12,9 +12,9 @@ import pytest
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.evaluation.results.scores import avg_at_k
-from agentrl.models.tiny import train_tokenizer
+from agentrl.models.loading import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
-from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn, program
+from agentrl.problems.demonstrations import Demonstration, ShownTurn, program
 from agentrl.telemetry.console import Console
 from agentrl.training.coldstart.demonstrations import EncodedDemonstration, check_template, with_observations
 from agentrl.training.coldstart.policy import StartScore, starting_policy

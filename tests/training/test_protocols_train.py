@@ -11,7 +11,7 @@ from rollout.fakes import tiny_model
 from rollout.templates import QWEN, chat_tokenizer
 
 from agentrl.config import load_settings
-from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn, observation, program
+from agentrl.problems.demonstrations import Demonstration, ShownTurn, observation, program
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.coldstart.demonstrations import in_protocol
 from agentrl_envs.protocols.factory import make_protocol

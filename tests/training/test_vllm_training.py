@@ -12,9 +12,8 @@ import pytest
 from shared import command_of
 from warm import LIBRARIES
 
-from agentrl.models.loading import write_model
+from agentrl.models.loading import build_tiny_model, train_tokenizer, write_model
 from agentrl.models.settings import TinyModelSettings
-from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.telemetry.run_directory import RunDirectory
 
 from .conftest import DEADLINE, CommandLine, wait_until

@@ -20,9 +20,9 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
+from agentrl.models.loading import build_tiny_model, train_tokenizer
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import TinyModelSettings
-from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl.training.worker.transfer import score_probe

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import torch
 
-from agentrl.models.loading import read_model, write_model
+from agentrl.models.loading import build_tiny_model, read_model, train_tokenizer, write_model
 from agentrl.models.settings import ModelSettings, TinyModelSettings
-from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.weights.exports import read_export, write_export, write_shards, write_untied_copy
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.problems.problem_errors import ProblemError, ProblemFieldError
+from agentrl.problems.rows import ProblemError, ProblemFieldError
 from agentrl.problems.settings import FieldName, ProblemSourceSettings
 from agentrl.problems.sources import FILE_KINDS, read_places
 from agentrl_envs.registry import did_you_mean

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from agentrl.errors import SettingsError
 from agentrl.evaluation.data.benchmarks import BENCHMARKS, load_benchmark
 from agentrl.evaluation.formats import ProblemRow, SetRecord
-from agentrl.problems.mixture import digest_of
+from agentrl.problems.sampler import digest_of
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import FILE_KINDS, evaluation_set, load_source
 from agentrl.rollout.gateway.settings import is_agent

@@ -10,7 +10,7 @@ from agentrl.evaluation.records.transcript import Transcript
 from agentrl_envs.execution import PRINTED
 from agentrl_envs.protocols.base import Protocol
 from agentrl_envs.protocols.factory import make_protocol
-from agentrl_envs.protocols.reasoning import ReasoningProtocol
+from agentrl_envs.reasoning import ReasoningProtocol
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.types import Ended
 

@@ -35,8 +35,8 @@ from agentrl.rollout.gateway.tree import MISSES
 from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest, Json, WireError
 from agentrl.rollout.policy import TokenPolicy, TurnPolicy
 from agentrl.trajectory import Trajectory
+from agentrl_envs.chat import Mark, MarkedText
 from agentrl_envs.episode import Environment, EnvironmentContractError, Episode, EpisodeUsageError, UnavailableError
-from agentrl_envs.protocols.marked_text import Mark, MarkedText
 from agentrl_envs.registry import describe_error
 from agentrl_envs.settings import NoSettings, VerifiersSettings, read_options
 from agentrl_envs.types import Ended, Problem, Step

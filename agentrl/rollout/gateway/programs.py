@@ -22,10 +22,9 @@ from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AGENT, FUNCTION, KEY_VARIABLE, VERIFIERS, AgentGatewaySettings
 from agentrl.rollout.gateway.wire import Access
 from agentrl_envs.adapters import verifiers_worker
-from agentrl_envs.adapters.blocking import BlockingCalls
-from agentrl_envs.gym.loop_thread import LoopThread
 from agentrl_envs.registry import PluginError, import_attribute
 from agentrl_envs.settings import VerifiersSettings
+from agentrl_envs.threads import BlockingCalls, LoopThread
 from agentrl_envs.types import Problem, as_reward
 
 logger = logging.getLogger(__name__)

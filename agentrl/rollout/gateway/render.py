@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from agentrl.models.chat_template import ChatTemplate, ChatTemplateError, Layout, slot
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.gateway.wire import AgentCall, AgentMessage, ChatRequest, WireError
-from agentrl_envs.chat.calls import HERMES, CallForm, without_calls
-from agentrl_envs.protocols.marked_text import Mark, Part
+from agentrl_envs.chat import Mark, Part
+from agentrl_envs.tool_call_formats import HERMES, CallForm, without_calls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

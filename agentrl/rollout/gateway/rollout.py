@@ -17,7 +17,7 @@ from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest, Delivery, Js
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Trajectory
-from agentrl_envs.protocols.marked_text import MarkedText
+from agentrl_envs.chat import MarkedText
 from agentrl_envs.types import Ended
 
 _NO_ROOM = "leave no room for a reply (rollout.max_prompt_tokens, rollout.max_response_tokens)"

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from agentrl.errors import SettingsError
-from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn
+from agentrl.problems.demonstrations import Demonstration, ShownTurn
 from agentrl.problems.settings import BUILTIN, FORMULA
 from agentrl.problems.sources import FILE_KINDS, evaluation_set, load_source
 from agentrl.rollout.environment import class_factory, needs_answers
 from agentrl.rollout.gateway.settings import is_agent
-from agentrl_envs.chat.calls import FoundCall
-from agentrl_envs.chat.chat_format import plain_format
+from agentrl_envs.chat import plain_format
 from agentrl_envs.episode import Environment, EnvironmentContractError
 from agentrl_envs.protocols.base import Protocol
 from agentrl_envs.protocols.factory import make_protocol
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
 from agentrl_envs.registry import did_you_mean
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
+from agentrl_envs.tool_call_formats import FoundCall
 from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:

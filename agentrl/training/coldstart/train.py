@@ -23,12 +23,11 @@ from agentrl.errors import SettingsError
 from agentrl.kernels.attention import PackedRow, lay_out, pack_row
 from agentrl.models.attention import choose_attention
 from agentrl.models.exactness import check_policy
-from agentrl.models.loading import read_model, write_model
+from agentrl.models.loading import build_tiny_model, read_model, train_tokenizer, write_model
 from agentrl.models.policy import PolicyModel
-from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
-from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn
-from agentrl.problems.demonstrations.loading import LoadedDemonstrations, load_demonstrations
+from agentrl.problems.demonstrations import Demonstration, ShownTurn
+from agentrl.problems.sources import LoadedDemonstrations, load_demonstrations
 from agentrl.rollout.environment import build_environment, class_factory
 from agentrl.telemetry.files import world_errors
 from agentrl.training.coldstart.demonstrations import (
@@ -40,8 +39,8 @@ from agentrl.training.coldstart.demonstrations import (
     with_observations,
 )
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
+from agentrl_envs.chat import parts_of
 from agentrl_envs.episode import Environment
-from agentrl_envs.protocols.marked_text import parts_of
 from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:

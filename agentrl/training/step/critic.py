@@ -10,7 +10,7 @@ from torch import Tensor
 from agentrl.algorithms import aggregate, value_loss
 from agentrl.batch import Batch
 from agentrl.models.attention import choose_attention
-from agentrl.models.value import ValueModel
+from agentrl.models.policy import ValueModel
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_for_training
 from agentrl.training.engine.groups import rank_groups
 from agentrl.training.settings import CriticSettings

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from agentrl.algorithms import AdaptiveKL, FixedKL, KLController
 from agentrl.batch import Batch, scatter_tokens
-from agentrl.models.head import ReferenceHead
 from agentrl.models.lora import adapter_off
-from agentrl.models.policy import PolicyModel
+from agentrl.models.policy import PolicyModel, ReferenceHead
 from agentrl.models.settings import LoRASettings
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, read_policy
 from agentrl.training.settings import KLSettings

@@ -41,7 +41,7 @@ from agentrl.weights.sources import TransferTarget
 from agentrl.weights.verify import Probe, Verified, probe_tokens
 from agentrl_envs import execution
 from agentrl_envs.episode import Environment
-from agentrl_envs.gym.loop_thread import LoopThread, close_loop
+from agentrl_envs.threads import LoopThread, close_loop
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -36,8 +36,7 @@ from agentrl.training.worker.service import (
     WorkerRequest,
 )
 from agentrl_envs.episode import EnvironmentContractError
-from agentrl_envs.plugins import load_plugins
-from agentrl_envs.registry import PluginError
+from agentrl_envs.registry import PluginError, load_plugins
 from agentrl_sandbox.client import SandboxError
 
 # Errors that end the run with only their message, and the exit code of those that define none.

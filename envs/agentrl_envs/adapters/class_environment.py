@@ -25,22 +25,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
-from agentrl_envs.adapters.blocking import BlockingCalls, OwnThread
-from agentrl_envs.chat.chat_format import ChatFormat
+from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import Environment, EnvironmentContractError, EpisodeUsageError, UnavailableError
 from agentrl_envs.execution import EpisodeSandbox, failed_call
 from agentrl_envs.grading import Grader, GraderSettings
-from agentrl_envs.protocols.base import MalformedCall, ToolRequest
+from agentrl_envs.protocols.base import MalformedCall, ToolRequest, clip
 from agentrl_envs.protocols.hermes import HermesProtocol, PlainCalls
-from agentrl_envs.protocols.results import clip
-from agentrl_envs.read_only import thawed
 from agentrl_envs.registry import PluginError, describe_error
 from agentrl_envs.settings import ClassEnvironmentSettings, read_options
+from agentrl_envs.threads import BlockingCalls, OwnThread
 from agentrl_envs.tools import EpisodeTools, ToolSet
 from agentrl_envs.tools.calling import ToolError, is_unreachable
-from agentrl_envs.tools.loading import methods_as_tools
 from agentrl_envs.tools.schema import given_parameters
-from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall, Verdict, as_reward
+from agentrl_envs.tools.toolset import methods_as_tools
+from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall, Verdict, as_reward, thaw
 from agentrl_sandbox.client import Sandbox, SandboxSettings, open_sandbox
 
 _OWN = frozenset({"reset", "step", "get_reward", "close", "fork"})
@@ -82,9 +80,9 @@ class ClassEnvironmentFactory:
 
         Raises `EnvironmentContractError` for columns that it needs and the row does not have.
         """
-        messages = thawed(problem.messages) or [{"role": "user", "content": problem.statement}]
+        messages = thaw(problem.messages) or [{"role": "user", "content": problem.statement}]
         own = {"problem": problem.statement, "answer": problem.answer, "id": problem.id}
-        columns = own | {"prompt": messages} | cast("dict[str, object]", thawed(problem.info))
+        columns = own | {"prompt": messages} | cast("dict[str, object]", thaw(problem.info))
         parameters = list(inspect.signature(self.reset).parameters.values())[1:]
         wanted = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
         missing = [one.name for one in wanted if one.name not in columns and one.default is one.empty]

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, cast
 
 import gymnasium
 
-from agentrl_envs.adapters.adapted import AdaptedFactory
 from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
 from agentrl_envs.episode import Environment
 from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, TRL, EnvironmentFactory, PluginError, import_attribute
-from agentrl_envs.settings import GymnasiumSettings
+from agentrl_envs.settings import GymnasiumSettings, Section, read_options
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedFactory(Generic[Section]):
+    """Makes environments by ``make`` from the section ``environment``, which ``model`` checks."""
+
+    model: type[Section]
+    make: Callable[[Section], Environment]
+
+    def settings(self, options: Mapping[str, object]) -> Section:
+        """The section ``environment``. Raises `PluginError` for a bad setting."""
+        return read_options(self.model, options)
+
+    def __call__(self, settings: Section) -> Environment:
+        return self.make(settings)
 
 
 def resolve_environment(name: str) -> EnvironmentFactory:

@@ -6,8 +6,8 @@ import random
 import re
 from dataclasses import replace
 
+from agentrl_envs.chat import MarkedText
 from agentrl_envs.episode import Episode
-from agentrl_envs.protocols.marked_text import MarkedText
 from agentrl_envs.types import Step
 
 _DIGITS = re.compile(r"[0-9]+")

@@ -11,7 +11,7 @@ import functools
 
 import gymnasium
 
-from agentrl_envs.adapters.adapted import AdaptedFactory
+from agentrl_envs.adapters.environments import AdaptedFactory
 from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
 from agentrl_envs.registry import EnvironmentFactory, PluginError, did_you_mean, install_extra
 from agentrl_envs.settings import GymnasiumSettings

@@ -1,6 +1,6 @@
 """Grade answers: clear cases in this process, all others by value in processes that can be killed."""
 
 from agentrl_envs.grading.grader import Grader, GraderError
-from agentrl_envs.grading.settings import GraderSettings
+from agentrl_envs.settings import GraderSettings
 
 __all__ = ["Grader", "GraderError", "GraderSettings"]

@@ -3,16 +3,241 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import math
+import os
+import re
+import signal
+import sys
+import tempfile
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import IO, SupportsFloat, cast
 
-from agentrl_envs.grading.comparing.fast import is_plain_number, quick_verdict, within_bounds
-from agentrl_envs.grading.custom import CustomGrader
-from agentrl_envs.grading.process import GraderError, GradingProcess, NoVerdictError, OutOfTimeError, WorkerDiedError
-from agentrl_envs.grading.settings import GraderSettings
+from agentrl_envs.episode import AgentRLEnvError, EnvironmentContractError
+from agentrl_envs.grading.expressions import LEADING, ROUNDED, ROUNDED_PLACES
+from agentrl_envs.grading.spelling import respelled, squeezed, words_in
+from agentrl_envs.registry import PluginError, describe_error, import_attribute
+from agentrl_envs.settings import GraderSettings
+from agentrl_envs.threads import BlockingCalls
 from agentrl_envs.types import Problem, Verdict
 
-__all__ = ["Grader", "GraderError"]
+_THREADS = 8
+
+
+class CustomGrader:
+    """Calls ``function(answer, problem)``, in a thread, for a score from 0 to 1."""
+
+    def __init__(self, path: str) -> None:
+        """Raises PluginError if ``path`` (``module:function``) names no function."""
+        found = import_attribute(path, "grader.function")
+        if not callable(found):
+            raise PluginError(f"grader.function {path!r} is a {type(found).__name__}, expected a function")
+        self._path = path
+        self._function: Callable[[str, Problem], SupportsFloat] = found
+        self._threads = BlockingCalls(_THREADS, name="grader")
+
+    async def grade(self, answer: str, problem: Problem) -> tuple[Verdict, float]:
+        """The verdict, correct at a score of 1, and the score.
+
+        Raises EnvironmentContractError if the function raises, or returns something else than a number from 0 to 1.
+        """
+        try:
+            value = await self._threads.run(lambda: self._function(answer, problem))
+        except Exception as error:
+            raise EnvironmentContractError(self._say(problem, f"raised {describe_error(error)}")) from error
+        score = float(value) if hasattr(cast(object, value), "__float__") else math.nan
+        if not 0.0 <= score <= 1.0:
+            raise EnvironmentContractError(self._say(problem, f"returned {value!r:.100}; valid: a number from 0 to 1"))
+        return Verdict.CORRECT if score == 1.0 else Verdict.INCORRECT, score
+
+    def describe(self) -> str:
+        """One line for the console."""
+        return f"by {self._path}"
+
+    def _say(self, problem: Problem, what: str) -> str:
+        return f"the grader {self._path} {what} (problem {problem.id})"
+
+
+_KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")  # no secrets, no HOME
+
+
+class GraderError(AgentRLEnvError):
+    """A grading process cannot be started; nothing is known about the answer."""
+
+
+class NoVerdictError(Exception):
+    """No verdict; unless a subclass says otherwise, the wall-clock deadline passed. The process must be killed."""
+
+
+class OutOfTimeError(NoVerdictError):
+    """The comparison exceeded its CPU time."""
+
+
+class WorkerDiedError(NoVerdictError):
+    """The process ended during a comparison: out of memory, a crash in C code or a signal."""
+
+
+class GradingProcess:
+    """A running worker. Create it with `start`. Handles one comparison at a time."""
+
+    def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes], settings: GraderSettings) -> None:
+        self._process = process
+        self._errors = errors
+        self._settings = settings
+
+    @classmethod
+    async def start(cls, settings: GraderSettings) -> GradingProcess:
+        """Start a process and wait until its libraries are imported. Raises `GraderError`."""
+        errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
+        command = (sys.executable, "-P", "-m", "agentrl_envs.grading.worker")
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                *map(str, (settings.deadline, settings.start_deadline, settings.hang_deadline, settings.memory_mb)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                env=_environment(os.environ),
+            )
+        except OSError as error:
+            errors.close()
+            raise GraderError(f"cannot start a grading process: {error}") from error
+        worker = cls(process, errors, settings)
+        try:
+            await worker._read(settings.start_deadline + settings.hang_deadline)
+        except BaseException as error:
+            reason = worker._last_error() or str(error)
+            if isinstance(error, OutOfTimeError):
+                reason = f"not ready within start_deadline={settings.start_deadline:g} s of processor time"
+            await worker.kill()
+            if isinstance(error, NoVerdictError):
+                raise GraderError(f"a grading process did not start: {reason}") from error
+            raise
+        return worker
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    async def compare(self, answer: str | None, gold: str) -> Verdict:
+        """Compare; if the answer is None, check the gold answer. Raises `NoVerdictError`."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"answer": answer, "gold": gold}).encode() + b"\n")
+            await self._process.stdin.drain()
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise WorkerDiedError(str(error)) from error
+        return Verdict((await self._read(self._settings.hang_deadline))["verdict"])
+
+    async def kill(self) -> None:
+        """Kill the process and reap it."""
+        if self._process.returncode is None:
+            self._process.kill()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
+        self._errors.close()
+
+    async def _read(self, seconds: float) -> dict[str, str]:
+        """Read the next message within ``seconds`` of wall-clock time."""
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(seconds):
+                line = await self._process.stdout.readline()
+                if not line and await self._process.wait() == -signal.SIGPROF:
+                    raise OutOfTimeError(f"grading process {self.pid} was out of time")
+        except TimeoutError as error:
+            raise NoVerdictError(f"grading process {self.pid} said nothing for {seconds:g} s") from error
+        if not line:
+            raise WorkerDiedError(f"grading process {self.pid} ended with {self._process.returncode}")
+        message: dict[str, str] = json.loads(line)
+        return message
+
+    def _last_error(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+
+def _environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables of a worker: a single thread, and the same hashes in every run."""
+    kept = {name: environment[name] for name in _KEPT if name in environment}
+    return kept | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+_FRACTION = re.compile(r"([+-]?)\\frac(?:\{(-?[0-9]+)\}\{([0-9]+)\}| *([0-9])([0-9]))")
+_NUMBER = re.compile(r"[+-]?(?:(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.0*)?|[0-9]*\.[0-9]+|[0-9]+/0*[1-9][0-9]*)")
+_LONGEST_NUMBER = 4000  # characters; Python reads no integer of more than 4300 digits
+_BRACKETS = re.compile(r"[()\[\]{}]")
+
+
+def quick_verdict(answer: str, gold: str) -> Verdict | None:
+    """The verdict if it is certain without algebra, otherwise None.
+
+    Equal spellings are correct. Integers and ratios are compared exactly, a decimal to six decimal places, two decimals
+    to the places of the shorter one. Numbers may have a sign, leading zeros and thousands separators. Words are
+    compared by their letters.
+    """
+    if answer == gold and gold.strip():
+        return Verdict.CORRECT
+    answer, gold = respelled(answer), respelled(gold)
+    if gold and squeezed(answer) == squeezed(gold):
+        return Verdict.CORRECT
+    return _by_value(answer, gold) or _by_words(answer, gold)
+
+
+def within_bounds(text: str, *, max_length: int, max_depth: int) -> bool:
+    """Whether a text is short and flat enough for a parser. Counts brackets, balanced or not."""
+    if len(text) > max_length:
+        return False
+    depth = deepest = 0
+    for bracket in _BRACKETS.finditer(text):
+        depth += 1 if bracket.group() in "([{" else -1
+        deepest = max(deepest, depth)
+    return deepest <= max_depth
+
+
+def is_plain_number(text: str) -> bool:
+    """Whether a text is an integer, a decimal or a ratio in plain notation."""
+    return _number(respelled(text)) is not None
+
+
+def _by_value(answer: str, gold: str) -> Verdict | None:
+    answer_value, gold_value = _number(answer), _number(gold)
+    if answer_value is None or gold_value is None:
+        return None
+    if answer_value == gold_value:
+        return Verdict.CORRECT
+    apart = abs(answer_value - gold_value)
+    places = [len(text.partition(".")[2]) for text in (answer, gold) if "." in text]
+    if len(places) == 2 and apart > Fraction(1, 2 * 10 ** min(places)):
+        return Verdict.INCORRECT  # neither is the other, rounded
+    near = apart < ROUNDED and apart <= LEADING * max(abs(answer_value), abs(gold_value))
+    return Verdict.CORRECT if near and max(places, default=0) >= ROUNDED_PLACES else Verdict.INCORRECT
+
+
+def _by_words(answer: str, gold: str) -> Verdict | None:
+    answer_words, gold_words = words_in(answer), words_in(gold)
+    if answer_words is None or gold_words is None:
+        return None
+    if answer_words == gold_words:
+        return Verdict.CORRECT
+    numbers = any(character.isdigit() for character in answer_words + gold_words)
+    return None if numbers else Verdict.INCORRECT
+
+
+def _number(text: str) -> Fraction | None:
+    """The value of an integer, a decimal or a ratio in plain notation."""
+    fraction = _FRACTION.fullmatch(text)
+    plain = text if fraction is None else fraction.expand(r"\1\2\4/\3\5")
+    if len(plain) > _LONGEST_NUMBER or _NUMBER.fullmatch(plain) is None:
+        return None
+    return Fraction(plain.replace(",", ""))
+
 
 _Question = tuple[str, str | None]  # gold and answer; without an answer, is the gold one readable?
 

@@ -32,7 +32,7 @@ def main(deadline: float, start_deadline: float, hang_deadline: float, memory_mb
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    from agentrl_envs.grading.comparing.comparison import (  # slow: within the start's deadline
+    from agentrl_envs.grading.comparison import (  # slow: within the start's deadline
         check_gold,
         compare,
         read_gold,

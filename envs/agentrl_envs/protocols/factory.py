@@ -2,20 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from agentrl_envs.chat.chat_format import ChatFormat, plain_format
+from agentrl_envs.chat import ChatFormat, plain_format
 from agentrl_envs.episode import EpisodeUsageError
-from agentrl_envs.protocols.base import Protocol
+from agentrl_envs.protocols.base import ParsedTurn, Protocol
 from agentrl_envs.protocols.hermes import HermesProtocol, PlainCalls
-from agentrl_envs.protocols.in_chat import ChatProtocol
-from agentrl_envs.protocols.reasoning import ReasoningProtocol
 from agentrl_envs.protocols.retool import ReToolProtocol
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
 from agentrl_envs.protocols.torl import ToRLProtocol
 from agentrl_envs.registry import PROTOCOLS
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 from agentrl_envs.tools import NO_TOOLS, ToolSet
+from agentrl_envs.types import Ended, Problem
+from agentrl_sandbox.client import Execution
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatProtocol:
+    """The protocol ``text`` between the marks of ``chat``; calls, programs and answers are those of ``text``."""
+
+    text: Protocol
+    chat: ChatFormat
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Those of the text."""
+        return self.text.stop
+
+    @property
+    def empty_turn(self) -> Ended:
+        """That of the text."""
+        return self.text.empty_turn
+
+    def message(self, statement: str) -> str:
+        """What a user says, without the template's marks."""
+        return self.text.message(statement)
+
+    def prompt(self, problem: Problem) -> str:
+        """The problem's messages with their roles, up to where the model's message begins."""
+        return self.chat.prompt(problem, self.text.message)
+
+    def turn_complete(self, text: str) -> bool:
+        """As in the text."""
+        return self.text.turn_complete(text)
+
+    def parse(self, text: str) -> ParsedTurn:
+        """As in the text; thoughts are text like any other."""
+        return self.text.parse(text)
+
+    def runnable(self, problem: Problem, program: str) -> str:
+        """As in the text."""
+        return self.text.runnable(problem, program)
+
+    def printed_answer(self, stdout: str) -> str | None:
+        """As in the text."""
+        return self.text.printed_answer(stdout)
+
+    def result(self, execution: Execution) -> str:
+        """As in the text."""
+        return self.text.result(execution)
+
+    def observation(self, text: str, results: Sequence[str]) -> str:
+        """Plain text where the model's message goes on, else a user's message."""
+        shown = self.text.observation(text, results)
+        return shown if self.text.turn_complete(text) else self.chat.reply(shown.strip())
+
 
 TITLES: Mapping[str, str] = {"simpletir": "SimpleTIR", "retool": "ReTool", "torl": "ToRL", "hermes": "Hermes"}
 
@@ -55,11 +108,6 @@ def torl(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -
     """ToRL: fenced programs, each followed by an output fence."""
     text = ToRLProtocol(instruction=settings.told, observation_limit=settings.observation_limit)
     return in_chat(text, settings, chat)
-
-
-def reasoning(settings: ReasoningSettings, chat: ChatFormat | None) -> Protocol:
-    """Reasoning: one turn, nothing is run."""
-    return in_chat(ReasoningProtocol(instruction=settings.told), settings, chat)
 
 
 def hermes(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:

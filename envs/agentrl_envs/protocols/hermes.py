@@ -1,7 +1,7 @@
 r"""Tool calls in the model's own chat template.
 
-The model writes calls in the form of its family (`agentrl_envs.chat.calls`), one or several; its turn ends where it
-ends itself (the template's end of turn). The responses come back in the order of the calls, as the template renders
+The model writes one call or several in its family's format (`agentrl_envs.tool_call_formats`) and ends its turn itself,
+with the template's end of turn. The responses come back in the order of the calls, as the template renders
 messages of the role ``tool``, up to where the next turn begins. A turn without a call is the last one; the last
 ``\boxed{...}`` in it is the answer.
 
@@ -20,11 +20,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agentrl_envs.answers import last_boxed
-from agentrl_envs.chat.calls import FoundCall
-from agentrl_envs.chat.chat_format import ChatFormat
-from agentrl_envs.protocols.answer_text import AnswerInText
-from agentrl_envs.protocols.base import MalformedCall, ParsedTurn, ToolRequest
+from agentrl_envs.chat import ChatFormat
+from agentrl_envs.protocols.base import AnswerInText, MalformedCall, ParsedTurn, ToolRequest, last_boxed
+from agentrl_envs.tool_call_formats import FoundCall
 from agentrl_envs.tools import ToolSet
 from agentrl_envs.types import Problem
 

@@ -15,9 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl_envs.answers import last_boxed
-from agentrl_envs.protocols.answer_text import AnswerInText, malformed
-from agentrl_envs.protocols.base import ParsedTurn
+from agentrl_envs.protocols.base import AnswerInText, ParsedTurn, last_boxed, malformed
 from agentrl_envs.types import Problem
 
 _CLOSE_CODE, _CLOSE_ANSWER = "</code>", "</answer>"

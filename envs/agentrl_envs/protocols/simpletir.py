@@ -1,6 +1,6 @@
 r"""The SimpleTIR protocol: Python in fenced blocks, output after ``Code execution result: ``, answers boxed.
 
-**Fences.** Those of `agentrl_envs.protocols.fences`, bare ones too. The first Python block that is closed is the
+**Fences.** Those of `agentrl_envs.protocols.base`, bare ones too. The first Python block that is closed is the
 turn's program. Blocks in other languages are the model's own text.
 
 **The turn's end.** The turn is over at the first closed fence; what an engine sampled past it is in no program and in
@@ -16,10 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl_envs.answers import last_boxed
-from agentrl_envs.protocols.base import ParsedTurn
-from agentrl_envs.protocols.fences import first_python_block
-from agentrl_envs.protocols.results import shown, with_setup
+from agentrl_envs.protocols.base import ParsedTurn, first_python_block, last_boxed, shown, with_setup
 from agentrl_envs.types import Ended, Problem
 from agentrl_sandbox.client import Execution
 

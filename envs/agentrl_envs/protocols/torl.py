@@ -14,10 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl_envs.answers import last_boxed
-from agentrl_envs.protocols.answer_text import AnswerInText, malformed
-from agentrl_envs.protocols.base import ParsedTurn
-from agentrl_envs.protocols.fences import Block, python_blocks
+from agentrl_envs.protocols.base import AnswerInText, Block, ParsedTurn, last_boxed, malformed, python_blocks
 from agentrl_envs.types import Problem
 
 _OUTPUT = "```output"

@@ -22,9 +22,8 @@ A function, a method or ``__init__`` that asks for ``problem`` or ``sandbox`` by
 """
 
 from agentrl_envs.tools.calling import ToolError
-from agentrl_envs.tools.episode_tools import EpisodeTools
-from agentrl_envs.tools.loading import NO_TOOLS, Tool, ToolSet, load_tools
 from agentrl_envs.tools.schema import PYTHON, PYTHON_SCHEMA, ToolSchema
+from agentrl_envs.tools.toolset import NO_TOOLS, EpisodeTools, Tool, ToolSet, load_tools
 
 __all__ = [
     "NO_TOOLS",

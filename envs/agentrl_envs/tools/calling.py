@@ -19,9 +19,9 @@ import time
 from collections.abc import AsyncIterable, Callable, Coroutine, Generator, Mapping
 from typing import Any
 
-from agentrl_envs.adapters.blocking import RunsBlocking
 from agentrl_envs.episode import EnvironmentContractError, UnavailableError
 from agentrl_envs.registry import describe_error
+from agentrl_envs.threads import RunsBlocking
 
 BUGS = (
     AssertionError,

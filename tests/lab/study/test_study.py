@@ -244,7 +244,7 @@ def test_what_it_cost_is_asked_of_runs_that_ended():
 def test_a_grid_of_numbers_gives_names_that_runs_may_have(tmp_path: Path, fake_train: Path):
     file, home = tmp_path / "study.yaml", tmp_path / "runs"
     grid = "{algorithm.estimator: [tir_otb], optimizer.learning_rate: [1.0e-4, 3.0e-4], rollout.group_size: [4]}"
-    file.write_text(f"name: s\nconfig: [horizon_2, horizon_looks]\nseeds: [0]\ngrid: {grid}\n")
+    file.write_text(f"name: s\nconfig: [horizon_2, horizon_lookups]\nseeds: [0]\ngrid: {grid}\n")
     assert "tir_otb-learning_rate-0.0003-group_size-4-seed-0: finished" in run_study(file, home)
 
 

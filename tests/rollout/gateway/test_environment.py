@@ -35,8 +35,8 @@ from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.adapters import verifiers_worker
+from agentrl_envs.chat import Mark, MarkedText
 from agentrl_envs.episode import Environment
-from agentrl_envs.protocols.marked_text import Mark, MarkedText
 from agentrl_envs.registry import PluginError
 from agentrl_envs.rewards import Conversation, Rewards
 from agentrl_envs.types import Ended, Problem, Step

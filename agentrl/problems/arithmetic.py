@@ -1,0 +1,220 @@
+"""Families of ``builtin:arithmetic``: word problems with statements, answers, hidden values and solutions.
+
+Plain families state every number, and a program computes the answer. Reveal families hide two-digit values behind
+functions defined in ``Problem.setup``. These functions **print** the value and return None, so the answer can only be
+written in a turn after the one that printed the value. A guess is right about once in ninety times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from random import Random
+
+from agentrl.problems.demonstrations import ShownTurn, observation, program
+from agentrl.problems.exercises import (
+    SECRET_RANGE,
+    ExerciseFamily,
+    ExerciseSource,
+    Numbers,
+    call_turn,
+    define_reveal,
+    descending,
+)
+
+
+def _plain(
+    name: str, draw: Callable[[Random], Numbers], value: Callable[..., int], expression: str, *phrasings: str
+) -> ExerciseFamily:
+    """Build a family whose answer is ``value(**numbers)``, written in Python as ``expression``."""
+
+    def solve(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTurn, ...], str]:
+        answer = value(**numbers)
+        return answer, _compute(rng, expression.format(**numbers), answer), ""
+
+    return ExerciseFamily(name=name, phrasings=phrasings, draw=draw, solve=solve)
+
+
+def _compute(rng: Random, expression: str, answer: int) -> tuple[ShownTurn, ...]:
+    """Return one program that answers (70 %), or a program that prints the value and a turn with the answer."""
+    if rng.random() < 0.7:
+        return (ShownTurn(model=program(f"final_answer({expression})")),)
+    return (
+        ShownTurn(model=program(f"print({expression})"), observation=observation(str(answer))),
+        ShownTurn(model=_boxed(answer)),
+    )
+
+
+def _boxed(answer: int) -> str:
+    return f"\\boxed{{{answer}}}"
+
+
+def _secret(rng: Random) -> int:
+    return rng.randint(*SECRET_RANGE)
+
+
+def _one_secret(
+    name: str,
+    function: str,
+    draw: Callable[[Random], Numbers],
+    sign: str,
+    value: Callable[[int, int], int],
+    *phrasings: str,
+) -> ExerciseFamily:
+    """Build a family with one hidden value of thing ``a`` and one operation with the stated ``b``."""
+
+    def solve(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTurn, ...], str]:
+        a, b, secret = numbers["a"], numbers["b"], _secret(rng)
+        turns = (call_turn(f"{function}({a})", secret), ShownTurn(model=program(f"final_answer({secret}{sign}{b})")))
+        return value(secret, b), turns, define_reveal(function, {a: secret})
+
+    return ExerciseFamily(name=name, phrasings=phrasings, draw=draw, solve=solve)
+
+
+def _solve_two_boxes(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTurn, ...], str]:
+    a, b, first, second = numbers["a"], numbers["b"], _secret(rng), _secret(rng)
+    turns = (
+        call_turn(f"box({a})", first),
+        call_turn(f"box({b})", second),
+        ShownTurn(model=program(f"final_answer({first}+{second})")),
+    )
+    return first + second, turns, define_reveal("box", {a: first, b: second})
+
+
+def _solve_note(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTurn, ...], str]:
+    a, box, held = numbers["a"], _secret(rng), _secret(rng)
+    turns = (call_turn(f"note({a})", box), call_turn(f"box({box})", held), ShownTurn(model=_boxed(held)))
+    return held, turns, define_reveal("note", {a: box}) + define_reveal("box", {box: held})
+
+
+def _uniform(**bounds: tuple[int, int]) -> Callable[[Random], Numbers]:
+    return lambda rng: {key: rng.randint(low, high) for key, (low, high) in bounds.items()}
+
+
+def _divisible(rng: Random) -> Numbers:
+    b, quotient = rng.randint(2, 9), rng.randint(2, 99)
+    return {"a": b * quotient, "b": b}
+
+
+def _shared_then_more(rng: Random) -> Numbers:
+    return {**_divisible(rng), "c": rng.randint(2, 99)}
+
+
+def _boxes_then_less(rng: Random) -> Numbers:
+    a, b = rng.randint(2, 20), rng.randint(2, 20)
+    return {"a": a, "b": b, "c": rng.randint(2, min(99, a * b))}
+
+
+def _paid(rng: Random) -> Numbers:
+    a, b = rng.randint(2, 20), rng.randint(2, 9)
+    return {"a": a, "b": b, "c": a * b + rng.randint(1, 50)}
+
+
+def _gathered_then_packed(rng: Random) -> Numbers:
+    d, each, c, b = rng.randint(2, 9), rng.randint(2, 20), rng.randint(2, 40), rng.randint(2, 40)
+    a = d * each + c - b
+    return {"a": a, "b": b, "c": c, "d": d} if a >= 2 else _gathered_then_packed(rng)
+
+
+def _distinct_pair(rng: Random) -> Numbers:
+    a, b = rng.sample(range(2, 100), 2)
+    return {"a": a, "b": b}
+
+
+_TWO = _uniform(a=(2, 99), b=(2, 99))
+
+_ALL = (
+    _plain(
+        "add", _TWO, lambda a, b: a + b, "{a}+{b}",
+        "{n} has {a} {t} and gets {b} more. How many {t} does {n} have now?",
+        "There are {a} {t} here. {n} brings {b} more. How many {t} are there?",
+    ),
+    _plain(
+        "subtract", descending, lambda a, b: a - b, "{a}-{b}",
+        "{n} has {a} {t} and gives away {b}. How many {t} are left?",
+        "{n} had {a} {t} but lost {b} of them. How many {t} are left?",
+    ),
+    _plain(
+        "multiply", _TWO, lambda a, b: a * b, "{a}*{b}",
+        "{n} buys {a} boxes of {b} {t}. How many {t} is that?",
+        "Each of {a} boxes holds {b} {t}. How many {t} are there?",
+    ),
+    _plain(
+        "divide", _divisible, lambda a, b: a // b, "{a}//{b}",
+        "{n} shares {a} {t} among {b} friends. How many {t} does each get?",
+        "{n} packs {a} {t} into {b} equal boxes. How many {t} are in each?",
+    ),
+    _plain(
+        "difference", descending, lambda a, b: a - b, "{a}-{b}",
+        "{n} has {a} {t}. {m} has {b}. How many more {t} does {n} have?",
+        "{n} has {b} {t}. {m} has {a}. How many fewer {t} does {n} have?",
+    ),
+    _plain(
+        "together", _TWO, lambda a, b: a + a + b, "{a}+{a}+{b}",
+        "{n} has {a} {t}. {m} has {b} more than {n}. How many {t} do they have together?",
+    ),
+    _plain(
+        "boxes_less", _boxes_then_less, lambda a, b, c: a * b - c, "{a}*{b}-{c}",
+        "{n} buys {a} boxes of {b} {t} and gives away {c}. How many {t} are left?",
+        "{n} has {a} boxes of {b} {t} and loses {c} {t}. How many {t} are left?",
+    ),
+    _plain(
+        "boxes_more", _uniform(a=(2, 20), b=(2, 20), c=(2, 99)), lambda a, b, c: c + a * b, "{c}+{a}*{b}",
+        "{n} has {c} {t} and buys {a} boxes of {b}. How many {t} does {n} have now?",
+    ),
+    _plain(
+        "share_more", _shared_then_more, lambda a, b, c: a // b + c, "{a}//{b}+{c}",
+        "{n} shares {a} {t} among {b} friends. Each had {c}. How many {t} does each have now?",
+    ),
+    _plain(
+        "change", _paid, lambda a, b, c: c - a * b, "{c}-{a}*{b}",
+        "{t} cost {a} dollars each. {n} buys {b} and pays {c} dollars. How many dollars come back?",
+    ),
+    _plain(
+        "two_kinds", _uniform(a=(2, 20), b=(2, 20), c=(2, 20), d=(2, 20)), lambda a, b, c, d: a * b + c * d,
+        "{a}*{b}+{c}*{d}",
+        "{n} buys {a} boxes of {b} {t} and {c} boxes of {d}. How many {t} is that?",
+    ),
+    _plain(
+        "gather_pack", _gathered_then_packed, lambda a, b, c, d: (a + b - c) // d, "({a}+{b}-{c})//{d}",
+        "{n} has {a} {t}, gets {b}, gives away {c} and packs the rest into {d} equal boxes. How many {t} are in each?",
+    ),
+    _one_secret(
+        "box_take", "box", _uniform(a=(2, 99), b=(2, 9)), "-", lambda secret, b: secret - b,
+        "box({a}) shows the {t} in box {a}. {n} takes {b}. How many {t} are left?",
+        "Box {a} holds some {t}: box({a}) shows how many. {n} takes {b}. How many {t} are left?",
+    ),
+    _one_secret(
+        "box_put", "box", _TWO, "+", lambda secret, b: secret + b,
+        "box({a}) shows the {t} in box {a}. {n} adds {b}. How many {t} are in it now?",
+    ),
+    _one_secret(
+        "price", "price", _uniform(a=(2, 99), b=(2, 20)), "*", lambda secret, b: secret * b,
+        "price({a}) shows the price of toy {a}. What do {b} of them cost?",
+        "{n} buys {b} of toy {a}. price({a}) shows what one costs. What does {n} pay?",
+    ),
+    ExerciseFamily(
+        name="two_boxes", draw=_distinct_pair, solve=_solve_two_boxes,
+        phrasings=("box({a}) and box({b}) show the {t} in two boxes. How many {t} are there together?",),
+    ),
+    ExerciseFamily(
+        name="note", draw=_uniform(a=(2, 99)), solve=_solve_note,
+        phrasings=("note({a}) shows the number n of a box. box(n) shows its {t}. How many {t} are in it?",),
+    ),
+)  # fmt: skip
+
+FAMILIES: Mapping[str, ExerciseFamily] = {family.name: family for family in _ALL}
+
+
+class ArithmeticSource(ExerciseSource):
+    """Word problems of one to three turns.
+
+    >>> source = ArithmeticSource(split="train", seed=0, families=["box_take"])
+    >>> source.problem(3) == source.problem(3)
+    True
+    >>> source.demonstration(3).problem == source.problem(3)
+    True
+    """
+
+    builtin = "arithmetic"
+    all_families = FAMILIES
+    default_families = tuple(FAMILIES)

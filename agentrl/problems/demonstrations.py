@@ -1,0 +1,112 @@
+"""Demonstrations: problems with the turns of a good solution, used as data for the supervised cold start.
+
+One JSON object per line::
+
+    {"id": "a-0", "problem": "Box 7 ...", "answer": "43", "setup": "def open_box...",
+     "turns": [{"model": "```py\nopen_box(7)\n```", "observation": "\nCode execution result: 48\n"},
+               {"model": "```py\nfinal_answer(48-5)\n```", "observation": ""}]}
+
+The field of the statement may have another of its usual names (`question`). ``setup`` and a turn's ``observation`` are
+optional (default ``""``). ``answer`` is optional if the task does not compare answers. Other columns are stored in
+`Problem.info`. If a demonstration has several turns and no observations, the cold start executes it to obtain them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.problems.rows import USUAL_FIELDS, EmptyProblemsError, ProblemFieldError, read_jsonl
+from agentrl_envs.types import Problem
+
+_FIELDS = frozenset({"id", "answer", "setup", "family", "turns"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShownTurn:
+    """Text of a model turn and the observation that follows it ("" after the last turn, which has none)."""
+
+    model: str
+    observation: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demonstration:
+    """A problem and the turns of one good solution.
+
+    >>> problem = Problem(id="toy-0", statement="What is 2 + 3?", answer="5", source="toy")
+    >>> shown = Demonstration(problem=problem, turns=(ShownTurn(model=program("final_answer(2+3)")),))
+    >>> shown.text
+    'What is 2 + 3?\\n```py\\nfinal_answer(2+3)\\n```'
+    """
+
+    problem: Problem
+    turns: tuple[ShownTurn, ...]
+    location: str = ""
+    """File and line if the demonstration was read from a file."""
+
+    @property
+    def is_played(self) -> bool:
+        """True if observations are missing, so that the environment must execute the turns to produce them."""
+        return len(self.turns) > 1 and not any(turn.observation for turn in self.turns)
+
+    @property
+    def text(self) -> str:
+        """Statement, model texts and observations as one string, for training a tokenizer."""
+        return self.problem.statement + "\n" + "".join(turn.model + turn.observation for turn in self.turns)
+
+
+def program(code: str) -> str:
+    """Return ``code`` as a model turn, in a closed fence."""
+    return f"```py\n{code}\n```"
+
+
+def observation(output: str) -> str:
+    """Return a program's output as an observation of the SimpleTIR protocol."""
+    return f"\nCode execution result: {output}\n"
+
+
+def read_demonstrations(path: str | Path) -> list[Demonstration]:
+    """Read a JSONL file with the schema above.
+
+    Raises ProblemFileError (missing file, malformed line), ProblemFieldError (a row that is not a demonstration) and
+    EmptyProblemsError. Messages name the file and the line.
+    """
+    source = Path(path).stem
+    demonstrations = [_from_row(row, location, source) for location, row in read_jsonl(Path(path))]
+    if not demonstrations:
+        raise EmptyProblemsError(f"{path}: the file contains no demonstrations")
+    return demonstrations
+
+
+def _from_row(row: dict[str, Any], location: str, source: str) -> Demonstration:
+    statement_field = next((name for name in USUAL_FIELDS["problem"] if row.get(name) is not None), "problem")
+    for field in (statement_field, "answer") if row.get("answer") is not None else (statement_field,):
+        if not isinstance(row.get(field), str) or not row[field].strip():
+            raise ProblemFieldError(f"{location}: a demonstration needs a text {field!r}; its fields: {sorted(row)}")
+    turns = row.get("turns")
+    if not isinstance(turns, list) or not turns:
+        raise ProblemFieldError(f"{location}: a demonstration needs a non-empty list 'turns'")
+    for number, turn in enumerate(turns, start=1):
+        if not isinstance(turn, dict) or not isinstance(turn.get("model"), str) or not turn["model"]:
+            raise ProblemFieldError(f"{location}: turn {number} needs a text 'model'")
+        if not isinstance(turn.get("observation", ""), str):
+            raise ProblemFieldError(f"{location}: turn {number}: 'observation' must be text")
+    for field in ("setup", "family"):
+        if not isinstance(row.get(field, ""), str):
+            raise ProblemFieldError(f"{location}: {field!r} must be text")
+    problem = Problem(
+        id=str(row.get("id", location)),
+        statement=row[statement_field],
+        answer=row.get("answer"),
+        source=source,
+        family=row.get("family", ""),
+        setup=row.get("setup", ""),
+        info={name: value for name, value in row.items() if name not in _FIELDS | {statement_field}},
+    )
+    return Demonstration(
+        problem=problem,
+        turns=tuple(ShownTurn(model=turn["model"], observation=turn.get("observation", "")) for turn in turns),
+        location=location,
+    )

@@ -1,0 +1,171 @@
+"""Generated exercises: families of problems with solutions, and endless, seeded sources of them.
+
+Training and held-out problems are disjoint by construction: a hash of the family and of the numbers in the statement
+determines the split of a problem. Seed, phrasing, names and hidden values do not enter the hash, so no seed can move a
+statement from one split to the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import ClassVar, Literal
+
+from agentrl.problems.demonstrations import Demonstration, ShownTurn, observation, program
+from agentrl.problems.rows import EmptyProblemsError, ProblemError
+from agentrl_envs.registry import did_you_mean
+from agentrl_envs.types import Problem
+
+Numbers = dict[str, int]
+
+NAMES = ("Ann", "Ben", "Tom", "Sam", "Mia", "Leo", "Eva", "Max", "Ida", "Kim")
+THINGS = ("coins", "apples", "books", "pens", "cards", "stones", "eggs", "nuts", "cups", "balls")
+SECRET_RANGE = (10, 99)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exercise:
+    """One sampled problem: statement, answer, hidden definitions and the turns of a solution."""
+
+    statement: str
+    answer: int
+    turns: tuple[ShownTurn, ...]
+    setup: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExerciseFamily:
+    """A family of problems: samples the numbers of a statement, writes the statement and solves it.
+
+    ``draw`` returns the numbers in the statement. ``solve`` takes them and a random generator for hidden values and
+    style, and returns ``(answer, turns, setup)``.
+    """
+
+    name: str
+    phrasings: tuple[str, ...]
+    draw: Callable[[Random], Numbers]
+    solve: Callable[[Random, Numbers], tuple[int, tuple[ShownTurn, ...], str]]
+
+    def exercise(self, rng: Random, numbers: Numbers) -> Exercise:
+        """Write and solve the problem for ``numbers`` with random names and objects."""
+        first, second = rng.sample(NAMES, 2)
+        words = {"n": first, "m": second, "t": rng.choice(THINGS)}
+        statement = rng.choice(self.phrasings).format(**words, **numbers)
+        answer, turns, setup = self.solve(rng, numbers)
+        return Exercise(statement=statement, answer=answer, turns=turns, setup=setup)
+
+
+def call_turn(call: str, output: object) -> ShownTurn:
+    """Return the turn that runs ``call``, with ``output`` as its observation."""
+    return ShownTurn(model=program(call), observation=observation(str(output)))
+
+
+def descending(rng: Random) -> Numbers:
+    """Draw two distinct numbers from 2 to 99, a > b."""
+    b, a = sorted(rng.sample(range(2, 100), 2))
+    return {"a": a, "b": b}
+
+
+def define_reveal(function: str, values: Mapping[int, int]) -> str:
+    """Return Python code of ``function(n)``, which prints the value of ``n`` or ``empty`` and returns None.
+
+    >>> define_reveal("box", {7: 48})
+    "def box(n):\\n    print({7: 48}.get(n, 'empty'))\\n"
+    """
+    return f"def {function}(n):\n    print({dict(values)!r}.get(n, 'empty'))\n"
+
+
+Split = Literal["train", "heldout"]
+SPLITS: tuple[Split, ...] = ("train", "heldout")
+HELDOUT_SHARE = 8  # one in eight combinations of family and numbers is held out
+
+
+class ExerciseSource:
+    """Generates problem ``i`` of a split, seed and choice of families for any ``i`` >= 0. Stores no problems."""
+
+    builtin: ClassVar[str]
+    all_families: ClassVar[Mapping[str, ExerciseFamily]]
+    default_families: ClassVar[Sequence[str]]
+    size = None
+
+    def __init__(self, *, split: str = "train", seed: int = 0, families: Sequence[str] | None = None) -> None:
+        """Raises ProblemError for an unknown split or family, and if ``families`` is empty or has duplicates."""
+        if split not in SPLITS:
+            raise ProblemError(
+                f"builtin:{self.builtin}: unknown split {split!r}; valid: {', '.join(SPLITS)}"
+                f"{did_you_mean(split, SPLITS)}"
+            )
+        chosen = tuple(self.default_families if families is None else families)
+        for name in chosen:
+            if name not in self.all_families:
+                raise ProblemError(
+                    f"builtin:{self.builtin}: unknown family {name!r}; valid: {', '.join(self.all_families)}"
+                    f"{did_you_mean(name, self.all_families)}"
+                )
+        if not chosen or len(set(chosen)) != len(chosen):
+            raise ProblemError(
+                f"builtin:{self.builtin}: families must be one or more distinct names, got {list(chosen)}"
+            )
+        self.split, self.seed, self.families = split, seed, chosen
+        self.name = f"{self.builtin}-{split}-{seed}"
+
+    @property
+    def identity(self) -> str:
+        """Text that is equal for sources that return the same problem at every index."""
+        return f"{self.name}:{','.join(self.families)}"
+
+    def problem(self, index: int) -> Problem:
+        """Return problem ``index``. The families alternate, so every range of consecutive problems is balanced."""
+        return self.demonstration(index).problem
+
+    def demonstration(self, index: int) -> Demonstration:
+        """Return problem ``index`` with the turns of its solution."""
+        if index < 0:
+            raise IndexError(f"problem index must not be negative, got {index}")
+        family = self.all_families[self.families[index % len(self.families)]]
+        rng = Random(f"{self.seed}:{family.name}:{index}")
+        exercise = family.exercise(rng, self._draw(family, rng))
+        problem = Problem(
+            id=f"{self.name}-{index}",
+            statement=exercise.statement,
+            answer=str(exercise.answer),
+            source=self.builtin,
+            family=family.name,
+            setup=exercise.setup,
+        )
+        return Demonstration(problem=problem, turns=exercise.turns)
+
+    def demonstrations(self, count: int, *, start: int = 0) -> list[Demonstration]:
+        """Demonstrations ``start`` to ``start + count - 1``."""
+        return [self.demonstration(index) for index in range(start, start + count)]
+
+    def distinct(self, count: int) -> list[Problem]:
+        """Return the first ``count`` problems with distinct statements, for a fixed evaluation set.
+
+        Raises EmptyProblemsError if the chosen families have fewer.
+        """
+        problems: dict[str, Problem] = {}
+        for index in range(20 * count):
+            problem = self.problem(index)
+            problems.setdefault(problem.statement, problem)
+            if len(problems) == count:
+                return list(problems.values())
+        raise EmptyProblemsError(
+            f"builtin:{self.builtin}: only {len(problems)} of the requested {count} {self.split} statements are "
+            "distinct; choose more families or a smaller limit"
+        )
+
+    def _draw(self, family: ExerciseFamily, rng: Random) -> Numbers:
+        while True:
+            numbers = family.draw(rng)
+            if split_of(family.name, numbers) == self.split:
+                return numbers
+
+
+def split_of(family: str, numbers: Numbers) -> Split:
+    """Split of the problems of ``family`` with these numbers in the statement, independent of the seed."""
+    content = family + "|" + ",".join(f"{key}={numbers[key]}" for key in sorted(numbers))
+    digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
+    return "heldout" if int.from_bytes(digest, "big") % HELDOUT_SHARE == 0 else "train"

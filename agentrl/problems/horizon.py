@@ -1,0 +1,291 @@
+"""Families of ``builtin:horizon``: the same kinds of task at 1, 2, 4, 8 and 10 turns.
+
+The number in a family's name is the maximum number of turns of the demonstrated solution, including the answer. Except
+at the first level, values are hidden behind functions of ``Problem.setup`` that **print** them. A turn can therefore
+only be written after reading the previous observation, and a guess is right about once in ninety times.
+
+============= ==========================================================================================
+``debug_N``   a program in the statement is wrong; ``test(n)`` shows single correct values (N = 1, 2, 4)
+``chain_N``   every box shows the number of the next box, the last one shows the answer
+``sum_N``     the contents of N - 1 boxes, added in the last turn (N = 2, 4)
+``total_N``   the contents of N - 1 boxes, added box by box: each turn passes the sum so far to the next (N from 4)
+``search_N``  one of 2 ** (N - 1) - 1 keys opens; ``key(n)`` shows whether it is more or less, or what is inside
+============= ==========================================================================================
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from random import Random
+
+from agentrl.problems.demonstrations import ShownTurn, program
+from agentrl.problems.exercises import (
+    SECRET_RANGE,
+    ExerciseFamily,
+    ExerciseSource,
+    Numbers,
+    call_turn,
+    define_reveal,
+    descending,
+)
+from agentrl.problems.word_problems import Formula
+from agentrl_envs.protocols.base import first_python_block
+from agentrl_envs.rewards import Conversation, Message
+from agentrl_envs.types import Problem, Verdict
+
+HORIZONS = (1, 2, 4, 8, 10)
+Solution = tuple[int, tuple[ShownTurn, ...], str]
+
+
+def _boxed(answer: int) -> ShownTurn:
+    return ShownTurn(model=f"\\boxed{{{answer}}}")
+
+
+def _secrets(rng: Random, count: int) -> list[int]:
+    return rng.sample(range(SECRET_RANGE[0], SECRET_RANGE[1] + 1), count)
+
+
+def _chain(turns: int) -> ExerciseFamily:
+    def solve(rng: Random, numbers: Numbers) -> Solution:
+        boxes = [numbers["a"], *(box for box in _secrets(rng, turns) if box != numbers["a"])][:turns]
+        *path, end = boxes
+        contents = dict(zip(path, [*map(str, path[1:]), f"end {end}"], strict=True))
+        shown = [call_turn(f"box({box})", contents[box]) for box in path]
+        return end, (*shown, _boxed(end)), _define_texts("box", contents)
+
+    return ExerciseFamily(
+        name=f"chain_{turns}",
+        draw=lambda rng: {"a": rng.randint(10, 99)},
+        solve=solve,
+        phrasings=(
+            "{n} hides {t}. box({a}) shows the number of the next box, and so on. What number stands at the end?",
+            "box({a}) shows the box in which {n} has put the number of the next. What number stands at the end?",
+        ),
+    )
+
+
+def _sum(turns: int) -> ExerciseFamily:
+    count = turns - 1
+
+    def solve(rng: Random, numbers: Numbers) -> Solution:
+        contents = _filled(rng, numbers["a"], count)
+        shown = [call_turn(f"box({box})", held) for box, held in contents.items()]
+        last = ShownTurn(model=program(f"final_answer({'+'.join(map(str, contents.values()))})"))
+        return sum(contents.values()), (*shown, last), define_reveal("box", contents)
+
+    return ExerciseFamily(
+        name=f"sum_{turns}",
+        draw=lambda rng: _boxes(rng, count),
+        solve=solve,
+        phrasings=(
+            "box({a}) to box({b}) show the {t} of {n}. How many {t} are there together?",
+            "{n} has {t} in the boxes {a} to {b}: box({a}) and so on show how many. How many {t} does {n} have?",
+        ),
+    )
+
+
+def _total(turns: int) -> ExerciseFamily:
+    count = turns - 1
+
+    def solve(rng: Random, numbers: Numbers) -> Solution:
+        contents = _filled(rng, numbers["a"], count)
+        so_far, shown = 0, []
+        for box, held in contents.items():
+            shown.append(call_turn(f"add({box},{so_far})", so_far + held))
+            so_far += held
+        return so_far, (*shown, _boxed(so_far)), _define_add(contents)
+
+    return ExerciseFamily(
+        name=f"total_{turns}",
+        draw=lambda rng: _boxes(rng, count),
+        solve=solve,
+        phrasings=(
+            "add({a},0) shows the {t} in box {a}, add(n, so far) those up to box n. How many {t} are there up to {b}?",
+            "{n} has {t} in the boxes {a} to {b}: begin with add({a},0), go on with add(n, so far). How many {t}?",
+        ),
+    )
+
+
+def _define_add(contents: Mapping[int, int]) -> str:
+    return f"def add(n, so_far):\n    print(so_far + {dict(contents)!r}[n])\n"
+
+
+def _filled(rng: Random, first: int, count: int) -> dict[int, int]:
+    """Contents of ``count`` boxes whose numbers start at ``first``."""
+    return dict(zip(range(first, first + count), _secrets(rng, count), strict=True))
+
+
+def _boxes(rng: Random, count: int) -> Numbers:
+    first = rng.randint(10, 100 - count)
+    return {"a": first, "b": first + count - 1}
+
+
+def _search(turns: int) -> ExerciseFamily:
+    span = 2 ** (turns - 1) - 1
+
+    def solve(rng: Random, numbers: Numbers) -> Solution:
+        below, above, held = numbers["a"], numbers["b"], rng.randint(*SECRET_RANGE)
+        right = rng.randint(below + 1, above - 1)
+        shown = []
+        while (middle := (below + above) // 2) != right:
+            less = right < middle
+            shown.append(call_turn(f"key(({below}+{above})//2)", f"less {middle}" if less else f"more {middle}"))
+            below, above = (below, middle) if less else (middle, above)
+        shown.append(call_turn(f"key(({below}+{above})//2)", f"open {held}"))
+        return held, (*shown, _boxed(held)), _define_key(right, held)
+
+    return ExerciseFamily(
+        name=f"search_{turns}",
+        draw=lambda rng: _bounds(rng, span),
+        solve=solve,
+        phrasings=(
+            "One key between {a} and {b} opens a box. key(n) shows if it is more or less than n. What is in the box?",
+            "{n} has {t} in a box. One key between {a} and {b} opens it: try key(n). How many {t} are in it?",
+        ),
+    )
+
+
+def _bounds(rng: Random, span: int) -> Numbers:
+    below = rng.randint(10, 99)
+    return {"a": below, "b": below + span + 1}
+
+
+def _define_key(right: int, held: int) -> str:
+    return f"def key(n):\n    print(*(['open', {held}] if n == {right} else ['less' if n > {right} else 'more', n]))\n"
+
+
+def _define_texts(function: str, values: Mapping[int, str]) -> str:
+    return f"def {function}(n):\n    print({dict(values)!r}.get(n, 'empty'))\n"
+
+
+def _debug_sign(rng: Random, numbers: Numbers) -> Solution:
+    a, b = numbers["a"], numbers["b"]
+    return a + b, (ShownTurn(model=program(f"final_answer({a}+{b})")),), ""
+
+
+def _debug_shift(rng: Random, numbers: Numbers) -> Solution:
+    """f(n) = n + s with a hidden s; one test reveals it."""
+    b, shift = numbers["b"], rng.randint(*SECRET_RANGE)
+    turns = (call_turn("test(0)", shift), ShownTurn(model=program(f"final_answer({shift}+{b})")))
+    return shift + b, turns, _define_test(f"n + {shift}")
+
+
+def _debug_square(rng: Random, numbers: Numbers) -> Solution:
+    """f(n) = p + q n + r n (n - 1) / 2; three tests reveal p, q and r."""
+    b = numbers["b"]
+    p, q, r = rng.randint(10, 40), rng.randint(1, 15), rng.randint(1, 9)
+    values = [p, p + q, p + 2 * q + r]
+    shown = [call_turn(f"test({n})", value) for n, value in enumerate(values)]
+    u, v, w = values
+    last = ShownTurn(model=program(f"final_answer({u}+({v}-{u})*{b}+({w}-{v}-{v}+{u})*{b}*({b}-1)//2)"))
+    return p + q * b + r * b * (b - 1) // 2, (*shown, last), _define_test(f"{p} + {q}*n + {r}*n*(n-1)//2")
+
+
+def _define_test(expression: str) -> str:
+    return f"def test(n):\n    print({expression})\n"
+
+
+_DEBUG = (
+    ExerciseFamily(
+        name="debug_1", draw=descending, solve=_debug_sign,
+        phrasings=(
+            "{n} gets {b} {t} more. The program final_answer({a}-{b}) is wrong. What is right?",
+            "{n} has {a} {t} and finds {b}. The program final_answer({a}-{b}) is wrong. What is right?",
+        ),
+    ),
+    ExerciseFamily(
+        name="debug_2", draw=descending, solve=_debug_shift,
+        phrasings=(
+            "f(n)=n+{a} is wrong: test(n) shows what n and some number make. What is f({b})?",
+            "{n} adds {a}, which is wrong. test(n) shows n and the right number added. What is it for {b}?",
+        ),
+    ),
+    ExerciseFamily(
+        name="debug_4", draw=lambda rng: {"a": rng.randint(2, 9), "b": rng.randint(3, 99)}, solve=_debug_square,
+        phrasings=(
+            "f(n)=n*n+{a} is wrong: test(n) shows the right values of a square. What is f({b})?",
+            "{n} took {a}+n*n, which is wrong. test(n) shows the right square. What is it for {b}?",
+        ),
+    ),
+)  # fmt: skip
+
+_ALL = (
+    *_DEBUG,
+    *(_chain(turns) for turns in HORIZONS[1:]),
+    *(_sum(turns) for turns in HORIZONS[1:3]),  # a tiny policy cannot copy more numbers reliably
+    # Not at two turns, where `_total` would have a single box and `_search` a single key.
+    *(family(turns) for turns in HORIZONS[2:] for family in (_total, _search)),
+)
+
+DEFAULT_FAMILIES = ("debug_2", "chain_2", "sum_2", "chain_4")
+"""Families with two and four turns, which a tiny policy learns within minutes."""
+
+HORIZON_FAMILIES: Mapping[str, ExerciseFamily] = {family.name: family for family in _ALL}
+
+
+def families_of(turns: int) -> tuple[str, ...]:
+    """Names of the families of one horizon.
+
+    >>> families_of(8)
+    ('chain_8', 'total_8', 'search_8')
+    """
+    return tuple(name for name in HORIZON_FAMILIES if name.endswith(f"_{turns}"))
+
+
+class HorizonSource(ExerciseSource):
+    """Tasks of graded difficulty that need one to ten turns."""
+
+    builtin = "horizon"
+    all_families = HORIZON_FAMILIES
+    default_families = DEFAULT_FAMILIES
+
+
+_LOOKUPS = ("box", "key", "test", "add")
+_HORIZON = re.compile(r"_(\d+)$")
+
+
+def lookup_rewards(problem: Problem, conversation: Conversation, verdict: Verdict | None) -> list[float]:
+    """Return a reward for each model turn: 1 / (N - 1) for each of the N - 1 lookups that a task of N turns needs.
+
+    A lookup is a program that consists of one call of ``box``, ``key``, ``test`` or ``add``. Its first argument must be
+    an integer, or arithmetic with integers, that no earlier lookup had, and its output must contain a value. An empty
+    box, an error, and a key outside the range in the statement earn 0, so the rewards sum to at most 1.
+
+    N is the last horizon in the name of the family. A search that ends early therefore earns less than 1 here, but its
+    answer counts in the environment's reward. Families without a horizon, such as ``word``, have no lookups.
+    """
+    horizon = _HORIZON.search(problem.family)
+    lookups = int(horizon[1]) - 1 if horizon else 0
+    seen: set[int] = set()
+    rewards: list[float] = []
+    for index, message in enumerate(conversation.turns):
+        if message.role != "assistant":
+            continue
+        after = conversation.turns[index + 1] if index + 1 < len(conversation.turns) else None
+        argument = _looked_up(message, after, problem)
+        new = argument is not None and argument not in seen and len(seen) < lookups
+        rewards.append(1 / lookups if new else 0.0)
+        if new and argument is not None:
+            seen.add(argument)
+    return rewards
+
+
+def _looked_up(turn: Message, answer: Message | None, problem: Problem) -> int | None:
+    """Return the number that the turn looks up, or None if the turn is not a lookup."""
+    if answer is None or not re.search(r"\d", answer.text) or "Error" in answer.text:
+        return None
+    block = first_python_block(turn.text)
+    try:
+        match ast.parse((block and block.program) or "").body:
+            case [ast.Expr(ast.Call(func=ast.Name(id=function), args=[first, *_]))] if function in _LOOKUPS:
+                argument = Formula.parse(ast.unparse(first)).value(floor=True)
+            case _:
+                return None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # a FormulaError is a ValueError
+        return None
+    if function != "key":
+        return argument
+    named = [int(text) for text in re.findall(r"\d+", problem.statement)]
+    return argument if named and min(named) <= argument <= max(named) else None

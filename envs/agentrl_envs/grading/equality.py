@@ -1,0 +1,267 @@
+r"""Whether two expressions are equal, by their values: exact ones, or twice as many digits where they seem to agree.
+
+>>> from agentrl_envs.grading.reader import read_expression as read
+>>> equal(read("(x+1)^2"), read("x^2+2x+1")), equal(read("0"), read(r"\sin\pi"))
+(True, True)
+>>> equal(read("2^{4181}"), read("2^{4181}+0.5")), equal(read("R-2r"), read("r-2R"))
+(False, False)
+
+With symbols, values are compared at points of both signs; where only complex numbers have one (roots and logarithms of
+negative numbers), conventions differ and nothing is concluded. A decimal of six places or more is equal to what rounds
+to it in six, a small one in its leading digits, one written to 15 digits in those.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from functools import lru_cache
+
+from antlr4.atn.PredictionMode import PredictionMode
+from latex2sympy2_extended import latex2sympy2
+from math_verify import LatexExtractionConfig, verify
+from math_verify.grader import should_treat_as_complex
+from math_verify.parser import get_last_eq
+from mpmath import mp
+from sympy import Basic
+
+from agentrl_envs.grading.expressions import (
+    FLOAT_DIGITS,
+    LEADING,
+    ROUNDED,
+    Apply,
+    Expression,
+    Number,
+    applied,
+    is_rounded,
+    ordered,
+    symbols,
+)
+from agentrl_envs.grading.values import NoValueError, Scalar, approximate, random_number, value_of
+
+_DIGITS = (40, 100)
+_MOST_DIGITS = 3_000
+_AGREE = 0.7  # the share of the digits that equal values share, calculated
+_WITHOUT_CANCELLATION = frozenset({"*", "over", "^", "neg", "root", "factorial", "binomial", "pi", "e", "exp"})
+_SMALL = Fraction(1, 10)
+_FLOAT = Fraction(1, 10**14)
+
+
+def equal(left: Expression, right: Expression) -> bool | None:
+    """None where the values do not tell."""
+    if left == right:
+        return True
+    if "percent" in applied(left) ^ applied(right):  # 9 % is both 9 and 0.09, as is widely held
+        bare = [_without_percent(tree) for tree in (left, right)]
+        if bare != [left, right] and equal(*bare):
+            return True
+    agreed = False
+    for point, positive in _points(symbols(left) | symbols(right)):
+        said = _agree_at(left, right, point, positive=positive)
+        if said is False:
+            return False
+        agreed = agreed or said is True
+    return agreed or (True if ordered(left) == ordered(right) else None)
+
+
+def proportional(left: Expression, right: Expression) -> Fraction | None:
+    """A number whose product with ``right`` is ``left`` everywhere; None where there is none, or it is not rational."""
+    ratio: Scalar = None
+    for point, _ in _points(symbols(left) | symbols(right)):
+        try:
+            over, under = value_of(left, point, _DIGITS[0]), value_of(right, point, _DIGITS[0])
+        except NoValueError:
+            continue
+        if isinstance(over, tuple) or isinstance(under, tuple) or under == 0 or over == 0:
+            return None
+        with mp.workdps(_DIGITS[0]):
+            exact = isinstance(over, Fraction) and isinstance(under, Fraction)
+            here = over / under if exact else approximate(over) / approximate(under)
+        if ratio is not None and not _near(here, ratio, _DIGITS[0]):
+            return None
+        ratio = here
+    return _rational(ratio)
+
+
+def _rational(value: Scalar) -> Fraction | None:
+    if value is None or isinstance(value, Fraction):
+        return value
+    return None if mp.im(value) != 0 else Fraction(str(mp.nstr(mp.re(value), 30)))
+
+
+def _without_percent(tree: Expression) -> Expression:
+    return tree.arguments[0] if isinstance(tree, Apply) and tree.function == "percent" else tree
+
+
+def _points(names: frozenset[str]) -> Iterator[tuple[dict[str, Fraction], bool]]:
+    """Where to compare, and whether all is positive there. Without names there is one point."""
+    yield {name: random_number(name) for name in names}, True
+    if names:
+        yield {name: -random_number(f"{name} turned") for name in names}, False
+        mixed = {name: random_number(f"{name} mixed") * 3 for name in names}
+        yield {name: value if value.numerator % 2 else -value for name, value in mixed.items()}, False
+        yield {name: 2 + random_number(f"{name} more") * 5 for name in names}, True
+
+
+def _agree_at(left: Expression, right: Expression, point: dict[str, Fraction], *, positive: bool) -> bool | None:
+    try:
+        first, second = value_of(left, point, _DIGITS[0]), value_of(right, point, _DIGITS[0])
+        if isinstance(first, tuple) or isinstance(second, tuple):
+            return _matrices_agree(left, right, first, second)
+        real = _is_real(first), _is_real(second)
+        if any(real) and not all(real):
+            return False if positive else None
+        if not any(real) and not positive:
+            return True if _near(first, second, _DIGITS[0]) else None
+        if is_rounded(left) or is_rounded(right):
+            return _rounds_to(left, right, first, second, scaled=bool(point))
+        if isinstance(first, Fraction) and isinstance(second, Fraction):
+            return first == second
+        exact = applied(left) | applied(right) <= _WITHOUT_CANCELLATION  # where the smallest value is no zero
+        if not _near(first, second, _DIGITS[0], relative=exact):
+            return False
+        digits = _digits_for(first)
+        if digits is None:  # so large that nothing shows what stands behind the point
+            return True if exact else None
+        return _near(value_of(left, point, digits), value_of(right, point, digits), digits, relative=exact)
+    except NoValueError:
+        return None
+
+
+def _digits_for(value: Scalar) -> int | None:
+    """How many digits show what stands behind the point (2^{2005} + 1 is not 2^{2005}); None where too many would."""
+    with mp.workdps(_DIGITS[0]):
+        size = abs(approximate(value))
+        before = int(mp.log10(size)) if size > 1 and not mp.isinf(size) else 0
+    return None if before > _MOST_DIGITS else _DIGITS[1] + int(before / _AGREE)
+
+
+def _matrices_agree(left: Expression, right: Expression, first: Scalar, second: Scalar) -> bool:
+    if not isinstance(first, tuple) or not isinstance(second, tuple):
+        return False
+    if (len(first), len(first[0])) != (len(second), len(second[0])):
+        return False
+    decimals = is_rounded(left) or is_rounded(right)
+    return all(
+        _within_rounding(*cells, scaled=False) if decimals else _near(*cells, _DIGITS[0])
+        for rows in zip(first, second, strict=True)
+        for cells in zip(*rows, strict=True)
+    )
+
+
+def _is_real(value: Scalar) -> bool:
+    return isinstance(value, Fraction) or abs(mp.im(value)) <= mp.mpf(10) ** (-_DIGITS[0] * _AGREE) * abs(value)
+
+
+def _near(first: Scalar, second: Scalar, digits: int, *, relative: bool = False) -> bool:
+    if isinstance(first, Fraction) and isinstance(second, Fraction):
+        return first == second
+    with mp.workdps(digits):
+        first, second = approximate(first), approximate(second)
+        if mp.isinf(first) or mp.isinf(second):
+            return bool(first == second)
+        size = max(mp.zero if relative else mp.one, abs(first), abs(second))
+        return bool(abs(first - second) <= mp.mpf(10) ** (-digits * _AGREE) * size)
+
+
+def _rounds_to(left: Expression, right: Expression, first: Scalar, second: Scalar, *, scaled: bool) -> bool:
+    if _within_rounding(first, second, scaled=scaled):
+        return True
+    printed = any(isinstance(tree, Number) and tree.digits >= FLOAT_DIGITS for tree in (left, right))
+    with mp.workdps(_DIGITS[0]):
+        first, second = approximate(first), approximate(second)
+        return printed and bool(abs(first - second) <= approximate(_FLOAT) * max(abs(first), abs(second)))
+
+
+def _within_rounding(first: Scalar, second: Scalar, *, scaled: bool) -> bool:
+    """``scaled``: at a point for symbols, where large values are no sign of many digits."""
+    exact = isinstance(first, Fraction) and isinstance(second, Fraction)
+    with mp.workdps(_DIGITS[0]):
+        rounded, small, leading = (value if exact else approximate(value) for value in (ROUNDED, _SMALL, LEADING))
+        if not exact:
+            first, second = approximate(first), approximate(second)
+            if mp.isinf(first) or mp.isinf(second):
+                return bool(first == second)
+        size = max(abs(first), abs(second))
+        if size < small:
+            return bool(abs(first - second) <= leading * size)
+        return bool(abs(first - second) <= rounded * (size if scaled and size > 1 else 1))
+
+
+_NORMAL = replace(LatexExtractionConfig().normalization_config, units=False)
+_CONVERSION = latex2sympy2.ConversionConfig(lowercase_symbols=False)
+_NEEDED = re.compile(
+    r"\\(?:i*int|lim|cap|setminus|backslash|mathbb|ne|neq|notin|Gamma|partial|sum|prod|det|le|leq|ge|geq)(?![A-Za-z])|[<>|]"
+)
+_DROPPED = re.compile(
+    r"['\"$]|\\[lc]?dots|\\text|\\mbox|\\x1e|\\x1f|\\approx|[A-Z]{2}|\d\s+\d"
+)  # by math-verify, in silence
+
+
+def same_by_algebra(answer: str, gold: str) -> bool:
+    """Whether math-verify finds two respelled texts equal, of which one needs it."""
+    if not (is_for_algebra(answer) or is_for_algebra(gold)):
+        return False
+    wanted, said = read_latex(gold), read_latex(answer)
+    if wanted is None or said is None:
+        return False
+    return bool(verify(wanted, said, timeout_seconds=None, allow_set_relation_comp=True))
+
+
+def is_for_algebra(text: str) -> bool:
+    """Whether it holds what values do not decide."""
+    return _NEEDED.search(text) is not None
+
+
+@lru_cache(maxsize=512)
+def read_latex(text: str) -> Basic | None:
+    """The SymPy object that the text writes in LaTeX, or None."""
+    return None if _DROPPED.search(text) else _read(latex2sympy2.normalize_latex(text, config=_NORMAL))
+
+
+def _read(text: str) -> Basic | None:
+    read = _parsed(text)
+    if read is None:
+        last = get_last_eq(text)  # of a = b = c
+        read = _parsed(last) if last != text else None
+    return read
+
+
+def _parsed(text: str) -> Basic | None:
+    try:
+        return _LatexReader(is_real=not should_treat_as_complex(text), convert_degrees=False, config=_CONVERSION).parse(
+            text
+        )
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # noqa: BLE001  (the parser's own errors are plain exceptions)
+        return None
+
+
+class _TwoStageParser(latex2sympy2.PSParser):
+    """Parses with the cheap lookahead, and once more with the full one where that fails."""
+
+    def math(self) -> object:
+        self._interp.predictionMode = PredictionMode.SLL
+        try:
+            return super().math()
+        except (MemoryError, RecursionError):
+            raise
+        except Exception:  # noqa: BLE001  (as above; the second look decides)
+            self.reset()
+            self._interp.predictionMode = PredictionMode.LL
+            return super().math()
+
+
+class _LatexReader(latex2sympy2._Latex2Sympy):
+    def create_parser(self, text: str) -> object:
+        tokens = super().create_parser(text).getTokenStream()
+        # An unknown command or sign is no reading. It raises here, all of the text at once: raised in the middle of a
+        # parse it would be taken for a parse that failed, and the second one would go on behind it.
+        tokens.fill()
+        two_stage = _TwoStageParser(tokens)
+        two_stage.removeErrorListeners()
+        two_stage.addErrorListener(self.MathErrorListener(text))
+        return two_stage

@@ -1,0 +1,382 @@
+r"""The value of an expression at a point: exact where it is rational and small enough, else to so many digits.
+
+>>> from agentrl_envs.grading.reader import read_expression
+>>> value_of(read_expression("2^{10} + 1/2"), {}, 40)
+Fraction(2049, 2)
+>>> value_of(read_expression(r"2^{7^{2023}} \bmod 7"), {}, 40)
+Fraction(2, 1)
+
+Everything is bounded before it is calculated: the bits of an exact number, the terms of a sum, the size of an exponent.
+A power modulo is calculated as such. Past the bounds, and where there is no value, it raises `NoValueError`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from functools import reduce
+from typing import Any, TypeAlias
+
+import mpmath
+from mpmath import mp
+
+from agentrl_envs.grading.expressions import Apply, Expression, Number, Symbol
+
+# A Fraction, or an mpmath number where the value is not rational or too large; of an expression also a Matrix of them.
+Scalar: TypeAlias = Any
+Matrix: TypeAlias = tuple[tuple[Scalar, ...], ...]
+
+_BITS = 1 << 17  # of an exact number
+_LARGEST = 10**15  # argument of a function that mpmath calculates
+_EXACT_FACTORIAL = 5_000
+_ROOT_DEGREE = 64  # of higher ones the principal root is taken
+_TERMS = 20_000  # of sums and products, over the whole expression
+_CELLS = 400
+_ONE = Fraction(1)
+
+
+class NoValueError(Exception):
+    """It has no value here, or one that takes too much to calculate."""
+
+
+def value_of(tree: Expression, point: Mapping[str, Fraction], digits: int) -> Scalar | Matrix:
+    """The value with ``point`` for the symbols. Raises `NoValueError`."""
+    with mp.workdps(digits):
+        try:
+            return _Evaluation(dict(point)).value(tree)
+        except (ArithmeticError, ValueError, TypeError, mpmath.libmp.NoConvergence, RecursionError) as error:
+            raise NoValueError(str(error)) from error
+
+
+def exact_modulo(tree: Expression, modulus: int, value: Callable[[Expression], Scalar]) -> int:
+    """An integer expression modulo an integer; its powers are never built."""
+    match tree:
+        case Apply("+", terms):
+            return sum(exact_modulo(term, modulus, value) for term in terms) % modulus
+        case Apply("neg", (term,)):
+            return -exact_modulo(term, modulus, value) % modulus
+        case Apply("*", factors) if not any(isinstance(part, Apply) and part.function == "over" for part in factors):
+            return math.prod(exact_modulo(factor, modulus, value) for factor in factors) % modulus
+        case Apply("^", (base, exponent)):
+            return _power_modulo(exact_modulo(base, modulus, value), exponent, modulus, value)
+    return _integer(value(tree)) % modulus
+
+
+def _power_modulo(base: int, exponent: Expression, modulus: int, value: Callable[[Expression], Scalar]) -> int:
+    """By Euler's theorem in the form that needs no common factor to be absent: a^n = a^(n mod L + L) for n >= L."""
+    try:
+        exact = value(exponent)
+        if isinstance(exact, Fraction):
+            return pow(base, _integer(exact), modulus)
+    except NoValueError:
+        pass
+    period = _totient(modulus)
+    return pow(base, exact_modulo(exponent, period, value) + period, modulus)
+
+
+def _totient(number: int) -> int:
+    if number > 10**10:
+        raise NoValueError("a large modulus")
+    result, rest, divisor = number, number, 2
+    while divisor * divisor <= rest:
+        if rest % divisor == 0:
+            result -= result // divisor
+            while rest % divisor == 0:
+                rest //= divisor
+        divisor += 1
+    return result - result // rest if rest > 1 else result
+
+
+class _Evaluation:
+    """One walk over a tree, with its budget."""
+
+    def __init__(self, point: dict[str, Fraction]) -> None:
+        self._point = point
+        self._terms = 0
+
+    def value(self, tree: Expression) -> Scalar:
+        match tree:
+            case Number(value):
+                return value
+            case Symbol(name):
+                if name not in self._point:
+                    raise NoValueError(name)
+                return self._point[name]
+        function, arguments = tree.function, tree.arguments
+        if function in ("sum", "product"):
+            return self._series(tree)
+        if function == "mod":
+            return self._modulo(*arguments)
+        if function in _OF_ANGLES:
+            return _checked(_trigonometric(function, self._angle(arguments[0])))
+        values = [self.value(argument) for argument in arguments]
+        if function in _MATRIX_FUNCTIONS or any(isinstance(value, tuple) for value in values):
+            return _of_matrices(function, values)
+        if function.startswith("call "):
+            return _unknown(function, values)
+        if function not in _FUNCTIONS:
+            raise NoValueError(function)
+        return _checked(_FUNCTIONS[function](*values))
+
+    def _angle(self, tree: Expression) -> Scalar:
+        """Degrees count as such where an angle is meant."""
+        if isinstance(tree, Apply) and tree.function == "degree":
+            return approximate(self.value(tree.arguments[0])) * mp.pi / 180
+        return self.value(tree)
+
+    def _modulo(self, tree: Expression, by: Expression) -> Scalar:
+        modulus = self.value(by)
+        if isinstance(modulus, Fraction) and modulus.denominator == 1 and modulus > 0:
+            return Fraction(exact_modulo(tree, int(modulus), self.value))
+        raise NoValueError("modulo what is no positive integer")
+
+    def _series(self, tree: Apply) -> Scalar:
+        body, index, low_tree, high_tree = tree.arguments
+        assert isinstance(index, Symbol)
+        low, high = _integer(self.value(low_tree)), _integer(self.value(high_tree))
+        self._terms += max(0, high - low + 1)
+        if self._terms > _TERMS:
+            raise NoValueError("a long sum")
+        before = dict(self._point)
+        result: Scalar = Fraction(int(tree.function == "product"))
+        combine = _times if tree.function == "product" else _plus
+        for number in range(low, high + 1):
+            self._point[index.name] = Fraction(number)
+            result = combine(result, self.value(body))
+        self._point = before
+        return result
+
+
+def approximate(value: Scalar) -> Scalar:
+    """A Fraction as an mpmath number."""
+    return mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
+
+
+def _arithmetic(operation: Callable[[Scalar, Scalar], Scalar]) -> Callable[[Scalar, Scalar], Scalar]:
+    """Exact while both numbers are and the result is short enough."""
+
+    def calculate(left: Scalar, right: Scalar) -> Scalar:
+        if not (isinstance(left, Fraction) and isinstance(right, Fraction)):
+            return operation(approximate(left), approximate(right))
+        exact = operation(left, right)
+        size = exact.numerator.bit_length() + exact.denominator.bit_length()
+        return exact if size <= _BITS else approximate(exact)
+
+    return calculate
+
+
+_plus, _times = _arithmetic(operator.add), _arithmetic(operator.mul)
+
+
+def _small(value: Scalar) -> Scalar:
+    number = approximate(value)
+    if abs(number) > _LARGEST:
+        raise NoValueError("a large argument")
+    return number
+
+
+def _over(value: Scalar) -> Scalar:
+    if value == 0:
+        raise NoValueError("a division by zero")
+    return 1 / value
+
+
+def _power(base: Scalar, exponent: Scalar) -> Scalar:
+    if isinstance(exponent, Fraction):
+        if exponent.denominator == 1:
+            return _integer_power(base, int(exponent))
+        if exponent.denominator <= _ROOT_DEGREE:
+            return _integer_power(_root(base, Fraction(exponent.denominator)), exponent.numerator)
+        exponent = approximate(exponent)
+    if base == 0:
+        raise NoValueError("zero to the power of what is not rational")
+    return mp.power(approximate(base), _small(exponent))
+
+
+def _integer_power(base: Scalar, exponent: int) -> Scalar:
+    if base == 0 and exponent < 0:
+        raise NoValueError("a division by zero")
+    if isinstance(base, Fraction):
+        if abs(base) in (0, 1):
+            return base ** (exponent % 2 or 2) if exponent else _ONE
+        if (base.numerator.bit_length() + base.denominator.bit_length()) * abs(exponent) <= _BITS:
+            return base**exponent
+    return mp.power(approximate(base), _small(exponent))
+
+
+def _root(value: Scalar, degree: Scalar) -> Scalar:
+    """Of odd degree the real one."""
+    if not isinstance(degree, Fraction) or degree.denominator != 1 or not 0 < degree <= _ROOT_DEGREE:
+        return _power(value, _over(degree))
+    number = int(degree)
+    if isinstance(value, Fraction):
+        if value < 0 and number % 2:
+            return -_root(-value, degree)
+        over, under = (_exact_root(part, number) for part in (value.numerator, value.denominator))
+        if over is not None and under is not None:
+            return Fraction(over, under)
+    elif mp.im(value) == 0 and mp.re(value) < 0 and number % 2:
+        return -_root(-mp.re(value), degree)
+    return mp.root(approximate(value), number)
+
+
+def _exact_root(value: int, degree: int) -> int | None:
+    if value < 0:
+        return None
+    if degree == 2:
+        root = math.isqrt(value)
+    else:
+        if value.bit_length() > 4096:
+            return None
+        root = int(mpmath.floor(mpmath.root(mpmath.mpf(value), degree) + mpmath.mpf("0.5")))
+    return root if root**degree == value else None
+
+
+def _factorial(value: Scalar) -> Scalar:
+    if isinstance(value, Fraction) and value.denominator == 1:
+        if value < 0:
+            raise NoValueError("the factorial of a negative number")
+        if value <= _EXACT_FACTORIAL:
+            return Fraction(math.factorial(int(value)))
+    return mp.factorial(_small(value))
+
+
+def _binomial(over: Scalar, under: Scalar) -> Scalar:
+    whole = all(isinstance(value, Fraction) and value.denominator == 1 for value in (over, under))
+    if whole and 0 <= under <= over <= _EXACT_FACTORIAL:
+        return Fraction(math.comb(int(over), int(under)))
+    return mp.binomial(_small(over), _small(under))
+
+
+def _floor(value: Scalar) -> Scalar:
+    if isinstance(value, Fraction):
+        return Fraction(math.floor(value))
+    _real(value)
+    nearest = mp.nint(value)
+    return Fraction(int(nearest if abs(value - nearest) < mp.mpf(10) ** (-mp.dps // 2) else mp.floor(value)))
+
+
+def _logarithm(value: Scalar) -> Scalar:
+    if value == 0:
+        raise NoValueError("the logarithm of zero")
+    return Fraction(0) if value == 1 else mp.log(approximate(value))
+
+
+def _trigonometric(name: str, value: Scalar) -> Scalar:
+    return getattr(mp, name.replace("arc", "a"))(_small(value))
+
+
+def _of_integers(function: Callable[..., int]) -> Callable[..., Scalar]:
+    return lambda *values: Fraction(function(*map(_integer, values)))
+
+
+def _most(function: Callable[..., object]) -> Callable[..., Scalar]:
+    def chosen(*values: Scalar) -> Scalar:
+        exact = all(isinstance(value, Fraction) for value in values)
+        return function(*(value if exact else _real(approximate(value)) for value in values))
+
+    return chosen
+
+
+def _integer(value: Scalar) -> int:
+    if isinstance(value, Fraction) and value.denominator == 1:
+        return int(value)
+    raise NoValueError("no integer")
+
+
+def _real(value: Scalar) -> Scalar:
+    if mp.im(value) != 0:
+        raise NoValueError("no real number")
+    return mp.re(value)
+
+
+def _checked(value: Scalar) -> Scalar:
+    if not isinstance(value, Fraction) and mp.isnan(value):
+        raise NoValueError("undefined")
+    return value
+
+
+def _unknown(name: str, values: Sequence[Scalar]) -> Scalar:
+    """A function that nobody knows has some value, the same for the same arguments."""
+    said = name + ",".join(str(value) if isinstance(value, Fraction) else mp.nstr(value, 20) for value in values)
+    return random_number(said)
+
+
+def random_number(name: str) -> Fraction:
+    """A number between 0.4 and 1.7 that is always the same for a name, and no other name's."""
+    drawn = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest())
+    return Fraction(4_001 + drawn % 12_007, 9_973)
+
+
+def _of_matrices(function: str, values: list[Scalar]) -> Scalar:
+    match function:
+        case "row":
+            return tuple(values)
+        case "matrix":
+            if sum(map(len, values)) > _CELLS or any(isinstance(cell, tuple) for row in values for cell in row):
+                raise NoValueError("a large matrix")
+            return tuple(values)
+        case "neg":
+            return _matrix_times(values[0], Fraction(-1))
+        case "transpose":
+            return tuple(zip(*values[0], strict=True))
+        case "+":
+            return reduce(_matrix_plus, values)
+        case "*":
+            return reduce(_matrix_times, values)
+    raise NoValueError(f"{function} of matrices")
+
+
+def _matrix_plus(left: Matrix, right: Matrix) -> Matrix:
+    rows = zip(left, right, strict=True)
+    return tuple(tuple(_plus(one, other) for one, other in zip(*pair, strict=True)) for pair in rows)
+
+
+def _matrix_times(left: Scalar, right: Scalar) -> Scalar:
+    if not isinstance(left, tuple):
+        left, right = right, left
+    if not isinstance(left, tuple):
+        return _times(left, right)
+    if not isinstance(right, tuple):
+        return tuple(tuple(_times(cell, right) for cell in row) for row in left)
+    if len(left[0]) != len(right):
+        raise NoValueError("a product of shapes that do not fit")
+    columns = list(zip(*right, strict=True))
+    return tuple(tuple(_sum(*map(_times, row, column)) for column in columns) for row in left)
+
+
+def _sum(*values: Scalar) -> Scalar:
+    return reduce(_plus, values, Fraction(0))
+
+
+_MATRIX_FUNCTIONS = frozenset({"row", "matrix", "transpose"})
+_FUNCTIONS: dict[str, Callable[..., Scalar]] = {
+    "+": _sum,
+    "*": lambda *values: reduce(_times, values),
+    "neg": lambda value: -value,
+    "over": _over,
+    "^": _power,
+    "root": _root,
+    "percent": lambda value: _times(value, Fraction(1, 100)),
+    "degree": lambda value: value,
+    "pi": lambda: +mp.pi,
+    "e": lambda: +mp.e,
+    "i": lambda: mp.mpc(0, 1),
+    "infinity": lambda: mp.inf,
+    "exp": lambda value: _power(+mp.e, value),
+    "ln": _logarithm,
+    "abs": abs,
+    "floor": _floor,
+    "ceil": lambda value: -_floor(-value),
+    "factorial": _factorial,
+    "binomial": _binomial,
+    "gcd": _of_integers(math.gcd),
+    "lcm": _of_integers(math.lcm),
+    "max": _most(max),
+    "min": _most(min),
+}
+_TRIGONOMETRIC = "sin cos tan sec csc cot sinh cosh tanh arcsin arccos arctan arcsec arccsc arccot"
+_OF_ANGLES = frozenset(_TRIGONOMETRIC.split())

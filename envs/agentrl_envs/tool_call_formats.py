@@ -1,0 +1,241 @@
+r"""How models write calls of tools: one reader for each form, for protocols and for the gateway.
+
+| form | a call |
+|---|---|
+| ``hermes`` | ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen) |
+| ``qwen_coder`` | ``<tool_call><function=F><parameter=P>VALUE</parameter></function></tool_call>`` (Qwen3-Coder) |
+| ``mistral`` | ``[TOOL_CALLS][{"name": ..., "arguments": {...}}]``, or ``[TOOL_CALLS]NAME[ARGS]{...}`` (Mistral) |
+| ``llama`` | ``{"name": ..., "parameters": {...}}`` at a line's start or behind ``<\|python_tag\|>`` (Llama 3) |
+
+A reader finds every attempt at a call, in order. It knows no tools: whoever asks checks names and arguments.
+
+>>> turn = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+>>> [(call.name, call.arguments) for call in CALL_FORMS["hermes"].find(turn)]
+[('add', {'a': 1})]
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from jsonschema import Draft202012Validator
+
+_CONSTANTS = {"True": True, "False": False, "None": None, "null": None}
+"""Python's words, which templates of the Qwen3-Coder family write as well."""
+
+
+def parameter_value(text: str, name: str, parameters: Mapping[str, object] | None) -> object:
+    """The value that ``text`` is for the parameter ``name`` of a tool whose schema is ``parameters``.
+
+    The text itself if the schema takes it, else the JSON value that it spells. What neither fits stays text.
+
+    >>> schema = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}
+    >>> parameter_value("5", "n", schema), parameter_value("5", "s", schema), parameter_value("x", "n", schema)
+    (5, '5', 'x')
+    """
+    properties = (parameters or {}).get("properties")
+    own = properties.get(name) if isinstance(properties, Mapping) else None
+    if parameters is None or not isinstance(own, Mapping):
+        return text
+    check = Draft202012Validator({**own, "$defs": parameters.get("$defs", {})})
+    bare = text.strip()
+    if bare in ("None", "null") and check.is_valid(None):
+        return None
+    if check.is_valid(text):
+        return text
+    try:
+        value = _CONSTANTS[bare] if bare in _CONSTANTS else json.loads(bare)
+    except (ValueError, RecursionError):
+        return text
+    return value if check.is_valid(value) else text
+
+
+Parameters = Callable[[str], Mapping[str, object] | None]
+"""The JSON schema of a tool's parameters, by the tool's name; None if there is no such tool."""
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_LIST = "[TOOL_CALLS]"
+_PYTHON_TAG = "<|python_tag|>"
+_BLANKS = re.compile(r"\s*")
+_FUNCTION = re.compile(
+    r"\s*<function=(?P<name>[^>\n]+)>(?P<body>.*?)</function>\s*(?=</tool_call>)",
+    re.DOTALL,
+)
+_PARAMETER = re.compile(
+    r"\s*<parameter=(?P<name>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL
+)
+_NAMED = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
+_BARE = re.compile(r'<\|python_tag\|>\s*|(?:^[ \t]*|;\s*)(?=\{\s*"(?:name|type)"\s*:)', re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundCall:
+    """An attempt at a call between ``start`` and ``end``. ``error`` says why it cannot be read; "" if it can.
+
+    ``arguments`` is whatever was written for them, None if nothing was. ``id`` is the model's own, if it writes one.
+    """
+
+    start: int
+    end: int
+    name: str = ""
+    arguments: object = None
+    id: str = ""
+    error: str = ""
+
+
+def _unknown(name: str) -> None:
+    """No schema of any tool."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallForm:
+    """A form of calls. ``key`` names the arguments; ``tokens`` are special tokens of some tokenizers that it uses."""
+
+    name: str
+    reader: Callable[[str, Parameters], Iterator[FoundCall]]
+    key: str = "arguments"
+    tokens: tuple[str, ...] = ()
+
+    def find(self, text: str, parameters: Parameters = _unknown) -> list[FoundCall]:
+        """Every attempt at a call. ``parameters`` tell the types of values that are written without one."""
+        return list(self.reader(text, parameters))
+
+
+def without_calls(text: str, calls: Sequence[FoundCall]) -> str:
+    """The text around the calls."""
+    kept, position = [], 0
+    for call in calls:
+        kept.append(text[position : call.start])
+        position = max(position, call.end)
+    return "".join([*kept, text[position:]]).strip()
+
+
+def _hermes(text: str, parameters: Parameters) -> Iterator[FoundCall]:
+    position = 0
+    while (start := text.find(_OPEN, position)) >= 0:
+        position = start + len(_OPEN)
+        value, end = _read_json(text, position)
+        close = text.find(_CLOSE, position if end is None else end)
+        if close < 0:
+            yield FoundCall(start=start, end=len(text), error=f"{_OPEN} is not closed by {_CLOSE}")
+            return
+        position = close + len(_CLOSE)
+        if end is None or text[end:close].strip():
+            error = f"between {_OPEN} and {_CLOSE} there must be one JSON object"
+            yield FoundCall(start=start, end=position, error=error)
+        else:
+            yield _of_object(value, start, position, "arguments")
+
+
+def _qwen_coder(text: str, parameters: Parameters) -> Iterator[FoundCall]:
+    position = 0
+    while (start := text.find(_OPEN, position)) >= 0:
+        position = start + len(_OPEN)
+        found = _FUNCTION.match(text, position)
+        close = text.find(_CLOSE, position if found is None else found.end())
+        if close < 0:
+            yield FoundCall(start=start, end=len(text), error=f"{_OPEN} is not closed by {_CLOSE}")
+            return
+        position = close + len(_CLOSE)
+        written = None if found is None else _written_parameters(found["body"])
+        if found is None or written is None:
+            error = (
+                f"between {_OPEN} and {_CLOSE} there must be <function=NAME>, a <parameter=NAME> with </parameter> for "
+                "each argument, and </function>"
+            )
+            yield FoundCall(start=start, end=position, error=error)
+            continue
+        schema = parameters(found["name"])
+        arguments = {name: parameter_value(value, name, schema) for name, value in written}
+        yield FoundCall(start=start, end=position, name=found["name"], arguments=arguments)
+
+
+def _written_parameters(body: str) -> list[tuple[str, str]] | None:
+    """Names and values as they are written; None if anything else stands there."""
+    found, position = [], 0
+    while (parameter := _PARAMETER.match(body, position)) is not None:
+        found.append((parameter["name"], parameter["value"]))
+        position = parameter.end()
+    return None if body[position:].strip() else found
+
+
+def _mistral(text: str, parameters: Parameters) -> Iterator[FoundCall]:
+    position = 0
+    while (start := text.find(_LIST, position)) >= 0:
+        position = start + len(_LIST)
+        named = _NAMED.match(text, position)
+        value, end = _read_json(text, position if named is None else named.end())
+        if end is None or not isinstance(value, dict | list):
+            following = text.find(_LIST, position)
+            position = following if following >= 0 else len(text)
+            error = f"{_LIST} must be followed by a JSON list of calls, or by a tool's name and a JSON object"
+            yield FoundCall(start=start, end=position, error=error)
+            continue
+        position = end
+        if named is not None:
+            yield FoundCall(start=start, end=end, name=named["name"], arguments=value, id=named["id"] or "")
+            continue
+        for call in value if isinstance(value, list) else [value]:
+            yield _of_object(call, start, end, "arguments")
+
+
+def _llama(text: str, parameters: Parameters) -> Iterator[FoundCall]:
+    position = 0
+    while (start := _BARE.search(text, position)) is not None:
+        value, end = _read_json(text, start.end())
+        if end is None:
+            error = 'a call is a JSON object with a text "name" and an object "parameters", and nothing else'
+            yield FoundCall(start=start.start(), end=len(text), error=error)
+            return
+        position = end
+        yield _of_object(value, start.start(), end, "parameters", "arguments")
+
+
+def _of_object(value: object, start: int, end: int, *keys: str) -> FoundCall:
+    """The call that a JSON value is; the arguments stand under the first of ``keys`` that it has."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        error = f'a call is a JSON object with a text "name" and an object "{keys[0]}"'
+        return FoundCall(start=start, end=end, error=error)
+    arguments = next((value[key] for key in keys if key in value), None)
+    own = value.get("id")
+    return FoundCall(
+        start=start, end=end, name=value["name"], arguments=arguments, id=own if isinstance(own, str) else ""
+    )
+
+
+def _no_number(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
+
+
+def _read_json(text: str, start: int) -> tuple[object, int | None]:
+    """The JSON value at ``start``, blanks before it skipped, and where it ends; None where there is none.
+
+    So a ``</tool_call>`` inside a string does not end the call.
+    """
+    blanks = _BLANKS.match(text, start)
+    try:
+        return _DECODER.raw_decode(text, start if blanks is None else blanks.end())
+    except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, or a thousand brackets
+        return None, None
+
+
+CALL_FORMS: Mapping[str, CallForm] = {
+    form.name: form
+    for form in (
+        CallForm(name="hermes", reader=_hermes, tokens=(_OPEN, _CLOSE)),
+        CallForm(name="qwen_coder", reader=_qwen_coder, tokens=(_OPEN, _CLOSE)),
+        CallForm(name="mistral", reader=_mistral, tokens=(_LIST, "[CALL_ID]", "[ARGS]")),
+        CallForm(name="llama", reader=_llama, key="parameters", tokens=(_PYTHON_TAG,)),
+    )
+}
+"""The forms by name."""
+
+HERMES = CALL_FORMS["hermes"]
+"""The form of models that have no chat template."""
