@@ -56,7 +56,7 @@ from cluster.hosts import Host, obstacle, ray_address, ray_variables, start_ray,
 from training.conftest import SMALL, CommandLine, write_random_policy
 from training.test_vllm_training import servers, write_served_policy
 
-from agentrl.cluster.devices import free_port
+from agentrl.cluster.processes import free_port
 
 RECOVERED = ("rank", "worker", "host", "cut", "head")
 FAULTS = (*RECOVERED, "apart", "gone", "sandbox", "server")

@@ -15,9 +15,8 @@ from typing import Any
 from generated_page import write_or_check  # beside this script
 from pydantic import BaseModel
 
-from agentrl.config.compare import RESUME_MAY_CHANGE
 from agentrl.config.messages import valid_values
-from agentrl.config.settings import SIMPLETIR, SimpleTIRRun
+from agentrl.config.settings import RESUME_MAY_CHANGE, SIMPLETIR, SimpleTIRRun
 from agentrl.problems.settings import ProblemSourceSettings
 
 TARGET = Path(__file__).with_name("configuration.md")

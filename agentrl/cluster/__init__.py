@@ -1,0 +1,35 @@
+"""Start, place and supervise the processes of a run, on this machine or on the nodes of a Ray cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agentrl.cluster.processes import Cluster
+    from agentrl.cluster.settings import ClusterSettings
+
+
+def open_cluster(settings: ClusterSettings, gpus: Sequence[str] | None) -> Cluster:
+    """Open the cluster in ``settings``. ``gpus``: GPUs of this machine, or None.
+
+    Raises SettingsError if the cluster cannot be reached.
+    """
+    # Imported here: modules of this package are imported by programs that open no cluster.
+    from agentrl.cluster.local import LocalCluster
+    from agentrl.errors import SettingsError
+    from agentrl_envs.registry import install_extra
+
+    if settings.kind != "ray":
+        return LocalCluster(gpus)
+    if importlib.util.find_spec("ray") is None:
+        raise SettingsError(f"cluster=ray needs Ray, which is not installed: {install_extra('ray')} on every node")
+    # After losing its head node, Ray would end this process within a minute. It reads these variables when imported.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(round(settings.deadline + 60)))
+    # Ray prints the end of a dead raylet's log, dozens of lines with "[state-dump]", after our own message.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^Raylet is terminated")
+    from agentrl.cluster.ray_nodes import RayCluster
+
+    return RayCluster(settings)

@@ -25,13 +25,22 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from agentrl.cluster.devices import ALL_GPUS, free_port
-from agentrl.cluster.local import LocalProcess
-from agentrl.cluster.logs import LogRelay
+from agentrl.cluster.local import LocalProcess, LogRelay
 from agentrl.cluster.plan import UnplaceableError, placed
-from agentrl.cluster.processes import STARTED_IN, Bundle, ClusterNode, NodeLostError, Place, ProcessSpec, carried
+from agentrl.cluster.processes import (
+    ALL_GPUS,
+    STARTED_IN,
+    Bundle,
+    ClusterNode,
+    NodeLostError,
+    Place,
+    PortWatch,
+    ProcessSpec,
+    accepts,
+    carried,
+    free_port,
+)
 from agentrl.cluster.settings import ClusterSettings
-from agentrl.cluster.silence import PortWatch, accepts
 from agentrl.errors import SettingsError, WorldError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl.cluster.logs import log_file
+from agentrl.cluster.local import log_file
 from agentrl.cluster.processes import Bundle, Cluster, ClusterNode, NodeLostError, Place, ProcessHandle, ProcessSpec
 from agentrl.errors import AgentRLError, WorldError
 

@@ -1,10 +1,16 @@
 """Composition, layering, checks, display and comparison of a run's settings. Imports no heavy library."""
 
 from agentrl.config.checks import Command, check_settings, settings_warnings
-from agentrl.config.compare import RESUME_MAY_CHANGE, dump_yaml, may_change_on_resume, resume_conflicts, settings_diff
 from agentrl.config.layers import load_settings, run_config_of
 from agentrl.config.overlays import find_config, shipped_config, shipped_configs
-from agentrl.config.settings import Settings
+from agentrl.config.settings import (
+    RESUME_MAY_CHANGE,
+    Settings,
+    dump_yaml,
+    may_change_on_resume,
+    resume_conflicts,
+    settings_diff,
+)
 
 __all__ = [
     "RESUME_MAY_CHANGE",

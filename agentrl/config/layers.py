@@ -12,22 +12,60 @@ import copy
 import itertools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from agentrl.config.checks import Command, check_settings
-from agentrl.config.compare import RESUME_MAY_CHANGE, resume_conflicts
-from agentrl.config.heldout import evaluate_on_heldout, sets_evaluation
 from agentrl.config.messages import REMOVED, settings_error, show, unknown_key
 from agentrl.config.overlays import Layer, in_short, interpolate, overlay_chain, parse_yaml
-from agentrl.config.settings import SIMPLETIR, Settings, settings_model
+from agentrl.config.settings import RESUME_MAY_CHANGE, SIMPLETIR, Settings, resume_conflicts, settings_model
 from agentrl.errors import SettingsError
-from agentrl.problems.settings import BUILTIN, FORMULA, REASONING_GYM, is_generated
+from agentrl.problems.settings import BUILTIN, DEFAULT_SPLIT, FORMULA, REASONING_GYM, is_generated
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, UnknownNameError, did_you_mean, load_plugins
+
+_OF_TRAINING = ("limit", "weight")
+
+
+def evaluate_on_heldout(layers: Sequence[Layer], presets: Collection[str], train: object) -> list[Layer]:
+    """Replace ``data.eval`` in the layers with an origin in ``presets`` by the held-out parts of ``train``.
+
+    ``train`` is the merged ``data.train`` of all layers before validation.
+    """
+    entries = train if isinstance(train, list) else []
+    heldout = [part for entry in entries if isinstance(entry, dict) and (part := _heldout(entry)) is not None]
+    return [_with_eval(layer, heldout) if layer.origin in presets else layer for layer in layers]
+
+
+def sets_evaluation(layer: Layer) -> bool:
+    data = layer.values.get("data")
+    return isinstance(data, dict) and "eval" in data
+
+
+def _with_eval(layer: Layer, heldout: list[dict[str, object]]) -> Layer:
+    data = layer.values.get("data")
+    if not isinstance(data, dict) or not sets_evaluation(layer):
+        return layer
+    return replace(layer, values={**layer.values, "data": {**data, "eval": heldout}})
+
+
+def _heldout(entry: Mapping[str, object]) -> dict[str, object] | None:
+    """Held-out part of a training source, or None if it has none, like a file without ``part=train``.
+
+    >>> _heldout({"path": "builtin:seeds", "limit": 9})
+    {'path': 'builtin:seeds', 'split': 'heldout'}
+    >>> _heldout({"path": "mine.jsonl", "part": "train"})
+    {'path': 'mine.jsonl', 'part': 'heldout'}
+    >>> _heldout({"path": "mine.jsonl"})
+    """
+    kept = {key: value for key, value in entry.items() if key not in _OF_TRAINING}
+    if is_generated(str(entry.get("path"))):
+        return kept | {"split": "heldout"} if entry.get("split", DEFAULT_SPLIT) == DEFAULT_SPLIT else None
+    return kept | {"part": "heldout"} if entry.get("part") == "train" else None
+
 
 _log = logging.getLogger(__name__)
 PRESET = "tiny"

@@ -7,7 +7,7 @@ await sandbox.close()
 
 from __future__ import annotations
 
-from agentrl_sandbox.local.sandbox import open_local
+from agentrl_sandbox.local import open_local
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import (
     PROPERTIES,

@@ -13,9 +13,9 @@ import random
 import time
 from typing import TypeVar
 
+from agentrl_sandbox.bookkeeping import SessionBook
 from agentrl_sandbox.call import Call, CallSandbox
 from agentrl_sandbox.http import HttpSandbox, ServiceRequest, closing, forking, opening, running
-from agentrl_sandbox.session_book import SessionBook
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import (
     PROPERTIES,

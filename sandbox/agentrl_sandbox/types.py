@@ -17,7 +17,7 @@ SandboxError
 │   ├── QueueFullError  its queue is full
 │   └── AbsentError     it did not answer, or the connection broke
 ├── RefusedError        a service rejected a call; retrying does not help
-└── service.gateway_settings.ServiceSettingsError  a command was given invalid settings
+└── settings.ServiceSettingsError  a command was given invalid settings
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ import pytest_asyncio
 from rollout.fake_vllm import fakes
 from rollout.vllm_support import CODEC, VOCABULARY, ask, eventually, is_up
 
-from agentrl.cluster.devices import free_port
 from agentrl.cluster.local import LocalCluster, LocalProcess
-from agentrl.cluster.processes import Bundle, ClusterNode, NodeLostError, Place, ProcessSpec
+from agentrl.cluster.processes import Bundle, ClusterNode, NodeLostError, Place, ProcessSpec, free_port
 from agentrl.errors import WorldError
 from agentrl.rollout.engines.base import engine_facts, server_bundles
 from agentrl.rollout.engines.processes import NodeServer

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from agentrl.cluster.opening import open_cluster
+from agentrl.cluster import open_cluster
 from agentrl.cluster.plan import UnplaceableError, placed, plan_table
 from agentrl.cluster.processes import Bundle, ClusterNode
 from agentrl.cluster.settings import ClusterSettings

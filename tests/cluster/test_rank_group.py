@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cluster.local import HERE, LocalCluster, LocalProcess
-from agentrl.cluster.logs import LogRelay
+from agentrl.cluster.local import HERE, LocalCluster, LocalProcess, LogRelay
 from agentrl.cluster.processes import NodeLostError, Place, ProcessSpec
 from agentrl.errors import OutOfMemoryError, SettingsError
 from agentrl.training.run.launch import RankGroup
@@ -137,7 +136,7 @@ def test_a_process_keeps_its_own_log_but_for_what_it_draws_on_a_terminal(tmp_pat
     code = f"""
 import sys
 from pathlib import Path
-from agentrl.cluster.logs import keep_log
+from agentrl.cluster.local import keep_log
 keep_log(Path({str(log)!r}), draws=True)
 print("drawn", flush=True)
 print("failed", file=sys.stderr, flush=True)
@@ -175,7 +174,7 @@ def test_the_relay_shows_what_is_added_and_whole_lines_only(tmp_path: Path) -> N
     assert shown[0] == "one\n"
 
 
-@pytest.mark.parametrize("module", ["agentrl.training.run.launch", "agentrl.cluster.opening"])
+@pytest.mark.parametrize("module", ["agentrl.training.run.launch", "agentrl.cluster"])
 def test_ray_is_not_loaded_unless_it_is_asked_for(module: str) -> None:
     code = f"import sys, {module}; raise SystemExit('ray' in sys.modules)"
     assert LocalProcess(spec(0, code), HERE).wait(300.0) == 0

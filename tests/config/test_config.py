@@ -22,9 +22,9 @@ from agentrl.config import (
     shipped_config,
     shipped_configs,
 )
-from agentrl.config.compare import RESUME_MAY_CHANGE
 from agentrl.config.messages import REMOVED, RENAMED, known_keys, nearest_key
 from agentrl.config.overlays import parse_yaml
+from agentrl.config.settings import RESUME_MAY_CHANGE
 from agentrl_envs.settings import EnvironmentOptions, ReasoningSettings, SimpleTIRSettings
 
 # Layers

@@ -15,9 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl.cluster.devices import visible_gpus
 from agentrl.cluster.local import HERE, LocalProcess
-from agentrl.cluster.processes import ProcessSpec
+from agentrl.cluster.processes import ProcessSpec, visible_gpus
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.rollout.engines.member import Balancer

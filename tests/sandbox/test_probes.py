@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from agentrl_sandbox.client import Execution, Outcome, Sandbox, SandboxSettings, open_sandbox
-from agentrl_sandbox.local.probes import probe
+from agentrl_sandbox.probes import probe
 from agentrl_sandbox.types import StartError
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

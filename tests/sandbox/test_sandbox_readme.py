@@ -11,7 +11,7 @@ import pytest
 
 import agentrl_sandbox
 from agentrl_sandbox.client import SandboxSettings
-from agentrl_sandbox.service.gateway_settings import GatewaySettings
+from agentrl_sandbox.settings import GatewaySettings
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from agentrl_sandbox.call import Call
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.runner.interpreter import Order
-from agentrl_sandbox.runner.sessions.manager import SessionManager
+from agentrl_sandbox.runner.sessions import SessionManager
 
 CONFIG = RunnerConfig(
     isolate="none", memory_mb=64, max_processes=8, scratch_mb=8, output_limit=1000, flood_limit=1000, fetch_limit=1000,

@@ -26,7 +26,7 @@ import sys
 import threading
 
 from agentrl_sandbox.client import Execution, SandboxError, SandboxSettings, UnisolatedError
-from agentrl_sandbox.local.sandbox import LocalSandbox, open_local
+from agentrl_sandbox.local import LocalSandbox, open_local
 from agentrl_sandbox.runner import kernel, seccomp
 
 USER = 54_321

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agentrl.cluster.local import HERE, LocalProcess
-from agentrl.cluster.logs import log_file
+from agentrl.cluster.local import HERE, LocalProcess, log_file
 from agentrl.cluster.processes import Bundle, Cluster, NodeLostError, Place, ProcessHandle, ProcessSpec
 
 # Variables that torch.distributed and launchers leave in the environment and that a server would use as its own.

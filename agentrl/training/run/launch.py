@@ -13,12 +13,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agentrl.cluster.devices import visible_gpus
+from agentrl.cluster import open_cluster
 from agentrl.cluster.launchers import RankPlace
-from agentrl.cluster.logs import log_file
-from agentrl.cluster.opening import open_cluster
+from agentrl.cluster.local import log_file
 from agentrl.cluster.plan import PLAN_COLUMNS, UnplaceableError, allot, plan_table, roomy
-from agentrl.cluster.processes import Bundle, Cluster, ClusterNode, NodeLostError, Place, ProcessHandle, ProcessSpec
+from agentrl.cluster.processes import (
+    Bundle,
+    Cluster,
+    ClusterNode,
+    NodeLostError,
+    Place,
+    ProcessHandle,
+    ProcessSpec,
+    visible_gpus,
+)
 from agentrl.cluster.sandboxes import SandboxServices
 from agentrl.errors import OutOfMemoryError, SettingsError, WorldError
 from agentrl.evaluation.options import quoted

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 
 from agentrl.cluster.launchers import adopt_slurm, check_launcher, ranks_here, under_a_launcher
-from agentrl.cluster.local import HERE
-from agentrl.cluster.logs import keep_log, log_file
+from agentrl.cluster.local import HERE, keep_log, log_file
 from agentrl.cluster.processes import STARTED_BY
 from agentrl.config import dump_yaml
 from agentrl.errors import AgentRLError, SettingsError

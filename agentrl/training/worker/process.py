@@ -20,7 +20,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 
 from agentrl.cluster.launchers import ranks_here
-from agentrl.cluster.silence import end_in_silence
+from agentrl.cluster.processes import end_in_silence
 from agentrl.errors import AgentRLError
 from agentrl.training.coldstart.policy import computing_processes, set_threads
 from agentrl.training.engine.determinism import set_determinism

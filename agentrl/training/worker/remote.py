@@ -25,10 +25,8 @@ from typing import TYPE_CHECKING, Any, cast
 from torch._dynamo.callback import callback_handler
 
 from agentrl.cluster.launchers import listen_for_ranks
-from agentrl.cluster.local import HERE, LocalProcess
-from agentrl.cluster.logs import log_file
-from agentrl.cluster.processes import ProcessSpec
-from agentrl.cluster.silence import end_in_silence
+from agentrl.cluster.local import HERE, LocalProcess, log_file
+from agentrl.cluster.processes import ProcessSpec, end_in_silence
 from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.engines.base import engine_facts
 from agentrl.training.engine.deepspeed_engine import from_rank_zero

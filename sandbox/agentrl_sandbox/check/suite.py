@@ -7,8 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
 
-from agentrl_sandbox.check.case import Case, FusionSandbox
-from agentrl_sandbox.check.conformance import CONFORMANCE
+from agentrl_sandbox.check.case import CONFORMANCE, Case, FusionSandbox
 from agentrl_sandbox.check.escapes import ESCAPES
 from agentrl_sandbox.check.resources import RESOURCES
 from agentrl_sandbox.client import SandboxSettings, open_sandbox

@@ -12,7 +12,7 @@ from agentrl_sandbox.call import CallHeader, ExecutionHeader
 
 # The headers of messages between client, fork server, zygotes and session inits. ``op`` says which fields one has.
 #
-# The modules that read them list the operations: ``server``, ``zygote`` and ``sessions.session_init``.
+# The modules that read them list the operations: ``server``, ``zygote`` and ``session_process``.
 
 
 class ServerRequest(CallHeader, total=False):
@@ -128,7 +128,7 @@ SCRATCH_VARIABLE = "AGENTRL_SCRATCH"
 """Without namespaces: the variable that gives server and zygotes the directory of the scratch directories."""
 
 
-def command(executable: str, module: str, package_path: str, *arguments: str) -> list[str]:
+def python_command(executable: str, module: str, package_path: str, *arguments: str) -> list[str]:
     """The command line that runs ``module.main`` without site, user or working directory on its path.
 
     ``-I`` would ignore PYTHONHASHSEED, which is fixed so that sets print alike from run to run.

@@ -24,7 +24,7 @@ _F_ADD_SEALS = 1033
 _SEALS = 0x1 | 0x2 | 0x4  # no further seal, no shrinking, no growing
 
 
-def create(limit: int, names: Sequence[str]) -> int:
+def create_fetch_file(limit: int, names: Sequence[str]) -> int:
     """A memory file for at most ``limit`` bytes of content. It uses memory only as it is written."""
     file = os.memfd_create("files", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, _LENGTH.size + len(names) * _RECORD.size + limit)
@@ -32,7 +32,7 @@ def create(limit: int, names: Sequence[str]) -> int:
     return file
 
 
-def read(file: int, names: Sequence[str]) -> dict[str, bytes]:
+def read_fetch_file(file: int, names: Sequence[str]) -> dict[str, bytes]:
     """The files that the child wrote; reading stops at the first invalid record."""
     room = os.fstat(file).st_size - _LENGTH.size
     (length,) = _LENGTH.unpack(os.pread(file, _LENGTH.size, 0))

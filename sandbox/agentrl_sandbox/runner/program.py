@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl_sandbox.runner import files, kernel
+from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.runner.child import OUT_OF_MEMORY, STARTED
 from agentrl_sandbox.runner.cleanup import SHARED_MEMORY
-from agentrl_sandbox.runner.config import RunnerConfig
+from agentrl_sandbox.runner.config import ProcessMessage, RunnerConfig, python_command
+from agentrl_sandbox.runner.files import create_fetch_file, read_fetch_file
 from agentrl_sandbox.runner.interpreter import UNCAUGHT, Order, to_memory_file
 from agentrl_sandbox.runner.isolation import has_own_users
-from agentrl_sandbox.runner.usage import INODES, KernelMemory, ScratchUse, Usage, proportional_bytes, tree
+from agentrl_sandbox.runner.usage import (
+    INODES,
+    KernelMemory,
+    ScratchUse,
+    Usage,
+    proportional_bytes,
+    resident_bytes,
+    tree,
+)
 from agentrl_sandbox.types import Execution, Outcome
 
 # One output stream of a program: drained while it runs, keeping its head and tail.
@@ -181,7 +195,7 @@ class Program:
             exit_code=ending.exit_code,
             seconds=time.monotonic() - self.started,
             truncated=self.stdout.truncated or self.stderr.truncated,
-            files={} if killed or self.fetched_file < 0 else files.read(self.fetched_file, self.fetch),
+            files={} if killed or self.fetched_file < 0 else read_fetch_file(self.fetched_file, self.fetch),
         )
 
     def close(self) -> None:
@@ -213,7 +227,7 @@ def launch(order: Order, config: RunnerConfig, kind: str, slot: int) -> tuple[Pr
         descriptors.append(write)
     fetched_file = -1
     if order.call.fetch_files:
-        fetched_file = files.create(config.fetch_limit, order.call.fetch_files)
+        fetched_file = create_fetch_file(config.fetch_limit, order.call.fetch_files)
         descriptors.append(os.dup(fetched_file))
     now = time.monotonic()
     program = Program(
@@ -265,3 +279,72 @@ def judge_exit(program: Program, exit_code: int, *, out_of_memory: bool) -> Endi
         ran_out = out_of_memory and exit_code == UNCAUGHT
         return Ending(outcome=Outcome.MEMORY_LIMIT if ran_out else Outcome.ERROR, exit_code=exit_code)
     return Ending(outcome=Outcome.KILLED, exit_code=exit_code)
+
+
+_MAX_MESSAGE = 65_536
+
+
+class ZygoteHandle:
+    """Starts a warm interpreter, sends it programs and reads its reports."""
+
+    def __init__(self, kind: str, config: RunnerConfig) -> None:
+        self.kind = kind
+        self.ready = False
+        self.resident = 0  # bytes of the warm interpreter, which every child starts with
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stdin = os.memfd_create("stdin")
+        command = python_command(
+            sys.executable,
+            "agentrl_sandbox.runner.zygote",
+            config.package_path,
+            kind,
+            config.to_json(),
+            str(theirs.fileno()),
+            str(os.getpid()),
+        )
+        with theirs:
+            # The standard streams have the types that programs will have: a file and pipes.
+            self._process = subprocess.Popen(
+                command, stdin=stdin, stdout=subprocess.PIPE, pass_fds=(theirs.fileno(),), env=dict(os.environ)
+            )
+        os.close(stdin)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def set_ready(self) -> None:
+        self.ready = True
+        self.resident = resident_bytes(self._process.pid)
+
+    def ask(self, message: ProcessMessage, descriptors: list[int]) -> None:
+        """Ask for a child. Raises OSError when the zygote is gone."""
+        socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
+
+    def tell(self, operation: str, identifier: int) -> None:
+        """Ask about a child or a slot. The children of a zygote that is gone died with it."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._socket.send(json.dumps({"op": operation, "id": identifier}).encode())
+
+    def receive(self) -> ProcessMessage | None:
+        """The next report; None when the zygote is gone."""
+        try:
+            data = self._socket.recv(_MAX_MESSAGE)
+        except ConnectionResetError:
+            return None
+        if not data:
+            return None
+        message: ProcessMessage = json.loads(data)
+        return message
+
+    def close(self) -> int:
+        """Kill the zygote and its children. Returns its exit status."""
+        self._socket.close()
+        self._process.kill()
+        status = self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        return status

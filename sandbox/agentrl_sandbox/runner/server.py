@@ -28,11 +28,9 @@ from agentrl_sandbox.runner import cleanup, isolation, kernel
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, ProcessMessage, RunnerConfig, ServerRequest, needs_science
 from agentrl_sandbox.runner.interpreter import Order
 from agentrl_sandbox.runner.isolation import has_own_users, layers
-from agentrl_sandbox.runner.program import Capture, Ending, Program, Watch, judge, launch
-from agentrl_sandbox.runner.sessions.manager import SessionManager
-from agentrl_sandbox.runner.sessions.table import KIND
+from agentrl_sandbox.runner.program import Capture, Ending, Program, Watch, ZygoteHandle, judge, launch
+from agentrl_sandbox.runner.sessions import KIND, SessionManager
 from agentrl_sandbox.runner.usage import usage
-from agentrl_sandbox.runner.zygote_handle import ZygoteHandle
 from agentrl_sandbox.types import Outcome
 
 _TICK = 0.1  # seconds between checks of memory and of the parent

@@ -36,7 +36,7 @@ from agentrl_sandbox.runner.child import ChildLimits, limit_children, run_child
 from agentrl_sandbox.runner.config import BARE_MODULES, SCRATCH_VARIABLE, ProcessMessage, RunnerConfig
 from agentrl_sandbox.runner.interpreter import find_generators
 from agentrl_sandbox.runner.isolation import has_own_users
-from agentrl_sandbox.runner.sessions.session_init import run_session_init
+from agentrl_sandbox.runner.session_process import run_session_init
 
 # Makes the objects of a warm interpreter immortal, so that forks share their memory for longer.
 #

@@ -16,9 +16,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from agentrl_sandbox.service.gateway_settings import NO_TOKEN, GatewaySettings, read_settings
 from agentrl_sandbox.service.messages import check_answers_fit
-from agentrl_sandbox.settings import SandboxSettings
+from agentrl_sandbox.settings import NO_TOKEN, GatewaySettings, SandboxSettings, read_settings
 from agentrl_sandbox.types import SandboxError, StartError
 
 # Starts and restarts runners on this machine, for a gateway without Docker.
@@ -175,8 +174,7 @@ def _serve(options: argparse.Namespace) -> int:
 async def _serve_gateway(
     settings: GatewaySettings, sockets: Path | None, runners: int, arguments: Sequence[str]
 ) -> int:
-    from agentrl_sandbox.service.commands import local_runners
-    from agentrl_sandbox.service.gateway.serve import serve_gateway
+    from agentrl_sandbox.service.gateway import serve_gateway
 
     def say(port: int) -> None:
         print(f"listening at http://{settings.host}:{port}", flush=True)

@@ -11,11 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from agentrl_sandbox.bookkeeping import Once, SessionBook
 from agentrl_sandbox.call import Call, CallSandbox, FrameError, ImpossibleCallError
-from agentrl_sandbox.once import Once
 from agentrl_sandbox.service.links import NotSentError, RunnerGoneError, RunnerLink, RunnerRegistry
 from agentrl_sandbox.service.messages import REFUSALS, RefusedMessage, SessionMessage
-from agentrl_sandbox.session_book import SessionBook
 from agentrl_sandbox.types import (
     BusyError,
     ClosedError,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import cast
 
 from agentrl_sandbox.call import Call, CallSandbox, Frame, FrameBuffer, FrameError, execution_frame, pack
-from agentrl_sandbox.local.sandbox import open_local
+from agentrl_sandbox.local import open_local
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.service import messages
 from agentrl_sandbox.settings import SandboxSettings

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from agentrl.cluster.devices import free_port
+from agentrl.cluster.processes import free_port
 from agentrl.rollout.engines.base import Completion, EngineFacts, EnginePlugin, ServerSettings
 from agentrl.rollout.engines.managed_servers import ManagedServers
 from agentrl.rollout.engines.processes import ServerPlan

@@ -17,9 +17,8 @@ import pytest_asyncio
 from agentrl_sandbox.call import Call, CallSandbox
 from agentrl_sandbox.client import Execution, Isolation, Outcome, SandboxSettings, UnknownSessionError
 from agentrl_sandbox.service import messages
-from agentrl_sandbox.service.gateway.app import Gateway, build_app
-from agentrl_sandbox.service.gateway.guard import Guard
-from agentrl_sandbox.service.gateway.serve import DrainingServer, server_config
+from agentrl_sandbox.service.gateway import DrainingServer, Gateway, build_app, server_config
+from agentrl_sandbox.service.guard import Guard
 from agentrl_sandbox.service.pool import RunnerPool
 from agentrl_sandbox.service.runner import RunnerService, listening
 from agentrl_sandbox.types import PROPERTIES

@@ -7,7 +7,7 @@ import base64
 import pytest
 
 from agentrl_sandbox.client import Execution, Outcome, SandboxSettings, open_sandbox
-from agentrl_sandbox.service.gateway.fusion import (
+from agentrl_sandbox.service.fusion import (
     RunCodeRequest,
     RunJupyterRequest,
     run_code,

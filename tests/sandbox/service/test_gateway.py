@@ -7,9 +7,9 @@ import base64
 
 import pytest
 
+from agentrl_sandbox.bookkeeping import Once
 from agentrl_sandbox.call import Call
 from agentrl_sandbox.client import ClosedError, Execution, Outcome
-from agentrl_sandbox.once import Once
 from agentrl_sandbox.service.links import NotSentError, RunnerLink
 from agentrl_sandbox.service.pool import RunnerPool
 

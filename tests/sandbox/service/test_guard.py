@@ -8,9 +8,8 @@ import stat
 
 import pytest
 
-from agentrl_sandbox.service.gateway.serve import kept_token
-from agentrl_sandbox.service.gateway_settings import GatewaySettings, ServiceSettingsError, read_settings
-from agentrl_sandbox.settings import SandboxSettings
+from agentrl_sandbox.service.gateway import kept_token
+from agentrl_sandbox.settings import GatewaySettings, SandboxSettings, ServiceSettingsError, read_settings
 
 JSON = {"Content-Type": "application/json"}
 BODY = b'{"program": "p"}'

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agentrl.cluster.devices import free_port, visible_gpus
+from agentrl.cluster.processes import free_port, visible_gpus
 from agentrl.errors import SettingsError
 from agentrl.models.loading import read_config
 from agentrl.models.settings import ModelSettings

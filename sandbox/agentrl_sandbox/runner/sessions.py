@@ -14,19 +14,228 @@ import json
 import math
 import os
 import secrets
+import signal
 import socket
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
 
+from agentrl_sandbox.call import ExecutionHeader, Frame
 from agentrl_sandbox.runner.config import ProcessMessage, RunnerConfig, ServerRequest
 from agentrl_sandbox.runner.interpreter import Order
 from agentrl_sandbox.runner.isolation import reaches_session_init
-from agentrl_sandbox.runner.program import Watch, judge_exit, launch
-from agentrl_sandbox.runner.sessions.session import Fork, ServerSession, SessionFamily, State
-from agentrl_sandbox.runner.sessions.session_process import DONE
-from agentrl_sandbox.runner.sessions.table import END_SECONDS, KIND, ServerCallbacks, SessionTable
-from agentrl_sandbox.runner.usage import Usage
+from agentrl_sandbox.runner.program import Ending, Program, Watch, ZygoteHandle, judge_exit, launch
+from agentrl_sandbox.runner.session_process import DONE
+from agentrl_sandbox.runner.usage import Usage, children, usage
 from agentrl_sandbox.types import Outcome
+
+
+class State(Enum):
+    """Where a session stands."""
+
+    OPENING = "opening"  # its PID is not known yet
+    IDLE = "idle"  # stopped
+    RUNNING = "running"  # a program runs in it
+    FORKING = "forking"  # it is forking
+    RESTING = "resting"  # done; the session init stops it and kills leftover processes
+    ENDING = "ending"  # it was killed
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class SessionFamily:
+    """A session and its forks: one session init, one slot, one PID namespace."""
+
+    identifier: int  # negative, since zygotes keep them among the programs
+    slot: int
+    init: socket.socket
+    pid: int = 0
+    given_up: bool = False  # the session init did not respond, so the server killed it
+    sessions: dict[int, ServerSession] = field(default_factory=dict)
+
+    def tell(self, operation: str, session: int, descriptors: tuple[int, ...] = ()) -> None:
+        """Send the session init a message. If it is gone, its zygote reports that."""
+        try:
+            socket.send_fds(self.init, [json.dumps({"op": operation, "id": session}).encode()], descriptors)
+        except OSError:
+            return
+
+    def usage(self, beyond: int) -> tuple[dict[int, Usage], Usage]:
+        """The usage of each session, and that of stray processes."""
+        by_pid = {session.pid: session.identifier for session in self.sessions.values()}
+        known: dict[int, Usage] = {}
+        stray = Usage()
+        for pid in children(self.pid):
+            used = usage(pid, beyond)
+            session = by_pid.get(_inner_pid(pid))
+            if session is None:
+                stray = stray.add(used)
+            else:
+                known[session] = used
+        return known, stray
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Fork:
+    """A requested fork. The session init reports on the new process, the origin on itself."""
+
+    request: int
+    child: ServerSession
+    error: int | None = None  # the session init's report; 0: the new process exists
+    origin_error: int | None = None
+
+    @property
+    def concluded(self) -> bool:
+        return bool(self.origin_error) or (self.origin_error is not None and self.error is not None)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class ServerSession:
+    """One interpreter."""
+
+    identifier: int
+    family: SessionFamily
+    control: socket.socket
+    state: State = State.OPENING
+    due: float = math.inf  # deadline of its state
+    request: int = 0  # the request that waits for it to open
+    pid: int = 0  # in its own PID namespace
+    serial: int = 0  # of the request that the interpreter must answer
+    program: Program | None = None
+    fork: Fork | None = None
+    answer: Frame[Mapping[str, object]] | None = None  # sent to the client once the session is idle
+    why: str = ""  # why it ends, if it does
+    closers: list[int] = field(default_factory=list)  # requests to close it
+
+    def enter(self, state: State, seconds: float) -> None:
+        """Begin a state that may last for ``seconds``."""
+        self.state, self.due = state, time.monotonic() + seconds
+
+
+def _inner_pid(pid: int) -> int:
+    """The PID of a process in its own PID namespace; 0 if it is gone."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            for line in file:
+                if line.startswith("NSpid:"):
+                    return int(line.split()[-1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return 0
+
+
+KIND = "science"
+"""The interpreter that sessions are forked from, since a session's imports are not known when it opens."""
+
+END_SECONDS = 5.0
+"""The time that the session init has to stop or kill a process before it is killed itself."""
+
+
+class ServerCallbacks(Protocol):
+    """The operations of the server that sessions use."""
+
+    def listen(self, descriptor: int, handler: Callable[[], None]) -> None: ...
+    def ignore(self, descriptor: int) -> None: ...
+    def reply(self, header: Mapping[str, object], *blobs: bytes) -> None: ...
+    def add(self, program: Program) -> None: ...
+    def drain(self, program: Program) -> None: ...
+    def report(self, program: Program, ending: Ending) -> Frame[ExecutionHeader]: ...
+    def kill(self, program: Program, reason: Outcome) -> None: ...
+    def zygote(self, kind: str) -> ZygoteHandle: ...
+    def release(self, slot: int, kind: str) -> None: ...
+
+
+class SessionTable:
+    """The live sessions and families, and the messages to the client when one ends."""
+
+    def __init__(self, server: ServerCallbacks) -> None:
+        self._server = server
+        self.sessions: dict[int, ServerSession] = {}
+        self.families: dict[int, SessionFamily] = {}
+
+    def drop(self, child: ServerSession, origin: ServerSession) -> None:
+        origin.family.tell("forget", child.identifier)
+        if child.pid:
+            origin.family.tell("kill", child.identifier)
+        self.leave(child)
+
+    def kill(self, number: int) -> None:
+        """Kill an interpreter; the rest follows from its exit."""
+        session = self.sessions[number]
+        if session.program is not None and session.program.reason is not None and not session.why:
+            session.why = f"its program was killed: {session.program.reason.value}"
+        if session.pid == 0:
+            return  # it is killed once it is born
+        session.enter(State.ENDING, END_SECONDS)
+        session.family.tell("kill", number)
+
+    def end(self, session: ServerSession, why: str) -> None:
+        """Kill a session and its program. The first reason counts."""
+        if session.why:
+            return
+        session.why = why
+        if session.program is not None:
+            self._server.kill(session.program, Outcome.KILLED)
+        else:
+            self.kill(session.identifier)
+
+    def end_family(self, family: SessionFamily, why: str, *, killed: bool = False) -> None:
+        """Handle the end of a session init and its processes. ``killed``: by its own programs."""
+        self.end_processes(family, why, killed=killed)
+        if self.families.pop(family.identifier, None) is not None:
+            self._server.ignore(family.init.fileno())
+            family.init.close()
+            self._server.release(family.slot, KIND)
+
+    def end_processes(self, family: SessionFamily, why: str, *, killed: bool = False) -> None:
+        for session in list(family.sessions.values()):
+            if session.program is not None:
+                if session.program.reason is None and not killed:
+                    ending = Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why)
+                else:
+                    ending = judge_exit(session.program, -signal.SIGKILL, out_of_memory=False)
+                session.answer = self._server.report(session.program, ending)
+            self.gone(session, session.why or why)
+
+    def gone(self, session: ServerSession, why: str) -> None:
+        """A session's process has ended: answer all waiting requests and forget it."""
+        if session.fork is not None:
+            fork, session.fork = session.fork, None
+            self.drop(fork.child, session)
+            self._server.reply({"op": "refused", "id": fork.request, "kind": "unknown", "why": why})
+        if session.request:
+            self._server.reply({"op": "refused", "id": session.request, "kind": "start", "why": why})
+        session.program = None
+        self._server.reply({"op": "ended", "number": session.identifier, "why": why})
+        if session.answer is not None:  # the answer of the program that ended the session
+            header, blobs = session.answer
+            session.answer = {**header, "session_ended": True}, blobs
+        self.answer(session)
+        self.leave(session)
+
+    def answer(self, session: ServerSession) -> None:
+        """Send the client the answer that was held until the session was idle."""
+        if session.answer is not None:
+            header, blobs = session.answer
+            session.answer = None
+            self._server.reply(header, *blobs)
+
+    def enter(self, session: ServerSession, on_word: Callable[[ServerSession], None]) -> None:
+        """Add a session. ``on_word`` is called when its interpreter sends a message."""
+        self.sessions[session.identifier] = session
+        session.family.sessions[session.identifier] = session
+        self._server.listen(session.control.fileno(), lambda: on_word(session))
+
+    def leave(self, session: ServerSession) -> None:
+        if self.sessions.pop(session.identifier, None) is not None:
+            del session.family.sessions[session.identifier]
+            self._server.ignore(session.control.fileno())
+            session.control.close()
+            for request in session.closers:
+                self._server.reply({"op": "closed", "id": request})
+
 
 _OPEN_SECONDS = 60.0
 _FORK_SECONDS = 30.0

@@ -15,7 +15,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from agentrl_sandbox.call import Call, ImpossibleCallError, to_base64
-from agentrl_sandbox.service.gateway.bodies import Base64Error, Path, Text, from_base64
+from agentrl_sandbox.service.bodies import Base64Error, Path, Text, from_base64
 from agentrl_sandbox.types import Execution, Outcome
 
 Run = Callable[[Call], Awaitable[Execution]]
