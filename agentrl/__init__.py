@@ -18,11 +18,11 @@ _FACE = {
     "register_environment": "agentrl_envs.registry",
     "register_estimator": "agentrl.algorithms",
     "register_loss": "agentrl.algorithms",
-    "register_metric": "agentrl.telemetry.metrics.definitions",
+    "register_metric": "agentrl.telemetry.metrics",
     "register_protocol": "agentrl_envs.registry",
     "register_reward": "agentrl_envs.registry",
     "register_tool": "agentrl_envs.registry",
-    "register_tracker": "agentrl.telemetry.trackers.tracker",
+    "register_tracker": "agentrl.telemetry.trackers",
     "train": "agentrl.api.commands",
 }
 __all__ = ["__version__", *_FACE]

@@ -147,7 +147,7 @@ def evaluate(
 ) -> None:
     """Score a model on benchmarks: avg@n with intervals, pass@k, maj@n and every conversation. Resumes by itself."""
     from agentrl.config import run_config_of
-    from agentrl.evaluation.options import EvaluationRequest, overrides_of, whole_numbers
+    from agentrl.evaluation.settings import EvaluationRequest, overrides_of, whole_numbers
 
     given = overrides_of(model=model, base_url=base_url, preset=preset, n=n, falsified=falsified)
     found = None if model is None or base_url is not None else run_config_of(model)
@@ -161,11 +161,11 @@ def evaluate(
         conversations=conversations,
     )
     if check_data:
-        from agentrl.evaluation.data.data_check import check_data_command
+        from agentrl.evaluation.benchmarks import check_data_command
 
         check_data_command(settings, request)
         return
-    from agentrl.evaluation.play.run import evaluate_command
+    from agentrl.evaluation.run import evaluate_command
 
     evaluate_command(settings, request)
 
@@ -178,7 +178,7 @@ def explain(
     token: Annotated[int, _option("K", "its place in the response, from 0; a token of the model")],
 ) -> None:
     """Show how a token got its gradient: reward, return, baseline, advantage, correction, clipping, loss weight."""
-    from agentrl.inspection.explain import explain_command
+    from agentrl.viewer.explain import explain_command
 
     for line in explain_command(run, step=step, trajectory=trajectory, token=token):
         typer.echo(line)
@@ -190,7 +190,7 @@ def compare(
     second: Annotated[Path, typer.Argument(help="directory of an evaluation", metavar="B")],
 ) -> None:
     """Compare two evaluations, B against A: the difference of each benchmark, paired by problem."""
-    from agentrl.evaluation.results.comparison import compare_command
+    from agentrl.evaluation.compare import compare_command
 
     compare_command(first, second)
 
@@ -208,7 +208,7 @@ def regrade(
 ) -> None:
     """Grade the stored answers of an evaluation again, without generating, and show what changed."""
     settings = _load("regrade", overrides)
-    from agentrl.evaluation.results.regrade import regrade_command
+    from agentrl.evaluation.regrade import regrade_command
 
     regrade_command(run, settings, grader, extract=extract)
 
@@ -338,7 +338,7 @@ def view(
     groups: Annotated[int | None, _option("N", "groups of each step that --export takes at most", low=1)] = None,
 ) -> None:
     """Show runs and evaluations in the browser: curves, trajectories, and every token. Reads files only."""
-    from agentrl.evaluation.options import whole_numbers
+    from agentrl.evaluation.settings import whole_numbers
     from agentrl.viewer.serve import export_command, view_command
 
     if (export, steps, groups) == (None, None, None):
@@ -446,7 +446,7 @@ def _load(
 ) -> Settings:
     """The settings of a command. ``options``: settings by key that its own options give; None: not given."""
     from agentrl.config import load_settings, settings_warnings
-    from agentrl.evaluation.options import quoted
+    from agentrl.evaluation.settings import quoted
 
     given = {key: value for key, value in (options or {}).items() if value is not None}
     texts = [quoted(key, value) if isinstance(value, str) else f"{key}={value}" for key, value in given.items()]

@@ -20,8 +20,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from agentrl.evaluation.results.differences import difference_on_problems_like_these, difference_on_this_benchmark
-from agentrl.evaluation.results.scores import Floats, Interval, avg_at_k
+from agentrl.evaluation.compare import difference_on_problems_like_these, difference_on_this_benchmark
+from agentrl.evaluation.scores import Floats, Interval, avg_at_k
 from agentrl.lab.study.statistics import Estimated, interquartile_mean, over_seeds
 
 Population = Callable[[np.random.Generator, int], Floats]

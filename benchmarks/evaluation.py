@@ -30,13 +30,12 @@ import psutil
 from scripted import ScriptedEngine, written
 
 from agentrl.config import load_settings
-from agentrl.evaluation.data.problem_sets import ProblemSet, problem_sets
-from agentrl.evaluation.options import EvaluationRequest
-from agentrl.evaluation.play.limits import evaluation_settings
-from agentrl.evaluation.play.players import Player, TokenPlayer
-from agentrl.evaluation.play.run import Evaluation, finish
-from agentrl.evaluation.records.directory import EvaluationDirectory
-from agentrl.evaluation.results.rollout_index import default_ks
+from agentrl.evaluation.benchmarks import ProblemSet, problem_sets
+from agentrl.evaluation.directory import EvaluationDirectory
+from agentrl.evaluation.engines import Player, TokenPlayer
+from agentrl.evaluation.results import default_ks
+from agentrl.evaluation.run import Evaluation, finish
+from agentrl.evaluation.settings import EvaluationRequest, evaluation_settings
 from agentrl.models.loading import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import Completion, Sampling

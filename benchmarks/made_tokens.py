@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.telemetry.tokens.trajectory_tokens import TrajectoryTokens
+from agentrl.telemetry.tokens import TrajectoryTokens
 
 GROUP = 8
 TURNS = 4

@@ -19,8 +19,7 @@ from made_tokens import made_record, made_tokens
 
 from agentrl.telemetry.files import BackgroundWriter
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.telemetry.tokens.token_file import TokenFacts, TokenFile, write_tokens
-from agentrl.telemetry.tokens.trajectory_tokens import TrajectoryTokens
+from agentrl.telemetry.tokens import TokenFacts, TokenFile, TrajectoryTokens, write_tokens
 from agentrl.telemetry.trace import span, start_trace, stop_trace
 
 REPEATS = 5

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from agentrl.lab.plots import logarithmic
+from agentrl.lab.report import logarithmic
 from agentrl.lab.results import PROBLEMS, SETTINGS, Measured, MeasurementFiles, ProblemLine, measured_of
 from agentrl.lab.summary import IntervalEstimate, Line, summarise
 from agentrl.telemetry.files import atomic_write, json_line

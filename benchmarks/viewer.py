@@ -30,8 +30,8 @@ from playwright.sync_api import Page, sync_playwright
 from tokenizers import Tokenizer, decoders, models
 
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.telemetry.tokens.token_file import TokenFacts, write_tokens
-from agentrl.viewer.library import Library
+from agentrl.telemetry.tokens import TokenFacts, write_tokens
+from agentrl.viewer.runs import Library
 
 LONG = 16_384  # tokens of each step's first trajectory
 DIFFERENT = 4  # steps that are written; the others are links to them

@@ -12,15 +12,14 @@ from pathlib import Path
 from generated_page import write_or_check  # beside this script
 
 from agentrl.telemetry.alerts import RULES
-from agentrl.telemetry.metrics.catalogue import SECTIONS
-from agentrl.telemetry.metrics.definitions import Metric
+from agentrl.telemetry.metrics import SECTIONS, Metric
 
 TARGET = Path(__file__).with_name("metrics.md")
 
 HEAD = """# Metrics
 
 `metrics.jsonl` has a row for each training step and each evaluation. This page is generated from
-`agentrl/telemetry/metrics/catalogue.py` (`make docs`), which the console and the plots also use. *Healthy* describes a
+`agentrl/telemetry/metrics.py` (`make docs`), which the console and the plots also use. *Healthy* describes a
 run that learns, and names the [alerts](telemetry.md#alerts) that read the metric. *When* describes the rows that have
 the metric; if it is empty, every training row has it. `{...}` stands for any text.
 

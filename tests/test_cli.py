@@ -42,7 +42,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         ("agentrl.training.run", "start", "train"),
         ("agentrl.training.run", "dry_run", "dry_run"),
         ("agentrl.training.coldstart", "policy", "coldstart_command"),
-        ("agentrl.evaluation.play", "run", "evaluate_command"),
+        ("agentrl.evaluation", "run", "evaluate_command"),
     ):
         full = f"{package}.{name}"
         if not isinstance(sys.modules.get(full), _Scripted):

@@ -12,12 +12,12 @@ import numpy as np
 import yaml
 
 from agentrl.errors import SettingsError, require_package
+from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.formats import Results
-from agentrl.evaluation.records.directory import EvaluationDirectory
-from agentrl.evaluation.records.transcript import Transcript
+from agentrl.evaluation.transcripts import Transcript
 from agentrl.telemetry.records import Metrics, Summary
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.telemetry.tokens.stored_step import StoredStep, read_step
+from agentrl.telemetry.tokens import StoredStep, read_step
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -20,7 +20,7 @@ class SetRecord(TypedDict):
 
 
 class Provenance(TypedDict):
-    """Origin of results: everything needed to repeat them. Built by ``agentrl.evaluation.records.provenance``."""
+    """Origin of results: everything needed to repeat them. Built by ``agentrl.evaluation.provenance``."""
 
     model: JSONObject
     engine: JSONObject
@@ -43,7 +43,7 @@ class Bounds(TypedDict):
 
 
 class ScoreRecord(TypedDict):
-    """avg@n with intervals, as in `agentrl.evaluation.results.scores.Score`."""
+    """avg@n with intervals, as in `agentrl.evaluation.scores.Score`."""
 
     mean: float
     this_benchmark: Bounds

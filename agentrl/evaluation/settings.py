@@ -1,15 +1,25 @@
-"""Settings of evaluation: samples, sampling, limits and the endpoint."""
+"""Settings of evaluation, presets, and conversion of the options of ``agentrl eval``. Imports no heavy library."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Protocol, Self
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from agentrl.errors import SettingsError
 from agentrl.problems.settings import DataSettings
 from agentrl.rollout.settings import EngineSections, EnvironmentSections
 from agentrl.telemetry.settings import TelemetrySettings
+from agentrl_envs.episode import Environment
+from agentrl_envs.registry import did_you_mean
+from agentrl_envs.settings import SimpleTIRSettings
+
+if TYPE_CHECKING:
+    from agentrl.rollout.settings import RolloutSettings
+
 
 REQUEST_FIELDS = ("system_prompt", "top_k", "min_p", "limit_field", "extra_body")
 """Settings that change an endpoint's requests, in addition to the sampling settings of every engine."""
@@ -147,3 +157,92 @@ class EvaluationSections(EnvironmentSections, EngineSections, Protocol):
     def telemetry(self) -> TelemetrySettings: ...
     def model_copy(self, *, update: Mapping[str, object] | None = None) -> Self:
         """Copy the settings with updated sections."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRequest:
+    """Options that are not settings.
+
+    ``ks`` is empty for 1, 2, 4 .. n. ``conversations`` limits the conversations per problem in the report; None stands
+    for as many as fit into 10 MB.
+    """
+
+    benchmarks: tuple[str, ...] = ()
+    data_dir: Path | None = None
+    output: Path | None = None
+    ks: tuple[int, ...] = ()
+    conversations: int | None = None
+
+
+def overrides_of(
+    *, model: str | None, base_url: str | None, preset: str | None, n: int | None, falsified: bool
+) -> list[str]:
+    """Convert the options to ``key=value``, in increasing precedence. Raises SettingsError for an unknown preset.
+
+    >>> overrides_of(model="it's", base_url=None, preset=None, n=4, falsified=True)
+    ["model.path='it''s'", 'evaluation.samples=4', 'evaluation.falsified=true']
+    """
+    overrides = []
+    if preset is not None:
+        if preset not in PRESETS:
+            hint = did_you_mean(preset, PRESETS)
+            raise SettingsError(f"--preset {preset}: unknown preset; valid: {', '.join(PRESETS)}{hint}")
+        overrides += [f"{key}={value}" for key, value in PRESETS[preset].items()]
+    if base_url is not None:
+        overrides.append(quoted("evaluation.endpoint.url", base_url))
+    if model is not None:
+        overrides.append(quoted("model.path" if base_url is None else "evaluation.endpoint.model", model))
+    overrides += [] if n is None else [f"evaluation.samples={n}"]
+    overrides += ["evaluation.falsified=true"] if falsified else []
+    return overrides
+
+
+def whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    """Parse positive integers separated by commas into a sorted tuple without duplicates. Raises SettingsError.
+
+    >>> whole_numbers("--k", "8, 1,8")
+    (1, 8)
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise SettingsError(f"{option}={text}: expected positive whole numbers, separated by commas")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def quoted(key: str, text: str) -> str:
+    """Format ``key=text``, quoted so that YAML reads exactly this text."""
+    escaped = text.replace("'", "''")
+    return f"{key}='{escaped}'"
+
+
+def evaluation_rollout(settings: EvaluationSections) -> RolloutSettings:
+    """Copy of ``settings.rollout`` with the token limits and the temperature of evaluation."""
+    evaluation = settings.evaluation
+    rollout = settings.rollout
+    whole = rollout.max_response_tokens if evaluation.max_response_tokens is None else evaluation.max_response_tokens
+    turn = rollout.max_turn_tokens if evaluation.max_turn_tokens is None else evaluation.max_turn_tokens
+    return rollout.model_copy(
+        update={
+            "temperature": evaluation.temperature,
+            "max_response_tokens": whole,
+            "max_turn_tokens": min(turn, whole),
+        }
+    )
+
+
+def evaluation_settings(settings: EvaluationSections) -> EvaluationSections:
+    """Copy of ``settings`` with the limits of evaluation for environment and rollouts.
+
+    ``evaluation.max_turns`` applies to episodes with tools; other environments have their own limit.
+    """
+    update: dict[str, object] = {"rollout": evaluation_rollout(settings)}
+    turns = settings.evaluation.max_turns
+    if isinstance(settings.environment, SimpleTIRSettings) and turns is not None:
+        update["environment"] = settings.environment.model_copy(update={"max_turns": turns})
+    return settings.model_copy(update=update)
+
+
+def evaluation_environment(environment: Environment, settings: EvaluationSections) -> Environment:
+    """Return an open ``environment`` with evaluation's turn limit. The original must still be closed."""
+    turns = settings.evaluation.max_turns
+    return environment if turns is None else environment.with_turns(turns)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import SettingsError
-from agentrl.lab.choices import Choice, advantages_in
 from agentrl.lab.measure import GradientMoments, ProblemMoments, named_moments
 from agentrl.lab.sample import ProblemSample
+from agentrl.lab.settings import Choice, advantages_in
 from agentrl.telemetry.files import append_line, atomic_write, json_line, repair_torn_line, world_errors
 from agentrl.trajectory import Group
 

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 from agentrl.algorithms import estimator_needs
 from agentrl.errors import SettingsError
 from agentrl.kernels import Backend
-from agentrl.lab.choices import Choice
 from agentrl.lab.measure import ProblemMoments, measure
 from agentrl.lab.play import Played, SamplePlayer, lab_problems
-from agentrl.lab.reporting import report
+from agentrl.lab.report import report
 from agentrl.lab.results import MEASURED, MeasurementFiles, ProblemLine, line_of
 from agentrl.lab.sample import ProblemSample, look_at, unusable
-from agentrl.lab.settings import LabRequest, LabSettings, check_lab, lab_settings
+from agentrl.lab.settings import Choice, LabRequest, LabSettings, check_lab, lab_settings
 from agentrl.lab.summary import Line
 from agentrl.models.attention import choose_attention
 from agentrl.models.exactness import check_policy

@@ -16,7 +16,7 @@ from agentrl.rollout.metrics import VersionClock, rollout_metrics
 from agentrl.rollout.schedule import BackgroundSource, OnDemandSource, RolloutSource, Schedule
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import QueueState, WorkQueue
-from agentrl.telemetry.metrics.definitions import user_metrics
+from agentrl.telemetry.metrics import user_metrics
 from agentrl.telemetry.trace import now, since
 from agentrl.trajectory import Group
 

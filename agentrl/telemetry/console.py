@@ -14,8 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Column, Table
 from rich.text import Text
 
-from agentrl.telemetry.metrics.catalogue import METRICS
-from agentrl.telemetry.metrics.definitions import USER_METRICS
+from agentrl.telemetry.metrics import METRICS, USER_METRICS
 from agentrl.telemetry.settings import TelemetrySettings
 
 _RECENT = 20  # steps of the running average and of the estimated time left

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from agentrl.telemetry.alerts import NAMES
-from agentrl.telemetry.trackers.tracker import TRACKERS
+from agentrl.telemetry.trackers import TRACKERS
 
 
 class TelemetrySettings(BaseModel):

@@ -6,6 +6,7 @@ are sent as JSON and displayed as text nodes. The page's security policy forbids
 
 from __future__ import annotations
 
+import json
 import secrets
 import traceback
 from collections.abc import Callable, Mapping
@@ -22,21 +23,86 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl.errors import AgentRLError, SettingsError
-from agentrl.inspection.json_values import to_json
-from agentrl.telemetry.metrics.catalogue import defined_metrics
-from agentrl.telemetry.palette import palette_css
+from agentrl.telemetry.metrics import defined_metrics
+from agentrl.telemetry.plots import palette_css
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.viewer.calculator import Calculator
-from agentrl.viewer.evaluation_page import comparison_page, evaluation_page, evaluation_summary, rollout_page
-from agentrl.viewer.library import Library
+from agentrl.viewer.evaluations import comparison_page, evaluation_page, evaluation_summary, rollout_page
+from agentrl.viewer.export import STATIC
 from agentrl.viewer.metrics_file import metrics_of
-from agentrl.viewer.queries import QueryError, asked_steps, position_of, search_of, what_if_question, whole
-from agentrl.viewer.run_facts import run_facts, run_summary
-from agentrl.viewer.step_table import find_rows
-from agentrl.viewer.trajectory_page import trajectory_page
+from agentrl.viewer.run_files import to_json
+from agentrl.viewer.runs import Library, run_facts, run_summary
+from agentrl.viewer.trajectories import Search, find_rows, trajectory_page
 from agentrl_envs.registry import describe_error
 
-STATIC = Path(__file__).parent / "static"
+Query = Mapping[str, str]
+
+
+class QueryError(ValueError):
+    """A query contains an invalid value."""
+
+
+def search_of(query: Query) -> Search:
+    """Parse the conditions for the rows of a table."""
+    return Search(
+        text=query.get("text", ""),
+        problem=query.get("problem", ""),
+        ended=query.get("ended", ""),
+        verdict=query.get("verdict", ""),
+        tool=query.get("tool", ""),
+        dropped=query.get("dropped", ""),
+        group=whole(query, "group"),
+        least_reward=number(query, "least_reward"),
+        most_reward=number(query, "most_reward"),
+        least_turns=whole(query, "least_turns"),
+        most_turns=whole(query, "most_turns"),
+        least_staleness=whole(query, "least_staleness"),
+    )
+
+
+def asked_steps(stored: list[int], query: Query) -> list[int]:
+    """Return the stored steps from ``first`` to ``last``. A single step is returned even if it is not stored."""
+    first, last = whole(query, "first"), whole(query, "last")
+    if first is not None and first == last:
+        return [first]
+    return [step for step in stored if (first is None or step >= first) and (last is None or step <= last)]
+
+
+def position_of(text: str) -> tuple[int, int]:
+    step, _, number = text.partition(":")
+    if not (step.isdigit() and number.isdigit()):
+        raise QueryError(f"after={text!r} is not STEP:NUMBER")
+    return int(step), int(number)
+
+
+def whole(query: Query, name: str) -> int | None:
+    value = number(query, name)
+    return None if value is None else int(value)
+
+
+def number(query: Query, name: str) -> float | None:
+    text = query.get(name, "")
+    try:
+        return float(text) if text else None
+    except ValueError as error:
+        raise QueryError(f"{name}={text!r} is not a number") from error
+
+
+def what_if_question(query: Query) -> dict[str, object]:
+    """Parse the request for another estimator: its name, its options as a JSON object, and the size of the group."""
+    try:
+        options = json.loads(query.get("options", "{}"))
+    except ValueError as error:
+        raise QueryError(f"options={query['options']!r} is not JSON") from error
+    if not isinstance(options, dict):
+        raise QueryError(f"options={query['options']!r} is not a JSON object")
+    return {
+        "ask": "what_if",
+        "estimator": query.get("estimator", ""),
+        "options": options,
+        "size": whole(query, "size"),
+    }
+
+
 SEARCH_SECONDS = 2.0  # time limit of a search; its response contains the position at which to continue
 
 POLICY = (
@@ -53,17 +119,22 @@ HEADERS = {
 }
 
 Answer = Callable[[Request], object]
+Calculate = Callable[[Path, dict[str, object]], object]
+"""A run's path and a request of `agentrl.viewer.calculations` -> the result."""
 
 
-def make_app(library: Library, *, token: str, calculator: Calculator) -> Starlette:
-    """Return the ASGI application of the viewer. Every request for data must carry ``token``."""
+def make_app(library: Library, *, token: str, calculate: Calculate) -> Starlette:
+    """Return the ASGI application of the viewer. Every request for data must carry ``token``.
+
+    ``calculate`` handles the requests that need torch (:class:`agentrl.viewer.serve.Calculator`).
+    """
 
     def page(_request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
 
     api = [
         Route(f"/api{path}", _endpoint(answer, token))
-        for path, answer in _Answers(library, calculator).by_path().items()
+        for path, answer in _Answers(library, calculate).by_path().items()
     ]
     return Starlette(
         routes=[
@@ -84,9 +155,9 @@ def make_app(library: Library, *, token: str, calculator: Calculator) -> Starlet
 class _Answers:
     """Handlers of the addresses."""
 
-    def __init__(self, library: Library, calculator: Calculator) -> None:
+    def __init__(self, library: Library, calculate: Calculate) -> None:
         self._library = library
-        self._calculator = calculator
+        self._calculate = calculate
 
     def by_path(self) -> Mapping[str, Answer]:
         """Return the handler of each path."""
@@ -152,7 +223,7 @@ class _Answers:
         return self._calculated(request, {"ask": "explain", **_named(request), "token": request.path_params["token"]})
 
     def _calculated(self, request: Request, question: dict[str, object]) -> object:
-        return self._calculator.ask(self._run(request).path, question)
+        return self._calculate(self._run(request).path, question)
 
     def _run(self, request: Request) -> RunDirectory:
         return self._library.run(request.path_params["id"])

@@ -17,8 +17,8 @@ from typing import IO
 
 import numpy as np
 
-from agentrl.inspection.json_values import finite
 from agentrl.telemetry.files import contained
+from agentrl.viewer.run_files import finite
 
 _LONGEST_LINE = 1 << 24  # bytes; a row of metrics has a few thousand
 _KEPT_RUNS = 16  # runs whose columns stay in memory: 8 MB each with 5,000 steps of 100 metrics

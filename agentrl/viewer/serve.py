@@ -1,26 +1,98 @@
-"""`agentrl view`: serve the viewer to this machine only, and open it in the browser."""
+"""`agentrl view`: serve the viewer to this machine only, and open it in the browser.
+
+Computations that need torch and a run's plug-ins take place in a separate process (:class:`Calculator`), because the
+viewer imports neither.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import getpass
+import json
 import os
 import platform
 import re
 import secrets
+import selectors
 import socket
+import subprocess
+import sys
+import threading
 import webbrowser
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import uvicorn
 
-from agentrl.errors import SettingsError
+from agentrl.errors import SettingsError, WorldError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.viewer.app import make_app
-from agentrl.viewer.calculator import Calculator
-from agentrl.viewer.export.page import export_page
-from agentrl.viewer.library import Library
+from agentrl.viewer.export import export_page
+from agentrl.viewer.runs import Library
+
+_DEADLINE = 120.0  # seconds until a response; the first one includes the import of torch
+
+
+class Calculator:
+    """Client of ``agentrl.viewer.calculations``. Sends one request at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._run: Path | None = None
+
+    def ask(self, run: Path, question: dict[str, object]) -> object:
+        """Return the result of a request. Raises SettingsError if it is impossible, WorldError if the process fails."""
+        with self._lock:
+            process = self._for(run.resolve())
+            try:
+                answer = json.loads(_answer(process, json.dumps(question).encode() + b"\n"))
+            except (OSError, ValueError) as error:
+                self._end()
+                raise WorldError(f"the process that computes for {run} has ended: {error or 'no response'}") from error
+        if "error" in answer:
+            raise SettingsError(str(answer["error"]))
+        return answer["answer"]
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._end()
+
+    def _for(self, run: Path) -> subprocess.Popen[bytes]:
+        if self._process is None or self._run != run or self._process.poll() is not None:
+            self._end()
+            command = [sys.executable, "-m", "agentrl.viewer.calculations", str(run)]
+            # A separate session, so that Ctrl-C reaches only the viewer, which then ends the process.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
+            self._run = run
+        return self._process
+
+    def _end(self) -> None:
+        if self._process is None:
+            return
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._process.wait()
+        self._process = None
+
+
+def _answer(process: subprocess.Popen[bytes], question: bytes) -> bytes:
+    """Send a request and read one line. Raises OSError if the process ends or is too slow."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(question)
+    process.stdin.flush()
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(process.stdout, selectors.EVENT_READ)
+        if not waiting.select(_DEADLINE):
+            raise TimeoutError(f"no response within {_DEADLINE:g} s")
+    return process.stdout.readline()
+
 
 HOST = "127.0.0.1"
 PORT = 8642
@@ -33,7 +105,7 @@ def view_command(paths: Sequence[Path], *, port: int | None, browse: bool, echo:
     token = stored_token()
     calculator = Calculator()
     config = uvicorn.Config(
-        make_app(library, token=token, calculator=calculator),
+        make_app(library, token=token, calculate=calculator.ask),
         lifespan="off",
         log_level="warning",
         access_log=False,

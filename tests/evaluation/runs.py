@@ -9,11 +9,10 @@ from typing import Any
 from rollout.fakes import ScriptedEnvironment, ScriptedEpisode
 
 from agentrl.config import Settings, load_settings
-from agentrl.evaluation.data.problem_sets import ProblemSet
-from agentrl.evaluation.options import EvaluationRequest
-from agentrl.evaluation.play.limits import evaluation_settings
-from agentrl.evaluation.play.run import Evaluation, finish
-from agentrl.evaluation.records.transcript import Sample, Transcript, Turn
+from agentrl.evaluation.benchmarks import ProblemSet
+from agentrl.evaluation.run import Evaluation, finish
+from agentrl.evaluation.settings import EvaluationRequest, evaluation_settings
+from agentrl.evaluation.transcripts import Sample, Transcript, Turn
 from agentrl.telemetry.console import Console
 from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
 
@@ -118,7 +117,7 @@ async def play(engine: WrittenEngine, output: Path, sets: Sequence[ProblemSet], 
 
 def results(output: Path, sets: Sequence[ProblemSet], *overrides: str, **request: Any) -> dict[str, Any]:
     """Finish ``output``."""
-    from agentrl.evaluation.records.directory import EvaluationDirectory
+    from agentrl.evaluation.directory import EvaluationDirectory
 
     chosen = settings(*overrides)
     directory = EvaluationDirectory.existing(output)

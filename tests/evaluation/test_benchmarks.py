@@ -12,8 +12,14 @@ import pyarrow.parquet
 import pytest
 
 from agentrl.config import load_settings
-from agentrl.evaluation.data.benchmarks import BENCHMARKS, DataCheck, check_benchmark, load_benchmark, read_benchmark
-from agentrl.evaluation.data.problem_sets import problem_sets
+from agentrl.evaluation.benchmarks import (
+    BENCHMARKS,
+    DataCheck,
+    check_benchmark,
+    load_benchmark,
+    problem_sets,
+    read_benchmark,
+)
 from agentrl.problems.rows import ProblemError, problem_of
 from agentrl_envs.grading import Grader, GraderSettings
 from agentrl_envs.types import Verdict

@@ -12,10 +12,9 @@ import pytest
 from evaluation.runs import WrittenEngine, failed, play, problem_set, results, settings, transcript
 
 from agentrl.errors import SettingsError
-from agentrl.evaluation.records.transcript import Sample
-from agentrl.evaluation.results.comparison import compare_command
-from agentrl.evaluation.results.differences import compare
-from agentrl.evaluation.results.regrade import FunctionGrader, regrade_command
+from agentrl.evaluation.compare import compare, compare_command
+from agentrl.evaluation.regrade import FunctionGrader, regrade_command
+from agentrl.evaluation.transcripts import Sample
 from agentrl_envs.registry import PluginError
 from agentrl_envs.types import Ended, Verdict
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.evaluation.results.differences import (
+from agentrl.evaluation.compare import (
     difference_on_problems_like_these,
     difference_on_this_benchmark,
     paired_difference,
 )
-from agentrl.evaluation.results.scores import Interval, avg_at_k
+from agentrl.evaluation.scores import Interval, avg_at_k
 
 
 def test_counts_by_hand():

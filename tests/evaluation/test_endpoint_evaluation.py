@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from warm import WarmPopen, run_warm
 
-from agentrl.evaluation.records.rollout_log import read_rollouts
+from agentrl.evaluation.transcripts import read_rollouts
 
 pytestmark = pytest.mark.slow
 

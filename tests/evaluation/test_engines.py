@@ -12,9 +12,8 @@ from rollout.fakes import byte_codec, byte_tokenizer, tiny_model
 from rollout.templates import QWEN, chat_tokenizer
 
 from agentrl.errors import SettingsError
-from agentrl.evaluation.play.engines import OpenedModel, environment_of, open_engine
-from agentrl.evaluation.play.players import TokenPlayer
-from agentrl.evaluation.records.provenance import provenance
+from agentrl.evaluation.engines import OpenedModel, TokenPlayer, environment_of, open_engine
+from agentrl.evaluation.provenance import provenance
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.environment import build_codec
 from agentrl_envs.chat import MarkedText

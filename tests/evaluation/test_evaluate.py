@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agentrl.errors import WorldError
-from agentrl.evaluation.play.during_training import score_groups
+from agentrl.evaluation.during_training import score_groups
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
 

@@ -17,13 +17,12 @@ import zstandard
 from evaluation.runs import WrittenEngine, failed, play, problem, problem_set, results, settings, transcript
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.evaluation.data.problem_sets import ProblemSet
-from agentrl.evaluation.options import EvaluationRequest
-from agentrl.evaluation.play.run import default_output, evaluate_command
-from agentrl.evaluation.records.directory import EvaluationDirectory
-from agentrl.evaluation.records.rollout_log import read_rollouts
-from agentrl.evaluation.records.transcript import Sample, Turn
-from agentrl.telemetry.trackers.tracker import SampleTable, TrackedRun, register_tracker
+from agentrl.evaluation.benchmarks import ProblemSet
+from agentrl.evaluation.directory import EvaluationDirectory
+from agentrl.evaluation.run import default_output, evaluate_command
+from agentrl.evaluation.settings import EvaluationRequest
+from agentrl.evaluation.transcripts import Sample, Turn, read_rollouts
+from agentrl.telemetry.trackers import SampleTable, TrackedRun, register_tracker
 from agentrl_envs.types import Ended, Verdict
 
 
@@ -317,7 +316,7 @@ async def test_nothing_but_failures_ends_with_the_reason(tmp_path: Path) -> None
 
 
 async def test_falsified_observations_are_a_benchmark_of_their_own(tmp_path: Path) -> None:
-    from agentrl.evaluation.data.problem_sets import problem_sets
+    from agentrl.evaluation.benchmarks import problem_sets
 
     rows = [{"id": f"q{n}", "problem": f"What is {n} + {n}?", "answer": 2 * n} for n in range(30)]
     (tmp_path / "aime24.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

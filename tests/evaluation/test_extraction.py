@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import SettingsError
-from agentrl.evaluation.records.transcript import Sample, Transcript, Turn
-from agentrl.evaluation.results.extraction import extracted, protocol_of
-from agentrl.evaluation.results.regrade import regrade_command
+from agentrl.evaluation.regrade import extracted, protocol_of, regrade_command
+from agentrl.evaluation.transcripts import Sample, Transcript, Turn
 from agentrl_envs.execution import PRINTED
 from agentrl_envs.grading import Grader, GraderSettings
 from agentrl_envs.protocols.base import ParsedTurn, last_boxed

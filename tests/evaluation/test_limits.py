@@ -8,8 +8,7 @@ import pytest
 
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.evaluation.play.limits import evaluation_environment, evaluation_rollout, evaluation_settings
-from agentrl.evaluation.settings import PRESETS
+from agentrl.evaluation.settings import PRESETS, evaluation_environment, evaluation_rollout, evaluation_settings
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rollout.fakes import ScriptedEngine, ScriptedEnvironment, ScriptedEpisode, byte_codec, completion, ends, goes_on
 
-from agentrl.evaluation.play.players import TextPlayer, TokenPlayer
-from agentrl.evaluation.play.text_engine import ContextFullError, TextCompletion, TextSampling
-from agentrl.evaluation.records.transcript import Sample, Transcript
+from agentrl.evaluation.endpoint import ContextFullError, TextCompletion, TextSampling
+from agentrl.evaluation.engines import TextPlayer, TokenPlayer
+from agentrl.evaluation.transcripts import Sample, Transcript
 from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.settings import RolloutSettings
 from agentrl_envs.types import Ended, Problem, ToolCall, Verdict

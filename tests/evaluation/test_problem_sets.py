@@ -10,9 +10,8 @@ from evaluation.runs import settings
 
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.evaluation.data.data_check import check_data_command
-from agentrl.evaluation.data.problem_sets import held_out_problems, problem_sets
-from agentrl.evaluation.options import EvaluationRequest
+from agentrl.evaluation.benchmarks import check_data_command, held_out_problems, problem_sets
+from agentrl.evaluation.settings import EvaluationRequest
 from agentrl.problems.rows import ProblemFieldError
 
 

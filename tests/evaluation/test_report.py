@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from evaluation.runs import HOSTILE, WrittenEngine, failed, play, problem_set, results, transcript
 
-from agentrl.evaluation.records.transcript import KINDS, Sample, Turn
-from agentrl.evaluation.results import report
-from agentrl.evaluation.results.formulas import formulas_of
-from agentrl.telemetry.palette import palette_css
+from agentrl.evaluation import report
+from agentrl.evaluation.report import formulas_of
+from agentrl.evaluation.transcripts import KINDS, Sample, Turn
+from agentrl.telemetry.plots import palette_css
 
 COLUMNS = {"db": HOSTILE, "rows": [1, {"a": None}], "long": "x" * 3000}
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from evaluation.runs import WrittenEngine, play, problem_set, results, transcript
 
-from agentrl.evaluation.data.problem_sets import ProblemSet
-from agentrl.evaluation.records.transcript import Sample, Turn
+from agentrl.evaluation.benchmarks import ProblemSet
+from agentrl.evaluation.transcripts import Sample, Turn
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import WorldError
-from agentrl.evaluation.records.rollout_log import RolloutLog, read_rollouts, repair_frames
-from agentrl.evaluation.records.transcript import Transcript, Turn
+from agentrl.evaluation.transcripts import RolloutLog, Transcript, Turn, read_rollouts, repair_frames
 from agentrl_envs.types import Ended, ToolCall, Verdict
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.evaluation.results.scores import Interval, avg_at_k, pass_at_k, student_quantile
+from agentrl.evaluation.scores import Interval, avg_at_k, pass_at_k, student_quantile
 
 
 def wilson(mean: float, samples: float, quantile: float) -> tuple[float, float]:

@@ -14,12 +14,11 @@ from rollout.fakes import ScriptedEnvironment, ScriptedEpisode, byte_codec, byte
 
 from agentrl.config import Settings
 from agentrl.errors import SettingsError
-from agentrl.evaluation.data.problem_sets import ProblemSet
-from agentrl.evaluation.options import EvaluationRequest
-from agentrl.evaluation.play.engines import OpenedModel, open_engine
-from agentrl.evaluation.play.run import Evaluation
-from agentrl.evaluation.play.verified import PROBE
-from agentrl.evaluation.records.directory import EvaluationDirectory
+from agentrl.evaluation.benchmarks import ProblemSet
+from agentrl.evaluation.directory import EvaluationDirectory
+from agentrl.evaluation.engines import PROBE, OpenedModel, open_engine
+from agentrl.evaluation.run import Evaluation
+from agentrl.evaluation.settings import EvaluationRequest
 from agentrl.rollout.engines.servers import ServerEngine
 from agentrl.telemetry.console import Console
 from agentrl.weights.checksums import checksums

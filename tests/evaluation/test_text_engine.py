@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.evaluation.play.text_engine import (
+from agentrl.evaluation.endpoint import (
     ContextFullError,
     RequestRefusedError,
     TextCompletion,
@@ -256,7 +256,7 @@ async def test_trouble_is_told_once_in_a_while(caplog: pytest.LogCaptureFixture)
     await endpoint.ask()
     endpoint.now += 60
     await endpoint.ask()
-    told = [record.getMessage() for record in caplog.records if record.name == "agentrl.evaluation.play.text_engine"]
+    told = [record.getMessage() for record in caplog.records if record.name == "agentrl.evaluation.endpoint"]
     deadline = "each request for up to 30 s (evaluation.endpoint.retry_deadline)"
     name = "the endpoint http://host/v1"
     assert told == [

@@ -7,7 +7,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from agentrl.evaluation.results.voting import Tally, maj_at_n, tally
+from agentrl.evaluation.scores import Tally, maj_at_n, tally
 from agentrl_envs.grading import Grader, GraderSettings
 from agentrl_envs.types import Verdict
 

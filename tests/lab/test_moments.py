@@ -13,12 +13,9 @@ from torch import Tensor
 from agentrl.algorithms import AdvantageInputs, compute_advantages
 from agentrl.batch import Batch, MicroBatch
 from agentrl.errors import SettingsError
-from agentrl.lab.choices import advantages_in, draw_groups, read_choices
-from agentrl.lab.gradients import Gradients, GroupProducts
-from agentrl.lab.measure import GradientMoments, measure
+from agentrl.lab.measure import GradientMoments, Gradients, GroupProducts, TrueGradient, covariance_product, measure
 from agentrl.lab.sample import ProblemSample, inputs_of, look_at, row_blocks, unusable
-from agentrl.lab.settings import LabSettings
-from agentrl.lab.truth import TrueGradient, covariance_product
+from agentrl.lab.settings import LabSettings, advantages_in, draw_groups, read_choices
 from agentrl.models.policy import PolicyModel
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem

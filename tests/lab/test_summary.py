@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from agentrl.errors import SettingsError
-from agentrl.lab.choices import measurable, read_choices
 from agentrl.lab.measure import GradientMoments
-from agentrl.lab.settings import LabRequest, check_lab, lab_settings
+from agentrl.lab.settings import LabRequest, check_lab, lab_settings, measurable, read_choices
 from agentrl.lab.summary import IntervalEstimate, Line, as_records, summarise, verdicts
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from agentrl.telemetry.alerts import MACHINE_METRICS, RULES
 from agentrl.telemetry.console import describe
-from agentrl.telemetry.metrics.catalogue import METRICS, SECTIONS, metric_of
-from agentrl.telemetry.metrics.definitions import USER_METRICS, register_metric, user_metrics
+from agentrl.telemetry.metrics import METRICS, SECTIONS, USER_METRICS, metric_of, register_metric, user_metrics
 from agentrl.telemetry.plots import draw_plots
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from agentrl.telemetry.palette import DARK, LIGHT, LOOKS, line_look, palette_css
+from agentrl.telemetry.plots import DARK, LIGHT, LOOKS, line_look, palette_css
 
 # Machado, Oliveira and Fernandes (2009), table 1, deuteranopia (severity 1.0), on linear RGB.
 DEUTERANOPIA = np.array(

@@ -8,8 +8,8 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from agentrl.telemetry.palette import DARK
 from agentrl.telemetry.plots import (
+    DARK,
     PANELS,
     draw_plots,
     legend_below,

@@ -19,7 +19,7 @@ from agentrl.errors import SettingsError, WorldError
 from agentrl.telemetry import run_directory, trajectory_file
 from agentrl.telemetry.files import BackgroundWriter, atomic_write, repair_torn_line
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.viewer.run_facts import run_summary
+from agentrl.viewer.runs import run_summary
 
 CONFIG = "name: x\n"
 

@@ -15,7 +15,7 @@ import pytest
 from shared import made_once
 from warm import WarmPopen
 
-from agentrl.telemetry.metrics.catalogue import metric_of
+from agentrl.telemetry.metrics import metric_of
 
 collect_ignore = [
     "dying_rank.py",

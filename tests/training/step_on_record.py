@@ -20,7 +20,7 @@ from agentrl.models.policy import PolicyModel, ValueModel
 from agentrl.rollout.settings import RewardSettings
 from agentrl.rollout.worker import RolloutBatch
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.telemetry.tokens.token_file import write_tokens
+from agentrl.telemetry.tokens import write_tokens
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, start_distributed
 from agentrl.training.engine.groups import rank_groups
 from agentrl.training.run.outputs import token_facts

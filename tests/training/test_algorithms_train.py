@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 from warm import run_warm
 
-from agentrl.telemetry.metrics.catalogue import METRICS, SECTIONS, metric_of
-from agentrl.telemetry.metrics.definitions import EVERY_STEP
+from agentrl.telemetry.metrics import EVERY_STEP, METRICS, SECTIONS, metric_of
 from agentrl.telemetry.run_directory import RunDirectory
 
 pytestmark = pytest.mark.slow

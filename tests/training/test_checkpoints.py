@@ -16,7 +16,7 @@ import torch.distributed
 from training.conftest import CommandLine
 
 from agentrl.errors import WorldError
-from agentrl.telemetry.checksums import checksum, damaged
+from agentrl.telemetry.files import checksum, damaged
 from agentrl.training.engine import checkpoint
 from agentrl.training.engine.checkpoint import CheckpointWriter, RunState, open_newest
 from agentrl.training.engine.parts import Facts, Part

@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.evaluation.results.scores import avg_at_k
+from agentrl.evaluation.scores import avg_at_k
 from agentrl.models.loading import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.problems.demonstrations import Demonstration, ShownTurn, program

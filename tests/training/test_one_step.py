@@ -12,9 +12,9 @@ import torch
 from kernels.cases import needs_triton
 from ranks import finish, start_ranks
 
-from agentrl.inspection.recompute import recomputed
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.telemetry.tokens.stored_step import read_step
+from agentrl.telemetry.tokens import read_step
+from agentrl.viewer.what_if import recomputed
 
 from .step_on_record import ALONE, CASES, FEW_GROUPS, FOUR, SEQUENCE
 

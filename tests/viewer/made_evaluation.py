@@ -8,7 +8,7 @@ from pathlib import Path
 
 from evaluation.runs import WrittenEngine, play, problem_set, results, transcript
 
-from agentrl.evaluation.records.transcript import Sample, Transcript, Turn
+from agentrl.evaluation.transcripts import Sample, Transcript, Turn
 
 
 def written(sample: Sample) -> Transcript:

@@ -14,8 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from agentrl.algorithms import AdvantageInputs, compute_advantages
 from agentrl.telemetry.alerts import Alert
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.telemetry.tokens.token_file import TokenFacts, write_tokens
-from agentrl.telemetry.tokens.trajectory_tokens import TrajectoryTokens
+from agentrl.telemetry.tokens import TokenFacts, TrajectoryTokens, write_tokens
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)> javascript:alert(1) \u202eright to left"
 PROGRAM = "Let me compute.\n```py\nprint(2 + 3)\n```\n"

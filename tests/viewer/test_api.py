@@ -17,14 +17,13 @@ from viewer.conftest import TOKEN, client_of
 from viewer.made_run import END, HOSTILE, OUTPUT, PROGRAM, make_run
 
 from agentrl.errors import SettingsError
-from agentrl.inspection.explain import explain_command
-from agentrl.inspection.recompute import recomputed
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.telemetry.tokens.stored_step import read_step
+from agentrl.telemetry.tokens import read_step
 from agentrl.viewer.app import make_app
-from agentrl.viewer.calculator import Calculator
-from agentrl.viewer.library import Library
-from agentrl.viewer.serve import listen, stored_token
+from agentrl.viewer.explain import explain_command
+from agentrl.viewer.runs import Library
+from agentrl.viewer.serve import Calculator, listen, stored_token
+from agentrl.viewer.what_if import recomputed
 
 
 def get(client: TestClient, path: str, status: int = 200) -> Any:
@@ -206,7 +205,7 @@ def test_the_token_stays_the_same_and_is_private(tmp_path: Path, monkeypatch: py
 
 def test_a_process_of_its_own_computes_what_if_and_explains(run: RunDirectory) -> None:
     calculator = Calculator()
-    app = make_app(Library([run.path]), token=TOKEN, calculator=calculator)
+    app = make_app(Library([run.path]), token=TOKEN, calculate=calculator.ask)
     client = TestClient(app, base_url="http://127.0.0.1", headers={"Authorization": f"Bearer {TOKEN}"})
     path = f"/runs/{run_id(client)}/steps/2/1"
     try:

@@ -17,7 +17,7 @@ from viewer.test_api import get, run_id
 
 from agentrl.errors import WorldError
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.viewer.export.page import export_page
+from agentrl.viewer.export import export_page
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 BOMB = "a: &a0 [x, x]\n" + "".join(f"b{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))

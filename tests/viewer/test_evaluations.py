@@ -10,8 +10,8 @@ import pytest
 from viewer.conftest import client_of
 from viewer.made_evaluation import better, made_evaluation, written
 
-from agentrl.evaluation.records.directory import EvaluationDirectory
-from agentrl.evaluation.results.differences import compare
+from agentrl.evaluation.compare import compare
+from agentrl.evaluation.directory import EvaluationDirectory
 
 
 @pytest.fixture

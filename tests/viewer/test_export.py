@@ -14,8 +14,7 @@ from viewer.test_api import get, run_id
 
 from agentrl.errors import SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.viewer.export.bundle import bundle
-from agentrl.viewer.export.page import export_page
+from agentrl.viewer.export import bundle, export_page
 from agentrl.viewer.serve import export_command
 
 
@@ -48,7 +47,7 @@ def test_what_cannot_be_exported_is_said_in_one_message(
         export_command([run.path.parent], out, steps=[], groups=None, echo=print)
     with pytest.raises(SettingsError, match="add --export"):
         export_command([run.path], None, steps=[1], groups=None, echo=print)
-    monkeypatch.setattr("agentrl.viewer.export.page._MOST", 50_000)
+    monkeypatch.setattr("agentrl.viewer.export._MOST", 50_000)
     with pytest.raises(SettingsError, match="the page is over 0 MB: choose fewer steps"):
         export_page(run, out)
     assert not list(tmp_path.iterdir())

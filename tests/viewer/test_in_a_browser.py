@@ -21,17 +21,15 @@ from viewer.conftest import TOKEN
 from viewer.made_evaluation import better, made_evaluation, written
 from viewer.made_run import HOSTILE, make_run, metrics_row
 
-from agentrl.inspection.recompute import recomputed
-from agentrl.inspection.what_if import what_if
 from agentrl.telemetry.alerts import Alert
-from agentrl.telemetry.metrics.catalogue import METRICS
+from agentrl.telemetry.metrics import METRICS
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.telemetry.tokens.stored_step import read_step
+from agentrl.telemetry.tokens import read_step
 from agentrl.viewer.app import STATIC, make_app
-from agentrl.viewer.calculator import Calculator
-from agentrl.viewer.export.page import export_page
-from agentrl.viewer.library import Library
-from agentrl.viewer.serve import listen
+from agentrl.viewer.export import export_page
+from agentrl.viewer.runs import Library
+from agentrl.viewer.serve import Calculator, listen
+from agentrl.viewer.what_if import recomputed, what_if
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HERE = CHROMIUM is not None or os.environ.get("CI") == "true"  # in CI there must be one
@@ -49,7 +47,7 @@ def serving(folder: Path) -> Iterator[str]:
     """The address of a viewer over ``folder``, in a thread."""
     listener = listen(None)
     calculator = Calculator()
-    app = make_app(Library([folder]), token=TOKEN, calculator=calculator)
+    app = make_app(Library([folder]), token=TOKEN, calculate=calculator.ask)
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="error", ws="none"))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()

@@ -10,12 +10,10 @@ from pydantic import ValidationError
 
 import agentrl
 from agentrl.errors import SettingsError, require_package
-from agentrl.lab.study.curves import RunCurve, StudyRecord, read_curve
-from agentrl.lab.study.figure import draw_study
-from agentrl.lab.study.queue import work_off
-from agentrl.lab.study.report import markdown
-from agentrl.lab.study.runs import StudyRun, count_by_status, overrides_of, run_folder, study_runs
+from agentrl.lab.study.report import draw_study, markdown
+from agentrl.lab.study.runs import StudyRun, count_by_status, overrides_of, run_folder, study_runs, work_off
 from agentrl.lab.study.settings import StudySettings, read_study
+from agentrl.lab.study.statistics import RunCurve, StudyRecord, read_curve
 from agentrl.telemetry.files import atomic_write, world_errors
 
 RECORD = "study.json"

@@ -1,12 +1,17 @@
-"""Runs of a study. Each is an ordinary run directory, written by an `agentrl train` process."""
+"""Runs of a study, executed by a queue of workers. Each is an ordinary run directory of an `agentrl train` process."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event
 from typing import Literal
 
 from agentrl.lab.study.settings import SettingValues, StudySettings, file_name
@@ -84,3 +89,72 @@ def count_by_status(runs: Sequence[StudyRun]) -> dict[Status, int]:
     for run in runs:
         counts[run.status] += 1
     return counts
+
+
+Report = Callable[[StudyRun, str], None]
+
+
+def work_off(study: StudySettings, runs: Sequence[StudyRun], *, retry: bool, report: Report) -> None:
+    """Start or continue every unfinished run; with ``retry`` also those that failed.
+
+    If a run fails, the failure is recorded and the next run starts. On KeyboardInterrupt the active runs are asked to
+    save a checkpoint and stop; the same call continues them later. Concurrent runs get disjoint CPU cores.
+    """
+    open_runs = [run for run in runs if run.status != "finished" and (retry or run.status != "failed")]
+    stop = Event()
+    running: set[subprocess.Popen[bytes]] = set()
+    shares: SimpleQueue[set[int]] = SimpleQueue()
+    at_a_time = max(1, min(study.jobs, len(open_runs)))
+    for share in shares_of(os.sched_getaffinity(0), at_a_time):
+        shares.put(share)
+    # On Linux affinity belongs to a thread, and processes that the thread starts inherit it.
+    with ThreadPoolExecutor(at_a_time, initializer=lambda: os.sched_setaffinity(0, shares.get())) as pool:
+        waiting = [pool.submit(_work, study, run, stop, running, report) for run in open_runs]
+        try:
+            for future in waiting:
+                future.result()
+        except BaseException:
+            stop.set()
+            for process in list(running):
+                process.terminate()
+            raise
+
+
+def shares_of(cores: Collection[int], jobs: int) -> list[set[int]]:
+    """Split ``cores`` into disjoint shares for ``jobs`` concurrent runs; runs share single cores if there are too few.
+
+    >>> shares_of({0, 1, 2, 3, 4}, 2)
+    [{0, 1}, {2, 3, 4}]
+    >>> shares_of({0, 1}, 3)
+    [{0}, {0}, {1}]
+    """
+    ordered, count = sorted(cores), len(cores)
+    whole = [set(ordered[job * count // jobs : (job + 1) * count // jobs]) for job in range(jobs)]
+    return [share or {ordered[job % count]} for job, share in enumerate(whole)]
+
+
+def _work(
+    study: StudySettings, run: StudyRun, stop: Event, running: set[subprocess.Popen[bytes]], report: Report
+) -> None:
+    if stop.is_set():
+        return
+    run.log.parent.mkdir(parents=True, exist_ok=True)
+    run.failure.unlink(missing_ok=True)
+    report(run, "continues" if run.status == "interrupted" else "starts")
+    with run.log.open("ab") as log:
+        process = subprocess.Popen(train_command(study, run), stdout=log, stderr=subprocess.STDOUT)
+        running.add(process)
+        if stop.is_set():  # it was set before the process was in `running`
+            process.terminate()
+        code = process.wait()
+        running.discard(process)
+    if run.status == "finished":
+        report(run, "finished")
+    elif not stop.is_set() and code not in (130, -2):  # 130 and -2: the run itself was interrupted, not failed
+        run.failure.write_text(f"exit status {code}\n{_last_line(run)}\n", encoding="utf-8")
+        report(run, f"failed with exit status {code}: {_last_line(run)} ({run.log})")
+
+
+def _last_line(run: StudyRun) -> str:
+    lines = run.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else "the log is empty"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from agentrl.errors import AgentRLError, SettingsError, WorldError
-from agentrl.evaluation.play.during_training import evaluate_policy
+from agentrl.evaluation.during_training import evaluate_policy
 from agentrl.models.loading import read_model
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.driver import Driver

@@ -24,8 +24,7 @@ from typing import Any, Protocol, TypeVar
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.work_queue import QueueState
-from agentrl.telemetry.checksums import checksum, damaged
-from agentrl.telemetry.files import atomic_write, world_errors
+from agentrl.telemetry.files import atomic_write, checksum, damaged, world_errors
 from agentrl.telemetry.records import EvaluationRecord
 from agentrl.training.engine.adapter import AdapterRecord
 from agentrl.training.engine.deepspeed_engine import from_rank_zero, gather_from_ranks, on_every_rank

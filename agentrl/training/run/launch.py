@@ -29,7 +29,7 @@ from agentrl.cluster.processes import (
 )
 from agentrl.cluster.sandboxes import SandboxServices
 from agentrl.errors import OutOfMemoryError, SettingsError, WorldError
-from agentrl.evaluation.options import quoted
+from agentrl.evaluation.settings import quoted
 from agentrl.rollout.engines.base import engine_facts, server_bundles, servers_on_nodes
 from agentrl.telemetry.console import Console
 from agentrl.training.run.signals import INTERRUPTED, stop_requests

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 import agentrl
-from agentrl.evaluation.play.during_training import EvaluationReport
+from agentrl.evaluation.during_training import EvaluationReport
 from agentrl.models.loading import write_model
 from agentrl.models.lora import write_adapter
 from agentrl.telemetry.alerts import explained, held_out_change, is_worse, reward_change
@@ -24,8 +24,7 @@ from agentrl.telemetry.plots import draw_plots
 from agentrl.telemetry.records import BestRecord, EvaluationRecord
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.settings import TelemetrySettings
-from agentrl.telemetry.tokens.token_file import TokenFacts, write_tokens
-from agentrl.telemetry.tokens.trajectory_tokens import TrajectoryTokens
+from agentrl.telemetry.tokens import TokenFacts, TrajectoryTokens, write_tokens
 from agentrl.training.engine.checkpoint import newest_step
 from agentrl.training.engine.groups import RankGroups
 from agentrl.training.step.batching import RankPlan, due

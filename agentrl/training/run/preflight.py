@@ -35,7 +35,7 @@ from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.settings import compares_answers, longest_request
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
-from agentrl.telemetry.trackers.tracker import check_trackers
+from agentrl.telemetry.trackers import check_trackers
 from agentrl.training.coldstart.demonstrations import measured_problems
 from agentrl.training.coldstart.train import measure, read_cold_demonstrations
 from agentrl.training.engine.groups import grouping_obstacle

@@ -15,7 +15,7 @@ from pathlib import Path
 from agentrl.cluster.processes import STARTED_BY
 from agentrl.config import load_settings
 from agentrl.errors import AgentRLError
-from agentrl.evaluation.options import quoted
+from agentrl.evaluation.settings import quoted
 from agentrl.rollout.environment import check_environment
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.run.launch import CRASHED, REPORTED

@@ -20,9 +20,9 @@ from agentrl.telemetry.alerts import alerts, training_rows
 from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.machine import free_room
 from agentrl.telemetry.records import EvaluationRecord, Metrics
+from agentrl.telemetry.reporting import Trackers
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.trace import span, start_trace, stop_trace
-from agentrl.telemetry.trackers.reporting import Trackers
 from agentrl.training.coldstart.policy import starting_policy
 from agentrl.training.engine.adapter import adapter_record, check_adapter, describe_size, policy_optimizer
 from agentrl.training.engine.checkpoint import CheckpointWriter, RunState, check_reference, open_newest
@@ -53,7 +53,7 @@ from agentrl.weights.adapters import adapter_parameters, policy_parameters
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
-    from agentrl.evaluation.play.during_training import EvaluationReport
+    from agentrl.evaluation.during_training import EvaluationReport
 
 # Consecutive steps without a group to train, between two warnings.
 _EMPTY_STEPS = 10

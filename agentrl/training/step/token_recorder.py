@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.telemetry.tokens.trajectory_tokens import TrajectoryTokens
+from agentrl.telemetry.tokens import TrajectoryTokens
 from agentrl.training.step.rows import LossRows
 
 

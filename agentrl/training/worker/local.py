@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from agentrl.cluster.launchers import ranks_here
-from agentrl.evaluation.data.problem_sets import held_out_problems
-from agentrl.evaluation.play.during_training import EvaluationReport, evaluate_policy
-from agentrl.evaluation.play.limits import evaluation_environment, evaluation_rollout
+from agentrl.evaluation.benchmarks import held_out_problems
+from agentrl.evaluation.during_training import EvaluationReport, evaluate_policy
+from agentrl.evaluation.settings import evaluation_environment, evaluation_rollout
 from agentrl.models.attention import attention_length
 from agentrl.models.loading import read_config, read_model
 from agentrl.models.lora import with_adapter

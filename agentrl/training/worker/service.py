@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from agentrl.errors import WorldError
-from agentrl.evaluation.play.during_training import EvaluationReport
+from agentrl.evaluation.during_training import EvaluationReport
 from agentrl.rollout.work_queue import QueueState
 from agentrl.training.step.batching import RankPlan
 from agentrl.weights.sources import TransferTarget

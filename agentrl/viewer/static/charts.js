@@ -19,7 +19,7 @@ const FONT = 6.4; // pixels of a digit
 const MARGIN = { top: 16, right: 10, bottom: 32 };
 export const LOOKS = 16; // lines that can be distinguished: as many as /palette.css defines
 
-// Colour and dashes of the n-th line, as in plots (agentrl/telemetry/palette.py).
+// Colour and dashes of the n-th line, as in plots (agentrl/telemetry/plots.py).
 export function lineStyle(place) {
   const number = (place % LOOKS) + 1;
   return { color: `var(--line-${number})`, dash: `var(--dash-${number})` };

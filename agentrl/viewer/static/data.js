@@ -66,7 +66,7 @@ async function unpacked(path) {
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
 }
 
-// As the server's search (agentrl/viewer/step_table.py).
+// As the server's search (agentrl/viewer/trajectories.py).
 function accepts(row, query) {
   const given = (name) => query[name] !== undefined && query[name] !== "";
   const within = (value, low, high) => {

@@ -20,13 +20,19 @@ from scipy import stats
 from agentrl.cli import check_training
 from agentrl.errors import SettingsError
 from agentrl.lab.study.command import RECORD, read_record, study_command
-from agentrl.lab.study.curves import HeldOutScore, RunCurve, StudyRecord
-from agentrl.lab.study.figure import _reward_points, study_figure
-from agentrl.lab.study.queue import shares_of
-from agentrl.lab.study.report import markdown
-from agentrl.lab.study.runs import StudyRun, study_runs, train_command
+from agentrl.lab.study.report import _reward_points, markdown, study_figure
+from agentrl.lab.study.runs import StudyRun, shares_of, study_runs, train_command
 from agentrl.lab.study.settings import StudySettings, study_of
-from agentrl.lab.study.statistics import holm, interquartile_mean, over_seeds, paired_differences, sign_flip_p
+from agentrl.lab.study.statistics import (
+    HeldOutScore,
+    RunCurve,
+    StudyRecord,
+    holm,
+    interquartile_mean,
+    over_seeds,
+    paired_differences,
+    sign_flip_p,
+)
 
 GRID = {"algorithm.estimator": ["grpo", "tir_otb"], "rollout.group_size": [4, 16]}
 

@@ -1,0 +1,372 @@
+"""Benchmarks of an evaluation: where their problems are read, how many to expect, and checks of their data.
+
+A wrong number of problems, a repeated problem or a problem without an answer would make every score wrong. Each is
+therefore an error. Benchmarks are not pinned to a Hugging Face commit; results record a hash of the problems instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import cast
+
+from agentrl.errors import SettingsError
+from agentrl.evaluation.formats import ProblemRow, SetRecord
+from agentrl.evaluation.settings import EvaluationRequest, EvaluationSections
+from agentrl.problems.rows import ProblemError, ProblemFieldError
+from agentrl.problems.sampler import digest_of
+from agentrl.problems.settings import FieldName, ProblemSourceSettings
+from agentrl.problems.sources import FILE_KINDS, evaluation_set, load_source, read_places
+from agentrl.rollout.gateway.settings import is_agent
+from agentrl.rollout.settings import compares_answers
+from agentrl.telemetry.console import Console
+from agentrl_envs.adapters.falsified import FalsifiedObservations
+from agentrl_envs.episode import Environment, Episode
+from agentrl_envs.grading import Grader
+from agentrl_envs.registry import did_you_mean
+from agentrl_envs.types import Problem, Verdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Benchmark:
+    """A benchmark with its file in a data folder (without ``.jsonl`` or ``.parquet``) and its Hugging Face data set."""
+
+    name: str
+    file: str
+    hub_id: str
+    split: str
+    problems: int
+    fields: Mapping[FieldName, str]
+    subset: str | None = None
+    revision: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedBenchmark:
+    """Problems in the order of the data, their locations, and all data errors except unreadable answers.
+
+    A location is a file and line, or a data set and row. Every error starts with its location.
+    """
+
+    name: str
+    path: str
+    revision: str | None
+    problems: tuple[Problem, ...]
+    places: tuple[str, ...]
+    errors: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataCheck:
+    """All errors in a benchmark's data. ``timeouts`` lists reference answers whose grading timed out."""
+
+    name: str
+    problems: int
+    errors: tuple[str, ...]
+    timeouts: tuple[str, ...] = field(default=())
+
+    def describe(self) -> list[str]:
+        wrong = [*self.errors, *self.timeouts]
+        head = f"{self.name}: {self.problems} problems, {len(wrong) or 'no'} data error{'' if len(wrong) == 1 else 's'}"
+        return [head, *(f"  {error}" for error in wrong)]
+
+
+_PROBLEM: Mapping[FieldName, str] = {"problem": "problem", "answer": "answer"}
+_QUESTION: Mapping[FieldName, str] = {"problem": "question", "answer": "answer"}
+_FINAL_ANSWER: Mapping[FieldName, str] = {"problem": "question", "answer": "final_answer.0"}
+
+_ALL = (
+    Benchmark(
+        name="aime24", file="aime24", hub_id="HuggingFaceH4/aime_2024", split="train", problems=30, fields=_PROBLEM
+    ),
+    Benchmark(name="aime25", file="aime25", hub_id="math-ai/aime25", split="test", problems=30, fields=_PROBLEM),
+    Benchmark(name="amc23", file="amc23", hub_id="math-ai/amc23", split="test", problems=40, fields=_QUESTION),
+    Benchmark(
+        name="math500", file="math500", hub_id="HuggingFaceH4/MATH-500", split="test", problems=500, fields=_PROBLEM
+    ),
+    Benchmark(
+        name="hmmt25", file="hmmt25", hub_id="MathArena/hmmt_feb_2025", split="train", problems=30, fields=_PROBLEM
+    ),
+    Benchmark(
+        name="olympiadbench",
+        file="olympiadbench",
+        hub_id="Hothan/OlympiadBench",
+        subset="OE_TO_maths_en_COMP",  # open-ended, text only, mathematics, English, competition
+        split="train",
+        problems=674,
+        fields=_FINAL_ANSWER,
+    ),
+    Benchmark(
+        name="gsm8k",
+        file="gsm8k_test",
+        hub_id="openai/gsm8k",
+        subset="main",
+        split="test",
+        problems=1319,
+        fields=_QUESTION,
+    ),
+)
+
+BENCHMARKS: Mapping[str, Benchmark] = {benchmark.name: benchmark for benchmark in _ALL}
+
+
+def load_benchmark(name: str, *, data_dir: str | Path | None = None) -> list[Problem]:
+    """Load the problems of a benchmark and check them for data errors.
+
+    ``name`` is one of `BENCHMARKS` or the path of a ``.jsonl`` or ``.parquet`` file. Named benchmarks are read from
+    ``data_dir`` if it is not None, otherwise from Hugging Face. Raises ProblemError for an unknown name (with the
+    nearest known name), a missing file, missing fields (with the fields that exist), a wrong number of problems, and a
+    problem that is repeated, shares its id with another problem or has no answer.
+    """
+    loaded = read_benchmark(name, data_dir=data_dir)
+    if loaded.errors:
+        more = len(loaded.errors) - 1
+        rest = f" (and {more} more: list them with agentrl eval --check-data)" if more else ""
+        raise ProblemError(loaded.errors[0] + rest)
+    return list(loaded.problems)
+
+
+def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBenchmark:
+    """Load a benchmark like `load_benchmark`, but list errors in single rows and leave out rows without an answer.
+
+    Raises ProblemError if the data cannot be read: unknown name, missing or broken file, missing fields.
+    """
+    benchmark = BENCHMARKS.get(name)
+    settings = _source_of_file(name) if benchmark is None else _source(benchmark, data_dir)
+    problems, places, unanswered = [], [], []
+    try:
+        for location, problem in read_places(settings):
+            if problem is None or problem.answer is None:
+                unanswered.append(f"{location}: the problem has no answer")
+            else:
+                problems.append(problem)
+                places.append(location)
+    except ProblemFieldError as error:
+        left_out = re.search(r"fields\.\S+=null$", str(error))
+        fields = [left_out[0]] if left_out else ["fields.problem=FIELD", "fields.answer=FIELD"]
+        overrides = " ".join(f"data.eval.0.{key}" for key in (f"path={settings.path}", *fields))
+        raise ProblemFieldError(f"{error}: use {overrides} instead of --benchmarks") from error
+    rows = len(problems) + len(unanswered)
+    return LoadedBenchmark(
+        name=name,
+        path=settings.path,
+        revision=settings.revision,
+        problems=tuple(problems),
+        places=tuple(places),
+        errors=(
+            *_miscounted(name, settings.path, rows, None if benchmark is None else benchmark.problems),
+            *unanswered,
+            *_repeated(places, [problem.statement.strip() for problem in problems], "the problem"),
+            *_repeated(places, [problem.id for problem in problems], "the id"),
+        ),
+    )
+
+
+async def check_benchmark(name: str, grader: Grader, *, data_dir: str | Path | None = None) -> DataCheck:
+    """Collect all errors in a benchmark's data, including reference answers that are not graded equal to themselves."""
+    loaded = read_benchmark(name, data_dir=data_dir)
+    answers = [str(problem.answer) for problem in loaded.problems]
+    verdicts = await asyncio.gather(*(grader.check_gold(answer) for answer in answers))
+    unreadable, timeouts = [], []
+    for location, gold, verdict in zip(loaded.places, answers, verdicts, strict=True):
+        answer = gold if len(gold) <= 60 else gold[:60] + "..."
+        if verdict is Verdict.GRADER_TIMEOUT:
+            timeouts.append(f"{location}: grading the answer {answer!r} timed out")
+        elif verdict is not Verdict.CORRECT:
+            unreadable.append(f"{location}: the answer {answer!r} cannot be read ({verdict.value})")
+    errors = (*loaded.errors, *unreadable)
+    return DataCheck(name=name, problems=len(loaded.problems), errors=errors, timeouts=tuple(timeouts))
+
+
+def _source(benchmark: Benchmark, data_dir: str | Path | None) -> ProblemSourceSettings:
+    if data_dir is None:
+        return ProblemSourceSettings(
+            path=benchmark.hub_id,
+            split=benchmark.split,
+            subset=benchmark.subset,
+            revision=benchmark.revision,
+            fields=dict(benchmark.fields),
+            skip_unanswered=True,
+        )
+    # Copies in a data folder usually have `problem` and `answer`, whatever the field names of the original.
+    files = [Path(data_dir) / (benchmark.file + kind) for kind in FILE_KINDS]
+    existing = next((file for file in files if file.exists()), files[0])
+    return ProblemSourceSettings(path=str(existing), skip_unanswered=True)
+
+
+def _source_of_file(path: str) -> ProblemSourceSettings:
+    if Path(path).suffix.lower() not in FILE_KINDS:
+        raise ProblemError(
+            f"unknown benchmark {path!r}; valid: {', '.join(BENCHMARKS)}, or a file ending in {' or '.join(FILE_KINDS)}"
+            f"{did_you_mean(path, BENCHMARKS)}"
+        )
+    return ProblemSourceSettings(path=path, skip_unanswered=True)
+
+
+def _miscounted(name: str, path: str, rows: int, expected: int | None) -> list[str]:
+    if expected is None:
+        return [] if rows else [f"{path}: the file contains no problems"]
+    if rows == expected:
+        return []
+    return [f"{path}: {name} should have {expected} problems, but the data has {rows}"]
+
+
+def _repeated(places: Sequence[str], keys: Iterable[str], what: str) -> list[str]:
+    """One error for each key that several rows share, with the location of the second row."""
+    rows: dict[str, list[int]] = defaultdict(list)
+    for row, key in enumerate(keys):
+        rows[key].append(row)
+    return [
+        f"{places[same[1]]}: {what} {key[:60]!r} occurs {len(same)} times, first in {places[same[0]]}"
+        for key, same in rows.items()
+        if len(same) > 1
+    ]
+
+
+FALSIFIED = " (observations falsified)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProblemSet:
+    """Problems that are scored together. Their ids are unique, which the code that loads them ensures.
+
+    ``sha256`` is a hash of ids, statements, answers and setups in order, and of messages and other columns if there are
+    any.
+    """
+
+    name: str
+    problems: tuple[Problem, ...]
+    revision: str
+    falsified: bool = False
+
+    @property
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        for problem in self.problems:
+            digest.update(repr((problem.id, problem.statement, problem.answer, problem.setup)).encode())
+            if problem.info or problem.messages:
+                digest.update(digest_of({"info": problem.info, "messages": problem.messages}).encode())
+        return digest.hexdigest()
+
+    def record(self) -> SetRecord:
+        return {"revision": self.revision, "sha256": self.sha256, "problems": len(self.problems)}
+
+
+def problem_sets(settings: EvaluationSections, names: Sequence[str], data_dir: Path | None) -> list[ProblemSet]:
+    """Load the benchmarks in ``names``, or by default the sources in ``data.eval``.
+
+    ``evaluation.falsified`` adds a falsified copy of each. Raises SettingsError if there are no problems, a name is
+    repeated, or a benchmark has data errors.
+    """
+    repeated = {name for name in names if names.count(name) > 1}
+    if repeated:
+        raise SettingsError(f"--benchmarks names {', '.join(sorted(repeated))} more than once")
+    answered = compares_answers(settings)
+    sets = [_benchmark(name, data_dir, answered=answered) for name in names] if names else _held_out(settings)
+    if not any(one.problems for one in sets):
+        raise SettingsError("no problems to evaluate on: use --benchmarks (such as aime24,math500) or set data.eval")
+    # The tools of an agent answer it directly, so their output cannot be falsified here.
+    falsified = settings.evaluation.falsified and not is_agent(settings.env)
+    return sets + (_falsified(sets) if falsified else [])
+
+
+def held_out_problems(settings: EvaluationSections) -> list[Problem]:
+    """Load ``evaluation.problems`` problems of each source in ``data.eval``."""
+    return [problem for one in _held_out(settings) for problem in one.problems]
+
+
+def _held_out(settings: EvaluationSections) -> list[ProblemSet]:
+    """One set for each source in ``data.eval``, with its name. Repeated names are numbered."""
+    sets: dict[str, ProblemSet] = {}
+    for entry in settings.data.eval:
+        source = load_source(entry, seed=settings.seed, answered=compares_answers(settings)).source
+        problems = tuple(evaluation_set(source, settings.evaluation.problems))
+        same = sum(name == source.name or name.startswith(f"{source.name} #") for name in sets)
+        name = f"{source.name} #{same + 1}" if same else source.name
+        sets[name] = ProblemSet(name=name, problems=problems, revision=entry.revision or "")
+    return list(sets.values())
+
+
+def problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], str]) -> list[ProblemRow]:
+    """Build one record per problem for the evaluation directory, to read and regrade rollouts without the data."""
+    return [
+        cast(
+            ProblemRow,
+            {"benchmark": one.name, "falsified": one.falsified}
+            | {entry.name: getattr(problem, entry.name) for entry in fields(problem)}
+            | {"prompt": prompts[one.name, problem.id]},
+        )
+        for one in sets
+        for problem in one.problems
+    ]
+
+
+def _benchmark(name: str, data_dir: Path | None, *, answered: bool) -> ProblemSet:
+    """One benchmark, or a file with its stem as name. Rows need answers only if answers are compared."""
+    if not answered and name.lower().endswith(FILE_KINDS):
+        source = load_source(ProblemSourceSettings(path=name), answered=False).source
+        problems = tuple(evaluation_set(source, source.size or 0))
+        return ProblemSet(name=Path(name).stem, problems=problems, revision="")
+    problems = tuple(load_benchmark(name, data_dir=data_dir))
+    known = BENCHMARKS.get(name)
+    if known is None:
+        return ProblemSet(name=Path(name).stem, problems=problems, revision="")
+    return ProblemSet(name=name, problems=problems, revision=known.revision or "")
+
+
+def _falsified(sets: Sequence[ProblemSet]) -> list[ProblemSet]:
+    """Copies of the problems that reveal a value by execution. Their rollouts receive false numbers."""
+    revealing = [(one, tuple(problem for problem in one.problems if problem.setup)) for one in sets]
+    return [
+        ProblemSet(name=one.name + FALSIFIED, problems=problems, revision=one.revision, falsified=True)
+        for one, problems in revealing
+        if problems
+    ]
+
+
+def check_data_command(settings: EvaluationSections, request: EvaluationRequest) -> list[DataCheck]:
+    """Print the data errors of each benchmark: counts, repeats, ids, and reference answers that cannot be graded.
+
+    Raises SettingsError if there is any error.
+    """
+    if not request.benchmarks:
+        raise SettingsError("--check-data requires --benchmarks with names, or with files (.jsonl or .parquet)")
+    console = Console(settings.telemetry)
+    checks = asyncio.run(_check(settings, request))
+    for line in (line for check in checks for line in check.describe()):
+        console.note(line)
+    wrong = {check.name: len(check.errors) + len(check.timeouts) for check in checks}
+    if any(wrong.values()):
+        named = ", ".join(f"{name} {count}" for name, count in wrong.items() if count)
+        raise SettingsError(f"data errors, listed above: {named}")
+    return checks
+
+
+async def _check(settings: EvaluationSections, request: EvaluationRequest) -> list[DataCheck]:
+    grader = Grader(settings.grader)
+    try:
+        return [await check_benchmark(name, grader, data_dir=request.data_dir) for name in request.benchmarks]
+    finally:
+        await grader.close()
+
+
+@dataclass(frozen=True)
+class FalsifiedEnvironment(Environment):
+    """Wrapper that replaces all numbers in the observations of an environment.
+
+    The owner of the wrapped environment opens and closes it.
+    """
+
+    environment: Environment
+    seed: int
+
+    def episode(self, problem: Problem) -> Episode:
+        return FalsifiedObservations(self.environment.episode(problem), seed=self.seed)
+
+    def describe(self) -> list[str]:
+        return [*self.environment.describe(), "observations are falsified"]

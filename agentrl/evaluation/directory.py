@@ -1,0 +1,167 @@
+"""Directory of one evaluation.
+
+::
+
+    evaluations/NAME/
+      provenance.json        provenance of the results; the same command continues, a different one is rejected
+      problems.jsonl         statements, reference answers and prompts
+      rollouts.jsonl.zst     every rollout, appended as it ends
+      results.json  table.md  plots/  report.html
+      logs/                  logs of the vLLM servers that it started
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import IO, cast
+
+from agentrl.errors import SettingsError, WorldError
+from agentrl.evaluation.benchmarks import ProblemSet
+from agentrl.evaluation.formats import JSONObject, ProblemRow, Provenance, Results
+from agentrl.evaluation.provenance import differences
+from agentrl.evaluation.transcripts import Transcript, read_rollouts
+from agentrl.telemetry.files import LOCK_DEADLINE, atomic_write, json_line, take_lock, world_errors
+from agentrl_envs.types import Problem
+
+_LOGS = "logs"
+_FIELDS = tuple(field.name for field in fields(Problem))
+
+
+class EvaluationDirectory:
+    """Files of one evaluation. The constructor only reads; :meth:`begin` returns a writable one."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.rollouts = self.path / "rollouts.jsonl.zst"
+        self.results_file = self.path / "results.json"
+        self.report = self.path / "report.html"
+        self.plots = self.path / "plots"
+        self._provenance = self.path / "provenance.json"
+        self._problems = self.path / "problems.jsonl"
+        self._lock = -1
+
+    @classmethod
+    def existing(cls, path: str | Path) -> EvaluationDirectory:
+        """Open an existing evaluation. Raises SettingsError if there is none."""
+        directory = cls(path)
+        if not directory._provenance.is_file():
+            raise SettingsError(f"{path} is not an evaluation (it has no {directory._provenance.name})")
+        return directory
+
+    @classmethod
+    def begin(cls, path: Path, provenance: Provenance, problems: Sequence[ProblemRow]) -> EvaluationDirectory:
+        """Start an evaluation, or continue one that the same command started. The directory is locked until closed.
+
+        Raises SettingsError if settings differ (with every difference), if the directory contains other files, if it
+        cannot be written, and if it is in use.
+        """
+        directory = cls(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            directory._lock = take_lock(path / "lock", f"another process is using {path}", deadline=LOCK_DEADLINE)
+        except OSError as error:
+            raise SettingsError(f"cannot write to {path}: {error.strerror}; choose another --output") from error
+        try:
+            directory._prepare(provenance, problems)
+        except BaseException:
+            directory.close()
+            raise
+        return directory
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def provenance(self) -> Provenance:
+        return cast(Provenance, self._json(self._provenance))
+
+    def results(self) -> Results:
+        """Return ``results.json``. Raises SettingsError if the evaluation is not finished."""
+        if not self.results_file.is_file():
+            raise SettingsError(f"{self.path} is not finished: continue it with the command that started it")
+        return cast(Results, self._json(self.results_file))
+
+    def problem_sets(self) -> list[ProblemSet]:
+        """Return the problems of the evaluation, which are read without their data files."""
+        problems_of: dict[tuple[str, bool], list[Problem]] = {}
+        for row in self._rows():
+            problem = Problem(**{name: row[name] for name in _FIELDS})  # type: ignore[literal-required]
+            problems_of.setdefault((row["benchmark"], row["falsified"]), []).append(problem)
+        revisions = self.provenance()["benchmarks"]
+        return [
+            ProblemSet(name=name, problems=tuple(part), falsified=falsified, revision=revisions[name]["revision"])
+            for (name, falsified), part in problems_of.items()
+        ]
+
+    def prompts(self) -> dict[tuple[str, str], str]:
+        return {(row["benchmark"], row["id"]): row["prompt"] for row in self._rows()}
+
+    def transcripts(self) -> Iterator[Transcript]:
+        """Yield every rollout in the order written. A failed attempt comes before the attempt that replaced it."""
+        return read_rollouts(self.rollouts)
+
+    def rollouts_bytes(self) -> int:
+        return self.rollouts.stat().st_size if self.rollouts.is_file() else 0
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write the file ``name`` atomically."""
+        data = text.encode()
+        self._write(self.path / name, lambda out: out.writelines([data]))
+
+    def write_json(self, path: Path, value: Mapping[str, object]) -> None:
+        """Write a JSON object atomically."""
+        self.write_text(path.name, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def _prepare(self, provenance: Provenance, problems: Sequence[ProblemRow]) -> None:
+        if self._provenance.is_file():
+            self._check_same(provenance)
+            return
+        foreign = sorted(entry.name for entry in self.path.iterdir() if not _is_debris(entry.name))
+        if foreign:
+            raise SettingsError(f"{self.path} contains other files ({', '.join(foreign[:5])}); choose another --output")
+        self._write(self._problems, lambda out: out.writelines(json_line(row) for row in problems))
+        # Last, because this file marks the directory as an evaluation that can be continued.
+        self.write_json(self._provenance, provenance)
+
+    def _write(self, path: Path, write: Callable[[IO[bytes]], None]) -> None:
+        with world_errors(path, "write"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, write)
+
+    def _check_same(self, provenance: Provenance) -> None:
+        changed = differences(self.provenance(), json.loads(json.dumps(provenance)))
+        if changed:
+            lines = "\n".join(f"  {key}: {before!r} -> {after!r}" for key, before, after in changed)
+            raise SettingsError(
+                f"{self.path} was started with other settings (then -> now):\n{lines}\n"
+                "use the same settings to continue it, or another --output to start a new evaluation"
+            )
+
+    def _rows(self) -> Iterator[ProblemRow]:
+        with world_errors(self._problems, "read"), self._problems.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                yield cast(ProblemRow, _object(line, f"{self._problems}, line {number}"))
+
+    def _json(self, path: Path) -> JSONObject:
+        with world_errors(path, "read"):
+            return _object(path.read_text(encoding="utf-8"), str(path))
+
+
+def _object(text: str, location: str) -> JSONObject:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise WorldError(f"{location}: damaged, not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise WorldError(f"{location}: damaged, not an object")
+    return value
+
+
+def _is_debris(name: str) -> bool:
+    """True for files of an evaluation that was killed before it wrote its provenance."""
+    return name in ("lock", "problems.jsonl", _LOGS) or (name.startswith(".") and name.endswith(".partial"))

@@ -1,0 +1,109 @@
+"""Evaluation of a policy on held-out problems with the driver of training: avg@k with its 95 % interval."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from agentrl.errors import WorldError
+from agentrl.evaluation.benchmarks import FalsifiedEnvironment
+from agentrl.evaluation.scores import Score, avg_at_k
+from agentrl.rollout.driver import Driver
+from agentrl.rollout.work_queue import RolloutRequest
+from agentrl.trajectory import Group
+from agentrl_envs.episode import Environment
+from agentrl_envs.types import Problem
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationReport:
+    """avg@k over all problems and by family. ``groups`` contains every trajectory."""
+
+    step: int
+    samples: int
+    falsified: bool
+    overall: Score
+    families: dict[str, Score]
+    groups: tuple[Group, ...]
+    no_data: int
+
+    def metrics(self) -> dict[str, float]:
+        """Return a row for ``metrics.jsonl``. The interval is the one for these fixed problems."""
+        prefix = "eval_falsified" if self.falsified else "eval"
+        row: dict[str, float] = {
+            "step": self.step,
+            f"{prefix}/avg_at_k": self.overall.mean,
+            f"{prefix}/low": self.overall.this_benchmark.low,
+            f"{prefix}/high": self.overall.this_benchmark.high,
+            f"{prefix}/k": self.samples,
+            f"{prefix}/problems": self.overall.problems,
+            f"{prefix}/no_data": self.no_data,
+        }
+        return row | {f"{prefix}/family/{name}": score.mean for name, score in self.families.items()}
+
+
+async def evaluate_policy(
+    problems: Sequence[Problem],
+    *,
+    environment: Environment,
+    driver_for: Callable[[Environment], Driver],
+    step: int,
+    samples: int,
+    temperature: float,
+    seed: int,
+    falsified: bool = False,
+) -> EvaluationReport:
+    """Sample ``samples`` rollouts of each problem and score them.
+
+    ``falsified`` replaces the numbers in observations and uses only the problems that reveal a value by execution
+    (``Problem.setup``). A policy that reads its observations must fail on them.
+    """
+    if falsified:
+        problems = [problem for problem in problems if problem.setup]
+        environment = FalsifiedEnvironment(environment, seed)
+    requests = [RolloutRequest(index=index, problem=problem) for index, problem in enumerate(problems)]
+    driver = driver_for(environment)
+    played = driver.run(requests, step=step, group_size=samples, temperature=temperature)
+    groups = sorted([group async for group in played], key=lambda group: group.index)
+    driver.check_crashes(groups, f"evaluation at step {step}")
+    failed = [group.problem.id for group in groups if any(item.no_data for item in group.rollouts)]
+    if failed and driver.last_failure:
+        logger.warning(
+            "evaluation at step %d: %d problems have excluded rollouts, the first is %s; the last failure: %s",
+            step, len(failed), failed[0], driver.last_failure,
+        )  # fmt: skip
+    return score_groups(groups, step=step, samples=samples, falsified=falsified)
+
+
+def score_groups(groups: Sequence[Group], *, step: int, samples: int, falsified: bool = False) -> EvaluationReport:
+    """Score finished groups. Excluded rollouts are only counted. Raises WorldError if all rollouts are excluded."""
+    if not _has_data(groups):
+        raise WorldError(
+            f"evaluation at step {step}: every rollout of {len(groups)} problems failed for reasons outside the policy"
+        )
+    families: dict[str, list[Group]] = defaultdict(list)
+    for group in groups:
+        families[group.problem.family or group.problem.source].append(group)
+    trajectories = [item for group in groups for item in group.rollouts]
+    return EvaluationReport(
+        step=step,
+        samples=samples,
+        falsified=falsified,
+        overall=_score(groups),
+        families={name: _score(part) for name, part in sorted(families.items()) if _has_data(part)},
+        groups=tuple(groups),
+        no_data=sum(item.no_data for item in trajectories),
+    )
+
+
+def _score(groups: Sequence[Group]) -> Score:
+    data = [[item for item in group.rollouts if not item.no_data] for group in groups]
+    return avg_at_k([len(part) for part in data], [sum(item.reward >= 1.0 for item in part) for part in data])
+
+
+def _has_data(groups: Sequence[Group]) -> bool:
+    return any(not item.no_data for group in groups for item in group.rollouts)

@@ -1,0 +1,378 @@
+"""Client of an OpenAI-compatible endpoint that plays rollouts as text.
+
+Turns are streamed, and the connection is closed as soon as the protocol regards the turn as complete, which no list of
+stop strings can express. Requests are retried for ``retry_deadline`` while the endpoint is down, busy or broken.
+
+Not guaranteed: exact token counts. They are the endpoint's if the turn was not cut and the endpoint reports usage.
+Otherwise they are the number of received pieces, which is too low if a piece contains several tokens.
+
+The module imports no heavy library, so that a wrong endpoint is reported within a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NoReturn, TypeVar
+
+import stamina
+
+from agentrl.errors import SettingsError, WorldError
+from agentrl.evaluation.endpoint_messages import (
+    AgainError,
+    MessageDelta,
+    error_message,
+    first_choice,
+    listed_models,
+    read_events,
+    read_object,
+    retry_after,
+    said_usage,
+)
+from agentrl.evaluation.formats import JSONObject
+from agentrl.evaluation.settings import EndpointSettings
+from agentrl.evaluation.transcripts import whole_characters
+from agentrl.rollout.engines.base import EngineError
+from agentrl.rollout.engines.replica import Response, StreamClient, Transport, UnreachableError
+
+_RETRIED = frozenset({408, 409, 425, 429, *range(500, 600)})
+_LONGEST_WAIT = 60.0
+_LOG_EVERY = 30.0  # seconds
+# Endpoints have no common error code for a full context or a missing chat template, only these words in messages.
+_CONTEXT = ("context length", "context_length", "maximum context", "max_model_len", "longest sequence")
+FinishReason = Literal["eos", "stop", "length", "refused"]
+_REASONS: Mapping[str, FinishReason] = {"length": "length", "content_filter": "refused"}
+_TEMPLATE = ("chat template", "chat_template")
+_Result = TypeVar("_Result")
+logger = logging.getLogger(__name__)
+
+Sleep = Callable[[float], Awaitable[object]]
+
+
+class ContextFullError(EngineError):
+    """The conversation exceeds the context of the endpoint's model."""
+
+
+class RequestRefusedError(EngineError):
+    """The endpoint rejects this request, and retries would not help."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextCompletion:
+    """One turn: ``eos`` if the model ended it, ``stop`` if it is complete for the protocol, ``length`` at the limit.
+
+    ``refused``: the endpoint's content filter ended it, or the model refused in words. ``reasoning`` is the text that
+    the endpoint reports separately as reasoning. Surrogate halves in both texts are joined or replaced.
+    """
+
+    text: str
+    tokens: int
+    prompt_tokens: int | None
+    finish_reason: FinishReason
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextSampling:
+    """Sampling options and end of a turn: ``complete`` is called after each of the strings in ``stop``."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+    stop: tuple[str, ...]
+    complete: Callable[[str], bool]
+
+
+class TextEngine:
+    """Client of one endpoint. Supports thousands of concurrent calls; the caller limits their number."""
+
+    def __init__(
+        self,
+        settings: EndpointSettings,
+        *,
+        transport: Transport | None = None,
+        sleep: Sleep = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``transport``, ``sleep`` and ``clock`` are for tests. Raises SettingsError without ``settings.url``."""
+        if settings.url is None:
+            raise SettingsError("evaluation.endpoint.url is not set, so there is no endpoint: set it with --base-url")
+        key = os.environ.get(settings.key_variable)
+        self._settings = settings
+        self._client = StreamClient(
+            settings.url,
+            key=key,
+            read_timeout=settings.read_timeout,
+            connections=settings.concurrency + 4,
+            transport=transport,
+        )
+        self._sleep, self._clock = sleep, clock
+        self._not_before = self._quiet_until = 0.0  # by the clock
+        self._usage = True
+        self._model: str | None = settings.model
+        self._served: Mapping[str, str] = {}
+        self._fingerprints: set[str] = set()
+        self.retries = 0
+
+    async def open(self) -> None:
+        """Choose the model and sample one token. Raises SettingsError for wrong settings, WorldError if it is down.
+
+        An endpoint without a list of models needs ``evaluation.endpoint.model``.
+        """
+        try:
+            await self._find_model()
+            await self.generate(
+                ["Hello"],
+                TextSampling(max_tokens=1, temperature=1.0, top_p=1.0, seed=0, stop=(), complete=lambda text: False),
+            )
+        except RequestRefusedError as error:
+            raise SettingsError(f"the endpoint {self._settings.url} rejects the request: {error}") from error
+        except EngineError as error:
+            raise WorldError(f"the endpoint {self._settings.url} is not available: {error}") from error
+
+    @property
+    def model(self) -> str:
+        if self._model is None:
+            raise SettingsError("the endpoint's model is unknown: open the engine, or set evaluation.endpoint.model")
+        return self._model
+
+    def fingerprint(self) -> str:
+        """Return what the endpoint reports about its weights. It rarely distinguishes two versions."""
+        reported = [f"system_fingerprint {name}" for name in sorted(self._fingerprints)]
+        root = self._served.get("root")
+        reported += [f"root {root}"] if root is not None and root != self._model else []
+        return ", ".join(reported) or "not reported by the endpoint"
+
+    async def generate(self, conversation: Sequence[str], sampling: TextSampling) -> TextCompletion:
+        """Sample one turn after ``conversation``: the prompt, a turn, its observation, a turn, its observation ...
+
+        Raises ContextFullError, RequestRefusedError, SettingsError, and EngineError after ``retry_deadline``.
+        """
+        body = self._body(conversation, sampling)
+        return await self._retried(lambda: self._stream(body, sampling))
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def _body(self, conversation: Sequence[str], sampling: TextSampling) -> JSONObject:
+        if self._settings.api == "chat":
+            roles = ("user", "assistant")
+            system = self._settings.system_prompt
+            first = [] if system is None else [{"role": "system", "content": system}]
+            body: JSONObject = {
+                "messages": first
+                + [{"role": roles[index % 2], "content": text} for index, text in enumerate(conversation)]
+            }
+        else:
+            body = {"prompt": "".join(conversation)}
+        body |= {
+            "model": self.model,
+            self._settings.limit_field: sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+            "stream": True,
+        }
+        further = self._settings.model_dump(include={"top_k", "min_p"}, exclude_none=True)
+        return body | further | self._settings.extra_body
+
+    async def _find_model(self) -> None:
+        async def once() -> list[dict[str, str]]:
+            await self._wait_turn()
+            response = await self._client.get("models")
+            if response.status_code in (404, 405) and self._model is not None:
+                return []
+            await self._check(response)
+            return listed_models(response.text)
+
+        served = await self._retried(once)
+        names = [entry["id"] for entry in served]
+        if self._model is None:
+            if len(names) != 1:
+                raise SettingsError(
+                    f"the endpoint {self._settings.url} serves {len(names)} models ({', '.join(names) or 'none'}): "
+                    "choose one with --model"
+                )
+            self._model = names[0]
+        elif served and self._model not in names:
+            raise SettingsError(
+                f"the endpoint {self._settings.url} does not serve {self._model!r}; it serves: {', '.join(names)}"
+            )
+        self._served = next((entry for entry in served if entry["id"] == self._model), {})
+
+    async def _retried(self, once: Callable[[], Awaitable[_Result]]) -> _Result:
+        """Call ``once`` until it succeeds, for up to ``retry_deadline`` seconds."""
+        try:
+            async for attempt in stamina.retry_context(
+                on=_backoff,
+                attempts=None,
+                timeout=self._settings.retry_deadline,
+                wait_initial=0.1,
+                wait_max=_LONGEST_WAIT,
+                wait_jitter=0.2,
+            ):
+                with attempt:
+                    self.retries += attempt.num > 1
+                    try:
+                        return await once()
+                    except (AgainError, UnreachableError) as error:
+                        if isinstance(error, AgainError) and error.wait is not None:
+                            self._not_before = max(self._not_before, self._clock() + error.wait)
+                        self._log_failure(error)
+                        raise
+        except (AgainError, UnreachableError) as error:
+            message = str(error) or type(error).__name__
+            raise EngineError(
+                f"{message} (retried for evaluation.endpoint.retry_deadline={self._settings.retry_deadline:g} s)"
+            ) from error
+        raise AssertionError("a retry neither succeeded nor failed")
+
+    def _log_failure(self, error: Exception) -> None:
+        """Log an endpoint failure, at most once per interval, because thousands of requests may fail alike."""
+        if self._clock() < self._quiet_until:
+            return
+        self._quiet_until = self._clock() + _LOG_EVERY
+        wait = self._not_before - self._clock()
+        logger.warning(
+            "the endpoint %s: %s; retrying%s, each request for up to %g s (evaluation.endpoint.retry_deadline)",
+            self._settings.url,
+            str(error) or type(error).__name__,
+            f" in {wait:.0f} s, as it requested" if wait >= 1 else "",
+            self._settings.retry_deadline,
+        )
+
+    async def _wait_turn(self) -> None:
+        """Wait until a request may be sent: after a ``Retry-After``, and no faster than ``requests_per_minute``."""
+        rate = self._settings.requests_per_minute
+        while (wait := self._not_before - self._clock()) > 0:
+            await self._sleep(wait)
+        if rate is not None:
+            self._not_before = max(self._not_before, self._clock()) + 60.0 / rate
+
+    async def _stream(self, body: JSONObject, sampling: TextSampling) -> TextCompletion:
+        path = "chat/completions" if self._settings.api == "chat" else "completions"
+        if self._usage:
+            body = body | {"stream_options": {"include_usage": True}}
+        await self._wait_turn()
+        async with self._client.post(path, body) as response:
+            await self._check(response)
+            if "text/event-stream" not in response.headers.get("content-type", ""):
+                await response.aread()
+                return self._whole(read_object(response.text), sampling)
+            return await self._pieces(read_events(response.aiter_bytes()), sampling)
+
+    async def _check(self, response: Response) -> None:
+        """Raise the exception that corresponds to the status."""
+        status = response.status_code
+        if status == 200:
+            return
+        await response.aread()
+        message = f"{status} {response.reason_phrase}: {error_message(response.text)}"
+        if status in _RETRIED:
+            raise AgainError(message, retry_after(response.headers.get("retry-after")))
+        if status in (401, 403):
+            variable = self._settings.key_variable
+            problem = "rejects the key in" if os.environ.get(variable) else "requires a key in"
+            raise SettingsError(f"the endpoint {self._settings.url} {problem} ${variable}: {message}")
+        if status == 404:
+            raise SettingsError(
+                f"the endpoint {self._settings.url} has no such address or model: {message}; --base-url is its "
+                f"address, usually up to /v1, and --model is the model's name there (now {self._model or 'not set'})"
+            )
+        self._refuse(response.text.lower(), message)
+
+    def _refuse(self, text: str, message: str) -> NoReturn:
+        # Not every server accepts stream_options. Without it, token counts are those of the received pieces.
+        if self._usage and "stream_options" in text:
+            self._usage = False
+            raise AgainError(message, 0.0)
+        if any(words in text for words in _CONTEXT):
+            raise ContextFullError(message)
+        if "max_completion_tokens" in text and self._settings.limit_field == "max_tokens":
+            raise SettingsError(
+                f"the endpoint {self._settings.url} does not accept max_tokens: {message}; set "
+                "evaluation.endpoint.limit_field=max_completion_tokens"
+            )
+        if any(words in text for words in _TEMPLATE):
+            raise SettingsError(
+                f"the endpoint {self._settings.url} has no chat template for {self._model}: {message}; for a base "
+                "model, set evaluation.endpoint.api=completions"
+            )
+        raise RequestRefusedError(message)
+
+    # -- answers --------------------------------------------------------------------------------------------------
+
+    async def _pieces(self, events: AsyncIterator[JSONObject], sampling: TextSampling) -> TextCompletion:
+        text, thought, pieces, reason = "", "", 0, None
+        usage: JSONObject = {}
+        async for event in events:
+            self._remember(event)
+            usage = said_usage(event) or usage
+            choice = first_choice(event)
+            if choice is None:
+                continue
+            delta = MessageDelta.of(choice)
+            pieces += bool(delta.text or delta.thought)
+            reason = delta.reason if reason is None else reason
+            before, text, thought = len(text), text + delta.text, thought + delta.thought
+            cut = _complete(text, before, sampling)
+            if cut is not None:
+                return _completion(text[:cut], thought, pieces, usage, "stop")
+        if reason is None:
+            raise AgainError("the stream ended early")
+        return _completion(text, thought, pieces, usage, _REASONS.get(reason, "eos"))
+
+    def _whole(self, answer: JSONObject, sampling: TextSampling) -> TextCompletion:
+        self._remember(answer)
+        choice = first_choice(answer)
+        if choice is None:
+            raise AgainError(f"the response has no choice: {json.dumps(answer)[:200]}")
+        delta = MessageDelta.of(choice)
+        cut = _complete(delta.text, 0, sampling)
+        reason = _REASONS.get(delta.reason or "", "eos") if cut is None else "stop"
+        return _completion(delta.text[:cut], delta.thought, 0, said_usage(answer), reason)
+
+    def _remember(self, event: JSONObject) -> None:
+        fingerprint = event.get("system_fingerprint")
+        if isinstance(fingerprint, str):
+            self._fingerprints.add(whole_characters(fingerprint))
+
+
+def _backoff(error: Exception) -> bool | float:
+    """Decide whether and when to retry. After a ``Retry-After`` retry at once, because `_wait_turn` waits."""
+    if isinstance(error, AgainError):
+        return True if error.wait is None else 0.0
+    return isinstance(error, UnreachableError)
+
+
+def _complete(text: str, before: int, sampling: TextSampling) -> int | None:
+    """Position at which the turn is complete, or None. Only text after ``before`` can complete it."""
+    longest = max(map(len, sampling.stop), default=0)
+    # A stop string may begin in the text that was searched before.
+    start = max(0, before - longest + 1)
+    ends = set()
+    for stop in sampling.stop:
+        end = text.find(stop, start)
+        while end >= 0:
+            ends.add(end + len(stop))
+            end = text.find(stop, end + 1)
+    return next((end for end in sorted(ends) if end > before and sampling.complete(text[:end])), None)
+
+
+def _completion(text: str, thought: str, pieces: int, usage: JSONObject, reason: FinishReason) -> TextCompletion:
+    completion_tokens, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
+    return TextCompletion(
+        text=whole_characters(text),
+        tokens=completion_tokens if isinstance(completion_tokens, int) else pieces,
+        prompt_tokens=prompt if isinstance(prompt, int) else None,
+        finish_reason=reason,
+        reasoning=whole_characters(thought),
+    )

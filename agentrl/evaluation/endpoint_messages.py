@@ -1,0 +1,134 @@
+"""Parsing of the responses of an OpenAI-compatible endpoint: event streams, choices and error messages."""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import re
+import time
+from collections.abc import AsyncIterable, AsyncIterator
+from dataclasses import dataclass
+
+from agentrl.evaluation.formats import JSONObject
+from agentrl.evaluation.transcripts import whole_characters
+
+_LINE_END = re.compile(rb"\r\n|\r|\n")
+
+
+class AgainError(Exception):
+    """A failure that is retried, after ``wait`` seconds if the endpoint specifies a time."""
+
+    def __init__(self, message: str, wait: float | None = None) -> None:
+        super().__init__(message)
+        self.wait = wait
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MessageDelta:
+    """A piece of a turn: its text, and its reasoning if the endpoint separates the two."""
+
+    text: str
+    thought: str
+    reason: str | None
+
+    @classmethod
+    def of(cls, choice: JSONObject) -> MessageDelta:
+        """Read a choice, streamed or complete. If a refusal is the only content, it becomes the text."""
+        part = choice.get("delta") or choice.get("message")
+        message = part if isinstance(part, dict) else choice
+        text = message.get("content") if "content" in message else message.get("text")
+        refusal = _text(message.get("refusal"))
+        reason = choice.get("finish_reason")
+        return cls(
+            text=_text(text) or refusal,
+            thought=_text(message.get("reasoning_content")) or _text(message.get("reasoning")),
+            reason="content_filter" if refusal else reason if isinstance(reason, str) else None,
+        )
+
+
+async def read_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[JSONObject]:
+    """Yield the objects of a stream of server-sent events, up to its ``[DONE]``.
+
+    Lines are split only at the line ends of the standard, not at Unicode's further line breaks. A character that is
+    split between two events is returned as halves, which :func:`whole_characters` joins. Raises AgainError if the
+    stream reports an error.
+    """
+    rest = b""
+    async for chunk in chunks:
+        *lines, rest = _LINE_END.split(rest + chunk)
+        for line in lines:
+            if line.startswith(b"data:"):
+                data = line.removeprefix(b"data:").strip().decode(errors="surrogateescape")
+                if data == "[DONE]":
+                    return
+                event = read_object(data)
+                if "error" in event:
+                    raise AgainError(f"the stream reported an error: {error_message(data)}")
+                yield event
+
+
+def read_object(text: str) -> JSONObject:
+    """Parse a JSON object. Raises AgainError if ``text`` is not one."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise AgainError(f"the response is not JSON: {text[:200]!r}") from error
+    if not isinstance(value, dict):
+        raise AgainError(f"the response is not a JSON object: {text[:200]!r}")
+    return value
+
+
+def listed_models(text: str) -> list[dict[str, str]]:
+    """Return ``id`` and, if present, ``root`` of the listed models. Raises AgainError if there is no list of models."""
+    listed = read_object(text).get("data")
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) and "id" in entry for entry in listed):
+        raise AgainError(f"the response is not a list of models: {text[:200]!r}")
+    return [
+        {name: whole_characters(str(entry[name])) for name in ("id", "root") if entry.get(name) is not None}
+        for entry in listed
+    ]
+
+
+def first_choice(answer: JSONObject) -> JSONObject | None:
+    """Return the first choice of a response, or None."""
+    choices = answer.get("choices")
+    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
+
+
+def said_usage(answer: JSONObject) -> JSONObject:
+    """Return the token counts in a response; empty if there are none."""
+    usage = answer.get("usage")
+    return usage if isinstance(usage, dict) else {}
+
+
+def error_message(text: str) -> str:
+    """Extract the error message from a response of any format."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return " ".join(text.split())[:300]
+    error = value.get("error", value) if isinstance(value, dict) else value
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return whole_characters(str(message))[:300]
+
+
+def retry_after(value: str | None) -> float | None:
+    """Return the seconds to wait from a number or a date, or None if ``value`` is neither.
+
+    >>> retry_after("1.5"), retry_after("soon"), retry_after("Wed, 21 Oct 2015 07:28:00 GMT")
+    (1.5, None, 0.0)
+    """
+    if value is None:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""

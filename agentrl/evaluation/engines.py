@@ -1,0 +1,403 @@
+"""Engines with a local model: opening, verification of their weights, and the players that sample rollouts.
+
+Players do not retry. Their caller decides whether to repeat rollouts that failed for reasons outside the policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from agentrl.errors import SettingsError, WorldError
+from agentrl.evaluation.endpoint import ContextFullError, TextEngine, TextSampling
+from agentrl.evaluation.settings import EvaluationSections
+from agentrl.evaluation.transcripts import Sample, Transcript, Turn
+from agentrl.models.loading import model_fingerprint, read_config, read_model
+from agentrl.models.settings import ModelSettings
+from agentrl.models.tokenizer import TextCodec, read_tokenizer
+from agentrl.rollout.driver import Driver, pooled
+from agentrl.rollout.engines.base import Engine, EngineRequest, ManagedEngine, engine_facts, engine_plugin
+from agentrl.rollout.engines.sampling import sampling_key
+from agentrl.rollout.environment import build_codec, build_environment, chat_format, needs_chat_format
+from agentrl.rollout.policy import FairYield, TurnPolicy
+from agentrl.rollout.settings import RolloutSettings, longest_request
+from agentrl.rollout.work_queue import RolloutRequest
+from agentrl.trajectory import one_after_another
+from agentrl.weights.checksums import checksums, with_head
+from agentrl.weights.verify import Probe
+from agentrl_envs.episode import Environment, Episode
+from agentrl_envs.types import Ended
+
+# Text that servers and model score for the comparison. It resembles evaluation text, but is from no benchmark.
+PROBE = """A farmer has 12 boxes with 25 apples each. He sells 30 % of all apples and gives a quarter of the rest away.
+How many apples are left? First there are 12 * 25 = 300 apples. After the sale 300 * (1 - 0.3) = 210 remain, and after
+the gift 210 * 3 / 4 = 157.5, so the story cannot be about whole apples. Let $f(x) = x^2 - 4x + 1$; then
+$f(x) = (x - 2)^2 - 3$ has its minimum $-3$ at $x = 2$.
+```python
+print(min(x * x - 4 * x + 1 for x in range(-10, 11)))
+```
+-3
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reference:
+    """Weight digest and probe scores of the model as loaded by this process."""
+
+    fingerprint: str
+    probe: Probe
+
+
+async def open_verified(managed: ManagedEngine, settings: EvaluationSections, codec: TextCodec) -> str:
+    """Open the engine, verify its weights and return the fingerprint of the model in ``model.path``.
+
+    While the servers start, this process loads the model on the CPU. Every server must have the same weight checksums
+    and give the probe the same scores. Raises SettingsError and WorldError.
+    """
+    try:
+        reading = asyncio.to_thread(_read_reference, settings, codec)
+        reference, _ = await asyncio.gather(reading, managed.open())
+        problem = await managed.verify(0, reference.probe)
+        if problem is not None:
+            raise WorldError(f"{problem}, although it was started with this model")
+    except BaseException:
+        await managed.close()
+        raise
+    return reference.fingerprint
+
+
+@torch.inference_mode()
+def _read_reference(settings: EvaluationSections, codec: TextCodec) -> _Reference:
+    """Load the model, score the probe, and release the model."""
+    policy = settings.model.model_copy(update={"attention": "sdpa"})
+    model = read_model(str(settings.model.path), policy).eval()
+    token_ids = codec.encode(PROBE)[: settings.rollout.max_prompt_tokens]
+    ids = torch.tensor([token_ids])
+    log_probs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1].float(), dim=-1)
+    scores = tuple(log_probs.gather(1, ids[0, 1:, None])[:, 0].tolist())
+    probe = Probe(token_ids=token_ids, log_probs=scores, checksums=with_head(checksums(model.named_parameters())))
+    return _Reference(fingerprint=model_fingerprint(model.state_dict().items()), probe=probe)
+
+
+class Player(Protocol):
+    """Plays samples concurrently, in no particular order."""
+
+    def play(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenPlayer:
+    """Samples with the driver of training. Each sample is a separate group, returned when its conversation ends.
+
+    Randomness depends on the seed, the benchmark, the problem's id, the sample's number and the attempt. Adding samples
+    or benchmarks therefore changes no existing rollout.
+    """
+
+    environment: Environment
+    engine: Engine
+    codec: TextCodec
+    settings: RolloutSettings
+    top_p: float
+    seed: int
+
+    async def play(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
+        driver = Driver(
+            environment=self.environment,
+            engine=self.engine,
+            codec=self.codec,
+            settings=self.settings.model_copy(update={"retries": 0}),
+            seed=self.seed,
+            top_p=self.top_p,
+        )
+        by_index = {_index(sample): sample for sample in samples}
+        if len(by_index) < len(samples):
+            raise AssertionError("two samples have the same index: a sample was requested twice")
+        requests = [RolloutRequest(index=index, problem=sample.problem) for index, sample in by_index.items()]
+        async with aclosing(driver.run(requests, step=0, group_size=1)) as groups:
+            async for group in groups:
+                trajectory = one_after_another(group.trajectories)
+                failure = driver.last_failure if trajectory.ended is Ended.INFRASTRUCTURE_FAILURE else None
+                yield Transcript.of(by_index[group.index], trajectory, failure=failure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPlayer:
+    """Runs up to ``concurrency`` conversations with an endpoint. Token counts are as exact as the endpoint's."""
+
+    environment: Environment
+    engine: TextEngine
+    settings: RolloutSettings
+    top_p: float
+    seed: int
+    concurrency: int
+
+    async def play(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
+        work = iter(samples)
+        fair_yield = FairYield()
+
+        async def player(finished: Callable[[Transcript], None]) -> None:
+            for sample in work:
+                finished(await self._transcript(sample, fair_yield))
+
+        async with aclosing(pooled(min(self.concurrency, len(samples)), player)) as played:
+            async for transcript in played:
+                yield transcript
+
+    async def _transcript(self, sample: Sample, fair_yield: FairYield) -> Transcript:
+        policy = _TextPolicy(
+            problem=sample.problem,
+            settings=self.settings,
+            fair_yield=fair_yield,
+            sample_of=sample,
+            engine=self.engine,
+            keys=(self.seed, sample.benchmark, sample.problem.id, sample.number, sample.attempt),
+            top_p=self.top_p,
+        )
+        return await policy.play(self.environment)
+
+
+@dataclass(kw_only=True, eq=False)
+class _TextPolicy(TurnPolicy[Transcript]):
+    """A conversation as text. ``conversation`` alternates between texts for the model and its turns."""
+
+    sample_of: Sample
+    engine: TextEngine
+    keys: tuple[int | str, ...]
+    top_p: float
+    conversation: list[str] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    prompt_tokens: int = 0
+    reward: float = 0.0
+    refused: bool = False
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def used(self) -> int:
+        return sum(turn.tokens for turn in self.turns)
+
+    def begin(self, prompt: str) -> None:
+        self.conversation.append(prompt)
+
+    async def _sample(self, episode: Episode, limit: int) -> str | None:
+        turn = sum(item.origin == "model" for item in self.turns)
+        sampling = TextSampling(
+            max_tokens=limit,
+            temperature=self.settings.temperature,
+            top_p=self.top_p,
+            seed=sampling_key(*self.keys, turn) >> 33,  # 31 bits, which every endpoint accepts
+            stop=episode.stop,
+            complete=episode.turn_complete,
+        )
+        try:
+            completion = await self.engine.generate(self.conversation, sampling)
+        except ContextFullError:
+            if not turn:
+                raise
+            return None
+        self.conversation.append(completion.text)
+        self.refused |= completion.finish_reason == "refused"
+        self.turns.append(
+            Turn(origin="model", text=completion.text, tokens=completion.tokens, reasoning=completion.reasoning)
+        )
+        if not turn:
+            self.prompt_tokens = completion.prompt_tokens or 0
+        self.cut = self.full = completion.finish_reason == "length"
+        return completion.text
+
+    def _credit(self, reward: float) -> None:
+        self.reward += reward
+
+    def _append(self, observation: str, most: int) -> bool:
+        """Append an observation of any length. Its tokens are estimated as characters / 4."""
+        self.conversation.append(observation)
+        if observation:
+            self.turns.append(Turn(origin="observation", text=observation, tokens=-(-len(observation) // 4)))
+        return True
+
+    def end(self, ended: Ended) -> Transcript:
+        return Transcript(
+            benchmark=self.sample_of.benchmark,
+            problem=self.problem.id,
+            sample=self.sample_of.number,
+            attempt=self.sample_of.attempt,
+            turns=tuple(self.turns),
+            ended=ended,
+            prompt_tokens=self.prompt_tokens,
+            verdict=self.verdict,
+            answer=self.answer,
+            reward=self.reward,
+            tool_calls=tuple(self.calls),
+            seconds=time.monotonic() - self.began,
+            failure=self.failure,
+            refused=self.refused,
+        )
+
+
+def _index(sample: Sample) -> int:
+    """Number of a sample for the driver: 63 bits of a hash, which depend on nothing else."""
+    name = f"{sample.benchmark}\0{sample.problem.id}\0{sample.number}\0{sample.attempt}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+
+
+ProblemKey = tuple[str, str]
+"""Name of a benchmark, and id of a problem in it."""
+
+
+class OpenedEngine(Protocol):
+    """An engine that is ready to sample, from tokens or from text."""
+
+    @property
+    def concurrency(self) -> int:
+        """Maximum number of conversations in flight."""
+        ...
+
+    def model(self) -> Mapping[str, object]:
+        """The record that identifies the model in results."""
+        ...
+
+    def sampler(self) -> Mapping[str, object]:
+        """The record that identifies the engine in results."""
+        ...
+
+    def player(self, environment: Environment) -> Player: ...
+
+    def without_room(self, prompts: Mapping[ProblemKey, str]) -> Mapping[ProblemKey, int]:
+        """Return the problems whose prompts leave no room for a complete response, with the prompts' token counts.
+
+        Raises SettingsError if this holds for all prompts, and if a length exceeds the limit of a setting.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+async def open_engine(settings: EvaluationSections, folder: Path) -> OpenedEngine:
+    """Open ``rollout.engine`` with the model in ``model.path``. Raises SettingsError or WorldError.
+
+    ``settings`` contain the limits of evaluation. Logs of servers are written to the evaluation's ``folder``.
+    """
+    path = str(settings.model.path)
+    tokenizer = read_tokenizer(path)
+    codec = build_codec(tokenizer, path, chat_format(settings, tokenizer, path))
+    in_process = engine_facts(settings.rollout).in_process
+    managed = engine_plugin(settings.rollout).managed(
+        EngineRequest(
+            rollout=settings.rollout,
+            policy=settings.model,
+            policy_path=path,
+            codec=codec,
+            longest=longest_request(settings.rollout, None),
+            folder=folder,
+            model=_read_model(settings.model, path) if in_process else None,
+            trained=False,
+        )
+    )
+    fingerprint = managed.engine.fingerprint() if in_process else await open_verified(managed, settings, codec)
+    return OpenedModel(
+        engine=managed.engine,
+        codec=codec,
+        settings=settings,
+        fingerprint=fingerprint,
+        record=managed.record(),
+        positions=_positions(read_config(settings.model)),
+    )
+
+
+def _read_model(settings: ModelSettings, path: str) -> Any:
+    return read_model(path, settings).to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def _positions(config: Any | None) -> int | None:
+    """Maximum sequence length of a model with ``config``, or None if ``config`` does not contain it."""
+    return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def environment_of(settings: EvaluationSections) -> Environment:
+    """Build the environment of an evaluation without opening it.
+
+    Prompts get a chat format only if the protocol needs one and no endpoint applies its own template.
+    """
+    path = settings.model.path
+    if path is None or settings.evaluation.endpoint.url is not None or not needs_chat_format(settings):
+        return build_environment(settings)
+    return build_environment(settings, chat_format(settings, read_tokenizer(path), path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """A token engine with a local model. ``positions`` is the maximum sequence length of the model."""
+
+    engine: Engine
+    codec: TextCodec
+    settings: EvaluationSections
+    fingerprint: str
+    record: Mapping[str, object]
+    positions: int | None = None
+
+    @property
+    def concurrency(self) -> int:
+        return self.settings.rollout.concurrency
+
+    def model(self) -> Mapping[str, object]:
+        return {"name": self.settings.model.path, "fingerprint": self.fingerprint}
+
+    def sampler(self) -> Mapping[str, object]:
+        return self.record
+
+    def player(self, environment: Environment) -> Player:
+        return TokenPlayer(
+            environment=environment,
+            engine=self.engine,
+            codec=self.codec,
+            settings=self.settings.rollout,
+            top_p=self.settings.evaluation.top_p,
+            seed=self.settings.seed,
+        )
+
+    def without_room(self, prompts: Mapping[ProblemKey, str]) -> Mapping[ProblemKey, int]:
+        rollout = self.settings.rollout
+        tokens = {problem: len(self.codec.encode_prompt(prompt)) for problem, prompt in prompts.items()}
+        most = None if self.positions is None else self.positions - rollout.max_response_tokens
+        unfit = {problem: count for problem, count in tokens.items() if most is not None and count > most}
+        if len(unfit) == len(tokens):
+            shortest = min(tokens, key=tokens.__getitem__)
+            self._refuse(shortest, tokens[shortest], "the positions of the model", self.positions or 0)
+        problem = max(tokens.keys() - unfit.keys(), key=tokens.__getitem__)
+        longest = tokens[problem]
+        facts = engine_facts(rollout)
+        if facts.kv_slots is not None and longest + rollout.max_response_tokens > facts.kv_slots:
+            self._refuse(problem, longest, "rollout.kv_cache_tokens", facts.kv_slots)
+        if facts.prompt_limit is not None and longest > facts.prompt_limit:
+            raise SettingsError(
+                f"{_named(problem)}: its prompt has {longest} tokens, but the servers are started for prompts of "
+                f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}; set it to at least {longest}"
+            )
+        return unfit
+
+    def _refuse(self, problem: ProblemKey, prompt: int, name: str, limit: int) -> NoReturn:
+        """Raise SettingsError because prompt and response exceed the limit ``limit`` of ``name``."""
+        more = self.settings.rollout.max_response_tokens
+        valid = [f"{name} of at least {prompt + more}"] if "." in name else []
+        if limit > prompt:
+            valid.append(f"evaluation.max_response_tokens of at most {limit - prompt}")
+        raise SettingsError(
+            f"{_named(problem)}: its prompt has {prompt} tokens and evaluation.max_response_tokens (or, without it, "
+            f"rollout.max_response_tokens) allows {more} more, which exceeds {name}, {limit}; valid: "
+            + (", or ".join(valid) or "shorter prompts")
+        )
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+
+def _named(problem: ProblemKey) -> str:
+    benchmark, name = problem
+    return f"problem {name} of {benchmark}"

@@ -1,0 +1,154 @@
+"""Provenance of results: everything that can change them, and the differences between two provenances."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import agentrl
+from agentrl.evaluation.benchmarks import ProblemSet
+from agentrl.evaluation.formats import JSONObject, Provenance
+from agentrl.evaluation.settings import REQUEST_FIELDS, EndpointSettings, EvaluationSections
+from agentrl_envs.settings import ChatSettings, ReasoningSettings, SimpleTIRSettings
+
+COMPARABLE = (
+    "model.",
+    "seed",
+    "packages.",
+    "sampling.n",
+    "benchmarks.",
+    "engine.",
+    "environment.sandbox",
+    "sandbox.url",
+)
+"""Keys, or prefixes of keys, in which two comparable runs may differ. All other keys are the protocol."""
+
+
+def differences(
+    first: Mapping[str, object], second: Mapping[str, object], *, but: Sequence[str] = ()
+) -> list[tuple[str, object, object]]:
+    """List (dotted key, first value, second value) of every difference, except in the keys or prefixes in ``but``."""
+    before, after = flat(first), flat(second)
+    return [
+        (key, before.get(key, "(absent)"), after.get(key, "(absent)"))
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key, "(absent)") != after.get(key, "(absent)") and not any(_under(key, name) for name in but)
+    ]
+
+
+def flat(record: Mapping[str, object], path: str = "") -> dict[str, object]:
+    """Flatten a nested mapping to dotted keys.
+
+    >>> flat({"a": {"b": 1, "c": {}}, "d": [2]})
+    {'a.b': 1, 'd': [2]}
+    """
+    keys: dict[str, object] = {}
+    for key, value in record.items():
+        here = f"{path}.{key}" if path else key
+        keys |= flat(value, here) if isinstance(value, Mapping) else {here: value}
+    return keys
+
+
+def _under(key: str, name: str) -> bool:
+    return key == name or (name.endswith(".") and key.startswith(name))
+
+
+_PACKAGES = (
+    "agentrl-sandbox",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "math-verify",
+    "latex2sympy2_extended",
+    "sympy",
+    "httpx",
+)
+_SANDBOX = ("url", "timeout", "memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit")
+
+
+def provenance(
+    settings: EvaluationSections,
+    sets: Sequence[ProblemSet],
+    *,
+    model: Mapping[str, object],
+    engine: Mapping[str, object],
+    environment: Sequence[str],
+) -> Provenance:
+    """Build a JSON-serializable record. ``settings`` have evaluation's limits; ``environment`` is its description."""
+    evaluation = settings.evaluation
+    return {
+        "model": dict(model),
+        "engine": dict(engine),
+        "benchmarks": {one.name: one.record() for one in sets},
+        "protocol": {
+            "env": settings.env,
+            **settings.environment.model_dump(mode="json"),
+            **_instruction(settings),
+            "prompt": _prompt_format(settings),
+        },
+        "sampling": {
+            "n": evaluation.samples,
+            "temperature": evaluation.temperature,
+            "top_p": evaluation.top_p,
+            **_request(evaluation.endpoint),
+        },
+        "limits": {
+            "max_turn_tokens": settings.rollout.max_turn_tokens,
+            "max_response_tokens": settings.rollout.max_response_tokens,
+            "program_seconds": settings.rollout.program_seconds,
+        },
+        "sandbox": {name: getattr(settings.sandbox, name) for name in _SANDBOX},
+        "grader": grader_record(settings),
+        "environment": {line.partition(":")[0]: line.partition(":")[2].strip() for line in environment},
+        "packages": {"agentrl": agentrl.__version__} | {name: _version(name) for name in _PACKAGES},
+        "seed": settings.seed,
+    }
+
+
+def grader_record(settings: EvaluationSections) -> JSONObject:
+    """Return the grader's version and the settings that can change a verdict, without the number of processes."""
+    limits = settings.grader.model_dump(mode="json", include={"deadline", "memory_mb", "max_length", "max_depth"})
+    return {"math_verify": _version("math-verify"), **limits}
+
+
+def _instruction(settings: EvaluationSections) -> dict[str, str]:
+    """The instruction in the prompt, unless the protocol has none."""
+    environment = settings.environment
+    if isinstance(environment, SimpleTIRSettings | ReasoningSettings):
+        return {"instruction": environment.shown_instruction}
+    return {}
+
+
+def _request(endpoint: EndpointSettings) -> JSONObject:
+    """Request settings of the endpoint that differ from their defaults.
+
+    Defaults are left out, so that evaluations that were started before a setting existed can be continued.
+    """
+    return endpoint.model_dump(mode="json", include=set(REQUEST_FIELDS), exclude_defaults=True)
+
+
+def _prompt_format(settings: EvaluationSections) -> str:
+    environment = settings.environment
+    if isinstance(environment, SimpleTIRSettings) and environment.protocol == "hermes" and environment.chat != "never":
+        return "chat template with tools"
+    if isinstance(environment, ChatSettings) and environment.chat == "always":
+        return "chat template"
+    endpoint = settings.evaluation.endpoint
+    if endpoint.url is not None:
+        return "chat messages" if endpoint.api == "chat" else "plain text"
+    return "plain text"
+
+
+def chosen_engine(settings: EvaluationSections) -> JSONObject:
+    """Return the engine in ``settings``, with everything that the settings determine."""
+    endpoint = settings.evaluation.endpoint
+    if endpoint.url is not None:
+        return {"name": "endpoint", "url": endpoint.url, "api": endpoint.api}
+    return {"name": settings.rollout.engine, "dtype": settings.model.dtype}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

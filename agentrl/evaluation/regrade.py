@@ -1,0 +1,272 @@
+"""``agentrl regrade``: grade the stored answers of an evaluation again, without sampling or running code.
+
+With ``--extract``, the answers are first extracted again from the stored conversations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import repeat
+from pathlib import Path
+
+from agentrl.errors import SettingsError
+from agentrl.evaluation.directory import EvaluationDirectory
+from agentrl.evaluation.formats import Change, Provenance, Regraded, Results
+from agentrl.evaluation.provenance import grader_record
+from agentrl.evaluation.results import RolloutIndex, make_results, result_tables
+from agentrl.evaluation.scores import Grades
+from agentrl.evaluation.settings import EvaluationSections
+from agentrl.evaluation.transcripts import Transcript
+from agentrl.telemetry.console import Console
+from agentrl_envs.execution import PRINTED
+from agentrl_envs.grading import Grader
+from agentrl_envs.protocols.base import Protocol
+from agentrl_envs.protocols.factory import make_protocol
+from agentrl_envs.reasoning import ReasoningProtocol
+from agentrl_envs.registry import PluginError, import_attribute
+from agentrl_envs.settings import SimpleTIRSettings
+from agentrl_envs.types import Ended, Verdict
+
+
+def protocol_of(provenance: Provenance) -> Protocol:
+    """Return the protocol of an evaluation. Raises SettingsError if its environment has none."""
+    recorded = provenance["protocol"]
+    if recorded["env"] == "reasoning":
+        return ReasoningProtocol(instruction=recorded["instruction"])
+    if recorded["env"] != "simpletir":
+        raise SettingsError(
+            f"--extract: the evaluation used the environment {recorded['env']!r}, which extracts answers itself; "
+            "answers can be extracted again for simpletir and reasoning"
+        )
+    if recorded["protocol"] == "hermes":
+        raise SettingsError(
+            "--extract: the evaluation used the protocol hermes, whose calls can be parsed only with the model's chat "
+            "template and its tools; answers can be extracted again for the other protocols"
+        )
+    return make_protocol(
+        SimpleTIRSettings(
+            protocol=recorded["protocol"],
+            instruction=recorded["instruction"],
+            observation_limit=recorded["observation_limit"],
+        )
+    )
+
+
+def extracted(transcript: Transcript, protocol: Protocol) -> Transcript:
+    """Replace the answer by the one that the protocol extracts now. A changed answer has no verdict.
+
+    Excluded rollouts are unchanged, except those with an answer, whose grader failed.
+    """
+    if transcript.ended.is_no_data and transcript.answer is None:
+        return transcript
+    answer = _answer(transcript, protocol)
+    if answer == transcript.answer:
+        return transcript
+    ended = transcript.ended
+    if answer is not None:
+        ended = Ended.ANSWERED
+    elif ended is Ended.ANSWERED:
+        ended = Ended.STOPPED  # it is unknown how the model would have continued
+    return replace(transcript, answer=answer, verdict=None, reward=0.0, ended=ended)
+
+
+def _answer(transcript: Transcript, protocol: Protocol) -> str | None:
+    """The first answer, in the order of an episode: in each turn a program's answer precedes one in the text."""
+    calls = iter(transcript.tool_calls)
+    turns = [turn.text for turn in transcript.turns if turn.origin == "model"]
+    for text in turns:
+        turn = protocol.parse(text)
+        if turn.program is None:
+            if turn.answer is not None:
+                return turn.answer
+            continue
+        call = next(calls, None)
+        if call is None:
+            return transcript.answer  # more programs than calls: the rule for programs has changed
+        printed = protocol.printed_answer(call.printed)
+        if printed is None and len(call.printed) == PRINTED and text is turns[-1] and transcript.answer is not None:
+            return transcript.answer  # the answer may be in the part of the output that was not stored
+        if printed is not None or turn.answer is not None:
+            return printed if printed is not None else turn.answer
+    return None
+
+
+_SHOWN = 20
+# Rollouts are graded in batches, so that an evaluation need not fit into memory.
+_AT_ONCE = 256
+
+
+class FunctionGrader:
+    """Uses a custom ``function(answer, gold) -> bool`` (or a Verdict, or a coroutine of either) as a grader."""
+
+    def __init__(self, path: str) -> None:
+        """``path`` is ``module:name``. Raises PluginError if it is not the name of a function."""
+        function = import_attribute(path, "--grader")
+        if not callable(function):
+            raise PluginError(
+                f"--grader {path!r} is a {type(function).__name__}, but must be a function (answer, gold) -> bool"
+            )
+        self._function: Callable[[str, str], object] = function
+
+    async def grade(self, answer: str | None, gold: str) -> Verdict:
+        """Return the function's verdict. The function is not called without an answer."""
+        if answer is None or not answer.strip():
+            return Verdict.NO_ANSWER
+        verdict = self._function(answer, gold)
+        verdict = await verdict if inspect.isawaitable(verdict) else verdict
+        if isinstance(verdict, Verdict):
+            return verdict
+        return Verdict.CORRECT if verdict else Verdict.INCORRECT
+
+    async def close(self) -> None:
+        """Do nothing: a function holds no resources."""
+
+
+def regrade_command(run: Path, settings: EvaluationSections, grader: str | None, *, extract: bool = False) -> Regraded:
+    """Extract answers if requested, grade them, print the changes and write ``regraded.json``. Returns its content."""
+    directory = EvaluationDirectory.existing(run)
+    before = directory.results()
+    console = Console(settings.telemetry)
+    protocol = protocol_of(before["provenance"]) if extract else None
+    changes, after = asyncio.run(_regrade(directory, before, settings, grader, protocol))
+    answers = [change for change in changes if change["answer"] != change["answer_before"]]
+    verdicts = [change for change in changes if change["before"] != change["after"]]
+    if answers:
+        _show_answers(console, answers)
+    elif extract:
+        console.note("no answer changed: extraction gives the stored answers")
+    if verdicts:
+        _show_verdicts(console, verdicts)
+    else:
+        console.note("no verdict changed")
+    for name, one in after["benchmarks"].items():
+        console.note(f"{name}: {before['benchmarks'][name]['avg']['mean']:.4f} -> {one['avg']['mean']:.4f}")
+    scores = result_tables(after)[0]
+    console.table("Scores after regrading", scores.columns, scores.rows)
+    record: Regraded = {
+        **after,
+        "changed": verdicts,
+        "changed_answers": answers,
+        "extracted": extract,
+        "grader": grader or grader_record(settings),
+    }
+    directory.write_json(directory.path / "regraded.json", record)
+    also = f"{len(answers)} changed answers, " if extract else ""
+    console.note(f"{also}{len(verdicts)} changed verdicts and the new scores are in {directory.path / 'regraded.json'}")
+    return record
+
+
+async def _regrade(
+    directory: EvaluationDirectory,
+    before: Results,
+    settings: EvaluationSections,
+    path: str | None,
+    protocol: Protocol | None,
+) -> tuple[list[Change], Results]:
+    sets = directory.problem_sets()
+    golds = {(one.name, problem.id): problem.answer for one in sets for problem in one.problems}
+    grader: Grader | FunctionGrader = Grader(settings.grader) if path is None else FunctionGrader(path)
+    index, changes = RolloutIndex(), list[Change]()
+
+    async def flush(batch: list[Transcript]) -> None:
+        current = batch if protocol is None else [extracted(one, protocol) for one in batch]
+        expected = [golds[one.benchmark, one.problem] for one in batch]
+        graded = await asyncio.gather(*map(_graded, batch, current, expected, repeat(grader)))
+        for old, new, gold in zip(batch, graded, expected, strict=True):
+            index.add(new)
+            if new.verdict is not old.verdict or new.answer != old.answer:
+                changes.append(_change(old, new, gold))
+
+    try:
+        batch: list[Transcript] = []
+        for transcript in directory.transcripts():
+            batch.append(transcript)
+            if len(batch) == _AT_ONCE:
+                await flush(batch)
+                batch = []
+        await flush(batch)
+        ks = sorted({int(k) for one in before["benchmarks"].values() for k in one["pass"]})
+        return changes, await make_results(before["provenance"], sets, index, ks, grader)
+    finally:
+        await grader.close()
+
+
+async def _graded(old: Transcript, new: Transcript, gold: str | None, grader: Grades) -> Transcript:
+    """``new`` with the new verdict.
+
+    A rollout that was not graded before (no answer, a failed sandbox) is not graded now, nor is one without a reference
+    answer. A rollout whose grader failed has an answer and no verdict; after grading it is no longer excluded. The same
+    holds for a rollout whose answer is extracted only now.
+    """
+    ungraded = old.verdict is None and not old.ended.is_no_data and new.answer == old.answer
+    if new.answer is None or gold is None or ungraded:
+        return new
+    verdict = await grader.grade(new.answer, gold)
+    ended = Ended.ANSWERED if new.ended is Ended.INFRASTRUCTURE_FAILURE else new.ended
+    return replace(new, verdict=verdict, ended=ended, reward=float(verdict is Verdict.CORRECT))
+
+
+def _change(old: Transcript, new: Transcript, gold: str | None) -> Change:
+    return {
+        "benchmark": old.benchmark,
+        "problem": old.problem,
+        "sample": old.sample,
+        "answer_before": old.answer,
+        "answer": new.answer,
+        "gold": gold,
+        "before": "none" if old.verdict is None else old.verdict.value,
+        "after": "none" if new.verdict is None else new.verdict.value,
+    }
+
+
+def _show_verdicts(console: Console, changes: list[Change]) -> None:
+    """Show the changed verdicts by kind of change, separately for changed and unchanged answers."""
+    kinds = Counter(
+        (change["before"], change["after"], change["answer"] == change["answer_before"]) for change in changes
+    )
+    rows = tuple(
+        (f"{old} -> {new}", "the same" if same else "another", str(count))
+        for (old, new, same), count in kinds.most_common()
+    )
+    console.table("Verdicts that changed", ("verdict", "answer", "rollouts"), rows)
+    columns = ("problem", "answer", "gold", "before", "now")
+    _show_examples(console, "Answers whose verdict changed", columns, changes, ("answer", "gold", "before", "after"))
+
+
+def _show_answers(console: Console, changes: list[Change]) -> None:
+    kinds = Counter(_kind_of_answer(change) for change in changes)
+    console.table(
+        "Answers that changed", ("answer", "rollouts"), tuple((kind, str(count)) for kind, count in kinds.most_common())
+    )
+    columns = ("problem", "answer before", "answer now", "gold")
+    _show_examples(console, "Rollouts whose answer changed", columns, changes, ("answer_before", "answer", "gold"))
+
+
+def _kind_of_answer(change: Change) -> str:
+    if change["answer_before"] is None:
+        return "extracted only now"
+    return "no longer extracted" if change["answer"] is None else "another one"
+
+
+def _show_examples(
+    console: Console,
+    title: str,
+    columns: tuple[str, ...],
+    changes: Sequence[Mapping[str, object]],
+    keys: tuple[str, ...],
+) -> None:
+    """Show the first example of each distinct change."""
+    different = {(one["benchmark"], one["problem"], *(one[key] for key in keys)): one for one in reversed(changes)}
+    rows = tuple(
+        (
+            f"{one['benchmark']} {one['problem']}",
+            *("(none)" if one[key] is None else str(one[key])[:60] for key in keys),
+        )
+        for one in list(reversed(different.values()))[:_SHOWN]
+    )
+    more = f" (the first {_SHOWN} of {len(different)})" if len(different) > len(rows) else ""
+    console.table(title + more, columns, rows)

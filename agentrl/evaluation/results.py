@@ -1,0 +1,316 @@
+"""Results of an evaluation: the index of its rollouts, ``results.json``, and tables for terminal and Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from operator import attrgetter
+from typing import cast
+
+import agentrl
+from agentrl.errors import WorldError
+from agentrl.evaluation.benchmarks import ProblemSet
+from agentrl.evaluation.formats import BenchmarkResults, Bounds, Conduct, PassRecord, Provenance, Results, ScoreRecord
+from agentrl.evaluation.scores import Grades, avg_at_k, maj_at_n, pass_at_k, tally
+from agentrl.evaluation.transcripts import KINDS, Sample, Transcript
+from agentrl_envs.types import Ended, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSummary:
+    """A rollout without its conversation: properties of its :class:`Transcript`."""
+
+    correct: bool
+    no_data: bool
+    kind: str
+    ended: Ended
+    verdict: Verdict | None
+    answer: str | None
+    attempt: int
+    model_turns: int
+    outcomes: tuple[str, ...]
+    prompt_tokens: int
+    model_tokens: int
+    tokens: int
+    seconds: float
+
+
+_read = attrgetter(*(field.name for field in fields(RolloutSummary)))
+
+
+class RolloutIndex:
+    """Index of the finished rollouts. A later attempt replaces an earlier one."""
+
+    def __init__(self) -> None:
+        self._rollouts: dict[tuple[str, str, int], RolloutSummary] = {}
+        self.correct = self.data = self.turns = 0
+
+    def add(self, transcript: Transcript) -> None:
+        before = self._rollouts.get(transcript.key)
+        rollout = self._rollouts[transcript.key] = RolloutSummary(*_read(transcript))
+        for one, sign in ((before, -1), (rollout, 1)):
+            if one is not None and not one.no_data:
+                self.data += sign
+                self.correct += sign * one.correct
+                self.turns += sign * one.model_turns
+
+    def by_problem(self, benchmark: str) -> dict[str, list[RolloutSummary]]:
+        """Return the rollouts of every problem, sorted by number."""
+        rollouts: dict[str, list[tuple[int, RolloutSummary]]] = defaultdict(list)
+        for (name, problem, number), rollout in self._rollouts.items():
+            if name == benchmark:
+                rollouts[problem].append((number, rollout))
+        return {
+            problem: [rollout for _, rollout in sorted(part, key=lambda item: item[0])]
+            for problem, part in rollouts.items()
+        }
+
+    @property
+    def finished(self) -> int:
+        """Number of rollouts that need no further attempt."""
+        return sum(rollout.ended is not Ended.INFRASTRUCTURE_FAILURE for rollout in self._rollouts.values())
+
+    def missing(self, sets: Iterable[ProblemSet], n: int) -> list[Sample]:
+        """Return the samples still to run: new ones, and retries of those that failed for reasons outside the policy.
+
+        Ordered by sample, not by problem, so that an interrupted evaluation covers all problems evenly.
+        """
+        chosen = list(sets)
+        missing = []
+        for number in range(n):
+            for one in chosen:
+                for problem in one.problems:
+                    rollout = self._rollouts.get((one.name, problem.id, number))
+                    if rollout is None:
+                        missing.append(Sample(benchmark=one.name, problem=problem, number=number))
+                    elif rollout.ended is Ended.INFRASTRUCTURE_FAILURE:
+                        again = rollout.attempt + 1
+                        missing.append(Sample(benchmark=one.name, problem=problem, number=number, attempt=again))
+        return missing
+
+
+async def benchmark_results(
+    one: ProblemSet, index: RolloutIndex, *, ks: Sequence[int], grader: Grades
+) -> BenchmarkResults:
+    """Compute one benchmark's part of ``results.json``. Raises ValueError if all rollouts are excluded."""
+    rollouts = index.by_problem(one.name)
+    played = [rollouts.get(problem.id, []) for problem in one.problems]
+    data = [[rollout for rollout in part if not rollout.no_data] for part in played]
+    samples, correct = [len(part) for part in data], [sum(rollout.correct for rollout in part) for part in data]
+    score = avg_at_k(samples, correct)
+    votes = [await tally([(rollout.answer, _vote(rollout)) for rollout in part], grader) for part in data if part]
+    families = defaultdict(list)
+    for problem, part in zip(one.problems, data, strict=True):
+        if part:
+            families[problem.family].append(sum(rollout.correct for rollout in part) / len(part))
+    flat = [rollout for part in data for rollout in part]
+    everything = [rollout for part in played for rollout in part]
+    return {
+        **one.record(),
+        "avg": cast(ScoreRecord, asdict(score)),
+        "pass": {str(k): _pass_at_k(samples, correct, k) for k in ks},
+        "maj": maj_at_n(votes) if any(rollout.verdict is not None for rollout in flat) else None,
+        "families": {name: math.fsum(part) / len(part) for name, part in sorted(families.items()) if name},
+        "kinds": {kind: sum(rollout.kind == kind for rollout in everything) for kind in KINDS},
+        **_conduct(flat),
+        "no_data": _no_data(everything),
+        "rollouts": len(everything),
+        "seconds": {
+            "mean": _mean(rollout.seconds for rollout in flat),
+            "max": max(rollout.seconds for rollout in flat),
+        },
+        "per_problem": {
+            problem.id: {"samples": n, "correct": c}
+            for problem, n, c in zip(one.problems, samples, correct, strict=True)
+        },
+    }
+
+
+def default_ks(n: int) -> tuple[int, ...]:
+    """Return 1, 2, 4 .. and n itself.
+
+    >>> default_ks(8), default_ks(12)
+    ((1, 2, 4, 8), (1, 2, 4, 8, 12))
+    """
+    powers = [1 << exponent for exponent in range(n.bit_length()) if 1 << exponent < n]
+    return (*powers, n)
+
+
+def _pass_at_k(samples: Sequence[int], correct: Sequence[int], k: int) -> PassRecord | None:
+    """pass@k over the problems with at least k samples, or None if there is no such problem."""
+    enough = [(n, c) for n, c in zip(samples, correct, strict=True) if n >= k]
+    if not enough:
+        return None
+    return {"value": pass_at_k([n for n, _ in enough], [c for _, c in enough], k), "problems": len(enough)}
+
+
+def _vote(rollout: RolloutSummary) -> Verdict:
+    """Verdict for voting. If the environment does not grade, the reward decides."""
+    if rollout.verdict is not None:
+        return rollout.verdict
+    return Verdict.CORRECT if rollout.correct else Verdict.INCORRECT
+
+
+def _conduct(data: Sequence[RolloutSummary]) -> Conduct:
+    ended = Counter(rollout.ended.value for rollout in data)
+    truncated = {kind.value: ended[kind.value] for kind in Ended if kind.is_truncation}
+    return {
+        "ended": dict(sorted(ended.items())),
+        "verdicts": dict(
+            sorted(Counter(rollout.verdict.value for rollout in data if rollout.verdict is not None).items())
+        ),
+        "turns": _mean(rollout.model_turns for rollout in data),
+        "tool_calls": {
+            "mean": _mean(len(rollout.outcomes) for rollout in data),
+            "outcomes": dict(sorted(Counter(outcome for rollout in data for outcome in rollout.outcomes).items())),
+        },
+        "truncated": {"share": sum(truncated.values()) / len(data), **truncated},
+        "void_share": ended[Ended.VOID_TURN.value] / len(data),
+        "tokens": {
+            "prompt_mean": _mean(rollout.prompt_tokens for rollout in data),
+            "model_mean": _mean(rollout.model_tokens for rollout in data),
+            "response_mean": _mean(rollout.tokens for rollout in data),
+            "model_total": sum(rollout.model_tokens for rollout in data),
+        },
+    }
+
+
+def _no_data(rollouts: Sequence[RolloutSummary]) -> dict[str, int]:
+    """Failures outside the policy by kind. ``retried`` counts retries after such failures, successful or not."""
+    kinds = Counter(
+        rollout.ended.value if rollout.ended.is_no_data else str(rollout.verdict)
+        for rollout in rollouts
+        if rollout.no_data
+    )
+    return {
+        "total": sum(kinds.values()),
+        "retried": sum(rollout.attempt for rollout in rollouts),
+        **dict(sorted(kinds.items())),
+    }
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return math.fsum(listed) / len(listed)
+
+
+FORMAT = 1
+
+
+async def make_results(
+    provenance: Provenance, sets: Sequence[ProblemSet], index: RolloutIndex, ks: Sequence[int], grader: Grades
+) -> Results:
+    """Build ``results.json``. Raises WorldError if all rollouts of a benchmark are excluded."""
+    benchmarks: dict[str, BenchmarkResults] = {}
+    for one in sets:
+        try:
+            benchmarks[one.name] = await benchmark_results(one, index, ks=ks, grader=grader)
+        except ValueError as error:
+            raise WorldError(
+                f"{one.name}: every rollout failed for reasons outside the policy, so there is no score; run the same "
+                f"command to repeat them ({error})"
+            ) from error
+    return {
+        "format": FORMAT,
+        "agentrl": agentrl.__version__,
+        "provenance": provenance,
+        "benchmarks": benchmarks,
+    }
+
+
+Cells = Mapping[str, Callable[[BenchmarkResults], str]]
+"""Columns of a table: name -> text for a benchmark."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A title, column names and rows of text. The first column contains names."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def markdown(self) -> str:
+        lines = [self.columns, ("---",) + ("---:",) * (len(self.columns) - 1), *self.rows]
+        return f"**{self.title}**\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def result_tables(results: Results) -> list[Table]:
+    """Build the tables of a finished evaluation: scores, pass@k, outcomes, averages, and excluded rollouts."""
+    benchmarks = results["benchmarks"]
+    n = results["provenance"]["sampling"]["n"]
+    ks = dict.fromkeys(k for one in benchmarks.values() for k in one["pass"])
+
+    def table(title: str, cells: Cells) -> Table:
+        rows = tuple((name, *(cell(one) for cell in cells.values())) for name, one in benchmarks.items())
+        return Table(title=title, columns=("benchmark", *cells), rows=rows)
+
+    scores: Cells = {
+        f"avg@{n}": lambda one: f"{one['avg']['mean']:.3f}",
+        "95 % this benchmark": lambda one: _interval(one["avg"]["this_benchmark"]),
+        "95 % problems like these": lambda one: _interval(one["avg"]["problems_like_these"]),
+        f"maj@{n}": lambda one: "-" if one["maj"] is None else f"{one['maj']:.3f}",
+        "problems": _problems,
+    }
+    return [
+        table("Scores", scores),
+        table("pass@k, unbiased", {f"pass@{k}": partial(_pass, k=k) for k in ks}),
+        table(
+            "Outcomes of rollouts; all except correct and excluded count as wrong",
+            {shown: partial(_kind, kind=kind) for kind, shown in KINDS.items()},
+        ),
+        table("Averages per rollout", _CONDUCT),
+        table("Failures outside the policy: retried, then excluded from all averages", _FAILURES),
+    ]
+
+
+def _interval(interval: Bounds) -> str:
+    return f"{interval['low']:.3f} to {interval['high']:.3f}"
+
+
+def _problems(one: BenchmarkResults) -> str:
+    left_out = one["avg"]["problems_without_samples"]
+    return f"{one['problems']}" + (f" ({left_out} excluded)" if left_out else "")
+
+
+def _pass(one: BenchmarkResults, k: str) -> str:
+    record = one["pass"].get(k)
+    if record is None:
+        return "-"
+    short = "" if record["problems"] == one["problems"] else f" ({record['problems']} problems)"
+    return f"{record['value']:.3f}{short}"
+
+
+def _ok(outcomes: Mapping[str, int]) -> str:
+    calls: Sequence[int] = list(outcomes.values())
+    return f"{outcomes.get('ok', 0) / sum(calls):.1%}" if calls else "-"
+
+
+def _kind(one: BenchmarkResults, kind: str) -> str:
+    return str(one["kinds"][kind])
+
+
+def _failed(one: BenchmarkResults) -> str:
+    kinds = (f"{kind} {count}" for kind, count in one["no_data"].items() if kind not in ("total", "retried"))
+    return ", ".join(kinds) or "-"
+
+
+_CONDUCT: Cells = {
+    "turns": lambda one: f"{one['turns']:.2f}",
+    "tool calls": lambda one: f"{one['tool_calls']['mean']:.2f}",
+    "successful calls": lambda one: _ok(one["tool_calls"]["outcomes"]),
+    "truncated": lambda one: f"{one['truncated']['share']:.1%}",
+    "void": lambda one: f"{one['void_share']:.1%}",
+    "tokens": lambda one: f"{one['tokens']['response_mean']:.0f}",
+    "model tokens": lambda one: f"{one['tokens']['model_mean']:.0f}",
+    "seconds": lambda one: f"{one['seconds']['mean']:.1f}",
+}
+_FAILURES: Cells = {
+    "rollouts": lambda one: str(one["rollouts"]),
+    "excluded": lambda one: str(one["no_data"]["total"]),
+    "kinds": _failed,
+    "restarts": lambda one: str(one["no_data"]["retried"]),
+}

@@ -1,0 +1,239 @@
+"""avg@k with two intervals, pass@k and maj@n, from the numbers of samples and of correct samples per problem.
+
+Dimensions: P problems, n[p] samples of problem p, c[p] correct ones. Infrastructure failures and grader timeouts are
+already excluded from n and c. A problem without any sample is excluded from the score and counted.
+
+Two 95 % intervals answer two questions. *This benchmark*: the same P problems with new samples. *Problems like these*:
+new problems from the same distribution. Both are Wilson's score interval with an effective number of samples
+``mean (1 - mean) / variance``, so they neither leave [0, 1] nor have zero width at 0 and 1.
+
+``benchmarks/coverage.py`` measures their coverage; ``docs/grading.md`` has its table. With n = 1 the variance within a
+problem cannot be estimated and is bounded instead: *this benchmark* then covers more than 95 %, up to 100 %.
+
+maj@n is the correctness of the most frequent answer. Answers are grouped by mathematical equality. Samples without an
+answer and excluded samples do not vote. An answer whose comparison times out counts as a vote for its own spelling.
+Ties are split evenly, so that a problem's score is a fraction and not a random draw. All correct answers form one
+group; the grader decides which of the others are equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from agentrl_envs.types import Verdict
+
+Floats = NDArray[np.float64]
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """A 95 % confidence interval within [0, 1]."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """avg@k with both intervals. ``mean`` is the mean over problems of the share of correct samples."""
+
+    mean: float
+    this_benchmark: Interval
+    problems_like_these: Interval
+    problems: int
+    samples: int
+    problems_without_samples: int
+
+
+def avg_at_k(samples: ArrayLike, correct: ArrayLike) -> Score:
+    """Compute avg@k of ``correct`` out of ``samples`` ([P] each).
+
+    Raises ValueError for counts that are negative or above the samples, for unequal shapes, and if no problem has any
+    sample.
+
+    >>> score = avg_at_k([8, 8, 8, 0], [8, 4, 0, 0])
+    >>> score.mean, score.problems, score.problems_without_samples
+    (0.5, 3, 1)
+    """
+    n, c = counts_of(samples, correct)
+    kept = n > 0
+    if not kept.any():
+        raise ValueError("no problem has a sample, so there is no score")
+    n_P, c_P = n[kept], c[kept]
+    mean = float((c_P / n_P).mean())
+    return Score(
+        mean=mean,
+        this_benchmark=this_benchmark_interval(n_P, c_P),
+        problems_like_these=_problems_like_these(n_P, c_P, mean),
+        problems=len(n_P),
+        samples=int(n_P.sum()),
+        problems_without_samples=int((~kept).sum()),
+    )
+
+
+def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> float:
+    r"""Compute the unbiased pass@k: the mean of ``1 - C(n-c, k) / C(n, k)`` over problems (Chen et al. 2021, eq. 1).
+
+    Raises ValueError if a problem has fewer than ``k`` samples, because no unbiased estimate exists for it.
+
+    >>> pass_at_k([4, 4], [1, 4], 2)
+    0.75
+    """
+    n, c = counts_of(samples, correct)
+    if k < 1 or len(n) == 0 or n.min() < k:
+        least = int(n.min()) if len(n) else 0
+        raise ValueError(f"pass@{k} needs k >= 1 and at least k samples of every problem; one problem has {least}")
+    missed = [math.comb(int(a - b), k) / math.comb(int(a), k) for a, b in zip(n, c, strict=True)]
+    return 1.0 - math.fsum(missed) / len(missed)
+
+
+def counts_of(samples: ArrayLike, correct: ArrayLike) -> tuple[Floats, Floats]:
+    """Convert both to float vectors. Raises ValueError for impossible counts."""
+    n, c = np.asarray(samples, dtype=np.float64), np.asarray(correct, dtype=np.float64)
+    if n.ndim != 1 or n.shape != c.shape:
+        raise ValueError(f"samples and correct must be vectors of equal length, got shapes {n.shape} and {c.shape}")
+    whole = np.isfinite(n).all() and np.isfinite(c).all() and (n == np.floor(n)).all() and (c == np.floor(c)).all()
+    if not whole or (c < 0).any() or (c > n).any():
+        raise ValueError("counts must be whole, with 0 <= correct <= samples for every problem")
+    return n, c
+
+
+def this_benchmark_interval(n_P: Floats, c_P: Floats) -> Interval:
+    """Compute the interval for problems that all have samples: binomial within each problem.
+
+    The unbiased variance of the mean, ``sum p(1-p)/(n-1) / P^2``, is zero when every problem is always or never solved,
+    and on average too small when few problems are in between. Half a disagreeing sample is therefore added, and one
+    disagreeing sample is the minimum. A problem with a single sample has no estimate of its variance, which
+    ``mean (1 - mean)`` bounds on average.
+    """
+    problems, per_problem = len(n_P), float(n_P.mean())
+    share = c_P / n_P
+    mean = float(share.mean())
+    often = n_P > 1
+    within = np.where(often, share * (1 - share) / np.where(often, n_P - 1, 1), mean * (1 - mean))
+    one = 1 / per_problem**2
+    variance = max(float(within.sum()) + one / 2, one) / problems**2
+    total = float(n_P.sum())
+    effective = max(mean * (1 - mean) / variance, total) if 0 < mean < 1 else total
+    return _wilson(mean, effective, NormalDist().inv_cdf(0.5 + LEVEL / 2))
+
+
+def _problems_like_these(n_P: Floats, c_P: Floats, mean: float) -> Interval:
+    """Interval with problems as clusters: variance between problems, Student's t with P - 1 degrees of freedom."""
+    problems = len(n_P)
+    if problems == 1:
+        return Interval(low=0.0, high=1.0)  # one problem gives no information about others
+    share = c_P / n_P
+    variance = float(share.var(ddof=1)) / problems
+    total = float(n_P.sum())
+    effective = min(max(mean * (1 - mean) / variance, 1.0), total) if variance > 0 else float(problems)
+    return _wilson(mean, effective, student_quantile(problems - 1))
+
+
+def _wilson(mean: float, samples: float, quantile: float) -> Interval:
+    """Wilson's interval (1927): the rates that a two-sided score test at ``mean`` of ``samples`` does not reject."""
+    spread = quantile**2 / samples
+    centre = (mean + spread / 2) / (1 + spread)
+    half = quantile / (1 + spread) * math.sqrt(mean * (1 - mean) / samples + spread / (4 * samples))
+    # Rounding may put a bound at a mean of 0 or 1 on the wrong side by 7e-18; an interval must contain its mean.
+    return Interval(low=min(max(centre - half, 0.0), mean), high=max(min(centre + half, 1.0), mean))
+
+
+def student_quantile(degrees: int) -> float:
+    """Return the two-sided 95 % quantile of Student's t (Abramowitz and Stegun 26.7.5).
+
+    The error is below 0.004 from 3 degrees of freedom on.
+
+    >>> round(student_quantile(29), 3)
+    2.045
+    """
+    if degrees < 1:
+        raise ValueError(f"degrees of freedom must be at least 1, got {degrees}")
+    upper = 0.5 + LEVEL / 2
+    if degrees == 1:
+        return math.tan(math.pi * (upper - 0.5))
+    if degrees == 2:
+        return (2 * upper - 1) / math.sqrt(2 * upper * (1 - upper))
+    z = NormalDist().inv_cdf(upper)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    fourth = (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160
+    return z + first / degrees + second / degrees**2 + third / degrees**3 + fourth / degrees**4
+
+
+class Grades(Protocol):
+    """Grading of one answer, the only method of a grader that is needed here."""
+
+    async def grade(self, answer: str | None, gold: str) -> Verdict: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tally:
+    """Votes on one problem: for the correct answer, for each distinct wrong one (most votes first), and for none.
+
+    >>> Tally(correct=3, wrong=(3, 1), silent=1).majority
+    0.5
+    """
+
+    correct: int
+    wrong: tuple[int, ...]
+    silent: int = 0
+
+    @property
+    def majority(self) -> float:
+        """1 if the correct answer has the most votes, a fraction of 1 if it is tied for the most, otherwise 0."""
+        most = max((self.correct, *self.wrong))
+        if self.correct == 0 or self.correct < most:
+            return 0.0
+        return 1 / (1 + self.wrong.count(most))
+
+
+async def tally(samples: Sequence[tuple[str | None, Verdict]], grader: Grades) -> Tally:
+    """Count the votes on one problem from each sample's answer and verdict.
+
+    A wrong answer joins the first group that the grader considers equal, in order of decreasing frequency of spellings.
+    The outcome therefore depends on the order of samples only between equally frequent spellings.
+    """
+    votes = [
+        (answer.strip(), verdict)
+        for answer, verdict in samples
+        if answer is not None and verdict is not Verdict.NO_ANSWER and not verdict.is_no_data
+    ]
+    correct = sum(verdict is Verdict.CORRECT for _, verdict in votes)
+    slow = Counter(answer for answer, verdict in votes if verdict is Verdict.ANSWER_TIMEOUT)
+    spellings = Counter(answer for answer, verdict in votes if verdict is not Verdict.CORRECT and answer not in slow)
+    groups: dict[str, int] = {}
+    for answer, count in spellings.most_common():
+        groups[await _group_of(answer, groups, grader)] += count
+    wrong = (*groups.values(), *slow.values())
+    return Tally(correct=correct, wrong=tuple(sorted(wrong, reverse=True)), silent=len(samples) - len(votes))
+
+
+def maj_at_n(tallies: Sequence[Tally]) -> float:
+    """Return the mean of `Tally.majority` over problems. Raises ValueError if there is no problem.
+
+    >>> maj_at_n([Tally(correct=2, wrong=(1,)), Tally(correct=1, wrong=(1,)), Tally(correct=0, wrong=(), silent=3)])
+    0.5
+    """
+    if not tallies:
+        raise ValueError("maj@n needs at least one problem")
+    return sum(item.majority for item in tallies) / len(tallies)
+
+
+async def _group_of(answer: str, groups: dict[str, int], grader: Grades) -> str:
+    for other in groups:
+        if await grader.grade(answer, other) is Verdict.CORRECT:
+            return other
+    groups[answer] = 0
+    return answer

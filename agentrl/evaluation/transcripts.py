@@ -1,0 +1,319 @@
+"""Transcripts: the record of one rollout of an evaluation, and the file that contains all of them.
+
+A transcript is a conversation as text, how it ended, and the grader's verdict:
+
+>>> turns = (Turn(origin="model", text="So \\boxed{5}.", tokens=6),)
+>>> one = Transcript(benchmark="toy", problem="toy-0", sample=0, turns=turns, ended=Ended.ANSWERED,
+...                  verdict=Verdict.CORRECT, answer="5", reward=1.0, prompt_tokens=9)
+>>> one.correct, one.no_data, one.model_turns, one.tokens
+(True, False, 1, 6)
+>>> Transcript.from_record(one.to_record()) == one
+True
+
+In the file, every rollout is a separate zstd frame with a checksum, written by one system call as soon as the rollout
+ends. SIGKILL loses only the rollouts in flight. A power failure may also lose the last few seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import zstandard
+
+from agentrl.errors import WorldError
+from agentrl.evaluation.formats import JSONObject
+from agentrl.telemetry.files import json_line, world_errors
+from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
+
+if TYPE_CHECKING:
+    from agentrl.trajectory import Trajectory
+
+
+_LOWEST_BYTE, _HIGHEST_BYTE = 0xDC80, 0xDCFF  # Python's "surrogateescape" codes for bytes that are not UTF-8
+
+
+def whole_characters(text: str) -> str:
+    """Return ``text`` in a form that UTF-8 can encode.
+
+    A JSON escape may be half a character (``\\\\ud83d``) whose other half arrives in the next piece or never. A UTF-8
+    byte that was alone in its piece must be passed as ``surrogateescape`` decodes it.
+
+    >>> whole_characters("\\ud83d" + "\\ude00"), whole_characters("a\\ud83d b")
+    ('😀', 'a\ufffd b')
+    >>> halves = [part.decode(errors="surrogateescape") for part in ("é".encode()[:1], "é".encode()[1:])]
+    >>> whole_characters("".join(halves))
+    'é'
+    """
+    if text.isascii():
+        return text
+    joined = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+    known = "".join(
+        "\ufffd" if 0xD800 <= ord(one) <= 0xDFFF and not _LOWEST_BYTE <= ord(one) <= _HIGHEST_BYTE else one
+        for one in joined
+    )
+    return known.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+KINDS = {
+    "correct": "correct",
+    "incorrect": "incorrect",
+    "no_answer": "no answer",
+    "unreadable": "unreadable",
+    "grader_timeout": "grader timeout",
+    "refused": "refused",
+    "truncated": "truncated",
+    "void": "void turn",
+    "no_data": "excluded",
+}
+"""Stored name -> displayed name. All kinds except the first and the last count as wrong."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One rollout to sample: number ``number`` of a problem of a benchmark. ``attempt`` counts retries from 0."""
+
+    benchmark: str
+    problem: Problem
+    number: int
+    attempt: int = 0
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return (self.benchmark, self.problem.id, self.number)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One turn of the model, or one text that was added to its context. ``tokens`` are counted by the engine.
+
+    ``reasoning`` is the model's reasoning if an endpoint reports it separately. It is not added to the context.
+    """
+
+    origin: Literal["model", "observation"]
+    text: str
+    tokens: int
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transcript:
+    """One finished rollout. ``problem`` is the problem's id; statements and reference answers are stored once per run.
+
+    ``refused``: the endpoint's content filter ended a turn, or the model refused in words.
+    """
+
+    benchmark: str
+    problem: str
+    sample: int
+    turns: tuple[Turn, ...]
+    ended: Ended
+    prompt_tokens: int
+    attempt: int = 0
+    verdict: Verdict | None = None
+    answer: str | None = None
+    reward: float = 0.0
+    tool_calls: tuple[ToolCall, ...] = ()
+    seconds: float = 0.0
+    failure: str | None = None
+    refused: bool = False
+
+    @classmethod
+    def of(cls, sample: Sample, trajectory: Trajectory, *, failure: str | None = None) -> Transcript:
+        """Build the transcript of a token trajectory."""
+        return cls(
+            benchmark=sample.benchmark,
+            problem=sample.problem.id,
+            sample=sample.number,
+            attempt=sample.attempt,
+            turns=tuple(
+                Turn(origin=part.origin, text=part.text, tokens=len(part.token_ids)) for part in trajectory.segments
+            ),
+            ended=trajectory.ended,
+            prompt_tokens=len(trajectory.prompt_ids),
+            verdict=trajectory.verdict,
+            answer=trajectory.answer,
+            reward=trajectory.reward,
+            tool_calls=trajectory.tool_calls,
+            seconds=trajectory.seconds,
+            failure=failure,
+        )
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return (self.benchmark, self.problem, self.sample)
+
+    @property
+    def correct(self) -> bool:
+        """True for a correct verdict or, if the environment does not grade answers, for a reward of at least 1."""
+        return self.reward >= 1.0 if self.verdict is None else self.verdict is Verdict.CORRECT
+
+    @property
+    def no_data(self) -> bool:
+        """True if it failed for reasons outside the policy. Such rollouts are counted and excluded from averages."""
+        return self.ended.is_no_data or (self.verdict is not None and self.verdict.is_no_data)
+
+    @property
+    def kind(self) -> str:
+        """The most informative of ``KINDS``. A verdict takes precedence over how the conversation ended."""
+        if self.no_data:
+            return "no_data"
+        if self.correct:
+            return "correct"
+        if self.verdict is Verdict.ANSWER_TIMEOUT:
+            return "grader_timeout"
+        if self.verdict is Verdict.UNPARSABLE_ANSWER:
+            return "unreadable"
+        if self.refused:
+            return "refused"
+        if self.ended.is_truncation:
+            return "truncated"
+        if self.ended is Ended.VOID_TURN:
+            return "void"
+        ended_it = self.ended is Ended.ANSWERED and self.verdict is not Verdict.NO_ANSWER
+        return "incorrect" if self.answer is not None or ended_it else "no_answer"
+
+    @property
+    def outcomes(self) -> tuple[str, ...]:
+        return tuple(call.outcome for call in self.tool_calls)
+
+    @property
+    def model_turns(self) -> int:
+        return sum(turn.origin == "model" for turn in self.turns)
+
+    @property
+    def model_tokens(self) -> int:
+        return sum(turn.tokens for turn in self.turns if turn.origin == "model")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole response, including observations."""
+        return sum(turn.tokens for turn in self.turns)
+
+    def to_record(self) -> JSONObject:
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: JSONObject) -> Transcript:
+        """Invert :meth:`to_record`, also after JSON. Raises KeyError, TypeError or ValueError for an invalid record."""
+        return cls(
+            **{
+                **record,
+                "turns": tuple(_turn(turn) for turn in record["turns"]),
+                "answer": None if record["answer"] is None else whole_characters(record["answer"]),
+                "ended": Ended(record["ended"]),
+                "verdict": None if record["verdict"] is None else Verdict(record["verdict"]),
+                "tool_calls": tuple(ToolCall(**call) for call in record["tool_calls"]),
+            }
+        )
+
+
+def _turn(record: JSONObject) -> Turn:
+    whole: JSONObject = {name: whole_characters(record[name]) for name in ("text", "reasoning") if name in record}
+    return Turn(**(record | whole))
+
+
+_CHUNK = 1 << 20
+_SYNC_EVERY = 5.0  # seconds
+
+
+class RolloutLog:
+    """Appends rollouts to one file, which is repaired when opened. The lock on the directory excludes other writers."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.repaired = repair_frames(path)
+        with world_errors(path, "open"):
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._packer = zstandard.ZstdCompressor(level=6, write_checksum=True)
+        self._synced = time.monotonic()
+
+    def append(self, transcript: Transcript) -> None:
+        """Write one rollout. If the write fails, remove the partly written frame and raise WorldError."""
+        frame = self._packer.compress(json_line(transcript.to_record()))
+        with world_errors(self.path, "append to"):
+            end = os.fstat(self._file).st_size
+            try:
+                written = os.write(self._file, frame)
+                if written < len(frame):
+                    raise OSError(f"{written} of {len(frame)} bytes written, the disk is full")
+            except OSError:
+                os.ftruncate(self._file, end)
+                raise
+            if time.monotonic() - self._synced > _SYNC_EVERY:
+                self._sync()
+
+    def close(self) -> None:
+        """Sync everything to disk and close. May be called more than once."""
+        if self._file >= 0:
+            with world_errors(self.path, "close"):
+                self._sync()
+                os.close(self._file)
+            self._file = -1
+
+    def _sync(self) -> None:
+        os.fsync(self._file)
+        self._synced = time.monotonic()
+
+    def __enter__(self) -> RolloutLog:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def read_rollouts(path: Path) -> Iterator[Transcript]:
+    """Yield the rollouts in the order written, one in memory at a time. An incomplete last frame is skipped.
+
+    Raises WorldError with the file and the position for any other damage.
+    """
+    if not path.exists():
+        return
+    for position, frame in _frames(path):
+        try:
+            yield Transcript.from_record(json.loads(frame))
+        except (ValueError, KeyError, TypeError) as error:
+            raise WorldError(f"{path}, byte {position}: damaged, not a rollout ({error})") from error
+
+
+def repair_frames(path: Path) -> int:
+    """Remove an incomplete frame at the end. Returns the number of bytes removed."""
+    if not path.exists():
+        return 0
+    with world_errors(path, "repair"):
+        end = 0
+        for position, _ in _frames(path, ends=True):
+            end = position
+        size = path.stat().st_size
+        if end < size:
+            with path.open("rb+") as file:
+                file.truncate(end)
+                os.fsync(file.fileno())
+        return size - end
+
+
+def _frames(path: Path, *, ends: bool = False) -> Iterator[tuple[int, bytes]]:
+    """Yield the start (or, with ``ends``, the end) and the content of each complete frame."""
+    unpacker = zstandard.ZstdDecompressor()
+    with world_errors(path, "read"), path.open("rb") as file:
+        begin = position = 0
+        pending = b""
+        frame, parts = unpacker.decompressobj(), list[bytes]()
+        while True:
+            data = pending or file.read(_CHUNK)
+            if not data:
+                return
+            try:
+                parts.append(frame.decompress(data))
+            except zstandard.ZstdError as error:
+                raise WorldError(f"{path}, byte {begin}: damaged ({error})") from error
+            pending = frame.unused_data if frame.eof else b""
+            position += len(data) - len(pending)
+            if frame.eof:
+                yield (position if ends else begin), b"".join(parts)
+                begin, frame, parts = position, unpacker.decompressobj(), []

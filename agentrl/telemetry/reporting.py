@@ -1,0 +1,232 @@
+"""Send the contents of a run directory to its trackers, without waiting for them before the end of the run."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+from agentrl.telemetry.files import atomic_write
+from agentrl.telemetry.records import JsonRecord, Metrics
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.telemetry.settings import TelemetrySettings
+from agentrl.telemetry.trackers import TRACKERS, Cell, SampleTable, TrackedRun, Tracker
+from agentrl_envs.registry import describe_error
+
+COLUMNS = ("problem", "group", "sample", "reward", "ended", "verdict", "turns", "model tokens", "conversation")
+LONGEST_CELL = 20_000  # characters of a conversation
+_LONGEST_QUEUE = 1000  # messages: the rows and tables of hundreds of steps
+_ELSEWHERE = "the run goes on, and its directory has everything"
+
+Message = Callable[[Tracker], object]
+
+
+class TrackerThread:
+    """Open a tracker in a separate thread and pass it messages in order, from a bounded queue.
+
+    ``say`` and ``warn`` print a line and are called from that thread. The first failure and the first dropped message
+    are printed; a last line counts them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        opening: Callable[[], Tracker],
+        *,
+        say: Callable[[str], object],
+        warn: Callable[[str], object],
+        longest_queue: int = _LONGEST_QUEUE,
+    ) -> None:
+        self._name, self._opening, self._say, self._warn = name, opening, say, warn
+        self._longest = longest_queue
+        self._waiting: deque[Message] = deque()
+        self._changed = threading.Condition()
+        self._closing = self._over = False
+        self._dropped = self._failed = 0
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Message) -> None:
+        """Queue a message; returns at once. It is dropped if the queue is full, or the tracker could not be opened."""
+        with self._changed:
+            if self._over:
+                return
+            full = len(self._waiting) >= self._longest
+            if not full:
+                self._waiting.append(message)
+                self._changed.notify()
+            self._dropped += full
+            first = full and self._dropped == 1
+        if first:
+            self._warn(f"tracker {self._name} is too slow: messages are dropped; {_ELSEWHERE}")
+
+    def close(self, deadline: float) -> None:
+        """End the thread once the queue is empty, at the latest at ``deadline`` (monotonic)."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        with self._changed:
+            lost, self._over = self._dropped + len(self._waiting), True
+            self._waiting.clear()
+        if self._thread.is_alive():
+            self._warn(f"tracker {self._name} did not end in time: {lost} messages did not reach it")
+        elif lost or self._failed:
+            self._warn(f"tracker {self._name}: {lost} messages were dropped, {self._failed} failed")
+
+    def _run(self) -> None:
+        try:
+            tracker = self._opening()
+            self._say(f"tracker {self._name}: {tracker.place}")
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - others' code, which must not end a run
+            self._warn(f"tracker {self._name} cannot be opened: {describe_error(error)}; {_ELSEWHERE}")
+            with self._changed:
+                self._over = True
+                self._waiting.clear()
+            return
+        while (message := self._next()) is not None:
+            self._tell(tracker, message)
+        self._tell(tracker, lambda opened: opened.close())
+
+    def _next(self) -> Message | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closing)
+            return self._waiting.popleft() if self._waiting and not self._over else None
+
+    def _tell(self, tracker: Tracker, message: Message) -> None:
+        try:
+            message(tracker)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
+            self._failed += 1
+            if self._failed == 1:
+                self._warn(f"tracker {self._name} failed: {describe_error(error)}; {_ELSEWHERE}")
+
+
+class Trackers:
+    """The trackers of one run, none of which anything waits for before :meth:`close`."""
+
+    def __init__(
+        self,
+        telemetry: TelemetrySettings,
+        run: RunDirectory | None,
+        *,
+        say: Callable[[str], object],
+        warn: Callable[[str], object],
+    ) -> None:
+        """Without a ``run`` (ranks other than 0) there are none."""
+        self._telemetry, self._run, self._say, self._warn = telemetry, run, say, warn
+        self._threads: list[TrackerThread] = []
+        self._due: int | None = None  # step whose sample is sent next
+
+    def begin(self, settings: Mapping[str, object], *, step: int, resumed: bool) -> None:
+        """Open the trackers, after ``step`` steps; a ``resumed`` run continues what it began."""
+        run = self._run
+        if run is None:
+            return
+        for name in self._telemetry.trackers:
+            opening = partial(self._open, name, run, dict(flat(settings)), step=step, resumed=resumed)
+            self._threads.append(TrackerThread(name, opening, say=self._say, warn=self._warn))
+
+    def row(self, row: Metrics) -> None:
+        """Send a row of ``metrics.jsonl``, and a sample of the previous step's trajectories if it is due.
+
+        The sample is sent one step later, because the trajectories of a step are written during the next one.
+        """
+        step = int(row["step"])
+        numbers = {key: value for key, value in row.items() if key != "step"}
+        every, trained = self._telemetry.tracker_tables_every, "policy/updates" in row
+        if trained:
+            self._send_due_table()  # before the metrics: wandb drops data of earlier steps
+        self._tell(lambda tracker: tracker.metrics(step, numbers))
+        if trained and every and step % every == 0:
+            self._due = step
+
+    def table(self, table: SampleTable) -> None:
+        """A sample that the caller chose."""
+        self._tell(lambda tracker: tracker.trajectories(table))
+
+    def plots(self) -> None:
+        """The plots that the run directory has by now."""
+        if self._run is not None:
+            files = sorted(file for file in self._run.plots.glob("*.png") if not file.stem.endswith("-dark"))
+            self._tell(lambda tracker: tracker.plots(files))
+
+    def close(self) -> None:
+        """Wait, all trackers together for ``telemetry.tracker_deadline`` seconds at most, until everything is sent."""
+        self._send_due_table()
+        deadline = time.monotonic() + self._telemetry.tracker_deadline
+        for thread in self._threads:
+            thread.close(deadline)
+        self._threads.clear()
+
+    def _tell(self, message: Callable[[Tracker], object]) -> None:
+        for thread in self._threads:
+            thread.put(message)
+
+    def _send_due_table(self) -> None:
+        step, run, self._due = self._due, self._run, None
+        if step is not None and run is not None:
+            self._tell(lambda tracker: self._send_table(tracker, run, step))
+
+    def _send_table(self, tracker: Tracker, run: RunDirectory, step: int) -> None:
+        if run.trajectory_file(step).exists():
+            first = itertools.islice(run.read_trajectories(step), self._telemetry.tracker_rows)
+            tracker.trajectories(SampleTable(step=step, columns=COLUMNS, rows=[table_row(row) for row in first]))
+
+    def _open(
+        self, name: str, run: RunDirectory, settings: Mapping[str, object], *, step: int, resumed: bool
+    ) -> Tracker:
+        folder = run.trackers / name.replace(":", ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        known = folder / "run-id"
+        tracker = TRACKERS[name](
+            TrackedRun(
+                name=run.path.name,
+                project=self._telemetry.tracker_project,
+                settings=settings,
+                folder=folder,
+                continued=known.read_text(encoding="utf-8") if resumed and known.exists() else None,
+                step=step,
+                patience=self._telemetry.tracker_deadline / 2,
+            )
+        )
+        atomic_write(known, lambda out: out.write(tracker.id.encode()))
+        return tracker
+
+
+def flat(settings: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
+    """Settings by their dotted keys.
+
+    >>> dict(flat({"seed": 1, "model": {"path": None, "tiny": {"layers": 2}}}))
+    {'seed': 1, 'model.path': None, 'model.tiny.layers': 2}
+    """
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def table_row(record: JsonRecord) -> tuple[Cell, ...]:
+    """The cells of a stored trajectory, as :data:`COLUMNS` names them."""
+    segments = record["segments"]
+    model = [segment for segment in segments if segment["origin"] == "model"]
+    said = [
+        ("problem", record["problem"]["statement"]),
+        *((segment["origin"], segment["text"]) for segment in segments),
+    ]
+    conversation = "\n".join(f"--- {who}\n{text}" for who, text in said)
+    return (
+        str(record["problem"]["id"]),
+        record["group"],
+        record["sample"],
+        sum(segment["reward"] for segment in segments),
+        record["ended"],
+        record["verdict"],
+        len(model),
+        sum(len(segment["token_ids"]) for segment in model),
+        conversation[:LONGEST_CELL],
+    )

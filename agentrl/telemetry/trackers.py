@@ -1,0 +1,282 @@
+"""Experiment trackers: their protocol, their registry, and adapters for wandb, trackio, TensorBoard and MLflow.
+
+A tracker's package is imported when the tracker is opened. The package's environment variables (WANDB_MODE,
+TRACKIO_DIR, MLFLOW_TRACKING_URI and so on) keep their usual meaning.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+
+from agentrl.errors import SettingsError
+from agentrl_envs.registry import Registry, install_extra
+
+if TYPE_CHECKING:
+    from wandb import Run
+
+
+Factory = TypeVar("Factory", bound="TrackerFactory")
+Cell = str | float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackedRun:
+    """Arguments of a tracker's factory.
+
+    ``settings`` has dotted keys. ``folder`` is inside the run directory and used by this tracker only. ``continued`` is
+    the tracker's id of the run that ``--resume`` continues. ``step`` is the number of completed steps; rows of later
+    steps may be sent again. Opening and closing should give up after ``patience`` seconds.
+    """
+
+    name: str
+    project: str
+    settings: Mapping[str, object]
+    folder: Path
+    continued: str | None
+    step: int
+    patience: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleTable:
+    """A few trajectories of a step."""
+
+    step: int
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[Cell, ...]]
+
+
+class Tracker(Protocol):
+    """One run at a tracker. All calls come from a thread of this tracker, in which they may block and raise."""
+
+    @property
+    def id(self) -> str:
+        """Identifier that continues this run when it is passed as ``TrackedRun.continued``."""
+
+    @property
+    def place(self) -> str:
+        """Address or folder of the run, to print."""
+
+    def metrics(self, step: int, row: Mapping[str, float]) -> None:
+        """Log a row of ``metrics.jsonl`` without ``step``, for a training step or an evaluation (``eval/...``)."""
+
+    def trajectories(self, table: SampleTable) -> None:
+        """Log a sample of a step's trajectories."""
+
+    def plots(self, files: Sequence[Path]) -> None:
+        """Log the plots (PNG) at the end of the run."""
+
+    def close(self) -> None:
+        """Send everything that is pending. Called when the run has ended or was stopped."""
+
+
+TrackerFactory = Callable[[TrackedRun], Tracker]
+
+_MODULE = __name__
+TRACKERS: Registry[TrackerFactory] = Registry(
+    "tracker",
+    own={
+        "wandb": f"{_MODULE}:WandbTracker",
+        "trackio": f"{_MODULE}:TrackioTracker",
+        "tensorboard": f"{_MODULE}:TensorboardTracker",
+        "mlflow": f"{_MODULE}:MlflowTracker",
+    },
+    group="agentrl.trackers",
+    paths=True,
+)
+"""Classes and functions that open a `Tracker`. The built-in ones need the package of their name."""
+
+
+def register_tracker(name: str) -> Callable[[Factory], Factory]:
+    """Register a class or function as the tracker ``name`` of ``telemetry.trackers``."""
+
+    def add(factory: Factory) -> Factory:
+        TRACKERS.add(name, factory)
+        return factory
+
+    return add
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Raise SettingsError for a tracker whose package is missing, PluginError for one that cannot be imported."""
+    for name in names:
+        if name in TRACKERS.own and importlib.util.find_spec(name) is None:
+            raise SettingsError(f"telemetry.trackers: {name} needs a package: {install_extra(name)}")
+        TRACKERS[name]
+
+
+_LONGEST_PARAMETER = 6000  # characters that MLflow stores of a parameter
+_PARAMETERS = 100  # of one request to MLflow
+
+
+class WandbTracker:
+    """A run at Weights & Biases, or in ``trackers/wandb/`` offline; ``wandb sync`` uploads an offline run.
+
+    Without a connection at the start it records offline.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        self._wandb = wandb
+        self.id = run.continued or uuid.uuid4().hex[:12]
+        try:
+            self._run = self._begin(run, mode=None)
+        except (wandb.errors.CommError, TimeoutError):
+            wandb.teardown()  # its service keeps the run's id otherwise
+            self._run = self._begin(run, mode="offline")
+        self.place = str(run.folder) if self._run.offline else str(self._run.url)
+
+    def _begin(self, run: TrackedRun, *, mode: Literal["offline"] | None) -> Run:
+        return self._wandb.init(
+            project=run.project,
+            name=run.name,
+            id=self.id,
+            resume="allow",
+            mode=mode,
+            dir=str(run.folder),
+            config={**run.settings},
+            settings=self._wandb.Settings(
+                silent=True,
+                console="off",
+                disable_git=True,
+                init_timeout=max(1.0, run.patience),
+                finish_timeout=max(1.0, run.patience),
+                login_timeout=max(1.0, run.patience),
+            ),
+        )
+
+    def metrics(self, step: int, row: Mapping[str, float]) -> None:
+        # wandb drops rows of earlier steps, which a resumed run logs again.
+        self._run.log({**row}, step=step)
+
+    def trajectories(self, table: SampleTable) -> None:
+        shown = self._wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
+        self._run.log({"trajectories": shown}, step=table.step)
+
+    def plots(self, files: Sequence[Path]) -> None:
+        self._run.log({f"plots/{file.stem}": self._wandb.Image(str(file)) for file in files})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TrackioTracker:
+    """A run in Trackio's local database, which ``trackio show`` draws, or in the user's Space."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import trackio
+
+        self._trackio = trackio
+        self.id = run.continued or f"{run.name}-{uuid.uuid4().hex[:6]}"  # runs are known by their names
+        self.place = f"trackio show --project {run.project}"
+        settings = {key: value for key, value in run.settings.items() if not key.startswith("_")}
+        resume = "must" if run.continued else "never"
+        self._run = trackio.init(project=run.project, name=self.id, config=settings, resume=resume, embed=False)
+
+    def metrics(self, step: int, row: Mapping[str, float]) -> None:
+        self._run.log(dict(row), step=step)
+
+    def trajectories(self, table: SampleTable) -> None:
+        import pandas as pd
+
+        shown = pd.DataFrame([list(row) for row in table.rows], columns=list(table.columns))
+        self._run.log({"trajectories": self._trackio.Table(dataframe=shown)}, step=table.step)
+
+    def plots(self, files: Sequence[Path]) -> None:
+        self._run.log({f"plots/{file.stem}": self._trackio.Image(str(file)) for file in files})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TensorboardTracker:
+    """Event files, read by ``tensorboard --logdir RUNS``. A resumed run adds a file, which replaces later steps."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # TensorBoard shows a run's path below --logdir as its name: NAME, not NAME/trackers/tensorboard.
+        self.id = self.place = str(run.folder.parents[1])
+        self._step = run.step
+        self._writer = SummaryWriter(self.place, purge_step=run.step + 1 if run.continued else None)
+        lines = (f"    {key}: {json.dumps(value, default=str)}" for key, value in run.settings.items())
+        self._writer.add_text("settings", "\n".join(lines), run.step)
+
+    def metrics(self, step: int, row: Mapping[str, float]) -> None:
+        self._step = step
+        for name, value in row.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def trajectories(self, table: SampleTable) -> None:
+        lines = ["|".join(table.columns), "|".join("---" for _ in table.columns)]
+        lines += ["|".join(map(_cell, row)) for row in table.rows]
+        self._writer.add_text("trajectories", "\n".join(lines), table.step)
+
+    def plots(self, files: Sequence[Path]) -> None:
+        from matplotlib.image import imread
+
+        for file in files:
+            self._writer.add_image(f"plots/{file.stem}", imread(file), self._step, dataformats="HWC")
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class MlflowTracker:
+    """A run of the experiment ``telemetry.tracker_project``. A resumed run keeps the settings that it began with."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from mlflow import MlflowClient
+
+        self.place = os.environ.get("MLFLOW_TRACKING_URI") or (run.folder / "store").absolute().as_uri()
+        if self.place.startswith("file:"):
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise it asks for a database
+        self._client = MlflowClient(tracking_uri=self.place)
+        self.id = run.continued or self._create(run)
+        if run.continued:
+            self._client.update_run(self.id, status="RUNNING")
+
+    def _create(self, run: TrackedRun) -> str:
+        from mlflow.entities import Param
+
+        found = self._client.get_experiment_by_name(run.project)
+        experiment = self._client.create_experiment(run.project) if found is None else found.experiment_id
+        created: str = self._client.create_run(experiment, run_name=run.name).info.run_id
+        parameters = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in run.settings.items()]
+        for start in range(0, len(parameters), _PARAMETERS):
+            self._client.log_batch(created, params=parameters[start : start + _PARAMETERS])
+        return created
+
+    def metrics(self, step: int, row: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(self.id, metrics=[Metric(name, float(value), now, step) for name, value in row.items()])
+
+    def trajectories(self, table: SampleTable) -> None:
+        columns = {name: [row[place] for row in table.rows] for place, name in enumerate(table.columns)}
+        self._client.log_table(self.id, columns, f"trajectories/{table.step:08d}.json")
+
+    def plots(self, files: Sequence[Path]) -> None:
+        for file in files:
+            self._client.log_artifact(self.id, str(file), "plots")
+
+    def close(self) -> None:
+        self._client.set_terminated(self.id)
+
+
+def _cell(value: Cell) -> str:
+    text = "" if value is None else str(value)
+    for plain, shown in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("`", "&#96;"), ("\n", "<br>")):
+        text = text.replace(plain, shown)
+    return text

@@ -1,0 +1,114 @@
+"""``python -m agentrl.viewer.calculations RUN``: answer each line of JSON on the input with a line of JSON.
+
+The viewer starts this process for requests that need torch and the run's plug-ins: other estimators, and the
+explanation of a token. A request is ``{"ask": NAME, ...}`` with the arguments of the method of this name. The answer is
+``{"answer": ...}`` or ``{"error": "one message"}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from agentrl.algorithms import estimator_needs
+from agentrl.algorithms.errors import AlgorithmError
+from agentrl.errors import AgentRLError, SettingsError
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.telemetry.tokens import StoredStep, StoredTrajectory, read_step
+from agentrl.viewer.explain import explain
+from agentrl.viewer.run_files import drawn_indices, finite, load_run_plugins, to_json
+from agentrl.viewer.what_if import WhatIf, all_options, estimator_forms, what_if
+from agentrl_envs.registry import PluginError, describe_error
+
+
+class Answers:
+    """Answers requests about one run."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._problems = load_run_plugins(run)
+
+    def to(self, line: str) -> str:
+        """Answer one line, as JSON. Exceptions, including those of a plug-in's estimator, become an error message."""
+        try:
+            return to_json({"answer": self._answer(json.loads(line))})
+        except (AgentRLError, AlgorithmError, PluginError) as error:
+            return json.dumps({"error": "; ".join([str(error), *self._problems])})
+        except Exception as error:  # noqa: BLE001  (whatever a user's estimator raises)
+            return json.dumps({"error": describe_error(error)})
+
+    def _answer(self, question: Mapping[str, object]) -> object:
+        known: Mapping[str, Callable[..., object]] = {
+            "estimators": self.estimators,
+            "what_if": self.what_if,
+            "explain": self.explain,
+        }
+        arguments = dict(question)
+        return known[str(arguments.pop("ask"))](**arguments)
+
+    def estimators(self) -> object:
+        """Return every estimator with its options."""
+        forms = {name: [asdict(form) for form in options] for name, options in estimator_forms().items()}
+        return {"estimators": forms, "problems": self._problems}
+
+    def what_if(
+        self, step: int, trajectory: int, estimator: str, options: Mapping[str, object], size: int | None
+    ) -> object:
+        """Return the group of a trajectory under another estimator; ``fields`` are the trajectory's columns."""
+        stored, chosen = self._group_of(step, trajectory)
+        if estimator_needs(estimator, **all_options(stored, estimator, options)).step_wide:
+            stored = read_step(self._run, step)
+        result = what_if(stored, chosen, estimator=estimator, options=options, size=size)
+        names = {f"what_if_{name}": name for name in ("advantages", "baselines", "returns")}
+        return {
+            "estimator": result.estimator,
+            "options": result.options,
+            "power": result.power,
+            "power_before": result.power_before,
+            "fields": {name: finite(result.columns[chosen.key][column]) for name, column in names.items()},
+            "siblings": [_curves(item, result) for item in stored.trajectories if item.key in result.columns],
+        }
+
+    def explain(self, step: int, trajectory: int, token: int) -> object:
+        """Return the lines of ``agentrl explain``."""
+        return list(explain(self._run, step=step, trajectory=trajectory, token=token).lines())
+
+    def _group_of(self, step: int, number: int) -> tuple[StoredStep, StoredTrajectory]:
+        self._run.check_stored(step)
+        records = self._run.chosen_trajectories(step, lambda index, _line: index == number)
+        groups = {record["group"] for _, record in records}
+        if not groups:
+            raise SettingsError(f"step {step} has no trajectory {number}")
+        stored = read_step(self._run, step, groups=groups)
+        return stored, next(item for item in stored.trajectories if item.number == number)
+
+
+def _curves(item: StoredTrajectory, result: WhatIf) -> dict[str, object]:
+    columns = result.columns[item.key]
+    indices = drawn_indices(len(item.positions))
+    return {
+        "number": item.number,
+        "index": indices.tolist(),
+        "advantages": finite(columns["advantages"][indices]),
+        "baselines": finite(columns["baselines"][indices]),
+        "mean": float(columns["advantages"].mean()),
+    }
+
+
+def main() -> None:
+    """Answer every line of the input."""
+    # Plug-ins may print. Their output goes to the standard error, so that it cannot break the lines of JSON.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    run = Answers(RunDirectory(Path(sys.argv[1])))
+    for line in sys.stdin:
+        answers.write(f"{run.to(line)}\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

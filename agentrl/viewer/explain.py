@@ -1,0 +1,255 @@
+"""`agentrl explain`: the computation of one token's gradient in a recorded step, in words and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from agentrl.algorithms import ESTIMATORS, LOSSES, compute_advantages, policy_loss
+from agentrl.errors import SettingsError
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, TokenFacts, TrajectoryTokens, read_step
+from agentrl.viewer.run_files import load_run_plugins, token_text
+from agentrl.viewer.what_if import facts_of, recomputed, stored_inputs
+from agentrl_envs.registry import UnknownNameError
+
+_AROUND = 40  # characters of the conversation to show before and after the token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """One model token with the quantities that its gradient was computed from.
+
+    ``index`` counts the model tokens of the trajectory. ``pieces`` are the texts of the response's tokens, None if the
+    run has no tokenizer.
+    """
+
+    step: StoredStep
+    trajectory: StoredTrajectory
+    position: int
+    index: int
+    pieces: list[str | None]
+
+    @property
+    def tokens(self) -> TrajectoryTokens:
+        assert self.trajectory.tokens is not None
+        return self.trajectory.tokens
+
+    def lines(self) -> Iterator[str]:
+        """Yield the explanation, from the reward to the gradient."""
+        facts = facts_of(self.step)
+        yield from self._header()
+        yield from self._sampling()
+        yield from self._credit(facts)
+        yield from self._loss(facts)
+
+    def at(self, values: np.ndarray) -> float:
+        """Select the token's value from the values of its trajectory's model tokens."""
+        return float(values[self.index])
+
+    def _header(self) -> Iterator[str]:
+        record, key, columns = self.trajectory.record, self.trajectory.key, self.trajectory.columns()
+        branch = f", branch {key.branch}" if record.get("branches", 1) > 1 else ""
+        number = self.trajectory.number
+        yield f"step {self.step.step}, trajectory {number}: group {key.group}, sample {key.sample}{branch}"
+        reward = record.get("reward_elsewhere", 0.0) + sum(item["reward"] for item in record["segments"])
+        yield f"  it ended {record['ended']} with reward {reward:.9g}"
+        yield (
+            f"token {self.position} of the response: model token {self.index} of {len(self.tokens)}, "
+            f"turn {columns['turn'][self.index]}, id {columns['token_id'][self.index]}{self._text()}"
+        )
+
+    def _text(self) -> str:
+        """The token with the text before and after it; invisible characters are escaped."""
+        piece = self.pieces[self.position]
+        if piece is None:
+            return ""
+        before = "".join(text or "" for text in self.pieces[: self.position])[-_AROUND:]
+        after = "".join(text or "" for text in self.pieces[self.position + 1 :])[:_AROUND]
+        shown = repr(piece) if piece else "part of a character that a later token completes"
+        return f", {shown}\n  after {before!r}, before {after!r}"
+
+    def _sampling(self) -> Iterator[str]:
+        columns, tokens = self.trajectory.columns(), self.tokens
+        engine, trainer = self.at(columns["engine_log_probs"]), self.at(tokens.log_probs)
+        yield (
+            f"log-probability: engine {engine:.9g} (policy version {columns['policy_version'][self.index]}), "
+            f"trainer {trainer:.9g}, difference {trainer - engine:.3g}; entropy {self.at(tokens.entropy):.5g}"
+        )
+
+    def _credit(self, facts: TokenFacts) -> Iterator[str]:
+        tokens, key = self.tokens, self.trajectory.key
+        returned, baseline, advantage = (
+            self.at(item) for item in (tokens.returns, tokens.baselines, tokens.advantages)
+        )
+        yield f"reward: {self.at(tokens.rewards):.9g} at this token; return G = {returned:.9g}"
+        yield (
+            f"energy: w = {self.at(tokens.energy):.9g}; "
+            f"realized energy W = {self.at(self.step.realized_energies[key]):.9g}, the sum up to this token"
+        )
+        yield f"baseline: b = {baseline:.9g} by {facts.estimator}{_options(facts.estimator_options)}"
+        yield from self._tail(facts)
+        weights = baseline_weights(self.step, self.trajectory, self.index)
+        if not ESTIMATORS[facts.estimator].group_based:
+            yield "  b does not come from the returns of the group, so no trajectory has a weight in it"
+        elif not weights:
+            yield "  b is not a weighted mean of the group's returns, so no trajectory has a weight in it"
+        for sibling, weight in weights.items():
+            other = next(item for item in self.step.siblings(self.trajectory) if item.key == sibling)
+            assert other.tokens is not None
+            index = min(self.index, len(other.tokens) - 1)
+            energy = self.step.realized_energies[sibling][index]
+            yield (
+                f"  weight {weight:.6f} on trajectory {other.number}, sample {sibling.sample}: "
+                f"G = {other.tokens.returns[index]:.9g}, W = {energy:.9g}"
+            )
+        made = self.at(recomputed(self.step, self.step.siblings(self.trajectory))[key]["advantages"])
+        normalized = "" if np.isclose(advantage, returned - baseline, rtol=1e-5, atol=1e-7) else ", then normalized"
+        yield f"advantage: A = {advantage:.9g} (G - b = {returned - baseline:.9g}{normalized})"
+        same = "the same" if made == advantage else f"{made:.9g}, which differs by {abs(made - advantage):.3g}"
+        yield f"  compute_advantages on the stored statistics gives {same}"
+
+    def _tail(self, facts: TokenFacts) -> Iterator[str]:
+        """Explain the baseline of a token at an index that no other trajectory of the group reaches."""
+        entry = ESTIMATORS[facts.estimator]
+        tail = getattr(entry.make_options(facts.estimator, facts.estimator_options), "tail", None)
+        others = [item for item in self.step.siblings(self.trajectory) if item.key != self.trajectory.key]
+        if entry.by_column:
+            alone = not any(item.model_mask[self.position : self.position + 1].any() for item in others)
+        else:
+            alone = not any(len(item.positions) > self.index for item in others)
+        if tail is not None and alone:
+            rule = {"zero": "b = 0", "self": "b = G", "carry": "b of the last index that a sibling reaches"}
+            yield (
+                f"  no other trajectory of the group has a model token {self.index}, so tail={tail} sets the baseline: "
+                f"{rule[str(tail)]}"
+            )
+
+    def _loss(self, facts: TokenFacts) -> Iterator[str]:
+        tokens = self.tokens
+        kept = bool(tokens.loss_mask[self.index])
+        weight = "none" if tokens.weights is None else f"weight {self.at(tokens.weights):.9g}"
+        yield f"rollout correction: {weight}; " + ("in the loss" if kept else "rejected, so it is not in the loss")
+        yield f"update {tokens.update}: ratio to the policy before the step {self.at(tokens.ratios):.9g}"
+        factors = loss_factors(facts, tokens)
+        if factors is None:
+            yield f"loss: {facts.loss} selects tokens over the whole step, which is not stored"
+        else:
+            factor = self.at(factors)
+            clipped = " (clipped: no gradient)" if kept and not factor and self.at(tokens.advantages) else ""
+            yield f"loss: {facts.loss}{_options(facts.loss_options)}: d loss / d log p = {factor:.9g}{clipped}"
+        yield f"loss weight: {tokens.loss_weight:.9g} by {facts.aggregation}"
+        power, total = self.at(tokens.gradient_power), self.step.gradient_power
+        share = f"{power / total:.3g}" if total else "0"
+        yield f"share of the gradient's power: {share} of the step (w (factor A)^2, without terms between tokens)"
+
+
+def explain(run: RunDirectory, *, step: int, trajectory: int, token: int) -> Explanation:
+    """Explain the token at position ``token`` of the response. Raises SettingsError if it has no stored gradient."""
+    stored = read_step(run, step)
+    facts_of(stored)
+    if not 0 <= trajectory < len(stored.trajectories):
+        raise SettingsError(f"step {step} has no trajectory {trajectory}; valid: 0 to {len(stored.trajectories) - 1}")
+    chosen = stored.trajectories[trajectory]
+    mask = chosen.model_mask
+    if not 0 <= token < len(mask):
+        raise SettingsError(f"trajectory {trajectory} has no token {token}; valid: 0 to {len(mask) - 1}")
+    if not mask[token]:
+        nearest = chosen.positions[np.abs(chosen.positions - token).argmin()]
+        raise SettingsError(
+            f"token {token} of trajectory {trajectory} belongs to an observation and has no gradient; the nearest "
+            f"model token is {nearest}"
+        )
+    if chosen.tokens is None:
+        reasons = "; ".join(stored.problems) or "a filter removed it (see groups/... in metrics.jsonl)"
+        raise SettingsError(f"step {step} did not train on trajectory {trajectory}: {reasons}")
+    text = token_text(run)
+    return Explanation(
+        step=stored,
+        trajectory=chosen,
+        position=token,
+        index=int(np.searchsorted(chosen.positions, token)),
+        pieces=[piece for segment in chosen.record["segments"] for piece in text.pieces(segment["token_ids"])],
+    )
+
+
+def explain_command(path: Path, *, step: int, trajectory: int, token: int) -> list[str]:
+    """Return the lines of ``agentrl explain``, with the estimators and losses of the run's plug-ins."""
+    if not (path / "config.yaml").is_file():
+        raise SettingsError(f"{path} is not a run directory (it has no config.yaml)")
+    run = RunDirectory(path)
+    problems = load_run_plugins(run)
+    try:
+        return list(explain(run, step=step, trajectory=trajectory, token=token).lines())
+    except UnknownNameError as error:
+        raise SettingsError("; ".join([str(error), *problems])) from error
+
+
+def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int) -> dict[RowKey, float]:
+    """Return the weight of each rollout's return in the baseline of one model token, by the key of its last branch.
+
+    A rollout's weight is the baseline that results if its return is 1 and all others are 0. Empty if the estimator uses
+    no group baseline, or if the baseline is not a weighted sum of the returns.
+    """
+    facts, siblings = facts_of(step), step.siblings(trajectory)
+    if not ESTIMATORS[facts.estimator].group_based:
+        return {}
+    names = ESTIMATORS.option_names(facts.estimator)
+    neutral = {name: value for name, value in (("gamma", 1.0), ("normalize", None)) if name in names}
+    inputs = stored_inputs(siblings)
+    row = [item.key for item in siblings].index(trajectory.key)
+    last = {item.key.sample: sibling for sibling, item in enumerate(siblings)}
+    for sibling, item in enumerate(siblings):
+        if item.key.branch > siblings[last[item.key.sample]].key.branch:
+            last[item.key.sample] = sibling
+
+    def baseline(returns: Mapping[int, float]) -> float:
+        """Return the token's baseline for these returns by index in ``siblings``; all other returns are 0."""
+        rewards = torch.zeros_like(inputs.rewards)
+        for sibling, value in returns.items():
+            rewards[sibling, int(siblings[sibling].positions[-1])] = value
+        probe = replace(inputs, rewards=rewards)
+        made = compute_advantages(facts.estimator, probe, calls=None, **(facts.estimator_options | neutral))
+        return float(made.baselines[row, int(trajectory.positions[index])])
+
+    weights = {sibling: baseline({sibling: 1.0}) for sibling in last.values()}
+    # Irregular returns, so that a baseline that is not linear in the returns differs from the weighted sum.
+    returns = {sibling: 1.0 + 0.37 * number**1.5 for number, sibling in enumerate(last.values())}
+    linear = sum(weight * returns[sibling] for sibling, weight in weights.items())
+    if not np.isclose(linear, baseline(returns), rtol=1e-5, atol=1e-6):
+        return {}
+    return {siblings[sibling].key: weight for sibling, weight in weights.items()}
+
+
+def loss_factors(facts: TokenFacts, row: TrajectoryTokens) -> np.ndarray | None:
+    """Return d loss / d log p [K] of a trajectory's tokens in the update that trained on it, before ``loss_weight``.
+
+    The terms of entropy and KL are not included. None if the loss selects tokens over the whole step.
+    """
+    if LOSSES.traits(facts.loss).step_wide:
+        return None
+    before = torch.from_numpy(row.log_probs.copy())[None]
+    now = before if row.update_log_probs is None else torch.from_numpy(row.update_log_probs.copy())[None]
+    now = now.clone().requires_grad_()
+    made = policy_loss(
+        facts.loss,
+        log_probs=now,
+        old_log_probs=None if row.update_log_probs is None else before,
+        advantages=torch.from_numpy(row.advantages.copy())[None],
+        loss_mask=torch.from_numpy(row.loss_mask.copy())[None],
+        response_mask=torch.ones_like(now, dtype=torch.bool),
+        weights=None if row.weights is None else torch.from_numpy(row.weights.copy())[None],
+        selected=None,
+        **facts.loss_options,
+    )
+    made.per_token.sum().backward()  # type: ignore[no-untyped-call]
+    assert now.grad is not None
+    return now.grad[0].numpy()
+
+
+def _options(options: dict[str, object]) -> str:
+    return "".join(f", {name}={value}" for name, value in options.items())

@@ -1,1 +1,0 @@
-"""`agentrl view --export`: a run as one page."""

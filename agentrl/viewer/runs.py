@@ -1,0 +1,251 @@
+"""Runs and evaluations below the paths of the command line, and the facts that the viewer lists about a run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from agentrl.errors import AgentRLError, SettingsError
+from agentrl.telemetry.files import contained
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.viewer.metrics_file import Progress, json_lines, metrics_of
+from agentrl.viewer.run_files import run_settings
+
+Kind = Literal["run", "evaluation"]
+
+_DEPTH = 3  # levels of directories to search below a path
+_MARKS: dict[str, Kind] = {"config.yaml": "run", "provenance.json": "evaluation"}
+_INSIDE_A_RUN = "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewedFolder:
+    """One run or evaluation. ``id`` identifies it in addresses and depends only on its path."""
+
+    id: str
+    kind: Kind
+    name: str
+    path: Path
+
+
+class Library:
+    """Runs and evaluations below ``paths``. Every listing searches again, so that new ones appear."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Raises SettingsError if a path is missing or contains neither a run nor an evaluation."""
+        self._paths = tuple(paths)
+        self._known: dict[str, ViewedFolder] = {}
+        for path in self._paths:
+            if not path.exists():
+                raise SettingsError(
+                    f"{path} does not exist; use the directory of a run, an evaluation, or a parent of these"
+                )
+            if next(_below(path, _DEPTH), None) is None:
+                raise SettingsError(
+                    f"{path} contains no run (a directory with config.yaml and metrics.jsonl) and no evaluation (a "
+                    f"directory with provenance.json) within {_DEPTH} levels; training writes runs to runs/NAME"
+                )
+
+    def places(self) -> list[ViewedFolder]:
+        """Return all runs and evaluations, sorted by name."""
+        folders: dict[str, ViewedFolder] = {}
+        for root in self._paths:
+            for kind, path in _below(root, _DEPTH):
+                name = path.resolve().name if path == root else path.relative_to(root).as_posix()
+                folder = ViewedFolder(id=_id(path), kind=kind, name=name, path=path)
+                folders.setdefault(folder.id, folder)
+        self._known = folders
+        return sorted(folders.values(), key=lambda folder: folder.name)
+
+    def run(self, folder_id: str) -> RunDirectory:
+        """Return the run with this id. Raises SettingsError if there is none."""
+        return RunDirectory(self._path(folder_id, "run"))
+
+    def evaluation(self, folder_id: str) -> Path:
+        """Return the directory of the evaluation with this id. Raises SettingsError if there is none."""
+        return self._path(folder_id, "evaluation")
+
+    def _path(self, folder_id: str, kind: Kind) -> Path:
+        if folder_id not in self._known:
+            self.places()
+        folder = self._known.get(folder_id)
+        if folder is not None and folder.kind == kind == _kind(folder.path):
+            return folder.path
+        raise SettingsError(f"there is no {kind} {folder_id}: it was moved or deleted")
+
+
+def _below(folder: Path, depth: int) -> Iterator[tuple[Kind, Path]]:
+    kind = _kind(folder)
+    if kind is not None:
+        yield kind, folder
+    elif depth > 0 and folder.is_dir():
+        try:
+            inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        except OSError:
+            return  # directories without read permission are skipped
+        for path in inside:
+            yield from _below(path, depth - 1)
+
+
+def _kind(folder: Path) -> Kind | None:
+    for mark, kind in _MARKS.items():
+        if (folder / mark).is_file() and (kind != "run" or (folder / _INSIDE_A_RUN).is_file()):
+            return kind
+    return None
+
+
+def _id(path: Path) -> str:
+    return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:10]
+
+
+_NOTES = "notes.md"
+_MOST_NOTES = 20_000  # bytes
+_KEPT = 4_096  # runs whose facts stay in memory until their files change
+_COLLAPSES = ("reward_collapse", "entropy_collapse")
+_QUIET = 120.0  # seconds without a new row before a run counts as stopped, to allow for checkpoints and evaluations
+_QUIET_STEPS = 10  # step times without a new row before a run counts as stopped
+_START = 900.0  # seconds that a run may take to complete its first step
+_UNKNOWN = Progress(step=0, seconds=0.0, step_seconds=None, result=None, problems=())
+
+Part = TypeVar("Part")
+
+
+def run_summary(run: RunDirectory) -> dict[str, object]:
+    """Return a run's entry in the table of runs.
+
+    - ``state``: ``"running"``, ``"finished"`` (summary.json exists) or ``"stopped"``.
+    - ``step`` and ``steps``: the newest step, 0 before the first, and ``training.steps`` (None if the settings cannot
+      be read). ``seconds``: the sum of the steps' times.
+    - ``result``: ``{"metric", "step", "value", "low", "high"}``, the newest held-out score with its 95 % interval or,
+      without evaluations, the mean reward of the last 15 steps; None before the first step. ``low`` and ``high`` may
+      be None.
+    - ``alerts``: ``{"alert", "step", "message"}`` of the newest alert of each name, newest first. ``collapsed``: True
+      if one of them is a collapse of the reward or the entropy.
+    - ``problems``: messages about files of the run that could not be read. Fields that depend on them are empty.
+    - ``modified`` (seconds since 1970), ``stored_steps`` (number of steps with trajectories), ``notes``, ``settings``
+      by dotted key.
+    """
+    problems: list[str] = []
+
+    def read(part: Callable[[], Part], missing: Part) -> Part:
+        """Return a part of the summary, or ``missing`` if its file is damaged."""
+        try:
+            return part()
+        except (AgentRLError, OSError) as error:
+            problems.append(str(error))
+            return missing
+
+    settings: dict[str, object] = read(lambda: flat_settings(run), {})
+    progress = read(lambda: _progress(run.metrics_file, run.path, *_signature(run.metrics_file)), _UNKNOWN)
+    alerts: list[dict[str, object]] = read(lambda: _alerts(run.alerts_file, run.path, *_signature(run.alerts_file)), [])
+    notes = read(lambda: _notes(run), "")
+    read(run.check_trajectory_format, None)
+    newest = {str(alert["alert"]): alert for alert in alerts}
+    steps = settings.get("training.steps")
+    return {
+        "state": _state(run, progress),
+        "step": progress.step,
+        "steps": steps if isinstance(steps, int) else None,
+        "seconds": progress.seconds,
+        "result": progress.result,
+        "alerts": [{key: alert.get(key) for key in ("alert", "step", "message")} for alert in newest.values()][::-1],
+        "collapsed": any(name in newest for name in _COLLAPSES),
+        "problems": [*problems, *progress.problems],
+        "modified": _modified(run.metrics_file),
+        "stored_steps": len(_stored_steps(run.path, _modified(run.trajectories))),
+        "notes": notes,
+        "settings": settings,
+    }
+
+
+def run_facts(run: RunDirectory) -> dict[str, object]:
+    """Return the content of a run's page, without curves: :func:`run_summary` with all alerts and stored steps."""
+    return {
+        **run_summary(run),
+        "path": str(run.path),
+        "trajectory_steps": list(_stored_steps(run.path, _modified(run.trajectories))),
+        "token_steps": run.token_steps(),
+        "alerts": _alerts(run.alerts_file, run.path, *_signature(run.alerts_file)),
+    }
+
+
+def _state(run: RunDirectory, progress: Progress) -> str:
+    """Return the state of a run. Without a lock that can be checked, a run counts as running while rows arrive."""
+    in_use = run.in_use()
+    if in_use is None and not run.summary.is_file():
+        usual = _START if progress.step_seconds is None else max(_QUIET, _QUIET_STEPS * progress.step_seconds)
+        in_use = time.time() - max(_modified(run.metrics_file), _modified(run.config)) < usual
+    return "running" if in_use else "finished" if run.summary.is_file() else "stopped"
+
+
+# In the cached functions, `_changed` is the signature of the file: it is read again when the signature changes.
+@lru_cache(maxsize=_KEPT)
+def _progress(path: Path, folder: Path, *_changed: int) -> Progress:
+    return metrics_of(path, folder).progress()
+
+
+@lru_cache(maxsize=_KEPT)
+def _alerts(path: Path, folder: Path, *_changed: int) -> list[dict[str, object]]:
+    """Return the named alerts in order."""
+    return [alert for alert in json_lines(path, folder) if isinstance(alert.get("alert"), str)]
+
+
+@lru_cache(maxsize=_KEPT)
+def _stored_steps(path: Path, _changed: float) -> tuple[int, ...]:
+    return tuple(RunDirectory(path).trajectory_steps())
+
+
+def _signature(path: Path) -> tuple[int, int, int]:
+    """Return inode, size and modification time (ns) of a file, which change with it; zeros if it is missing."""
+    try:
+        about = os.stat(path)
+    except OSError:
+        return 0, 0, 0
+    return about.st_ino, about.st_size, about.st_mtime_ns
+
+
+def _modified(path: Path) -> float:
+    """Return the modification time of a file in seconds since 1970, 0 if it is missing."""
+    return _signature(path)[2] / 1e9
+
+
+def _notes(run: RunDirectory) -> str:
+    """Return the user's notes, the first 20,000 bytes of ``notes.md`` in the run's directory."""
+    try:
+        with contained(run.path / _NOTES, run.path).open("rb") as file:
+            return file.read(_MOST_NOTES).decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def flat_settings(run: RunDirectory) -> dict[str, object]:
+    """Return all settings by their keys on the command line; entries of lists have keys such as ``data.eval[0].path``.
+
+    Raises WorldError if ``config.yaml`` is damaged.
+    """
+    return _flat_settings(run.path, *_signature(run.config))
+
+
+@lru_cache(maxsize=_KEPT)
+def _flat_settings(path: Path, *_changed: int) -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for name, value in run_settings(RunDirectory(path)).items():
+        _flatten(value, str(name), flat)
+    return flat
+
+
+def _flatten(value: object, key: str, flat: dict[str, object]) -> None:
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            _flatten(inner, f"{key}.{name}", flat)
+    elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):  # data.train, data.eval
+        for index, inner in enumerate(value):
+            _flatten(inner, f"{key}[{index}]", flat)
+    else:
+        flat[key] = value

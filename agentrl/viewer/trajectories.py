@@ -1,0 +1,305 @@
+"""Trajectories of a run: rows of a table, search over many steps, and the page of one trajectory."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from agentrl.errors import AgentRLError, SettingsError
+from agentrl.evaluation.formats import JSONObject
+from agentrl.telemetry.files import contained, wrong_shape
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, TokenFile, key_of, read_step
+from agentrl.viewer.run_files import TokenText, drawn_indices, finite, token_text
+from agentrl_envs.types import Ended, Verdict
+
+_KEPT_STEPS = 24  # steps whose rows stay in memory: about 0.5 MB each with 512 trajectories
+_EXCERPT = 140
+_EQUAL = 1e-8  # rewards closer than this are equal, as for the filter of groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Conditions for a row; None accepts any value. ``text`` is searched in the conversation, ignoring case."""
+
+    text: str = ""
+    problem: str = ""
+    ended: str = ""
+    verdict: str = ""
+    tool: str = ""
+    dropped: str = ""
+    group: int | None = None
+    least_reward: float | None = None
+    most_reward: float | None = None
+    least_turns: int | None = None
+    most_turns: int | None = None
+    least_staleness: int | None = None
+
+    def accepts(self, row: JSONObject) -> bool:
+        """Return True if a row of the table meets all conditions except ``text``."""
+        return all(
+            (
+                self.problem.lower() in str(row["problem"]).lower(),
+                self.ended in ("", row["ended"]),
+                self.verdict in ("", row["verdict"]),
+                not self.tool or self.tool in row["tools"],
+                self.dropped in ("", row["dropped"]),
+                self.group in (None, row["group"]),
+                _between(self.least_reward, row["reward"], self.most_reward),
+                _between(self.least_turns, row["turns"], self.most_turns),
+                _between(self.least_staleness, row["staleness"], None),
+            )
+        )
+
+    @property
+    def is_filter(self) -> bool:
+        """True if there is a condition other than ``text``."""
+        return any(getattr(self, item.name) != item.default for item in fields(self) if item.name != "text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundRows:
+    """Matching ``rows``, and the position at which to continue: a step and a number in it, or None at the end."""
+
+    rows: list[JSONObject]
+    next: tuple[int, int] | None
+    problems: list[str]
+
+
+def find_rows(
+    run: RunDirectory, steps: list[int], search: Search, *, start: tuple[int, int] = (0, 0), limit: int, seconds: float
+) -> FoundRows:
+    """Return at most ``limit`` rows of ``steps`` that ``search`` accepts. Stops after about ``seconds``.
+
+    Steps that cannot be read are listed in ``problems``. At least one step is searched.
+    """
+    end = time.monotonic() + seconds
+    matches: list[JSONObject] = []
+    problems: list[str] = []
+    for index, step in enumerate(steps):
+        if step < start[0]:
+            continue
+        if index > 0 and step > start[0] and time.monotonic() > end:
+            return FoundRows(rows=matches, next=(step, 0), problems=problems)
+        try:
+            rows = list(_of_step(run, step, search))
+        except AgentRLError as error:
+            problems.append(str(error))
+            continue
+        for row in rows:
+            if (step, row["number"]) < start:
+                continue
+            if len(matches) == limit:
+                return FoundRows(rows=matches, next=(step, row["number"]), problems=problems)
+            matches.append(row)
+    return FoundRows(rows=matches, next=None, problems=problems)
+
+
+def step_rows(run: RunDirectory, step: int) -> tuple[JSONObject, ...]:
+    """Return all trajectories of a step as rows. Raises SettingsError if it is not stored, WorldError if damaged."""
+    run.check_stored(step)
+    files = (run.trajectory_file(step), *run.token_files(step))
+    return _cached_rows(run.path, step, tuple(path.stat().st_mtime_ns for path in files))
+
+
+@lru_cache(maxsize=_KEPT_STEPS)
+def _cached_rows(path: Path, step: int, _changed: tuple[int, ...]) -> tuple[JSONObject, ...]:
+    run = RunDirectory(path)
+    version, powers = _trained(run, step)
+    rows, keys = [], []
+    for number, record in enumerate(run.read_trajectories(step)):
+        with wrong_shape(f"{run.trajectory_file(step)}, line {number + 1}"):
+            rows.append(_row(step, number, record, version))
+            keys.append(key_of(record))
+    if version is not None:
+        total = sum(powers.values())
+        for row, key in zip(rows, keys, strict=True):
+            row["trained"] = key in powers
+            row["power"] = powers.get(key)
+            row["gradient_share"] = powers[key] / total if key in powers and total > 0 else None
+        _add_reasons(rows)
+    return tuple(rows)
+
+
+def _trained(run: RunDirectory, step: int) -> tuple[int | None, dict[RowKey, float]]:
+    """Policy version of the step, or None without statistics, and gradient power of each trained trajectory."""
+    version, powers = None, dict[RowKey, float]()
+    for path in run.token_files(step):
+        try:
+            file = TokenFile(contained(path, run.path))
+            with wrong_shape(str(path)):
+                powers |= dict(file.gradient_powers())
+        except AgentRLError:
+            continue  # the page of a trajectory reports the damaged file
+        version = file.facts.version
+    return version, powers
+
+
+def _row(step: int, number: int, record: JSONObject, version: int | None) -> JSONObject:
+    model = [segment for segment in record["segments"] if segment["origin"] == "model"]
+    versions = [span[0] for segment in model for span in segment["version_spans"]]
+    problem = record["problem"]
+    return {
+        "step": step,
+        "number": number,
+        "problem": problem["id"],
+        "statement": problem["statement"][:_EXCERPT],
+        "family": problem.get("family", ""),
+        "group": record["group"],
+        "sample": record["sample"],
+        "branch": record.get("branch", 0),
+        "reward": math.fsum([record.get("reward_elsewhere", 0.0), *(segment["reward"] for segment in model)]),
+        "ended": record["ended"],
+        "verdict": record["verdict"] or "",
+        "answer": record["answer"],
+        "turns": len(model),
+        "tokens": sum(len(segment["token_ids"]) for segment in model),
+        "tools": dict(Counter(call["outcome"] for call in record["tool_calls"])),
+        "seconds": record["seconds"],
+        "staleness": version - min(versions) if versions and version is not None else None,
+        "trained": None,
+        "power": None,
+        "gradient_share": None,
+        "dropped": "excluded" if _is_excluded(record) else "",
+    }
+
+
+def _is_excluded(record: JSONObject) -> bool:
+    verdict = record["verdict"]
+    return Ended(record["ended"]).is_no_data or (verdict is not None and Verdict(verdict).is_no_data)
+
+
+def _add_reasons(rows: list[JSONObject]) -> None:
+    """Add the reason why a row was not trained on, as far as it follows from the rows."""
+    groups: dict[int, list[JSONObject]] = defaultdict(list)
+    for row in rows:
+        groups[row["group"]].append(row)
+    for group in groups.values():
+        rewards = [row["reward"] for row in group if not row["dropped"] and row["ended"] != Ended.VOID_TURN]
+        equal = bool(rewards) and max(rewards) - min(rewards) <= _EQUAL
+        for row in group:
+            if not row["trained"] and not row["dropped"]:
+                void = row["ended"] == Ended.VOID_TURN
+                row["dropped"] = "void turn" if void else "equal rewards" if equal else "filtered"
+
+
+def _of_step(run: RunDirectory, step: int, search: Search) -> Iterator[JSONObject]:
+    rows = [row for row in step_rows(run, step) if search.accepts(row)]
+    if not search.text:
+        yield from rows
+        return
+    wanted = {row["number"]: row for row in rows}
+    if not wanted:
+        return
+    for number, record in run.chosen_trajectories(
+        step, lambda number, line: number in wanted and _may_contain(line, search.text)
+    ):
+        if search.text.casefold() in conversation_text(record).casefold():
+            yield wanted[number]
+
+
+def _may_contain(line: bytes, text: str) -> bool:
+    """False only if a record cannot contain the text. JSON does not escape ASCII letters and digits."""
+    plain = text.isascii() and text.replace(" ", "").isalnum() and line.isascii()
+    return not plain or text.lower().encode() in line.lower()
+
+
+def conversation_text(record: JSONObject) -> str:
+    """Return the searchable text of a conversation, including the reference answer and the problem's id."""
+    problem = record["problem"]
+    texts = (segment["text"] for segment in record["segments"])
+    return "\n".join((problem["id"], problem["statement"], json.dumps(problem["answer"]), *texts))
+
+
+def _between(low: float | None, value: float | None, high: float | None) -> bool:
+    if value is None:
+        return low is None and high is None
+    return (low is None or value >= low) and (high is None or value <= high)
+
+
+_NO_FIELDS = ("position", "index", "token_id")  # displayed in other ways
+
+
+def trajectory_page(run: RunDirectory, step: int, number: int) -> dict[str, object]:
+    """Return the content of a trajectory's page. Raises SettingsError if the trajectory is not stored."""
+    rows = step_rows(run, step)
+    if not 0 <= number < len(rows):
+        raise SettingsError(f"{run.path} has no trajectory {number} at step {step}; valid: 0 to {len(rows) - 1}")
+    files = (run.trajectory_file(step), *run.token_files(step))
+    stored = _cached_group(run.path, step, rows[number]["group"], tuple(path.stat().st_mtime_ns for path in files))
+    with wrong_shape(f"{run.trajectory_file(step)}, line {number + 1}"):
+        return page_of(run, stored, rows, number, token_text(run))
+
+
+def page_of(
+    run: RunDirectory, stored: StoredStep, rows: Sequence[JSONObject], number: int, text: TokenText
+) -> dict[str, object]:
+    """Return the content of a trajectory's page from ``stored``, which must contain at least its group."""
+    (chosen,) = (item for item in stored.trajectories if item.number == number)
+    group = [item for item in stored.trajectories if item.key.group == chosen.key.group]
+    record = chosen.record
+    return {
+        "run": run.path.resolve().name,
+        "row": rows[number],
+        "problem": record["problem"],
+        "reward_parts": record["reward_parts"],
+        "prompt": _segment("prompt", record["prompt_ids"], "", text),
+        "segments": [_segment(item["origin"], item["token_ids"], item["text"], text) for item in record["segments"]],
+        "tool_calls": record["tool_calls"],
+        "fields": {name: finite(values) for name, values in _fields(stored, chosen, rows).items()},
+        "facts": None if stored.facts is None else asdict(stored.facts),
+        "siblings": [_sibling(stored, item, rows[item.number]) for item in group],
+        "problems": [*stored.problems, *([text.problem] if text.problem else [])],
+        "tokenizer": text.known,
+    }
+
+
+@lru_cache(maxsize=2)  # users often open several trajectories of a group
+def _cached_group(path: Path, step: int, group: int, _changed: tuple[int, ...]) -> StoredStep:
+    return read_step(RunDirectory(path), step, groups={group})
+
+
+def _segment(origin: str, token_ids: list[int], segment_text: str, text: TokenText) -> dict[str, object]:
+    return {
+        "origin": origin,
+        "text": segment_text,
+        "token_ids": token_ids,
+        "pieces": text.pieces(token_ids),
+        "special": text.specials(token_ids),
+    }
+
+
+def _fields(stored: StoredStep, item: StoredTrajectory, rows: Sequence[JSONObject]) -> dict[str, np.ndarray]:
+    """One value per model token, by the names of stored columns and of derived fields."""
+    columns = {name: values for name, values in item.columns().items() if name not in _NO_FIELDS}
+    if item.tokens is not None:
+        row = item.tokens
+        columns["difference"] = row.log_probs.astype(np.float64) - columns["engine_log_probs"]
+        columns["ratio"] = row.ratios
+        columns["realized_energy"] = stored.realized_energies[item.key]
+        power = sum(other["power"] or 0.0 for other in rows)  # of the step
+        columns["gradient_share"] = row.gradient_power / power if power > 0 else np.zeros(len(row))
+    return columns
+
+
+def _sibling(stored: StoredStep, item: StoredTrajectory, row: dict[str, object]) -> dict[str, object]:
+    """A trajectory of the group, with its curves along the model tokens if it was trained on."""
+    facts = ("number", "sample", "branch", "reward", "ended", "verdict", "answer", "turns", "tokens", "dropped")
+    about: dict[str, object] = {name: row[name] for name in facts}
+    about["text"] = "".join(segment["text"] for segment in item.record["segments"])
+    if item.tokens is not None:
+        indices = drawn_indices(len(item.tokens))
+        curves = (stored.realized_energies[item.key], item.tokens.baselines, item.tokens.advantages)
+        names = ("realized_energy", "baselines", "advantages")
+        about["mean_advantage"] = float(item.tokens.advantages.mean())
+        about["index"] = indices.tolist()
+        about["curves"] = {name: finite(curve[indices]) for name, curve in zip(names, curves, strict=True)}
+    return about

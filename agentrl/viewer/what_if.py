@@ -1,0 +1,200 @@
+"""Advantages from stored token statistics, by the run's estimator or another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentrl.algorithms import ESTIMATORS, AdvantageInputs, Advantages, compute_advantages, estimator_needs
+from agentrl.errors import SettingsError
+from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, TokenColumns, TokenFacts, TrajectoryTokens
+
+
+def recomputed(
+    step: StoredStep,
+    trajectories: Sequence[StoredTrajectory],
+    *,
+    estimator: str | None = None,
+    options: dict[str, object] | None = None,
+) -> dict[RowKey, dict[str, np.ndarray]]:
+    """Compute ``advantages``, ``returns`` and ``baselines`` [K] of ``trajectories``, which must be complete groups.
+
+    By default the estimator and the options of the run apply. For another estimator, ``options`` must be complete. If
+    the estimator spans the step, ``step`` must contain all its trajectories. Raises SettingsError if the step lacks an
+    input of the estimator, and the errors of ``compute_advantages``.
+    """
+    facts = facts_of(step)
+    name = estimator or facts.estimator
+    chosen_options = facts.estimator_options if estimator is None and options is None else options or {}
+    wide = estimator_needs(name, **chosen_options).step_wide
+    chosen = [item for item in (step.trajectories if wide else trajectories) if item.tokens is not None]
+    order = {key: index for index, key in enumerate(step.rows)}
+    # In the order of training: estimators sum over rows, and the result should be bitwise the same.
+    chosen.sort(key=lambda item: order[item.key])
+    made = compute_advantages(name, stored_inputs(chosen), calls=None, **chosen_options)
+    return {item.key: _of_row(made, row, item) for row, item in enumerate(chosen)}
+
+
+def facts_of(step: StoredStep) -> TokenFacts:
+    """Return how the step computed its advantages. Raises SettingsError if its token statistics are not stored."""
+    if step.facts is None:
+        reasons = "; ".join(step.problems) or "telemetry.tokens_every skips it, or no trajectory of it was trained on"
+        raise SettingsError(f"step {step.step} has no token statistics: {reasons}")
+    return step.facts
+
+
+def stored_inputs(trajectories: Sequence[StoredTrajectory]) -> AdvantageInputs:
+    """Build the estimator's inputs for trajectories with token statistics, in the layout of training: [B, T]."""
+    rows = [item.tokens for item in trajectories if item.tokens is not None]
+    masks = [item.model_mask for item in trajectories if item.tokens is not None]
+    mask = torch.zeros(len(rows), max(len(row_mask) for row_mask in masks), dtype=torch.bool)
+    for row, row_mask in enumerate(masks):
+        mask[row, : len(row_mask)] = torch.from_numpy(row_mask)
+
+    def tokens(name: str) -> Tensor | None:
+        values = [getattr(row, name) for row in rows]
+        if any(item is None for item in values):
+            return None
+        flat = torch.from_numpy(np.concatenate(values))
+        return torch.zeros(mask.shape, dtype=flat.dtype).masked_scatter_(mask, flat)
+
+    loss_mask, weights = tokens("loss_mask"), tokens("weights")
+    assert loss_mask is not None
+    rewards = tokens("rewards")
+    assert rewards is not None
+    return AdvantageInputs(
+        rewards=rewards,
+        response_mask=mask,
+        groups=_whole(rows, "group"),
+        log_probs=tokens("log_probs"),
+        token_energy=tokens("energy"),
+        hidden_norm_squared=tokens("hidden_norm_squared"),
+        importance_weights=None if weights is None else torch.where(loss_mask, weights, 0.0),
+        loss_mask=loss_mask,
+        trajectory_energy=_numbers(rows, "trajectory_energy"),
+        values=tokens("values"),
+        bootstrap_values=_numbers(rows, "bootstrap_value"),
+        greedy_returns=_numbers(rows, "greedy_return"),
+        samples=_whole(rows, "sample"),
+        branches=_whole(rows, "branch"),
+        parents=_whole(rows, "parent"),
+        forks=_whole(rows, "fork"),
+    )
+
+
+def _of_row(made: Advantages, row: int, item: StoredTrajectory) -> dict[str, np.ndarray]:
+    return {name: values[row].numpy()[item.positions] for name, values in vars(made).items()}
+
+
+def _whole(rows: Sequence[TrajectoryTokens], name: str) -> Tensor:
+    return torch.tensor([getattr(row, name) for row in rows], dtype=torch.int64)
+
+
+def _numbers(rows: Sequence[TrajectoryTokens], name: str) -> Tensor | None:
+    numbers = [getattr(row, name) for row in rows]
+    return None if any(value is None for value in numbers) else torch.tensor(numbers, dtype=torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """Result of another estimator: ``advantages``, ``returns`` and ``baselines`` [K] of the group's trajectories.
+
+    ``power`` is the gradient power of these trajectories with the new advantages, ``power_before`` with the advantages
+    of training.
+    """
+
+    estimator: str
+    options: dict[str, object]
+    columns: dict[RowKey, TokenColumns]
+    power: float
+    power_before: float
+
+
+def what_if(
+    step: StoredStep,
+    trajectory: StoredTrajectory,
+    *,
+    estimator: str,
+    options: Mapping[str, object] | None = None,
+    size: int | None = None,
+) -> WhatIf:
+    """Compute the group of ``trajectory`` under ``estimator``. Omitted ``options`` default to those of the run.
+
+    ``size`` reduces the group to the rollout of ``trajectory`` and the first other rollouts. Raises SettingsError if
+    the step lacks a required value, and the errors of ``compute_advantages``.
+    """
+    resolved = all_options(step, estimator, options or {})
+    kept = _first_rollouts(step.siblings(trajectory), trajectory, size)
+    left_out = {item.key for item in step.siblings(trajectory)} - {item.key for item in kept}
+    smaller = replace(step, trajectories=tuple(item for item in step.trajectories if item.key not in left_out))
+    made = recomputed(smaller, kept, estimator=estimator, options=resolved)
+    columns = {item.key: made[item.key] for item in kept}
+    rows = {item.key: item.tokens for item in kept if item.tokens is not None}
+    changed = [replace(row, advantages=columns[key]["advantages"]) for key, row in rows.items()]
+    return WhatIf(
+        estimator=estimator,
+        options=resolved,
+        columns=columns,
+        power=float(sum(row.gradient_power.sum() for row in changed)),
+        power_before=float(sum(row.gradient_power.sum() for row in rows.values())),
+    )
+
+
+def all_options(step: StoredStep, estimator: str, options: Mapping[str, object]) -> dict[str, object]:
+    """Merge ``options`` with the run's options that the estimator accepts, and with its defaults."""
+    names = ESTIMATORS.option_names(estimator)
+    from_run = {name: value for name, value in facts_of(step).estimator_options.items() if name in names}
+    defaults = {form.name: form.default for form in option_forms(estimator) if form.default is not None}
+    return {**defaults, **from_run, **options}
+
+
+def _first_rollouts(
+    siblings: list[StoredTrajectory], trajectory: StoredTrajectory, size: int | None
+) -> list[StoredTrajectory]:
+    """Trajectories of the first ``size`` rollouts, including ``trajectory``'s, in the order of training."""
+    samples = [*dict.fromkeys([trajectory.key.sample, *(item.key.sample for item in siblings)])]
+    if trajectory.tokens is None:
+        raise SettingsError(
+            f"the step did not train on trajectory {trajectory.number}: choose another trajectory of its group"
+        )
+    if size is None:
+        return siblings
+    if not 1 <= size <= len(samples):
+        raise SettingsError(f"the step trained on {len(samples)} rollouts of this group; valid N: 1 to {len(samples)}")
+    return [item for item in siblings if item.key.sample in samples[:size]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionForm:
+    """Form field of an option: one of ``choices`` if there are any, otherwise a value of the default's type."""
+
+    name: str
+    default: object
+    choices: list[object]
+
+
+def estimator_forms() -> dict[str, list[OptionForm]]:
+    """Return every estimator with its options, including estimators of loaded plug-ins."""
+    return {name: option_forms(name) for name in ESTIMATORS.names()}
+
+
+def option_forms(estimator: str) -> list[OptionForm]:
+    """Return the options of an estimator; ``default`` is None for a required option."""
+    return [
+        OptionForm(
+            name=item.name,
+            default=None if item.default is MISSING else item.default,
+            choices=_choices(item.default, item.metadata.get("limits", ())),
+        )
+        for item in fields(ESTIMATORS[estimator].options)
+    ]
+
+
+def _choices(default: object, limits: tuple[object, ...]) -> list[object]:
+    if isinstance(default, bool):
+        return [False, True]
+    return list(limits[0]) if len(limits) == 1 and isinstance(limits[0], tuple) else []
