@@ -260,13 +260,15 @@ class Group:
     """The trajectories of one problem in one step; ``index`` is its request number in the run.
 
     The branches of a rollout stand together, in order.
-    ``greedy`` was sampled at temperature 0 for a baseline: graded, counted, and never trained.
+    ``greedy`` was sampled at temperature 0 for a baseline: graded, counted, and never trained. ``masked`` holds the
+    sample numbers of rollouts that filters take out of the loss; their rewards stay in the baseline.
     """
 
     problem: Problem
     index: int
     trajectories: tuple[Trajectory, ...]
     greedy: Trajectory | None = None
+    masked: frozenset[int] = frozenset()
 
     @property
     def rollouts(self) -> tuple[Trajectory, ...]:

@@ -172,7 +172,7 @@ async def play_enough(driver: Driver, requests: Sequence[RolloutRequest], *, sam
         if not short:
             break
         async for group in driver.run(short, step=step, group_size=round(samples * _MORE_SAMPLES)):
-            for usable in filter_groups([group], _DATA).groups:
+            for usable in filter_groups([group], _DATA)[0]:
                 before = groups[group.index].trajectories
                 groups[group.index] = replace(usable, trajectories=(*before, *usable.trajectories))
     return groups

@@ -44,27 +44,16 @@ class FilterRules:
         return self.truncated if ended.is_truncation else "train"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Filtered:
-    """``groups`` are trained; rows in ``no_loss`` (group, sample) count in baselines only.
+def filter_groups(groups: Iterable[Group], rules: FilterRules) -> tuple[tuple[Group, ...], dict[str, int]]:
+    """Return the groups to train and, by reason, how many rollouts and groups are not trained.
 
-    ``counts`` counts by reason the rollouts that are excluded or masked, and the groups that are dropped.
-    """
-
-    groups: tuple[Group, ...]
-    no_loss: frozenset[tuple[int, int]]
-    counts: dict[str, int]
-
-
-def filter_groups(groups: Iterable[Group], rules: FilterRules) -> Filtered:
-    """Apply the rules in order: no data, void turns and truncation, nothing left, greedy rollout, accuracy, variance.
-
+    The rules apply in this order: excluded rollouts, void turns and truncation, empty groups, a failed greedy rollout,
+    accuracy, equal rewards. Rollouts that leave the loss and stay in the baseline are named by :attr:`.Group.masked`.
     A failed greedy rollout removes its group; the reward of a greedy rollout counts only in the group's variance.
     Raises SettingsError for an ``accuracy_range`` if answers are not graded.
     """
     counts = dict.fromkeys(COUNTS, 0)
     kept: list[Group] = []
-    no_loss: set[tuple[int, int]] = set()
     for group in groups:
         data = [item for item in group.trajectories if not item.no_data]
         rollouts = [item for item in data if item.is_last_branch]
@@ -73,19 +62,16 @@ def filter_groups(groups: Iterable[Group], rules: FilterRules) -> Filtered:
             if rules.use(item.ended) != "train":
                 counts["void" if item.ended is Ended.VOID_TURN else "truncated"] += 1
         data = [item for item in data if rules.use(item.ended) != "exclude"]
-        masked = {(item.group, item.sample) for item in data if rules.use(item.ended) == "mask"}
+        masked = frozenset(item.sample for item in data if rules.use(item.ended) == "mask")
         reason = _reason_to_drop(group, data, masked, rules)
         if reason is not None:
             counts[reason] += 1
             continue
-        no_loss |= masked
-        kept.append(replace(group, trajectories=tuple(data)))
-    return Filtered(groups=tuple(kept), no_loss=frozenset(no_loss), counts=counts)
+        kept.append(replace(group, trajectories=tuple(data), masked=masked))
+    return tuple(kept), counts
 
 
-def _reason_to_drop(
-    group: Group, data: list[Trajectory], masked: set[tuple[int, int]], rules: FilterRules
-) -> str | None:
+def _reason_to_drop(group: Group, data: list[Trajectory], masked: frozenset[int], rules: FilterRules) -> str | None:
     """The reason for dropping a group, or None. A rollout counts once, by the branch that carries its reward."""
     data = [item for item in data if item.is_last_branch]
     if len(data) <= len(masked):

@@ -26,16 +26,12 @@ _FAILED_STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch:
-    """One step's rollouts: all groups ``played``, the ``groups`` to train, and their rows without loss (``no_loss``).
-
-    ``version`` is the policy version to be trained on them.
-    """
+    """One step's rollouts: all groups ``played``, the ``groups`` to train, and the policy ``version`` to be trained."""
 
     step: int
     version: int
     played: tuple[Group, ...]
     groups: tuple[Group, ...]
-    no_loss: frozenset[tuple[int, int]]
     metrics: dict[str, float]
 
 
@@ -75,21 +71,21 @@ class RolloutWorker:
         needed, first = self.settings.problems_per_step, self._first_round
         played = await self._source.take(first, step=step, deadline=deadline)
         self._check_failures(played, step)
-        filtered = filter_groups(played, self.rules)
+        kept, counts = filter_groups(played, self.rules)
         rounds = 0
-        while len(filtered.groups) < needed and rounds < self.settings.max_extra_rounds:
-            more = further_problems(first, needed, played=len(played), kept=len(filtered.groups))
+        while len(kept) < needed and rounds < self.settings.max_extra_rounds:
+            more = further_problems(first, needed, played=len(played), kept=len(kept))
             played += await self._source.take(more, step=step, deadline=deadline, more=True)
-            filtered = filter_groups(played, self.rules)
+            kept, counts = filter_groups(played, self.rules)
             rounds += 1
-        groups = filtered.groups[:needed]
+        groups = kept[:needed]
         if self.settings.schedule != "synchronous":
-            groups = drawn(filtered.groups, needed, step=step)
-        metrics = rollout_metrics(played) | {f"groups/{name}": count for name, count in filtered.counts.items()}
+            groups = drawn(kept, needed, step=step)
+        metrics = rollout_metrics(played) | {f"groups/{name}": count for name, count in counts.items()}
         metrics |= self._clock.metrics(played) | self._source.metrics() | self.driver.metrics()
         metrics |= {
             "groups/trained": len(groups),
-            "groups/surplus": len(filtered.groups) - len(groups),
+            "groups/surplus": len(kept) - len(groups),
             "groups/extra_rounds": rounds,
             "groups/skipped_long_prompt": self._queue.take_skipped(),
             "time/rollout_s": loop.time() - began,
@@ -104,7 +100,6 @@ class RolloutWorker:
             version=self._clock.version,
             played=tuple(played),
             groups=groups,
-            no_loss=filtered.no_loss,
             metrics=metrics,
         )
 

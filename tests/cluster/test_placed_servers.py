@@ -22,6 +22,7 @@ from agentrl.cluster.processes import Bundle, ClusterNode, NodeLostError, Place,
 from agentrl.errors import WorldError
 from agentrl.rollout.engines.base import engine_facts, server_bundles
 from agentrl.rollout.engines.processes import NodeServer
+from agentrl.rollout.engines.replica import ServerNeeds
 from agentrl.rollout.engines.servers import ServerEngine
 from agentrl.rollout.engines.vllm.engine import vllm_engine
 from agentrl.rollout.engines.vllm.plan import plan_servers
@@ -153,7 +154,7 @@ async def opened(nodes: Nodes, folder: Path, replicas: int) -> AsyncIterator[Ser
         NodeServer(plan, folder, number, cluster=nodes, bundle=bundle)
         for number, (plan, bundle) in enumerate(zip(plans, bundles, strict=True))
     ]
-    engine = vllm_engine(servers, CODEC, settings, vocabulary=VOCABULARY, max_tokens=200)
+    engine = vllm_engine(servers, ServerNeeds(codec=CODEC, vocabulary=VOCABULARY, max_tokens=200), settings)
     try:
         await engine.open()
         yield engine

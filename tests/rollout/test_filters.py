@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from rollout.fakes import played, problem
 
 from agentrl.errors import SettingsError
-from agentrl.rollout.filters import COUNTS, Filtered, FilterRules, filter_groups
+from agentrl.rollout.filters import COUNTS, FilterRules, filter_groups
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.types import Ended, Verdict
 
@@ -36,8 +36,18 @@ def graded(right: int, of: int, *, reward: float = 1.0, otherwise: float = 0.0) 
     return group(*(played(value, sample=n, verdict=verdict) for n, (value, verdict) in enumerate(rows)))
 
 
+class Filtered(NamedTuple):
+    groups: tuple[Group, ...]
+    counts: dict[str, int]
+
+    @property
+    def no_loss(self) -> set[tuple[int, int]]:
+        """Rollouts (group, sample) that leave the loss."""
+        return {(group.index, sample) for group in self.groups for sample in group.masked}
+
+
 def apply(*groups: Group, **rules: Any) -> Filtered:
-    return filter_groups(groups, FilterRules(**{**KEEP_ALL, **rules}))
+    return Filtered(*filter_groups(groups, FilterRules(**{**KEEP_ALL, **rules})))
 
 
 def samples(filtered: Filtered) -> list[list[int]]:
@@ -50,12 +60,12 @@ def with_void() -> Group:
 
 def test_nothing_to_filter() -> None:
     filtered = apply(rewarded(0.0, 1.0), rewarded(1.0, 1.0, index=1))
-    assert (samples(filtered), filtered.no_loss, filtered.counts) == ([[0, 1], [0, 1]], frozenset(), NOTHING)
+    assert (samples(filtered), filtered.no_loss, filtered.counts) == ([[0, 1], [0, 1]], set(), NOTHING)
 
 
 def test_void_turns_are_excluded() -> None:
     filtered = apply(with_void())
-    assert (samples(filtered), filtered.no_loss, filtered.counts["void"]) == ([[0, 2]], frozenset(), 1)
+    assert (samples(filtered), filtered.no_loss, filtered.counts["void"]) == ([[0, 2]], set(), 1)
 
 
 def test_void_turns_stay_in_the_baseline_as_published_code_has_it() -> None:
@@ -67,7 +77,7 @@ def test_void_turns_stay_in_the_baseline_as_published_code_has_it() -> None:
 def test_a_group_of_void_turns_alone_is_dropped(void_turns: str) -> None:
     void = group(*(played(sample=sample, ended=Ended.VOID_TURN) for sample in range(2)))
     filtered = apply(void, void_turns=void_turns)
-    assert (filtered.groups, filtered.no_loss) == ((), frozenset())
+    assert (filtered.groups, filtered.no_loss) == ((), set())
     assert filtered.counts == {**NOTHING, "void": 2, "dropped_empty": 1}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from rollout.fake_vllm import FakeVLLM, fakes, sampled
-from rollout.vllm_support import CODEC, VOCABULARY, ask, eventually, rollout
+from rollout.vllm_support import CODEC, NEEDS, ask, eventually, rollout
 
 from agentrl.errors import SettingsError
 from agentrl.rollout.engines.replica import Replica
@@ -27,7 +27,7 @@ async def passes(replica: Replica) -> str | None:
 @asynccontextmanager
 async def adapting(server: FakeVLLM, *, rank: int = 4) -> AsyncIterator[ServerEngine]:
     settings = rollout([server])
-    engine = vllm_engine([server.address], CODEC, settings, vocabulary=VOCABULARY, max_tokens=200, rank=rank)
+    engine = vllm_engine([server.address], NEEDS, settings, rank=rank)
     try:
         await engine.open()
         yield engine

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ranks import free_port
 from rollout.fake_vllm import fakes, sampled
-from rollout.vllm_support import CODEC, VOCABULARY, ask, opened, rollout
+from rollout.vllm_support import CODEC, NEEDS, VOCABULARY, ask, opened, rollout
+from transformers import Qwen2Config
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.engines.base import Completion, EngineError
+from agentrl.rollout.engines.replica import ServerNeeds
 from agentrl.rollout.engines.vllm.engine import vllm_engine
 
 # -- what is said ---------------------------------------------------------------------------------------------------
@@ -102,6 +105,15 @@ async def test_the_dtype_of_each_servers_logits_is_reported(device: str, overrid
             assert await engine.health() == f"vLLM 0.32.0, 1 servers: {server.address}; logits in {head}; version 0"
 
 
+async def test_the_models_own_config_may_name_the_dtype_of_logits(tmp_path: Path) -> None:
+    Qwen2Config(vocab_size=VOCABULARY, head_dtype="float32").save_pretrained(tmp_path)
+    needs = ServerNeeds.of(str(tmp_path), CODEC, max_tokens=200)
+    async with fakes(CODEC) as (server,):
+        server.dtype = "torch.bfloat16"
+        async with opened([server], needs=needs) as engine:
+            assert "; logits in float32; " in await engine.health()
+
+
 async def test_without_seeds_a_server_on_a_cpu_may_prefill_in_parts() -> None:
     async with fakes(CODEC) as (server,):
         server.device = "cpu"
@@ -123,7 +135,7 @@ async def test_another_tokenizer_is_told_by_its_first_difference() -> None:
 
 async def test_nobody_at_the_address() -> None:
     settings = rollout([f"http://127.0.0.1:{free_port()}"], start_deadline=0.3)
-    engine = vllm_engine(settings.vllm.addresses, CODEC, settings, vocabulary=VOCABULARY, max_tokens=200)
+    engine = vllm_engine(settings.vllm.addresses, NEEDS, settings)
     with pytest.raises(
         WorldError, match=r"rollout.vllm.start_deadline=0.3 s from the vLLM server .* cannot be reached"
     ):

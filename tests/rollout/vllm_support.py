@@ -11,6 +11,7 @@ from rollout.fake_vllm import FakeVLLM
 from rollout.fakes import byte_codec
 
 from agentrl.rollout.engines.base import Completion, Sampling
+from agentrl.rollout.engines.replica import ServerNeeds
 from agentrl.rollout.engines.servers import ServerEngine
 from agentrl.rollout.engines.vllm.engine import vllm_engine
 from agentrl.rollout.settings import RolloutSettings
@@ -18,6 +19,7 @@ from agentrl.rollout.settings import RolloutSettings
 CODEC = byte_codec()
 VOCABULARY = 257
 PROMPT = (1, 2, 3)
+NEEDS = ServerNeeds(codec=CODEC, vocabulary=VOCABULARY, max_tokens=200)
 
 
 def rollout(servers: list[FakeVLLM] | list[str], *, kv: Any = "recomputed", **changes: Any) -> RolloutSettings:
@@ -29,9 +31,9 @@ def rollout(servers: list[FakeVLLM] | list[str], *, kv: Any = "recomputed", **ch
 
 
 @asynccontextmanager
-async def opened(servers: list[FakeVLLM], **changes: Any) -> AsyncIterator[ServerEngine]:
+async def opened(servers: list[FakeVLLM], *, needs: ServerNeeds = NEEDS, **changes: Any) -> AsyncIterator[ServerEngine]:
     settings = rollout(servers, **changes)
-    engine = vllm_engine(settings.vllm.addresses, CODEC, settings, vocabulary=VOCABULARY, max_tokens=200)
+    engine = vllm_engine(settings.vllm.addresses, needs, settings)
     try:
         await engine.open()
         yield engine

@@ -211,11 +211,11 @@ def rollout_batch(*, void: bool = False, greedy: bool = False, groups: int = GRO
             index=index,
             trajectories=tuple(_trajectory(draw, index, sample, prompt) for sample in range(GROUP_SIZE)),
             greedy=_trajectory(random.Random(index), index, 1 + index % 2, prompt) if greedy else None,
+            masked=frozenset({index % GROUP_SIZE}) if void and index % 2 == 0 else frozenset(),
         )
         for index, prompt in enumerate(prompts)
     )
-    no_loss = frozenset((index, index % GROUP_SIZE) for index in range(0, groups, 2)) if void else frozenset()
-    return RolloutBatch(step=1, version=0, played=made, groups=made, no_loss=no_loss, metrics={})
+    return RolloutBatch(step=1, version=0, played=made, groups=made, metrics={})
 
 
 def _problem(index: int) -> Problem:

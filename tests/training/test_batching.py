@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,8 +55,8 @@ def group(index: int, *lengths: int) -> Group:
     return Group(problem=PROBLEM, index=index, trajectories=rows)
 
 
-def rollout_batch(*groups: Group, no_loss: frozenset[tuple[int, int]] = frozenset()) -> RolloutBatch:
-    return RolloutBatch(step=4, version=0, played=groups, groups=groups, no_loss=no_loss, metrics={"reward/mean": 0.5})
+def rollout_batch(*groups: Group) -> RolloutBatch:
+    return RolloutBatch(step=4, version=0, played=groups, groups=groups, metrics={"reward/mean": 0.5})
 
 
 def shape(shares: list[list[Unit]]) -> list[list[list[int]]]:
@@ -136,7 +137,7 @@ def test_every_row_is_once_in_the_plan_whole_within_the_budget(
 
 
 def test_tokens_and_sequences_are_those_of_all_ranks_and_of_the_loss() -> None:
-    made = rollout_batch(group(0, 5, 4), group(1, 3, 7), no_loss=frozenset({(1, 1)}))
+    made = rollout_batch(group(0, 5, 4), replace(group(1, 3, 7), masked=frozenset({1})))
     plans = plan_step(made, objective(), budget=100, ranks=2)
     # Model tokens 4 + 3 + 2; the row of 6 model tokens is out of the loss.
     assert [(update.tokens, update.sequences) for plan in plans for update in plan.updates] == [(9, 3), (9, 3)]

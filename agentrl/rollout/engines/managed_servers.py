@@ -35,7 +35,7 @@ class ManagedServers(ABC):
         self.engine = ServerEngine(
             self._servers(),
             self.connect,
-            ServerNeeds(codec=request.codec, vocabulary=vocabulary_of(request.policy_path), max_tokens=request.longest),
+            ServerNeeds.of(request.policy_path, request.codec, max_tokens=request.longest),
             settings,
             weights=self.weights(),
         )
@@ -151,11 +151,3 @@ class ManagedServers(ABC):
             await self.engine.adopt()
         self.engine.resume(check)
         return None
-
-
-def vocabulary_of(policy_path: str) -> int:
-    """Return the number of tokens of a model, from its configuration."""
-    from transformers import AutoConfig
-
-    size: int = AutoConfig.from_pretrained(policy_path).get_text_config().vocab_size
-    return size

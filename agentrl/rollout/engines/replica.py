@@ -200,11 +200,28 @@ class TurnRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerNeeds:
-    """The requirements of a run: its tokenizer, the policy's number of tokens, and its longest sequence in tokens."""
+    """The requirements of a run: its tokenizer, the policy's number of tokens, and its longest sequence in tokens.
+
+    ``head_dtype``: the dtype that the policy's config.json requests for logits, if it does; "model" for its weights'.
+    """
 
     codec: TextCodec
     vocabulary: int
     max_tokens: int
+    head_dtype: str = "model"
+
+    @classmethod
+    def of(cls, policy_path: str, codec: TextCodec, *, max_tokens: int) -> ServerNeeds:
+        """Read the requirements of the policy at ``policy_path`` (a directory or a Hugging Face id)."""
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(policy_path)
+        return cls(
+            codec=codec,
+            vocabulary=config.get_text_config().vocab_size,
+            max_tokens=max_tokens,
+            head_dtype=str(getattr(config, "head_dtype", None) or "model"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -180,9 +180,10 @@ def plan_step(
             parts = [piece for rows in every for piece in pieces(rows, budget // 4)]
             shares = deal(filled(parts), ranks=ranks)
         rows = [item for group in every for item in group]
-        trained = [row for row in rows if (row.group, row.sample) not in rollouts.no_loss]
+        masked = {(group.index, sample) for group in part for sample in group.masked}
+        trained = [row for row in rows if (row.group, row.sample) not in masked]
         homes = share_out(shares)
-        packed = partial(MicroBatch.of, no_loss=rollouts.no_loss, homes=homes, greedy_returns=greedy)
+        packed = partial(MicroBatch.of, no_loss=masked, homes=homes, greedy_returns=greedy)
         # Ranks do the same number of passes: those with fewer micro-batches repeat one that weighs nothing.
         filler = packed([min(rows, key=lambda row: row.length)], counted=False)
         most = max(sum(map(len, share)) for share in shares)

@@ -17,7 +17,7 @@ from agentrl.errors import SettingsError, WorldError
 from agentrl.models.settings import LoRASettings, ModelSettings
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.base import EngineRequest
-from agentrl.rollout.engines.managed_servers import ManagedServers, vocabulary_of
+from agentrl.rollout.engines.managed_servers import ManagedServers
 from agentrl.rollout.engines.processes import ServerProcess
 from agentrl.rollout.engines.replica import Replica, ServerNeeds
 from agentrl.rollout.engines.served_weights import ServedAdapters, ServedWeights
@@ -32,11 +32,9 @@ from agentrl.weights.sources import TransferTarget
 
 def vllm_engine(
     servers: Sequence[ServerProcess | str],
-    codec: TextCodec,
+    needs: ServerNeeds,
     rollout: RolloutSettings,
     *,
-    vocabulary: int,
-    max_tokens: int,
     label: bool = True,
     rank: int = 0,
 ) -> ServerEngine:
@@ -44,7 +42,7 @@ def vllm_engine(
     return ServerEngine(
         servers,
         _client(rollout, rank),
-        ServerNeeds(codec=codec, vocabulary=vocabulary, max_tokens=max_tokens),
+        needs,
         rollout.vllm,
         weights=_weights(rollout, rank),
         label=label,
@@ -157,10 +155,8 @@ async def _serve(rollout: RolloutSettings, plan: VLLMPlan, folder: Path, report:
     server = ServerProcess(plan, folder)
     engine = vllm_engine(
         [server],
-        TextCodec(read_tokenizer(plan.tokenizer)),
+        ServerNeeds.of(plan.tokenizer, TextCodec(read_tokenizer(plan.tokenizer)), max_tokens=plan.max_tokens),
         rollout,
-        vocabulary=vocabulary_of(plan.tokenizer),
-        max_tokens=plan.max_tokens,
         label=False,
     )
     opening = asyncio.create_task(engine.open())

@@ -356,7 +356,7 @@ class VLLMReplica(Replica):
             workers = await self._value("/get_world_size", "world_size", int)
         except StatusError as error:
             raise self.wrong(_CONTROLS) from error
-        self._check_config(config, needs.max_tokens)
+        self._check_config(config, needs)
         self._check_adapters(config, self._adapter_rank)
         self.has_checksums = config.get("parallel_config", {}).get("worker_extension_cls") == WORKER_EXTENSION
         await self._check_generate()
@@ -365,7 +365,7 @@ class VLLMReplica(Replica):
         vllm = await self._value("/version", "version", str)
         if not vllm.startswith(RELEASE):
             logger.warning("the server %s is vLLM %s; agentrl is made for %s", self.address, vllm, RELEASE)
-        note = f"logits in {_head_dtype(config['model_config'])}"
+        note = f"logits in {_head_dtype(config['model_config'], needs.head_dtype)}"
         return Identity(release=vllm, version=version, workers=workers, note=note)
 
     async def _config(self) -> Mapping[str, Any]:
@@ -383,7 +383,7 @@ class VLLMReplica(Replica):
             raise GarbageError(f"{self.address}{path} returned no {name}: {answer!r:.100}")
         return value
 
-    def _check_config(self, config: Mapping[str, Any], needed: int) -> None:
+    def _check_config(self, config: Mapping[str, Any], needs: ServerNeeds) -> None:
         model = config["model_config"]
         if model.get("logprobs_mode") != "processed_logprobs":
             raise self.wrong(
@@ -398,12 +398,13 @@ class VLLMReplica(Replica):
                 "on a CPU it dies where a request with a seed is prefilled in parts: start it with "
                 "--no-enable-chunked-prefill, or set rollout.vllm.seeded=false"
             )
-        head = _head_dtype(model)
+        head = _head_dtype(model, needs.head_dtype)
         if head != "float32" and config.get("device_config", {}).get("device") == "cuda":
             raise self.wrong(
                 f"it rounds its logits to {head}, and training computes them in float32: start it with "
                 f"{shlex.join(FLOAT32_HEAD)}"
             )
+        needed = needs.max_tokens
         if int(model["max_model_len"]) < needed:
             raise self.wrong(
                 f"its token limit is {model['max_model_len']}, rollout.max_prompt_tokens and max_response_tokens of "
@@ -461,18 +462,23 @@ class VLLMReplica(Replica):
                 )
 
 
-def _head_dtype(model: Mapping[str, Any]) -> str:
-    """The dtype of a server's logits by its ``model_config``: the override, or the model's.
+def _head_dtype(model: Mapping[str, Any], declared: str = "model") -> str:
+    """Return the dtype of a server's logits: that of ``hf_overrides``, or ``declared``; "model" is that of the weights.
+
+    vLLM uses ``head_dtype`` of the model's config.json, changed by ``--hf-overrides``. /server_info lists the overrides
+    but not the config, so ``declared`` comes from the policy's config.json. A server whose config.json was edited
+    differs from that, which the difference of log-probabilities shows in the first step.
 
     >>> _head_dtype({"dtype": "torch.bfloat16", "hf_overrides": {}})
     'bfloat16'
     >>> _head_dtype({"dtype": "torch.bfloat16", "hf_overrides": {"head_dtype": "float32"}})
     'float32'
+    >>> _head_dtype({"dtype": "torch.bfloat16", "hf_overrides": {}}, "float32")
+    'float32'
     """
-    own = str(model.get("dtype")).removeprefix("torch.")
     overrides = model.get("hf_overrides")  # text if it is a function
-    head = overrides.get("head_dtype", "model") if isinstance(overrides, Mapping) else "model"
-    return own if head == "model" else str(head).lower().removeprefix("torch.")
+    head = overrides.get("head_dtype") or declared if isinstance(overrides, Mapping) else declared
+    return str(model.get("dtype") if head == "model" else head).lower().removeprefix("torch.")
 
 
 def _first_difference(ours: tuple[int, ...], theirs: tuple[int, ...]) -> str:
