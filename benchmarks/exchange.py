@@ -23,8 +23,8 @@ import torch.multiprocessing
 from torch import Tensor
 
 from agentrl.algorithms import AdvantageInputs, compute_advantages
-from agentrl.training.engine import exchange as exchange_module
-from agentrl.training.engine.exchange import Exchange
+from agentrl.training.engine import collectives
+from agentrl.training.engine.collectives import Exchange
 from agentrl.training.step.batching import share_out
 
 MICRO_BATCH = 8  # rows
@@ -60,8 +60,8 @@ def measure(rank: int, ranks: int, port: int, options: argparse.Namespace, resul
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
     own = micro_batches(rank, ranks, options)
-    counted = Counting(exchange_module.swap_between_ranks, rank)
-    exchange_module.swap_between_ranks = counted  # type: ignore[assignment]
+    counted = Counting(collectives.swap_between_ranks, rank)
+    collectives.swap_between_ranks = counted  # type: ignore[assignment]
     start = resident()
     homes = share_out({group: [options.size] * ranks for group in range(options.groups)})
     places = torch.tensor([homes[group] for part in own for group in part.groups.tolist()])

@@ -212,7 +212,7 @@ class Products(nn.Module):
 
 def accumulation(device: torch.device) -> Iterator[Figure | str]:
     """Sums that bfloat16 would lose: gradients over micro-batches, and products of the head."""
-    from agentrl.kernels.backends.products import head_logits
+    from agentrl.kernels.arithmetic import head_logits
 
     # In bfloat16 neighbours of 16384 are 128 apart.
     terms = 16_392

@@ -11,15 +11,12 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms import Advantages, EstimatorInputs, TokenBaselineOptions, register_estimator
-from agentrl.algorithms.estimators.baselines import column_baselines
-from agentrl.algorithms.estimators.energy import weighted_energy
-from agentrl.algorithms.estimators.optimal import compact_columns, energy_weights
-from agentrl.algorithms.estimators.options import PooledOptions
-from agentrl.algorithms.estimators.pooled import of_others
-from agentrl.algorithms.estimators.scalar import weighted_means
-from agentrl.algorithms.registry import option
-from agentrl.algorithms.validation import check_positive, check_range
-from agentrl.kernels.backends.running import running_sum
+from agentrl.algorithms.estimators.baselines import column_baselines, weighted_energy
+from agentrl.algorithms.estimators.classic import weighted_means
+from agentrl.algorithms.estimators.optimal import compact_columns, energy_weights, of_others
+from agentrl.algorithms.estimators.registry import PooledOptions
+from agentrl.algorithms.options import check_positive, check_range, option
+from agentrl.kernels.arithmetic import running_sum
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,37 +10,39 @@ from agentrl.algorithms.correction import (
     CorrectionOptions,
     correction_options,
     correction_sums,
+    mismatch_metrics,
+    perplexity_metrics,
     rollout_correction,
 )
-from agentrl.algorithms.critic import ValueLoss, value_loss
 from agentrl.algorithms.diagnostics import HeadVariance, HeadVarianceAccumulator, diagonal_proxy
-from agentrl.algorithms.errors import (
-    AlgorithmError,
-    InvalidInputError,
-    InvalidOptionError,
-    MissingInputError,
-    UnknownNameError,
-)
-from agentrl.algorithms.estimators.baselines import TAILS
-from agentrl.algorithms.estimators.energy import ENERGIES, cross_energy, logit_proxy_energy
+from agentrl.algorithms.estimators.baselines import ENERGIES, TAILS, cross_energy, logit_proxy_energy
 from agentrl.algorithms.estimators.inputs import EstimatorInputs
-from agentrl.algorithms.estimators.normalization import NORMALIZATIONS
-from agentrl.algorithms.estimators.options import ScalarOptions, TokenBaselineOptions
-from agentrl.algorithms.estimators.registry import ESTIMATORS, EstimatorNeeds, estimator_needs, register_estimator
+from agentrl.algorithms.estimators.registry import (
+    ESTIMATORS,
+    NORMALIZATIONS,
+    EstimatorNeeds,
+    ScalarOptions,
+    TokenBaselineOptions,
+    estimator_needs,
+    register_estimator,
+)
 from agentrl.algorithms.kl import (
     KL_ESTIMATORS,
     REWARD_KL_ESTIMATORS,
     AdaptiveKL,
     FixedKL,
     KLController,
-    RewardKL,
     kl_penalty,
-    reward_kl,
 )
-from agentrl.algorithms.losses.aggregation import AGGREGATIONS, aggregate, loss_normalizer, token_factors
-from agentrl.algorithms.losses.compute import check_aggregation, default_aggregation, policy_loss, step_selection
-from agentrl.algorithms.losses.definitions import LOSSES, LossInputs, LossTraits, PolicyLoss, register_loss
-from agentrl.algorithms.losses.options import (
+from agentrl.algorithms.losses.compute import (
+    ValueLoss,
+    check_aggregation,
+    default_aggregation,
+    policy_loss,
+    step_selection,
+    value_loss,
+)
+from agentrl.algorithms.losses.formulas import (
     ClipCovarianceOptions,
     ClipOptions,
     DivergenceClipOptions,
@@ -52,10 +54,27 @@ from agentrl.algorithms.losses.options import (
     SequenceClipOptions,
     WeightClipOptions,
 )
-from agentrl.algorithms.mismatch import mismatch_metrics, perplexity_metrics
+from agentrl.algorithms.losses.registry import (
+    AGGREGATIONS,
+    LOSSES,
+    LossInputs,
+    LossTraits,
+    PolicyLoss,
+    aggregate,
+    loss_normalizer,
+    register_loss,
+    token_factors,
+)
+from agentrl.algorithms.options import (
+    AlgorithmError,
+    InvalidInputError,
+    InvalidOptionError,
+    MissingInputError,
+    NoOptions,
+    UnknownNameError,
+)
 from agentrl.algorithms.records import AdvantageInputs, Advantages
-from agentrl.algorithms.registry import NoOptions
-from agentrl.algorithms.rewards import add_at_last_token, overlong_penalty
+from agentrl.algorithms.rewards import RewardKL, add_at_last_token, overlong_penalty, reward_kl
 
 __all__ = [
     "AGGREGATIONS", "DIVERGENCES", "DIVERGENCE_LEVELS", "ENERGIES", "ESTIMATORS", "KL_ESTIMATORS", "LOSSES",

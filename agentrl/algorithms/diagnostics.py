@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.errors import InvalidInputError
-from agentrl.algorithms.validation import check_alike
-from agentrl.kernels.softcap import cap_and_temper, cap_slope
+from agentrl.algorithms.options import InvalidInputError, check_alike
+from agentrl.kernels.arithmetic import cap_and_temper, cap_slope
 
 _BLOCK_ELEMENTS = 1 << 23
 

@@ -1,13 +1,18 @@
 """The KL penalty per token, and its coefficient beta: constant, or steered towards a target (docs/formulas.md 5)."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.errors import InvalidInputError, MissingInputError, check_choice
-from agentrl.algorithms.validation import as_mask, check_alike, check_finite, check_positive, check_range
+from agentrl.algorithms.options import (
+    InvalidInputError,
+    MissingInputError,
+    as_mask,
+    check_choice,
+    check_positive,
+    check_range,
+)
 
 REWARD_KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "full")
 KL_ESTIMATORS = (*REWARD_KL_ESTIMATORS, *(name + "+" for name in REWARD_KL_ESTIMATORS))
@@ -54,42 +59,6 @@ def kl_penalty(
     if ratio is not None:
         penalty = penalty * _masked(ratio.detach(), mask)
     return penalty if mask is None else torch.where(mask, penalty, 0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardKL:
-    """`rewards` [B, T] with the penalty in them, and the penalty `kl` [B, T] itself (without beta, 0 off the mask)."""
-
-    rewards: Tensor
-    kl: Tensor
-
-
-@torch.no_grad()
-def reward_kl(
-    rewards: Tensor,
-    log_probs: Tensor,
-    reference_log_probs: Tensor,
-    response_mask: Tensor,
-    *,
-    beta: float,
-    estimator: str = "k1",
-    full: Tensor | None = None,
-) -> RewardKL:
-    """r_t - beta kl_t at the model tokens; all tensors [B, T], the result detached, other positions as they were.
-
-    `log_probs` are those of the policy that sampled. With k1 the expected gradient is that of R - beta KL of the whole
-    trajectories; abs, k2 and k3 penalise other functions of the policy, and `full` counts, token by token, only
-    divergence that an earlier token has led to. Estimators `X+` differ from X in their gradient alone: not here.
-
-    Raises InvalidOptionError (estimator, negative beta), InvalidInputError, MissingInputError.
-    """
-    check_choice("KL estimator in the reward", estimator, REWARD_KL_ESTIMATORS)
-    check_range("beta", beta, 0.0)
-    check_alike(rewards=rewards, log_probs=log_probs)
-    mask = as_mask("response_mask", response_mask)
-    kl = kl_penalty(log_probs, reference_log_probs, estimator, mask=mask, full=full)
-    check_finite("the KL penalty", kl, mask)
-    return RewardKL(rewards=torch.where(mask, rewards - beta * kl, rewards), kl=kl)
 
 
 def _masked(tensor: Tensor, mask: Tensor | None) -> Tensor:

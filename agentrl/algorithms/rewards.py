@@ -1,10 +1,21 @@
-"""Additions to rewards."""
+"""Penalties that are added to rewards: for overlong responses and for the divergence from a reference policy."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.errors import InvalidInputError, InvalidOptionError
-from agentrl.algorithms.validation import as_mask, check_alike, check_positive
+from agentrl.algorithms.kl import REWARD_KL_ESTIMATORS, kl_penalty
+from agentrl.algorithms.options import (
+    InvalidInputError,
+    InvalidOptionError,
+    as_mask,
+    check_alike,
+    check_choice,
+    check_finite,
+    check_positive,
+    check_range,
+)
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: float, buffer: float) -> Tensor:
@@ -33,3 +44,39 @@ def add_at_last_token(rewards: Tensor, response_mask: Tensor, amounts: Tensor) -
     positions = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, positions, -1).max(-1, keepdim=True).values  # (B, 1)
     return torch.where(positions == last, rewards + amounts.unsqueeze(-1).to(rewards.dtype), rewards)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardKL:
+    """`rewards` [B, T] with the penalty in them, and the penalty `kl` [B, T] itself (without beta, 0 off the mask)."""
+
+    rewards: Tensor
+    kl: Tensor
+
+
+@torch.no_grad()
+def reward_kl(
+    rewards: Tensor,
+    log_probs: Tensor,
+    reference_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    beta: float,
+    estimator: str = "k1",
+    full: Tensor | None = None,
+) -> RewardKL:
+    """r_t - beta kl_t at the model tokens; all tensors [B, T], the result detached, other positions as they were.
+
+    `log_probs` are those of the policy that sampled. With k1 the expected gradient is that of R - beta KL of the whole
+    trajectories; abs, k2 and k3 penalise other functions of the policy, and `full` counts, token by token, only
+    divergence that an earlier token has led to. Estimators `X+` differ from X in their gradient alone: not here.
+
+    Raises InvalidOptionError (estimator, negative beta), InvalidInputError, MissingInputError.
+    """
+    check_choice("KL estimator in the reward", estimator, REWARD_KL_ESTIMATORS)
+    check_range("beta", beta, 0.0)
+    check_alike(rewards=rewards, log_probs=log_probs)
+    mask = as_mask("response_mask", response_mask)
+    kl = kl_penalty(log_probs, reference_log_probs, estimator, mask=mask, full=full)
+    check_finite("the KL penalty", kl, mask)
+    return RewardKL(rewards=torch.where(mask, rewards - beta * kl, rewards), kl=kl)

@@ -31,8 +31,7 @@ from agentrl.rollout.policy import FairYield, TurnPolicy
 from agentrl.rollout.settings import RolloutSettings, longest_request
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import one_after_another
-from agentrl.weights.checksums import checksums, with_head
-from agentrl.weights.verify import Probe
+from agentrl.weights.verify import Probe, checksums, with_head
 from agentrl_envs.episode import Environment, Episode
 from agentrl_envs.types import Ended
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from agentrl.kernels.backends.gradients import HeadGradients
-from agentrl.kernels.backends.products import tempered_logits
+from agentrl.kernels.arithmetic import cap_slope, tempered_logits
+from agentrl.kernels.gradients import HeadGradients
 from agentrl.kernels.records import KernelInputError, check_cap, check_inputs, statistics_dtype
-from agentrl.kernels.softcap import cap_slope
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}  # logits of one matrix product: 32 and 256 MB of float32
 _PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}  # logits per elementwise operation

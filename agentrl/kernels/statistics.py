@@ -1,14 +1,46 @@
-"""Selection of the backend that computes token statistics. All backends compute the same numbers."""
+"""token_statistics: selects the backend. All backends compute the same numbers as the reference in this module."""
+
+from __future__ import annotations
 
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from agentrl.kernels.backends.chunked import chunked_statistics
-from agentrl.kernels.backends.reference import reference_statistics
-from agentrl.kernels.backends.triton_backend import automatic_backend, triton_statistics
-from agentrl.kernels.records import KernelInputError, TokenStatistics, check_cap, check_inputs
+from agentrl.kernels.chunked import chunked_statistics
+from agentrl.kernels.records import KernelInputError, TokenStatistics, check_cap, check_inputs, statistics_dtype
+from agentrl.kernels.triton_backend import automatic_backend, triton_statistics
+
+
+def reference_statistics(
+    hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, cap: float | None
+) -> TokenStatistics:
+    """Compute the statistics of docs/formulas.md 2 with plain autograd. Arguments as in `token_statistics`.
+
+    A logit of -inf is a token with probability 0, which contributes 0 to every sum.
+    """
+    dtype = statistics_dtype(hidden, head_weight)
+    logits = functional.linear(hidden.to(dtype), head_weight.to(dtype), None if bias is None else bias.to(dtype))
+    capped = logits if cap is None else cap * torch.tanh(logits / cap)
+    log_p = functional.log_softmax(capped / temperature, dim=-1)  # (N, V)
+    index = targets.long().unsqueeze(-1)
+    log_probs = log_p.gather(-1, index).squeeze(-1)
+    possible = log_p != -torch.inf
+    log_p_finite = torch.where(possible, log_p, 0.0)
+    entropy = -(torch.where(possible, log_p_finite.exp(), 0.0) * log_p_finite).sum(-1)
+    with torch.no_grad():
+        others = log_p.exp().scatter(-1, index, 0.0)  # without the target
+        sum_pi_squared = (2 * log_probs).exp() + others.square().sum(-1)
+        gradient = others.scatter(-1, index, -torch.expm1(log_probs).unsqueeze(-1))
+        if cap is not None:
+            gradient = gradient * (1 - (capped / cap).square())
+        energy = gradient.square().sum(-1)
+        norms = hidden.to(dtype).square().sum(-1)
+    return TokenStatistics(
+        log_probs=log_probs, entropy=entropy, sum_pi_squared=sum_pi_squared, energy=energy, hidden_norm_squared=norms
+    )
+
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 BACKENDS = {"reference": reference_statistics, "chunked": chunked_statistics, "triton": triton_statistics}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.errors import SettingsError
-from agentrl.kernels.backends.products import tempered_logits
+from agentrl.kernels.arithmetic import tempered_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

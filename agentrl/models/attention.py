@@ -13,8 +13,7 @@ from torch import Tensor
 from agentrl.errors import SettingsError
 from agentrl.kernels import KernelInputError
 from agentrl.kernels.attention import AttentionBackend, attend, current_pass
-from agentrl.kernels.attention.packed import capped_attention
-from agentrl.kernels.attention.variants import torch_varlen, varlen_kernel
+from agentrl.kernels.attention.backends import capped_attention, torch_varlen, varlen_kernel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -196,7 +195,7 @@ def attention_obstacle(backend: AttentionBackend, *, dtype: str, head_dim: int =
     elif backend == "flash" and head_dim > _FLASH_HEAD_DIM:
         problem = f"takes heads of up to {_FLASH_HEAD_DIM} dimensions, and the model's have {head_dim}"
     elif backend == "flash" and not _has_flash_attn():
-        # torch's varlen_attn, which agentrl.kernels.attention.variants calls instead
+        # torch's varlen_attn, which agentrl.kernels.attention.backends calls instead
         if capped or head_dim % 8:
             why = "caps its scores" if capped else f"has heads of {head_dim} dimensions"
             problem = f"needs the package flash-attn (pip install flash-attn), because the model {why}"

@@ -33,7 +33,7 @@ REDUCE_BUCKET = 500_000_000
 _LIVE = 1_000_000_000  # gathered elements that ZeRO-3 keeps at most (stage3_max_live_parameters)
 _FLOAT32 = 4
 _STATISTICS = 12  # float32 numbers of a token that its statistics and its loss keep
-# The blocks of the head, as in agentrl.kernels.backends.
+# The blocks of the head, as in agentrl.kernels.
 _KEPT = 1 << 23  # chunked: logits that are kept for backward, in elements
 _BLOCK = {"cpu": 1 << 23, "cuda": 1 << 26}  # chunked: elements of a block of rows
 _PIECE = {"cpu": 1 << 21, "cuda": 1 << 24}  # chunked: elements that one elementwise operation touches

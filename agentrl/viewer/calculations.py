@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from agentrl.algorithms import estimator_needs
-from agentrl.algorithms.errors import AlgorithmError
+from agentrl.algorithms.options import AlgorithmError
 from agentrl.errors import AgentRLError, SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import StoredStep, StoredTrajectory, read_step

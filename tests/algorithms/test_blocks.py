@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms import ESTIMATORS, AdvantageInputs, InvalidInputError, compute_advantages
+from agentrl.algorithms.advantages import Moments
 from agentrl.algorithms.estimators import inputs as estimator_inputs
+from agentrl.algorithms.estimators.branches import reward_to_go
 from agentrl.algorithms.estimators.inputs import blocks_of_groups
-from agentrl.algorithms.estimators.normalization import Moments
-from agentrl.algorithms.estimators.rows.groups import Groups
-from agentrl.algorithms.estimators.rows.segments import reward_to_go
+from agentrl.algorithms.records import Groups
 
 
 def test_rows_in_order_are_stacked_as_a_view():

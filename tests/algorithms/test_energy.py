@@ -12,9 +12,8 @@ from agentrl.algorithms import (
     logit_proxy_energy,
     records,
 )
-from agentrl.algorithms.estimators import energy
-from agentrl.algorithms.estimators.rows import segments
-from agentrl.kernels.backends.running import running_sum
+from agentrl.algorithms.estimators import baselines, branches
+from agentrl.kernels.arithmetic import running_sum
 
 
 def test_logit_proxy_is_the_squared_norm_of_the_logit_gradient():
@@ -39,7 +38,7 @@ def test_realized_energy_by_hand():
             token_energy=torch.tensor([[1.0, 2.0, torch.nan, 4.0]]),
             **given,
         )
-        return running_sum(energy.weighted_energy(EstimatorInputs.of(inputs), "logit_proxy")).tolist()
+        return running_sum(baselines.weighted_energy(EstimatorInputs.of(inputs), "logit_proxy")).tolist()
 
     assert realized() == [[1.0, 3.0, 3.0, 7.0]]
     rho = torch.tensor([[2.0, 1.0, torch.inf, 0.5]])
@@ -67,7 +66,7 @@ def test_zeros_in_the_ratio_and_in_the_loss_mask_are_the_same_estimator():
     assert not torch.equal(zeroed, baselines())
 
 
-@pytest.mark.parametrize("module", [energy, records, segments])
+@pytest.mark.parametrize("module", [baselines, records, branches])
 def test_examples_in_docstrings_run(module):
     names = {"torch": torch}
     result = doctest.testmod(module, extraglobs=names)

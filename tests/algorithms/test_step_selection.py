@@ -19,7 +19,7 @@ from agentrl.algorithms import (
     policy_loss,
     step_selection,
 )
-from agentrl.algorithms.losses.draws import token_draws
+from agentrl.algorithms.losses.compute import token_draws
 
 NAMES = ["clip_cov", "kl_cov"]
 OPTIONS = {

@@ -21,7 +21,7 @@ from agentrl.evaluation.run import Evaluation
 from agentrl.evaluation.settings import EvaluationRequest
 from agentrl.rollout.engines.servers import ServerEngine
 from agentrl.telemetry.console import Console
-from agentrl.weights.checksums import checksums
+from agentrl.weights.verify import checksums
 from agentrl_envs.types import Ended, Step
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from agentrl.kernels.backends.triton_backend import triton_obstacle
+from agentrl.kernels.triton_backend import triton_obstacle
 
 FIELDS = ("log_probs", "entropy", "sum_pi_squared", "energy")
 

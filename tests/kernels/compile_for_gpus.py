@@ -11,7 +11,7 @@ def compile_kernels(capability: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from agentrl.kernels.backends.triton_epilogue import gradient_kernel, sums_kernel
+    from agentrl.kernels.triton_epilogue import gradient_kernel, sums_kernel
 
     for out, bias, cap in (("*fp32", False, None), ("*bf16", True, None), ("*fp16", True, 30.0)):
         for kernel in (sums_kernel, gradient_kernel):

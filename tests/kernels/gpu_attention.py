@@ -11,7 +11,7 @@ import torch
 import torch.nn.attention.varlen as torch_module
 from torch import Tensor
 
-from agentrl.kernels.attention import variants
+from agentrl.kernels.attention import backends
 
 
 def stand_in(patch: pytest.MonkeyPatch, *, torch_kernel: bool = False) -> None:
@@ -22,7 +22,7 @@ def stand_in(patch: pytest.MonkeyPatch, *, torch_kernel: bool = False) -> None:
     flex = importlib.import_module("torch.nn.attention.flex_attention")
     patch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     patch.setattr(flex, "_validate_device", lambda *_: None)
-    patch.setattr(variants, "varlen_kernel", lambda: variants.torch_varlen if torch_kernel else varlen)
+    patch.setattr(backends, "varlen_kernel", lambda: backends.torch_varlen if torch_kernel else varlen)
     patch.setattr(torch_module, "varlen_attn", torch_varlen_attn)
 
 

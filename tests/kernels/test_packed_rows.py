@@ -13,7 +13,7 @@ from kernels.gpu_attention import stand_in
 from torch import Tensor
 
 from agentrl.kernels import KernelInputError
-from agentrl.kernels.attention import AttentionPass, PackedRow, attend, pack_padded, variants
+from agentrl.kernels.attention import AttentionPass, PackedRow, attend, backends, pack_padded
 
 pytestmark = pytest.mark.on_device
 
@@ -141,7 +141,7 @@ def test_a_layer_is_one_call_that_copies_nothing_to_the_device(monkeypatch: pyte
         calls.append(given)
         return query
 
-    monkeypatch.setattr(variants, "varlen_kernel", lambda: counting)
+    monkeypatch.setattr(backends, "varlen_kernel", lambda: counting)
     for seed in range(3):
         row = packed(documents(random.Random(seed), 9))
         now = AttentionPass(row=row, backend="flash")

@@ -18,8 +18,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl.errors import SettingsError
-from agentrl.kernels import KernelInputError, TokenStatistics, token_statistics
-from agentrl.kernels.backends import products, sliced, torch_epilogue, triton_backend
+from agentrl.kernels import (
+    KernelInputError,
+    TokenStatistics,
+    arithmetic,
+    sliced,
+    token_statistics,
+    torch_epilogue,
+    triton_backend,
+)
 from agentrl.models.policy import PolicyModel
 
 pytestmark = pytest.mark.on_device
@@ -43,7 +50,7 @@ def statistics_of(
         targets,
         temperature,
         bias,
-        epilogue=importlib.import_module(f"agentrl.kernels.backends.{epilogue}_epilogue"),
+        epilogue=importlib.import_module(f"agentrl.kernels.{epilogue}_epilogue"),
         cap=cap,
     )
 
@@ -357,7 +364,7 @@ def test_gradients_flow_through_log_probs_and_entropy_only(epilogue):
     scale=st.sampled_from([1.0, 30.0]),
 )
 def test_the_epilogues_agree_on_a_slice_wherever_the_target_is(width, start, seed, with_bias, scale):
-    triton_epilogue = importlib.import_module("agentrl.kernels.backends.triton_epilogue")
+    triton_epilogue = importlib.import_module("agentrl.kernels.triton_epilogue")
     generator = seeded(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -421,7 +428,7 @@ class NoEpilogue:
 def test_extra_memory_on_a_gpu_is_under_300_mb_by_the_shapes_of_all_tensors(monkeypatch):
     # Tensors without data, told to be treated as a GPU's.
     monkeypatch.setitem(sliced._TILE_ELEMENTS, "cpu", sliced._TILE_ELEMENTS["cuda"])
-    for module in (sliced, products):
+    for module in (sliced, arithmetic):
         monkeypatch.setattr(module, "factor_dtype", lambda hidden, weight, dtype: torch.bfloat16)
     monkeypatch.setattr(torch, "autocast", lambda device, enabled: nullcontext())
     # torch has no shape function for addmm with another output dtype; it makes no tensor.
@@ -466,6 +473,6 @@ def test_a_machine_without_triton_is_told_so(monkeypatch):
 
 @needs_triton
 def test_cpu_tensors_need_the_interpreter(monkeypatch):
-    monkeypatch.setattr("agentrl.kernels.backends.triton_epilogue.INTERPRETED", False)
+    monkeypatch.setattr("agentrl.kernels.triton_epilogue.INTERPRETED", False)
     with torch.device("cpu"), pytest.raises(KernelInputError, match="requires tensors on a GPU, not on cpu"):
         token_statistics(*problem(2, 3, 4), backend="triton")

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from kernels.cases import FIELDS, needs_triton, problem
 from torch import Tensor
 
-from agentrl.kernels import BACKENDS, KernelInputError, TokenStatistics, records, token_statistics
-from agentrl.kernels.backends import chunked
-from agentrl.kernels.backends import gradients as head_gradients
+from agentrl.kernels import BACKENDS, KernelInputError, TokenStatistics, chunked, records, token_statistics
+from agentrl.kernels import gradients as head_gradients
 
 pytestmark = pytest.mark.on_device
 

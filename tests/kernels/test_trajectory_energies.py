@@ -10,8 +10,7 @@ import torch
 from kernels.cases import seeded
 from torch import Tensor, nn
 
-from agentrl.kernels import KernelInputError, trajectory_energies
-from agentrl.kernels.energies import closed_forms, collector, head
+from agentrl.kernels import KernelInputError, exact_energies, layer_energies, trajectory_energies
 from agentrl.models.loading import checkpoint_layers
 from agentrl.models.policy import PolicyModel
 
@@ -137,7 +136,7 @@ def test_scaled_and_capped_logits_enter_by_the_chain_rule(
     kind: str, more: dict[str, Any], scale: float, cap: float | None, tied: bool, blocks: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(head, "_BLOCK_ELEMENTS", blocks * 10)
+    monkeypatch.setattr(exact_energies, "_BLOCK_ELEMENTS", blocks * 10)
     rows = make_rows()
     model = make_model(kind, tied=tied, **more)
     wanted = one_by_one(model, rows, weighted=True, temperature=0.7)
@@ -210,12 +209,12 @@ def test_every_form_gives_the_same(forms: str, monkeypatch: pytest.MonkeyPatch) 
     model = make_model("qwen3", attention_bias=True)
     wanted = energies(model, rows)
     if forms in ("gram", "product"):
-        for module in (closed_forms, head):
+        for module in (layer_energies, exact_energies):
             monkeypatch.setattr(module, "gram_is_cheaper", lambda *_: forms == "gram")
     elif forms == "blocks":
-        monkeypatch.setattr(head, "_BLOCK_ELEMENTS", 50)
+        monkeypatch.setattr(exact_energies, "_BLOCK_ELEMENTS", 50)
     else:
-        monkeypatch.setattr(collector, "_CHUNK_ELEMENTS", 1000)
+        monkeypatch.setattr(layer_energies, "_CHUNK_ELEMENTS", 1000)
     assert_equal(energies(model, rows), wanted)
 
 
@@ -246,14 +245,14 @@ def test_checkpointed_inputs_are_not_kept_over_the_forward() -> None:
     model = make_model("qwen2").train()
     checkpoint_layers(model)
     held: list[list[str]] = []
-    sites = collector.LayerEnergies.begin_backward
+    sites = layer_energies.LayerEnergies.begin_backward
 
-    def look(self: collector.LayerEnergies) -> None:
+    def look(self: layer_energies.LayerEnergies) -> None:
         held.append([site.name for site in self._sites if site.input is not None])
         sites(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collector.LayerEnergies, "begin_backward", look)
+        patch.setattr(layer_energies.LayerEnergies, "begin_backward", look)
         energies(model, make_rows())
     assert held == [["model.norm"]]
 

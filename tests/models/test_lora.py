@@ -15,7 +15,7 @@ from agentrl.models.loading import checkpoint_layers
 from agentrl.models.lora import adapter_off, is_factor, with_adapter, write_adapter
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import LoRASettings
-from agentrl.weights.adapters import AdapterSource, MergedSource, adapter_parameters, merged_parameters
+from agentrl.weights.exports import AdapterSource, MergedSource, adapter_parameters, merged_parameters
 from agentrl.weights.sources import full_parameters
 
 from .architectures import build_tiny

@@ -17,7 +17,7 @@ from agentrl.batch import Batch, MicroBatch
 from agentrl.errors import SettingsError
 from agentrl.kernels import KernelInputError
 from agentrl.kernels.attention import pack_padded
-from agentrl.kernels.attention.variants import torch_varlen
+from agentrl.kernels.attention.backends import torch_varlen
 from agentrl.models import attention as attention_module
 from agentrl.models.attention import attention_length, choose_attention, length_obstacle, register_attention
 from agentrl.models.loading import checkpoint_layers, read_config, read_model

@@ -17,8 +17,7 @@ from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import EngineRequest
 from agentrl.rollout.engines.vllm.engine import ManagedVLLM
-from agentrl.weights.checksums import Checksum
-from agentrl.weights.verify import Probe
+from agentrl.weights.verify import Checksum, Probe
 
 TOKENIZER = train_tokenizer(["1 + 1 = 2\n"], vocabulary_size=300)
 CODEC = TextCodec(TOKENIZER)

@@ -20,8 +20,7 @@ from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.engines.vllm.engine import ManagedVLLM
 from agentrl.rollout.engines.vllm.replica import VLLMReplica
 from agentrl.rollout.settings import longest_request
-from agentrl.weights.adapters import AdapterSource, adapter_parameters, merged_parameters
-from agentrl.weights.exports import write_export
+from agentrl.weights.exports import AdapterSource, adapter_parameters, merged_parameters, write_export
 from agentrl.weights.verify import Probe
 
 __all__ = ["policy"]

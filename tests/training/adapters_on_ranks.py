@@ -19,7 +19,7 @@ from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import LoRASettings
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, gather_from_ranks, start_distributed
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
-from agentrl.weights.adapters import adapter_parameters, merged_parameters
+from agentrl.weights.exports import adapter_parameters, merged_parameters
 from agentrl.weights.sources import full_parameters
 
 STAGES = (0, 1, 2, 3)

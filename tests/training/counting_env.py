@@ -10,7 +10,7 @@ from typing import Any
 import gymnasium
 
 from agentrl.algorithms import Advantages, EstimatorInputs, ScalarOptions, register_estimator
-from agentrl.algorithms.estimators.scalar import rloo
+from agentrl.algorithms.estimators.classic import rloo
 from agentrl_envs.gym import UnicodeText
 
 

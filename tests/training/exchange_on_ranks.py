@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from agentrl.training.engine.exchange import Exchange
+from agentrl.training.engine.collectives import Exchange
 
 LENGTHS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8)
 """Tokens of each row; three rows a group, dealt out to the ranks one by one."""

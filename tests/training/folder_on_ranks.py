@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed
 
 from agentrl.errors import SettingsError
-from agentrl.training.engine.shared_folder import check_shared_folder
+from agentrl.training.engine.collectives import check_shared_folder
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from agentrl.models.policy import PolicyModel, ValueModel
 from agentrl.models.settings import ModelSettings
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, read_for_training, start_distributed
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
-from agentrl.training.step.reference import Reference
+from agentrl.training.step.reference_and_critic import Reference
 from agentrl.weights.sources import full_parameters
 
 SETTINGS = ModelSettings(dtype="float32", gradient_checkpointing=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from agentrl.batch import Batch
 from agentrl.kernels import TokenStatistics
 from agentrl.kernels.attention import pack_padded
-from agentrl.training.step.rows import LossRows
+from agentrl.training.step.loss_rows import LossRows
 
 
 def rows_of(

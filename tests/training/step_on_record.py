@@ -33,11 +33,9 @@ from agentrl.training.settings import (
     TrainingSettings,
 )
 from agentrl.training.step.batching import plan_step
-from agentrl.training.step.critic import Critic
-from agentrl.training.step.diagnostics import FidelityError, fidelity_bound
+from agentrl.training.step.diagnostics import FidelityError, TokenRecorder, fidelity_bound
 from agentrl.training.step.objective_settings import ObjectiveSettings
-from agentrl.training.step.reference import Reference
-from agentrl.training.step.token_recorder import TokenRecorder
+from agentrl.training.step.reference_and_critic import Critic, Reference
 from agentrl.training.step.trainer import Trainer
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl.weights.sources import full_parameters

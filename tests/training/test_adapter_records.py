@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.errors import SettingsError
 from agentrl.models.settings import LoRASettings
-from agentrl.training.engine.adapter import adapter_record, check_adapter, policy_optimizer
+from agentrl.training.engine.checkpoint import adapter_record, check_adapter, policy_optimizer
 from agentrl.training.settings import OptimizerSettings
 
 WRITTEN = adapter_record(LoRASettings(rank=8, targets=["v_proj", "q_proj"]), base="base")

@@ -9,10 +9,9 @@ import pytest
 import torch
 from training.rows import rows_of
 
-from agentrl.training.engine.meter import Meter
+from agentrl.training.engine.collectives import Meter
 from agentrl.training.settings import CorrectionSettings
-from agentrl.training.step.correction import Corrector, effective_sample_size
-from agentrl.training.step.rows import LossRows
+from agentrl.training.step.loss_rows import Corrector, LossRows, effective_sample_size
 
 
 def made(ratios: list[list[float]], *, out: list[tuple[int, int]] = ()) -> LossRows:  # type: ignore[assignment]

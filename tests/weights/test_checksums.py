@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from agentrl.rollout.engines.vllm.plan import WORKER_EXTENSION
 from agentrl.rollout.engines.vllm.worker_extension import WorkerExtension
-from agentrl.weights.checksums import Checksum, add_up, checksum, checksums, say_differing, with_head
 from agentrl.weights.sources import ParameterSource
+from agentrl.weights.verify import Checksum, add_up, checksum, checksums, say_differing, with_head
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -63,7 +63,7 @@ def test_the_sign_of_zero_and_denormal_numbers_are_not_seen() -> None:
 def test_a_sum_over_several_chunks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = torch.randn(999, generator=torch.Generator().manual_seed(1))
     whole = checksum(weights)
-    monkeypatch.setattr("agentrl.weights.checksums._CHUNK", 10)
+    monkeypatch.setattr("agentrl.weights.verify._CHUNK", 10)
     assert checksum(weights) == whole
     # Cross-checked with integers of any size.
     total = 0

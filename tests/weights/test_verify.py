@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.weights.checksums import Checksum
-from agentrl.weights.verify import FLOORS, LIMITS, PROBE_TOKENS, Probe, Verifier, probe_tokens
+from agentrl.weights.verify import FLOORS, LIMITS, PROBE_TOKENS, Checksum, Probe, Verifier, probe_tokens
 
 TOKENS = tuple(range(513))
 NOISE = 0.01

@@ -1,5 +1,5 @@
-"""The estimators: one function each, from `EstimatorInputs` to `Advantages`. Importing this package registers them."""
+"""Estimators: functions from `EstimatorInputs` to `Advantages`. Importing this package registers them."""
 
-from agentrl.algorithms.estimators import optimal, pooled, scalar, token
+from agentrl.algorithms.estimators import classic, optimal
 
-__all__ = ["optimal", "pooled", "scalar", "token"]
+__all__ = ["classic", "optimal"]

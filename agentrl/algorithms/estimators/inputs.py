@@ -7,14 +7,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.errors import InvalidInputError, MissingInputError
-from agentrl.algorithms.estimators.calls import ONE_CALL, Calls
-from agentrl.algorithms.estimators.rows.groups import Groups
-from agentrl.algorithms.estimators.rows.rollouts import MergedInputs
-from agentrl.algorithms.estimators.rows.segments import BranchPaths, BranchWays, Compact, reward_to_go
-from agentrl.algorithms.records import AdvantageInputs
-from agentrl.algorithms.validation import check_finite, check_not_negative, check_rewards_placed, check_rows
-from agentrl.kernels.backends.running import running_sum
+from agentrl.algorithms.estimators.branches import BranchPaths, BranchWays, Compact, MergedInputs, reward_to_go
+from agentrl.algorithms.options import InvalidInputError, MissingInputError, check_finite, check_not_negative
+from agentrl.algorithms.records import ONE_CALL, AdvantageInputs, Calls, Groups, check_rewards_placed, check_rows
+from agentrl.kernels.arithmetic import running_sum
 
 # Float64 numbers of one [b, T] that a processor keeps in its cache; elsewhere only memory counts.
 _BLOCK_ELEMENTS = {"cpu": 1 << 18}

@@ -1,27 +1,33 @@
 """Optimal baselines: means over the group weighted by energies, of a trajectory (`ogb`, `eob`) or of a token (`otb`).
 
 Every weight is an energy W plus eps times the energy's scale, so the mean is exact for equal returns and becomes the
-plain one where energies vanish; sum (W + eps) A = 0 over whatever shares a baseline (docs/formulas.md 4).
+plain mean where energies vanish. sum (W + eps) A = 0 over everything that shares a baseline (docs/formulas.md 4).
+
+`ogb_pooled` uses the step's other groups as a prior. The optimal baseline is a ratio of expectations, E[W R] / E[W].
+A small group estimates both badly: if one outcome is rare, often none of its trajectories has it. So each expectation
+is shrunk towards its mean over all other groups of the step, as if the group had `pool` more trajectories.
 """
+
+from __future__ import annotations
 
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.estimators.baselines import Columns, column_baselines
-from agentrl.algorithms.estimators.energy import weighted_energy
+from agentrl.algorithms.estimators.baselines import Columns, column_baselines, weighted_energy
+from agentrl.algorithms.estimators.classic import scalar_estimate, weighted_means
 from agentrl.algorithms.estimators.inputs import EstimatorInputs
-from agentrl.algorithms.estimators.options import (
+from agentrl.algorithms.estimators.registry import (
     CrossBaselineOptions,
     ExactEnergyOptions,
     GlobalBaselineOptions,
+    PooledOptions,
     TokenBaselineOptions,
+    register_estimator,
 )
-from agentrl.algorithms.estimators.registry import register_estimator
-from agentrl.algorithms.estimators.scalar import scalar_estimate, weighted_means
 from agentrl.algorithms.records import Advantages
-from agentrl.kernels.backends.running import running_sum
+from agentrl.kernels.arithmetic import running_sum
 
 # An optimal token baseline weighs all tokens alike, so the loss does too.
 _token_baseline = partial(register_estimator, aggregation="token_mean", per_token=True, group_based=True)
@@ -171,3 +177,41 @@ def _hidden_scale(inputs: EstimatorInputs) -> Tensor:
     groups = inputs.groups
     sums = groups.sum(inputs.read("hidden_norm_squared", negative=False).sum(-1))
     return sums / groups.sum(inputs.lengths)
+
+
+@register_estimator("ogb_pooled", options=PooledOptions, span="ranks", equal_groups=True, group_based=True)
+def ogb_pooled(inputs: EstimatorInputs, options: PooledOptions) -> Advantages:
+    """A_i = R_i - b_i, b_i = (sum_j W_j R_j + c P[W R]) / (sum_j W_j + c P[W]), W as in `ogb`; sums over i's group.
+
+    P is the mean over all trajectories of the step's other groups, c = `pool`. Alone in the step: A = R.
+    """
+    groups, calls, present = inputs.groups, inputs.calls, inputs.groups.present
+    energies = weighted_energy(inputs, options.energy).sum(-1, keepdim=True)
+    returns = groups.stack(inputs.totals).masked_fill(~present, torch.inf)
+    lowest = calls.gather(torch.cat([returns.flatten(), returns.new_full((1,), torch.inf)]).amin()).amin()
+    weights = groups.stack(energy_weights(inputs, energies, options).squeeze(-1)).masked_fill(~present, 0.0)
+    weighted = weights * (returns - lowest).masked_fill(~present, 0.0)  # above the lowest: equal returns stay exact
+    elsewhere = calls.gather(present.sum()).sum() - present.sum(-1, keepdim=True)
+    prior = options.pool / elsewhere.clamp(min=1).double()
+
+    def expected(terms: Tensor) -> Tensor:
+        own = of_others(terms) if options.leave_one_out else terms.sum(-1, keepdim=True)
+        here = terms.sum(-1)
+        other_calls = of_others(calls.gather(here.sum()))[calls.place]
+        return own + prior * (of_others(here) + other_calls).unsqueeze(-1)
+
+    total, moment = expected(weights), expected(weighted)
+    known = groups.sizes.unsqueeze(-1) + elsewhere > 1
+    shared = torch.where(known, lowest + moment / torch.where(known, total, 1.0), 0.0)
+    return scalar_estimate(inputs.totals, groups.unstack(shared.expand(present.shape)))
+
+
+def of_others(terms: Tensor) -> Tensor:
+    """Sums over the other entries of the last dimension, formed without subtraction: none is lost beside a larger."""
+    return _before(terms) + _before(terms.flip(-1)).flip(-1)
+
+
+def _before(terms: Tensor) -> Tensor:
+    sums = torch.zeros_like(terms)
+    sums[..., 1:] = running_sum(terms[..., :-1])
+    return sums

@@ -1,20 +1,35 @@
-"""The registry of estimators and their traits: which inputs they need, and how much of the step at once.
+"""The registry of estimators: their options and traits.
 
-The trainer, the variance laboratory and the viewer read the traits and never test for a name. Add an estimator with the
-decorator; its options are the fields of a frozen dataclass:
+Traits state which inputs an estimator needs and how much of the step at once. The trainer, the variance laboratory and
+the viewer read the traits and never test for a name. Add an estimator with the decorator; its options are the fields of
+a frozen dataclass:
 
     @register_estimator("mean", options=ScalarOptions)
     def mean(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages: ...
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from agentrl.algorithms.errors import MissingInputError, UnknownNameError, check_choice
-from agentrl.algorithms.losses.aggregation import AGGREGATIONS
+from agentrl.algorithms.estimators.baselines import ENERGIES, TAILS
+from agentrl.algorithms.losses.registry import AGGREGATIONS
+from agentrl.algorithms.options import (
+    Entry,
+    MissingInputError,
+    NoOptions,
+    Options,
+    OptionsRegistry,
+    UnknownNameError,
+    check_choice,
+    check_flag,
+    check_positive,
+    check_range,
+    option,
+)
 from agentrl.algorithms.records import AdvantageInputs, Advantages
-from agentrl.algorithms.registry import Entry, NoOptions, OptionsRegistry
 
 EstimatorFunction = Callable[..., Advantages]  # (EstimatorInputs, options record) -> Advantages
 
@@ -159,3 +174,85 @@ def estimator_needs(name: str, **options: object) -> EstimatorNeeds:
     """
     entry = ESTIMATORS[name]
     return entry.needs(entry.make_options(f"estimator {name!r}", options))
+
+
+NORMALIZATIONS = (None, "group_std", "whiten")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalarOptions(Options):
+    """Options of the estimators that put one number on a trajectory; for `normalize` see docs/formulas.md 4."""
+
+    normalize: str | None = option(None, check_choice, NORMALIZATIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhitenedOptions(ScalarOptions):
+    """The same for those that are whitened by definition; `normalize=None` leaves the whitening out."""
+
+    normalize: str | None = option("whiten", check_choice, NORMALIZATIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiscountedOptions(WhitenedOptions):
+    """Options of `reinforce_pp`."""
+
+    gamma: float = option(1.0, check_range, 0.0, 1.0)  # discount a model token
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaeOptions(DiscountedOptions):
+    """Options of `gae`."""
+
+    lam: float = option(1.0, check_range, 0.0, 1.0)  # 0 trusts the critic after one token, 1 the rewards alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedOptions(ScalarOptions):
+    """Options of `opo`: a weighted mean over the group."""
+
+    leave_one_out: bool = option(False, check_flag)  # leave a trajectory out of its own baseline: unbiased
+    epsilon: float = option(1e-8, check_positive)  # added to the weights, in units of their scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnergyOptions(WeightedOptions):
+    """Options of the optimal baselines: with seq_mean_token_mean as the loss's aggregation weights become W / K^2."""
+
+    loss_aggregation: str = option("token_mean", check_choice, AGGREGATIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactEnergyOptions(EnergyOptions):
+    """Options of `eob`, whose energy is exact by definition; with another this baseline is `ogb`."""
+
+    energy: str = option("exact", check_choice, ("exact",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalBaselineOptions(EnergyOptions):
+    """Options of `ogb`."""
+
+    energy: str = option("logit_proxy", check_choice, ENERGIES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossBaselineOptions(EnergyOptions):
+    """Options of `otb_cross`, whose energy is given."""
+
+    tail: str = option("zero", check_choice, TAILS)  # the baseline where one trajectory is alone
+    gamma: float = option(1.0, check_range, 0.0, 1.0)  # discount a model token
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBaselineOptions(CrossBaselineOptions):
+    """Options of the other optimal token baselines."""
+
+    energy: str = option("logit_proxy", check_choice, ENERGIES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledOptions(GlobalBaselineOptions):
+    """Options of `ogb_pooled`."""
+
+    pool: float = option(4.0, check_positive)  # trajectories that the step's other groups count for

@@ -6,6 +6,6 @@ Add one with the decorator; its options are the fields of a frozen dataclass:
     def mine(inputs: LossInputs, options: ClipOptions) -> tuple[Tensor, dict[str, Tensor]]: ...
 """
 
-from agentrl.algorithms.losses import clip, covariance, divergence, sequence
+from agentrl.algorithms.losses import formulas
 
-__all__ = ["clip", "covariance", "divergence", "sequence"]
+__all__ = ["formulas"]

@@ -1,15 +1,25 @@
-"""policy_loss: from log-probabilities, advantages and a mask to one number a token."""
+"""policy_loss and value_loss: from log-probabilities or values to a loss per token (docs/formulas.md 5)."""
 
-from dataclasses import replace
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.errors import AlgorithmError, InvalidInputError, check_choice
 from agentrl.algorithms.estimators.registry import ESTIMATORS
-from agentrl.algorithms.losses.definitions import LOSSES, LossInputs, PolicyLoss
-from agentrl.algorithms.losses.draws import token_draws
-from agentrl.algorithms.validation import as_loss_mask, as_mask, check_alike, check_finite
+from agentrl.algorithms.losses.registry import LOSSES, LossInputs, PolicyLoss
+from agentrl.algorithms.options import (
+    AlgorithmError,
+    InvalidInputError,
+    MissingInputError,
+    as_loss_mask,
+    as_mask,
+    check_alike,
+    check_choice,
+    check_finite,
+    check_positive,
+)
 
 _LOG_RATIO_LIMIT = 20.0
 
@@ -177,3 +187,84 @@ def _ratio_metrics(inputs: LossInputs) -> dict[str, Tensor]:
         "approx_kl": excess.sum() / count.clamp(min=1),
         "tokens": count,
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueLoss:
+    """`per_token` [B, T], to be aggregated over the response mask; `metrics`: detached scalars over its tokens.
+
+    `value_mean`, `return_mean`, `squared_error`, `value_clip_fraction` (share of tokens whose gradient the clip
+    silences), `return_square_mean`, and `tokens`, by which all of these are to be weighted.
+    """
+
+    per_token: Tensor
+    metrics: dict[str, Tensor]
+
+
+def value_loss(
+    values: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
+    *,
+    old_values: Tensor | None = None,
+    clip: float | None = 0.2,
+) -> ValueLoss:
+    """max((V - ret)^2, (clip(V, V_old - c, V_old + c) - ret)^2) / 2 per token; all tensors [B, T].
+
+    `old_values` are the critic's at rollout, `returns` the targets A + V_old; both detached. clip=None: (V-ret)^2 / 2.
+    Values where the mask is False reach nothing. Raises InvalidOptionError (clip <= 0), MissingInputError (a clip
+    without old values), InvalidInputError.
+    """
+    mask = as_mask("response_mask", response_mask)
+    if clip is not None:
+        check_positive("value clip", clip)
+        if old_values is None:
+            raise MissingInputError("a clipped value loss needs old_values, the critic's values at rollout")
+    check_alike(values=values, returns=returns, response_mask=mask, old_values=old_values)
+    for name, tensor in {"values": values, "returns": returns, "old_values": old_values}.items():
+        if tensor is not None:
+            check_finite(name, tensor, mask)
+    own, target = torch.where(mask, values, 0.0), torch.where(mask, returns.detach(), 0.0)
+    loss = (own - target).square()
+    silenced = torch.zeros_like(mask)
+    if clip is not None and old_values is not None:
+        old = torch.where(mask, old_values.detach(), 0.0)
+        held = (torch.clamp(own, old - clip, old + clip) - target).square()
+        silenced = mask & (held > loss)
+        loss = torch.maximum(loss, held)
+    count = mask.sum()
+    tokens, detached = count.clamp(min=1), own.detach()
+    metrics = {
+        "value_mean": detached.sum() / tokens,
+        "return_mean": target.sum() / tokens,
+        "return_square_mean": target.square().sum() / tokens,
+        "squared_error": (detached - target).square().sum() / tokens,
+        "value_clip_fraction": silenced.sum() / tokens,
+        "tokens": count,
+    }
+    return ValueLoss(per_token=loss / 2, metrics=metrics)
+
+
+# splitmix64 (Steele, Lea, Flood 2014), its constants as signed numbers: int64 products wrap around as unsigned do.
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SECOND = 0x94D049BB133111EB - (1 << 64)
+
+
+def token_draws(keys: Tensor, width: int, seed: int) -> Tensor:
+    """[B, width] int64, uniform over all int64: a function of (seed, keys[row], position) alone. keys [B] int64."""
+    positions = torch.arange(width, dtype=torch.int64, device=keys.device)
+    start = torch.full_like(keys, seed)
+    return _mix(_mix(_mix(start) ^ keys).unsqueeze(-1) ^ positions)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = x + _STEP
+    x = (x ^ _shifted(x, 30)) * _FIRST
+    x = (x ^ _shifted(x, 27)) * _SECOND
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, places: int) -> Tensor:
+    """x >> places without the sign."""
+    return (x >> places) & ((1 << (64 - places)) - 1)

@@ -1,11 +1,12 @@
 """Attention over documents that are packed into one row without padding; none sees another."""
 
-from agentrl.kernels.attention.packed import attend
+from agentrl.kernels.attention.backends import attend
 from agentrl.kernels.attention.row import (
     AttentionBackend,
     AttentionPass,
     Layout,
     PackedRow,
+    SequenceGroup,
     current_pass,
     lay_out,
     pack_padded,
@@ -14,7 +15,6 @@ from agentrl.kernels.attention.row import (
     part_of,
     recompute_contexts,
 )
-from agentrl.kernels.attention.sequence import SequenceGroup
 
 __all__ = [
     "AttentionBackend",

@@ -288,7 +288,7 @@ class Replica(ABC):
         await self.http.get("/health", seconds=QUICK)
 
     async def checksums(self) -> list[dict[str, tuple[int, int]]]:
-        """Return each worker's checksums (:func:`agentrl.weights.checksums.checksums`) of its share of each parameter.
+        """Return each worker's checksums (:func:`agentrl.weights.verify.checksums`) of its share of each parameter.
 
         Called only if ``has_checksums`` is true.
         """

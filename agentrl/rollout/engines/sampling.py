@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.kernels.backends.running import running_sum
+from agentrl.kernels.arithmetic import running_sum
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _ROUNDING = 1e-6  # of float32 probabilities: a set that misses top_p by no more than this reaches it

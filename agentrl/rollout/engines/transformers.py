@@ -22,10 +22,9 @@ from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, EngineRequest, Sampling
 from agentrl.rollout.engines.batcher import Batcher, Request
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.weights.checksums import checksums, with_head
 from agentrl.weights.exports import read_export
 from agentrl.weights.sources import TransferTarget
-from agentrl.weights.verify import Probe, Verifier
+from agentrl.weights.verify import Probe, Verifier, checksums, with_head
 
 logger = logging.getLogger(__name__)
 

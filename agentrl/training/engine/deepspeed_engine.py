@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,12 +28,68 @@ from agentrl.models.settings import ModelSettings
 from agentrl.planning.memory import REDUCE_BUCKET
 from agentrl.training.engine.groups import rank_groups
 from agentrl.training.engine.parts import Part, restore, take_part
-from agentrl.training.engine.stopwatch import Stopwatch
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
-from agentrl.weights.sharded import read_sharded
+from agentrl.weights.sources import read_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+class Stopwatch:
+    """Adds up the seconds of named sections on one device.
+
+    >>> watch = Stopwatch(torch.device("cpu"))
+    >>> with watch.section("forward"):
+    ...     pass
+    >>> list(watch.take()), watch.take()
+    (['forward'], {})
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._measured: list[tuple[str, Callable[[], float]]] = []
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Count what happens inside under ``name``, also where it raises."""
+        seconds = (_of_stream if self._device.type == "cuda" else _of_clock)()
+        try:
+            yield
+        finally:
+            self._measured.append((name, seconds()))
+
+    def take(self) -> dict[str, float]:
+        """The seconds of each name since the last call. Waits for the GPU."""
+        if self._device.type == "cuda" and self._measured:
+            torch.cuda.synchronize(self._device)
+        totals: dict[str, float] = {}
+        for name, seconds in self._measured:
+            totals[name] = totals.get(name, 0.0) + seconds()
+        self._measured.clear()
+        return totals
+
+
+def _of_clock() -> Callable[[], Callable[[], float]]:
+    began = time.monotonic()
+
+    def end() -> Callable[[], float]:
+        seconds = time.monotonic() - began
+        return lambda: seconds
+
+    return end
+
+
+def _of_stream() -> Callable[[], Callable[[], float]]:
+    """Of the current stream, readable once the GPU is that far."""
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+
+    def end() -> Callable[[], float]:
+        last.record()
+        return lambda: first.elapsed_time(last) / 1000
+
+    return end
+
 
 _Value = TypeVar("_Value")
 _Module_co = TypeVar("_Module_co", bound=nn.Module, covariant=True)

@@ -28,8 +28,8 @@ from agentrl.telemetry.tokens import TokenFacts, TrajectoryTokens, write_tokens
 from agentrl.training.engine.checkpoint import newest_step
 from agentrl.training.engine.groups import RankGroups
 from agentrl.training.step.batching import RankPlan, due
+from agentrl.training.step.diagnostics import TokenRecorder
 from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_options, loss_options, needs
-from agentrl.training.step.token_recorder import TokenRecorder
 
 if TYPE_CHECKING:
     from agentrl.config import Settings

@@ -24,8 +24,16 @@ from agentrl.telemetry.reporting import Trackers
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.trace import span, start_trace, stop_trace
 from agentrl.training.coldstart.policy import starting_policy
-from agentrl.training.engine.adapter import adapter_record, check_adapter, describe_size, policy_optimizer
-from agentrl.training.engine.checkpoint import CheckpointWriter, RunState, check_reference, open_newest
+from agentrl.training.engine.checkpoint import (
+    CheckpointWriter,
+    RunState,
+    adapter_record,
+    check_adapter,
+    check_reference,
+    describe_size,
+    open_newest,
+    policy_optimizer,
+)
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_policy
 from agentrl.training.engine.heartbeat import Pulse
 from agentrl.training.engine.memory import MicroBatchBudget
@@ -41,15 +49,14 @@ from agentrl.training.run.outputs import (
 )
 from agentrl.training.run.signals import INTERRUPTED
 from agentrl.training.step.batching import due
-from agentrl.training.step.critic import open_critic
 from agentrl.training.step.diagnostics import FIDELITY_FLOORS, fidelity_bound
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
-from agentrl.training.step.reference import open_reference, reference_path
+from agentrl.training.step.reference_and_critic import open_critic, open_reference, reference_path
 from agentrl.training.step.trainer import Trainer
 from agentrl.training.worker.local import LocalService
 from agentrl.training.worker.service import InterruptedRunError, RolloutService
 from agentrl.training.worker.transfer import WeightSender
-from agentrl.weights.adapters import adapter_parameters, policy_parameters
+from agentrl.weights.exports import adapter_parameters, policy_parameters
 
 if TYPE_CHECKING:
     from agentrl.config import Settings

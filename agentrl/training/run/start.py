@@ -19,9 +19,9 @@ from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.coldstart.policy import computing_processes, set_threads, starting_policy
+from agentrl.training.engine.collectives import check_shared_folder
 from agentrl.training.engine.deepspeed_engine import from_rank_zero, start_distributed
 from agentrl.training.engine.determinism import set_determinism
-from agentrl.training.engine.shared_folder import check_shared_folder
 from agentrl.training.run.launch import launch, launched
 from agentrl.training.run.outputs import progress_of
 from agentrl.training.run.preflight import check_inputs, machine_problems

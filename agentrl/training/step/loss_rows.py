@@ -1,25 +1,172 @@
-"""What a loss needs beside the forward: rewards with penalties, the rollout correction, and the advantages."""
+"""The rows of a micro-batch from the forward to the loss: rollout correction, rewards with penalties, advantages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from functools import reduce
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor, nn
 
-from agentrl.algorithms import ESTIMATORS, AdvantageInputs, Advantages, compute_advantages, reward_kl
-from agentrl.algorithms.estimators.normalization import Moments
+from agentrl.algorithms import (
+    ESTIMATORS,
+    AdvantageInputs,
+    Advantages,
+    Correction,
+    compute_advantages,
+    correction_sums,
+    reward_kl,
+    rollout_correction,
+)
+from agentrl.algorithms.advantages import Moments
 from agentrl.algorithms.kl import kl_penalty
 from agentrl.algorithms.rewards import add_at_last_token, overlong_penalty
 from agentrl.batch import Batch
+from agentrl.kernels import TokenStatistics
+from agentrl.training.engine.collectives import Exchange, Meter
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
-from agentrl.training.engine.exchange import Exchange
-from agentrl.training.engine.meter import Meter
-from agentrl.training.step.correction import Corrector
+from agentrl.training.settings import CorrectionSettings
 from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_options, needs
-from agentrl.training.step.rows import LossRows
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossRows:
+    """A micro-batch with everything that its loss needs beside a forward; all tensors are detached.
+
+    The policy's, the reference's and the critic's forward fill the first fields. ``correction``, ``rewards`` and
+    ``estimate`` follow when all trajectories of the groups have them (:class:`.loss_rows.LossRowMaker`).
+    """
+
+    batch: Batch
+    statistics: TokenStatistics  # each [B, T], zero off model tokens, by the weights before the step's updates
+    reference_log_probs: Tensor | None = None  # [B, T]
+    values: Tensor | None = None  # [B, T] the critic's, before each token
+    final_values: Tensor | None = None  # [B] the critic's, after the last token
+    trajectory_energy: Tensor | None = None  # [B] exact
+    correction: Correction | None = None  # None where none is set
+    rewards: Tensor | None = None  # [B, T] with penalties for length and KL
+    estimate: Advantages | None = None  # each [B, T]
+    selected: Tensor | None = None  # [B, T] bool, where the loss takes tokens over the whole step
+
+    @property
+    def tokens(self) -> int:
+        return self.batch.tokens
+
+    @property
+    def trajectories(self) -> int:
+        return self.batch.trajectories
+
+    @property
+    def log_probs(self) -> Tensor:
+        """[B, T] of the weights before the step's updates."""
+        return self.statistics.log_probs
+
+    @property
+    def advantages(self) -> Tensor:
+        """[B, T]."""
+        return self.estimated.advantages
+
+    @property
+    def estimated(self) -> Advantages:
+        """The estimate, which must be there."""
+        assert self.estimate is not None
+        return self.estimate
+
+    @cached_property
+    def response_mask(self) -> Tensor:
+        """[B, T] bool, the model tokens of trajectories that are counted."""
+        return self.batch.response_mask & self.batch.counted
+
+    @cached_property
+    def loss_mask(self) -> Tensor:
+        """[B, T] bool, what filters and correction leave of :attr:`response_mask`."""
+        left = self.batch.loss_mask if self.correction is None else self.correction.loss_mask
+        return left & self.batch.counted
+
+    @property
+    def weights(self) -> Tensor | None:
+        """[B, T] of the rollout correction; None if every weight is 1."""
+        return None if self.correction is None else self.correction.weights
+
+    @property
+    def keys(self) -> Tensor:
+        """A number for each trajectory [B] that no other of the step has."""
+        return (self.batch.groups << 24) + self.batch.samples
+
+
+_OF_TRAJECTORIES = ("log_ppl_gap", "train_perplexity", "rollout_perplexity")
+_LARGEST = ("max_abs_difference", "rho_max")
+_COUNTS = ("tokens", "trajectories", "ess")  # ess is no mean over micro-batches: see effective_sample_size
+
+
+class Corrector:
+    """Applies the settings to the rows of a micro-batch."""
+
+    def __init__(self, settings: CorrectionSettings) -> None:
+        self._active = settings.active
+        self._options = settings.model_dump()
+        self.normalizes = settings.self_normalize
+
+    def correct(self, rows: LossRows, *, meter: Meter, normalizer: Tensor | None = None) -> Correction | None:
+        """Weights and loss mask of the rows; None where no correction is set.
+
+        ``normalizer``: the sum of :meth:`sums` over the rows of one update; without it these rows are a whole update.
+        """
+        if not self._active:
+            return None
+        correction = self._over(rows, normalizer=normalizer)
+        _measure(correction, rows, meter)
+        return correction
+
+    def sums(self, rows: LossRows) -> Tensor:
+        """The contribution of these rows to an update's normalizer, [2]."""
+        batch = rows.batch
+        return correction_sums(
+            rows.log_probs, batch.rollout_log_probs, batch.response_mask, loss_mask=batch.loss_mask, **self._options
+        )
+
+    def energy_weights(self, rows: LossRows) -> Tensor:
+        """The weights of the energies [B, T], never normalised: a group may be spread over micro-batches."""
+        if not self._active:
+            return rows.batch.loss_mask.to(rows.log_probs.dtype)
+        return self._over(rows, self_normalize=False).importance_weights
+
+    def _over(self, rows: LossRows, **changed: object) -> Correction:
+        batch = rows.batch
+        return rollout_correction(
+            rows.log_probs,
+            batch.rollout_log_probs,
+            batch.response_mask,
+            loss_mask=batch.loss_mask,
+            **(self._options | changed),
+        )
+
+
+def effective_sample_size(metrics: dict[str, float]) -> dict[str, float]:
+    """``correction/ess`` from the step's means: (sum rho)^2 / (n sum rho^2), with mean rho = k3 - k1 + 1."""
+    if "correction/chi2" not in metrics:
+        return {}
+    mean = metrics["correction/kl_k3"] - metrics["correction/kl_k1"] + 1
+    return {"correction/ess": mean**2 / (metrics["correction/chi2"] + 1)}
+
+
+def _measure(correction: Correction, rows: LossRows, meter: Meter) -> None:
+    mask = rows.batch.response_mask
+    tokens = mask.sum()
+    weights = {
+        **dict.fromkeys(_OF_TRAJECTORIES, mask.any(-1).sum()),
+        "masked_fraction": rows.batch.loss_mask.sum(),
+        "weight_mean": correction.loss_mask.sum(),
+    }
+    for name, value in correction.metrics.items():
+        weight = weights.get(name, tokens) * int(rows.batch.counted)
+        if name in _LARGEST:
+            meter.largest(f"correction/{name}", value, weight)
+        elif name == "rho_min":
+            meter.smallest(f"correction/{name}", value, weight)
+        elif name not in _COUNTS:
+            meter.mean(f"correction/{name}", value, weight)
 
 
 class LossRowMaker:

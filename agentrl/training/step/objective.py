@@ -17,10 +17,10 @@ from agentrl.algorithms import (
     token_factors,
 )
 from agentrl.kernels import TokenStatistics
+from agentrl.training.engine.collectives import Exchange
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
-from agentrl.training.engine.exchange import Exchange
+from agentrl.training.step.loss_rows import LossRows
 from agentrl.training.step.objective_settings import ObjectiveSettings, loss_options
-from agentrl.training.step.rows import LossRows
 
 # As the losses clamp the logarithm of a ratio.
 _LOG_RATIO_LIMIT = 20.0

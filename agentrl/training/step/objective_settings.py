@@ -18,7 +18,7 @@ from agentrl.algorithms import (
     estimator_needs,
     policy_loss,
 )
-from agentrl.algorithms.registry import OptionsRegistry
+from agentrl.algorithms.options import OptionsRegistry
 from agentrl.errors import SettingsError
 from agentrl.rollout.settings import RewardSettings
 from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings

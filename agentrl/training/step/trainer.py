@@ -15,26 +15,23 @@ from torch import Tensor, nn
 from agentrl.batch import Batch, MicroBatch, scatter_tokens
 from agentrl.kernels import TokenStatistics
 from agentrl.models.policy import PolicyModel
+from agentrl.training.engine.collectives import Meter
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.engine.heartbeat import Pulse
 from agentrl.training.engine.memory import in_micro_batch
-from agentrl.training.engine.meter import Meter
 from agentrl.training.step.batching import RankPlan, UpdatePlan
-from agentrl.training.step.correction import effective_sample_size
-from agentrl.training.step.critic import Critic
 from agentrl.training.step.diagnostics import (
     HeadExactMonitor,
+    TokenRecorder,
     check_fidelity,
     measure,
     measure_forward,
     variance_proxies,
 )
-from agentrl.training.step.loss_rows import LossRowMaker
+from agentrl.training.step.loss_rows import LossRowMaker, LossRows, effective_sample_size
 from agentrl.training.step.objective import PolicyObjective
 from agentrl.training.step.objective_settings import ObjectiveSettings, known_before_forward
-from agentrl.training.step.reference import Reference, kl_controller
-from agentrl.training.step.rows import LossRows
-from agentrl.training.step.token_recorder import TokenRecorder
+from agentrl.training.step.reference_and_critic import Critic, Reference, kl_controller
 
 _Result = TypeVar("_Result")
 _Rows = TypeVar("_Rows", MicroBatch, LossRows)

@@ -18,8 +18,7 @@ from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import world_errors
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, on_every_rank
 from agentrl.training.worker.service import RolloutService
-from agentrl.weights.adapters import AdapterSource, MergedSource
-from agentrl.weights.exports import held, write_export, write_version
+from agentrl.weights.exports import AdapterSource, MergedSource, held, write_export, write_version
 from agentrl.weights.sources import DirectTransfer, ParameterSource, TransferTarget
 from agentrl.weights.verify import Probe
 

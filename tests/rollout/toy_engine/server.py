@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentrl.weights.checksums import checksums, with_head
+from agentrl.weights.verify import checksums, with_head
 
 path, host, port = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

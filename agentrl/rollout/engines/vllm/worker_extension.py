@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agentrl.weights.checksums import checksums
+from agentrl.weights.verify import checksums
 
 # Columns of a packed matrix read at a time.
 _COLUMNS = 256

@@ -1,0 +1,325 @@
+"""Rollouts with branches: every estimator gets one row per rollout, also where an agent's history branched.
+
+A rollout is one episode, whatever the contexts of its turns. Its row holds the model tokens of its sequences one after
+the other, so sums and means over a group count every rollout once, and a return is that of the rollout. No token occurs
+in two sequences. The rows of groups without branches stay as they are.
+
+:class:`RolloutRows` merges and splits rows. :class:`Compact`, :class:`BranchPaths` and :class:`BranchWays` index tokens
+within a row or along a branch, without loops over rows; :func:`reward_to_go` sums rewards along them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.records import AdvantageInputs, Advantages
+from agentrl.kernels.arithmetic import running_sum
+
+_SCAN_WIDTH = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compact:
+    """Every row's model tokens moved to the left, in order: [B, K], K the largest number of model tokens.
+
+    >>> layout = Compact.of(torch.tensor([[True, False, True], [False, True, False]]))
+    >>> layout.gather(torch.tensor([[1., 2., 3.], [4., 5., 6.]])).tolist()
+    [[1.0, 3.0], [5.0, 0.0]]
+    >>> layout.scatter(torch.tensor([[1., 3.], [5., 9.]])).tolist()
+    [[1.0, 0.0, 3.0], [0.0, 5.0, 0.0]]
+    """
+
+    mask: Tensor  # [B, T] bool: the positions that are kept
+    index: Tensor  # [B, T] compact index of every position (that of the last model token before it; at least 0)
+    position: Tensor  # [B, K] where each entry came from; 0 for entries that do not exist
+    valid: Tensor  # [B, K] bool: which entries of the compact layout exist
+
+    @classmethod
+    def of(cls, mask: Tensor) -> Compact:
+        """The compact layout of a boolean mask [B, T]."""
+        rows, width = mask.shape
+        count = mask.sum(-1)
+        longest = int(count.max()) if count.numel() else 0
+        valid = torch.arange(longest, device=mask.device) < count.unsqueeze(-1)
+        index = (mask.cumsum(-1) - 1).clamp_(min=0)
+        # What is off the mask goes to one more entry at the end, which is cut off.
+        target = index.masked_fill(~mask, longest)
+        source = torch.arange(width, device=mask.device).expand(rows, width)
+        position = index.new_zeros(rows, longest + 1).scatter_(-1, target, source)[:, :longest]
+        return cls(mask=mask, index=index, position=position, valid=valid)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """[B, T] -> [B, K]; entries that do not exist are 0."""
+        return tensor.gather(-1, self.position).masked_fill_(~self.valid, 0)
+
+    def columns(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of values [B, T] a row's return, weight and existence at every compact index, each [B, K]."""
+        return self.gather(returns), self.gather(weights), self.valid
+
+    def scatter(self, tensor: Tensor) -> Tensor:
+        """[B, K] -> [B, T]; 0 off the mask."""
+        if not tensor.shape[-1]:
+            return tensor.new_zeros(self.mask.shape)
+        return tensor.gather(-1, self.index).masked_fill_(~self.mask, 0)
+
+
+@dataclass(frozen=True)
+class BranchPaths:
+    """R rollouts, a row [W] of model tokens each, by their index on the way from the root of the conversation.
+
+    The sequences of a rollout form trees: a branch begins behind a token of another one. Tokens that several ways share
+    stand in the row once.
+
+    >>> mask = torch.tensor([[True, True, True]])
+    >>> paths = BranchPaths(mask, torch.tensor([[-1, 0, 0]]))  # the third token forks behind the first
+    >>> paths.sums(torch.tensor([[1., 2., 4.]])).tolist()
+    [[1.0, 3.0, 5.0]]
+    >>> paths.index.tolist()
+    [[0, 1, 1]]
+    """
+
+    mask: Tensor  # [R, W] bool: model tokens
+    previous: Tensor  # [R, W] int64: the token before; -1: none
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Of values [R, W], 0 off the mask: the sum over the tokens of the way from the root, the own one included.
+
+        In each round the stretch over which every token has summed doubles.
+        """
+        back = self.previous.masked_fill(~self.mask, -1)
+        sums = values.clone()
+        while bool((back >= 0).any()):
+            place = back.clamp(min=0)
+            sums += sums.gather(-1, place).masked_fill_(back < 0, 0)
+            back = back.gather(-1, place).masked_fill_(back < 0, -1)
+        return sums
+
+    @cached_property
+    def index(self) -> Tensor:
+        """[R, W] model tokens before each one on its way from the root; 0 off the mask."""
+        return (self.sums(self.mask.long()) - 1).clamp_(min=0)
+
+    @cached_property
+    def ways(self) -> BranchWays:
+        """Every way from a root to a leaf."""
+        return BranchWays.of(self)
+
+    def columns(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of values [R, W] a rollout's return, weight and existence at every index, each [R, C].
+
+        Where several of its tokens have an index, they count as one with the mean of their weights, and of their
+        returns by these weights.
+        """
+        none = ~self.mask
+        count = self._sums(self.mask.to(weights.dtype))
+        total = self._sums(weights.masked_fill(none, 0.0))
+        lowest = torch.full_like(total, torch.inf)
+        lowest.scatter_reduce_(-1, self.index, returns.masked_fill(none, torch.inf), "amin")
+        lowest.masked_fill_(count == 0, 0.0)
+        above = (returns - self.scatter(lowest)).mul_(weights)  # so equal returns give exactly themselves
+        mean = lowest + self._sums(above.masked_fill_(none, 0.0)) / total.masked_fill(count == 0, 1.0)
+        return mean, total / count.clamp(min=1), count > 0
+
+    def scatter(self, columns: Tensor) -> Tensor:
+        """[R, C] -> [R, W]; 0 off the mask."""
+        return columns.gather(-1, self.index).masked_fill_(~self.mask, 0)
+
+    def _sums(self, values: Tensor) -> Tensor:
+        return values.new_zeros(len(values), int(self.index.max()) + 1).scatter_add_(-1, self.index, values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BranchWays:
+    """The L ways from a root to a leaf of R rollouts, each as a row of its own: [L, D], D the longest one's tokens.
+
+    >>> ways = BranchPaths(torch.tensor([[True, True, True]]), torch.tensor([[-1, 0, 0]])).ways
+    >>> ways.gather(torch.tensor([[1., 2., 4.]])).tolist()
+    [[1.0, 2.0], [1.0, 4.0]]
+    >>> ways.scatter(torch.tensor([[1., 2.], [3., 4.]])).tolist()
+    [[2.0, 2.0, 4.0]]
+    """
+
+    mask: Tensor  # [R, W] bool: model tokens
+    rollout: Tensor  # [L] int64
+    place: Tensor  # [L, D] int64: where in its rollout's row each token stands
+    valid: Tensor  # [L, D] bool: which exist; they stand on the left
+
+    @classmethod
+    def of(cls, paths: BranchPaths) -> BranchWays:
+        """Ways in the order of their leaves. In each round every token goes back one more power of two."""
+        back = paths.previous.masked_fill(~paths.mask, -1)
+        rows, tokens = (back >= 0).nonzero(as_tuple=True)
+        leaves = paths.mask.clone()
+        leaves[rows, back[rows, tokens]] = False
+        rollout, leaf = leaves.nonzero(as_tuple=True)
+        length = paths.index[rollout, leaf].unsqueeze(-1) + 1
+        column = torch.arange(int(length.max()), device=back.device)
+        steps = (length - 1 - column).clamp_(min=0)  # from the leaf back to the column's token
+        place = leaf.unsqueeze(-1).expand_as(steps)
+        power = 1
+        while power < len(column):
+            place = torch.where((steps & power) > 0, back[rollout.unsqueeze(-1), place], place)
+            back = back.gather(-1, back.clamp(min=0)).masked_fill_(back < 0, -1)
+            power *= 2
+        return cls(mask=paths.mask, rollout=rollout, place=place, valid=column < length)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """[R, W] -> [L, D]; entries that do not exist are 0."""
+        return tensor[self.rollout.unsqueeze(-1), self.place].masked_fill_(~self.valid, 0)
+
+    def scatter(self, tensor: Tensor) -> Tensor:
+        """[L, D] -> [R, W]: the mean over the ways of a token; 0 off the mask."""
+        rows = self.rollout.unsqueeze(-1).expand_as(self.place)[self.valid]
+        sums, counts = tensor.new_zeros(2, *self.mask.shape)
+        sums.index_put_((rows, self.place[self.valid]), tensor[self.valid], accumulate=True)
+        counts.index_put_((rows, self.place[self.valid]), torch.ones_like(tensor[self.valid]), accumulate=True)
+        return sums / counts.clamp_(min=1)
+
+
+def reward_to_go(rewards: Tensor, gamma: float) -> Tensor:
+    """G_k = sum_{j >= k} gamma^(j-k) r_j along the last dimension of compact rewards [B, K].
+
+    A product with powers of gamma inside blocks, and the same over the blocks' sums: a long row neither overflows nor
+    takes a loop over its tokens.
+    """
+    if gamma == 1.0:
+        return running_sum(rewards.flip(-1)).flip(-1)
+    if gamma == 0.0:
+        return rewards.clone()
+    rows, width = rewards.shape
+    size = min(_SCAN_WIDTH, width)
+    if width == 0:
+        return rewards.clone()
+    blocks = -(-width // size)
+    padded = torch.nn.functional.pad(rewards, (0, blocks * size - width))
+    step = torch.arange(size, device=rewards.device)
+    distance = (step.unsqueeze(-1) - step).clamp(min=0)  # j - k at [j, k]
+    powers = (gamma ** distance.to(rewards.dtype)).tril()
+    inside = padded.view(rows, blocks, size) @ powers  # up to the block's end
+    if blocks > 1:
+        starts = reward_to_go(inside[..., 0].contiguous(), gamma**size)  # G at the start of every block
+        inside[:, :-1] += gamma ** (size - step).to(rewards.dtype) * starts[:, 1:, None]
+    return inside.view(rows, -1)[:, :width]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedInputs(AdvantageInputs):
+    """A row [W] for each of R rollouts."""
+
+    branched: Tensor  # [R] bool: a rollout of its group has branches
+    previous: Tensor  # [R, W] int64 where in the row the model token before each one stands; -1: it is the first
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRows:
+    """Where the tokens of B rows stand in the R rows of their rollouts, each W wide."""
+
+    mask: Tensor  # [B, T] the model tokens
+    places: Tensor  # [B, T] where each of them stands in its rollout's row
+    previous: Tensor  # [B, T] and where the one before it on its way from the root stands; -1: none
+    rollout: Tensor  # [B] the rollout of each row
+    first: Tensor  # [R] the first row of each rollout
+    last: Tensor  # [R] its last row
+    branched: Tensor  # [R] bool: a rollout of its group has branches
+
+    @classmethod
+    def of(cls, inputs: AdvantageInputs) -> RolloutRows | None:
+        """From inputs with boolean masks; None where every rollout is one row."""
+        samples, branches, mask = inputs.samples, inputs.branches, inputs.response_mask
+        if samples is None or branches is None or not bool((branches > 0).any()):
+            return None
+        order = branches.argsort(stable=True)
+        for key in (samples, inputs.groups):
+            order = order[key[order].argsort(stable=True)]
+        names = torch.stack([inputs.groups[order], samples[order]])
+        begins = torch.ones_like(order, dtype=torch.bool)
+        begins[1:] = (names[:, 1:] != names[:, :-1]).any(0)
+        ends = begins.roll(-1)
+        number = begins.cumsum(0) - 1  # of the rollout, in this order
+        counts = mask.sum(-1)[order]
+        before = counts.cumsum(0) - counts
+        rollout, start = torch.empty_like(order), torch.empty_like(order)
+        rollout[order], start[order] = number, before - before[begins][number]
+        branched = torch.isin(inputs.groups, inputs.groups[branches > 0])
+        layout = Compact.of(mask)
+        columns = torch.arange(mask.shape[1], device=mask.device)
+        places = torch.where(branched.unsqueeze(-1), start.unsqueeze(-1) + layout.index, columns)
+        return cls(
+            mask=mask,
+            places=places,
+            previous=_previous(inputs, layout, places, _parents(inputs, branches, rollout, order)),
+            rollout=rollout,
+            first=order[begins],
+            last=order[ends],
+            branched=branched[order[begins]],
+        )
+
+    def merged(self, inputs: AdvantageInputs) -> MergedInputs:
+        """The inputs with a row for each rollout."""
+        given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+        tokens = {
+            name: self._joined(tensor) for name, tensor in given.items() if tensor is not None and tensor.dim() == 2
+        }
+        ungrouped = dict.fromkeys(("samples", "branches", "parents", "forks"))
+        merged = MergedInputs(
+            **{**given, **tokens, **ungrouped, "groups": inputs.groups[self.first]},
+            branched=self.branched,
+            previous=self._joined(self.previous),
+        )
+        if inputs.greedy_returns is not None:
+            merged = replace(merged, greedy_returns=inputs.greedy_returns[self.first])
+        if inputs.bootstrap_values is not None:
+            merged = replace(merged, bootstrap_values=inputs.bootstrap_values[self.last])
+        if inputs.trajectory_energy is not None:
+            # Of a sum of gradients, their sequences' taken as orthogonal.
+            energy = inputs.trajectory_energy
+            merged = replace(
+                merged, trajectory_energy=energy.new_zeros(len(self.first)).index_add_(0, self.rollout, energy)
+            )
+        return merged
+
+    def split(self, made: Advantages) -> Advantages:
+        """From results for rollouts [R, W] to results for the rows [B, T]."""
+        return Advantages(
+            advantages=self._apart(made.advantages),
+            returns=self._apart(made.returns),
+            baselines=self._apart(made.baselines),
+        )
+
+    def _joined(self, tensor: Tensor) -> Tensor:
+        places, mask = self.places[self.mask], self.mask
+        joined = tensor.new_zeros(len(self.first), int(places.max()) + 1)
+        joined[self.rollout.unsqueeze(-1).expand_as(mask)[mask], places] = tensor[mask]
+        return joined
+
+    def _apart(self, tensor: Tensor) -> Tensor:
+        places = self.places.clamp(max=tensor.shape[1] - 1)
+        return tensor[self.rollout].gather(-1, places).masked_fill_(~self.mask, 0.0)
+
+
+def _parents(inputs: AdvantageInputs, branches: Tensor, rollout: Tensor, order: Tensor) -> Tensor:
+    """[B] the row that each row forks from; -1: none. ``order`` sorts the rows by rollout and branch."""
+    if inputs.parents is None or inputs.forks is None:
+        return torch.full_like(branches, -1)
+    spread = int(branches.max()) + 1
+    sorted_keys = (rollout * spread + branches)[order]
+    wanted = rollout * spread + inputs.parents
+    found = torch.searchsorted(sorted_keys, wanted).clamp_(max=len(order) - 1)
+    forked = (inputs.parents >= 0) & (inputs.forks > 0) & (sorted_keys[found] == wanted)
+    return torch.where(forked, order[found], -1)
+
+
+def _previous(inputs: AdvantageInputs, layout: Compact, places: Tensor, parents: Tensor) -> Tensor:
+    """[B, T] the place of the model token before each one: in its row, or for a row's first where its parent forks."""
+    index = layout.index - 1
+    source = layout.position.gather(-1, index.clamp(min=0))
+    previous = places.gather(-1, source).masked_fill_(index < 0, -1)
+    (rows,) = (parents >= 0).nonzero(as_tuple=True)
+    if len(rows) and inputs.forks is not None:
+        fork = layout.position[parents[rows], inputs.forks[rows] - 1]
+        previous[rows, layout.position[rows, 0]] = places[parents[rows], fork]
+    return previous

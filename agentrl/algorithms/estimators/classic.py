@@ -1,0 +1,155 @@
+"""Estimators that use no energies: group means and scales (grpo, rloo, remax, gpg, opo), reinforce_pp and gae."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.estimators.baselines import Columns, column_baselines
+from agentrl.algorithms.estimators.branches import BranchWays, reward_to_go
+from agentrl.algorithms.estimators.inputs import EstimatorInputs
+from agentrl.algorithms.estimators.registry import (
+    DiscountedOptions,
+    GaeOptions,
+    ScalarOptions,
+    WeightedOptions,
+    WhitenedOptions,
+    register_estimator,
+)
+from agentrl.algorithms.records import Advantages
+
+_EQUAL = 1e-9  # rewards of a group that differ by less than this share of the largest differ by rounding alone
+
+
+@register_estimator("grpo", options=ScalarOptions, aggregation="seq_mean_token_mean", group_based=True)
+def grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
+    """A = (R - mean) / (std + 1e-6) over the group, std unbiased (Shao et al., arXiv 2402.03300).
+
+    A group of one: mean 0 and std 1, so A = R.
+    """
+    totals, means = inputs.totals, group_means(inputs)
+    squares = inputs.groups.sum((totals - means).square())
+    spread = (squares / (inputs.members - 1).clamp(min=1)).sqrt() + 1e-6
+    advantages = (totals - means) / torch.where(inputs.members == 1, 1.0, spread)
+    return scalar_estimate(totals, means, advantages)
+
+
+@register_estimator("dr_grpo", options=ScalarOptions, aggregation="seq_mean_token_sum_norm", group_based=True)
+def dr_grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
+    """A = R - mean of the group (Liu et al., arXiv 2503.20783). A group of one: A = R."""
+    return scalar_estimate(inputs.totals, group_means(inputs))
+
+
+@register_estimator("rloo", options=ScalarOptions, group_based=True)
+def rloo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
+    """A = R - mean of the others = N / (N - 1) (R - mean) (Ahmadian et al., arXiv 2402.14740).
+
+    A group of one: baseline 0, so A = R.
+    """
+    totals, members = inputs.totals, inputs.members.double()
+    advantages = members / (members - 1).clamp(min=1) * (totals - group_means(inputs))
+    return scalar_estimate(totals, totals - advantages, advantages)
+
+
+@register_estimator("reinforce_pp_baseline", options=WhitenedOptions, group_based=True)
+def reinforce_pp_baseline(inputs: EstimatorInputs, options: WhitenedOptions) -> Advantages:
+    """A = R - mean of the group, then whitened over the step: the default of `normalize` (Hu, arXiv 2501.03262).
+
+    A group of one: A = R before whitening.
+    """
+    return scalar_estimate(inputs.totals, group_means(inputs))
+
+
+@register_estimator("remax", options=ScalarOptions, requires=("greedy_returns",))
+def remax(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
+    """A = R - R_greedy, the return of one greedy rollout of the problem (Li et al., arXiv 2310.10505)."""
+    return scalar_estimate(inputs.totals, inputs.read_trajectories("greedy_returns"))
+
+
+@register_estimator("gpg", options=ScalarOptions, span="ranks", group_based=True)
+def gpg(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
+    """A = c (R - mean), c = B over the trajectories in groups whose rewards differ, 1 if none (arXiv 2504.02546).
+
+    B counts the trajectories of the step. A group of one: A = c R, and its reward differs from none.
+    """
+    totals = inputs.totals
+    lowest, highest = inputs.groups.lowest(totals), -inputs.groups.lowest(-totals)
+    here = highest - lowest > _EQUAL * torch.maximum(highest.abs(), lowest.abs())
+    counts = torch.stack([here.sum(), here.new_full((), here.numel(), dtype=torch.int64)])
+    differing, trajectories = inputs.calls.gather(counts.double()).sum(0).unbind()
+    scale = torch.where(differing > 0, trajectories / differing.clamp(min=1), 1.0)
+    means = group_means(inputs)
+    return scalar_estimate(totals, means, scale * (totals - means))
+
+
+@register_estimator("opo", options=WeightedOptions, group_based=True)
+def opo(inputs: EstimatorInputs, options: WeightedOptions) -> Advantages:
+    """A = R - b, b = sum (K + eps) R / sum (K + eps), K the model tokens (Hao et al., arXiv 2505.23585).
+
+    K counts rejected tokens too: with importance weights or a loss mask, `ogb` with `energy="length"` is the weighted
+    form. A group of one: A = R.
+    """
+    weights = inputs.lengths.double() + options.epsilon
+    return scalar_estimate(inputs.totals, weighted_means(inputs, weights, leave_one_out=options.leave_one_out))
+
+
+def group_means(inputs: EstimatorInputs) -> Tensor:
+    """Mean R of the row's group [B]; 0 for a group of one."""
+    return torch.where(inputs.members == 1, 0.0, inputs.groups.mean(inputs.totals))
+
+
+def weighted_means(inputs: EstimatorInputs, weights: Tensor, *, leave_one_out: bool) -> Tensor:
+    """sum W R / sum W over the row's group for positive weights [B], [B]; 0 for a group of one."""
+    groups = inputs.groups
+    columns = Columns(
+        returns=groups.stack(inputs.totals.unsqueeze(-1)),
+        weights=groups.stack(weights.unsqueeze(-1)),
+        valid=groups.present.unsqueeze(-1),
+        sizes=groups.sizes,
+    )
+    # In a group of two or more nobody is alone here, so no tail rule acts.
+    return groups.unstack(column_baselines(columns, tail="zero", leave_one_out=leave_one_out)).squeeze(-1)
+
+
+def scalar_estimate(totals: Tensor, baselines: Tensor, advantages: Tensor | None = None) -> Advantages:
+    """From values [B]; advantages are totals - baselines unless given."""
+    if advantages is None:
+        advantages = totals - baselines
+    return Advantages(
+        advantages=advantages.unsqueeze(-1), returns=totals.unsqueeze(-1), baselines=baselines.unsqueeze(-1)
+    )
+
+
+@register_estimator("reinforce_pp", options=DiscountedOptions, per_token=True)
+def reinforce_pp(inputs: EstimatorInputs, options: DiscountedOptions) -> Advantages:
+    """A_k = G_k, then whitened over the step: the default of `normalize` (Hu, arXiv 2501.03262)."""
+    returns = inputs.returns(options.gamma)
+    return Advantages(advantages=returns, returns=returns, baselines=torch.zeros_like(returns))
+
+
+@register_estimator("gae", options=GaeOptions, requires=("values",), per_token=True)
+def gae(inputs: EstimatorInputs, options: GaeOptions) -> Advantages:
+    """A_k = delta_k + gamma lam A_{k+1}, delta_k = r_k + gamma V_{k+1} - V_k (Schulman et al., arXiv 1506.02438).
+
+    k + 1 is the next model token, whatever stands between. V after the last one is the row's `bootstrap_values`: 0
+    where the episode ended, the critic's value of what would have come next where it was truncated. The returns, the
+    critic's targets, are A + V; A is whitened after that (the default of `normalize`).
+
+    In branched rollouts every way from the root to a leaf is such a row, with the rollout's `bootstrap_values` at its
+    end; a token on several ways has the mean of its advantages there.
+    """
+    layout, rewards = inputs.sequences
+    values = layout.gather(inputs.read("values"))  # [B, K]
+    following = torch.zeros_like(values)
+    following[:, :-1] = values[:, 1:]
+    if inputs.given.bootstrap_values is not None:
+        after = inputs.read_trajectories("bootstrap_values")
+        after = after[layout.rollout] if isinstance(layout, BranchWays) else after
+        following.scatter_(-1, layout.valid.sum(-1, keepdim=True) - 1, after.unsqueeze(-1))
+    errors = rewards + options.gamma * following - values
+    advantages = reward_to_go(errors, options.gamma * options.lam)
+    return Advantages(
+        advantages=layout.scatter(advantages),
+        returns=layout.scatter(advantages + values),
+        baselines=layout.scatter(values),
+    )

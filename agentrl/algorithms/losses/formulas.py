@@ -1,0 +1,323 @@
+"""Every policy loss, with its options.
+
+- on each token's ratio: reinforce, ppo, dual_clip, cispo, sapo
+- on the ratio of a whole sequence: gspo, gmpo. All model tokens of a sequence (a row) must be in one call.
+- by how far a token's probability has moved: dppo_tv, dppo_kl (arXiv 2602.04879). Both are -A sg[min(ratio, 20)] ln p
+  for the tokens they keep and 0 for the others.
+- without the few tokens whose advantage and log-probability covary most, which drive the collapse of entropy (Cui et
+  al., arXiv 2505.22617): clip_cov, kl_cov. They are selected over a whole optimizer step (`step_selection`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.losses.registry import SEQUENCE_MEAN, LossInputs, LossTraits, register_loss
+from agentrl.algorithms.options import (
+    InvalidOptionError,
+    NoOptions,
+    Options,
+    check_fraction,
+    check_order,
+    check_positive,
+    check_range,
+    is_number,
+    option,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipOptions(Options):
+    """The interval [1 - clip_low, 1 + clip_high] outside which a ratio earns nothing more."""
+
+    clip_low: float = option(0.2, check_range, 0.0, 1.0)
+    clip_high: float = option(0.2, check_range, 0.0)
+
+
+def _check_above_one(name: str, value: object) -> None:
+    if not (is_number(value) and 1.0 < value < math.inf):
+        raise InvalidOptionError(f"{name}={value!r} must be greater than 1 and finite")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DualClipOptions(ClipOptions):
+    """ClipOptions, and the bound on the ratio of tokens with a negative advantage."""
+
+    dual_clip: float = option(3.0, _check_above_one)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceClipOptions(ClipOptions):
+    """ClipOptions for the ratio of a whole sequence, which lies much closer to 1; defaults of the paper."""
+
+    clip_low: float = option(3e-4, check_range, 0.0, 1.0)
+    clip_high: float = option(4e-4, check_range, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightClipOptions(ClipOptions):
+    """ClipOptions for a ratio used as a weight: by default no lower bound, and at most 5 (arXiv 2510.13786)."""
+
+    clip_low: float = option(1.0, check_range, 0.0, 1.0)
+    clip_high: float = option(4.0, check_range, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogClipOptions(Options):
+    """The interval [-clip_low, clip_high] for the *logarithm* of the ratio; defaults of the paper."""
+
+    clip_low: float = option(0.4, check_range, 0.0)
+    clip_high: float = option(0.4, check_range, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateOptions(Options):
+    """The steepness t of the gate for tokens with positive and with other advantages."""
+
+    temperature_positive: float = option(1.0, check_positive)
+    temperature_negative: float = option(1.05, check_positive)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbabilityClipOptions(Options):
+    """How far a token's probability may rise (clip_high) or fall (clip_low) before it earns nothing more."""
+
+    clip_low: float = option(0.15, check_range, 0.0, 1.0)
+    clip_high: float = option(0.15, check_range, 0.0, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceClipOptions(Options):
+    """How far, in nats of the binary KL, a token may rise (clip_high) or fall (clip_low) before it earns nothing."""
+
+    clip_low: float = option(0.05, check_range, 0.0)
+    clip_high: float = option(0.05, check_range, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipCovarianceOptions(ClipOptions):
+    """ClipOptions, the share of tokens to drop, and the open interval of covariances to draw them from."""
+
+    covariance_fraction: float = option(2e-4, check_fraction)
+    covariance_low: float = 1.0
+    covariance_high: float = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_order("covariance_low", self.covariance_low, "covariance_high", self.covariance_high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLCovarianceOptions(Options):
+    """The share of tokens, largest covariance first, that are held back, and how strongly."""
+
+    covariance_fraction: float = option(2e-4, check_fraction)
+    kl_coefficient: float = option(1.0, check_range, 0.0)
+
+
+@register_loss("reinforce")
+def reinforce(inputs: LossInputs, options: NoOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A ln p (Williams 1992); on fresh data its gradient is that of `ppo`."""
+    return -inputs.advantages * inputs.log_probs, {}
+
+
+@register_loss("ppo", options=ClipOptions, traits=LossTraits(aggregation="seq_mean_token_mean"))
+def ppo(inputs: LossInputs, options: ClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)) (Schulman et al., arXiv 1707.06347)."""
+    return clipped(inputs.ratio, inputs.advantages, options), clip_fractions(inputs, inputs.ratio, options)
+
+
+@register_loss("dual_clip", options=DualClipOptions, traits=LossTraits(aggregation="seq_mean_token_mean"))
+def dual_clip(inputs: LossInputs, options: DualClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """`ppo`, and for A < 0 never more than -A c, so a large ratio cannot push without bound (arXiv 1912.09729)."""
+    negative = inputs.advantages < 0
+    bound = -inputs.advantages * options.dual_clip
+    loss = clipped(inputs.ratio, inputs.advantages, options)
+    metrics = clip_fractions(inputs, inputs.ratio, options)
+    metrics["dual_clip_fraction"] = inputs.fraction(negative & (loss > bound))
+    return torch.where(negative, torch.minimum(loss, bound), loss), metrics
+
+
+@register_loss("cispo", options=WeightClipOptions)
+def cispo(inputs: LossInputs, options: WeightClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """-sg[clip(ratio, 1 - low, 1 + high)] A ln p: every token keeps its gradient (MiniMax, arXiv 2506.13585)."""
+    ratio = inputs.ratio.detach()
+    low, high = 1 - options.clip_low, 1 + options.clip_high
+    metrics = {
+        "clip_fraction_low": inputs.fraction(ratio < low),
+        "clip_fraction_high": inputs.fraction(ratio > high),
+    }
+    return -ratio.clamp(low, high) * inputs.advantages * inputs.log_probs, metrics
+
+
+@register_loss("sapo", options=GateOptions, traits=LossTraits(aggregation="seq_mean_token_mean"))
+def sapo(inputs: LossInputs, options: GateOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A (4 / t) sigmoid(t (ratio - 1)), t by the sign of A: a soft clip (Gao et al., arXiv 2511.20347)."""
+    positive, negative = (
+        inputs.ratio.new_tensor(t) for t in (options.temperature_positive, options.temperature_negative)
+    )
+    steepness = torch.where(inputs.advantages > 0, positive, negative)
+    gate = 4 / steepness * torch.sigmoid(steepness * (inputs.ratio - 1))
+    return -inputs.advantages * gate, {}
+
+
+def clipped(ratio: Tensor, advantages: Tensor, options: ClipOptions) -> Tensor:
+    """max(-A ratio, -A clip(ratio, 1 - low, 1 + high))."""
+    inside = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+    return torch.maximum(-advantages * ratio, -advantages * inside)
+
+
+def clipped_sides(ratio: Tensor, advantages: Tensor, options: ClipOptions) -> tuple[Tensor, Tensor]:
+    """Where the lower and where the upper bound of `clipped` counts, so that no gradient flows."""
+    low = (advantages < 0) & (ratio < 1 - options.clip_low)
+    return low, (advantages > 0) & (ratio > 1 + options.clip_high)
+
+
+def clip_fractions(inputs: LossInputs, ratio: Tensor, options: ClipOptions) -> dict[str, Tensor]:
+    """Shares of the tokens that the lower and the upper bound silence."""
+    low, high = clipped_sides(ratio.detach(), inputs.advantages, options)
+    return {"clip_fraction_low": inputs.fraction(low), "clip_fraction_high": inputs.fraction(high)}
+
+
+_LOG_LIMIT = 10.0
+_TRAITS = LossTraits(aggregation="seq_mean_token_mean", aggregations=SEQUENCE_MEAN)
+
+
+@register_loss("gspo", options=SequenceClipOptions, traits=_TRAITS)
+def gspo(inputs: LossInputs, options: SequenceClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """`ppo` with the ratio sg[u] p / sg[p], u = exp(min(mean of log_ratio, 10)) (Zheng et al., arXiv 2507.18071).
+
+    The mean is over the sequence's model tokens, also those that the loss mask leaves out: u is a property of the
+    sequence. Only `seq_mean_token_mean` gives every sequence the same weight.
+    """
+    u = inputs.sequence_log_ratio.clamp(max=_LOG_LIMIT).exp()  # (B, 1)
+    ratio = u * (inputs.log_probs - inputs.log_probs.detach()).exp()
+    return clipped(ratio, inputs.advantages, options), clip_fractions(inputs, ratio, options)
+
+
+@register_loss("gmpo", options=LogClipOptions, traits=_TRAITS)
+def gmpo(inputs: LossInputs, options: LogClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """-mean(A) exp(mean_t s min(s log_ratio, s clip(log_ratio, -low, high))), s = sign A (arXiv 2507.20673).
+
+    One value a sequence, from its *mean* advantage: credit given to single tokens is discarded. The value stands on
+    every token of the row's loss mask, so that `seq_mean_token_mean`, and no other aggregation, gives the mean over
+    sequences. Both means are over the loss mask. Weights that vary within a sequence act through their mean.
+    """
+    lengths = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
+    s = torch.sign(inputs.advantages)
+    inside = inputs.log_ratio.clamp(-options.clip_low, options.clip_high)
+    held = s * torch.minimum(s * inputs.log_ratio, s * inside)
+    geometric = (held.sum(-1, keepdim=True) / lengths).exp()  # (B, 1)
+    value = -inputs.advantages.sum(-1, keepdim=True) / lengths * geometric
+    log_ratio = inputs.log_ratio.detach()
+    metrics = {
+        "clip_fraction_low": inputs.fraction((s < 0) & (log_ratio < -options.clip_low)),
+        "clip_fraction_high": inputs.fraction((s > 0) & (log_ratio > options.clip_high)),
+    }
+    return value.expand_as(inputs.log_probs), metrics
+
+
+_RATIO_LIMIT = 20.0
+
+
+@register_loss("dppo_tv", options=ProbabilityClipOptions)
+def dppo_tv(inputs: LossInputs, options: ProbabilityClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """Keeps A > 0 while p - p_old <= high, and the others while p - p_old >= -low (binary total variation)."""
+    moved = inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()
+    keep = torch.where(inputs.advantages > 0, moved <= options.clip_high, moved >= -options.clip_low)
+    return _kept(inputs, keep)
+
+
+@register_loss("dppo_kl", options=DivergenceClipOptions)
+def dppo_kl(inputs: LossInputs, options: DivergenceClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """Keeps A > 0 while KL <= high or p <= p_old, the others while KL <= low or p >= p_old; KL the binary one."""
+    log_p, old = inputs.log_probs.detach(), inputs.old_log_probs
+    divergence = binary_kl(old, log_p)
+    rising = (divergence <= options.clip_high) | (log_p <= old)
+    falling = (divergence <= options.clip_low) | (log_p >= old)
+    return _kept(inputs, torch.where(inputs.advantages > 0, rising, falling))
+
+
+def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL of Bernoulli(p) from Bernoulli(q): p ln(p / q) + (1 - p) ln((1 - p) / (1 - q)); inf where q = 1 > p."""
+    log_p, log_q = log_p.clamp(max=0.0), log_q.clamp(max=0.0)  # rounding
+    rest = -torch.expm1(log_p)  # 1 - p
+    log_rest_ratio = torch.log(rest) - torch.log(-torch.expm1(log_q))
+    return log_p.exp() * (log_p - log_q) + torch.where(rest > 0, rest * log_rest_ratio, 0.0)
+
+
+def _kept(inputs: LossInputs, keep: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    ratio = inputs.ratio.detach().clamp(max=_RATIO_LIMIT)
+    loss = torch.where(keep, -inputs.advantages * ratio * inputs.log_probs, 0.0)
+    return loss, {"clip_fraction": inputs.fraction(~keep & (inputs.advantages != 0))}
+
+
+def covariance(inputs: LossInputs) -> Tensor:
+    """(A - mean A) (ln p - mean ln p) [B, T] float64, the means over the loss mask; 0 off it."""
+    count = inputs.mask.sum().clamp(min=1)
+    advantages, log_probs = inputs.advantages.double(), inputs.log_probs.detach().double()
+    product = (advantages - advantages.sum() / count) * (log_probs - log_probs.sum() / count)
+    return torch.where(inputs.mask, product, 0.0)
+
+
+def select_for_clip_cov(inputs: LossInputs, options: ClipCovarianceOptions, draws: Tensor) -> Tensor:
+    """Random tokens among those that ppo does not clip and whose covariance lies in (low, high), [B, T] bool.
+
+    As many as `covariance_fraction` of *all* tokens, at least one, if there are so many.
+    """
+    product = covariance(inputs)
+    inside = (product > options.covariance_low) & (product < options.covariance_high)
+    low, high = clipped_sides(inputs.ratio, inputs.advantages, options)
+    eligible = inputs.mask & inside & ~(low | high)
+    return _first(eligible, torch.zeros_like(product), draws, _share(inputs, options.covariance_fraction))
+
+
+def select_for_kl_cov(inputs: LossInputs, options: KLCovarianceOptions, draws: Tensor) -> Tensor:
+    """The `covariance_fraction` of tokens with the largest covariance, at least one, [B, T] bool.
+
+    Among equal covariances the draws decide, so that the order of rows does not.
+    """
+    return _first(inputs.mask, -covariance(inputs), draws, _share(inputs, options.covariance_fraction))
+
+
+@register_loss("clip_cov", options=ClipCovarianceOptions, traits=LossTraits(selection=select_for_clip_cov))
+def clip_cov(inputs: LossInputs, options: ClipCovarianceOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """`ppo`, and 0 on the selected tokens, which keep their place in the normalizer."""
+    selected = _selected(inputs)
+    loss = torch.where(selected, 0.0, clipped(inputs.ratio, inputs.advantages, options))
+    fractions = clip_fractions(inputs, inputs.ratio, options)
+    return loss, {**fractions, "selected_fraction": inputs.fraction(selected)}
+
+
+@register_loss("kl_cov", options=KLCovarianceOptions, traits=LossTraits(selection=select_for_kl_cov))
+def kl_cov(inputs: LossInputs, options: KLCovarianceOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A ratio, and on the selected tokens + coefficient |log_ratio|."""
+    selected = _selected(inputs)
+    penalty = torch.where(selected, options.kl_coefficient * inputs.log_ratio.abs(), 0.0)
+    return -inputs.advantages * inputs.ratio + penalty, {"selected_fraction": inputs.fraction(selected)}
+
+
+def _selected(inputs: LossInputs) -> Tensor:
+    if inputs.selected is None:
+        raise AssertionError("policy_loss fills in the selection of a loss that has one")
+    return inputs.selected
+
+
+def _share(inputs: LossInputs, fraction: float) -> int:
+    """`fraction` of the tokens, rounded down (past the error of products like 0.29 * 100), at least one."""
+    return max(1, int(fraction * int(inputs.mask.sum()) + 1e-9))
+
+
+def _first(eligible: Tensor, rank: Tensor, draws: Tensor, count: int) -> Tensor:
+    """The `count` eligible entries of smallest (rank, draw), or all if they are fewer; bool of the same shape."""
+    places = eligible.flatten().nonzero().squeeze(-1)
+    by_draw = draws.flatten()[places].argsort()
+    places = places[by_draw]
+    places = places[rank.flatten()[places].argsort(stable=True)][:count]
+    chosen = torch.zeros_like(eligible).flatten()
+    chosen[places] = True
+    return chosen.view_as(eligible)

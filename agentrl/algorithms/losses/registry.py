@@ -1,0 +1,204 @@
+"""The registry of policy losses, their input and output, and the aggregation of losses per token to one number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.options import (
+    Entry,
+    InvalidOptionError,
+    NoOptions,
+    OptionsRegistry,
+    as_mask,
+    check_alike,
+    check_choice,
+)
+
+AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+
+
+def aggregate(
+    per_token: Tensor,
+    loss_mask: Tensor,
+    mode: str,
+    *,
+    normalizer: Tensor | float | None = None,
+    length: float | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """The loss of a micro-batch, a scalar connected to the graph of `per_token`; 0 if no token is left.
+
+    `token_mean`               sum / tokens
+    `token_sum`                sum
+    `seq_mean_token_mean`      sum over sequences of (mean over their tokens) / sequences
+    `seq_mean_token_sum`       sum / sequences
+    `seq_mean_token_sum_norm`  sum / (sequences * length), `length` a constant of the settings
+
+    `weights` [B]: the share of each row in its sequence, where a sequence (an agent's rollout) is split into rows; rows
+    then count as that part of a sequence, and their means with that weight. Without it every row is a sequence.
+
+    Only tokens in the mask count, and sequences with at least one of them; values elsewhere reach neither result nor
+    gradient. `normalizer`, the sum of `loss_normalizer` over all micro-batches and ranks, replaces that count, so that
+    the values of micro-batches *add up* to the optimizer step's.
+    """
+    check_choice("aggregation", mode, AGGREGATIONS)
+    check_alike(per_token=per_token, loss_mask=loss_mask)
+    _check_length(mode, length)
+    mask = as_mask("loss_mask", loss_mask)
+    sums = torch.where(mask, per_token, 0.0).sum(-1)  # (B,)
+    if mode == "seq_mean_token_mean":
+        sums = sums / mask.sum(-1).clamp(min=1)
+        sums = sums if weights is None else sums * weights
+    if mode == "token_sum":
+        return sums.sum()
+    count = loss_normalizer(mask, mode, weights) if normalizer is None else normalizer
+    count = torch.as_tensor(count, dtype=sums.dtype, device=sums.device)
+    total = sums.sum() / torch.where(count > 0, count, 1.0)
+    return total if length is None else total / length
+
+
+def token_factors(
+    loss_mask: Tensor,
+    mode: str,
+    *,
+    normalizer: Tensor | float | None = None,
+    length: float | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """The factor [B], float64, of every token in the mask of a row in `aggregate` with the same arguments.
+
+    >>> token_factors(torch.tensor([[True, True], [True, False]]), "seq_mean_token_mean").tolist()
+    [0.25, 0.5]
+    """
+    check_choice("aggregation", mode, AGGREGATIONS)
+    _check_length(mode, length)
+    mask = as_mask("loss_mask", loss_mask)
+    factors = torch.ones(mask.shape[0], dtype=torch.float64, device=mask.device)
+    if mode == "seq_mean_token_mean":
+        factors = factors / mask.sum(-1).clamp(min=1)
+        factors = factors if weights is None else factors * weights
+    if mode == "token_sum":
+        return factors
+    count = float(loss_normalizer(mask, mode, weights) if normalizer is None else normalizer)
+    return factors / (count or 1.0) / (length or 1.0)
+
+
+def loss_normalizer(loss_mask: Tensor, mode: str, weights: Tensor | None = None) -> Tensor:
+    """This call's contribution to the normalizer of `aggregate`: its tokens, its sequences, or (token_sum) 0.
+
+    Sequences are counted by their `weights`, those of `aggregate`.
+    """
+    check_choice("aggregation", mode, AGGREGATIONS)
+    mask = as_mask("loss_mask", loss_mask)
+    if mode == "token_sum":
+        return mask.new_zeros((), dtype=torch.int64)
+    if mode == "token_mean":
+        return mask.sum()
+    rows = mask.any(-1)
+    return rows.sum() if weights is None else (rows * weights.double()).sum()
+
+
+def _check_length(mode: str, length: float | None) -> None:
+    if mode != "seq_mean_token_sum_norm":
+        if length is not None:
+            raise InvalidOptionError(f"length is for seq_mean_token_sum_norm, not {mode}")
+        return
+    if length is None or not (math.isfinite(length) and length > 0):
+        raise InvalidOptionError(f"seq_mean_token_sum_norm needs a constant positive length; got {length}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss:
+    """`per_token` [B, T], to be aggregated over the loss mask; `metrics`: detached scalars over its tokens.
+
+    Metrics of every loss: `ratio_mean`, `ratio_max`, `ratio_min`, `approx_kl` (k3 of old || new) and `tokens`, by
+    which the means of micro-batches are to be weighted.
+    """
+
+    per_token: Tensor
+    metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """The input of a loss function: masked [B, T] tensors, 0 (ratio 1) where the loss mask is False."""
+
+    log_probs: Tensor  # carries the gradient
+    old_log_probs: Tensor  # detached
+    advantages: Tensor  # detached
+    log_ratio: Tensor  # log_probs - old_log_probs, carries the gradient; clamped to +-20
+    ratio: Tensor  # exp(log_ratio)
+    mask: Tensor  # bool, the loss mask
+    sequence_log_ratio: Tensor  # [B, 1] detached: the mean of log_ratio over the response mask, 0 without such a token
+    selected: Tensor | None = None  # bool, what the loss's selection chose; None for losses without one
+
+    def fraction(self, where: Tensor) -> Tensor:
+        """Share of the loss mask's tokens at which `where` is True."""
+        return (where & self.mask).sum() / self.mask.sum().clamp(min=1)
+
+
+LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+SelectionFunction = Callable[..., Tensor]
+F = TypeVar("F", bound=LossFunction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTraits:
+    """Properties of a loss that the trainer needs beside its formula."""
+
+    aggregation: str = "token_mean"  # the default
+    aggregations: tuple[str, ...] = AGGREGATIONS  # those that give the loss its meaning
+    selection: SelectionFunction | None = None  # (inputs, options, draws) -> bool [B, T] over a whole optimizer step
+
+    @property
+    def step_wide(self) -> bool:
+        """Whether tokens are selected over the whole step: a statistics pass has to come first."""
+        return self.selection is not None
+
+
+@dataclass(frozen=True)
+class LossEntry(Entry[LossFunction]):
+    """A registered loss."""
+
+    traits: LossTraits
+
+
+class LossRegistry(OptionsRegistry[LossEntry]):
+    """Names -> losses."""
+
+    def register(self, name: str, options: type = NoOptions, traits: LossTraits | None = None) -> Callable[[F], F]:
+        """Return a decorator that registers a policy loss as `name`, a value of `algorithm.loss`.
+
+        The function is called as `function(inputs, record)`. `inputs` are LossInputs, masked tensors [B, T]. `record`
+        holds the options, an instance of the frozen dataclass `options`. The function returns the loss of each token, a
+        tensor [B, T] with its gradient, and a dict of metrics, scalar tensors by name (`{}` for none). The trainer
+        applies the correction's weights and the mask, and averages. `traits` declares the valid aggregations:
+
+            @register_loss("soft_ratio")
+            def soft_ratio(inputs: LossInputs, options: NoOptions) -> tuple[Tensor, dict[str, Tensor]]:
+                return -inputs.advantages * (inputs.ratio - 0.5 * (inputs.ratio - 1).square()), {}
+
+        docs/losses.md has a worked example. Raises NameTakenError if the name is taken.
+        """
+
+        def register(function: F) -> F:
+            self.add(name, LossEntry(function, options, LossTraits() if traits is None else traits))
+            return function
+
+        return register
+
+    def traits(self, name: str) -> LossTraits:
+        """The traits of a loss; UnknownNameError if there is none of that name."""
+        return self[name].traits
+
+
+LOSSES = LossRegistry("loss")
+register_loss = LOSSES.register
+
+SEQUENCE_MEAN = ("seq_mean_token_mean",)

@@ -1,0 +1,204 @@
+"""Names, options and checks that all algorithms share, and their exceptions.
+
+    AlgorithmError (a ValueError)
+    ├── InvalidOptionError   an option's value is outside its range
+    ├── MissingInputError    a tensor that the chosen options need is missing
+    └── InvalidInputError    a tensor has a wrong shape, dtype or value
+
+InvalidOptionError and UnknownNameError of `agentrl_envs.registry` are mistakes in the user's settings. The others are
+bugs of the caller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Generic, TypeGuard, TypeVar
+
+import torch
+from torch import Tensor
+
+from agentrl_envs.registry import Registry, did_you_mean
+from agentrl_envs.registry import UnknownNameError as UnknownNameError
+
+
+class AlgorithmError(ValueError):
+    """Base of everything that this package raises on purpose."""
+
+
+class InvalidOptionError(AlgorithmError):
+    """A known option with a value outside its range."""
+
+
+class MissingInputError(AlgorithmError):
+    """An optional tensor is missing that the chosen options need."""
+
+
+class InvalidInputError(AlgorithmError):
+    """A tensor of a wrong shape, dtype or value."""
+
+
+def check_choice(option: str, value: object, choices: Iterable[str | None]) -> None:
+    """Raise InvalidOptionError unless `value` is one of `choices`, naming the nearest."""
+    known = list(choices)
+    if value in known:
+        return
+    hint = did_you_mean(str(value), [choice for choice in known if choice is not None])
+    raise InvalidOptionError(f"{option}={value!r} is none of {', '.join(map(str, known))}{hint}")
+
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def option(default: T, check: Callable[..., None], *limits: object) -> T:
+    """A field of `Options` with its check, one of `agentrl.algorithms.options`: check(name, value, *limits)."""
+    return field(default=default, metadata={"check": check, "limits": limits})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Base of option records, whose defaults are *the* defaults. InvalidOptionError on a value out of its limits."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if item.metadata:
+                item.metadata["check"](item.name, getattr(self, item.name), *item.metadata["limits"])
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """For functions that take none."""
+
+
+@dataclass(frozen=True)
+class Entry(Generic[F]):
+    """A registered function and the frozen dataclass of its options."""
+
+    function: F
+    options: type
+
+    def make_options(self, owner: str, given: Mapping[str, object]) -> Any:
+        """The options record from keyword arguments; UnknownNameError names the nearest option."""
+        known = [item.name for item in fields(self.options)]
+        for name in given:
+            if name not in known:
+                raise UnknownNameError("option", name, known, owner=owner)
+        return self.options(**given)
+
+
+E = TypeVar("E", bound=Entry[Any])
+
+
+class OptionsRegistry(Registry[E]):
+    """Names -> entries with options."""
+
+    def option_names(self, name: str) -> tuple[str, ...]:
+        """The options that the entry takes."""
+        return tuple(item.name for item in fields(self[name].options))
+
+
+def as_mask(name: str, mask: Tensor) -> Tensor:
+    """The mask as bool; integer and floating masks of zeros and ones are accepted."""
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.is_complex() or not bool(((mask == 0) | (mask == 1)).all()):
+        raise InvalidInputError(f"{name} must be bool or hold only 0 and 1; got {mask.dtype} with other values")
+    return mask.bool()
+
+
+def check_alike(**tensors: Tensor | None) -> None:
+    """Raise InvalidInputError unless the first tensor is [B, T] and all others that are given have its shape."""
+    (first, leader), *others = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+    if leader.ndim != 2:
+        raise InvalidInputError(f"{first} must be [B, T]; got {tuple(leader.shape)}")
+    for name, tensor in others:
+        if tensor.shape != leader.shape:
+            raise InvalidInputError(
+                f"{name} must be [B, T] as {first}; got {tuple(tensor.shape)} and {tuple(leader.shape)}"
+            )
+
+
+def as_loss_mask(loss_mask: Tensor | None, response_mask: Tensor) -> Tensor:
+    """The loss mask as bool, by default the response mask; InvalidInputError if it holds a token that is not there."""
+    if loss_mask is None:
+        return response_mask
+    check_alike(response_mask=response_mask, loss_mask=loss_mask)
+    mask = as_mask("loss_mask", loss_mask)
+    if bool((mask & ~response_mask).any()):
+        raise InvalidInputError("loss_mask holds tokens that response_mask does not")
+    return mask
+
+
+def check_finite(name: str, tensor: Tensor, mask: Tensor, rows: Tensor | None = None) -> None:
+    """Raise InvalidInputError at the first NaN or infinity where the mask is True.
+
+    `rows` are the numbers by which the message names the rows, if they are not 0, 1, ...
+    """
+    refuse_first(
+        mask & ~torch.isfinite(tensor),
+        "{name} is {value} at a model token: row {row}, position {position}",
+        name,
+        tensor,
+        rows,
+    )
+
+
+def check_not_negative(name: str, tensor: Tensor, mask: Tensor, rows: Tensor | None = None) -> None:
+    """Raise InvalidInputError at the first negative value where the mask is True; `rows` as in `check_finite`."""
+    refuse_first(
+        mask & (tensor < 0),
+        "{name} is {value} in row {row} at position {position}; it cannot be negative",
+        name,
+        tensor,
+        rows,
+    )
+
+
+def refuse_first(bad: Tensor, message: str, name: str, tensor: Tensor, rows: Tensor | None) -> None:
+    """Raise InvalidInputError at the first True of ``bad``; the message may name {name}, {value}, {row}, {position}."""
+    if bool(bad.any()):
+        row, position = bad.nonzero()[0].tolist()
+        value = float(tensor[row, position].detach())
+        place = row if rows is None else int(rows[row])
+        raise InvalidInputError(message.format(name=name, value=value, row=place, position=position))
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a number and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_range(name: str, value: object, low: float, high: float = math.inf) -> None:
+    """Raise InvalidOptionError unless value is finite and lies in [low, high]."""
+    if not (is_number(value) and math.isfinite(value) and low <= value <= high):
+        where = f"must be at least {low:g} and finite" if high == math.inf else f"lies outside [{low:g}, {high:g}]"
+        raise InvalidOptionError(f"{name}={value!r} {where}")
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise InvalidOptionError unless value is positive and finite."""
+    if not (is_number(value) and math.isfinite(value) and value > 0):
+        raise InvalidOptionError(f"{name}={value!r} must be positive and finite")
+
+
+def check_fraction(name: str, value: object) -> None:
+    """Raise InvalidOptionError unless 0 < value <= 1."""
+    if not (is_number(value) and 0.0 < value <= 1.0):
+        raise InvalidOptionError(f"{name}={value!r} lies outside (0, 1]")
+
+
+def check_order(low_name: str, low: object, high_name: str, high: object) -> None:
+    """Raise InvalidOptionError unless both are numbers and low <= high."""
+    for name, value in ((low_name, low), (high_name, high)):
+        if not is_number(value):
+            raise InvalidOptionError(f"{name}={value!r} must be a number")
+    if not low <= high:  # type: ignore[operator]
+        raise InvalidOptionError(f"{low_name}={low} is above {high_name}={high}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise InvalidOptionError unless it is True or False."""
+    if not isinstance(value, bool):
+        raise InvalidOptionError(f"{name}={value!r} must be True or False")

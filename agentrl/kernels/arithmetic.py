@@ -1,0 +1,124 @@
+"""Arithmetic that several kernels share: products with the head, capped logits, running sums.
+
+Logits are soft-capped as z = cap tanh(x / cap) for the head's output x. A scale of the output needs no extra case:
+softmax(s x / T) is softmax(x / (T / s)), and z = cap tanh(s x / cap) is s (cap / s) tanh(x / (cap / s)). Temperatures
+and caps of the kernels are therefore in units of the head's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+def cap_and_temper(logits: Tensor, cap: float, temperature: float) -> Tensor:
+    """Compute cap tanh(x / cap) / T in place of the head's output x."""
+    return logits.div_(cap).tanh_().mul_(cap / temperature)
+
+
+def cap_slope(tempered: Tensor, cap: float, temperature: float = 1.0) -> Tensor:
+    """Compute dz/dx = 1 - tanh(x / cap)^2 from the result of :func:`cap_and_temper`."""
+    return 1 - (tempered * (temperature / cap)).square()
+
+
+_SLICE_ELEMENTS = 1 << 22  # elements of the weight converted at once: 16 MB of float32
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def factor_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the gradient of the logits enters products: half precision on CUDA, else `dtype`.
+
+    With half-precision inputs on CUDA, products of half-precision factors run in the tensor cores, several times faster
+    than in `dtype`, the dtype of sums.
+    """
+    halves = weight.is_cuda and hidden.dtype == weight.dtype and weight.dtype in _HALVES
+    return weight.dtype if halves else dtype
+
+
+def head_logits(hidden: Tensor, weight: Tensor, out: Tensor, temperature: float = 1.0) -> Tensor:
+    """out [R, V] <- hidden [R, D] weight^T / temperature, with weight [V, D] and out in the dtype of sums."""
+    if factor_dtype(hidden, weight, out.dtype) != out.dtype:
+        # Divide afterwards, because hidden / temperature would be rounded to half precision.
+        torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+        return out if temperature == 1.0 else out.div_(temperature)
+    hidden = hidden.to(out.dtype)
+    if temperature != 1.0:
+        hidden = hidden / temperature
+    if weight.dtype == out.dtype:
+        return torch.mm(hidden, weight.t(), out=out)
+    for rows in _slices(weight):
+        out[:, rows] = hidden @ weight[rows].to(out.dtype).t()
+    return out
+
+
+def tempered_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, temperature: float, cap: float | None
+) -> Tensor:
+    """out [R, V] <- z / temperature, with z = x = hidden weight^T + bias, or z = cap tanh(x / cap) with a cap."""
+    divisor = temperature if cap is None else 1.0  # the cap is applied before the temperature
+    head_logits(hidden, weight, out, divisor)
+    if bias is not None:
+        out += bias.to(out.dtype) / divisor
+    return out if cap is None else cap_and_temper(out, cap, temperature)
+
+
+def head_input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Compute gradient [R, V] weight [V, D] -> [R, D] in the gradient's dtype."""
+    if weight.dtype == gradient.dtype:
+        return gradient @ weight
+    if weight.is_cuda:
+        return torch.mm(gradient.to(weight.dtype), weight, out_dtype=gradient.dtype)
+    result = gradient.new_zeros(gradient.shape[0], weight.shape[1])
+    for rows in _slices(weight):
+        result.addmm_(gradient[:, rows], weight[rows].to(gradient.dtype))
+    return result
+
+
+def add_head_weight_gradient(gradient: Tensor, hidden: Tensor, total: Tensor) -> None:
+    """total [V, D] += gradient^T [V, R] hidden [R, D], all in the dtype of sums."""
+    total.addmm_(gradient.t(), hidden)
+
+
+def add_product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    """out [A, C] <- left [A, B] right [B, C], or += if `accumulate`. out has the dtype of sums."""
+    if not out.is_cuda:
+        product = left.to(out.dtype) @ right.to(out.dtype)
+        # Not addmm: on CPUs it may add the terms to `out` one by one, which rounds each time at the scale of `out`.
+        if accumulate:
+            out += product
+        else:
+            out.copy_(product)
+    elif left.dtype == right.dtype != out.dtype:
+        torch.addmm(out, left, right, out_dtype=out.dtype, beta=int(accumulate), out=out)
+    else:
+        out.addmm_(left.to(out.dtype), right.to(out.dtype), beta=int(accumulate))
+
+
+def batched_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute left [R, A, B] right [R, B, C] -> [R, A, C], accumulated and returned in `dtype`."""
+    if left.dtype != dtype and factor_dtype(left, right, dtype) != dtype:
+        return torch.bmm(left, right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)
+
+
+def _slices(weight: Tensor) -> Iterator[slice]:
+    step = max(1, _SLICE_ELEMENTS // max(1, weight.shape[1]))
+    for start in range(0, weight.shape[0], step):
+        yield slice(start, start + step)
+
+
+IMPOSSIBLE = -1e4
+"""Value in place of ln 0 where 0 * ln 0 must be 0. Its exponential is 0 also in float64."""
+
+
+def running_sum(values: Tensor) -> Tensor:
+    """Compute sum_{j <= k} over the last dimension, on the same device.
+
+    torch has no deterministic running sum of floating-point numbers on GPUs and raises an error under
+    `torch.use_deterministic_algorithms`. In that case the sum is computed on the CPU.
+    """
+    if values.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return values.cpu().cumsum(-1).to(values.device)
+    return values.cumsum(-1)

@@ -1,0 +1,242 @@
+"""Attention of one layer over a packed row, by three backends: `sdpa`, `flash` and `flex`.
+
+`sdpa` calls torch's function for documents of nearly equal lengths. It needs no mask [L, L]: a call has no other
+documents, and padding follows a document, where a causal query never reads. `flash` and `flex` call kernels that take
+the documents' boundaries. A prompt that several documents share is read once more, for its own states, so that no
+document's states depend on another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from agentrl.kernels.attention.row import AttentionPass, PackedRow
+from agentrl.kernels.records import KernelInputError
+
+
+def attend(
+    now: AttentionPass,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """Causal attention inside every document: query [1, H, L, E], key and value [1, G, L, E]; returns [1, L, H, E].
+
+    A token sees the last ``window`` tokens of its document, itself included. Scores z become cap tanh(z / cap) with a
+    ``cap``. Where ranks share the row, L are this rank's tokens; H must be a multiple of their number.
+    """
+    if (ranks := now.sequence) is None:
+        return _attend(now, query, key, value, scale, window, cap)
+    query, key, value = ranks.by_heads(query), ranks.keys_by_heads(key), ranks.keys_by_heads(value)
+    return ranks.by_tokens(_attend(now, query, key, value, scale, window, cap))
+
+
+def _attend(
+    now: AttentionPass,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    window: int | None,
+    cap: float | None,
+) -> Tensor:
+    if now.backend == "flex":
+        return attend_by_blocks(now.row, query, key, value, scale=scale, window=window, cap=cap)
+    if now.backend == "flash":
+        return attend_by_segments(now.row, query, key, value, scale=scale, window=window, cap=cap)
+    tables, numbers = now.row.calls
+    parts = [
+        _causal(_rows(query, indices), _rows(key, indices), _rows(value, indices), scale, window, cap)
+        .transpose(1, 2)
+        .flatten(0, 1)
+        for indices in tables
+    ]
+    return torch.cat(parts).index_select(0, numbers)[None]
+
+
+def attend_by_blocks(
+    row: PackedRow,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None,
+    window: int | None,
+    cap: float | None,
+) -> Tensor:
+    """`flex`: one call with a block mask of the row. Compiled on GPUs; on a CPU torch refuses its backward pass."""
+    if window not in row.window_masks:
+        row.window_masks[window] = _block_mask(row, window)
+    attended = _flex(compiled=query.is_cuda)(
+        query,
+        key,
+        value,
+        score_mod=None if cap is None else _capped_at(cap),
+        block_mask=row.window_masks[window],
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended.transpose(1, 2)
+
+
+@cache
+def _capped_at(cap: float) -> Callable[..., Tensor]:
+    """The same function at every call, or `flex` would be compiled anew."""
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capped
+
+
+@cache
+def _flex(*, compiled: bool) -> Callable[..., Tensor]:
+    return cast(Callable[..., Tensor], torch.compile(flex_attention) if compiled else flex_attention)
+
+
+def _block_mask(row: PackedRow, window: int | None) -> BlockMask:
+    segment, prefix = row.segment_of
+    positions = row.position_ids[0]
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = (segment[key] == segment[query]) | (segment[key] == prefix[query])
+        inside = same & (key <= query)
+        return inside if window is None else inside & (positions[query] - positions[key] < window)
+
+    length = row.input_ids.shape[1]
+    device = row.input_ids.device
+    return create_block_mask(seen, None, None, length, length, device=device, _compile=device.type == "cuda")
+
+
+def attend_by_segments(
+    row: PackedRow,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None,
+    window: int | None,
+    cap: float | None,
+) -> Tensor:
+    """`flash`: one call for segments of different lengths; the causal mask aligns their last queries and last keys.
+
+    Nothing is planned or compiled for a shape, so rows of new lengths cost nothing on the host.
+    """
+    bounds = row.bounds
+    if bounds.indices is not None:
+        key, value = key.index_select(2, bounds.indices), value.index_select(2, bounds.indices)
+    attended = varlen_kernel()(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seqlens_q=bounds.queries,
+        cu_seqlens_k=bounds.keys,
+        max_seqlen_q=bounds.most_queries,
+        max_seqlen_k=bounds.most_keys,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+        softcap=0.0 if cap is None else cap,
+        deterministic=torch.are_deterministic_algorithms_enabled(),  # its backward pass
+    )
+    states = attended[0] if isinstance(attended, tuple) else attended
+    return states[None]
+
+
+@cache
+def varlen_kernel() -> Callable[..., Tensor | tuple[Tensor, ...]]:
+    """The function of flash-attn 3 or 2, else torch's, which takes no softcap, with flash-attn's arguments."""
+    try:
+        from flash_attn_interface import flash_attn_varlen_func
+    except ImportError:
+        try:
+            from flash_attn import flash_attn_varlen_func
+        except ImportError:
+            return torch_varlen
+    varlen: Callable[..., Tensor | tuple[Tensor, ...]] = flash_attn_varlen_func
+    return varlen
+
+
+def torch_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    window_size: tuple[int, int],
+    softcap: float,
+    **_: bool,  # always causal; torch's global switch makes its backward pass deterministic
+) -> Tensor:
+    """flash-attn 2 as a part of torch, called with flash-attn's arguments."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if softcap:
+        raise KernelInputError("torch's varlen_attn caps no scores: set model.attention=flex, or install flash-attn")
+    return cast(
+        Tensor,
+        varlen_attn(
+            query,
+            key,
+            value,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            scale=softmax_scale,
+            window_size=(window_size[0], 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        ),
+    )
+
+
+def _rows(states: Tensor, indices: Tensor) -> Tensor:
+    """[1, H, L, E] at indices [n, w]: [n, H, w, E]."""
+    return states[0].index_select(1, indices.flatten()).unflatten(1, indices.shape).transpose(0, 1)
+
+
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, cap: float | None
+) -> Tensor:
+    """Causal attention of whole documents [n, H, w, E]."""
+    width, grouped = query.shape[2], query.shape[1] != key.shape[1]
+    banded = window is not None and window < width
+    if cap is None and not banded:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    mask = torch.ones(width, width, dtype=torch.bool, device=query.device).tril_()
+    if window is not None:
+        mask = mask.triu_(1 - window)
+    if cap is None:
+        return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=grouped)
+    return capped_attention(query, key, value, mask, scale=scale, cap=cap)
+
+
+def capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None, cap: float
+) -> Tensor:
+    """softmax(cap tanh(scale q k^T / cap)) v where ``mask`` is True, as wide as float32: [n, H, w, E].
+
+    Holds all scores [n, H, w, w].
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = cap * torch.tanh(scores / cap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return torch.softmax(scores, dim=-1, dtype=wide).to(value.dtype) @ value

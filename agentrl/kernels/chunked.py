@@ -1,0 +1,164 @@
+"""Token statistics by blocks of rows, without materializing the logits [N, V] in the forward or backward pass.
+
+A block contains complete rows of the vocabulary, so its softmax needs no running maximum. After the matrix product,
+elementwise operations run over pieces of the block that fit into the processor's cache. The backward pass computes the
+logits again, unless there are few of them (`_KEEP_ELEMENTS`). Extra memory: one block (`_BLOCK_ELEMENTS`), three pieces
+and, in the backward pass, a bfloat16 copy of the block on GPUs and the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from agentrl.kernels.arithmetic import IMPOSSIBLE, cap_slope, tempered_logits
+from agentrl.kernels.gradients import HeadGradients, RowCoefficients, row_coefficients
+from agentrl.kernels.records import TokenStatistics, statistics_dtype
+
+# Logits of one matrix product: 32 MB of float32 on CPUs. On GPUs 256 MB, 441 rows of 151,936 tokens, which suffice to
+# use the tensor cores fully.
+_BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
+# Logits of one elementwise operation: 8 MB, which fit into a CPU's last-level cache, and 64 MB on GPUs.
+_PIECE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
+_KEEP_ELEMENTS = 1 << 23  # up to this many logits, ln p is kept for backward, which is cheaper than a second product
+
+
+def chunked_statistics(
+    hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, cap: float | None
+) -> TokenStatistics:
+    """Compute the statistics of docs/formulas.md 2 by blocks of rows. Arguments as in `token_statistics`."""
+    log_probs, entropy, sum_pi_squared, energy = _ChunkedStatistics.apply(
+        hidden, head_weight, bias, targets.long(), temperature, cap
+    )
+    norms = hidden.detach().to(log_probs.dtype).square().sum(-1)
+    return TokenStatistics(
+        log_probs=log_probs, entropy=entropy, sum_pi_squared=sum_pi_squared, energy=energy, hidden_norm_squared=norms
+    )
+
+
+class _ChunkedStatistics(torch.autograd.Function):
+    """(hidden [N, D], weight [V, D], bias [V] or None, targets [N], temperature, cap) -> four tensors [N]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        cap: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.temperature, ctx.cap = temperature, cap
+        dtype = statistics_dtype(hidden, weight)
+        columns = hidden.new_empty((4, hidden.shape[0]), dtype=dtype)
+        kept = None
+        small = hidden.shape[0] * weight.shape[0] <= _KEEP_ELEMENTS
+        keep = any(ctx.needs_input_grad) and small and cap is None  # a cap's slope needs the logits themselves
+        for rows, z in _logit_blocks(hidden, weight, bias, temperature, cap, dtype, whole=keep):
+            for piece, at in [(slice(None), rows)] if keep else _pieces(z, rows):
+                log_p = functional.log_softmax(z[piece], dim=-1)
+                slope = None if cap is None else cap_slope(z[piece], cap, temperature)
+                columns[:, at] = _piece_statistics(log_p, targets[at], clamp=bias is not None, slope=slope)
+                kept = log_p if keep else None
+        log_probs, entropy, sum_pi_squared, energy = columns.unbind()
+        ctx.save_for_backward(hidden, weight, bias, targets, kept, log_probs, entropy)
+        ctx.mark_non_differentiable(sum_pi_squared, energy)
+        return log_probs.clone(), entropy.clone(), sum_pi_squared, energy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, log_prob_gradient: Tensor | None, entropy_gradient: Tensor | None, *_: Any) -> Any:
+        if log_prob_gradient is None and entropy_gradient is None:
+            return (None,) * 6
+        hidden, weight, bias, targets, kept, log_probs, entropy = ctx.saved_tensors
+        dtype, temperature, cap = log_probs.dtype, ctx.temperature, ctx.cap
+        coefficients = row_coefficients(log_prob_gradient, entropy_gradient, log_probs, entropy)
+        totals = HeadGradients((hidden, weight, bias), ctx.needs_input_grad, dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            if kept is not None:
+                rows = slice(0, hidden.shape[0])
+                dz = torch.empty_like(kept)
+                _write_gradient(kept, targets, rows, coefficients, out=dz)
+                totals.add(rows, dz, temperature)
+            else:
+                for rows, z in _logit_blocks(hidden, weight, bias, temperature, cap, dtype):
+                    for piece, at in _pieces(z, rows):
+                        log_p = functional.log_softmax(z[piece], dim=-1).clamp_(min=IMPOSSIBLE)
+                        slope = None if cap is None else cap_slope(z[piece], cap, temperature)
+                        _write_gradient(log_p, targets[at], at, coefficients, out=z[piece])
+                        if slope is not None:
+                            z[piece].mul_(slope)
+                    totals.add(rows, z, temperature)
+        return (*totals.results(), None, None, None)
+
+
+def _write_gradient(log_p: Tensor, targets: Tensor, at: slice, coefficients: RowCoefficients, *, out: Tensor) -> None:
+    """out [R, V] <- the gradient for the rows `at`. Their ln p [R, V] must be finite and is not changed."""
+    offset = coefficients.offset[at].unsqueeze(-1)
+    if coefficients.slope is None:
+        torch.exp(log_p, out=out).mul_(offset)
+    else:
+        torch.addcmul(offset, log_p, coefficients.slope[at].unsqueeze(-1), out=out)
+        out.mul_(log_p.exp())
+    out.scatter_(-1, targets.unsqueeze(-1), coefficients.at_target[at].unsqueeze(-1))
+
+
+def _logit_blocks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    cap: float | None,
+    dtype: torch.dtype,
+    *,
+    whole: bool = False,
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (rows, tempered logits [R, V]) of each block, or of all rows at once. The next block reuses the memory."""
+    total, vocabulary = hidden.shape[0], weight.shape[0]
+    size = max(1, total if whole else min(total, _BLOCK_ELEMENTS[hidden.device.type] // vocabulary))
+    buffer = hidden.new_empty((size, vocabulary), dtype=dtype)
+    for start in range(0, total, size):
+        rows = slice(start, min(start + size, total))
+        yield rows, tempered_logits(hidden[rows], weight, bias, buffer[: rows.stop - start], temperature, cap)
+
+
+def _pieces(z: Tensor, rows: slice) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of a few rows, relative to the block z [R, V] and to all rows."""
+    step = max(1, _PIECE_ELEMENTS[z.device.type] // z.shape[1])
+    for start in range(0, z.shape[0], step):
+        stop = min(start + step, z.shape[0])
+        yield slice(start, stop), slice(rows.start + start, rows.start + stop)
+
+
+def _piece_statistics(log_p: Tensor, targets: Tensor, *, clamp: bool, slope: Tensor | None = None) -> Tensor:
+    """Compute log_prob, entropy, sum_pi_squared and energy [4, R] from ln p [R, V].
+
+    `clamp` replaces -inf in ln p by a finite value, in place. `slope` [R, V] is the derivative of the cap, which
+    affects only the energy. The target is excluded from the sums and added last: if it has nearly all the mass,
+    ln p = -log1p(rest / own) and therefore 1 - p keep their relative accuracy.
+    """
+    index = targets.unsqueeze(-1)
+    rough = log_p.gather(-1, index).squeeze(-1)
+    if clamp:
+        log_p.clamp_(min=IMPOSSIBLE)
+    p = log_p.exp().scatter_(-1, index, 0.0)
+    own, rest = rough.exp(), p.sum(-1)
+    squares = torch.linalg.vector_norm(p, dim=-1).square()
+    own_slope, steep = (1.0, squares) if slope is None else _with_slope(p, slope, index)
+    log_probs = torch.where(rough > -1.0, -torch.log1p(rest / own), rough)
+    entropy = -(p.mul_(log_p).sum(-1) + own * rough.clamp(min=IMPOSSIBLE))
+    sum_pi_squared = (2 * log_probs).exp() + squares
+    energy = torch.expm1(log_probs).mul(own_slope).square() + steep
+    return torch.stack([log_probs, entropy, sum_pi_squared, energy])
+
+
+def _with_slope(p: Tensor, slope: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """(slope of the target [R], sum over the other tokens of (p slope)^2 [R]); p [R, V] is 0 at the target."""
+    return slope.gather(-1, index).squeeze(-1), torch.linalg.vector_norm(slope.mul(p), dim=-1).square()

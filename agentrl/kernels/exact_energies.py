@@ -1,0 +1,342 @@
+"""trajectory_energies: ||grad_theta sum_t rho_t ln p(y_t)||^2 of every trajectory, in one forward and one backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.kernels.arithmetic import cap_slope, head_input_gradient, tempered_logits
+from agentrl.kernels.attention import AttentionBackend, PackedRow, lay_out, pack_row, packed_states
+from agentrl.kernels.layer_energies import LayerEnergies, Parts, embedding_energy, gram_is_cheaper, take_apart
+from agentrl.kernels.records import KernelInputError, check_cap
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """Trajectories as the passes take them: left-aligned, what is attended to first. All [B, S]."""
+
+    input_ids: Tensor
+    mask: Tensor  # bool, the tokens y_t that count
+    active: Tensor  # bool, the positions whose state reaches the log-probability of one of them
+    coefficients: Tensor  # what multiplies it, 0 off the mask; in the dtype of accumulation
+    packed: tuple[PackedRow, AttentionBackend] | None  # what the model reads in their place
+    places: Tensor  # int64, of each active position among all that the model reads
+
+
+def trajectory_energies(
+    model: Any,
+    input_ids: Tensor,
+    token_mask: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+    temperature: float = 1.0,
+    cap: float | None = None,
+    packed: AttentionBackend | None = None,
+) -> Tensor:
+    """E_b = ||grad_theta sum_t rho_t ln p(y_t)||^2 of each row [B], over the model's trainable parameters theta.
+
+    model: a causal language model of `transformers` (its class one of `modules.MODELS`; its head may be a `FusedHead`),
+    sharded by ZeRO-3 or not. input_ids [B, S]: prompt and response, one trajectory a row. With `packed` the model reads
+    them as one row without padding, by this backend; its attention must be that of `agentrl.models`. token_mask [B, S]
+    bool: the *tokens* y_t whose log-probability counts; the distribution of token t comes from the state at t - 1.
+    attention_mask [B, S] bool: False at padding, wherever it stands; without it every column is attended to, which is
+    right for right padding. importance_weights [B, S]: rho_t, a constant, read only where token_mask is True.
+    Temperature and cap as in `token_statistics`.
+
+    One forward and one backward to the embedding's output; no `.grad` is touched (docs/formulas.md 4, arXiv
+    1510.01799). A row without a counted token has energy 0. The mode (train or eval) stays: with dropout it is the
+    energy of what was drawn. Sums and result are in float32, in float64 for float64 models; detached.
+
+    Memory beside that of a forward and backward: the gradients of one layer's output, products of one layer (64 MB at
+    once, or one row's), and at the head the logits of a block of the vocabulary for one row (128 MB), never [B, S, V].
+    Under ZeRO-3 this is collective: every rank calls it, with as many rows as it likes; the head runs once.
+
+    Raises KernelInputError for a model with trainable parameters that have no closed form here (the message names the
+    module), reentrant gradient checkpointing, and inputs that do not fit together.
+    """
+    parts = take_apart(model)
+    _check(input_ids, token_mask.bool(), attention_mask, importance_weights, temperature)
+    check_cap(cap)
+    dtype = torch.float64 if parts.embedding.weight.dtype == torch.float64 else torch.float32
+    rows = _prepared(input_ids, token_mask.bool(), attention_mask, importance_weights, dtype, packed)
+    layers = LayerEnergies(parts.layers, rows.active, rows.places, dtype)
+    with torch.enable_grad(), layers.attached():
+        embedded, hidden = _forward(parts, rows)
+        shares = _head_shares(parts, hidden.detach(), rows, temperature, cap)
+        layers.begin_backward()
+        (gradient,) = torch.autograd.grad(hidden, embedded, _gradient_of_states(hidden, shares, rows))
+    layers.check_complete()
+    # What an embedding multiplies its rows by belongs to the gradient of its weight.
+    at_weight = gradient.detach().flatten(0, 1).to(dtype) * parts.embedding_scale
+    totals = layers.totals + _outer_energies(parts, shares, rows, at_weight)
+    return totals.to(dtype)
+
+
+def _prepared(
+    input_ids: Tensor,
+    mask: Tensor,
+    attention_mask: Tensor | None,
+    weights: Tensor | None,
+    dtype: torch.dtype,
+    packed: AttentionBackend | None,
+) -> _Rows:
+    """The rows without positions that are not attended to, and the tokens that count in them."""
+    if attention_mask is not None:
+        # What is attended to, in order, then the rest: a causal model needs no mask, and padding changes no row.
+        order = attention_mask.bool().long().argsort(dim=1, descending=True, stable=True)
+        input_ids, mask = input_ids.gather(1, order), mask.gather(1, order)
+        weights = None if weights is None else weights.gather(1, order)
+    coefficients = mask.to(dtype) if weights is None else torch.where(mask, weights.detach(), 0.0).to(dtype)
+    counted = mask.long()
+    active = counted.flip(-1).cumsum(-1).flip(-1) > counted  # a counted token comes later in the row
+    read, places = None, torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
+    if packed is not None:
+        # A shared prompt has other gradients in each of its trajectories, so each reads its own.
+        lengths = active.sum(-1).clamp(min=1)
+        lines = zip(input_ids.cpu(), lengths.tolist(), strict=True)
+        row = pack_row(lay_out([(line[:0], line[:count]) for line, count in lines], share_prompts=False))
+        row = row.to(input_ids.device)
+        read = (row, packed)
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+        places = row.starts[:, None] + torch.minimum(columns, lengths[:, None] - 1)
+    return _Rows(input_ids=input_ids, mask=mask, active=active, coefficients=coefficients, packed=read, places=places)
+
+
+def _before(mask: Tensor) -> Tensor:
+    """The positions t - 1 of the tokens t in a mask [B, S]; False in the last column. Row-major order is kept."""
+    return torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
+
+
+def _forward(parts: Parts, rows: _Rows) -> tuple[Tensor, Tensor]:
+    """(the embedding's output as the graph's leaf, the states after the last norm), both [B, S, D] or [1, L, D]."""
+    leaves: list[Tensor] = []
+
+    def cut(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        leaves.append(output.detach().requires_grad_())
+        return leaves[-1]
+
+    handle = parts.embedding.register_forward_hook(cut)
+    try:
+        if rows.packed is None:
+            hidden = parts.backbone(input_ids=rows.input_ids, use_cache=False).last_hidden_state
+        else:
+            row, backend = rows.packed
+            hidden = packed_states(row, parts.backbone, layers=parts.depth, backend=backend)[None]
+    finally:
+        handle.remove()
+    if len(leaves) != 1:
+        raise KernelInputError(f"the embedding ran {len(leaves)} times in one forward")
+    return leaves[0], hidden
+
+
+def _gradient_of_states(hidden: Tensor, shares: list[HeadRow], rows: _Rows) -> Tensor:
+    """As hidden: of sum_t rho_t ln p(y_t) with respect to the states after the last norm, in their dtype."""
+    gradient = torch.zeros_like(hidden, dtype=rows.coefficients.dtype).flatten(0, 1)
+    gradient[rows.places[_before(rows.mask)]] = torch.cat([share.hidden_gradient for share in shares])
+    return gradient.view(hidden.shape).to(hidden.dtype)
+
+
+def _head_shares(parts: Parts, hidden: Tensor, rows: _Rows, temperature: float, cap: float | None) -> list[HeadRow]:
+    """The head's share of every row, computed inside one call of the head, whose hooks have gathered its weight."""
+    shares: list[HeadRow] = []
+    states = hidden.flatten(0, 1)
+    wants_cross = parts.tied and parts.embedding.weight.requires_grad
+
+    def inside(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        for row in range(rows.mask.shape[0]):
+            tokens = rows.mask[row].nonzero().squeeze(-1)
+            shares.append(
+                head_row(
+                    states[rows.places[row, tokens - 1]],
+                    parts.head.weight.detach(),
+                    None if parts.head.bias is None else parts.head.bias.detach(),
+                    rows.input_ids[row, tokens],
+                    rows.coefficients[row, tokens],
+                    temperature,
+                    cap,
+                    rows.input_ids[row, rows.active[row]] if wants_cross else None,
+                )
+            )
+
+    handle = parts.head.register_forward_pre_hook(inside)
+    try:
+        with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+            parts.head(hidden[:1, :1].to(parts.head.weight.dtype))  # the result is not used
+    finally:
+        handle.remove()
+    return shares
+
+
+def _outer_energies(parts: Parts, shares: list[HeadRow], rows: _Rows, gradient: Tensor) -> Tensor:
+    """[B]: head and embedding, with the cross term if they are one parameter. gradient [N, D]: the embedding's."""
+    weights = torch.tensor([share.weight_energy for share in shares], dtype=torch.float64, device=gradient.device)
+    biases = torch.tensor([share.bias_energy for share in shares], dtype=torch.float64, device=gradient.device)
+    total = torch.zeros_like(weights)
+    if parts.head.weight.requires_grad:
+        total += weights
+    if parts.head.bias is not None and parts.head.bias.requires_grad:
+        total += biases
+    if not parts.embedding.weight.requires_grad:
+        return total
+    # The embedding gives its padding token no gradient.
+    padding = parts.embedding.padding_idx
+    learns = rows.active if padding is None else rows.active & (rows.input_ids != padding)
+    owner = learns.nonzero()[:, 0]
+    total += embedding_energy(rows.input_ids[learns], owner, gradient[rows.places[learns]], len(shares))
+    if parts.tied:
+        for row, share in enumerate(shares):
+            assert share.cross is not None  # asked for above
+            active = rows.active[row]
+            kept = learns[row, active].unsqueeze(-1)
+            products = torch.where(kept, share.cross * gradient[rows.places[row, active]], 0.0)
+            total[row] += 2 * products.sum(dtype=torch.float64)
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadRow:
+    """One trajectory at the head, K counted tokens, S input tokens."""
+
+    weight_energy: float  # ||sum_t dx_t h_t^T||^2
+    bias_energy: float  # ||sum_t dx_t||^2
+    hidden_gradient: Tensor  # [K, D], the gradient of sum_t c_t ln p(y_t) with respect to h
+    cross: Tensor | None  # [S, D]: sum_t dx_t[x_s] h_t, the head's gradient at the rows of its own input tokens
+
+
+def head_row(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    coefficients: Tensor,
+    temperature: float,
+    cap: float | None,
+    inputs: Tensor | None,
+) -> HeadRow:
+    """dx_t = c_t (onehot(y_t) - p_t) / tau, times dz/dx of a cap z = cap tanh(x / cap), for hidden [K, D], targets [K],
+    coefficients c [K]; `inputs` [S] asks for the cross term. coefficients in the accumulation dtype, hidden and weight
+    [V, D] in any.
+
+    Logits are held for a block of the vocabulary. If all of them are no more than a block they are computed once,
+    otherwise twice: once for the normaliser.
+    """
+    blocks = _Blocks(hidden, weight, bias, temperature, cap, targets, coefficients.dtype)
+    hidden = hidden.to(coefficients.dtype)
+    normalizer, rest = blocks.normalizer()
+    scale = (coefficients / temperature).unsqueeze(-1)
+    gram = gram_is_cheaper(hidden.shape[0], weight.shape[1], weight.shape[0])
+    products = hidden.new_zeros(hidden.shape[0], hidden.shape[0]) if gram else None
+    gradient = torch.zeros_like(hidden)
+    cross = None if inputs is None else hidden.new_zeros(inputs.shape[0], hidden.shape[1])
+    weight_energy = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    bias_energy = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    for start, z in blocks:
+        slope = 1.0 if cap is None else cap_slope(z, cap, temperature)
+        dz = z.sub_(normalizer.unsqueeze(-1)).exp_().neg_()
+        at, column = blocks.targets_in(start, z.shape[1])
+        dz[at, column] = rest[at]
+        dz.mul_(scale).mul_(slope)
+        part = weight[start : start + z.shape[1]]
+        gradient += head_input_gradient(dz, part)
+        bias_energy += dz.sum(0).double().square().sum()
+        if products is not None:
+            products.addmm_(dz, dz.t())
+        else:
+            weight_energy += torch.linalg.vector_norm(dz.t() @ hidden).double().square()
+        if cross is not None and inputs is not None:
+            here = ((inputs >= start) & (inputs < start + z.shape[1])).nonzero().squeeze(-1)
+            cross[here] = dz[:, inputs[here] - start].t() @ hidden
+    if products is not None:
+        weight_energy = products.mul_(hidden @ hidden.t()).sum(dtype=torch.float64)
+    return HeadRow(
+        weight_energy=float(weight_energy), bias_energy=float(bias_energy), hidden_gradient=gradient, cross=cross
+    )
+
+
+class _Blocks:
+    """Tempered logits [K, v] of one block of the vocabulary after another; each may be overwritten."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        temperature: float,
+        cap: float | None,
+        targets: Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        self._hidden, self._weight, self._bias, self._dtype = hidden, weight, bias, dtype
+        self._map = temperature, cap
+        self._targets = targets
+        self._step = max(1, min(weight.shape[0], _BLOCK_ELEMENTS // max(1, hidden.shape[0])))
+        self._kept: Tensor | None = None
+
+    def targets_in(self, start: int, width: int) -> tuple[Tensor, Tensor]:
+        """(which tokens have their target in this block, its column)."""
+        at = ((self._targets >= start) & (self._targets < start + width)).nonzero().squeeze(-1)
+        return at, self._targets[at] - start
+
+    def normalizer(self) -> tuple[Tensor, Tensor]:
+        """(ln sum_v e^z_v, 1 - p(y)), each [K]; the second from the other tokens, so it has no cancellation."""
+        others = self._hidden.new_full(self._hidden.shape[:1], -torch.inf, dtype=self._dtype)
+        own = torch.empty_like(others)
+        for start, z in self:
+            at, column = self.targets_in(start, z.shape[1])
+            own[at] = z[at, column]
+            z[at, column] = -torch.inf
+            others = torch.logaddexp(others, z.logsumexp(-1))
+            z[at, column] = own[at]
+        total = torch.logaddexp(others, own)
+        return total, (others - total).exp()
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        if self._kept is not None:
+            yield 0, self._kept
+            return
+        buffer = self._hidden.new_empty(self._hidden.shape[0], self._step, dtype=self._dtype)
+        for start in range(0, self._weight.shape[0], self._step):
+            part = self._weight[start : start + self._step]
+            whole = buffer.shape[1] == part.shape[0]
+            z = buffer if whole else torch.empty_like(buffer[:, : part.shape[0]])
+            bias = None if self._bias is None else self._bias[start : start + self._step]
+            tempered_logits(self._hidden, part, bias, z, *self._map)
+            if self._step == self._weight.shape[0]:
+                self._kept = z
+            yield start, z
+
+
+_BLOCK_ELEMENTS = 1 << 25  # logits held at once: 128 MB of float32, and as much again for a temporary
+
+
+def _check(
+    input_ids: Tensor, mask: Tensor, attention_mask: Tensor | None, weights: Tensor | None, temperature: float
+) -> None:
+    if input_ids.ndim != 2 or not input_ids.numel():
+        raise KernelInputError(f"input_ids must be [B, S], not empty; got {tuple(input_ids.shape)}")
+    for name, tensor in (("token_mask", mask), ("attention_mask", attention_mask), ("importance_weights", weights)):
+        if tensor is not None and tensor.shape != input_ids.shape:
+            raise KernelInputError(f"{name} must be [B, S] = {tuple(input_ids.shape)}; got {tuple(tensor.shape)}")
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise KernelInputError(f"temperature must be positive and finite; got {temperature}")
+    bad = mask.clone()
+    bad[:, 1:] = False
+    if attention_mask is not None:
+        padding = ~attention_mask.bool()
+        bad |= mask & padding
+        bad[:, 1:] |= mask[:, 1:] & padding[:, :-1]
+    if bool(bad.any()):
+        row, position = bad.nonzero()[0].tolist()
+        raise KernelInputError(
+            f"token_mask is True in row {row} at position {position}, which no state predicts: it is padding, the "
+            "first column, or follows padding"
+        )
+    if weights is not None and not bool(torch.isfinite(torch.where(mask, weights, 0.0)).all()):
+        row, position = (mask & ~torch.isfinite(weights)).nonzero()[0].tolist()
+        raise KernelInputError(f"importance_weights is {float(weights[row, position])} in row {row} at {position}")

@@ -1,0 +1,86 @@
+"""Gradients of a head: of logits from three numbers per row, of hidden states, weight and bias as sums over blocks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from agentrl.kernels.arithmetic import (
+    IMPOSSIBLE,
+    add_head_weight_gradient,
+    add_product,
+    factor_dtype,
+    head_input_gradient,
+)
+
+
+class RowCoefficients(NamedTuple):
+    """Coefficients [N] of the gradient of a row: p (offset + slope ln p), and at_target at the target."""
+
+    offset: Tensor
+    slope: Tensor | None
+    at_target: Tensor
+
+
+def row_coefficients(g: Tensor | None, e: Tensor | None, log_probs: Tensor, entropy: Tensor) -> RowCoefficients:
+    """Compute the coefficients of the gradient g (onehot - p) - e p (ln p + entropy) (docs/formulas.md 2).
+
+    g and e [N] are the gradients of the loss with respect to log_prob and entropy, or None if the loss does not use
+    them. log_probs and entropy [N] come from the forward pass.
+    """
+    scale = log_probs.new_zeros(log_probs.shape) if g is None else g.to(log_probs.dtype)
+    at_target = -log_probs.expm1() * scale  # g (1 - p), without cancellation near p = 1
+    if e is None:
+        return RowCoefficients(offset=-scale, slope=None, at_target=at_target)
+    slope = -e.to(log_probs.dtype)
+    return RowCoefficients(
+        offset=slope * entropy - scale,
+        slope=slope,
+        at_target=at_target + slope * log_probs.exp() * (log_probs.clamp(min=IMPOSSIBLE) + entropy),
+    )
+
+
+class HeadGradients:
+    """Gradients of hidden, weight and bias, summed over blocks of rows; None where `wanted` is False."""
+
+    def __init__(
+        self, inputs: tuple[Tensor, Tensor, Tensor | None], wanted: tuple[bool, ...], dtype: torch.dtype
+    ) -> None:
+        """`inputs` are hidden, weight and bias. Sums over rows are in `dtype`."""
+        self._inputs = hidden, weight, bias = inputs
+        self._hidden = torch.empty_like(hidden) if wanted[0] else None
+        self._weight = torch.zeros_like(weight, dtype=dtype) if wanted[1] else None
+        self._bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and wanted[2] else None
+
+    def add(self, rows: slice, dz: Tensor, temperature: float = 1.0) -> None:
+        """Add dz [R, V]: the temperature times the gradient with respect to the head's output of these rows.
+
+        May overwrite dz, because a copy would be as large as the block.
+        """
+        hidden, weight, _ = self._inputs
+        if self._bias is not None:
+            self._bias += _tempered(dz.sum(0), temperature)
+        if self._hidden is not None:
+            self._hidden[rows] = _tempered(head_input_gradient(dz, weight), temperature)
+        if self._weight is None:
+            return
+        # float16 would underflow for the smallest gradients; bfloat16 has the range of float32.
+        if factor_dtype(hidden, weight, dz.dtype) == torch.bfloat16:
+            dz = dz if temperature == 1.0 else dz.div_(temperature)
+            add_product(dz.t().bfloat16(), hidden[rows], self._weight, accumulate=True)
+        else:
+            add_head_weight_gradient(dz, _tempered(hidden[rows].to(dz.dtype), temperature), self._weight)
+
+    def results(self) -> tuple[Tensor | None, ...]:
+        """Return the gradients of (hidden, weight, bias), each in the dtype of its input."""
+        totals = (self._hidden, self._weight, self._bias)
+        return tuple(
+            None if total is None or given is None else total.to(given.dtype)
+            for total, given in zip(totals, self._inputs, strict=True)
+        )
+
+
+def _tempered(values: Tensor, temperature: float) -> Tensor:
+    return values if temperature == 1.0 else values / temperature

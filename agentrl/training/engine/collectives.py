@@ -1,0 +1,222 @@
+"""Communication between ranks: exchange of groups, averages of metrics, and the check that all share the run folder."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from agentrl.errors import SettingsError
+from agentrl.telemetry.files import world_errors
+from agentrl.training.engine.deepspeed_engine import (
+    TrainingEngine,
+    from_rank_zero,
+    gather_from_ranks,
+    swap_between_ranks,
+)
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+_Record = TypeVar("_Record", bound="DataclassInstance")
+
+
+class Exchange:
+    """Sends rows of micro-batches, without their padding, to the ranks ``homes`` and results back. Collective."""
+
+    def __init__(
+        self, masks: Sequence[Tensor], homes: Tensor, *, group: torch.distributed.ProcessGroup | None = None
+    ) -> None:
+        """``masks`` [b, T] bool of each micro-batch, perhaps without rows; ``homes`` [B] a rank for each of their rows.
+
+        Positions after a row's last True do not travel. Ranks are those of the ``group``; None: all.
+        """
+        ranks = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
+        self._group = group
+        self._shapes = [mask.shape for mask in masks]
+        lengths = torch.cat([_lengths(mask) for mask in masks])
+        self._order = homes.argsort(stable=True)
+        self._lengths = lengths[self._order]
+        rows = torch.bincount(homes, minlength=ranks)
+        tokens = torch.zeros_like(rows).index_add_(0, homes, lengths)
+        own = torch.stack([rows, tokens], dim=-1)
+        theirs = self._swap(own, [1] * ranks, [1] * ranks)
+        (self._rows_out, self._tokens_out), (self._rows_in, self._tokens_in) = own.t().tolist(), theirs.t().tolist()
+        self._their_lengths = self._swap(self._lengths, self._rows_out, self._rows_in)
+
+    def there(self, parts: Sequence[_Record]) -> _Record:
+        """As :meth:`column` for every field of a dataclass of tensors; a field is None on all ranks or on none."""
+        given = [item.name for item in fields(parts[0]) if getattr(parts[0], item.name) is not None]
+        return replace(parts[0], **{name: self.column([getattr(part, name) for part in parts]) for name in given})
+
+    def column(self, parts: Sequence[Tensor]) -> Tensor:
+        """From a tensor [b, T] or [b] of each micro-batch: the rows at home here, [R, longest] or [R]."""
+        if parts[0].dim() == 1:
+            return self._swap(torch.cat(list(parts))[self._order], self._rows_out, self._rows_in)
+        flat = _flat(_stacked(parts)[self._order], self._lengths)
+        return _padded(self._swap(flat, self._tokens_out, self._tokens_in), self._their_lengths)
+
+    def back(self, values: Tensor) -> list[Tensor]:
+        """From results for the rows at home here [R, longest]: those of this rank's own micro-batches, each [b, T]."""
+        flat = self._swap(_flat(values, self._their_lengths), self._tokens_in, self._tokens_out)
+        sent = _padded(flat, self._lengths)
+        own = torch.empty_like(sent)
+        own[self._order] = sent
+        parts = own.split([rows for rows, _ in self._shapes])
+        # Padding copies: a view would keep every micro-batch's memory alive.
+        return [_widened(part, width) for part, (_, width) in zip(parts, self._shapes, strict=True)]
+
+    def _swap(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        return swap_between_ranks(values, sent, received, self._group)
+
+
+def _lengths(mask: Tensor) -> Tensor:
+    """Positions up to the last True of each row [b, T], [b]."""
+    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return torch.where(mask, places, 0).amax(-1)
+
+
+def _inside(lengths: Tensor, width: int) -> Tensor:
+    return torch.arange(width, device=lengths.device) < lengths.unsqueeze(-1)
+
+
+def _flat(values: Tensor, lengths: Tensor) -> Tensor:
+    """[B, T] -> the positions inside, row after row."""
+    return values[_inside(lengths, values.shape[1])]
+
+
+def _padded(flat: Tensor, lengths: Tensor) -> Tensor:
+    """The inverse of :func:`_flat`, as wide as the longest row, padded with zeros."""
+    width = max(1, int(lengths.max())) if lengths.numel() else 1
+    padded = flat.new_zeros(len(lengths), width)
+    padded[_inside(lengths, width)] = flat
+    return padded
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Below one another, as wide as the widest."""
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([_widened(part, width) for part in parts])
+
+
+def _widened(values: Tensor, width: int) -> Tensor:
+    """[b, any] -> [b, width], a new tensor; only padding is cut off."""
+    return torch.nn.functional.pad(values, (0, width - values.shape[1]))
+
+
+Number = Tensor | float
+
+
+class Meter:
+    """Sums of one rank; :meth:`reduce` gives what holds for all.
+
+    Every rank must add the same names in a step; a dummy micro-batch adds them with weight 0.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sums: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
+        self._largest: dict[str, Tensor] = {}
+        self._negated: set[str] = set()  # of those the smallest
+
+    def mean(self, name: str, value: Number, weight: Number) -> None:
+        """``value`` is a mean over ``weight`` items: tokens, trajectories or updates."""
+        weight = self._number(weight)
+        self._add(self._sums, name, torch.where(weight > 0, self._number(value), 0.0) * weight)
+        self._add(self._weights, name, weight)
+
+    def total(self, name: str, value: Number) -> None:
+        """``value`` is this part of a sum."""
+        self._add(self._sums, name, self._number(value))
+
+    def largest(self, name: str, value: Number, weight: Number = 1.0) -> None:
+        """Keep the largest value of those with a weight above 0."""
+        nothing = self._number(-math.inf)
+        value = torch.where(self._number(weight) > 0, self._number(value), nothing)
+        self._largest[name] = torch.maximum(self._largest.get(name, nothing), value)
+
+    def smallest(self, name: str, value: Number, weight: Number = 1.0) -> None:
+        """Keep the smallest value of those with a weight above 0."""
+        self._negated.add(name)
+        self.largest(name, -value, weight)
+
+    def mean_of(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
+        """One mean so far, over all ranks; 0 if nothing weighs. Collective."""
+        pair = torch.stack([self._sums[name], self._weights[name]])
+        total, weight = engine.all_reduce(pair).tolist()
+        return float(total / weight) if weight else 0.0
+
+    def weight_of(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
+        """Return the total weight of one mean so far, over all ranks. Collective."""
+        return float(engine.all_reduce(self._weights[name].clone()))
+
+    def largest_of(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
+        """One maximum so far, over all ranks; 0 if nothing weighs. Collective."""
+        value = float(engine.all_reduce_largest(self._largest[name].clone()))
+        return 0.0 if value == -math.inf else value
+
+    def reduce(self, engine: TrainingEngine[nn.Module]) -> dict[str, float]:
+        """Everything over all ranks; a mean of nothing and an extreme of nothing are left out. Collective."""
+        sums = self._reduced(self._sums, engine.all_reduce)
+        weights = self._reduced(self._weights, engine.all_reduce)
+        largest = self._reduced(self._largest, engine.all_reduce_largest)
+        means = {name: sums[name] / weight for name, weight in weights.items() if weight}
+        totals = {name: value for name, value in sums.items() if name not in weights}
+        names = sorted((name for name in largest if math.isfinite(largest[name])), key=self._negated.__contains__)
+        return totals | means | {name: -largest[name] if name in self._negated else largest[name] for name in names}
+
+    def _reduced(self, values: dict[str, Tensor], reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        if not (names := sorted(values)):
+            return {}
+        return dict(zip(names, reduce(torch.stack([values[name] for name in names])).tolist(), strict=True))
+
+    def _add(self, into: dict[str, Tensor], name: str, value: Tensor) -> None:
+        into[name] = into[name] + value if name in into else value
+
+    def _number(self, value: Number) -> Tensor:
+        return torch.as_tensor(value, dtype=torch.float64, device=self._device)
+
+
+# Seconds for a network file system to show a new file on another machine.
+_VISIBLE = 10.0
+
+
+def check_shared_folder(folder: Path, *, rank: int, visible: float = _VISIBLE) -> None:
+    """Raise SettingsError on every rank if one of them does not see the files of rank 0. Collective."""
+
+    def write() -> str:
+        probe = folder / f".probe-{secrets.token_hex(8)}"
+        with world_errors(folder, "write to"):
+            probe.touch()
+        return probe.name
+
+    name = from_rank_zero(write)
+    seen = gather_from_ranks((socket.gethostname(), _appears(folder / name, visible)))
+    if rank == 0:
+        (folder / name).unlink()
+    blind = [f"rank {place} on {host}" for place, (host, found) in enumerate(seen) if not found]
+    if blind:
+        raise SettingsError(
+            f"runs_dir: {', '.join(blind)} cannot see the files that rank 0 on {seen[0][0]} writes to {folder}; give "
+            "a folder that all machines share"
+        )
+
+
+def _appears(path: Path, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.1)
+    return True

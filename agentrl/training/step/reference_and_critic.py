@@ -1,0 +1,160 @@
+"""The other models of a step: the reference policy of the KL penalty, and the critic of estimator gae."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.algorithms import AdaptiveKL, FixedKL, KLController, aggregate, value_loss
+from agentrl.batch import Batch, scatter_tokens
+from agentrl.models.attention import choose_attention
+from agentrl.models.lora import adapter_off
+from agentrl.models.policy import PolicyModel, ReferenceHead, ValueModel
+from agentrl.models.settings import LoRASettings
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, read_for_training, read_policy
+from agentrl.training.engine.groups import rank_groups
+from agentrl.training.settings import CriticSettings, KLSettings
+from agentrl.training.step.loss_rows import LossRows
+from agentrl.weights.sources import gathered
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+
+def kl_controller(settings: KLSettings) -> KLController:
+    """The controller of the penalty's coefficient."""
+    if settings.controller == "fixed":
+        return FixedKL(settings.coefficient)
+    return AdaptiveKL(settings.coefficient, target=settings.target, horizon=settings.horizon)
+
+
+class Reference:
+    """A policy that is never updated: one of its own, or the model under a trained policy's adapters."""
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        freeze: Callable[[PolicyModel], Callable[..., Any]],
+        *,
+        temperature: float,
+        over_vocabulary: bool = False,
+    ) -> None:
+        """``freeze`` gives the policy's forward on this rank's device, perhaps with its parameters sharded.
+
+        ``over_vocabulary`` enables the divergence over the whole vocabulary, for a copy of the head on every rank
+        unless it is frozen here.
+        """
+        self._logit_map = policy.head.logit_map
+        nothing: tuple[Tensor | None, Tensor | None] = (None, None)
+        self._weight, self._bias = _head_values(policy.head) if over_vocabulary else nothing
+        self._forward = freeze(policy)
+        self._temperature = temperature
+        self.over_vocabulary = over_vocabulary
+
+    @torch.no_grad()
+    def read(self, batch: Batch) -> tuple[Tensor, ReferenceHead | None]:
+        """Log-probabilities [B, T] of the sampled tokens, 0 off model tokens, by one forward. Collective under ZeRO-3.
+
+        The second value, of the model tokens in row-major order, is for the divergence over the whole vocabulary.
+        """
+        statistics, hidden = self._forward(
+            batch.row,
+            batch.rows,
+            batch.columns,
+            temperature=self._temperature,
+            keep_hidden=self.over_vocabulary,
+        )
+        log_probs = scatter_tokens(statistics.log_probs, batch.response_mask)
+        if self._weight is None or hidden is None:
+            return log_probs, None
+        self._weight = self._weight.to(hidden.device, hidden.dtype)
+        self._bias = None if self._bias is None else self._bias.to(hidden.device, hidden.dtype)
+        return log_probs, ReferenceHead(hidden=hidden, weight=self._weight, bias=self._bias, logit_map=self._logit_map)
+
+
+def _head_values(head: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    with gathered(head) as (weight, bias):
+        if not head.weight.requires_grad:
+            return weight, bias  # of an adapted policy: they stay as they are
+        return weight.clone(), None if bias is None else bias.clone()
+
+
+def reference_path(settings: KLSettings, start: str) -> str | None:
+    """The path of the reference policy: by default the policy ``start`` of the run. None without a penalty."""
+    return None if settings.coefficient == 0.0 else settings.reference or start
+
+
+def open_reference(path: str, settings: Settings, engine: TrainingEngine[PolicyModel], *, start: str) -> Reference:
+    """The reference policy on this rank. Raises SettingsError as reading a model does.
+
+    The model ``start`` that the policy under ``engine`` adapts is that policy with its adapters off.
+    """
+    training = settings.training
+    if settings.model.lora.rank and path == start:
+        return Reference(
+            engine.module,
+            partial(_without_adapters, engine),
+            temperature=settings.rollout.temperature,
+            over_vocabulary=settings.kl.over_vocabulary,
+        )
+    return Reference(
+        read_policy(path, settings.model.model_copy(update={"lora": LoRASettings()}), training),
+        lambda module: frozen(module, training, bfloat16=settings.model.dtype == "bfloat16"),
+        temperature=settings.rollout.temperature,
+        over_vocabulary=settings.kl.over_vocabulary,
+    )
+
+
+def _without_adapters(engine: TrainingEngine[PolicyModel], policy: PolicyModel) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with adapter_off(policy.causal_lm):
+            return engine(*args, **kwargs)
+
+    return forward
+
+
+def open_critic(settings: Settings, *, start: str, updates: int) -> Critic:
+    """A critic on this rank, its transformer that of ``critic.path`` or of the policy ``start``."""
+    causal_lm = read_for_training(settings.critic.path or start, settings.model, settings.training)
+    attention = choose_attention(settings.model.attention, causal_lm.config, dtype=settings.model.dtype)
+    engine = TrainingEngine(
+        ValueModel(causal_lm, attention=attention, sequence=rank_groups(settings.training).sequence),
+        optimizer=settings.optimizer.model_copy(update={"learning_rate": settings.critic.learning_rate}),
+        training=settings.training,
+        bfloat16=settings.model.dtype == "bfloat16",
+        updates=updates,
+    )
+    return Critic(engine, settings.critic)
+
+
+class Critic:
+    """A value network under its own DeepSpeed engine."""
+
+    def __init__(self, engine: TrainingEngine[ValueModel], settings: CriticSettings) -> None:
+        self.engine = engine
+        self._clip = settings.clip
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Values before each response token [B, T], and after the last one [B]."""
+        values = self._forward(batch)
+        return values[:, :-1], values.gather(1, batch.response_lengths[:, None])[:, 0]
+
+    def backward(self, rows: LossRows, *, tokens: int) -> dict[str, Tensor]:
+        """Add the gradient of this micro-batch's part of the loss, the mean over the update's ``tokens``.
+
+        Returns metrics, means over the model tokens of ``rows``.
+        """
+        mask, now = rows.response_mask, self._forward(rows.batch)[:, :-1]
+        loss = value_loss(now, rows.estimated.returns, mask, old_values=rows.values, clip=self._clip)
+        value = aggregate(loss.per_token, mask, "token_mean", normalizer=tokens)
+        self.engine.backward(value * self.engine.world_size)
+        return loss.metrics | {"loss": torch.where(mask, loss.per_token.detach(), 0.0).sum() / mask.sum().clamp(min=1)}
+
+    def _forward(self, batch: Batch) -> Tensor:
+        values: Tensor = self.engine(batch.row, batch.response_mask.shape[1])
+        return values
