@@ -189,7 +189,7 @@ class Trajectory:
     @property
     def no_data(self) -> bool:
         """True when it failed for reasons outside the policy: in no reward, no baseline, no average."""
-        return self.ended.is_no_data or (self.verdict is not None and self.verdict.is_no_data)
+        return self.ended.is_excluded or (self.verdict is not None and self.verdict.is_excluded)
 
     def alone(self) -> Trajectory:
         """A copy that is the whole of its rollout."""

@@ -49,7 +49,7 @@ class Settings(BaseModel):
     )
     env: str = Field(
         SIMPLETIR,
-        description=f"environment: {', '.join(ENVIRONMENTS.own)}, a registered or installed name, module:Class, "
+        description=f"environment: {', '.join(ENVIRONMENTS.builtin)}, a registered or installed name, module:Class, "
         "trl:module:Class, reasoning_gym:NAME, textarena:GAME, openenv:URL; agent:module:function, agent:COMMAND or "
         "worker:COMMAND for an agent program that uses the OpenAI API, or verifiers:TASKSET",
     )

@@ -115,7 +115,7 @@ def _instruction(settings: EvaluationSections) -> dict[str, str]:
     """The instruction in the prompt, unless the protocol has none."""
     environment = settings.environment
     if isinstance(environment, SimpleTIRSettings | ReasoningSettings):
-        return {"instruction": environment.shown_instruction}
+        return {"instruction": environment.effective_instruction}
     return {}
 
 

@@ -61,7 +61,7 @@ def extracted(transcript: Transcript, protocol: Protocol) -> Transcript:
 
     Excluded rollouts are unchanged, except those with an answer, whose grader failed.
     """
-    if transcript.ended.is_no_data and transcript.answer is None:
+    if transcript.ended.is_excluded and transcript.answer is None:
         return transcript
     answer = _answer(transcript, protocol)
     if answer == transcript.answer:
@@ -202,7 +202,7 @@ async def _graded(old: Transcript, new: Transcript, gold: str | None, grader: Gr
     answer. A rollout whose grader failed has an answer and no verdict; after grading it is no longer excluded. The same
     holds for a rollout whose answer is extracted only now.
     """
-    ungraded = old.verdict is None and not old.ended.is_no_data and new.answer == old.answer
+    ungraded = old.verdict is None and not old.ended.is_excluded and new.answer == old.answer
     if new.answer is None or gold is None or ungraded:
         return new
     verdict = await grader.grade(new.answer, gold)

@@ -181,7 +181,7 @@ def _conduct(data: Sequence[RolloutSummary]) -> Conduct:
 def _no_data(rollouts: Sequence[RolloutSummary]) -> dict[str, int]:
     """Failures outside the policy by kind. ``retried`` counts retries after such failures, successful or not."""
     kinds = Counter(
-        rollout.ended.value if rollout.ended.is_no_data else str(rollout.verdict)
+        rollout.ended.value if rollout.ended.is_excluded else str(rollout.verdict)
         for rollout in rollouts
         if rollout.no_data
     )

@@ -208,7 +208,7 @@ async def tally(samples: Sequence[tuple[str | None, Verdict]], grader: Grades) -
     votes = [
         (answer.strip(), verdict)
         for answer, verdict in samples
-        if answer is not None and verdict is not Verdict.NO_ANSWER and not verdict.is_no_data
+        if answer is not None and verdict is not Verdict.NO_ANSWER and not verdict.is_excluded
     ]
     correct = sum(verdict is Verdict.CORRECT for _, verdict in votes)
     slow = Counter(answer for answer, verdict in votes if verdict is Verdict.ANSWER_TIMEOUT)

@@ -156,7 +156,7 @@ class Transcript:
     @property
     def no_data(self) -> bool:
         """True if it failed for reasons outside the policy. Such rollouts are counted and excluded from averages."""
-        return self.ended.is_no_data or (self.verdict is not None and self.verdict.is_no_data)
+        return self.ended.is_excluded or (self.verdict is not None and self.verdict.is_excluded)
 
     @property
     def kind(self) -> str:

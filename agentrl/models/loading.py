@@ -130,7 +130,7 @@ def read_model(path: str | Path, settings: ModelSettings) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=_DTYPES[settings.dtype], attn_implementation=register_attention()
     )
-    return finish_model(model, settings)
+    return prepare_model(model, settings)
 
 
 def empty_model(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
@@ -143,7 +143,7 @@ def empty_model(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
     )
 
 
-def finish_model(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
+def prepare_model(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
     """Prepare a model for training and sampling; every new model passes here. Returns it."""
     switch_off_dropout(model)
     if settings.gradient_checkpointing:
@@ -190,7 +190,7 @@ def read_config(settings: ModelSettings) -> PreTrainedConfig | None:
         return None
 
 
-def attends_to_everything(config: PreTrainedConfig) -> bool:
+def has_full_attention(config: PreTrainedConfig) -> bool:
     """Whether every layer attends to the whole context: no sliding window, no linear attention."""
     # Not every architecture's configuration has these two.
     kinds = getattr(config, "layer_types", None)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from agentrl.errors import SettingsError
 from agentrl.kernels import Backend, TokenStatistics, full_kl, token_statistics, trajectory_energies, triton_obstacle
 from agentrl.kernels.attention import AttentionBackend, PackedRow, SequenceGroup, packed_states, part_of
-from agentrl.models.anatomy import PLAIN, LogitMap, take_apart
 from agentrl.models.attention import use_packed_attention
+from agentrl.models.model_parts import IDENTITY, LogitMap, split_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,7 +25,7 @@ class ReferenceHead:
     hidden: Tensor  # [N, E] its states at the same tokens
     weight: Tensor  # [V, E]
     bias: Tensor | None  # [V]
-    logit_map: LogitMap = PLAIN
+    logit_map: LogitMap = IDENTITY
 
 
 class FusedHead(nn.Linear):
@@ -39,7 +39,7 @@ class FusedHead(nn.Linear):
     logit_map: LogitMap
 
     @classmethod
-    def from_linear(cls, head: nn.Linear, *, backend: Backend = "auto", logit_map: LogitMap = PLAIN) -> FusedHead:
+    def from_linear(cls, head: nn.Linear, *, backend: Backend = "auto", logit_map: LogitMap = IDENTITY) -> FusedHead:
         """A head that shares the parameters of ``head``."""
         fused = cls.__new__(cls)
         nn.Module.__init__(fused)
@@ -113,12 +113,12 @@ class PolicyModel(nn.Module):
     ) -> None:
         """``backend`` is that of the head. The ranks of a ``sequence`` share rows: they get the same batches.
 
-        Raises SettingsError for a model that cannot run it, read packed rows or pass :func:`.anatomy.take_apart`.
+        Raises SettingsError for a model that cannot run it, read packed rows or pass `split_model`.
         """
         super().__init__()
         if backend == "triton":
             _check_triton(triton_obstacle(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
-        parts = take_apart(causal_lm)
+        parts = split_model(causal_lm)
         use_packed_attention(causal_lm, ranks=1 if sequence is None else sequence.size)
         if not isinstance(parts.head, FusedHead):
             head = FusedHead.from_linear(parts.head, backend=backend, logit_map=parts.logit_map)
@@ -167,7 +167,7 @@ class PolicyModel(nn.Module):
             selected = states[indices]  # [N, D]
             statistics = self.head(selected, targets, temperature, reference)
             return statistics, selected.detach() if keep_hidden else None
-        numbers = self.held_tokens(row, rows, columns)
+        numbers = self.local_tokens(row, rows, columns)
         assert numbers is not None  # ranks share the row
         held = _at_least_one(numbers)
         # A rank without tokens computes one that counts nowhere, to take part in collectives.
@@ -176,7 +176,7 @@ class PolicyModel(nn.Module):
         statistics = self.head(selected, targets[held], temperature, reference)
         return _gathered(statistics, numbers, len(indices), self.sequence), selected.detach() if keep_hidden else None
 
-    def held_tokens(self, row: PackedRow, rows: Tensor, columns: Tensor) -> Tensor | None:
+    def local_tokens(self, row: PackedRow, rows: Tensor, columns: Tensor) -> Tensor | None:
         """Return the numbers [n] of the tokens whose states this rank computes; None: all of them.
 
         :meth:`forward` keeps one state where there are none, so that every rank does the same work.

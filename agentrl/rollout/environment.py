@@ -53,7 +53,7 @@ def check_environment(settings: EnvironmentSections) -> None:
 
 def class_factory(env: str) -> ClassEnvironmentFactory | None:
     """The factory of an environment that is a user's class with ``reset``; None for every other kind."""
-    factory = None if is_agent(env) or env in ENVIRONMENTS.own else resolve_environment(env)
+    factory = None if is_agent(env) or env in ENVIRONMENTS.builtin else resolve_environment(env)
     return factory if isinstance(factory, ClassEnvironmentFactory) else None
 
 
@@ -73,7 +73,7 @@ def build_environment(settings: EnvironmentSections, chat: Chat | None = None) -
 
 def _text_environment(settings: EnvironmentSections, chat: ChatFormat | None) -> Environment:
     factory = resolve_environment(settings.env)
-    if settings.env in ENVIRONMENTS.own:
+    if settings.env in ENVIRONMENTS.builtin:
         return factory(settings.environment, settings.sandbox, settings.grader, chat=chat)
     if isinstance(factory, ClassEnvironmentFactory):
         own = factory.settings(settings.environment.model_extra or {})
@@ -197,7 +197,7 @@ def needs_chat_format(settings: EnvironmentSections) -> bool:
     if is_agent(settings.env):
         return True
     if not isinstance(environment, ChatSettings):
-        return settings.env not in ENVIRONMENTS.own and isinstance(
+        return settings.env not in ENVIRONMENTS.builtin and isinstance(
             resolve_environment(settings.env), ClassEnvironmentFactory
         )
     if isinstance(environment, SimpleTIRSettings) and environment.protocol == "hermes":

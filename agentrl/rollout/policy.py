@@ -173,7 +173,7 @@ class TurnPolicy(ABC, Generic[Played]):
         most = self.settings.max_response_tokens
         self.calls.extend(step.tool_calls)
         self.verdict, self.answer = step.verdict, step.answer
-        self._credit(0.0 if step.ended is not None and step.ended.is_no_data else step.reward)
+        self._credit(0.0 if step.ended is not None and step.ended.is_excluded else step.reward)
         fits = self._append(step.observation, most)
         if step.ended is not None:
             limited = (self.full and step.ended is Ended.VOID_TURN) or (

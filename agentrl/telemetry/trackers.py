@@ -83,7 +83,7 @@ TrackerFactory = Callable[[TrackedRun], Tracker]
 _MODULE = __name__
 TRACKERS: Registry[TrackerFactory] = Registry(
     "tracker",
-    own={
+    builtin={
         "wandb": f"{_MODULE}:WandbTracker",
         "trackio": f"{_MODULE}:TrackioTracker",
         "tensorboard": f"{_MODULE}:TensorboardTracker",
@@ -108,7 +108,7 @@ def register_tracker(name: str) -> Callable[[Factory], Factory]:
 def check_trackers(names: Iterable[str]) -> None:
     """Raise SettingsError for a tracker whose package is missing, PluginError for one that cannot be imported."""
     for name in names:
-        if name in TRACKERS.own and importlib.util.find_spec(name) is None:
+        if name in TRACKERS.builtin and importlib.util.find_spec(name) is None:
             raise SettingsError(f"telemetry.trackers: {name} needs a package: {install_extra(name)}")
         TRACKERS[name]
 

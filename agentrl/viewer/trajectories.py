@@ -174,7 +174,7 @@ def _row(step: int, number: int, record: JSONObject, version: int | None) -> JSO
 
 def _is_excluded(record: JSONObject) -> bool:
     verdict = record["verdict"]
-    return Ended(record["ended"]).is_no_data or (verdict is not None and Verdict(verdict).is_no_data)
+    return Ended(record["ended"]).is_excluded or (verdict is not None and Verdict(verdict).is_excluded)
 
 
 def _add_reasons(rows: list[JSONObject]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from agentrl.models.loading import empty_model, finish_model, read_model
+from agentrl.models.loading import empty_model, prepare_model, read_model
 from agentrl.models.settings import ModelSettings
 from agentrl.weights.verify import Checksum, checksum, with_head
 
@@ -176,7 +176,7 @@ def read_sharded(path: str | Path, settings: ModelSettings, config: dict[str, An
     model.tie_weights()
     whole = read_model(path, settings) if torch.distributed.get_rank() == 0 else None
     _fill(model, whole)
-    return finish_model(model, settings)
+    return prepare_model(model, settings)
 
 
 @torch.no_grad()

@@ -110,7 +110,7 @@ class ProblemEnv(gymnasium.Env[str, str]):
             raise EpisodeUsageError("step() before reset()")
         step = self._loop.run(self._episode.step(action))
         self.telemetry.extend(step.tool_calls)
-        truncated = step.ended is not None and (step.ended.is_truncation or step.ended.is_no_data)
+        truncated = step.ended is not None and (step.ended.is_truncation or step.ended.is_excluded)
         return step.observation, step.reward, step.ended is not None and not truncated, truncated, self._info(step)
 
     def close(self) -> None:

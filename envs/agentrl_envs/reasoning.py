@@ -83,7 +83,7 @@ class ReasoningEnvironment(Environment):
         """Nothing is run, so the sandbox's settings are not used. Raises `EpisodeUsageError` where ``chat`` lacks."""
         self.settings = settings or ReasoningSettings()
         self._grader = Grader(grader_settings or GraderSettings())
-        self._protocol = in_chat(ReasoningProtocol(instruction=self.settings.told), self.settings, chat)
+        self._protocol = in_chat(ReasoningProtocol(instruction=self.settings.preamble), self.settings, chat)
         self._episode_settings = SimpleTIRSettings(max_turns=1)
 
     def episode(self, problem: Problem) -> SimpleTIREpisode:

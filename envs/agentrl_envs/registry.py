@@ -55,28 +55,28 @@ class NameTakenError(PluginError, ValueError):
 class Registry(Generic[Item]):
     """Names and what they stand for. ``kind`` is what an entry is called in messages.
 
-    ``own``: names of this package as ``module:attribute``. ``group``: the entry points of installed packages, "" for
+    ``builtin``: names of this package as ``module:attribute``. ``group``: the entry points of installed packages, "" for
     none. With ``paths`` a name may be ``module:attribute``.
     """
 
     def __init__(
-        self, kind: str, *, own: Mapping[str, str] | None = None, group: str = "", paths: bool = False
+        self, kind: str, *, builtin: Mapping[str, str] | None = None, group: str = "", paths: bool = False
     ) -> None:
         self.kind = kind
-        self.own = own or {}
+        self.builtin = builtin or {}
         self._group = group
         self._paths = paths
         self._entries: dict[str, Item] = {}
 
     def add(self, name: str, item: Item) -> None:
         """Add an entry. Raises `NameTakenError` if there is one of this name."""
-        if name in self._entries or name in self.own:
+        if name in self._entries or name in self.builtin:
             raise NameTakenError(f"{self.kind} {name!r} is already registered")
         self._entries[name] = item
 
     def names(self) -> tuple[str, ...]:
         """Every name, sorted; entry points by their names."""
-        return tuple(sorted({*self.own, *self._entries, *self._installed()}))
+        return tuple(sorted({*self.builtin, *self._entries, *self._installed()}))
 
     def check(self, name: str) -> None:
         """Raise `UnknownNameError` for a name that is none. A ``module:attribute`` is not imported."""
@@ -87,7 +87,7 @@ class Registry(Generic[Item]):
         self.check(name)
         if name in self._entries:
             return self._entries[name]
-        path = self.own.get(name) or self._installed().get(name, name.removeprefix(TRL))
+        path = self.builtin.get(name) or self._installed().get(name, name.removeprefix(TRL))
         return cast(Item, import_attribute(path, self.kind))
 
     def _installed(self) -> dict[str, str]:
@@ -96,7 +96,7 @@ class Registry(Generic[Item]):
 
 ENVIRONMENTS: Registry[EnvironmentFactory] = Registry(
     "environment",
-    own={
+    builtin={
         "simpletir": "agentrl_envs.simpletir:SimpleTIREnvironment",
         "reasoning": "agentrl_envs.reasoning:ReasoningEnvironment",
     },
@@ -113,14 +113,14 @@ ADAPTERS: Mapping[str, str] = {
 
 PROTOCOLS: Registry[Any] = Registry(
     "protocol",
-    own={name: f"agentrl_envs.protocols.factory:{name}" for name in ("simpletir", "retool", "torl", "hermes")},
+    builtin={name: f"agentrl_envs.protocols.factory:{name}" for name in ("simpletir", "retool", "torl", "hermes")},
     group="agentrl.protocols",
     paths=True,
 )
 """Functions that make a `Protocol`: `agentrl_envs.protocols.factory.ProtocolFactory`."""
 
 TOOLS: Registry[object] = Registry(
-    "tool", own={"python": "agentrl_envs.tools.schema:PYTHON_SCHEMA"}, group="agentrl.tools", paths=True
+    "tool", builtin={"python": "agentrl_envs.tools.schema:PYTHON_SCHEMA"}, group="agentrl.tools", paths=True
 )
 """Tools by their names in ``environment.tools``: functions, classes, or objects as `agentrl_envs.tools.Tool` says."""
 
@@ -130,7 +130,7 @@ REWARDS: Registry[object] = Registry("reward", group="agentrl.rewards", paths=Tr
 
 def grades_answers(env: str) -> bool:
     """Whether the environment of this name compares the model's answers with gold answers."""
-    return env in ENVIRONMENTS.own
+    return env in ENVIRONMENTS.builtin
 
 
 def _decorator(registry: Registry[Any], name: str) -> Callable[[Item], Item]:

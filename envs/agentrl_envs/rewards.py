@@ -34,7 +34,7 @@ from agentrl_envs.registry import REWARDS, PluginError, describe_error
 from agentrl_envs.settings import ExecutionSettings
 from agentrl_envs.threads import BlockingCalls
 from agentrl_envs.tools.calling import is_unreachable
-from agentrl_envs.tools.schema import given_parameters
+from agentrl_envs.tools.schema import injected_parameters
 from agentrl_envs.types import Ended, Problem, Verdict, as_reward
 from agentrl_sandbox.client import Sandbox, SandboxSettings, open_sandbox
 
@@ -112,7 +112,7 @@ class Reward:
                 f"reward.functions {path!r} is a {type(found).__name__}, expected a function "
                 "(problem, conversation, verdict) -> float"
             )
-        self._given = given_parameters(found, ("sandbox",))
+        self._given = injected_parameters(found, ("sandbox",))
         if not _takes(found, 3, self._given):
             raise PluginError(
                 f"reward.functions {path!r} cannot be called with (problem, conversation, verdict): it takes "

@@ -145,7 +145,7 @@ class SimpleTIRSettings(ToolChatSettings, ExecutionSettings):
 
     protocol: Annotated[str, AfterValidator(_known_protocol)] = Field(
         "simpletir",
-        json_schema_extra={"form": f"one of {', '.join(PROTOCOLS.own)} or module:function"},
+        json_schema_extra={"form": f"one of {', '.join(PROTOCOLS.builtin)} or module:function"},
         description="how programs, outputs and answers are written; hermes needs a model with a chat template",
     )
     max_turns: int = Field(default=10, ge=1, description="maximum model turns in one episode")
@@ -169,7 +169,7 @@ class SimpleTIRSettings(ToolChatSettings, ExecutionSettings):
     )
 
     @property
-    def shown_instruction(self) -> str:
+    def effective_instruction(self) -> str:
         """The instruction that the model is shown."""
         if self.instruction is not None:
             return self.instruction
@@ -177,9 +177,9 @@ class SimpleTIRSettings(ToolChatSettings, ExecutionSettings):
         return own if self.interpreter == "fresh" else _in_session(own)
 
     @property
-    def told(self) -> str:
+    def preamble(self) -> str:
         """The instruction as the prompt of a protocol that is text has it."""
-        return self._with_system_prompt(self.shown_instruction)
+        return self._with_system_prompt(self.effective_instruction)
 
 
 class ClassEnvironmentSettings(ToolChatSettings, ExecutionSettings):
@@ -204,14 +204,14 @@ class ReasoningSettings(ChatSettings):
     instruction: str | None = Field(default=None, description='text before the problem; null: the default, "": none')
 
     @property
-    def shown_instruction(self) -> str:
+    def effective_instruction(self) -> str:
         """The instruction that the model is shown."""
         return INSTRUCTIONS["reasoning"] if self.instruction is None else self.instruction
 
     @property
-    def told(self) -> str:
+    def preamble(self) -> str:
         """The instruction as the prompt has it."""
-        return self._with_system_prompt(self.shown_instruction)
+        return self._with_system_prompt(self.effective_instruction)
 
 
 class GymnasiumSettings(BaseModel):

@@ -196,7 +196,7 @@ class SimpleTIREpisode:
 
     async def _grade(self, answer: str, *, observation: str, calls: tuple[ToolCall, ...]) -> Step:
         """The step that ends the episode. Without a gold answer it is worth nothing: a reward function says more."""
-        if self.problem.answer is None and not self._grader.needs_no_gold:
+        if self.problem.answer is None and not self._grader.needs_no_reference:
             return Step(observation=observation, reward=0.0, ended=Ended.ANSWERED, answer=answer, tool_calls=calls)
         try:
             verdict, score = await self._grader.score(answer, self.problem)

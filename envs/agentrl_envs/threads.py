@@ -53,7 +53,7 @@ class BlockingCalls:
         return future
 
 
-class OwnThread:
+class ObjectThread:
     """Runs the blocking calls of one object one after the other, all in the same thread.
 
     So a library that binds an object to its thread (sqlite3) works, and no two calls race. The thread starts with the
@@ -114,7 +114,7 @@ class OwnThread:
             call()
 
 
-class RunsBlocking(Protocol):
+class BlockingRunner(Protocol):
     """Where blocking calls run: `BlockingCalls` or `OwnThread`."""
 
     async def run(self, call: Callable[[], Result], *, deadline: float | None = None, what: str = "") -> Result: ...

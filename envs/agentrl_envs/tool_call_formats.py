@@ -73,7 +73,7 @@ _BARE = re.compile(r'<\|python_tag\|>\s*|(?:^[ \t]*|;\s*)(?=\{\s*"(?:name|type)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FoundCall:
+class ParsedCall:
     """An attempt at a call between ``start`` and ``end``. ``error`` says why it cannot be read; "" if it can.
 
     ``arguments`` is whatever was written for them, None if nothing was. ``id`` is the model's own, if it writes one.
@@ -96,16 +96,16 @@ class CallForm:
     """A form of calls. ``key`` names the arguments; ``tokens`` are special tokens of some tokenizers that it uses."""
 
     name: str
-    reader: Callable[[str, Parameters], Iterator[FoundCall]]
+    reader: Callable[[str, Parameters], Iterator[ParsedCall]]
     key: str = "arguments"
     tokens: tuple[str, ...] = ()
 
-    def find(self, text: str, parameters: Parameters = _unknown) -> list[FoundCall]:
+    def find(self, text: str, parameters: Parameters = _unknown) -> list[ParsedCall]:
         """Every attempt at a call. ``parameters`` tell the types of values that are written without one."""
         return list(self.reader(text, parameters))
 
 
-def without_calls(text: str, calls: Sequence[FoundCall]) -> str:
+def without_calls(text: str, calls: Sequence[ParsedCall]) -> str:
     """The text around the calls."""
     kept, position = [], 0
     for call in calls:
@@ -114,31 +114,31 @@ def without_calls(text: str, calls: Sequence[FoundCall]) -> str:
     return "".join([*kept, text[position:]]).strip()
 
 
-def _hermes(text: str, parameters: Parameters) -> Iterator[FoundCall]:
+def _hermes(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
     position = 0
     while (start := text.find(_OPEN, position)) >= 0:
         position = start + len(_OPEN)
         value, end = _read_json(text, position)
         close = text.find(_CLOSE, position if end is None else end)
         if close < 0:
-            yield FoundCall(start=start, end=len(text), error=f"{_OPEN} is not closed by {_CLOSE}")
+            yield ParsedCall(start=start, end=len(text), error=f"{_OPEN} is not closed by {_CLOSE}")
             return
         position = close + len(_CLOSE)
         if end is None or text[end:close].strip():
             error = f"between {_OPEN} and {_CLOSE} there must be one JSON object"
-            yield FoundCall(start=start, end=position, error=error)
+            yield ParsedCall(start=start, end=position, error=error)
         else:
             yield _of_object(value, start, position, "arguments")
 
 
-def _qwen_coder(text: str, parameters: Parameters) -> Iterator[FoundCall]:
+def _qwen_coder(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
     position = 0
     while (start := text.find(_OPEN, position)) >= 0:
         position = start + len(_OPEN)
         found = _FUNCTION.match(text, position)
         close = text.find(_CLOSE, position if found is None else found.end())
         if close < 0:
-            yield FoundCall(start=start, end=len(text), error=f"{_OPEN} is not closed by {_CLOSE}")
+            yield ParsedCall(start=start, end=len(text), error=f"{_OPEN} is not closed by {_CLOSE}")
             return
         position = close + len(_CLOSE)
         written = None if found is None else _written_parameters(found["body"])
@@ -147,11 +147,11 @@ def _qwen_coder(text: str, parameters: Parameters) -> Iterator[FoundCall]:
                 f"between {_OPEN} and {_CLOSE} there must be <function=NAME>, a <parameter=NAME> with </parameter> for "
                 "each argument, and </function>"
             )
-            yield FoundCall(start=start, end=position, error=error)
+            yield ParsedCall(start=start, end=position, error=error)
             continue
         schema = parameters(found["name"])
         arguments = {name: parameter_value(value, name, schema) for name, value in written}
-        yield FoundCall(start=start, end=position, name=found["name"], arguments=arguments)
+        yield ParsedCall(start=start, end=position, name=found["name"], arguments=arguments)
 
 
 def _written_parameters(body: str) -> list[tuple[str, str]] | None:
@@ -163,7 +163,7 @@ def _written_parameters(body: str) -> list[tuple[str, str]] | None:
     return None if body[position:].strip() else found
 
 
-def _mistral(text: str, parameters: Parameters) -> Iterator[FoundCall]:
+def _mistral(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
     position = 0
     while (start := text.find(_LIST, position)) >= 0:
         position = start + len(_LIST)
@@ -173,36 +173,36 @@ def _mistral(text: str, parameters: Parameters) -> Iterator[FoundCall]:
             following = text.find(_LIST, position)
             position = following if following >= 0 else len(text)
             error = f"{_LIST} must be followed by a JSON list of calls, or by a tool's name and a JSON object"
-            yield FoundCall(start=start, end=position, error=error)
+            yield ParsedCall(start=start, end=position, error=error)
             continue
         position = end
         if named is not None:
-            yield FoundCall(start=start, end=end, name=named["name"], arguments=value, id=named["id"] or "")
+            yield ParsedCall(start=start, end=end, name=named["name"], arguments=value, id=named["id"] or "")
             continue
         for call in value if isinstance(value, list) else [value]:
             yield _of_object(call, start, end, "arguments")
 
 
-def _llama(text: str, parameters: Parameters) -> Iterator[FoundCall]:
+def _llama(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
     position = 0
     while (start := _BARE.search(text, position)) is not None:
         value, end = _read_json(text, start.end())
         if end is None:
             error = 'a call is a JSON object with a text "name" and an object "parameters", and nothing else'
-            yield FoundCall(start=start.start(), end=len(text), error=error)
+            yield ParsedCall(start=start.start(), end=len(text), error=error)
             return
         position = end
         yield _of_object(value, start.start(), end, "parameters", "arguments")
 
 
-def _of_object(value: object, start: int, end: int, *keys: str) -> FoundCall:
+def _of_object(value: object, start: int, end: int, *keys: str) -> ParsedCall:
     """The call that a JSON value is; the arguments stand under the first of ``keys`` that it has."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         error = f'a call is a JSON object with a text "name" and an object "{keys[0]}"'
-        return FoundCall(start=start, end=end, error=error)
+        return ParsedCall(start=start, end=end, error=error)
     arguments = next((value[key] for key in keys if key in value), None)
     own = value.get("id")
-    return FoundCall(
+    return ParsedCall(
         start=start, end=end, name=value["name"], arguments=arguments, id=own if isinstance(own, str) else ""
     )
 

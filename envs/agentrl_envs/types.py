@@ -106,7 +106,7 @@ class Ended(StrEnum):
         return self in (Ended.TURN_LIMIT, Ended.TOKEN_LIMIT, Ended.DEADLINE)
 
     @property
-    def is_no_data(self) -> bool:
+    def is_excluded(self) -> bool:
         """True when the episode failed for reasons outside the policy: it enters no reward, baseline or average."""
         return self in (Ended.CANCELLED, Ended.INFRASTRUCTURE_FAILURE)
 
@@ -132,7 +132,7 @@ class Verdict(StrEnum):
     GRADER_TIMEOUT = "grader_timeout"
 
     @property
-    def is_no_data(self) -> bool:
+    def is_excluded(self) -> bool:
         """True when nothing is known of the answer for reasons outside the policy."""
         return self in (Verdict.UNPARSABLE_GOLD, Verdict.GRADER_TIMEOUT)
 

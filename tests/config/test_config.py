@@ -129,7 +129,7 @@ def test_the_tiny_preset_speaks_of_simpletir_alone() -> None:
         assert load_settings("my_module:MyEnv", given).environment.model_extra == {}
     torl = load_settings(overrides=["environment.protocol=torl"]).environment
     assert isinstance(torl, SimpleTIRSettings)
-    assert (torl.protocol, torl.max_turns, torl.shown_instruction) == ("torl", 4, "Solve with Python.")
+    assert (torl.protocol, torl.max_turns, torl.effective_instruction) == ("torl", 4, "Solve with Python.")
 
 
 def test_the_tiny_preset_falsifies_nothing_that_is_not_simpletirs() -> None:

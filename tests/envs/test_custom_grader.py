@@ -28,7 +28,7 @@ async def test_it_sees_the_problem_and_gives_partial_credit() -> None:
     grader = graded_by("colour")
     assert await grader.score("blue", PROBLEM) == (Verdict.CORRECT, 1.0)
     assert await grader.score("red", PROBLEM) == (Verdict.INCORRECT, 0.25)
-    assert grader.needs_no_gold
+    assert grader.needs_no_reference
     assert grader.describe() == f"by {__name__}:colour"
 
 

@@ -256,8 +256,8 @@ def test_prompts_say_what_a_policy_must_know(name: Any) -> None:
 
 
 def test_reasoning_settings_have_an_instruction_of_their_own() -> None:
-    assert ReasoningSettings().shown_instruction == INSTRUCTIONS["reasoning"]
-    assert ReasoningSettings(instruction="").shown_instruction == ""
+    assert ReasoningSettings().effective_instruction == INSTRUCTIONS["reasoning"]
+    assert ReasoningSettings(instruction="").effective_instruction == ""
 
 
 @pytest.mark.parametrize("protocol", NEW_PROTOCOLS, ids=lambda one: type(one).__name__)

@@ -37,7 +37,7 @@ def test_what_a_user_registers_is_found_by_its_name() -> None:
 
     @agentrl.register_protocol("plain")
     def plain(settings: SimpleTIRSettings, chat: object, tools: object) -> ToRLProtocol:
-        return ToRLProtocol(instruction=settings.shown_instruction, observation_limit=7)
+        return ToRLProtocol(instruction=settings.effective_instruction, observation_limit=7)
 
     @agentrl.register_tool("six")
     class Six:
@@ -64,14 +64,14 @@ def test_our_names_and_the_registered_ones_are_listed_together() -> None:
 
 @pytest.mark.parametrize("name", ["simpletir", "new"])
 def test_a_name_is_given_once(name: str) -> None:
-    registry = Registry[object]("thing", own={"simpletir": "json:loads"})
+    registry = Registry[object]("thing", builtin={"simpletir": "json:loads"})
     registry.add("new", 5)
     with pytest.raises(NameTakenError, match=f"thing '{name}' is already registered"):
         registry.add(name, 6)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_all() -> None:
-    registry = Registry[object]("thing", own={"loads": "json:loads"})
+    registry = Registry[object]("thing", builtin={"loads": "json:loads"})
     with pytest.raises(UnknownNameError, match=r"^unknown thing 'lods'; did you mean 'loads'\? \(known: loads\)$"):
         registry["lods"]
     with pytest.raises(UnknownNameError, match=r"^unknown thing 'json:dumps' \(known: loads\)$"):

@@ -88,7 +88,7 @@ async def test_a_lost_session_is_an_infrastructure_failure(environment: SimpleTI
 
 def test_the_model_is_told_that_programs_share_an_interpreter() -> None:
     for protocol in ("simpletir", "retool"):
-        told = SimpleTIRSettings(protocol=protocol, interpreter="session").shown_instruction
+        told = SimpleTIRSettings(protocol=protocol, interpreter="session").effective_instruction
         assert "fresh interpreter" not in told
         assert "which keeps variables and imports" in told
-        assert SimpleTIRSettings(protocol=protocol).shown_instruction == INSTRUCTIONS[protocol]
+        assert SimpleTIRSettings(protocol=protocol).effective_instruction == INSTRUCTIONS[protocol]

@@ -114,7 +114,7 @@ async def test_a_sandbox_that_stays_broken_is_no_wrong_answer(play: Play, execut
     step = await episode.step("\\boxed{6}\n" + PROGRAM)
     assert (step.ended, step.verdict, step.answer) == (Ended.INFRASTRUCTURE_FAILURE, None, None)
     assert step.ended is not None
-    assert step.ended.is_no_data
+    assert step.ended.is_excluded
     assert [call.outcome for call in step.tool_calls] == ["infrastructure_failure"]
 
 

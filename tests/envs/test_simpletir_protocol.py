@@ -31,7 +31,7 @@ def test_prompt_is_instruction_and_statement() -> None:
 
 
 def test_default_instruction_says_what_a_policy_must_know() -> None:
-    instruction = SimpleTIRSettings().shown_instruction
+    instruction = SimpleTIRSettings().effective_instruction
     for word in (
         "step by step",
         "Python",

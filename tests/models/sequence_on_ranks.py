@@ -123,7 +123,7 @@ def found_by(case: Case, sequence: SequenceGroup | None) -> dict[str, Any]:
     counted = torch.arange(values.shape[1]) <= batch.response_lengths[:, None]
     torch.where(counted, values.square(), 0.0).sum().backward()
     found: dict[str, Any] = {name: value.detach() for name, value in vars(statistics).items()}
-    held = policy.held_tokens(*inputs)
+    held = policy.local_tokens(*inputs)
     own = hidden if held is None else hidden[: len(held)]
     if sequence is not None:
         hidden = sequence.gather(own, held, len(statistics.log_probs))

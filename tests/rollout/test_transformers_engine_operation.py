@@ -14,8 +14,8 @@ import torch
 from rollout.engine_requests import CODEC, ask, assert_exact, prompts, serving
 from rollout.fakes import EOS, byte_codec, tiny_model
 
-from agentrl.models.anatomy import take_apart
 from agentrl.models.attention import ATTENTION
+from agentrl.models.model_parts import split_model
 from agentrl.rollout.engines.base import CacheUse, EngineError, Sampling
 from agentrl.rollout.engines.batcher import Batcher, Request
 from agentrl.rollout.engines.transformers import TransformersEngine
@@ -108,7 +108,7 @@ def test_cancelled_requests_do_not_hold_up_new_weights() -> None:
     # The driver cancels and the trainer publishes before the engine's thread has seen the cancellation.
     model = tiny_model()
     batcher = Batcher(
-        model, take_apart(model), eos_ids=frozenset({EOS}), table=CODEC.table, max_batch_tokens=64, kv_cache_tokens=512
+        model, split_model(model), eos_ids=frozenset({EOS}), table=CODEC.table, max_batch_tokens=64, kv_cache_tokens=512
     )
     requests = [
         Request(
@@ -177,7 +177,7 @@ def test_every_order_of_arrivals_releases_and_cancellations_gives_exact_log_prob
     model = tiny_model(seed=seed)
     batcher = Batcher(
         model,
-        take_apart(model),
+        split_model(model),
         eos_ids=frozenset((EOS,)),
         table=byte_codec().table,
         max_batch_tokens=chance.choice((30, 1000)),

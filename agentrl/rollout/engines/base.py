@@ -303,7 +303,7 @@ class TransformersPlugin(EnginePlugin):
 
 ENGINES: Registry[type[EnginePlugin]] = Registry(
     "engine",
-    own={
+    builtin={
         "transformers": "agentrl.rollout.engines.base:TransformersPlugin",
         "vllm": "agentrl.rollout.engines.vllm.plugin:VLLMPlugin",
     },

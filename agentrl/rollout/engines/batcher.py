@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.models.anatomy import Anatomy
+from agentrl.models.model_parts import ModelParts
 from agentrl.rollout.engines.base import Completion, EngineError, Sampling
 from agentrl.rollout.engines.decoding import SlotCache, decoding
 from agentrl.rollout.engines.sampling import keyed_uniform, sample_tokens
@@ -76,7 +76,7 @@ class Batcher:
     def __init__(
         self,
         model: Any,
-        parts: Anatomy,
+        parts: ModelParts,
         *,
         eos_ids: frozenset[int],
         table: list[bytes],

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import SettingsError, is_out_of_memory
-from agentrl.models.anatomy import take_apart
 from agentrl.models.attention import use_attention
-from agentrl.models.loading import attends_to_everything, model_fingerprint
+from agentrl.models.loading import has_full_attention, model_fingerprint
+from agentrl.models.model_parts import split_model
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, EngineRequest, Sampling
 from agentrl.rollout.engines.batcher import Batcher, Request
@@ -68,14 +68,14 @@ class TransformersEngine:
         deterministic: bool = False,
     ) -> None:
         """Raises SettingsError for a model whose attention the engine's cache cannot serve."""
-        if not attends_to_everything(model.config):
+        if not has_full_attention(model.config):
             raise SettingsError(
                 "rollout.engine=transformers serves models whose layers all attend to the whole context"
             )
         use_attention(model)
         if is_too_large(sum(item.numel() for item in model.parameters()), model.device.type):
             logger.warning(TOO_LARGE)
-        self._model, self._parts = model, take_apart(model)
+        self._model, self._parts = model, split_model(model)
         self._version = version
         self._deterministic = deterministic
         self._keep_running = settings.kv_on_update == "kept"

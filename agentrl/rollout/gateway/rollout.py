@@ -122,7 +122,7 @@ class AgentRollout:
 
     def trajectories(self, ended: Ended) -> tuple[Trajectory, ...]:
         """What was sampled, as trajectories. ``ended`` holds unless a limit stopped the rollout."""
-        ended = ended if self.stopped is None or ended.is_no_data else self.stopped
+        ended = ended if self.stopped is None or ended.is_excluded else self.stopped
         return export(
             self.tree, self.policy, ended=ended, reward=self.reward or 0.0, seconds=time.monotonic() - self._began
         )

@@ -212,9 +212,9 @@ def export(
     data, is one trajectory without segments.
     """
     made = partial(policy.trajectory, seconds=seconds)
-    lines = [] if ended.is_no_data else tree.branches()
+    lines = [] if ended.is_excluded else tree.branches()
     if not lines:
-        failed = ended if ended.is_no_data else Ended.INFRASTRUCTURE_FAILURE
+        failed = ended if ended.is_excluded else Ended.INFRASTRUCTURE_FAILURE
         return (made(prompt_ids=(), segments=(), ended=failed),)
     counts = [_sampled(line) for line in lines]
     forks = _forks(lines)

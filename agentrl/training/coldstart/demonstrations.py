@@ -24,7 +24,7 @@ from agentrl_envs.protocols.factory import make_protocol
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
 from agentrl_envs.registry import did_you_mean
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
-from agentrl_envs.tool_call_formats import FoundCall
+from agentrl_envs.tool_call_formats import ParsedCall
 from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def check_calls(demonstrations: Sequence[Demonstration], settings: Settings) -> 
         logger.warning("%s%s; the model learns this call, and reads the error", wrong[0], more)
 
 
-def _calls(item: Demonstration) -> Iterator[tuple[int, FoundCall]]:
+def _calls(item: Demonstration) -> Iterator[tuple[int, ParsedCall]]:
     """The calls of a demonstration that can be read, with the numbers of their turns."""
     find = plain_format([]).calls.find
     for number, turn in enumerate(item.turns, start=1):

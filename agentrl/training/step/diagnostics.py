@@ -123,7 +123,7 @@ class HeadExactMonitor:
         Ranks that share rows exchange their parts of the head's gradient, and no state.
         """
         batch, sequence = rows.batch, self._policy.sequence
-        held = self._policy.held_tokens(batch.row, batch.rows, batch.columns)
+        held = self._policy.local_tokens(batch.row, batch.rows, batch.columns)
         self._accumulator.update(
             hidden=hidden if held is None else hidden[: len(held)],
             targets=batch.row.tokens(batch.rows, batch.columns),

@@ -33,10 +33,10 @@ from agentrl_envs.protocols.base import MalformedCall, ToolRequest, clip
 from agentrl_envs.protocols.hermes import HermesProtocol, PlainCalls
 from agentrl_envs.registry import PluginError, describe_error
 from agentrl_envs.settings import ClassEnvironmentSettings, read_options
-from agentrl_envs.threads import BlockingCalls, OwnThread
+from agentrl_envs.threads import BlockingCalls, ObjectThread
 from agentrl_envs.tools import EpisodeTools, ToolSet
 from agentrl_envs.tools.calling import ToolError, is_unreachable
-from agentrl_envs.tools.schema import given_parameters
+from agentrl_envs.tools.schema import injected_parameters
 from agentrl_envs.tools.toolset import methods_as_tools
 from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall, Verdict, as_reward, thaw
 from agentrl_sandbox.client import Sandbox, SandboxSettings, open_sandbox
@@ -145,7 +145,7 @@ class ClassEnvironment(Environment):
     async def open(self) -> None:
         """Open the sandbox if the class asks for it."""
         made = cast("Callable[..., object]", self._factory.found)
-        wanted = self._protocol.tools.runs_programs or "sandbox" in given_parameters(made)
+        wanted = self._protocol.tools.runs_programs or "sandbox" in injected_parameters(made)
         if self._sandbox is None and wanted:
             self._sandbox = await open_sandbox(self._sandbox_settings)
 
@@ -319,7 +319,7 @@ class ClassEpisode:
                 raise UnavailableError(f"{self._say(method)} raised {describe_error(error)}") from error
             raise EnvironmentContractError(f"{self._say(method)} raised {describe_error(error)}") from error
 
-    def _instance(self) -> tuple[object, OwnThread]:
+    def _instance(self) -> tuple[object, ObjectThread]:
         assert self._tools is not None
         return self._tools.instance(cast("Callable[..., object]", self._factory.found))
 
@@ -339,7 +339,7 @@ class _Grade:
 
     async def of(self, answer: str | None, gold: str) -> bool:
         verdict = await self._grader.grade(answer, gold)
-        if verdict.is_no_data:
+        if verdict.is_excluded:
             raise UnavailableError(f"the answer {answer!r:.60} was not graded ({verdict.value})")
         return verdict is Verdict.CORRECT
 

@@ -51,7 +51,7 @@ def resolve_environment(name: str) -> EnvironmentFactory:
 
 
 def _class_factory(name: str, found: type) -> EnvironmentFactory:
-    if name in ENVIRONMENTS.own:
+    if name in ENVIRONMENTS.builtin:
         return found
     if issubclass(found, gymnasium.Env):
         return AdaptedFactory(GymnasiumSettings, functools.partial(GymnasiumEnvironment, found))

@@ -33,20 +33,20 @@ class WorkerOptions(TypedDict):
     concurrency: int
 
 
-class GivenProblem(TypedDict):
+class AssignedProblem(TypedDict):
     """A problem, as far as a task is found by it."""
 
     id: str
     info: dict[str, object]
 
 
-class GivenRollout(TypedDict):
+class AssignedRollout(TypedDict):
     """A rollout as the gateway hands it out."""
 
     rollout_id: str
     base_url: str
     model: str
-    problem: GivenProblem
+    problem: AssignedProblem
 
 
 class Tasks:
@@ -56,7 +56,7 @@ class Tasks:
         self._coming = tasks
         self._read: list[vf.Task] = []
 
-    def of(self, problem: GivenProblem) -> vf.Task:
+    def of(self, problem: AssignedProblem) -> vf.Task:
         """The task with the number ``idx`` of the problem's columns, or the number at the end of its id."""
         number = problem["info"].get("idx", re.search(r"\d*$", problem["id"])[0] or 0)  # type: ignore[index]
         place = int(str(number))
@@ -91,7 +91,7 @@ class Worker:
                 else:
                     playing.create_task(self._play(given))
 
-    async def _play(self, rollout: GivenRollout) -> None:
+    async def _play(self, rollout: AssignedRollout) -> None:
         """One episode. Its reward is the mean of what its trained agents earned."""
         from verifiers.v1 import EvalClientConfig, ModelContext
 
@@ -113,7 +113,7 @@ class Worker:
         finally:
             self._free.release()
 
-    async def _post(self, path: str, body: dict[str, object]) -> GivenRollout | None:
+    async def _post(self, path: str, body: dict[str, object]) -> AssignedRollout | None:
         """What the gateway answers; None for no content."""
         request = urllib.request.Request(
             f"{self._url}/rollouts{path}",
@@ -121,7 +121,7 @@ class Worker:
             headers={"authorization": f"Bearer {os.environ[KEY]}"},
         )
 
-        def posted() -> GivenRollout | None:
+        def posted() -> AssignedRollout | None:
             with self._opener.open(request, timeout=2 * _WAIT) as answer:
                 text = answer.read()
             return None if answer.status == 204 else json.loads(text)

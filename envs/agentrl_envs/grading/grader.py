@@ -267,7 +267,7 @@ class Grader:
         self._closed = False
 
     @property
-    def needs_no_gold(self) -> bool:
+    def needs_no_reference(self) -> bool:
         """Whether a user's function grades, which need not look at a gold answer."""
         return self._custom is not None
 

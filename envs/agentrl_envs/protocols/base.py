@@ -118,7 +118,7 @@ def _last_line(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AnswerInText:
+class TextAnswerProtocol:
     """``observation_limit``: characters of a program's output that the model is shown."""
 
     instruction: str

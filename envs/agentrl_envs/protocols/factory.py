@@ -94,19 +94,19 @@ def in_chat(protocol: Protocol, settings: SimpleTIRSettings | ReasoningSettings,
 
 def simpletir(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:
     """SimpleTIR: fenced programs, boxed answers."""
-    text = SimpleTIRProtocol(instruction=settings.told, observation_limit=settings.observation_limit)
+    text = SimpleTIRProtocol(instruction=settings.preamble, observation_limit=settings.observation_limit)
     return in_chat(text, settings, chat)
 
 
 def retool(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:
     """ReTool: programs and answers in tags."""
-    text = ReToolProtocol(instruction=settings.told, observation_limit=settings.observation_limit)
+    text = ReToolProtocol(instruction=settings.preamble, observation_limit=settings.observation_limit)
     return in_chat(text, settings, chat)
 
 
 def torl(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:
     """ToRL: fenced programs, each followed by an output fence."""
-    text = ToRLProtocol(instruction=settings.told, observation_limit=settings.observation_limit)
+    text = ToRLProtocol(instruction=settings.preamble, observation_limit=settings.observation_limit)
     return in_chat(text, settings, chat)
 
 
@@ -118,7 +118,7 @@ def hermes(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet)
     if chat is None:
         raise EpisodeUsageError("protocol hermes needs chat=, the template of the model that plays")
     return (PlainCalls if plain else HermesProtocol)(
-        instruction=settings.shown_instruction,
+        instruction=settings.effective_instruction,
         observation_limit=settings.observation_limit,
         chat=chat,
         tools=tools,

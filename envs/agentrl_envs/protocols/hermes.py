@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl_envs.chat import ChatFormat
-from agentrl_envs.protocols.base import AnswerInText, MalformedCall, ParsedTurn, ToolRequest, last_boxed
-from agentrl_envs.tool_call_formats import FoundCall
+from agentrl_envs.protocols.base import MalformedCall, ParsedTurn, TextAnswerProtocol, ToolRequest, last_boxed
+from agentrl_envs.tool_call_formats import ParsedCall
 from agentrl_envs.tools import ToolSet
 from agentrl_envs.types import Problem
 
@@ -31,7 +31,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HermesProtocol(AnswerInText):
+class HermesProtocol(TextAnswerProtocol):
     """Tool calls in a chat template. Of one turn ``max_calls`` calls are answered; the rest get one error."""
 
     chat: ChatFormat
@@ -74,14 +74,14 @@ class HermesProtocol(AnswerInText):
     def _said(self, text: str) -> str:
         return after_thinking(text, opened=self.chat.opens_thoughts)
 
-    def _found(self, said: str) -> list[FoundCall]:
+    def _found(self, said: str) -> list[ParsedCall]:
         return self.chat.calls.find(said, self._parameters)
 
     def _parameters(self, name: str) -> Mapping[str, object] | None:
         schema = self.tools.schema(name)
         return None if schema is None else schema.parameters
 
-    def _request(self, found: FoundCall) -> ToolRequest | MalformedCall:
+    def _request(self, found: ParsedCall) -> ToolRequest | MalformedCall:
         if found.error:
             return _error(found.error)
         schema = self.tools.schema(found.name)

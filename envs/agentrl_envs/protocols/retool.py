@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl_envs.protocols.base import AnswerInText, ParsedTurn, last_boxed, malformed
+from agentrl_envs.protocols.base import ParsedTurn, TextAnswerProtocol, last_boxed, malformed
 from agentrl_envs.types import Problem
 
 _CLOSE_CODE, _CLOSE_ANSWER = "</code>", "</answer>"
@@ -29,7 +29,7 @@ _EMPTY = "CallError: the ```python block is empty"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReToolProtocol(AnswerInText):
+class ReToolProtocol(TextAnswerProtocol):
     """ReTool as text.
 
     >>> protocol = ReToolProtocol(instruction="", observation_limit=512)

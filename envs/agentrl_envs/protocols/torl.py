@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl_envs.protocols.base import AnswerInText, Block, ParsedTurn, last_boxed, malformed, python_blocks
+from agentrl_envs.protocols.base import Block, ParsedTurn, TextAnswerProtocol, last_boxed, malformed, python_blocks
 from agentrl_envs.types import Problem
 
 _OUTPUT = "```output"
@@ -25,7 +25,7 @@ _NOT_RUN = "CallError: the program was not run: write ```output on the line afte
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ToRLProtocol(AnswerInText):
+class ToRLProtocol(TextAnswerProtocol):
     """ToRL as text: a dialogue of user and assistant, written without a chat template.
 
     >>> protocol = ToRLProtocol(instruction="", observation_limit=512)

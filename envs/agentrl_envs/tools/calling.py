@@ -21,7 +21,7 @@ from typing import Any
 
 from agentrl_envs.episode import EnvironmentContractError, UnavailableError
 from agentrl_envs.registry import describe_error
-from agentrl_envs.threads import RunsBlocking
+from agentrl_envs.threads import BlockingRunner
 
 BUGS = (
     AssertionError,
@@ -68,7 +68,7 @@ async def call_tool(
     name: str,
     function: Callable[..., object],
     arguments: Mapping[str, object],
-    threads: RunsBlocking,
+    threads: BlockingRunner,
     *,
     lenient: bool = False,
 ) -> str:
@@ -99,7 +99,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 async def _value(
-    name: str, function: Callable[..., object], arguments: Mapping[str, object], threads: RunsBlocking
+    name: str, function: Callable[..., object], arguments: Mapping[str, object], threads: BlockingRunner
 ) -> object:
     if inspect.isasyncgenfunction(function):
         return await Watched(name, _joined(name, function(**arguments)))

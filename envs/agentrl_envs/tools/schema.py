@@ -101,7 +101,7 @@ def _without_titles(value: object) -> object:
 
 
 PYTHON = "python"
-GIVEN = ("problem", "sandbox")
+INJECTED = ("problem", "sandbox")
 """Parameters that a tool gets from its episode and not from the model."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
@@ -155,7 +155,7 @@ def function_schema(function: Callable[..., object], path: str, *, method: bool 
     a parameter lacks its type or its description.
     """
     parameters = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
-    told = [parameter for parameter in parameters if parameter.name not in GIVEN]
+    told = [parameter for parameter in parameters if parameter.name not in INJECTED]
     try:
         description, said = described(function)
         shown = parameters_schema(function, told, said)
@@ -176,7 +176,7 @@ def check_schema(schema: ToolSchema, path: str) -> None:
         raise PluginError(f"{path} cannot be a tool: {problem}")
 
 
-def given_parameters(function: Callable[..., object], names: Sequence[str] = GIVEN) -> tuple[str, ...]:
+def injected_parameters(function: Callable[..., object], names: Sequence[str] = INJECTED) -> tuple[str, ...]:
     """Which of the parameters that an episode gives the function asks for, as far as its signature tells."""
     try:
         signature = inspect.signature(function)

@@ -14,18 +14,18 @@ from typing import Protocol, cast, runtime_checkable
 from agentrl_envs.episode import UnavailableError
 from agentrl_envs.execution import EpisodeSandbox
 from agentrl_envs.registry import TOOLS, PluginError, describe_error
-from agentrl_envs.threads import BlockingCalls, OwnThread, RunsBlocking
+from agentrl_envs.threads import BlockingCalls, BlockingRunner, ObjectThread
 from agentrl_envs.tools.calling import CallError, ToolError, call_tool
 from agentrl_envs.tools.mcp_tools import MCP, McpSession, server_tools, session_type
 from agentrl_envs.tools.schema import (
-    GIVEN,
+    INJECTED,
     PYTHON,
     PYTHON_SCHEMA,
     SESSION_PYTHON_SCHEMA,
     ToolSchema,
     check_schema,
     function_schema,
-    given_parameters,
+    injected_parameters,
 )
 from agentrl_envs.types import Problem, ToolCall
 
@@ -84,7 +84,7 @@ class ToolSet:
     @property
     def runs_programs(self) -> bool:
         """Whether the sandbox is needed."""
-        asks = [entry.given for entry in self.entries] + [given_parameters(maker) for maker in self.makers]
+        asks = [entry.given for entry in self.entries] + [injected_parameters(maker) for maker in self.makers]
         return self.schema(PYTHON) is not None or any("sandbox" in given for given in asks)
 
     async def close(self) -> None:
@@ -127,7 +127,7 @@ def methods_as_tools(made: type, path: str, reserved: frozenset[str]) -> list[To
     }
     return [
         ToolEntry(
-            schema=function_schema(method, f"{path}.{name}", method=True), maker=made, given=given_parameters(method)
+            schema=function_schema(method, f"{path}.{name}", method=True), maker=made, given=injected_parameters(method)
         )
         for name, method in methods.items()
     ]
@@ -168,7 +168,7 @@ def _entries(name: str, interpreter: str) -> list[ToolEntry]:
     if inspect.isclass(found):
         return _class(found, path)
     if callable(found):
-        return [ToolEntry(schema=function_schema(found, path), function=found, given=given_parameters(found))]
+        return [ToolEntry(schema=function_schema(found, path), function=found, given=injected_parameters(found))]
     raise PluginError(f"{path} cannot be a tool: it is a {type(found).__name__}, expected a function or a class")
 
 
@@ -176,7 +176,7 @@ def _class(found: type, path: str) -> list[ToolEntry]:
     unknown = [
         name
         for name, parameter in inspect.signature(found).parameters.items()
-        if name not in GIVEN and parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        if name not in INJECTED and parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
     ]
     if unknown:
         raise PluginError(
@@ -225,7 +225,7 @@ class EpisodeTools:
         self._given: dict[str, object] = {"problem": problem, "sandbox": sandbox, **self._more}
         self._threads = threads
         self._timeout = timeout
-        self._instances: dict[Callable[..., object], tuple[object, OwnThread]] = {}
+        self._instances: dict[Callable[..., object], tuple[object, ObjectThread]] = {}
 
     async def open(self) -> None:
         """Make an instance of each class. Raises `ToolError` where that raises."""
@@ -235,10 +235,10 @@ class EpisodeTools:
     async def adopt(self, maker: Callable[..., object]) -> None:
         """Make an instance of one class. Raises `ToolError` where that raises."""
         if maker not in self._instances:
-            given = {name: self._given[name] for name in given_parameters(maker, tuple(self._given))}
+            given = {name: self._given[name] for name in injected_parameters(maker, tuple(self._given))}
             await self._adopt(maker, functools.partial(maker, **given))
 
-    def instance(self, maker: Callable[..., object]) -> tuple[object, OwnThread]:
+    def instance(self, maker: Callable[..., object]) -> tuple[object, ObjectThread]:
         """The instance of a class, and the thread in which its plain methods run."""
         return self._instances[maker]
 
@@ -250,7 +250,7 @@ class EpisodeTools:
         entry = self._tools.entry(name)
         assert entry is not None  # the protocol has checked it
         function, threads = await self._bound(entry)
-        if isinstance(threads, OwnThread):
+        if isinstance(threads, ObjectThread):
             await threads.recover()  # what an earlier call still takes is not this call's time
         given = {one: self._given[one] for one in entry.given}
         began = time.monotonic()
@@ -305,7 +305,7 @@ class EpisodeTools:
                 thread.close()
 
     async def _adopt(self, maker: Callable[..., object], make: Callable[[], object]) -> None:
-        thread = OwnThread(name=_name(maker))
+        thread = ObjectThread(name=_name(maker))
         try:
             instance = await thread.run(make, deadline=self._timeout)
         except UnavailableError:
@@ -316,7 +316,7 @@ class EpisodeTools:
             raise ToolError(f"making {_name(maker)} raised {describe_error(error)}") from error
         self._instances[maker] = (instance, thread)
 
-    async def _bound(self, entry: ToolEntry) -> tuple[Callable[..., object], RunsBlocking]:
+    async def _bound(self, entry: ToolEntry) -> tuple[Callable[..., object], BlockingRunner]:
         """The tool's function and where it runs. Raises `UnavailableError` for a server that cannot be reached."""
         if entry.function is not None:
             return entry.function, self._threads

@@ -12,7 +12,7 @@ from rollout.fakes import byte_codec, played
 from agentrl.algorithms import HeadVarianceAccumulator
 from agentrl.batch import Batch, MicroBatch
 from agentrl.errors import SettingsError
-from agentrl.models.anatomy import LogitMap, take_apart
+from agentrl.models.model_parts import LogitMap, split_model
 from agentrl.models.policy import PolicyModel, ReferenceHead, ValueModel
 from agentrl.rollout.engines.base import Sampling
 from agentrl.rollout.engines.transformers import TransformersEngine
@@ -57,7 +57,7 @@ def gradients(value: torch.Tensor, model: Any) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def test_logits_of_half_precision_weights_are_not_rounded() -> None:
     model = build_tiny("qwen2").bfloat16()
-    parts = take_apart(model)
+    parts = split_model(model)
     hidden = torch.randn(2, 3, parts.head.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = hidden.double() @ parts.head.weight.double().T
     torch.testing.assert_close(parts.logits(hidden), exact.float(), rtol=1e-5, atol=1e-6)
@@ -96,7 +96,7 @@ def test_head_exact_energy_is_the_squared_gradient_norm_of_the_heads_weight(kind
     ]
     statistics, _ = PolicyModel(model)(*forward_inputs(), temperature=TEMPERATURE)
     found = (
-        statistics.energy * statistics.hidden_norm_squared / take_apart(model).logit_map.temperature(TEMPERATURE) ** 2
+        statistics.energy * statistics.hidden_norm_squared / split_model(model).logit_map.temperature(TEMPERATURE) ** 2
     )
     torch.testing.assert_close(found, torch.tensor(wanted), rtol=2e-4, atol=1e-6)
 
@@ -199,17 +199,17 @@ def test_what_else_a_model_does_is_refused_by_name(half: bool) -> None:
     for change in (lambda x: x * 1.01, lambda x: 30 * torch.tanh(x / 30), lambda x: x + 0.1, lambda x: x[..., :-1]):
         with pytest.raises(SettingsError, match=r"Qwen2ForCausalLM changes its head's output.*final_logit_softcapping"):
             PolicyModel(also(change))
-    take_apart(also(lambda x: x))
+    split_model(also(lambda x: x))
 
     declared = model(logits_scaling=2.0)  # says so and does not
     with pytest.raises(SettingsError, match="Qwen2ForCausalLM changes its head's output"):
-        take_apart(declared)
+        split_model(declared)
 
     states = model()
     inner = states.model.forward
     states.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
     with pytest.raises(SettingsError, match="changes the states between its transformer and its head"):
-        take_apart(states)
+        split_model(states)
     assert states.model.forward == inner
 
     more = model()
@@ -217,16 +217,16 @@ def test_what_else_a_model_does_is_refused_by_name(half: bool) -> None:
         lambda module, args, kwargs: (args, kwargs | {"token_type_ids": torch.zeros(1, 3)}), with_kwargs=True
     )
     with pytest.raises(SettingsError, match="gives its transformer more than the tokens"):
-        take_apart(more)
+        split_model(more)
 
     with pytest.raises(SettingsError, match="GPT2Model has no linear head"):
-        take_apart(build_tiny("gpt2").transformer)
+        split_model(build_tiny("gpt2").transformer)
     with pytest.raises(SettingsError, match=r"multiplies its head's output by -0\.5"):
-        take_apart(build_tiny("cohere", logit_scale=-0.5))
+        split_model(build_tiny("cohere", logit_scale=-0.5))
 
 
 def test_the_check_reads_no_weight() -> None:
     with torch.device("meta"):
         model = build_tiny("granite")
     model.get_output_embeddings().to_empty(device="cpu")
-    assert take_apart(model).logit_map == LogitMap(scale=1 / 8)
+    assert split_model(model).logit_map == LogitMap(scale=1 / 8)

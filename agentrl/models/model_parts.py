@@ -56,11 +56,11 @@ class LogitMap:
         return None if self.cap is None else self.cap / self.scale
 
 
-PLAIN = LogitMap()
+IDENTITY = LogitMap()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Anatomy:
+class ModelParts:
     """The parts; all belong to the model itself."""
 
     backbone: nn.Module  # gives the states after the last norm
@@ -78,7 +78,7 @@ class Anatomy:
         return self.logit_map(output).view(*hidden.shape[:-1], -1)
 
 
-def take_apart(causal_lm: PreTrainedModel) -> Anatomy:
+def split_model(causal_lm: PreTrainedModel) -> ModelParts:
     """The parts of a model, found by the accessors of `transformers`. SettingsError unless they are all there is.
 
     The model is asked for the logits of made-up hidden states and outputs of its head: no layer runs and no weight is
@@ -88,7 +88,7 @@ def take_apart(causal_lm: PreTrainedModel) -> Anatomy:
     backbone, head = causal_lm.get_decoder(), causal_lm.get_output_embeddings()
     if not isinstance(head, nn.Linear) or backbone is causal_lm:
         raise SettingsError(f"model.path: {name} has no linear head on a transformer, as a causal language model has")
-    parts = Anatomy(backbone=backbone, head=head, logit_map=_declared(causal_lm.config))
+    parts = ModelParts(backbone=backbone, head=head, logit_map=_declared(causal_lm.config))
     problem = _difference(causal_lm, parts)
     if problem is not None:
         raise SettingsError(
@@ -106,7 +106,7 @@ def _declared(config: PreTrainedConfig) -> LogitMap:
 
 
 @torch.no_grad()
-def _difference(causal_lm: PreTrainedModel, parts: Anatomy) -> str | None:
+def _difference(causal_lm: PreTrainedModel, parts: ModelParts) -> str | None:
     """A difference between the model and ``parts`` in mapping hidden states to logits; None if there is none."""
     if not parts.logit_map.scale > 0:
         return f"multiplies its head's output by {parts.logit_map.scale}"
