@@ -53,10 +53,10 @@ class NameTakenError(PluginError, ValueError):
 
 
 class Registry(Generic[Item]):
-    """Names and what they stand for. ``kind`` is what an entry is called in messages.
+    """Maps names to objects that users can select in settings. ``kind`` names an entry in messages.
 
-    ``builtin``: names of this package as ``module:attribute``. ``group``: the entry points of installed packages, "" for
-    none. With ``paths`` a name may be ``module:attribute``.
+    ``builtin`` maps the names of this package to ``module:attribute`` paths. ``group`` is the entry-point group of
+    installed packages, or "" for none. With ``paths=True``, ``module:attribute`` is valid as a name.
     """
 
     def __init__(
