@@ -44,7 +44,14 @@ def wrong_shape(where: str) -> Iterator[None]:
 
 
 def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file atomically and durably: ``write`` fills a temporary file, which is then renamed to ``path``."""
+    """Write a file atomically and durably: ``write`` fills a temporary file, which is then renamed to ``path``.
+
+    A device or a pipe, such as ``/dev/null``, is written in place: a rename would replace it.
+    """
+    if path.exists() and not path.is_file():
+        with world_errors(path, "write"), path.open("wb") as out:
+            write(out)
+        return
     # In the same directory, because a rename is atomic only within a file system. The process id keeps two writers of
     # the same file apart.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")

@@ -292,6 +292,16 @@ def test_whole_files_are_replaced_or_kept(run: RunDirectory) -> None:
     assert not list(run.path.glob(".*"))
 
 
+def test_a_pipe_is_written_in_place(tmp_path: Path) -> None:
+    """So is a device: ``--output /dev/null`` of a root user must not put a file in its place."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb") as end:
+        atomic_write(pipe, lambda out: out.write(b"text"))
+        assert end.read() == b"text"
+    assert pipe.is_fifo()
+
+
 def test_a_disk_that_fails_is_the_worlds_fault(run: RunDirectory) -> None:
     os.rmdir(run.plots)
     with pytest.raises(WorldError, match=r"cannot write .*plots/x: No such file or directory"):
