@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
+
+from pydantic import BaseModel
 
 from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import Environment
+from agentrl_envs.factory import EnvironmentFactory, TemplateUse
 from agentrl_envs.grading import Grader, GraderSettings
 from agentrl_envs.protocols.base import ParsedTurn, last_boxed
 from agentrl_envs.protocols.factory import in_chat
@@ -99,3 +103,24 @@ class ReasoningEnvironment(Environment):
     def describe(self) -> list[str]:
         """That there are no tools, and how answers are graded."""
         return ["Reasoning: one turn, no tools", f"grading: {self._grader.describe()}"]
+
+
+class ReasoningFactory(EnvironmentFactory[ReasoningSettings]):
+    """Makes the environment ``reasoning``."""
+
+    def settings(self, section: BaseModel) -> ReasoningSettings:
+        return cast(ReasoningSettings, section)
+
+    def __call__(
+        self,
+        settings: ReasoningSettings,
+        sandbox: SandboxSettings | None = None,
+        grader: GraderSettings | None = None,
+        *,
+        chat: ChatFormat | None = None,
+    ) -> ReasoningEnvironment:
+        return ReasoningEnvironment(settings, sandbox, grader, chat=chat)
+
+    def template(self, settings: ReasoningSettings) -> TemplateUse | None:
+        always = settings.chat == "always"
+        return TemplateUse(settings=settings, setting="environment.chat=always") if always else None

@@ -26,8 +26,6 @@ DISTRIBUTION = "agentrl-trainer"
 TRL = "trl:"
 """Before ``module:Class`` of an environment that was written for TRL's ``environment_factory``."""
 
-EnvironmentFactory = Callable[..., Environment]
-
 
 def install_extra(name: str) -> str:
     """Return the command that installs an extra. pip keeps the installed version, including an editable install."""
@@ -94,16 +92,16 @@ class Registry(Generic[Item]):
         return {entry.name: entry.value for entry in entry_points(group=self._group)} if self._group else {}
 
 
-ENVIRONMENTS: Registry[EnvironmentFactory] = Registry(
+ENVIRONMENTS: Registry[Callable[..., Environment]] = Registry(
     "environment",
     builtin={
-        "simpletir": "agentrl_envs.simpletir:SimpleTIREnvironment",
-        "reasoning": "agentrl_envs.reasoning:ReasoningEnvironment",
+        "simpletir": "agentrl_envs.simpletir:SimpleTIRFactory",
+        "reasoning": "agentrl_envs.reasoning:ReasoningFactory",
     },
     group="agentrl.envs",
     paths=True,
 )
-"""Classes and functions that make an `Environment`. Ours take their settings, the sandbox's, the grader's, ``chat``."""
+"""Classes and functions that make an `Environment`; the built-in names stand for factories."""
 
 ADAPTERS: Mapping[str, str] = {
     "openenv": "agentrl_envs.adapters.openenv:openenv_environment",

@@ -12,10 +12,14 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
+
+from pydantic import BaseModel
 
 from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import Environment, EpisodeUsageError, UnavailableError
 from agentrl_envs.execution import EpisodeSandbox, call_of, failed_call
+from agentrl_envs.factory import EnvironmentFactory, TemplateUse
 from agentrl_envs.grading import Grader, GraderError, GraderSettings
 from agentrl_envs.protocols.base import MalformedCall, Protocol, ToolRequest, clip
 from agentrl_envs.protocols.factory import TITLES, make_protocol
@@ -240,13 +244,7 @@ class SimpleTIREnvironment(Environment):
     ) -> None:
         """Raises `PluginError` for tools that are none, and `EpisodeUsageError` where ``chat`` lacks."""
         self.settings = settings or SimpleTIRSettings()
-        self._tools = NO_TOOLS
-        if self.settings.protocol == "hermes":
-            self._tools = load_tools(
-                self.settings.tools,
-                interpreter=self.settings.interpreter,
-                mcp_sessions=self.settings.mcp_sessions,
-            )
+        self._tools = _tools(self.settings)
         self._threads = BlockingCalls(_THREADS, name="tool")
         self._protocol = make_protocol(self.settings, chat=chat, tools=self._tools)
         self._sandbox_settings = sandbox_settings or SandboxSettings()
@@ -304,3 +302,46 @@ class SimpleTIREnvironment(Environment):
         if self._sandbox is None:
             raise EpisodeUsageError("the environment is not open: await its open() first")
         return self._sandbox
+
+
+class SimpleTIRFactory(EnvironmentFactory[SimpleTIRSettings]):
+    """Makes the environment ``simpletir``."""
+
+    def settings(self, section: BaseModel) -> SimpleTIRSettings:
+        return cast(SimpleTIRSettings, section)
+
+    def __call__(
+        self,
+        settings: SimpleTIRSettings,
+        sandbox: SandboxSettings | None = None,
+        grader: GraderSettings | None = None,
+        *,
+        chat: ChatFormat | None = None,
+    ) -> SimpleTIREnvironment:
+        return SimpleTIREnvironment(settings, sandbox, grader, chat=chat)
+
+    def template(self, settings: SimpleTIRSettings) -> TemplateUse | None:
+        if settings.protocol == "hermes":
+            if settings.chat == "never":
+                return None
+            return TemplateUse(
+                settings=settings,
+                setting="environment.protocol=hermes",
+                tools=[schema.as_function() for schema in _tools(settings).schemas],
+                rerendered=settings.history == "template",
+            )
+        if settings.chat != "always":
+            return None
+        # Only programs and their outputs follow in the other protocols, the latter as a user's messages.
+        return TemplateUse(
+            settings=settings,
+            setting="environment.chat=always",
+            speaker=f"environment.protocol={settings.protocol}",
+        )
+
+
+def _tools(settings: SimpleTIRSettings) -> ToolSet:
+    """Load the tools of protocol hermes. Raises `PluginError` for an invalid tool."""
+    if settings.protocol != "hermes":
+        return NO_TOOLS
+    return load_tools(settings.tools, interpreter=settings.interpreter, mcp_sessions=settings.mcp_sessions)

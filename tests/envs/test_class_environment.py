@@ -15,10 +15,10 @@ from envs_chat import CHAT
 from agentrl_envs import threads
 from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory, ClassEpisode
 from agentrl_envs.adapters.environments import resolve_environment
-from agentrl_envs.chat import plain_format
 from agentrl_envs.episode import EnvironmentContractError
 from agentrl_envs.grading import GraderSettings
 from agentrl_envs.registry import ENVIRONMENTS, PluginError
+from agentrl_envs.settings import EnvironmentOptions
 from agentrl_envs.tools import ToolError
 from agentrl_envs.types import Ended, Problem
 from agentrl_sandbox.client import SandboxSettings
@@ -154,9 +154,8 @@ async def playing(name: str, *, plain: bool = False, **options: Any) -> AsyncIte
     ENVIRONMENTS.check(name)
     factory = resolve_environment(name)
     assert isinstance(factory, ClassEnvironmentFactory)
-    chat = plain_format([schema.as_function() for schema in factory.tools.schemas]) if plain else CHAT
-    settings = factory.settings(options)
-    environment = factory(settings, SandboxSettings(), GraderSettings(workers=1), chat=chat, plain=plain)
+    settings = factory.settings(EnvironmentOptions(**options))
+    environment = factory(settings, SandboxSettings(), GraderSettings(workers=1), chat=None if plain else CHAT)
     await environment.open()
     episode = environment.episode(PROBLEM)
     try:
@@ -303,4 +302,4 @@ def test_what_is_no_environment_is_said() -> None:
     factory = resolve_environment(f"{HERE}:Shop")
     assert isinstance(factory, ClassEnvironmentFactory)
     with pytest.raises(PluginError, match=r"environment.max_turn=3: Extra inputs .*\(settings here: .*max_turns"):
-        factory.settings({"max_turn": 3})
+        factory.settings(EnvironmentOptions(max_turn=3))

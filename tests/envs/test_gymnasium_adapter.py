@@ -22,7 +22,7 @@ from agentrl_envs.episode import (
 from agentrl_envs.gym import UnicodeText
 from agentrl_envs.reasoning import ReasoningEnvironment
 from agentrl_envs.registry import ENVIRONMENTS, PluginError
-from agentrl_envs.settings import GymnasiumSettings
+from agentrl_envs.settings import GymnasiumSettings, ReasoningSettings, SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment
 from agentrl_envs.types import Ended, Problem, Step, Verdict
 
@@ -170,8 +170,8 @@ async def test_a_step_that_hangs_is_no_data(problem: Problem) -> None:
 
 def test_our_own_environments_are_found_by_name() -> None:
     assert {"simpletir", "reasoning"} <= set(ENVIRONMENTS.names())
-    assert resolve_environment("simpletir") is SimpleTIREnvironment
-    assert resolve_environment("reasoning") is ReasoningEnvironment
+    assert isinstance(resolve_environment("simpletir")(SimpleTIRSettings()), SimpleTIREnvironment)
+    assert isinstance(resolve_environment("reasoning")(ReasoningSettings()), ReasoningEnvironment)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.adapters.openenv import OpenEnvEnvironment, find_fields
 from agentrl_envs.episode import EnvironmentContractError, UnavailableError
 from agentrl_envs.registry import PluginError
-from agentrl_envs.settings import OpenEnvSettings
+from agentrl_envs.settings import EnvironmentOptions, OpenEnvSettings
 from agentrl_envs.types import Ended, Problem
 
 PROBLEM = Problem(id="seeds-train-0-3", statement="seeds-train-0-3", answer=None, source="seeds", info={"number": 6})
@@ -194,7 +194,7 @@ def test_fields_that_are_named() -> None:
 def test_a_setting_that_is_none_is_named() -> None:
     factory: Any = resolve_environment("openenv:localhost:8000")
     with pytest.raises(PluginError, match=r"environment\.max_turn=4: .*settings here: action, observation"):
-        factory.settings({"max_turn": 4})
+        factory.settings(EnvironmentOptions(max_turn=4))
 
 
 REAL = """

@@ -19,7 +19,7 @@ from agentrl_envs.registry import (
     UnknownNameError,
 )
 from agentrl_envs.rewards import Reward
-from agentrl_envs.settings import SimpleTIRSettings
+from agentrl_envs.settings import GymnasiumSettings, SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment
 from agentrl_envs.tools import load_tools
 
@@ -33,7 +33,9 @@ def _own_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_user_registers_is_found_by_its_name() -> None:
     @agentrl.register_environment("mine")
     class Mine(SimpleTIREnvironment):
-        pass
+        def __init__(self, settings: GymnasiumSettings) -> None:
+            super().__init__()
+            self.own = settings
 
     @agentrl.register_protocol("plain")
     def plain(settings: SimpleTIRSettings, chat: object, tools: object) -> ToRLProtocol:
@@ -50,7 +52,7 @@ def test_what_a_user_registers_is_found_by_its_name() -> None:
     def zero(problem: object, conversation: object, verdict: object) -> float:
         return 0.0
 
-    assert resolve_environment("mine") is Mine
+    assert resolve_environment("mine")(GymnasiumSettings(threads=3)).own == GymnasiumSettings(threads=3)
     assert make_protocol(SimpleTIRSettings(protocol="plain")) == ToRLProtocol(instruction="", observation_limit=7)
     assert [schema.name for schema in load_tools(("python", "six")).schemas] == ["python", "six"]
     assert Reward("zero", deadline=1.0)._function is zero

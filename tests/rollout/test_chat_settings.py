@@ -103,7 +103,7 @@ def test_protocols(env: str, overrides: list[str], templated: bool) -> None:
 async def test_environments_that_are_classes(classes: str, name: str, overrides: list[str], templated: bool) -> None:
     made = settings(f"{classes}:{name}", *overrides)
     chat = chat_format(made, chat_tokenizer(QWEN), "m")
-    assert needs_chat_format(made)  # it may be
+    assert needs_chat_format(made) is templated
     assert (chat is not None) is templated
     environment = build_environment(made, chat)
     await environment.open()

@@ -10,12 +10,10 @@ import pytest
 from rollout.fakes import byte_codec, completion
 from rollout.played import PROBLEM, play_in
 
-from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 from agentrl_envs.adapters.environments import resolve_environment
-from agentrl_envs.chat import plain_format
 from agentrl_envs.grading import GraderSettings
+from agentrl_envs.settings import EnvironmentOptions
 from agentrl_envs.types import Ended
-from agentrl_sandbox.client import SandboxSettings
 
 
 class Plain:
@@ -55,9 +53,7 @@ async def test_a_method_that_never_returns_is_given_up_at_the_deadline_by_name(
     monkeypatch.setattr(Plain, "where", method)
     name = f"{__name__}:{kind}"
     factory = resolve_environment(name)
-    assert isinstance(factory, ClassEnvironmentFactory)
-    chat, grader = plain_format([]), GraderSettings(workers=1)
-    environment = factory(factory.settings({}), SandboxSettings(), grader, chat=chat, plain=True)
+    environment = factory(factory.settings(EnvironmentOptions()), grader=GraderSettings(workers=1))
     codec = byte_codec()
     trajectory, _ = await play_in(
         environment, codec, [completion(codec, "so", "eos")], environment_deadline=1.0, retries=0

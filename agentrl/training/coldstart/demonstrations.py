@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
 from agentrl.problems.demonstrations import Demonstration, ShownTurn
 from agentrl.problems.settings import BUILTIN, FORMULA
 from agentrl.problems.sources import FILE_KINDS, evaluation_set, load_source
-from agentrl.rollout.environment import class_factory, needs_answers
+from agentrl.rollout.environment import environment_tools, needs_answers
 from agentrl.rollout.gateway.settings import is_agent
+from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.chat import plain_format
 from agentrl_envs.episode import Environment, EnvironmentContractError
 from agentrl_envs.protocols.base import Protocol
@@ -61,7 +60,7 @@ async def with_observations(demonstration: Demonstration, environment: Environme
 
 def check_template(settings: Settings, template: object) -> None:
     """Raise SettingsError where a class's calls are in the model's chat template: demonstrations are plain text."""
-    if template and class_factory(settings.env) is not None:
+    if template and environment_tools(settings.env) is not None:
         raise SettingsError(
             f"coldstart.demonstrations={settings.coldstart.demonstrations} are plain text, but env={settings.env} "
             f"speaks the chat template of model.path={settings.model.path}: set coldstart.demonstrations=null"
@@ -73,10 +72,11 @@ def check_calls(demonstrations: Sequence[Demonstration], settings: Settings) -> 
 
     Calls with wrong arguments may be shown on purpose: they are a warning.
     """
-    factory = class_factory(settings.env)
-    if factory is None:
+    tools = environment_tools(settings.env)
+    if tools is None:
         return
-    schemas = {schema.name: schema for schema in factory.tools.schemas}
+    factory = resolve_environment(settings.env)
+    schemas = {schema.name: schema for schema in tools.schemas}
     wrong = []
     for item in demonstrations:
         place = item.location or item.problem.id
@@ -107,13 +107,9 @@ def _calls(item: Demonstration) -> Iterator[tuple[int, ParsedCall]]:
 
 def environment_key(settings: Settings) -> dict[str, str]:
     """What tells two versions of a user's class apart: it writes the prompts and the observations of a cold start."""
-    factory = class_factory(settings.env)
-    if factory is None:
+    if environment_tools(settings.env) is None:
         return {}
-    try:
-        source = Path(inspect.getfile(cast(type, factory.found))).read_bytes()
-    except (OSError, TypeError):  # a class without a file
-        source = b""
+    source = resolve_environment(settings.env).source
     return {"env": settings.env, "source": hashlib.sha256(source).hexdigest()}
 
 
@@ -135,7 +131,7 @@ def in_protocol(demonstrations: Sequence[Demonstration], settings: Settings) -> 
         return tuple(demonstrations)
     if isinstance(environment, ReasoningSettings) or is_agent(settings.env):
         return tuple(_answered(item) for item in demonstrations)
-    if class_factory(settings.env) is not None:
+    if environment_tools(settings.env) is not None:
         raise SettingsError(
             f"coldstart.demonstrations={settings.coldstart.demonstrations} shows nothing of the tools of "
             f"env={settings.env}: name a JSONL file of demonstrations (docs/data.md), or, for a model that calls tools "

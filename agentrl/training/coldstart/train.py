@@ -28,7 +28,7 @@ from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.problems.demonstrations import Demonstration, ShownTurn
 from agentrl.problems.sources import LoadedDemonstrations, load_demonstrations
-from agentrl.rollout.environment import build_environment, class_factory
+from agentrl.rollout.environment import build_environment, environment_tools
 from agentrl.telemetry.files import world_errors
 from agentrl.training.coldstart.demonstrations import (
     EncodedDemonstration,
@@ -188,7 +188,7 @@ async def _trained(
         demonstrations,
         share=settings.coldstart.direct_share,
         seed=seed,
-        boxed=class_factory(settings.env) is None,
+        boxed=environment_tools(settings.env) is None,
         turn=settings.coldstart.direct_turn,
     )
     late_rows = [

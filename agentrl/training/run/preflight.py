@@ -27,7 +27,6 @@ from agentrl.rollout.environment import (
     build_rewards,
     chat_format,
     check_environment,
-    class_factory,
     needs_answers,
     needs_chat_format,
 )
@@ -42,6 +41,7 @@ from agentrl.training.engine.groups import grouping_obstacle
 from agentrl.training.run.launch import show_plan
 from agentrl.training.step.batching import describe_passes
 from agentrl.training.step.objective_settings import ObjectiveSettings, loss_options, needs
+from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ def check_inputs(settings: Settings) -> list[str]:
         for entry, answered in sources
         if entry.is_generated or entry.path.lower().endswith(FILE_KINDS)
     ]
-    factory = class_factory(settings.env)
-    if factory is not None:
+    if not is_agent(settings.env):
+        factory = resolve_environment(settings.env)
         for problem in [*first, *(one.source.problem(0) for one in loaded)]:
             factory.columns(problem)
     return [one.report.describe() for one in loaded if one.report is not None]

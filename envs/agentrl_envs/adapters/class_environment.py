@@ -20,14 +20,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import cast
 
-from agentrl_envs.chat import ChatFormat
+from pydantic import BaseModel
+
+from agentrl_envs.chat import ChatFormat, plain_format
 from agentrl_envs.episode import Environment, EnvironmentContractError, EpisodeUsageError, UnavailableError
 from agentrl_envs.execution import EpisodeSandbox, failed_call
+from agentrl_envs.factory import EnvironmentFactory, TemplateUse
 from agentrl_envs.grading import Grader, GraderSettings
 from agentrl_envs.protocols.base import MalformedCall, ToolRequest, clip
 from agentrl_envs.protocols.hermes import HermesProtocol, PlainCalls
@@ -48,8 +52,8 @@ _THREADS = 1  # every call runs in its instance's thread
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ClassEnvironmentFactory:
+@dataclass(frozen=True)
+class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
     """Makes the environment around a user's class. ``of_trl``: every public method but ``reset`` is a tool."""
 
     name: str
@@ -66,9 +70,13 @@ class ClassEnvironmentFactory:
             tuple(methods_as_tools(self.found, f"environment {self.name!r}: {self.found.__name__}", reserved))
         )
 
-    def check(self) -> None:
-        """Read the class's tools. Raises `PluginError`."""
-        _ = self.tools
+    @property
+    def source(self) -> bytes:
+        """The content of the file that defines the class; empty if there is none."""
+        try:
+            return Path(inspect.getfile(cast(type, self.found))).read_bytes()
+        except (OSError, TypeError):
+            return b""
 
     @property
     def reset(self) -> Callable[..., object]:
@@ -100,28 +108,47 @@ class ClassEnvironmentFactory:
         """Whether the class has a ``step`` for turns without a call."""
         return not self.of_trl and hasattr(self.found, "step")
 
-    def settings(self, options: Mapping[str, object]) -> ClassEnvironmentSettings:
-        """The section ``environment``. Raises `PluginError` for a setting that is none."""
-        return read_options(ClassEnvironmentSettings, options)
+    def settings(self, section: BaseModel) -> ClassEnvironmentSettings:
+        return read_options(ClassEnvironmentSettings, section.model_extra or {})
 
     def __call__(
         self,
         settings: ClassEnvironmentSettings,
-        sandbox: SandboxSettings,
-        grader: GraderSettings,
+        sandbox: SandboxSettings | None = None,
+        grader: GraderSettings | None = None,
         *,
-        chat: ChatFormat,
-        plain: bool,
+        chat: ChatFormat | None = None,
     ) -> ClassEnvironment:
-        """``plain``: ``chat`` is no model's own template, so a call ends its turn."""
-        protocol = (PlainCalls if plain else HermesProtocol)(
+        tools = self.tools
+        # Plain text has no end of turn of its own, so the first call ends a turn.
+        written = HermesProtocol if chat else PlainCalls
+        if chat is None:
+            listed = [schema.as_function() for schema in tools.schemas] if settings.list_tools else []
+            chat = plain_format(listed, system=settings.system_prompt)
+        protocol = written(
             instruction=settings.instruction,
             observation_limit=settings.observation_limit,
             chat=chat,
-            tools=self.tools,
+            tools=tools,
             max_calls=settings.max_calls,
         )
-        return ClassEnvironment(self, settings, sandbox, grader, protocol)
+        return ClassEnvironment(self, settings, sandbox or SandboxSettings(), grader or GraderSettings(), protocol)
+
+    def template(self, settings: ClassEnvironmentSettings) -> TemplateUse | None:
+        functions = [schema.as_function() for schema in self.tools.schemas]
+        if settings.chat == "never" or (settings.chat == "auto" and not functions):
+            if settings.history == "template":
+                raise PluginError(f"environment.history=template: {self.name} is played in plain text")
+            return None
+        return TemplateUse(
+            settings=settings,
+            setting=f"env={self.name}",
+            tools=functions,
+            lists_tools=settings.list_tools,
+            optional=settings.chat == "auto",
+            speaker=f"step() of {self.name}" if self.reads_text else "",
+            rerendered=settings.history == "template",
+        )
 
 
 class ClassEnvironment(Environment):

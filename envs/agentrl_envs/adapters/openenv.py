@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
-from agentrl_envs.adapters.environments import AdaptedFactory
 from agentrl_envs.episode import Environment, EnvironmentContractError, EpisodeUsageError, UnavailableError
-from agentrl_envs.registry import EnvironmentFactory, PluginError, install_extra
+from agentrl_envs.factory import OptionsFactory
+from agentrl_envs.registry import PluginError, install_extra
 from agentrl_envs.settings import OpenEnvSettings
 from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall, as_reward, thaw
 
@@ -237,12 +237,12 @@ _OF_EVERY_OBSERVATION = frozenset({"done", "reward", "metadata"})
 logger = logging.getLogger(__name__)
 
 
-def openenv_environment(url: str) -> EnvironmentFactory:
+def openenv_environment(url: str) -> OptionsFactory[OpenEnvSettings]:
     """The factory of environments on the server at ``url``. Raises PluginError without the package websockets."""
     if importlib.util.find_spec("websockets") is None:
         raise PluginError(f"environment openenv:{url} needs websockets: {install_extra('openenv')}")
     OpenEnvServer(url, deadline=1.0)  # checks the address
-    return AdaptedFactory(OpenEnvSettings, functools.partial(OpenEnvEnvironment, url))
+    return OptionsFactory(OpenEnvSettings, functools.partial(OpenEnvEnvironment, url))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,15 +11,15 @@ import functools
 
 import gymnasium
 
-from agentrl_envs.adapters.environments import AdaptedFactory
 from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
-from agentrl_envs.registry import EnvironmentFactory, PluginError, did_you_mean, install_extra
+from agentrl_envs.factory import OptionsFactory
+from agentrl_envs.registry import PluginError, did_you_mean, install_extra
 from agentrl_envs.settings import GymnasiumSettings
 
 _PLAYER = 0
 
 
-def textarena_environment(game: str) -> EnvironmentFactory:
+def textarena_environment(game: str) -> OptionsFactory[GymnasiumSettings]:
     """The factory of environments that play ``game``. Raises PluginError without the package, or for another name."""
     try:
         from textarena.envs.registration import ENV_REGISTRY
@@ -28,7 +28,7 @@ def textarena_environment(game: str) -> EnvironmentFactory:
     if f"{game}-raw" not in ENV_REGISTRY:
         games = sorted(name.removesuffix("-raw") for name in ENV_REGISTRY if name.endswith("-raw"))
         raise PluginError(f"TextArena has no game {game!r}{did_you_mean(game, games)} (it has {len(games)})")
-    return AdaptedFactory(
+    return OptionsFactory(
         GymnasiumSettings, functools.partial(GymnasiumEnvironment, functools.partial(TextArenaGame, game))
     )
 
