@@ -26,7 +26,9 @@ class ShrunkOptions(TokenBaselineOptions):
     trust: float = option(4.0, check_positive)  # contributors at which both baselines count the same
 
 
-@register_estimator("otb_shrunk", options=ShrunkOptions, aggregation="token_mean", group_based=True, per_token=True)
+@register_estimator(
+    "otb_shrunk", weighted=True, options=ShrunkOptions, aggregation="token_mean", group_based=True, per_token=True
+)
 def otb_shrunk(inputs: EstimatorInputs, options: ShrunkOptions) -> Advantages:
     """A_k = G_k - (n_k b_k + c b) / (n_k + c): `tir_otb`'s b_k, the fewer its n_k contributors the nearer to `ogb`'s b.
 
@@ -47,7 +49,9 @@ class SmoothedOptions(TokenBaselineOptions):
     reach: float = option(8.0, check_positive)  # model tokens after which a token's energy counts 1/e
 
 
-@register_estimator("otb_smoothed", options=SmoothedOptions, aggregation="token_mean", group_based=True, per_token=True)
+@register_estimator(
+    "otb_smoothed", weighted=True, options=SmoothedOptions, aggregation="token_mean", group_based=True, per_token=True
+)
 def otb_smoothed(inputs: EstimatorInputs, options: SmoothedOptions) -> Advantages:
     """As `otb_isolated` with energies smoothed over the index: sum_j e^(-|j-k|/h) w_j / sum_j e^(-|j-k|/h).
 
@@ -86,6 +90,7 @@ class PooledTokenOptions(PooledOptions):
 
 @register_estimator(
     "tir_otb_pooled",
+    weighted=True,
     options=PooledTokenOptions,
     span="ranks",
     aggregation="token_mean",

@@ -54,12 +54,14 @@ def _in_blocks(entry: EstimatorEntry, record: object, inputs: AdvantageInputs, c
     blocks = list(blocks_of_rows(inputs))
     takes_part = entry.span == "ranks" and calls is not None  # also without rows: the other calls wait for its sums
     at_once = takes_part or (bool(blocks) and entry.span != "group")
-    whole = entry.function(EstimatorInputs.of(inputs, calls=calls or ONE_CALL), record) if at_once else None
+    whole = None
+    if at_once:
+        whole = entry.function(EstimatorInputs.of(inputs, calls=calls or ONE_CALL, weighted=entry.weighted), record)
     moments = Moments.nothing(raw)
     for rows in blocks:
-        block = EstimatorInputs.of(take_rows(inputs, rows), rows)
+        block = EstimatorInputs.of(take_rows(inputs, rows), rows, weighted=entry.weighted)
         estimate = entry.function(block, record) if whole is None else whole.take(rows)
-        _ = block.loss_ratio  # weights that are given must be right, also where the estimator does not use them
+        block.check_loss_ratio()  # also where the estimator does not use the weights
         advantages = _advantages(estimate, block, normalize)
         if normalize == "whiten":
             moments = moments.merge(Moments.of(advantages, block.mask))

@@ -64,6 +64,7 @@ class Case:
     void: bool = False
     dtype: torch.dtype = torch.float32
     learning_rate: float = 3.0
+    statistics_pass: bool = False  # also where one forward would serve
 
     def settings(self) -> ObjectiveSettings:
         return ObjectiveSettings(
@@ -136,6 +137,15 @@ CASES = {
         correction={"ratio_mask": "token", "ratio_low": 0.8, "ratio_high": 1.2, "divergence_mask": "k3"}
         | {"divergence_level": "sequence_max", "weights": "token"},
     ),
+    "summed_masks": Case(
+        zero_stage=2, near=True, algorithm={"aggregation": "token_sum"}, correction={"ratio_mask": "token"}
+    ),
+    "weighted_remax": Case(
+        zero_stage=1,
+        near=True,
+        algorithm={"estimator": "remax", "normalize": "whiten"},
+        correction={"weights": "token", "weight_high": 1.1},
+    ),
     "gspo": Case(zero_stage=0, learning_rate=0.5, algorithm={**_PPO, "loss": "gspo", "aggregation": None}),
     "gmpo": Case(zero_stage=0, algorithm={"loss": "gmpo", "aggregation": None}),
     "clip_cov": Case(
@@ -173,6 +183,9 @@ ALONE = ("token_mean", "seq_mean_token_sum", "whitened", "void_rows", "two_updat
 
 FEW_GROUPS = ("token_mean", "reinforce_pp", "zero3", "seq_mean_token_sum_norm", "whitened_zero3")
 """Those that are also trained on a single group, and on none."""
+
+ONE_FORWARD = ("token_weights", "summed_masks", "weighted_remax", "gpg")
+"""Those that a statistics pass must not change."""
 
 SEQUENCE = (
     "token_mean",
@@ -294,6 +307,8 @@ def step(case: Case, *, groups: int = GROUPS, folder: Path | None = None) -> dic
         updates=10,
     )
     plans = plan_step(record, settings, budget=case.budget, ranks=engine.groups.replicas)
+    if case.statistics_pass:
+        plans = [replace(plan, reasons=("asked for",)) for plan in plans]
     critic = critic_of(case) if settings.algorithm.estimator == "gae" else None
     trainer = trainer_of(case, engine, settings, critic)
     if case.zero_stage == 3:
@@ -494,6 +509,8 @@ def main() -> None:
     for stage in (0, 2) if world < 4 else ():
         results[f"bfloat16/{stage}"] = step(Case(zero_stage=stage, budget=WHOLE_GROUPS, dtype=torch.bfloat16))
     if world == 1:
+        for name in ONE_FORWARD:
+            results[f"{name}/two_passes"] = step(replace(CASES[name], zero_stage=0, statistics_pass=True))
         for tied in (True, False) if triton_obstacle(torch.device("cpu")) is None else ():
             for backend in ("chunked", "triton"):
                 results[f"{backend}/{tied}"] = step(Case(zero_stage=3, tied=tied, backend=backend), groups=2)

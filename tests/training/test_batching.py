@@ -217,11 +217,24 @@ def test_updates_share_the_groups(groups: int, updates: int, sizes: list[int]) -
         *({"loss": loss} for loss in ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl")),
         *({"estimator": name} for name in ("grpo", "rloo", "opo", "ogb", "remax", "otb_total", "dr_grpo")),
         *({"estimator": name} for name in ("gpg", "reinforce_pp", "reinforce_pp_baseline")),
-        *({"estimator": name, "normalize": "whiten"} for name in ("grpo", "rloo", "opo")),
+        *({"estimator": name, "normalize": "whiten"} for name in ("grpo", "rloo", "opo", "remax")),
     ],
 )
 def test_one_forward_where_a_group_or_the_rewards_of_the_step_suffice(algorithm: dict[str, str]) -> None:
     assert statistics_pass_reasons(objective(**algorithm)) == ()
+
+
+@pytest.mark.parametrize(
+    ("estimator", "reasons"),
+    [("reinforce_pp", 0), ("reinforce_pp_baseline", 0), ("gpg", 0), ("ogb_pooled", 1)],
+)
+def test_a_weight_of_the_correction_needs_the_step_only_for_energies_of_the_step(estimator: str, reasons: int) -> None:
+    settings = ObjectiveSettings(
+        algorithm=AlgorithmSettings(estimator=estimator),
+        correction=CorrectionSettings(weights="token"),
+        response_tokens=20,
+    )
+    assert len(statistics_pass_reasons(settings)) == reasons
 
 
 def test_rewards_of_the_step_that_depend_on_the_policy_take_a_statistics_pass() -> None:
@@ -251,17 +264,22 @@ def test_a_statistics_pass_where_an_algorithm_needs_the_step(algorithm: dict[str
 
 
 @pytest.mark.parametrize(
-    ("correction", "passes"),
+    ("correction", "aggregation", "passes"),
     [
-        ({"weights": "token"}, 1),
-        ({"weights": "sequence", "weight_bound": "icepop"}, 1),
-        ({"weights": "token", "self_normalize": True}, 2),
-        ({"ratio_mask": "geometric"}, 2),
-        ({"divergence_mask": "k3"}, 2),
+        ({"weights": "token"}, "token_mean", 1),
+        ({"weights": "sequence", "weight_bound": "icepop"}, "token_mean", 1),
+        ({"weights": "token", "self_normalize": True}, "token_mean", 2),
+        ({"ratio_mask": "geometric"}, "token_mean", 2),
+        ({"divergence_mask": "k3"}, "seq_mean_token_mean", 2),
+        ({"divergence_mask": "k3"}, "token_sum", 1),  # the sum has no divisor
     ],
 )
-def test_a_correction_needs_the_step_where_it_masks_or_normalises(correction: dict[str, Any], passes: int) -> None:
-    settings = ObjectiveSettings(correction=CorrectionSettings(**correction), response_tokens=20)
+def test_a_correction_needs_the_step_for_a_divisor(correction: dict[str, Any], aggregation: str, passes: int) -> None:
+    settings = ObjectiveSettings(
+        algorithm=AlgorithmSettings(aggregation=aggregation),
+        correction=CorrectionSettings(**correction),
+        response_tokens=20,
+    )
     assert len(statistics_pass_reasons(settings)) == passes - 1
 
 

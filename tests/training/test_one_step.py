@@ -16,7 +16,7 @@ from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import read_step
 from agentrl.viewer.what_if import recomputed
 
-from .step_on_record import ALONE, CASES, FEW_GROUPS, FOUR, SEQUENCE
+from .step_on_record import ALONE, CASES, FEW_GROUPS, FOUR, ONE_FORWARD, SEQUENCE
 
 pytestmark = pytest.mark.slow
 
@@ -136,12 +136,18 @@ def test_a_step_without_groups_changes_nothing(alone: Results, pair: Results, ca
         assert "policy/entropy" not in empty["metrics"]
 
 
+@pytest.mark.parametrize("case", ONE_FORWARD)
+def test_a_statistics_pass_does_not_change_a_step_of_one_forward(alone: Results, case: str) -> None:
+    assert alone[f"{case}/whole"]["one_forward"]
+    assert not alone[f"{case}/two_passes"]["one_forward"]
+    assert_same_step(alone[f"{case}/whole"], alone[f"{case}/two_passes"])
+
+
 def test_one_forward_is_taken_where_it_serves(alone: Results) -> None:
     assert alone["token_mean/groups"]["one_forward"]
     assert alone["void_rows/rows"]["one_forward"]  # groups that do not fit one micro-batch stay on one rank
     assert alone["void_rows/groups"]["one_forward"]
     assert not alone["whitened/whole"]["one_forward"]
-    assert alone["gpg/whole"]["one_forward"]  # its advantages need the rewards of the step alone
     assert alone["two_updates/whole"]["metrics"]["policy/updates"] == 2
 
 
@@ -161,6 +167,8 @@ def test_what_the_settings_ask_for_takes_part(alone: Results) -> None:
         "kl_full_reward",
         "kl_reward",
         "token_weights",
+        "weighted_remax",
+        "summed_masks",
         "normalized_weights",
         "masks",
         "gpg",

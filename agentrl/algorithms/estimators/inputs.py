@@ -25,15 +25,23 @@ class EstimatorInputs:
     groups: Groups
     rows: Tensor  # [B] by which messages name the rows
     calls: Calls = ONE_CALL  # where the step's other groups are
+    weighted: bool = True  # False: the estimator does not depend on `loss_ratio`, which may be unknown yet
 
     @classmethod
-    def of(cls, inputs: AdvantageInputs, rows: Tensor | None = None, calls: Calls = ONE_CALL) -> "EstimatorInputs":
+    def of(
+        cls,
+        inputs: AdvantageInputs,
+        rows: Tensor | None = None,
+        calls: Calls = ONE_CALL,
+        *,
+        weighted: bool = True,
+    ) -> "EstimatorInputs":
         """From inputs that `check_shapes` has passed, with boolean masks. Raises InvalidInputError on their values."""
         if rows is None:
             rows = torch.arange(inputs.groups.numel(), device=inputs.groups.device)
         check_rows(inputs.response_mask, rows)
         check_rewards_placed(inputs.rewards, inputs.response_mask, rows)
-        return cls(given=inputs, groups=Groups.of(inputs.groups), rows=rows, calls=calls)
+        return cls(given=inputs, groups=Groups.of(inputs.groups), rows=rows, calls=calls, weighted=weighted)
 
     @property
     def mask(self) -> Tensor:
@@ -76,9 +84,19 @@ class EstimatorInputs:
             return None
         return BranchPaths(self.mask, given.previous)
 
-    @cached_property
+    @property
     def loss_ratio(self) -> Tensor | None:
-        """rho * loss_mask, [B, T]; None if it is 1 on every model token."""
+        """rho * loss_mask, [B, T]; None if it is 1 on every model token. For estimators registered as weighted."""
+        if not self.weighted:
+            raise MissingInputError("this estimator reads loss_ratio: register it with weighted=True")
+        return self._loss_ratio
+
+    def check_loss_ratio(self) -> None:
+        """Raise InvalidInputError if weights are given and not finite, or negative."""
+        _ = self._loss_ratio
+
+    @cached_property
+    def _loss_ratio(self) -> Tensor | None:
         ratio = None
         if self.given.importance_weights is not None:
             ratio = self.read("importance_weights", negative=False)

@@ -30,10 +30,10 @@ from agentrl.algorithms.records import Advantages
 from agentrl.kernels.arithmetic import running_sum
 
 # An optimal token baseline weighs all tokens alike, so the loss does too.
-_token_baseline = partial(register_estimator, aggregation="token_mean", per_token=True, group_based=True)
+_token_baseline = partial(register_estimator, weighted=True, aggregation="token_mean", per_token=True, group_based=True)
 
 
-@register_estimator("ogb", options=GlobalBaselineOptions, group_based=True)
+@register_estimator("ogb", options=GlobalBaselineOptions, weighted=True, group_based=True)
 def ogb(inputs: EstimatorInputs, options: GlobalBaselineOptions) -> Advantages:
     """A = R - b, b = sum (W_K + eps) R / sum (W_K + eps), W_K = sum_j (rho_j loss_mask_j)^2 w_j.
 
@@ -42,7 +42,7 @@ def ogb(inputs: EstimatorInputs, options: GlobalBaselineOptions) -> Advantages:
     return _of_rollouts(inputs, weighted_energy(inputs, options.energy), options)
 
 
-@register_estimator("eob", options=ExactEnergyOptions, requires=("trajectory_energy",), group_based=True)
+@register_estimator("eob", options=ExactEnergyOptions, weighted=True, requires=("trajectory_energy",), group_based=True)
 def eob(inputs: EstimatorInputs, options: ExactEnergyOptions) -> Advantages:
     """A = R - b, b = sum (E + eps) R / sum (E + eps), E = ||sum_t rho_t grad log p_t||^2 as given, exact.
 
@@ -179,7 +179,9 @@ def _hidden_scale(inputs: EstimatorInputs) -> Tensor:
     return sums / groups.sum(inputs.lengths)
 
 
-@register_estimator("ogb_pooled", options=PooledOptions, span="ranks", equal_groups=True, group_based=True)
+@register_estimator(
+    "ogb_pooled", options=PooledOptions, weighted=True, span="ranks", equal_groups=True, group_based=True
+)
 def ogb_pooled(inputs: EstimatorInputs, options: PooledOptions) -> Advantages:
     """A_i = R_i - b_i, b_i = (sum_j W_j R_j + c P[W R]) / (sum_j W_j + c P[W]), W as in `ogb`; sums over i's group.
 

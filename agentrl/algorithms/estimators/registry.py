@@ -60,10 +60,12 @@ class EstimatorNeeds:
 
     `inputs`: names of AdvantageInputs beside the three that are always needed; `token_energy` may be replaced by
     log_probs and sum_pi_squared. `step_wide`: the rows of the whole optimizer step, of all ranks, must be in one call;
-    otherwise the rows of each group. `reason` gives the cause, and is empty if not step_wide.
+    otherwise the rows of each group. `reason` gives the cause, and is empty if not step_wide. `weighted`: advantages
+    depend on `importance_weights` and `loss_mask`, where these are given.
     """
 
     inputs: frozenset[str]
+    weighted: bool
     step_wide: bool
     reason: str
 
@@ -73,6 +75,7 @@ class EstimatorEntry(Entry[EstimatorFunction]):
     """A registered estimator and its traits."""
 
     requires: frozenset[str] = frozenset()  # inputs that it needs whatever its options
+    weighted: bool = False  # it reads `loss_ratio`: the rollout correction changes its advantages
     span: Span = "group"
     aggregation: str | None = None  # of the loss, by the estimator's derivation; None: the loss's default
     equal_groups: bool = False  # it learns from groups of equal rewards: their advantages are not all 0
@@ -86,7 +89,7 @@ class EstimatorEntry(Entry[EstimatorFunction]):
         reason = "" if self.span == "group" else "its rule looks at the groups of the whole step"
         if getattr(record, "normalize", None) == "whiten":
             reason = "whitening takes the mean over the whole step"
-        return EstimatorNeeds(inputs=inputs, step_wide=bool(reason), reason=reason)
+        return EstimatorNeeds(inputs=inputs, weighted=self.weighted, step_wide=bool(reason), reason=reason)
 
     def check_inputs(self, name: str, inputs: AdvantageInputs) -> None:
         """Raise MissingInputError for the first required input that is missing; the message names its provider."""
@@ -105,6 +108,7 @@ class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
         options: type = NoOptions,
         *,
         requires: Iterable[str] = (),
+        weighted: bool = False,
         span: Span = "group",
         aggregation: str | None = None,
         equal_groups: bool = False,
@@ -124,9 +128,12 @@ class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
                 totals = inputs.totals.unsqueeze(-1)
                 return Advantages(advantages=totals / 2, returns=totals, baselines=totals / 2)
 
-        The other arguments are its traits. `requires` lists the fields of AdvantageInputs that must be given. By
-        default, a call gets one or more complete groups. With span="step" it gets all rows of the step, on rank 0. With
-        span="ranks" it gets all rows of its rank, and exchanges sums with other ranks through `inputs.calls`.
+        The other arguments are its traits. `requires` lists the fields of AdvantageInputs that must be given. Set
+        `weighted` if the function reads `inputs.loss_ratio`, the weights and mask of the rollout correction. Advantages
+        are computed before the forward if the estimator is not weighted and requires nothing that a forward computes.
+
+        By default, a call gets one or more complete groups. With span="step" it gets all rows of the step, on rank 0.
+        With span="ranks" it gets all rows of its rank, and exchanges sums with other ranks through `inputs.calls`.
         `aggregation` is the default of `algorithm.aggregation`, for losses that admit it. Set `equal_groups` if groups
         of equal rewards have advantages other than 0, so that they are not dropped. Set `group_based` if the baseline
         is computed from the group's trajectories, `per_token` if the advantages of a trajectory's tokens differ, and
@@ -147,6 +154,7 @@ class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
                 function,
                 options,
                 requires=needed,
+                weighted=weighted,
                 span=span,
                 aggregation=aggregation,
                 equal_groups=equal_groups,

@@ -294,5 +294,8 @@ def _reasons(settings: ObjectiveSettings) -> Iterator[str]:
         yield f"the loss {algorithm.loss} selects tokens over the whole step"
     if correction.self_normalize:
         yield "self-normalised weights take the mean over the whole step (correction.self_normalize)"
-    if correction.masks:
-        yield "the loss mask depends on the log-probabilities (correction.ratio_mask, correction.divergence_mask)"
+    if correction.masks and settings.aggregation != "token_sum":
+        yield (
+            "the divisor of the loss counts the tokens that correction.ratio_mask and correction.divergence_mask keep "
+            "in the whole step"
+        )

@@ -195,7 +195,8 @@ class LossRowMaker:
     def with_estimate(self, rows: LossRows, rewards: Tensor, estimate: Advantages, *, meter: Meter) -> LossRows:
         """Complete rows whose advantages were known before their forward."""
         self._measure_kl(rows, meter)
-        return replace(rows, rewards=rewards, estimate=estimate)
+        correction = self.corrector.correct(rows, meter=meter)
+        return replace(rows, correction=correction, rewards=rewards, estimate=estimate)
 
     def make(self, parts: Sequence[LossRows], *, beta: float, meter: Meter) -> list[LossRows]:
         """Complete the rows of whole groups in several micro-batches."""

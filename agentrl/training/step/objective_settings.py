@@ -130,8 +130,11 @@ def needs(settings: ObjectiveSettings) -> EstimatorNeeds:
 
 def known_before_forward(settings: ObjectiveSettings) -> bool:
     """Whether advantages follow from rewards alone, without the policy's log-probabilities."""
+    needed = needs(settings)
     penalty = settings.kl.coefficient and settings.kl.placement == "reward"
-    return not (needs(settings).inputs or settings.correction.active or penalty)
+    # The greedy rollout's reward is known beforehand, and the rollout correction changes weighted estimators only.
+    corrected = settings.correction.active and needed.weighted
+    return not (needed.inputs - {"greedy_returns"} or corrected or penalty)
 
 
 def _options(
