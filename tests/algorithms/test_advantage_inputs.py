@@ -210,6 +210,21 @@ def test_user_code_adds_an_estimator_by_a_decorator_once(own_registries):
         register_estimator("plain")(lambda inputs, options: None)
 
 
+def test_an_estimator_that_reads_the_corrections_weights_says_so(own_registries):
+    def masked(inputs: EstimatorInputs, options: object) -> Advantages:
+        ratio = inputs.loss_ratio
+        return Advantages(advantages=ratio, returns=ratio, baselines=torch.zeros_like(ratio))
+
+    register_estimator("undeclared")(masked)
+    register_estimator("declared", weighted=True)(masked)
+    weights = inputs(importance_weights=torch.full((2, 3), 0.5))
+    with pytest.raises(MissingInputError, match="register it with weighted=True"):
+        compute_advantages("undeclared", weights)
+    assert compute_advantages("declared", weights).advantages.tolist() == [[0.5, 0.5, 0.0], [0.5, 0.0, 0.5]]
+    assert estimator_needs("declared").weighted
+    assert not estimator_needs("rloo").weighted
+
+
 def test_user_code_says_what_its_estimator_needs(own_registries):
     name = "mean_of_the_step"
 

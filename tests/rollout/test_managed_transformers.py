@@ -67,7 +67,7 @@ async def host(tmp_path: Path) -> AsyncIterator[ManagedTransformers]:
 
 
 async def install(host: ManagedTransformers, folder: Path, tensors: Any, probe: Probe, version: int) -> str | None:
-    await host.pause(zero_weights=False)
+    await host.pause()
     return await host.install(str(write_export(folder, tensors, version)), version, probe)
 
 

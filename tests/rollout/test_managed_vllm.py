@@ -92,7 +92,7 @@ async def test_a_server_that_earlier_weights_were_sent_to_gets_new_ones(policy: 
 
 
 async def installed(one: ManagedVLLM, policy: Path, version: int, probe: Probe) -> str | None:
-    await one.pause(zero_weights=False)
+    await one.pause()
     return await one.install(str(policy), version, probe)
 
 
@@ -113,25 +113,6 @@ async def test_a_part_that_did_not_arrive_is_named_whatever_the_probe_says(polic
         servers[1].checksums = {"a": (6, 22), "b": (2, 7)}  # twice, as by two workers
         assert await installed(one, policy, 1, updated) is None
         assert all("checksums of 2 of 2 parameters" in str(item) for item in one.verifier.verified())
-        assert not any(call == "/weight_checker" for server in servers for call in server.calls)
-        await one.engine.close()
-
-
-async def test_servers_that_tell_no_checksums_are_zeroed_before_every_transfer(policy: Path) -> None:
-    async with fakes(CODEC, 2) as servers:
-        servers[1].checksums = {"a": (3, 10)}
-        one = host(policy, servers)
-        await one.engine.open()
-        assert await one.verify(0, PROBE) is None
-        assert await installed(one, policy, 1, PROBE) is None
-        assert servers[0].controls_called()[-6:-3] == [
-            "/pause?mode=keep&clear_cache=false",
-            "/weight_checker",
-            "/collective_rpc",
-        ]
-        assert "/weight_checker" not in servers[1].calls
-        await one.pause(zero_weights=True)  # something did not arrive
-        assert servers[1].calls[-1] == "/weight_checker"
         await one.engine.close()
 
 

@@ -37,7 +37,6 @@ async def adapting(server: FakeVLLM, *, rank: int = 4) -> AsyncIterator[ServerEn
 
 async def install(engine: ServerEngine, version: int) -> None:
     await engine.pause()
-    await engine.zero_weights(all_of_them=True)
     await engine.install(Path(f"/adapters/{version}"), version)
     assert await engine.problems(passes) == []
     engine.resume(passes)

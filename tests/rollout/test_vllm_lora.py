@@ -93,7 +93,7 @@ async def test_adapters_and_merged_weights_give_the_trainers_log_probabilities(p
                 write_adapter(folder, dict(adapter_parameters(model)), LORA, base=str(policy))
                 running = asyncio.create_task(turn(host.engine, (3, 4), f"over-{version}", max_tokens=500))
                 await asyncio.sleep(0.1)
-                await host.pause(zero_weights=False)
+                await host.pause()
                 assert await host.install(str(folder), version, probe) is None, kinds
                 answer = await running  # with the adapter that it began with, or the one after
                 assert answer.version_spans in [((one, len(answer.token_ids)),) for one in (version - 1, version)]

@@ -264,7 +264,7 @@ async def test_weights_change_under_running_requests_and_are_verified(
         probes = {id(model): await probe_of(model, codec) for model in (old, new)}
 
         async def install(model: Any, version: int) -> None:
-            await host.pause(zero_weights=False)
+            await host.pause()
             folder = write_export(tmp_path, model.named_parameters(), version)
             assert await host.install(str(folder), version, probes[id(model)]) is None
 
@@ -343,7 +343,7 @@ async def test_what_arrives_wrong_is_named_at_once_and_the_probe_alone_sees_litt
         assert largest_difference(list(before.log_probs), after.log_probs) < 1e-3
 
         async def transfer(tensors: dict[str, Tensor], probe: Probe) -> str | None:
-            await host.pause(zero_weights=False)
+            await host.pause()
             return await host.install(str(write_export(tmp_path, tensors.items(), 20)), 20, probe)
 
         for damage, names in ((stale, [DOWN]), (perturbed, [DOWN]), (swapped, [GATE, UP]), (missing, [DOWN])):

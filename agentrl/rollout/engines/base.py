@@ -159,11 +159,8 @@ class ManagedEngine(Protocol):
     async def verify(self, version: int, probe: Probe) -> str | None:
         """Verify the weights that the engine was opened with; requests resume if they are right."""
 
-    async def pause(self, *, zero_weights: bool) -> None:
-        """Pause all requests until :meth:`install`.
-
-        ``zero_weights``: set all parameters to zero, so that an incomplete transfer is detected.
-        """
+    async def pause(self) -> None:
+        """Pause all requests until :meth:`install`."""
 
     async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
         """Take the weights of ``version``, from ``directory`` or as transferred; verify them; resume requests."""

@@ -104,10 +104,8 @@ class ManagedServers(ABC):
             )
         return problem
 
-    async def pause(self, *, zero_weights: bool) -> None:
-        """Pause all requests. The weights of servers without checksums are always set to zero."""
+    async def pause(self) -> None:
         await self.engine.pause()
-        await self.engine.zero_weights(all_of_them=zero_weights)
 
     async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
         if probe is None:

@@ -294,13 +294,6 @@ class Replica(ABC):
         """
         raise NotImplementedError
 
-    async def zero_weights(self) -> None:
-        """Set every parameter to zero, so that parameters missing from a transfer are detected.
-
-        Called before each transfer to a server without checksums. By default nothing is set to zero; then the probe
-        alone verifies a transfer.
-        """
-
     async def tokens_so_far(self) -> int | None:
         """Return the number of tokens computed since the start. None if not reported: it never counts as stalled."""
         return None

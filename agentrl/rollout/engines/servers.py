@@ -294,20 +294,6 @@ class ServerEngine:
         """The problems that ``check`` finds with the servers that answer."""
         return [problem for problem in await self._on_all(check) if problem is not None]
 
-    async def zero_weights(self, *, all_of_them: bool) -> None:
-        """Set parameters to zero before a transfer, so that missing parameters are detected.
-
-        ``all_of_them``: on all servers, otherwise only on those without checksums. Not where servers load adapters.
-        """
-        if not self._weights.replaced:
-            return
-
-        async def zero(replica: Replica) -> None:
-            if all_of_them or not replica.has_checksums:
-                await replica.zero_weights()
-
-        await self._on_all(zero)
-
     def resume(self, check: Check | None = None) -> None:
         """Allow new requests. A server that comes back must pass ``check``."""
         self._weights.check = check

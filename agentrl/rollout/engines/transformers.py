@@ -317,8 +317,7 @@ class ManagedTransformers:
     async def verify(self, version: int, probe: Probe) -> str | None:
         return await self._compare(probe)
 
-    async def pause(self, *, zero_weights: bool) -> None:
-        """Pause requests; ``zero_weights`` has no effect, because a file contains every parameter."""
+    async def pause(self) -> None:
         self.engine.pause()
 
     async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:

@@ -247,8 +247,8 @@ class LocalService:
     def verify(self, version: int, probe: Probe) -> str | None:
         return self._finish(self._arrived(self._managed.verify(version, probe), version))
 
-    def pause(self, *, zero_weights: bool) -> None:
-        self._finish(self._managed.pause(zero_weights=zero_weights))
+    def pause(self) -> None:
+        self._finish(self._managed.pause())
 
     def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
         return self._finish(self._arrived(self._managed.install(directory, version, probe), version))

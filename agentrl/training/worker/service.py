@@ -126,8 +126,8 @@ class RolloutService(Protocol):
         """Check that the engine holds the policy it was started with. Returns the problem, or None."""
 
     @_call("the engine to pause")
-    def pause(self, *, zero_weights: bool) -> None:
-        """Pause all requests until :meth:`install`; zero weights reveal an incomplete transfer."""
+    def pause(self) -> None:
+        """Pause all requests until :meth:`install`."""
 
     @_call("the engine to load version {version}")
     def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:

@@ -88,7 +88,7 @@ class WeightSender:
             return
         probe = self._score()
         for attempt in range(_ATTEMPTS):
-            problem = self._once(target, version, probe, zero_weights=attempt > 0)
+            problem = self._once(target, version, probe)
             if problem is None:
                 return
             self._console.warning(f"transfer {attempt + 1} of {_ATTEMPTS} of version {version}: {problem}")
@@ -104,9 +104,9 @@ class WeightSender:
         if self._engine.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _once(self, target: TransferTarget, version: int, probe: Probe, *, zero_weights: bool) -> str | None:
+    def _once(self, target: TransferTarget, version: int, probe: Probe) -> str | None:
         directory = None if target.opener else on_every_rank(partial(self._export, target, version))[0]
-        self._service.pause(zero_weights=zero_weights)
+        self._service.pause()
         if target.opener:
             now = self._service.transfer_target()  # servers may have been lost or restarted until they paused
             self._direct_to(target if now is None else now).send()

@@ -331,9 +331,6 @@ class VLLMReplica(Replica):
         answer = await self.http.post("/collective_rpc", {"method": "agentrl_checksums"}, seconds=LONG)
         return read_checksums(answer)
 
-    async def zero_weights(self) -> None:
-        await self.http.post("/weight_checker", {"action": "reset"}, seconds=LONG)
-
     async def sleep(self, *, keep_weights: bool) -> None:
         """Release its GPU memory; the weights go to host memory or are lost."""
         await self.http.post(f"/sleep?level={1 if keep_weights else 2}", seconds=LONG)
