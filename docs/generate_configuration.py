@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -81,7 +82,8 @@ def _section(title: str, path: str, model: type[BaseModel], names: list[str]) ->
     for name in names:
         key = f"{path}.{name}" if path else name
         field = model.model_fields[name]
-        cells = (f"`{name}`", _default(field), valid_values(key, SIMPLETIR), field.description or "")
+        valid = re.sub(r"(?<=matching )\S+", r"`\g<0>`", valid_values(key, SIMPLETIR))
+        cells = (f"`{name}`", _default(field), valid, field.description or "")
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -67,6 +67,25 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_site_builds_and_its_links_lead_somewhere() -> None:
+    builder = ROOT / "docs" / "build_site.py"
+    done = subprocess.run([sys.executable, builder], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_link_to_a_missing_page_or_anchor_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "index.html").write_text('<h2 id="here">Here</h2> <a href="../">home</a> <a href="#no">x</a>')
+    (tmp_path / "index.html").write_text('<a href="page/#here">a</a> <a href="page/#gone">b</a> <img src="c.png">')
+    broken_links = runpy.run_path(str(ROOT / "docs" / "build_site.py"))["broken_links"]
+    assert sorted(broken_links(tmp_path)) == [
+        "index.html: c.png leads nowhere",
+        "index.html: page/#gone leads nowhere",
+        "page/index.html: #no leads nowhere",
+    ]
+
+
+@pytest.mark.slow
 def test_the_gymnasium_example_runs(tmp_path: Path) -> None:
     example = block("protocols.md", "SimpleTIR-v0")
     done = subprocess.run(
