@@ -139,7 +139,7 @@ def evaluate(
     ] = None,
     falsified: Annotated[bool, typer.Option("--falsified", help="also evaluate with falsified observations")] = False,
     check_data: Annotated[
-        bool, typer.Option("--check-data", help="grade every gold answer against itself and stop; needs no model")
+        bool, typer.Option("--check-data", help="grade every reference answer against itself and stop; needs no model")
     ] = False,
     config: Annotated[
         list[str] | None, _option("FILE", "YAML file or shipped name; default: that of the model's run")
@@ -166,8 +166,9 @@ def evaluate(
         check_data_command(settings, request)
         return
     from agentrl.evaluation.run import evaluate_command
+    from agentrl.viewer.export import export_evaluation
 
-    evaluate_command(settings, request)
+    evaluate_command(settings, request, write_report=export_evaluation)
 
 
 @app.command()

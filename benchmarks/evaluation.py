@@ -40,6 +40,7 @@ from agentrl.models.loading import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import Completion, Sampling
 from agentrl.telemetry.console import Console
+from agentrl.viewer.export import export_evaluation
 from agentrl_envs.episode import Environment
 from agentrl_envs.types import Problem
 
@@ -224,7 +225,7 @@ def main() -> int:
         began, cpu = time.monotonic(), cpu_seconds()
         directory = asyncio.run(play(evaluation, memory, output / "rollouts.jsonl.zst"))
         played, cpu_then = time.monotonic(), cpu_seconds()
-        results = finish(directory, settings, sets, request, console)
+        results = finish(directory, settings, sets, request, console, export_evaluation)
         ended = time.monotonic()
         size = directory.rollouts.stat().st_size / 2**20
         report = directory.report.stat().st_size / 2**20

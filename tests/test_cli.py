@@ -49,7 +49,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Recorder:
             scripted = _Scripted(full)
             monkeypatch.setitem(sys.modules, full, scripted)
             monkeypatch.setattr(f"{package}.{name}", scripted, raising=False)
-        setattr(sys.modules[full], function, lambda *arguments, _name=function: recorder(_name, *arguments))
+        setattr(sys.modules[full], function, lambda *arguments, _name=function, **_options: recorder(_name, *arguments))
     return recorder
 
 

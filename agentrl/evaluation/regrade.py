@@ -233,7 +233,7 @@ def _show_verdicts(console: Console, changes: list[Change]) -> None:
         for (old, new, same), count in kinds.most_common()
     )
     console.table("Verdicts that changed", ("verdict", "answer", "rollouts"), rows)
-    columns = ("problem", "answer", "gold", "before", "now")
+    columns = ("problem", "answer", "reference answer", "before", "now")
     _show_examples(console, "Answers whose verdict changed", columns, changes, ("answer", "gold", "before", "after"))
 
 
@@ -242,7 +242,7 @@ def _show_answers(console: Console, changes: list[Change]) -> None:
     console.table(
         "Answers that changed", ("answer", "rollouts"), tuple((kind, str(count)) for kind, count in kinds.most_common())
     )
-    columns = ("problem", "answer before", "answer now", "gold")
+    columns = ("problem", "answer before", "answer now", "reference answer")
     _show_examples(console, "Rollouts whose answer changed", columns, changes, ("answer_before", "answer", "gold"))
 
 

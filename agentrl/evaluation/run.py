@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.benchmarks import FalsifiedEnvironment, ProblemSet, problem_records, problem_sets
@@ -20,7 +20,6 @@ from agentrl.evaluation.endpoint import TextEngine
 from agentrl.evaluation.formats import BenchmarkResults, Results
 from agentrl.evaluation.plots import draw_results
 from agentrl.evaluation.provenance import chosen_engine, provenance
-from agentrl.evaluation.report import write_report
 from agentrl.evaluation.results import RolloutIndex, default_ks, make_results, result_tables
 from agentrl.evaluation.settings import EvaluationRequest, EvaluationSections, evaluation_settings
 from agentrl.evaluation.transcripts import RolloutLog, Transcript
@@ -46,7 +45,13 @@ _FAILURES_IN_A_ROW = 100
 _NAMED = 3  # maximum number of problems named in a warning
 
 
-def evaluate_command(settings: EvaluationSections, request: EvaluationRequest) -> Results:
+class WriteReport(Protocol):
+    """Writes the page ``out`` about the evaluation in ``path``: :func:`agentrl.viewer.export.export_evaluation`."""
+
+    def __call__(self, path: Path, out: Path, *, conversations: int | None) -> None: ...
+
+
+def evaluate_command(settings: EvaluationSections, request: EvaluationRequest, *, write_report: WriteReport) -> Results:
     """Evaluate, print the tables and return ``results.json``. After Ctrl-C, the same command continues."""
     n = settings.evaluation.samples
     for k in request.ks:
@@ -63,7 +68,7 @@ def evaluate_command(settings: EvaluationSections, request: EvaluationRequest) -
         except KeyboardInterrupt:
             console.note(f"stopped; finished rollouts are in {output}, and the same command continues")
             raise
-    return finish(directory, settings, sets, request, console)
+    return finish(directory, settings, sets, request, console, write_report)
 
 
 @contextmanager
@@ -288,6 +293,7 @@ def finish(
     sets: Sequence[ProblemSet],
     request: EvaluationRequest,
     console: Console,
+    write_report: WriteReport,
 ) -> Results:
     """Write and print the results of a complete directory. Returns ``results.json``."""
     index = RolloutIndex()
@@ -300,7 +306,7 @@ def finish(
     directory.write_text("table.md", "\n".join(table.markdown() for table in tables))
     if settings.telemetry.plots:
         draw_results(results, directory.plots)
-    write_report(directory, results, conversations=request.conversations)
+    write_report(directory.path, directory.report, conversations=request.conversations)
     for table in tables:
         console.table(f"{table.title} ({results['provenance']['model']['name']})", table.columns, table.rows)
     _warn_of_unreadable_golds(results, console)

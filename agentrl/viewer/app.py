@@ -26,7 +26,13 @@ from agentrl.errors import AgentRLError, SettingsError
 from agentrl.telemetry.metrics import defined_metrics
 from agentrl.telemetry.plots import palette_css
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.viewer.evaluations import comparison_page, evaluation_page, evaluation_summary, rollout_page
+from agentrl.viewer.evaluations import (
+    comparison_page,
+    evaluation_page,
+    evaluation_summary,
+    rollout_page,
+    rollouts_with,
+)
 from agentrl.viewer.export import STATIC
 from agentrl.viewer.metrics_file import metrics_of
 from agentrl.viewer.run_files import to_json
@@ -173,8 +179,11 @@ class _Answers:
             f"{trajectory}/what_if": self.what_if,
             f"{trajectory}/tokens/{{token:int}}": self.explanation,
             "/evaluations/{id}": lambda request: evaluation_page(self._evaluation(request)),
-            "/evaluations/{id}/{place:int}": lambda request: rollout_page(
-                self._evaluation(request), request.path_params["place"]
+            "/evaluations/{id}/{index:int}": lambda request: rollout_page(
+                self._evaluation(request), request.path_params["index"]
+            ),
+            "/evaluations/{id}/search": lambda request: rollouts_with(
+                self._evaluation(request), request.query_params.get("text", "")
             ),
             "/comparisons/{first}/{second}": lambda request: comparison_page(
                 self._evaluation(request, "first"), self._evaluation(request, "second")

@@ -1,26 +1,38 @@
-"""An evaluation: its scores, its problems with their rollouts, one conversation, and the comparison of two."""
+"""Evaluations: scores, problems with their rollouts, one conversation, and the comparison of two."""
 
 from __future__ import annotations
 
+import html
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import cast
+from xml.etree.ElementTree import Element
 
 import zstandard
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.compare import compare, comparison_notes
 from agentrl.evaluation.formats import JSONObject, Results
+from agentrl.evaluation.transcripts import KINDS, Transcript
 from agentrl.telemetry.files import contained, wrong_shape
 from agentrl.viewer.metrics_file import json_lines
 
 _LONGEST_LINE = 1 << 26  # bytes of one rollout
+_EXCERPT = 120  # characters of a statement in the list of problems
+_LONGEST_FORMULA = 1000  # characters
+
+FORMULA = re.compile(r"\$\$([^$]+)\$\$|\\\[([\s\S]+?)\\\]|\\\(([\s\S]+?)\\\)|\$([^$\n]+)\$")
+"""TeX between ``$$``, ``\\[``, ``\\(`` or ``$``. ``static/prose.js`` searches for the same delimiters."""
+
+_FENCE = re.compile(r"```[^\n`]*\n[\s\S]*?(?:\n {0,3}```|$)")
 
 
 def evaluation_summary(path: Path) -> dict[str, object]:
-    """An evaluation in the table of evaluations; ``benchmarks`` is empty while it goes on."""
+    """Return the row of an evaluation in the table of evaluations. ``benchmarks`` is empty until it has finished."""
     results = read_object(path / "results.json")
     provenance = read_object(path / "provenance.json")
     return {
@@ -31,55 +43,158 @@ def evaluation_summary(path: Path) -> dict[str, object]:
 
 
 def evaluation_page(path: Path) -> dict[str, object]:
-    """Results, provenance and one row per rollout, in the order written."""
-    results = read_object(path / "results.json")
-    gold = {(row["benchmark"], row["id"]): row.get("answer") for row in json_lines(path / "problems.jsonl", path)}
-    rows = [_row(place, record, gold) for place, record in enumerate(_records(path))]
+    """Return results, provenance, problems, and the rollouts without their conversations (:func:`rollout_rows`)."""
+    problems = [
+        {"benchmark": row["benchmark"], "id": row["id"], "answer": row.get("answer"), "statement": _excerpt(row)}
+        for row in json_lines(path / "problems.jsonl", path)
+    ]
     return {
         "path": str(path),
-        "results": results.get("benchmarks", {}),
+        "results": read_object(path / "results.json").get("benchmarks", {}),
         "provenance": read_object(path / "provenance.json"),
-        "rollouts": rows,
+        "kinds": KINDS,
+        "problems": problems,
+        "rollouts": rollout_rows(path),
     }
 
 
-def rollout_page(path: Path, place: int) -> dict[str, object]:
-    """One rollout with its problem. Raises SettingsError if there is none at ``place``."""
-    for found, record in enumerate(_records(path)):
-        if found == place:
-            problems = json_lines(path / "problems.jsonl", path)
-            key = (record["benchmark"], record["problem"])
-            problem = next((row for row in problems if (row["benchmark"], row["id"]) == key), {})
-            return {"rollout": record, "problem": problem}
-    raise SettingsError(f"{path} has no rollout {place}")
+def rollout_rows(path: Path) -> list[JSONObject]:
+    """Return one row per sample, from its last attempt. ``index`` is its index in the file of rollouts."""
+    file = path / "rollouts.jsonl.zst"
+    if not file.is_file():
+        return []
+    about = file.stat()
+    return _cached_rows(path, about.st_mtime_ns, about.st_size)
+
+
+@lru_cache(maxsize=4)  # every page of a rollout needs the rows of its problem
+def _cached_rows(path: Path, _changed: int, _size: int) -> list[JSONObject]:
+    rows: dict[tuple[str, str, int], JSONObject] = {}
+    for index, record in enumerate(rollout_records(path)):
+        with wrong_shape(f"{path / 'rollouts.jsonl.zst'}, rollout {index}"):
+            one = Transcript.from_record(record)
+        rows[one.key] = {
+            "index": index,
+            "benchmark": one.benchmark,
+            "problem": one.problem,
+            "sample": one.sample,
+            "kind": one.kind,
+            "ended": one.ended.value,
+            "verdict": None if one.verdict is None else one.verdict.value,
+            "answer": one.answer,
+            "turns": one.model_turns,
+            "tokens": one.model_tokens,
+        }
+    return list(rows.values())
+
+
+def rollout_page(path: Path, index: int) -> dict[str, object]:
+    """Return one rollout with its problem and the formulas of both. Raises SettingsError if there is none."""
+    for position, record in enumerate(rollout_records(path)):
+        if position == index:
+            return page_of_rollout(record, problems_by_key(path))
+    raise SettingsError(f"{path} has no rollout {index}")
+
+
+def problems_by_key(path: Path) -> dict[tuple[object, object], JSONObject]:
+    """Return the rows of ``problems.jsonl`` by benchmark and id."""
+    return {(row["benchmark"], row["id"]): row for row in json_lines(path / "problems.jsonl", path)}
+
+
+def page_of_rollout(record: JSONObject, problems: Mapping[tuple[object, object], JSONObject]) -> dict[str, object]:
+    """Return the content of a rollout's page from its record."""
+    problem = problems.get((record["benchmark"], record["problem"]), {})
+    prompt = problem.get("prompt") or problem.get("statement", "")
+    texts = [prompt, *(turn["text"] for turn in record["turns"] if turn["origin"] == "model")]
+    return {"rollout": record, "problem": problem, "formulas": formulas_of(texts)}
+
+
+def rollouts_with(path: Path, text: str) -> list[int]:
+    """Return the indices of the rollouts whose problem, answer or conversation contains ``text``, ignoring case."""
+    wanted = text.casefold()
+    problems = problems_by_key(path)
+    matching = {key for key, row in problems.items() if wanted in _searchable(row).casefold()}
+    return [
+        index
+        for index, record in enumerate(rollout_records(path))
+        if (record["benchmark"], record["problem"]) in matching
+        or wanted in "\n".join([record["answer"] or "", *(turn["text"] for turn in record["turns"])]).casefold()
+    ]
 
 
 def comparison_page(first: Path, second: Path) -> dict[str, object]:
-    """B, the second, against A, paired by problem. Raises SettingsError where the two cannot be compared."""
+    """Compare B, the second, with A, paired by problem. Raises SettingsError if the two cannot be compared."""
     before, after = (_finished(path) for path in (first, second))
-    found = compare(before, after)
+    by_benchmark = compare(before, after)
     return {
         "paths": [str(first), str(second)],
         "models": [results["provenance"]["model"]["name"] for results in (before, after)],
         "notes": comparison_notes(before, after),
-        "differences": {name: asdict(one) for name, one in found.items()},
-        "scores": {name: [results["benchmarks"][name]["avg"]["mean"] for results in (before, after)] for name in found},
-        "problems": [row for name in found for row in _paired(name, before, after)],
+        "differences": {name: asdict(one) for name, one in by_benchmark.items()},
+        "scores": {
+            name: [results["benchmarks"][name]["avg"]["mean"] for results in (before, after)] for name in by_benchmark
+        },
+        "problems": [row for name in by_benchmark for row in _paired(name, before, after)],
     }
+
+
+def formulas_of(texts: Iterable[str]) -> dict[str, list[object]]:
+    """Return TeX -> MathML tree for each formula outside code fences. Formulas that cannot be parsed are left out.
+
+    >>> formulas_of(["Add $x$ to $x$."])
+    {'x': ['math', {}, ['mrow', {}, ['mi', {}, 'x']]]}
+    """
+    trees = {}
+    for text in texts:
+        for match in FORMULA.finditer(_FENCE.sub("\n", text)):
+            tex = next(part for part in match.groups() if part is not None).strip()
+            tree = _tree_of(tex)
+            if tree is not None:
+                trees[tex] = tree
+    return trees
+
+
+@lru_cache(maxsize=65_536)
+def _tree_of(tex: str) -> list[object] | None:
+    from latex2mathml.converter import convert_to_element
+
+    if not tex or len(tex) > _LONGEST_FORMULA:
+        return None
+    try:
+        return _tree(convert_to_element(tex))
+    except Exception:  # noqa: BLE001  # for text of a model, the library raises many kinds of errors, also IndexError
+        return None
+
+
+def _tree(element: Element) -> list[object]:
+    """``[tag, attributes, children ...]``; a child is text or a tree."""
+    attributes = {name: value for name, value in element.attrib.items() if name not in ("xmlns", "display")}
+    children: list[object] = [html.unescape(element.text)] if element.text else []  # the library returns entities
+    return [element.tag, attributes, *children, *map(_tree, element)]
+
+
+def _excerpt(problem: Mapping[str, object]) -> str:
+    statement = str(problem.get("statement", ""))
+    return statement if len(statement) <= _EXCERPT else f"{statement[:_EXCERPT]} …"
+
+
+def _searchable(problem: JSONObject) -> str:
+    parts = [problem[name] for name in ("id", "statement", "answer", "info") if problem.get(name)]
+    return "\n".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts)
 
 
 def _finished(path: Path) -> Results:
     results = read_object(path / "results.json")
     if not results:
-        raise SettingsError(f"{path} is not finished: the command that began it continues it")
+        raise SettingsError(f"{path} is not finished: continue it with the command that started it")
     return cast(Results, results)
 
 
 def _paired(name: str, before: Results, after: Results) -> Iterator[dict[str, object]]:
-    """The problems of a benchmark with their counts in both."""
-    ours, theirs = (results["benchmarks"][name]["per_problem"] for results in (before, after))
-    for problem, first in ours.items():
-        yield {"benchmark": name, "problem": problem, "first": first, "second": theirs[problem]}
+    """The problems of a benchmark with their counts in both evaluations."""
+    counts, others = (results["benchmarks"][name]["per_problem"] for results in (before, after))
+    for problem, first in counts.items():
+        yield {"benchmark": name, "problem": problem, "first": first, "second": others[problem]}
 
 
 def read_object(path: Path) -> JSONObject:
@@ -89,21 +204,12 @@ def read_object(path: Path) -> JSONObject:
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:
-        raise WorldError(f"{path}: damaged, no JSON ({error})") from error
+        raise WorldError(f"{path}: damaged, not JSON ({error})") from error
     return value if isinstance(value, dict) else {}
 
 
-def _row(place: int, record: JSONObject, gold: Mapping[tuple[object, object], object]) -> dict[str, object]:
-    names = ("benchmark", "problem", "sample", "attempt", "ended", "verdict", "answer", "reward")
-    turns = record["turns"]
-    model = [turn for turn in turns if turn["origin"] == "model"]
-    said = {name: record.get(name) for name in names}
-    said["gold"] = gold.get((record["benchmark"], record["problem"]))
-    return {"place": place, **said, "turns": len(model), "tokens": sum(turn["tokens"] for turn in model)}
-
-
-def _records(path: Path) -> Iterator[JSONObject]:
-    """Every rollout that is whole; one that is being written ends the list."""
+def rollout_records(path: Path) -> Iterator[JSONObject]:
+    """Yield the record of every complete rollout in the order written, up to one that is still being written."""
     file = contained(path / "rollouts.jsonl.zst", path)
     if not file.is_file():
         return

@@ -1,4 +1,4 @@
-"""`agentrl view RUN --export page.html`: a run with chosen steps as one file that needs no server and no network.
+"""Pages of the viewer as files that need no server and no network: one run, or one evaluation (``report.html``).
 
 The page is the viewer's, with its modules and styles inside. The server's answers are stored in the page compressed and
 base64-encoded, so no content of a run is read as markup. The page's security policy allows its single script and no
@@ -11,7 +11,9 @@ import base64
 import gzip
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import IO
 
@@ -21,19 +23,160 @@ from agentrl.telemetry.metrics import defined_metrics
 from agentrl.telemetry.plots import palette_css
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import read_step
+from agentrl.viewer.evaluations import (
+    evaluation_page,
+    evaluation_summary,
+    page_of_rollout,
+    problems_by_key,
+    rollout_records,
+    rollout_rows,
+)
 from agentrl.viewer.metrics_file import metrics_of
 from agentrl.viewer.run_files import to_json, token_text
 from agentrl.viewer.runs import run_facts
 from agentrl.viewer.trajectories import page_of, step_rows
 
+STATIC = Path(__file__).parent / "static"
+RUN_ID, EVALUATION_ID = "run", "evaluation"
+_LARGEST_RUN = 100_000_000  # bytes; browsers open larger files slowly, and mails do not carry them
+_LARGEST_REPORT = 9_500_000  # bytes of conversations if their number is not set, so that the page opens quickly
+_POLICY = (
+    "default-src 'none'; script-src 'sha256-{hash}'; style-src 'unsafe-inline'; img-src data: blob:; "
+    "base-uri 'none'; form-action 'none'"
+)
+
 _IMPORT = re.compile(r'^import \{ ([\w, ]+) \} from "\./([\w.]+)";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async function|function|const|class) (\w+))", re.MULTILINE)
 
 
-def bundle(folder: Path, entry: str) -> str:
-    """``entry`` and what it imports, each in a function of its own, those that others need first.
+def export_run(run: RunDirectory, out: Path, *, steps: Sequence[int] = (), groups: int | None = None) -> None:
+    """Write the page of a run: its curves, and the trajectories of ``steps`` (default: the newest that is stored).
 
-    Modules import names of ``./FILE`` in one line each, and export functions, constants and classes by name.
+    ``groups`` limits the groups of each step. Raises SettingsError if a step is not stored or the page is too large to
+    open, and WorldError if the page cannot be written.
+    """
+    chosen = list(steps) or run.trajectory_steps()[-1:]
+    for step in chosen:
+        run.check_stored(step)
+    parts = _page(f"/run/{RUN_ID}", map(_packed, _run_answers(run, chosen, groups)))
+
+    def write(file: IO[bytes]) -> None:
+        written = 0
+        for part in parts:
+            written += file.write(part.encode())
+            if written > _LARGEST_RUN:
+                raise SettingsError(
+                    f"--export: the page is over {_LARGEST_RUN // 1_000_000} MB: choose fewer steps (--steps) or "
+                    "groups (--groups)"
+                )
+
+    atomic_write(out, write)
+
+
+def export_evaluation(path: Path, out: Path, *, conversations: int | None = None) -> None:
+    """Write the page of an evaluation with at most ``conversations`` per problem, alternating right and wrong ones.
+
+    By default all conversations are included, or as many per problem as fit into a page of 10 MB. Raises WorldError if
+    the page cannot be written.
+    """
+    answers: dict[str, object] = {
+        "/places": {"runs": [], "evaluations": [{"id": EVALUATION_ID, "name": path.name, **evaluation_summary(path)}]},
+        f"/evaluations/{EVALUATION_ID}": evaluation_page(path),
+    }
+    packed = [*map(_packed, answers.items()), *_packed_rollouts(path, conversations)]
+    parts = _page(f"/evaluation/{EVALUATION_ID}", packed)
+    atomic_write(out, lambda file: file.writelines(part.encode() for part in parts))
+
+
+def _packed_rollouts(path: Path, conversations: int | None) -> list[str]:
+    """The answers for single rollouts in the order of :func:`ranks`: as many ranks as requested, or as fit."""
+    rank_of = ranks(rollout_rows(path))
+    count = max(rank_of.values(), default=-1) + 1 if conversations is None else conversations
+    if conversations is None:
+        # A first estimate from the size of the compressed file, to avoid packing more than can fit.
+        stored = (path / "rollouts.jsonl.zst").stat().st_size if rank_of else 0
+        count = min(count, max(1, count * 4 * _LARGEST_REPORT // max(1, stored)))
+    problems = problems_by_key(path)
+    packed: dict[int, list[str]] = defaultdict(list)
+    for index, record in enumerate(rollout_records(path)):
+        rank = rank_of.get(index)
+        if rank is not None and rank < count:
+            answer = page_of_rollout(record, problems)
+            packed[rank].append(_packed((f"/evaluations/{EVALUATION_ID}/{index}", answer)))
+    if conversations is None:
+        sizes = accumulate(sum(map(len, packed[rank])) for rank in range(count))
+        count = max(1, sum(size <= _LARGEST_REPORT for size in sizes))
+    return [part for rank in range(count) for part in packed[rank]]
+
+
+def ranks(rows: Iterable[Mapping[str, object]]) -> dict[int, int]:
+    """Rank the rollouts of each problem: the first correct one, the first other one, the second correct one, and so on.
+
+    >>> kinds = ["correct", "correct", "correct", "void", "incorrect"]
+    >>> ranks({"index": i, "benchmark": "b", "problem": "p", "kind": kind} for i, kind in enumerate(kinds))
+    {0: 0, 3: 1, 1: 2, 4: 3, 2: 4}
+    """
+    by_problem: dict[object, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    for row in rows:
+        by_problem[row["benchmark"], row["problem"]][row["kind"] != "correct"].append(int(str(row["index"])))
+    ordered = (
+        [one for pair in zip_longest(*parts) for one in pair if one is not None] for parts in by_problem.values()
+    )
+    return {index: rank for indices in ordered for rank, index in enumerate(indices)}
+
+
+def _page(start: str, answers: Iterable[str]) -> Iterator[str]:
+    """Parts of a page that opens at the address ``start``."""
+    script = bundle(STATIC, "main.js").replace("</script", "<\\/script")
+    policy = _POLICY.format(hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode())
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    style = (STATIC / "style.css").read_text(encoding="utf-8")
+    page = page.replace("<head>", f'<head>\n<meta http-equiv="content-security-policy" content="{policy}">')
+    page = page.replace("<body>", f'<body data-start="{start}">')
+    page = page.replace('<link rel="stylesheet" href="/static/style.css">', f"<style>{style}</style>")
+    page = page.replace('<link rel="stylesheet" href="/palette.css">', f"<style>{palette_css()}</style>")
+    page = page.replace('<script type="module" src="/static/main.js"></script>\n', "")
+    before, _, after = page.partition("</body>")
+    yield before
+    yield from answers
+    yield f"<script>{script}</script>\n"
+    yield f"</body>{after}"
+
+
+def _packed(item: tuple[str, object]) -> str:
+    address, answer = item
+    # Without a time stamp, equal answers give equal bytes.
+    packed = base64.b64encode(gzip.compress(to_json(answer).encode(), compresslevel=6, mtime=0)).decode()
+    return f'<script type="text/plain" data-answer="{address}">{packed}</script>\n'
+
+
+def _run_answers(run: RunDirectory, steps: Sequence[int], groups: int | None) -> Iterator[tuple[str, object]]:
+    """Answers by the server's addresses. ``/trajectories`` has the rows of all steps, which the page searches."""
+    facts = {**run_facts(run), "id": RUN_ID, "name": run.path.resolve().name}
+    facts |= {"trajectory_steps": list(steps), "stored_steps": len(steps)}
+    yield "/places", {"runs": [facts], "evaluations": []}
+    yield "/metrics", defined_metrics()
+    yield f"/runs/{RUN_ID}", facts
+    yield f"/runs/{RUN_ID}/series", metrics_of(run.metrics_file, run.path).series()
+    text = token_text(run)
+    included = []
+    for step in steps:
+        rows, stored = step_rows(run, step), read_step(run, step)
+        kept = list(dict.fromkeys(row["group"] for row in rows))[:groups]
+        chosen = [row for row in rows if row["group"] in kept]
+        included += chosen
+        for row in chosen:
+            with wrong_shape(f"{run.trajectory_file(step)}, line {row['number'] + 1}"):
+                page = page_of(run, stored, rows, row["number"], text)
+            yield f"/runs/{RUN_ID}/steps/{step}/{row['number']}", page
+    yield f"/runs/{RUN_ID}/trajectories", {"rows": included, "next": None, "problems": []}
+
+
+def bundle(folder: Path, entry: str) -> str:
+    """Return ``entry`` and its imports as one classic script, because browsers load no modules from files.
+
+    Each module becomes a function, after the modules that it imports. Modules must import names of ``./FILE`` in one
+    line each, and export functions, constants and classes by name. Raises ValueError otherwise.
     """
     parts: list[str] = []
     done: set[str] = set()
@@ -45,86 +188,11 @@ def bundle(folder: Path, entry: str) -> str:
         source = (folder / name).read_text(encoding="utf-8")
         for _, other in _IMPORT.findall(source):
             add(other)
-        parts.append(_wrapped(name, source))
+        names = ", ".join(_EXPORT.findall(source))
+        body = _EXPORT.sub("", _IMPORT.sub(r'const { \1 } = modules["\2"];', source))
+        if re.search(r"^(import|export)\b", body, re.MULTILINE):
+            raise ValueError(f"{name} imports or exports in a way that cannot be bundled")
+        parts.append(f'modules["{name}"] = (() => {{\n{body}\nreturn {{ {names} }};\n}})();')
 
     add(entry)
     return '"use strict";\nconst modules = {};\n' + "\n".join(parts)
-
-
-def _wrapped(name: str, source: str) -> str:
-    names = ", ".join(_EXPORT.findall(source))
-    body = _EXPORT.sub("", _IMPORT.sub(r'const { \1 } = modules["\2"];', source))
-    if re.search(r"^(import|export)\b", body, re.MULTILINE):
-        raise ValueError(f"{name} imports or exports in a way that cannot be bundled")
-    return f'modules["{name}"] = (() => {{\n{body}\nreturn {{ {names} }};\n}})();'
-
-
-STATIC = Path(__file__).parent / "static"
-RUN_ID = "run"
-_MOST = 100_000_000  # bytes; browsers open larger files slowly, and mails do not carry them
-_POLICY = (
-    "default-src 'none'; script-src 'sha256-{hash}'; style-src 'unsafe-inline'; img-src data: blob:; "
-    "base-uri 'none'; form-action 'none'"
-)
-
-
-def export_page(run: RunDirectory, out: Path, *, steps: Sequence[int] = (), groups: int | None = None) -> None:
-    """Write the page: the run's curves, and the trajectories of ``steps`` (default: the newest that is stored).
-
-    ``groups``: at most so many of each step. Raises SettingsError for steps that are not stored, and where the page
-    would be too large to open; WorldError where it cannot be written.
-    """
-    chosen = list(steps) or run.trajectory_steps()[-1:]
-    for step in chosen:
-        run.check_stored(step)
-    atomic_write(out, lambda file: _write(file, _page(run, chosen, groups)))
-
-
-def _write(file: IO[bytes], parts: Iterator[str]) -> None:
-    written = 0
-    for part in parts:
-        written += file.write(part.encode())
-        if written > _MOST:
-            raise SettingsError(
-                f"--export: the page is over {_MOST // 1_000_000} MB: choose fewer steps (--steps) or groups (--groups)"
-            )
-
-
-def _page(run: RunDirectory, steps: Sequence[int], groups: int | None) -> Iterator[str]:
-    script = bundle(STATIC, "main.js").replace("</script", "<\\/script")
-    policy = _POLICY.format(hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode())
-    page = (STATIC / "index.html").read_text(encoding="utf-8")
-    style = (STATIC / "style.css").read_text(encoding="utf-8")
-    page = page.replace("<head>", f'<head>\n<meta http-equiv="content-security-policy" content="{policy}">')
-    page = page.replace('<link rel="stylesheet" href="/static/style.css">', f"<style>{style}</style>")
-    page = page.replace('<link rel="stylesheet" href="/palette.css">', f"<style>{palette_css()}</style>")
-    page = page.replace('<script type="module" src="/static/main.js"></script>\n', "")
-    before, _, after = page.partition("</body>")
-    yield before
-    for address, answer in _answers(run, steps, groups):
-        packed = base64.b64encode(gzip.compress(to_json(answer).encode(), compresslevel=6, mtime=0)).decode()
-        yield f'<script type="text/plain" data-answer="{address}">{packed}</script>\n'
-    yield f"<script>{script}</script>\n"
-    yield f"</body>{after}"
-
-
-def _answers(run: RunDirectory, steps: Sequence[int], groups: int | None) -> Iterator[tuple[str, object]]:
-    """What the page asks for, by the addresses of the server; the rows of all steps stand under ``/trajectories``."""
-    facts = {**run_facts(run), "id": RUN_ID, "name": run.path.resolve().name}
-    facts |= {"trajectory_steps": list(steps), "stored_steps": len(steps)}
-    yield "/places", {"runs": [facts], "evaluations": []}
-    yield "/metrics", defined_metrics()
-    yield f"/runs/{RUN_ID}", facts
-    yield f"/runs/{RUN_ID}/series", metrics_of(run.metrics_file, run.path).series()
-    text = token_text(run)
-    found = []
-    for step in steps:
-        rows, stored = step_rows(run, step), read_step(run, step)
-        kept = list(dict.fromkeys(row["group"] for row in rows))[:groups]
-        chosen = [row for row in rows if row["group"] in kept]
-        found += chosen
-        for row in chosen:
-            with wrong_shape(f"{run.trajectory_file(step)}, line {row['number'] + 1}"):
-                page = page_of(run, stored, rows, row["number"], text)
-            yield f"/runs/{RUN_ID}/steps/{step}/{row['number']}", page
-    yield f"/runs/{RUN_ID}/trajectories", {"rows": found, "next": None, "problems": []}

@@ -14,6 +14,7 @@ from agentrl.evaluation.run import Evaluation, finish
 from agentrl.evaluation.settings import EvaluationRequest, evaluation_settings
 from agentrl.evaluation.transcripts import Sample, Transcript, Turn
 from agentrl.telemetry.console import Console
+from agentrl.viewer.export import export_evaluation
 from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
 
 HOSTILE = '</script><img src="http://evil/x" onerror=alert(1)>&{{INDEX}}'
@@ -121,4 +122,4 @@ def results(output: Path, sets: Sequence[ProblemSet], *overrides: str, **request
 
     chosen = settings(*overrides)
     directory = EvaluationDirectory.existing(output)
-    return finish(directory, chosen, sets, EvaluationRequest(**request), Console(chosen.telemetry))
+    return finish(directory, chosen, sets, EvaluationRequest(**request), Console(chosen.telemetry), export_evaluation)

@@ -27,11 +27,14 @@ def test_scores_rollouts_and_a_conversation_are_told(evaluation: Path) -> None:
     page = client.get(f"/api/evaluations/{about['id']}").json()
     assert len(page["rollouts"]) == 8
     chosen = next(row for row in page["rollouts"] if (row["problem"], row["sample"]) == ("p1", 3))
-    one = client.get(f"/api/evaluations/{about['id']}/{chosen['place']}").json()
+    one = client.get(f"/api/evaluations/{about['id']}/{chosen['index']}").json()
     assert one["rollout"]["turns"][0]["text"] == "I am sample 3."
     assert one["problem"]["id"] == "p1"
+    assert client.get(f"/api/evaluations/{about['id']}/search", params={"text": "SAMPLE 3"}).json() == [
+        row["index"] for row in page["rollouts"] if row["sample"] == 3
+    ]
     gone = client.get(f"/api/evaluations/{about['id']}/99")
-    assert chosen["gold"] == "1"
+    assert [row["answer"] for row in page["problems"]] == ["0", "1"]
     assert (gone.status_code, "has no rollout 99" in gone.json()["error"]) == (404, True)
 
 

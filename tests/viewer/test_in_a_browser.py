@@ -26,7 +26,7 @@ from agentrl.telemetry.metrics import METRICS
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import read_step
 from agentrl.viewer.app import STATIC, make_app
-from agentrl.viewer.export import export_page
+from agentrl.viewer.export import export_run
 from agentrl.viewer.runs import Library
 from agentrl.viewer.serve import Calculator, listen
 from agentrl.viewer.what_if import recomputed, what_if
@@ -229,7 +229,7 @@ def test_another_estimator_is_computed_on_the_spot(page: Page, address: str, run
 
 def test_an_exported_page_works_from_a_file_without_a_network(page: Page, run: RunDirectory, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
-    export_page(run, out, steps=[2, 3])
+    export_run(run, out, steps=[2, 3])
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.context.set_offline(True)
@@ -262,15 +262,15 @@ def test_evaluations_are_read_and_compared(page: Page, tmp_path: Path) -> None:
         page.get_by_role("link", name="plain").click()
         expect(page.get_by_role("heading", name="pass@k")).to_be_visible()
         expect(page.locator(".chart path.line").first).to_be_visible()
-        page.get_by_label("Verdict").select_option("incorrect")
+        page.get_by_role("combobox", name="Outcome").select_option("incorrect")
         page.get_by_role("button", name="Search", exact=True).click()
-        expect(page.get_by_text("4 of 8 rollouts")).to_be_visible()
+        expect(page.get_by_text("2 problems, 4 of 8 rollouts")).to_be_visible()
         page.get_by_label("Compare with").select_option("better")
         expect(page.get_by_role("heading", name="better against plain")).to_be_visible()
         expect(page.get_by_role("row", name="toy").first).to_contain_text("+0.25")
         page.get_by_role("link", name="4 of 4").click()
-        expect(page.get_by_text("4 of 8 rollouts")).to_be_visible()
-        page.locator("tbody a").first.click()
+        expect(page.get_by_text("1 problems, 4 of 8 rollouts")).to_be_visible()
+        page.locator("td a.cell").first.click()
         expect(page.locator(".segment.model")).to_contain_text("<img src=x onerror=alert(1)>")
 
 

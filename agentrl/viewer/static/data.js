@@ -7,6 +7,9 @@ const held = new Map([...document.querySelectorAll("script[data-answer]")].map((
 
 export const isExported = held.size > 0;
 
+// Whether `ask` can return this path: an exported page may contain only some of the rollouts.
+export const isAvailable = (path) => !isExported || held.has(path);
+
 export async function ask(path, query = {}) {
   if (isExported) return answerFromPage(path, query);
   const pairs = Object.entries(query).flatMap(([name, value]) => (Array.isArray(value) ? value : [value]).map((each) => [name, each]));
@@ -53,6 +56,7 @@ export function every(seconds, signal, task) {
 }
 
 async function answerFromPage(path, query) {
+  if (path.endsWith("/search")) return searchRollouts(path.slice(0, -"/search".length), query.text.toLowerCase());
   const found = await unpacked(path);
   if (!path.endsWith("/trajectories")) return found;
   const rows = found.rows.filter((row) => accepts(row, query));
@@ -61,7 +65,7 @@ async function answerFromPage(path, query) {
 
 async function unpacked(path) {
   const script = held.get(path);
-  if (!script) throw new Error("This exported page does not contain this part of the run.");
+  if (!script) throw new Error("This exported page does not contain this part.");
   const bytes = Uint8Array.from(atob(script.textContent), (letter) => letter.charCodeAt(0));
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
 }
@@ -83,6 +87,18 @@ function accepts(row, query) {
     within(row.turns, "least_turns", "most_turns") &&
     within(row.staleness, "least_staleness", "most_staleness")
   );
+}
+
+// As the server's search (rollouts_with in agentrl/viewer/evaluations.py), among the conversations of the page.
+async function searchRollouts(evaluation, text) {
+  const matching = [];
+  for (const { index } of (await unpacked(evaluation)).rollouts) {
+    if (!held.has(`${evaluation}/${index}`)) continue;
+    const { rollout, problem } = await unpacked(`${evaluation}/${index}`);
+    const texts = [problem.id, problem.statement, problem.answer, JSON.stringify(problem.info ?? ""), rollout.answer, ...rollout.turns.map((turn) => turn.text)];
+    if (texts.join("\n").toLowerCase().includes(text)) matching.push(index);
+  }
+  return matching;
 }
 
 async function withText(path, rows, text) {

@@ -1,48 +1,118 @@
-// Evaluations: scores, rollouts with answers and verdicts, one conversation, and two evaluations paired by problem.
+// Evaluations: scores, problems with their rollouts, one conversation, and two evaluations paired by problem. An exported
+// evaluation (report.html) consists of these screens.
 
 import { draw, lineStyle } from "./charts.js";
-import { ask } from "./data.js";
+import { ask, isAvailable } from "./data.js";
 import { choice, el, factList, interval, notices, number, section, table, visible, words } from "./dom.js";
+import { prose } from "./prose.js";
 import { verdict } from "./trajectories.js";
 
 export async function evaluationScreen({ parts: [id], query }) {
   const page = await ask(`/evaluations/${id}`);
-  const search = query.get("problem") ?? "";
-  const graded = query.get("verdict") ?? "";
-  const fits = (row) => row.problem.toLowerCase().includes(search.toLowerCase()) && ["", row.verdict].includes(graded);
-  const rows = page.rollouts.filter(fits);
-  const verdicts = [...new Set(page.rollouts.map((row) => row.verdict).filter(Boolean))].sort();
-  const columns = [
-    { title: "Rollout", number: true, value: (row) => row.place, cell: (row) => el("a", { href: `#/evaluation/${id}/${row.place}` }, String(row.place)) },
-    { title: "Benchmark", value: (row) => row.benchmark },
-    { title: "Problem", value: (row) => row.problem },
-    { title: "Sample", number: true, value: (row) => row.sample },
-    { title: "Verdict", value: (row) => row.verdict, cell: verdict },
-    { title: "Extracted answer", value: (row) => row.answer, class: "brief" },
-    { title: "Reference answer", value: (row) => row.gold, class: "brief" },
-    { title: "Ended", value: (row) => row.ended, cell: (row) => words(row.ended) },
-    { title: "Turns", number: true, value: (row) => row.turns },
-    { title: "Tokens", number: true, value: (row) => row.tokens },
-  ];
-  const find = (event) => {
-    event.preventDefault();
-    location.hash = `#/evaluation/${id}?${new URLSearchParams(new FormData(event.target))}`;
-  };
-  const grade = el("select", { name: "verdict" }, [["", "any"], ...verdicts.map((each) => [each, words(each)])].map(([given, text]) => el("option", { value: given, selected: given === graded }, text)));
-  const byVerdict = el("label", { class: "field" }, el("span", {}, "Verdict"), grade);
-  const form = el("form", { class: "bar", role: "search", onsubmit: find }, byVerdict, el("label", { class: "field grow" }, el("span", {}, "Problem"), el("input", { name: "problem", type: "search", value: search })), el("button", { class: "act", type: "submit" }, "Search"));
+  const [text, kind, benchmark] = ["text", "kind", "benchmark"].map((name) => query.get(name) ?? "");
+  const matching = text ? new Set(await ask(`/evaluations/${id}/search`, { text })) : null;
+  const accepted = (row) => (!kind || row.kind === kind) && (!benchmark || row.benchmark === benchmark) && (!matching || matching.has(row.index));
+  const rows = page.rollouts.filter(accepted);
   const name = page.path.split("/").at(-1);
+  const caption = `${rows.length} of ${page.rollouts.length} rollouts`;
   const content = [
     el("h1", {}, name),
+    factList(provenanceFacts(page.provenance)),
     el("div", { class: "bar" }, await comparing(id)),
-    ...scoreSections(page.results),
-    section("Rollouts", form, table(columns, rows, { caption: `${rows.length} of ${page.rollouts.length} rollouts` }).element),
-    el("details", { class: "card" }, el("summary", {}, "Provenance"), el("pre", { class: "said" }, JSON.stringify(page.provenance, null, 1))),
+    ...scoreSections(page.results, page.kinds),
+    section("Problems and rollouts", searchForm(id, page, { text, kind, benchmark }), problemTable(id, page, rows, caption), rolloutTable(id, page, rows, caption)),
+    el("details", { class: "card" }, el("summary", {}, "Provenance: all settings, versions and hashes"), el("pre", { class: "said" }, JSON.stringify(page.provenance, null, 1))),
   ];
   return { title: name, trail: [["Runs", "#/"]], content };
 }
 
-// A choice of another evaluation to compare with; nothing where there is none.
+function provenanceFacts({ model = {}, protocol = {}, sampling = {}, limits = {}, seed }) {
+  return [
+    ["Model", model.name],
+    ["Fingerprint", model.fingerprint],
+    ["Environment", protocol.max_turns ? `${protocol.env}, ${protocol.max_turns} turns` : protocol.env],
+    ["Samples per problem", sampling.n],
+    ["Temperature", sampling.temperature],
+    ["top_p", sampling.top_p],
+    ["Tokens per turn", limits.max_turn_tokens],
+    ["Tokens in total", limits.max_response_tokens],
+    ["Seed", seed],
+  ].filter(([, value]) => value !== undefined).map(([term, value]) => [term, visible(String(value))]);
+}
+
+// A search of the rollouts, whose parts are in the address.
+function searchForm(id, page, { text, kind, benchmark }) {
+  const search = (event) => {
+    event.preventDefault();
+    const parts = [...new FormData(event.target)].filter(([, value]) => value);
+    location.hash = `#/evaluation/${id}?${new URLSearchParams(parts)}`;
+  };
+  const counts = Object.keys(page.kinds).map((name) => [name, page.rollouts.filter((row) => row.kind === name).length]).filter(([, count]) => count);
+  const benchmarks = [...new Set(page.rollouts.map((row) => row.benchmark))];
+  const legend = counts.map(([name, count]) => el("span", {}, el("span", { class: `cell ${name}` }), ` ${page.kinds[name]} ${count}`));
+  const form = el(
+    "form",
+    { class: "bar", role: "search", onsubmit: search },
+    selectField("Outcome", "kind", [["", "any"], ...counts.map(([name]) => [name, page.kinds[name]])], kind),
+    benchmarks.length > 1 ? selectField("Benchmark", "benchmark", [["", "all"], ...benchmarks.map((each) => [each, each])], benchmark) : null,
+    el("label", { class: "field grow" }, el("span", {}, "Text in problem, answer or conversation"), el("input", { name: "text", type: "search", value: text })),
+    el("button", { class: "act", type: "submit" }, "Search"),
+  );
+  return el("div", {}, form, el("p", { class: "hint cells" }, legend));
+}
+
+function selectField(label, name, options, chosen) {
+  const items = options.map(([value, shown]) => el("option", { value, selected: value === chosen }, shown));
+  return el("label", { class: "field" }, el("span", {}, label), el("select", { name }, items));
+}
+
+// The rollout as a square in the colour of its outcome, and as a link if the page contains its conversation.
+function cell(id, page, row, chosen) {
+  const properties = { class: `cell ${row.kind}${row === chosen ? " chosen" : ""}`, title: `sample ${row.sample}: ${page.kinds[row.kind]}, answer ${visible(row.answer ?? "none")}` };
+  if (!isAvailable(`/evaluations/${id}/${row.index}`)) return el("span", properties);
+  return el("a", { ...properties, href: `#/evaluation/${id}/${row.index}`, "aria-label": properties.title });
+}
+
+const keyOf = (benchmark, problem) => JSON.stringify([benchmark, problem]);
+
+function problemTable(id, page, rows, caption) {
+  const byProblem = Map.groupBy(rows, (row) => keyOf(row.benchmark, row.problem));
+  const rolloutsOf = (problem) => byProblem.get(keyOf(problem.benchmark, problem.id)) ?? [];
+  const problems = page.problems.filter((problem) => rolloutsOf(problem).length);
+  const counted = (problem) => rolloutsOf(problem).filter((row) => row.kind !== "no_data");
+  const correct = (problem) => counted(problem).filter((row) => row.kind === "correct").length;
+  const share = (problem) => (counted(problem).length ? correct(problem) / counted(problem).length : null);
+  const columns = [
+    ...benchmarkColumn(page, (problem) => problem.benchmark),
+    { title: "Problem", value: (problem) => problem.id, class: "text", cell: (problem) => [el("b", {}, visible(problem.id)), ` ${visible(problem.statement)}`] },
+    { title: "Correct", number: true, value: share, cell: (problem) => `${correct(problem)} of ${counted(problem).length}` },
+    { title: "Rollouts", value: share, class: "cells", cell: (problem) => rolloutsOf(problem).map((row) => cell(id, page, row)) },
+  ];
+  return el("div", { class: "problem-table" }, table(columns, problems, { caption: `${problems.length} problems, ${caption}` }).element);
+}
+
+function rolloutTable(id, page, rows, caption) {
+  const answers = new Map(page.problems.map((problem) => [keyOf(problem.benchmark, problem.id), problem.answer]));
+  const reference = (row) => answers.get(keyOf(row.benchmark, row.problem));
+  const name = (row) => `${row.problem} / ${row.sample}`;
+  const columns = [
+    ...benchmarkColumn(page, (row) => row.benchmark),
+    { title: "Rollout", value: name, cell: (row) => (isAvailable(`/evaluations/${id}/${row.index}`) ? el("a", { href: `#/evaluation/${id}/${row.index}` }, visible(name(row))) : visible(name(row))) },
+    { title: "Outcome", value: (row) => row.kind, cell: (row) => outcome(row.kind, page.kinds) },
+    { title: "Extracted answer", value: (row) => row.answer, class: "brief" },
+    { title: "Reference answer", value: reference, class: "brief" },
+    { title: "Ended", value: (row) => row.ended, cell: (row) => words(row.ended) },
+    { title: "Turns", number: true, value: (row) => row.turns },
+    { title: "Tokens", number: true, value: (row) => row.tokens },
+  ];
+  return el("details", {}, el("summary", {}, "Table of the rollouts"), table(columns, rows, { caption }).element);
+}
+
+const benchmarkColumn = ({ results, problems }, value) => (new Set([...Object.keys(results), ...problems.map((problem) => problem.benchmark)]).size > 1 ? [{ title: "Benchmark", value }] : []);
+
+const outcome = (kind, kinds) => el("span", { class: kind === "correct" ? "tag good" : kind === "no_data" ? "tag" : "tag bad" }, kinds[kind]);
+
+// A choice of another evaluation to compare with, or null if there is none.
 async function comparing(id) {
   const { evaluations } = await ask("/places");
   const others = evaluations.filter((one) => one.id !== id && one.finished);
@@ -51,30 +121,63 @@ async function comparing(id) {
   return choice("Compare with", options, "", (other) => other && (location.hash = `#/comparison/${id}/${other}`));
 }
 
-export async function rolloutScreen({ parts: [id, place] }) {
-  const { rollout, problem } = await ask(`/evaluations/${id}/${place}`);
-  const turns = rollout.turns.map((turn) => {
-    const thought = turn.reasoning ? [el("pre", { class: "said quiet" }, visible(turn.reasoning))] : [];
-    return el("article", { class: `segment ${turn.origin}` }, el("h3", {}, `${turn.origin} · ${number(turn.tokens)} tokens`), ...thought, el("pre", { class: "said" }, visible(turn.text)));
-  });
+export async function rolloutScreen({ parts: [id, index], query, remember }) {
+  const [{ rollout, problem, formulas }, page] = await Promise.all([ask(`/evaluations/${id}/${index}`), ask(`/evaluations/${id}`)]);
+  const row = page.rollouts.find((each) => each.index === Number(index));
+  const siblings = page.rollouts.filter((each) => each.benchmark === rollout.benchmark && each.problem === rollout.problem);
+  const conversation = el("div", {});
+  const fill = (source) => conversation.replaceChildren(...conversationOf(rollout, problem, source ? null : formulas));
+  const toggle = el("input", { type: "checkbox", checked: query.get("source") === "1", onchange: ({ target }) => (fill(target.checked), remember({ source: target.checked ? "1" : null })) });
+  fill(toggle.checked);
   const pairs = [
-    ["Problem", rollout.problem],
-    ["Sample", rollout.sample],
+    ["Outcome", row ? outcome(row.kind, page.kinds) : "–"],
+    ["Extracted answer", visible(String(rollout.answer ?? "–"))],
     ["Reference answer", visible(String(problem.answer ?? "–"))],
-    ["Answer", visible(String(rollout.answer ?? "–"))],
+    ["Ended", words(rollout.ended)],
     ["Verdict", verdict(rollout)],
     ["Reward", number(rollout.reward)],
-    ["Ended", words(rollout.ended)],
+    ["Tokens", number(rollout.turns.reduce((sum, turn) => sum + turn.tokens, 0))],
+    ["Seconds", number(rollout.seconds)],
+    ...(rollout.tool_calls.length ? [["Programs", rollout.tool_calls.map((call) => words(call.outcome)).join(", ")]] : []),
   ];
-  const prompt = el("article", { class: "segment prompt" }, el("h3", {}, "prompt"), el("pre", { class: "said" }, visible(problem.prompt ?? problem.statement ?? "")));
-  const title = `Rollout ${place}`;
-  return { title, trail: [["Runs", "#/"], ["Evaluation", `#/evaluation/${id}`]], content: [el("h1", {}, title), factList(pairs), section("Conversation", prompt, ...turns)] };
+  const title = `${rollout.problem}, sample ${rollout.sample}`;
+  const content = [
+    el("h1", {}, title),
+    factList(pairs),
+    ...notices(rollout.failure ? [rollout.failure] : []),
+    el("p", { class: "hint cells" }, el("span", {}, "Samples of this problem"), siblings.map((each) => cell(id, page, each, row))),
+    section("Conversation", el("p", { class: "hint" }, el("label", {}, toggle, " Show the source of Markdown and formulas")), conversation),
+    columnsOf(problem),
+  ];
+  return { title, trail: [["Runs", "#/"], [page.path.split("/").at(-1), `#/evaluation/${id}`]], content };
 }
 
-function scoreSections(results) {
+// The turns as rendered Markdown, or as source if `formulas` is null.
+function conversationOf(rollout, problem, formulas) {
+  const shown = (text) => (formulas ? prose(text, formulas) : el("pre", { class: "said" }, visible(text)));
+  const prompt = el("article", { class: "segment prompt" }, el("h3", {}, "prompt"), shown(problem.prompt ?? problem.statement ?? ""));
+  let turn = 0;
+  const turns = rollout.turns.map(({ origin, text, tokens, reasoning }) => {
+    const thought = reasoning ? [el("pre", { class: "said quiet" }, visible(reasoning))] : [];
+    const heading = origin === "model" ? `model, turn ${turn++}` : origin;
+    const body = origin === "model" ? shown(text) : el("pre", { class: "said" }, visible(text.replace(/^\n+|\n+$/g, "")));
+    return el("article", { class: `segment ${origin}` }, el("h3", {}, `${heading} · ${number(tokens)} tokens`), ...thought, body);
+  });
+  return [prompt, ...turns];
+}
+
+// The problem's additional columns, or null.
+function columnsOf({ info = {} }) {
+  const names = Object.keys(info);
+  if (!names.length) return null;
+  const lines = names.map((name) => `${name}: ${typeof info[name] === "string" ? info[name] : JSON.stringify(info[name])}`);
+  return el("details", { class: "card" }, el("summary", {}, "Columns of the problem"), el("pre", { class: "said" }, visible(lines.join("\n"))));
+}
+
+function scoreSections(results, outcomes) {
   const rows = Object.entries(results);
   if (!rows.length) return [section("Scores", el("p", { class: "quiet" }, "The evaluation has not finished."))];
-  return [section("Scores", means(rows)), section("pass@k", ...passes(rows)), section("Rollouts of each benchmark", conduct(rows), kinds(rows))];
+  return [section("Scores", means(rows)), section("pass@k", ...passes(rows)), section("Rollouts of each benchmark", conduct(rows), kinds(rows, outcomes))];
 }
 
 function means(rows) {
@@ -116,9 +219,9 @@ function conduct(rows) {
   return table(columns, rows, { caption: "Means per rollout, and shares of rollouts" }).element;
 }
 
-function kinds(rows) {
+function kinds(rows, outcomes) {
   const names = [...new Set(rows.flatMap(([, one]) => Object.keys(one.kinds)))];
-  const columns = [{ title: "Benchmark", value: ([name]) => name }, ...names.map((kind) => ({ title: words(kind), number: true, value: ([, one]) => one.kinds[kind] }))];
+  const columns = [{ title: "Benchmark", value: ([name]) => name }, ...names.map((kind) => ({ title: outcomes[kind] ?? words(kind), number: true, value: ([, one]) => one.kinds[kind] }))];
   return table(columns, rows, { caption: "Outcomes of rollouts; all except correct and excluded count as wrong" }).element;
 }
 
@@ -132,7 +235,7 @@ export async function comparisonScreen({ parts: [first, second] }) {
     el("dl", { class: "facts" }, said, other),
     ...notices(page.notes),
     section("Differences, paired by problem", differenceTable(page)),
-    section("Problems", problemTable(page, first, second)),
+    section("Problems", pairedTable(page, first, second)),
   ];
   return { title: "Comparison", trail: [["Runs", "#/"]], content };
 }
@@ -158,10 +261,10 @@ function differenceTable({ differences, scores }) {
   return table(columns, Object.entries(differences), { caption: "Mean scores and their difference" }).element;
 }
 
-function problemTable({ problems }, first, second) {
+function pairedTable({ problems }, first, second) {
   const share = ({ samples, correct }) => (samples ? correct / samples : null);
   const gain = (row) => (share(row.first) === null || share(row.second) === null ? null : share(row.second) - share(row.first));
-  const link = (id, row, counts) => el("a", { href: `#/evaluation/${id}?${new URLSearchParams({ problem: row.problem })}` }, `${counts.correct} of ${counts.samples}`);
+  const link = (id, row, counts) => el("a", { href: `#/evaluation/${id}?${new URLSearchParams({ text: row.problem })}` }, `${counts.correct} of ${counts.samples}`);
   const columns = [
     { title: "Benchmark", value: (row) => row.benchmark },
     { title: "Problem", value: (row) => row.problem },

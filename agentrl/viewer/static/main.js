@@ -10,7 +10,7 @@ import { trajectoriesScreen } from "./trajectories.js";
 import { trajectoryScreen } from "./trajectory.js";
 
 const screens = [
-  [/^\/$/, isExported ? ({ ...given }) => runScreen({ ...given, parts: ["run"] }) : runsScreen], // an export contains one run
+  [/^\/$/, runsScreen],
   [/^\/run\/(\w+)$/, runScreen],
   [/^\/run\/(\w+)\/trajectories$/, trajectoriesScreen],
   [/^\/run\/(\w+)\/(\d+)\/(\d+)$/, trajectoryScreen],
@@ -18,6 +18,7 @@ const screens = [
   [/^\/evaluation\/(\w+)\/(\d+)$/, rolloutScreen],
   [/^\/comparison\/(\w+)\/(\w+)$/, comparisonScreen],
 ];
+const START = document.body.dataset.start ?? "/"; // an exported page starts with its run or evaluation
 const SETTLED = 200; // milliseconds without a change before the address is updated: browsers limit the rate of updates
 const CHECKED = 10; // seconds between checks that the run of a page without live data still exists
 
@@ -28,7 +29,7 @@ async function show(event) {
   current.abort();
   remember = () => {};
   const mine = (current = new AbortController());
-  const [path, view = ""] = (location.hash.slice(1) || "/").split("?");
+  const [path, view = ""] = location.hash.replace(/^#?\/?(?=\?|$)/, START).replace("#", "").split("?");
   const query = new URLSearchParams(view);
   const [pattern, screen] = screens.find(([each]) => each.test(path)) ?? screens[0];
   const parts = (pattern.exec(path) ?? []).slice(1);

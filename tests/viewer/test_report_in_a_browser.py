@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def dom(page: str, folder: Path) -> str:
         text=True,
         timeout=300,
     )
-    return done.stdout.partition("<script type=")[0]
+    return re.sub(r"<script.*?</script>|<style.*?</style>", "", done.stdout, flags=re.DOTALL)
 
 
 def report(folder: Path, write: Callable[[Sample], Any], sets: Sequence[ProblemSet]) -> str:
@@ -47,15 +48,15 @@ def test_the_page_draws_its_problems_and_opens_a_conversation(tmp_path: Path) ->
         text = f"I am sample {sample.number} of {sample.problem.id} <b>not bold</b>."
         return transcript(sample, correct=sample.number > 1, turns=(Turn(origin="model", text=text, tokens=9),))
 
-    drawn = dom(report(tmp_path, write, [problem_set(2, info={"db": "<i>shop</i>"})]) + "#p1s3", tmp_path)
-    assert drawn.count('class="cell correct open') == 4
-    assert drawn.count('class="cell incorrect open') == 4
-    assert [name in drawn for name in ("correct 4", "incorrect 4", "void turn 0")] == [True, True, True]
-    # The address's end opens one conversation, whose text is no markup.
-    assert drawn.count('class="conversation"') == 1
-    assert "I am sample 3 of p1 &lt;b&gt;not bold&lt;/b&gt;." in drawn
-    assert '<pre class="output">db: &lt;i&gt;shop&lt;/i&gt;</pre>' in drawn
-    assert "2 problems, 8 rollouts" in drawn
+    page = report(tmp_path, write, [problem_set(2, info={"db": "<i>shop</i>"})])
+    drawn = dom(page, tmp_path)
+    cells = re.findall(r'<a class="cell (\w+)"[^>]*href="(#/evaluation/evaluation/\d+)"', drawn)
+    assert Counter(kind for kind, _ in cells) == {"correct": 4, "incorrect": 4}
+    assert "2 problems, 8 of 8 rollouts" in drawn
+    opened = dom(page + cells[-1][1], tmp_path)
+    assert "I am sample 3 of p1 &lt;b&gt;not bold&lt;/b&gt;." in opened
+    assert "db: &lt;i&gt;shop&lt;/i&gt;" in opened
+    assert opened.count('class="cell correct chosen"') == 1
 
 
 def test_markdown_and_formulas_are_elements_and_nothing_else_is(tmp_path: Path) -> None:
@@ -65,8 +66,7 @@ def test_markdown_and_formulas_are_elements_and_nothing_else_is(tmp_path: Path) 
     )
     turns = (Turn(origin="model", text=text, tokens=9),)
     page = report(tmp_path, lambda sample: transcript(sample, turns=turns), [problem_set(1)])
-    drawn = dom(f"{page}#p0s0", tmp_path)
-    conversation = drawn.partition('class="conversation"')[2]
+    conversation = dom(f"{page}#/evaluation/evaluation/0", tmp_path).partition('class="segment model"')[2]
     for part in (
         "<h4>Plan</h4>",
         "<strong>both</strong>",
@@ -78,18 +78,18 @@ def test_markdown_and_formulas_are_elements_and_nothing_else_is(tmp_path: Path) 
     assert "```py\nprint('**$1$**')\n```" in conversation
     assert "&lt;img src=x onerror=alert(1)&gt;" in conversation
     assert "$\\frac$" in conversation
-    assert "href" not in conversation.replace("\\href{javascript:alert(1)}{y}", "")  # the source, as a title
+    assert "href=" not in conversation
+    source = dom(f"{page}#/evaluation/evaluation/0?source=1", tmp_path).partition('class="segment model"')[2]
+    assert "So $\\frac{1}{2}$ and" in source
 
 
-def test_a_link_can_carry_search_order_and_benchmark(tmp_path: Path) -> None:
+def test_a_link_selects_an_outcome_a_benchmark_and_a_text(tmp_path: Path) -> None:
     def write(sample: Sample) -> Any:
         turns = (Turn(origin="model", text=f"word{sample.problem.id}x{sample.number}", tokens=9),)
         return transcript(sample, correct=sample.number < int(sample.problem.id[1:]), turns=turns)
 
-    page = report(tmp_path, write, [problem_set(3, name="one"), problem_set(2, name="two")])
-    order = re.findall(r'data-place="(\d)"', dom(page + "?sort=easiest%20first", tmp_path))
-    assert order == ["2", "1", "4", "0", "3"]
-    assert "5 problems, 20 rollouts" in dom(page + "?sort=nonsense&benchmark=nowhere", tmp_path)
-    assert "2 problems, 8 rollouts" in dom(page + "?benchmark=two", tmp_path)
-    assert "2 problems, 2 rollouts" in dom(page + "?search=WORDP1X3", tmp_path)
-    assert "2 problems, 8 rollouts" in dom(page + "?search=what+is+1", tmp_path)
+    page = report(tmp_path, write, [problem_set(3, name="one"), problem_set(2, name="two")]) + "#/evaluation/evaluation"
+    assert "2 problems, 8 of 20 rollouts" in dom(page + "?benchmark=two", tmp_path)
+    assert "3 problems, 4 of 20 rollouts" in dom(page + "?kind=correct", tmp_path)
+    assert "2 problems, 2 of 20 rollouts" in dom(page + "?text=WORDP1X3", tmp_path)
+    assert "2 problems, 8 of 20 rollouts" in dom(page + "?text=what+is+1", tmp_path)
