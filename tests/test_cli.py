@@ -40,7 +40,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     for package, name, function in (
         ("agentrl.training.run", "start", "train"),
-        ("agentrl.training.run", "dry_run", "dry_run"),
+        ("agentrl.training.run", "preflight", "dry_run"),
         ("agentrl.training.coldstart", "policy", "coldstart_command"),
         ("agentrl.evaluation", "run", "evaluate_command"),
     ):
