@@ -15,11 +15,12 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from agentrl.config.checks import Command, check_settings
-from agentrl.config.messages import REMOVED, settings_error, show, unknown_key
+from agentrl.config.messages import CONVERTED, REMOVED, RENAMED, settings_error, show, unknown_key
 from agentrl.config.overlays import Layer, in_short, interpolate, overlay_chain, parse_yaml
 from agentrl.config.settings import RESUME_MAY_CHANGE, SIMPLETIR, Settings, resume_conflicts, settings_model
 from agentrl.errors import SettingsError
@@ -95,7 +96,7 @@ def load_settings(
     """
     named = [str(config_file)] if isinstance(config_file, str | Path) else [str(name) for name in config_file or ()]
     files = [
-        _without_removed(layer) if Path(layer.origin).with_name("metrics.jsonl").is_file() else layer
+        _updated(layer) if Path(layer.origin).with_name("metrics.jsonl").is_file() else layer
         for name in named
         for layer in overlay_chain(name)
     ]
@@ -152,7 +153,7 @@ def _with_own_sources(preset: Layer, top: Sequence[Override]) -> Layer:
 
 def _resumed(run: Path, files: list[Layer], top: list[Override]) -> Settings:
     """Saved settings of a run with the requested changes. Raises SettingsError that lists forbidden changes."""
-    saved = [_without_removed(layer) for layer in overlay_chain(str(run / "config.yaml"))]
+    saved = [_updated(layer) for layer in overlay_chain(str(run / "config.yaml"))]
     identity: list[Override] = [(["name"], run.name), (["runs_dir"], str(run.parent))]
     before = _validate(saved, identity, "train")
     settings = _validate([*saved, *files], [*top, *identity], "train")
@@ -167,18 +168,29 @@ def _resumed(run: Path, files: list[Layer], top: list[Override]) -> Settings:
     return settings
 
 
-def _without_removed(layer: Layer) -> Layer:
-    """The layer of a run's ``config.yaml``, without the settings that were removed since the run was made."""
+def _updated(layer: Layer) -> Layer:
+    """The layer of a run's ``config.yaml``, with settings renamed and dropped that were renamed or removed since.
+
+    A new name that the layer also contains keeps its value.
+    """
     values = copy.deepcopy(dict(layer.values))
     dropped = []
-    for key in REMOVED:
+    for key in (*RENAMED, *REMOVED):
         *sections, last = key.split(".")
         inner: object = values
         for section in sections:
             inner = inner.get(section) if isinstance(inner, dict) else None
-        if isinstance(inner, dict) and last in inner:
-            del inner[last]
+        if not isinstance(inner, dict) or last not in inner:
+            continue
+        value = inner.pop(last)
+        if key in REMOVED:
             dropped.append(f"{key} ({REMOVED[key]})")
+        elif value is not None:  # null was the default of every optional setting
+            *sections, last = RENAMED[key].split(".")
+            renewed: Any = values
+            for section in sections:
+                renewed = renewed.setdefault(section, {})
+            renewed.setdefault(last, CONVERTED.get(key, lambda same: same)(value))
     if dropped:
         _log.warning("%s: ignored, because these settings were removed: %s", layer.origin, ", ".join(dropped))
     return replace(layer, values=values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -33,7 +33,12 @@ RENAMED = {
     "reward.function": "reward.functions",
     "sandbox.patience": "sandbox.retry_deadline",
 }
-"""Renamed settings: old name -> new name. Old names are rejected."""
+"""Renamed settings: old name -> new name. Old names are rejected, except in the config.yaml of an old run."""
+CONVERTED: dict[str, Callable[[Any], object]] = {
+    "evaluation.chat_template": lambda wrapped: "always" if wrapped else "auto",
+    "reward.function": lambda name: {name: 1.0},
+}
+"""For renamed settings whose values changed too: the new value of an old one."""
 REMOVED = {
     "sandbox.standby": "a server that died is replaced by a new one",
 }

@@ -43,7 +43,7 @@ JsonObject = Mapping[str, Any]
 
 _log = logging.getLogger(__name__)
 _IN_FLIGHT = 256  # concurrent requests unless ``workers`` is set; further calls wait here
-_START_SECONDS = 60.0
+START_SECONDS = 60.0
 _CONNECT_SECONDS = 10.0
 _READ_TIMEOUT_SECONDS = 600.0  # beyond a program's time: how long the service may queue a call
 _IDLE_SECONDS = 30.0  # after which an idle connection is closed; the service keeps it longer
@@ -55,13 +55,34 @@ _ERRORS: dict[str, type[SandboxError]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceRequest(Generic[_T]):
-    """A request to a service; ``seconds`` is what its program may take, ``read`` makes sense of the answer."""
+    """A request to a service. ``seconds`` is the timeout of its program, and ``read`` parses the answer."""
 
     method: str
     path: str
     body: object
     seconds: float
     read: Callable[[JsonObject], _T]
+
+
+class RetryTimer:
+    """Pauses between the attempts of one request: random, doubling, and up to a deadline."""
+
+    def __init__(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._pause = _FIRST_PAUSE
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline, at least 0."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    async def pause(self, busy: BusyError, late: str) -> None:
+        """Sleep before the next attempt. Raises BusyError that begins with ``late`` if the deadline is too near."""
+        seconds = max(self._pause, busy.retry_after) * random.uniform(0.5, 1.5)
+        if seconds > self.left:
+            raise BusyError(f"{late}: {busy}") from busy
+        await asyncio.sleep(seconds)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
 
 class HttpSandbox(CallSandbox):
@@ -91,10 +112,10 @@ class HttpSandbox(CallSandbox):
 
         Raises StartError, UnisolatedError and RefusedError.
         """
-        await self.prove(await self._ready())
+        await self.verify(await self._ready())
 
-    async def prove(self, state: JsonObject) -> None:
-        """Check the isolation and the limits that the service tells, and run a program there. Raises as ``check``."""
+    async def verify(self, state: JsonObject) -> None:
+        """Check the isolation and the limits that the service reports, and run a program there. Raises as ``check``."""
         self._isolation = _isolation(state)
         missing = self._isolation.missing
         if missing and not self._settings.allow_unisolated:
@@ -111,7 +132,7 @@ class HttpSandbox(CallSandbox):
         """
         if self._closed:
             raise ClosedError("the sandbox was closed")
-        request = running(call, call.session, request_id, default=self._settings.timeout)
+        request = run_request(call, call.session, request_id, default=self._settings.timeout)
         started = time.monotonic()
         try:
             return await self._call(request)
@@ -120,15 +141,15 @@ class HttpSandbox(CallSandbox):
 
     async def open_session(self) -> str:
         """See ``Sandbox``. Raises BusyError if the service has no capacity until ``retry_deadline``."""
-        return await self._call(opening())
+        return await self._call(open_request())
 
     async def fork_session(self, session: str) -> str:
         """See ``Sandbox``. Raises BusyError if the service has no capacity until ``retry_deadline``."""
-        return await self._call(forking(session))
+        return await self._call(fork_request(session))
 
     async def close_session(self, session: str) -> None:
         """See ``Sandbox``. Raises BusyError if the service is unreachable until ``retry_deadline``."""
-        await self._call(closing(session))
+        await self._call(close_request(session))
 
     async def close(self) -> None:
         """Close the connections, which kills running programs."""
@@ -137,14 +158,14 @@ class HttpSandbox(CallSandbox):
             await connection.aclose()
 
     async def once(self, request: ServiceRequest[_T]) -> _T:
-        """Send a request one time. Raises BusyError if a retry may help: AbsentError if there was no answer."""
+        """Send a request without retries. Raises BusyError if a retry may help: AbsentError if there was no answer."""
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("a sandbox belongs to the event loop it was opened in; open another in this one")
         async with self._room:
             return request.read(await self._send(request))
 
-    async def look(self) -> JsonObject:
-        """What the service tells of itself. Raises BusyError if it is not ready, StartError if it is something else."""
+    async def read_state(self) -> JsonObject:
+        """Return the state of the service. Raises BusyError if it is not ready, StartError if it is no such service."""
         state = await self._send(ServiceRequest(method="GET", path="/ready", body=None, seconds=0.0, read=dict))
         if isinstance(state, dict) and isinstance(state.get("isolation"), dict):
             return state
@@ -152,21 +173,16 @@ class HttpSandbox(CallSandbox):
 
     async def _call(self, request: ServiceRequest[_T]) -> _T:
         """Send a request until it gets a valid answer. Raises BusyError after the deadline."""
-        deadline = time.monotonic() + request.seconds + self._settings.retry_deadline
-        pause = _FIRST_PAUSE
+        timer = RetryTimer(request.seconds + self._settings.retry_deadline)
         while True:
             try:
                 return await self.once(request)
+            except AbsentError as error:
+                self._warn_absent(error)
+                busy: BusyError = error
             except BusyError as error:
                 busy = error
-            if isinstance(busy, AbsentError):
-                self._say_absent(busy)
-            rest = max(pause, busy.retry_after) * random.uniform(0.5, 1.5)
-            if time.monotonic() + rest > deadline:
-                why = f"{self._settings.url} did not answer within {self._settings.retry_deadline:g} s: {busy}"
-                raise BusyError(why) from busy
-            await asyncio.sleep(rest)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            await timer.pause(busy, f"{self._settings.url} did not answer within {self._settings.retry_deadline:g} s")
 
     async def _send(self, request: ServiceRequest[_T]) -> JsonObject:
         """Send one request. Raises BusyError if a retry may help."""
@@ -204,7 +220,7 @@ class HttpSandbox(CallSandbox):
         except ValueError as error:  # not text, or not JSON
             raise BusyError(f"{self._settings.url} gave an answer that is not JSON: {error}") from error
 
-    def _say_absent(self, error: AbsentError) -> None:
+    def _warn_absent(self, error: AbsentError) -> None:
         """Warn once, when an outage begins; waiting calls log nothing until their retry deadline."""
         if not self._absent and not self._closed:
             self._absent = True
@@ -244,10 +260,10 @@ class HttpSandbox(CallSandbox):
         return RefusedError(why)
 
     async def _ready(self) -> JsonObject:
-        deadline = time.monotonic() + min(_START_SECONDS, self._settings.retry_deadline)
+        deadline = time.monotonic() + min(START_SECONDS, self._settings.retry_deadline)
         while True:
             try:
-                return await self.look()
+                return await self.read_state()
             except BusyError as error:
                 why = str(error)
             if time.monotonic() > deadline:
@@ -278,7 +294,9 @@ async def open_http(settings: SandboxSettings) -> HttpSandbox:
     return sandbox
 
 
-def running(call: Call, session: str | None, request_id: str | None, *, default: float) -> ServiceRequest[Execution]:
+def run_request(
+    call: Call, session: str | None, request_id: str | None, *, default: float
+) -> ServiceRequest[Execution]:
     """The request that runs a program. Raises ValueError for an impossible timeout."""
     seconds = checked_timeout(default if call.timeout is None else call.timeout)
     body = {
@@ -294,17 +312,17 @@ def running(call: Call, session: str | None, request_id: str | None, *, default:
     return ServiceRequest(method="POST", path=path, body=body, seconds=seconds, read=_execution)
 
 
-def opening() -> ServiceRequest[str]:
+def open_request() -> ServiceRequest[str]:
     """The request for a session."""
     return ServiceRequest(method="POST", path="/v1/sessions", body={}, seconds=0.0, read=_session)
 
 
-def forking(session: str) -> ServiceRequest[str]:
+def fork_request(session: str) -> ServiceRequest[str]:
     """The request for a fork of a session."""
     return ServiceRequest(method="POST", path=f"/v1/sessions/{session}/fork", body={}, seconds=0.0, read=_session)
 
 
-def closing(session: str) -> ServiceRequest[None]:
+def close_request(session: str) -> ServiceRequest[None]:
     """The request that ends a session."""
     path = f"/v1/sessions/{session}"
     return ServiceRequest(method="DELETE", path=path, body=None, seconds=0.0, read=lambda answer: None)

@@ -15,7 +15,16 @@ from typing import TypeVar
 
 from agentrl_sandbox.bookkeeping import SessionBook
 from agentrl_sandbox.call import Call, CallSandbox
-from agentrl_sandbox.http import HttpSandbox, ServiceRequest, closing, forking, opening, running
+from agentrl_sandbox.http import (
+    START_SECONDS,
+    HttpSandbox,
+    RetryTimer,
+    ServiceRequest,
+    close_request,
+    fork_request,
+    open_request,
+    run_request,
+)
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import (
     PROPERTIES,
@@ -33,31 +42,26 @@ from agentrl_sandbox.types import (
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-_START_SECONDS = 60.0
-_OTHERS_SECONDS = 10.0  # that the others have to answer once one is in use
 _CHECK_EVERY, _RECHECK_EVERY = 5.0, 1.0  # seconds between health checks of a service that answers, and that does not
 _CHECK_SECONDS = 10.0  # for the answer to a health check, or service_deadline if that is less
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 _MOST_LOSSES = 2  # of services under one call: its program may be what ends them
 
 
-class _Service:
-    """One service and the calls in flight there."""
+class _Service(HttpSandbox):
+    """One service, its health, and the calls in flight there."""
 
     def __init__(self, settings: SandboxSettings) -> None:
-        self.http = HttpSandbox(settings)
-        self.address = settings.url
-        self.deadline = settings.service_deadline
-        self.proved = False  # it has shown its isolation and limits and run a program; until it is lost
+        super().__init__(settings)
+        self.address, self.deadline = settings.url, settings.service_deadline
+        self.verified = False  # it has shown its isolation and limits and run a program; until it is lost
         self.failing_since: float | None = None
-        self.why = "no answer yet"
+        self.error: SandboxError | None = None
         self.workers = 1
         self.calls: set[asyncio.Timeout] = set()
-        self.check_now = asyncio.Event()
 
     @property
     def usable(self) -> bool:
-        return self.proved and self.failing_since is None
+        return self.verified and self.failing_since is None
 
     async def send(self, request: ServiceRequest[_T]) -> _T:
         """Send a request once. Raises BusyError if another attempt may help, here or elsewhere."""
@@ -65,37 +69,36 @@ class _Service:
             async with asyncio.timeout(None) as limit:
                 self.calls.add(limit)
                 try:
-                    return await self.http.once(request)
+                    return await self.once(request)
                 finally:
                     self.calls.discard(limit)
         except TimeoutError:
-            raise AbsentError(f"{self.address} is lost: {self.why}", begun=True) from None
+            raise AbsentError(f"{self.address} is lost: {self.error}", begun=True) from None
         except AbsentError as error:
-            self.fail(str(error))
-            self.check_now.set()
+            self.fail(error)
             raise
 
     async def check(self) -> None:
         """Check its health, and also its isolation if it is not in use. Raises SandboxError."""
         try:
             async with asyncio.timeout(min(_CHECK_SECONDS, self.deadline)):
-                state = await self.http.look()
+                state = await self.read_state()
             if not self.usable:
                 async with asyncio.timeout(self.deadline):
-                    await self.http.prove(state)
+                    await self.verify(state)
         except TimeoutError:
             raise AbsentError("no answer", begun=False) from None
         self.workers = max(1, int(state.get("workers", 1)))
         if self.failing_since is not None:
             _log.warning("the sandbox at %s works again", self.address)
-        self.proved, self.failing_since = True, None
+        self.verified, self.failing_since = True, None
 
-    def fail(self, why: str) -> None:
+    def fail(self, error: SandboxError) -> None:
         """Send no new calls until the next good check."""
-        self.why = why
+        self.error = error
         if self.failing_since is None:
             self.failing_since = time.monotonic()
-            _log.warning("the sandbox at %s gets no calls for now: %s", self.address, why)
+            _log.warning("the sandbox at %s gets no calls for now: %s", self.address, error)
 
 
 class SeveralSandboxes(CallSandbox):
@@ -108,7 +111,7 @@ class SeveralSandboxes(CallSandbox):
     def __init__(self, settings: SandboxSettings) -> None:
         self._settings = settings
         self._services = [_Service(settings.model_copy(update={"url": address})) for address in settings.addresses]
-        self._watching: list[asyncio.Task[None]] = []
+        self._checks: list[asyncio.Task[None]] = []
         self._book: SessionBook[_Service, str] = SessionBook()
         self._changed = asyncio.Event()
         self._closed = False
@@ -116,7 +119,7 @@ class SeveralSandboxes(CallSandbox):
     @property
     def isolation(self) -> Isolation:
         """The properties that hold at every service in use."""
-        known = [service.http.isolation for service in self._services if service.proved]
+        known = [service.isolation for service in self._services if service.verified]
         layers = {
             name: known[0].layers[name] if all(one.layers[name] for one in known) else None
             for name in (PROPERTIES if known else ())
@@ -128,20 +131,18 @@ class SeveralSandboxes(CallSandbox):
 
         Raises StartError if none answers, and UnisolatedError, RefusedError and StartError if one cannot be used.
         """
-        checks = {asyncio.create_task(self._first_check(service)) for service in self._services}
-        try:
-            seconds = min(_START_SECONDS, self._settings.retry_deadline)
-            await asyncio.wait(checks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            done, _ = await asyncio.wait(checks, timeout=min(seconds, _OTHERS_SECONDS))
-            for check in done:
-                check.result()
-        finally:
-            for check in checks:
-                check.cancel()
-            await asyncio.gather(*checks, return_exceptions=True)
-        if not any(service.usable for service in self._services):
-            raise StartError(f"no sandbox is ready: {self._outages}")
-        self._watching = [asyncio.create_task(self._watch(service)) for service in self._services]
+        deadline = time.monotonic() + min(START_SECONDS, self._settings.retry_deadline)
+        while True:
+            await asyncio.gather(*map(self._check, self._services))
+            for service in self._services:
+                if not service.usable and not isinstance(service.error, BusyError | None):
+                    raise service.error
+            if any(service.usable for service in self._services):
+                break
+            if time.monotonic() > deadline:
+                raise StartError(f"no sandbox is ready: {self._outages}")
+            await asyncio.sleep(random.uniform(0.1, 0.5))
+        self._checks = [asyncio.create_task(self._watch(service)) for service in self._services]
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
         """See ``Sandbox``. Retries at the same or another service, up to ``retry_deadline``.
@@ -153,36 +154,36 @@ class SeveralSandboxes(CallSandbox):
         started, default = time.monotonic(), self._settings.timeout
         try:
             if call.session is None:
-                return (await self._send(running(call, None, request_id, default=default)))[1]
+                return (await self._send(run_request(call, None, request_id, default=default)))[1]
             async with self._book.turn(call.session) as booked:
-                request = running(call, booked.number, request_id, default=default)
+                request = run_request(call, booked.number, request_id, default=default)
                 return (await self._send(request, call.session))[1]
         except (BusyError, ClosedError) as error:  # closed while it ran
             return failed_execution(str(error), started)
 
     async def open_session(self) -> str:
         """See ``Sandbox``. Raises BusyError if no service has capacity until ``retry_deadline``."""
-        return self._book.add(*await self._send(opening()))
+        return self._book.add(*await self._send(open_request()))
 
     async def fork_session(self, session: str) -> str:
         """See ``Sandbox``. The fork lives where the session lives."""
-        return self._book.add(*await self._send(forking(self._book.find(session).number), session))
+        return self._book.add(*await self._send(fork_request(self._book.find(session).number), session))
 
     async def close_session(self, session: str) -> None:
         """See ``Sandbox``. Raises BusyError if its service is unreachable until ``retry_deadline``."""
         if not self._book.has_ended(session):
             with contextlib.suppress(UnknownSessionError):  # it may end with its service meanwhile
-                await self._send(closing(self._book.find(session).number), session)
+                await self._send(close_request(self._book.find(session).number), session)
                 self._book.end(session, "it was closed")
 
     async def close(self) -> None:
         """Close the connections, which kills running programs."""
         self._closed = True
-        for task in self._watching:
-            task.cancel()
-        await asyncio.gather(*self._watching, return_exceptions=True)
+        for check in self._checks:
+            check.cancel()
+        await asyncio.gather(*self._checks, return_exceptions=True)
         for service in self._services:
-            await service.http.close()
+            await service.close()
         self._changed.set()
 
     async def _send(self, request: ServiceRequest[_T], session: str | None = None) -> tuple[_Service, _T]:
@@ -190,12 +191,12 @@ class SeveralSandboxes(CallSandbox):
 
         Raises BusyError after the deadline, and UnknownSessionError once the session's service is lost.
         """
-        deadline = time.monotonic() + request.seconds + self._settings.retry_deadline
+        timer = RetryTimer(request.seconds + self._settings.retry_deadline)
         tried: set[_Service] = set()
-        pause, losses = _FIRST_PAUSE, 0
+        losses = 0
         while True:
             home = None if session is None else self._book.find(session).home
-            service = home or await self._choose(tried, deadline)
+            service = home or await self._choose(tried, timer)
             try:
                 return service, await service.send(request)
             except UnknownSessionError as error:
@@ -204,6 +205,7 @@ class SeveralSandboxes(CallSandbox):
                 busy = error
             if session is None:
                 losses += isinstance(busy, AbsentError) and busy.begun
+                # Without isolation a program can end the service itself, so it gets no second one.
                 if losses and (losses > _MOST_LOSSES or self.isolation.missing):
                     raise BusyError(f"given up after {losses} services were lost while it ran: {busy}") from busy
                 tried.add(service)
@@ -212,61 +214,48 @@ class SeveralSandboxes(CallSandbox):
                 tried.clear()
             if isinstance(busy, SessionLimitError):
                 raise busy
-            rest = max(pause, busy.retry_after) * random.uniform(0.5, 1.5)
-            if time.monotonic() + rest > deadline:
-                raise BusyError(f"no answer within {self._settings.retry_deadline:g} s: {busy}") from busy
-            await asyncio.sleep(rest)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            await timer.pause(busy, f"no answer within {self._settings.retry_deadline:g} s")
 
-    async def _choose(self, tried: set[_Service], deadline: float) -> _Service:
+    async def _choose(self, tried: set[_Service], timer: RetryTimer) -> _Service:
         """The service for the next call, once one is usable. Raises BusyError after the deadline."""
         while not self._closed:
-            homes = self._book.homes()
             if usable := [service for service in self._services if service.usable]:
+                homes = self._book.homes()
                 load = {one: (len(one.calls) + homes.count(one)) / one.workers for one in usable}
                 return min(usable, key=lambda one: (one in tried, load[one], random.random()))
             self._changed.clear()
             try:
-                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                async with asyncio.timeout(timer.left):
                     await self._changed.wait()
             except TimeoutError:
                 seconds = self._settings.retry_deadline
                 raise BusyError(f"no sandbox works, for {seconds:g} s: {self._outages}") from None
         raise ClosedError("the sandbox was closed")
 
-    async def _first_check(self, service: _Service) -> None:
-        """Check until the service answers. Raises SandboxError if it can never be used."""
-        while True:
-            try:
-                return await service.check()
-            except BusyError as error:
-                service.why = str(error)
-            await asyncio.sleep(random.uniform(0.1, 0.5))
-
     async def _watch(self, service: _Service) -> None:
-        """Check the service again and again, and declare it lost after ``service_deadline`` seconds of failures."""
+        """Check a service periodically."""
         while True:
-            pause = _CHECK_EVERY if service.usable else _RECHECK_EVERY
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause * random.uniform(0.8, 1.2)):
-                    await service.check_now.wait()
-            service.check_now.clear()
-            try:
-                await service.check()
-                self._changed.set()
-            except SandboxError as error:
-                service.fail(str(error))
-                silent = time.monotonic() - (service.failing_since or 0.0)
-                if service.proved and silent >= service.deadline:
-                    _log.warning("the sandbox at %s is lost, with its sessions: %s", service.address, service.why)
-                    service.proved = False
-                    self._book.end_at(service, f"its service, {service.address}, was lost: {service.why}")
-                    for limit in service.calls:
-                        limit.reschedule(asyncio.get_running_loop().time())
+            await asyncio.sleep((_CHECK_EVERY if service.usable else _RECHECK_EVERY) * random.uniform(0.8, 1.2))
+            await self._check(service)
+            self._changed.set()
+
+    async def _check(self, service: _Service) -> None:
+        """Check a service, and declare it lost after ``service_deadline`` seconds of failures."""
+        try:
+            await service.check()
+        except SandboxError as error:
+            service.fail(error)
+            failing = time.monotonic() - (service.failing_since or 0.0)
+            if service.verified and failing >= service.deadline:
+                _log.warning("the sandbox at %s is lost, with its sessions: %s", service.address, error)
+                service.verified = False
+                self._book.end_at(service, f"its service, {service.address}, was lost: {error}")
+                for limit in service.calls:
+                    limit.reschedule(asyncio.get_running_loop().time())
 
     @property
     def _outages(self) -> str:
-        return "; ".join(f"{one.address} ({one.why})" for one in self._services if not one.usable)
+        return "; ".join(f"{one.address} ({one.error})" for one in self._services if not one.usable)
 
 
 async def open_several(settings: SandboxSettings) -> SeveralSandboxes:

@@ -4,6 +4,7 @@ import json
 import operator
 import subprocess
 import sys
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from agentrl.config import (
     shipped_config,
     shipped_configs,
 )
-from agentrl.config.messages import REMOVED, RENAMED, known_keys, nearest_key
+from agentrl.config.messages import CONVERTED, REMOVED, RENAMED, known_keys, nearest_key
 from agentrl.config.overlays import parse_yaml
 from agentrl.config.settings import RESUME_MAY_CHANGE
 from agentrl_envs.settings import EnvironmentOptions, ReasoningSettings, SimpleTIRSettings
@@ -500,6 +501,32 @@ def test_a_removed_key_is_refused_but_dropped_from_an_old_run(key: str, caplog: 
     assert [record.getMessage().count(f"{key} ({REMOVED[key]})") for record in caplog.records] == [1, 1]
     elsewhere = overlay(Path("mine.yaml"), file.read_text())
     assert message in refused(config_file=elsewhere)
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_renamed_key_of_an_old_run_is_read_under_its_new_name(old: str, new: str) -> None:
+    values = {"rollout.kv_high_watermark": 0.5, "training.worker_timeout": 99.0, "sandbox.retry_deadline": 7.0}
+    saved = saved_run(*(f"{key}={value}" for key, value in values.items()), name="old")
+    file = Path("runs/old/config.yaml")
+    tree = yaml.safe_load(file.read_text())
+    section, _, name = new.rpartition(".")
+    value = reduce(dict.__getitem__, section.split("."), tree).pop(name)
+    section, _, name = old.rpartition(".")
+    reduce(dict.__getitem__, section.split("."), tree)[name] = None if old in CONVERTED else value
+    file.write_text(yaml.safe_dump(tree))
+    assert load_settings(overrides=["name=old"], resume=True) == saved
+    assert load_settings(config_file=file, overrides=["name=old"]) == saved
+
+
+def test_old_values_of_renamed_keys_are_converted() -> None:
+    saved_run(name="old")
+    file = Path("runs/old/config.yaml")
+    tree = yaml.safe_load(file.read_text())
+    del tree["reward"]["functions"], tree["environment"]["chat"]
+    tree["reward"]["function"], tree["evaluation"]["chat_template"] = "environment", False
+    file.write_text(yaml.safe_dump(tree))
+    loaded = load_settings(overrides=["name=old"], resume=True)
+    assert (loaded.reward.functions, loaded.environment.chat) == ({"environment": 1.0}, "auto")
 
 
 def test_resume_of_nothing() -> None:

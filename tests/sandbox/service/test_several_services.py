@@ -265,8 +265,7 @@ async def test_a_program_that_services_die_of_is_given_up(places, until):
         assert (await sandbox.execute("p")).stdout == "p"
 
 
-async def test_a_service_that_is_absent_at_the_start_may_join_later(places, until, monkeypatch):
-    monkeypatch.setattr("agentrl_sandbox.several._OTHERS_SECONDS", 0.1)
+async def test_a_service_that_is_absent_at_the_start_may_join_later(places, until):
     first, second = places
     await first.kill()
     async with opened(places) as sandbox:
