@@ -35,7 +35,7 @@ from agentrl.telemetry.trace import now, on_lane, since
 from agentrl.trajectory import Group, Trajectory, one_after_another
 from agentrl_envs.episode import Environment, UnavailableError
 from agentrl_envs.rewards import Conversation, Message, Rewards
-from agentrl_envs.types import Ended, Problem
+from agentrl_envs.types import Ended
 
 logger = logging.getLogger(__name__)
 
@@ -276,29 +276,6 @@ class Driver:
             (said,) = self.environment.crashes.values()
             raise SettingsError(f"{what}: the agent program ended every rollout with the same error:\n{said}")
 
-    async def prompt_tokens(self, problem: Problem) -> int:
-        return len(await self.prompt(problem))
-
-    async def prompt(self, problem: Problem) -> tuple[int, ...]:
-        """The tokens of the problem's prompt. Raises UnavailableError if the environment does not start."""
-        return await stamina.retry(
-            on=UnavailableError, attempts=self.settings.retries + 1, timeout=None, wait_max=10.0
-        )(self._started)(problem)
-
-    async def _started(self, problem: Problem) -> tuple[int, ...]:
-        seconds = self.settings.environment_deadline
-        episode = self.environment.episode(problem)
-        try:
-            async with asyncio.timeout(seconds) as limit:
-                return self.codec.encode_prompt(await episode.start())
-        except TimeoutError as error:
-            if not limit.expired():
-                raise  # not this deadline
-            said = f"problem {problem.id}: the environment did not start within {seconds:g} s"
-            raise UnavailableError(f"{said} (rollout.environment_deadline)") from error
-        finally:
-            await episode.close()
-
     def run(
         self,
         requests: Sequence[RolloutRequest],
@@ -307,10 +284,12 @@ class Driver:
         group_size: int,
         temperature: float | None = None,
         greedy: bool = False,
+        skip_long: bool = False,
     ) -> AsyncGenerator[Group, None]:
         """Yield groups of ``group_size`` trajectories, each as soon as its last trajectory has ended.
 
-        ``greedy`` plays one more trajectory of each problem, at temperature 0.
+        ``greedy`` plays one more trajectory of each problem, at temperature 0. ``skip_long`` leaves out problems with
+        prompts over ``rollout.max_prompt_tokens``.
         """
         samples = group_size + greedy
         listed = iter(
@@ -322,7 +301,12 @@ class Driver:
 
         temperature = self.settings.temperature if temperature is None else temperature
         rollouts = len(requests) * samples
-        return self._run(jobs, group_size, greedy=greedy, rollouts=rollouts, temperature=temperature)
+        measure = self._skip_long if skip_long else _unmeasured
+        return self._run(jobs, group_size, greedy=greedy, rollouts=rollouts, temperature=temperature, measure=measure)
+
+    def _skip_long(self, request: RolloutRequest, tokens: int | None) -> None:
+        if tokens is not None and tokens > self.settings.max_prompt_tokens:
+            raise SkippedProblemError(None)
 
     def run_jobs(
         self,
@@ -383,6 +367,8 @@ class Driver:
                         since(began, "wait for admission")
                         await running.fair_yield.wait()
                         job, branches = await self._measured(job, running)
+                        if not branches:
+                            continue
                         self._admission.ended(sum(item.length for item in branches), branches[-1].seconds)
                         _trace(job, branches[-1], began)
                         for trajectory in branches:
@@ -392,11 +378,13 @@ class Driver:
                 running.rounds.leave()
 
     async def _measured(self, job: Job, running: _Running) -> tuple[Job, tuple[Trajectory, ...]]:
-        """Play one rollout, of the first problem whose prompt is not skipped."""
+        """Play one rollout, of the first problem whose prompt is not skipped; () if a skipped one is not replaced."""
         while True:
             try:
                 branches = await self._rollout(job, running)
             except SkippedProblemError as skipped:
+                if skipped.replacement is None:
+                    return job, ()
                 job = replace(job, request=skipped.replacement)
             else:
                 running.measure(job.request, None)  # no effect unless the episode never started

@@ -49,10 +49,13 @@ class QueueState(TypedDict):
 
 
 class SkippedProblemError(Exception):
-    """The prompt of a problem is too long. ``replacement`` is the request that takes its place in the group."""
+    """The prompt of a problem is too long.
 
-    def __init__(self, replacement: RolloutRequest) -> None:
-        super().__init__(f"replaced by problem {replacement.problem.id}")
+    ``replacement``: the request to play instead; None: the problem is left out.
+    """
+
+    def __init__(self, replacement: RolloutRequest | None) -> None:
+        super().__init__("the prompt is too long")
         self.replacement = replacement
 
 

@@ -143,16 +143,16 @@ def noise_bound(noise: float, *, floor: float, limit: float) -> float:
     return min(limit, max(floor, _TIMES * noise))
 
 
-def probe_tokens(prompts: Iterable[tuple[int, ...]], *, longest: int) -> tuple[int, ...]:
-    """The first tokens of the concatenated prompts, at most ``PROBE_TOKENS`` and ``longest``.
+def probe_tokens(texts: Iterable[tuple[int, ...]], *, longest: int) -> tuple[int, ...]:
+    """Return the first tokens of the concatenated texts, at most ``PROBE_TOKENS`` and ``longest``.
 
     >>> probe_tokens([(1, 2, 3), (4, 5)], longest=4)
     (1, 2, 3, 4)
     """
     most = min(PROBE_TOKENS, longest)
     found: tuple[int, ...] = ()
-    for prompt in prompts:
-        found += prompt
+    for text in texts:
+        found += text
         if len(found) >= most:
             break
     return found[:most]

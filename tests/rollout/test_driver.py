@@ -268,7 +268,7 @@ async def test_a_start_that_hangs_is_no_data() -> None:
     assert environment.episodes[0].closed == 1
 
 
-async def test_a_start_without_its_service_is_no_data_and_the_prompt_is_asked_for_again() -> None:
+async def test_a_start_without_its_service_is_no_data() -> None:
     class Unavailable(ScriptedEpisode):
         async def start(self) -> str:
             raise UnavailableError("the service is gone")
@@ -281,11 +281,7 @@ async def test_a_start_without_its_service_is_no_data_and_the_prompt_is_asked_fo
     (group,) = await play(driver)
     assert group.trajectories[0].ended is Ended.INFRASTRUCTURE_FAILURE
     assert driver.last_failure == "the service is gone"
-    environment.episodes.clear()
-    with pytest.raises(UnavailableError, match="the service is gone"):
-        await driver.prompt(problem())
-    assert await driver.prompt(problem()) == CODEC.encode("P")
-    assert [episode.closed for episode in environment.episodes] == [1, 1, 1]
+    assert [episode.closed for episode in environment.episodes] == [1, 1]
 
 
 async def test_a_timeout_that_is_not_the_deadline_is_a_bug() -> None:
@@ -407,7 +403,12 @@ async def test_rounds_send_a_turn_of_all_together_and_sorted() -> None:
         assert sent == sorted(sent)
 
 
-async def test_the_length_of_a_prompt() -> None:
-    driver, environment = make(ScriptedEngine(lambda *_: TURN), lambda *_: ScriptedEpisode([], prompt="\u20acuro"))
-    assert await driver.prompt_tokens(problem()) == 6
-    assert environment.episodes[0].closed == 1
+async def test_problems_with_long_prompts_are_left_out() -> None:
+    def build(_: Problem, made: int) -> ScriptedEpisode:
+        return ScriptedEpisode([ends()], prompt="long" if made == 0 else "\u20ac")
+
+    driver, environment = make(ScriptedEngine(lambda *_: TURN), build, max_prompt_tokens=3)
+    requests = [RolloutRequest(index=index, problem=problem(index)) for index in range(2)]
+    groups = [group async for group in driver.run(requests, step=0, group_size=1, skip_long=True)]
+    assert [group.index for group in groups] == [1]
+    assert [episode.closed for episode in environment.episodes] == [1, 1]

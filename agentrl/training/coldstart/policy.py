@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from agentrl.errors import AgentRLError, SettingsError, WorldError
-from agentrl.evaluation.during_training import evaluate_policy
+from agentrl.evaluation.during_training import score_groups
 from agentrl.models.loading import read_model
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import engine_facts
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.environment import build_rewards, environment_and_codec
+from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import atomic_write, wrong_shape
 from agentrl.telemetry.machine import usable_cores
@@ -166,19 +167,13 @@ async def _play(settings: Settings, path: Path, problems: Sequence[Problem]) -> 
             await environment.open()
             if rewards is not None:
                 await rewards.open()
-            longest = settings.rollout.max_prompt_tokens
-            chosen = [problem for problem in chosen if await driver.prompt_tokens(problem) <= longest]
-            if not chosen:
+            requests = [RolloutRequest(index=index, problem=problem) for index, problem in enumerate(chosen)]
+            played = driver.run(requests, step=0, group_size=1, skip_long=True)
+            groups = sorted([group async for group in played], key=lambda group: group.index)
+            if not groups:
                 return None
-            report = await evaluate_policy(
-                chosen,
-                environment=environment,
-                driver_for=lambda _: driver,
-                step=0,
-                samples=1,
-                temperature=settings.rollout.temperature,
-                seed=settings.seed,
-            )
+            driver.check_crashes(groups, "the cold start's policy")
+            report = score_groups(groups, step=0, samples=1)
         finally:
             await engine.close()
             if rewards is not None:

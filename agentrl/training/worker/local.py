@@ -104,8 +104,10 @@ class Loop:
             self._running = None
 
 
-# Number of problems whose prompts form the probe.
-_PROBE_PROBLEMS = 8
+# The probe consists of the statements of so many problems and of a text, because statements may be empty. Prompts would
+# need a started episode of each problem.
+_PROBED = 64
+_PROBE_TEXT = "The sum 12 + 345 = 357.\n```python\nprint(7 * 8)\n```\n"
 
 
 class LocalService:
@@ -239,7 +241,10 @@ class LocalService:
         return self._managed.target()
 
     def probe_tokens(self) -> tuple[int, ...]:
-        return self._finish(self._probe_tokens())
+        texts = [problem.statement for problem in ProblemSampler(self._mixture, seed=self._settings.seed).next(_PROBED)]
+        texts.append(_PROBE_TEXT)
+        longest = self._settings.rollout.max_prompt_tokens
+        return probe_tokens(map(self._driver.codec.encode, texts), longest=longest)
 
     def verification(self) -> list[Verified]:
         return self._managed.verifier.verified()
@@ -295,11 +300,6 @@ class LocalService:
         self._loop.close()
         execution.traced = contextlib.nullcontext
         stop_trace()
-
-    async def _probe_tokens(self) -> tuple[int, ...]:
-        problems = ProblemSampler(self._mixture, seed=self._settings.seed).next(_PROBE_PROBLEMS)
-        prompts = [await self._driver.prompt(problem) for problem in problems]
-        return probe_tokens(prompts, longest=self._settings.rollout.max_prompt_tokens)
 
     async def _in_loop(self, work: Callable[[], _Result]) -> _Result:
         return work()
