@@ -107,9 +107,9 @@ class SessionBook(Generic[_Home, _Key]):
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, home: _Home, number: _Key) -> str:
-        """Add an open session and return its name, which cannot be guessed."""
-        name = secrets.token_hex(16)
+    def add(self, home: _Home, number: _Key, name: str | None = None) -> str:
+        """Add an open session and return its name: by default a new one, which cannot be guessed."""
+        name = name or secrets.token_hex(16)
         self._live[name] = BookedSession(home=home, number=number)
         if len(self._live) > _REMEMBERED:
             self._live.popitem(last=False)

@@ -11,6 +11,7 @@ import random
 import ssl
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -59,9 +60,10 @@ class ServiceRequest(Generic[_T]):
 
     method: str
     path: str
-    body: object
-    seconds: float
+    body: object = None
+    seconds: float = 0.0
     read: Callable[[JsonObject], _T]
+    opens_session: bool = False  # the answer is the name of a new session
 
 
 class RetryTimer:
@@ -85,12 +87,52 @@ class RetryTimer:
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
 
-class HttpSandbox(CallSandbox):
+class ServiceSandbox(CallSandbox, ABC):
+    """The methods of ``Sandbox`` as requests that are retried up to ``retry_deadline``."""
+
+    def __init__(self, settings: SandboxSettings) -> None:
+        self._settings = settings
+        self._closed = False
+
+    async def run(self, call: Call, request_id: str | None = None) -> Execution:
+        """See ``Sandbox``. Raises ClosedError, UnknownSessionError, RefusedError, and ValueError for bad arguments."""
+        if self._closed:
+            raise ClosedError("the sandbox was closed")
+        request = run_request(call, request_id, default=self._settings.timeout)
+        started = time.monotonic()
+        try:
+            return await self._call(request, call.session)
+        except (BusyError, ClosedError) as error:  # closed while it ran
+            return failed_execution(str(error), started)
+
+    async def open_session(self) -> str:
+        """See ``Sandbox``. Raises BusyError if there is no capacity until ``retry_deadline``."""
+        return await self._call(
+            ServiceRequest(method="POST", path="/v1/sessions", body={}, read=_session, opens_session=True)
+        )
+
+    async def fork_session(self, session: str) -> str:
+        """See ``Sandbox``. Raises BusyError if there is no capacity until ``retry_deadline``."""
+        path = f"/v1/sessions/{session}/fork"
+        request = ServiceRequest(method="POST", path=path, body={}, read=_session, opens_session=True)
+        return await self._call(request, session)
+
+    async def close_session(self, session: str) -> None:
+        """See ``Sandbox``. Raises BusyError if the service is unreachable until ``retry_deadline``."""
+        path = f"/v1/sessions/{session}"
+        await self._call(ServiceRequest(method="DELETE", path=path, read=lambda answer: None), session)
+
+    @abstractmethod
+    async def _call(self, request: ServiceRequest[_T], session: str | None = None) -> _T:
+        """Send a request, which uses ``session``, until it gets a valid answer. Raises BusyError after the deadline."""
+
+
+class HttpSandbox(ServiceSandbox):
     """Runs programs at a service. Created by ``open_http``."""
 
     def __init__(self, settings: SandboxSettings) -> None:
+        super().__init__(settings)
         self._loop = asyncio.get_running_loop()
-        self._settings = settings
         self._isolation = Isolation(layers={}, mode="unknown")
         token = settings.token or os.environ.get("SANDBOX_TOKEN")
         self._headers = {"Content-Type": "application/json"}
@@ -100,7 +142,6 @@ class HttpSandbox(CallSandbox):
         self._idle: list[httpx.AsyncHTTPTransport] = []
         self._busy: set[httpx.AsyncHTTPTransport] = set()
         self._room = asyncio.Semaphore(settings.workers or _IN_FLIGHT)
-        self._closed = False
         self._absent = False  # the last request got no answer
 
     @property
@@ -125,32 +166,6 @@ class HttpSandbox(CallSandbox):
         if (first := await self.execute("pass")).outcome is not Outcome.OK:
             raise StartError(f"the sandbox at {self._settings.url} cannot run programs: {first.stderr}")
 
-    async def run(self, call: Call, request_id: str | None = None) -> Execution:
-        """See ``Sandbox``. Retries while the service is busy or unreachable, up to ``retry_deadline``.
-
-        Raises ClosedError, UnknownSessionError, RefusedError, and ValueError for impossible arguments.
-        """
-        if self._closed:
-            raise ClosedError("the sandbox was closed")
-        request = run_request(call, call.session, request_id, default=self._settings.timeout)
-        started = time.monotonic()
-        try:
-            return await self._call(request)
-        except (BusyError, ClosedError) as error:  # closed while it ran
-            return failed_execution(str(error), started)
-
-    async def open_session(self) -> str:
-        """See ``Sandbox``. Raises BusyError if the service has no capacity until ``retry_deadline``."""
-        return await self._call(open_request())
-
-    async def fork_session(self, session: str) -> str:
-        """See ``Sandbox``. Raises BusyError if the service has no capacity until ``retry_deadline``."""
-        return await self._call(fork_request(session))
-
-    async def close_session(self, session: str) -> None:
-        """See ``Sandbox``. Raises BusyError if the service is unreachable until ``retry_deadline``."""
-        await self._call(close_request(session))
-
     async def close(self) -> None:
         """Close the connections, which kills running programs."""
         self._closed = True
@@ -166,13 +181,12 @@ class HttpSandbox(CallSandbox):
 
     async def read_state(self) -> JsonObject:
         """Return the state of the service. Raises BusyError if it is not ready, StartError if it is no such service."""
-        state = await self._send(ServiceRequest(method="GET", path="/ready", body=None, seconds=0.0, read=dict))
+        state = await self._send(ServiceRequest(method="GET", path="/ready", read=dict))
         if isinstance(state, dict) and isinstance(state.get("isolation"), dict):
             return state
         raise StartError(f"{self._settings.url} is not an agentrl-sandbox service")
 
-    async def _call(self, request: ServiceRequest[_T]) -> _T:
-        """Send a request until it gets a valid answer. Raises BusyError after the deadline."""
+    async def _call(self, request: ServiceRequest[_T], session: str | None = None) -> _T:
         timer = RetryTimer(request.seconds + self._settings.retry_deadline)
         while True:
             try:
@@ -294,10 +308,8 @@ async def open_http(settings: SandboxSettings) -> HttpSandbox:
     return sandbox
 
 
-def run_request(
-    call: Call, session: str | None, request_id: str | None, *, default: float
-) -> ServiceRequest[Execution]:
-    """The request that runs a program. Raises ValueError for an impossible timeout."""
+def run_request(call: Call, request_id: str | None, *, default: float) -> ServiceRequest[Execution]:
+    """The request that runs a program. ``default`` is its timeout. Raises ValueError for an impossible timeout."""
     seconds = checked_timeout(default if call.timeout is None else call.timeout)
     body = {
         "program": call.program,
@@ -308,24 +320,8 @@ def run_request(
         "fetch_files": call.fetch_files,
         "echo": call.echo,
     }
-    path = "/v1/execute" if session is None else f"/v1/sessions/{session}/execute"
+    path = "/v1/execute" if call.session is None else f"/v1/sessions/{call.session}/execute"
     return ServiceRequest(method="POST", path=path, body=body, seconds=seconds, read=_execution)
-
-
-def open_request() -> ServiceRequest[str]:
-    """The request for a session."""
-    return ServiceRequest(method="POST", path="/v1/sessions", body={}, seconds=0.0, read=_session)
-
-
-def fork_request(session: str) -> ServiceRequest[str]:
-    """The request for a fork of a session."""
-    return ServiceRequest(method="POST", path=f"/v1/sessions/{session}/fork", body={}, seconds=0.0, read=_session)
-
-
-def close_request(session: str) -> ServiceRequest[None]:
-    """The request that ends a session."""
-    path = f"/v1/sessions/{session}"
-    return ServiceRequest(method="DELETE", path=path, body=None, seconds=0.0, read=lambda answer: None)
 
 
 def _isolation(state: JsonObject) -> Isolation:

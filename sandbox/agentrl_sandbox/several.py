@@ -14,16 +14,12 @@ import time
 from typing import TypeVar
 
 from agentrl_sandbox.bookkeeping import SessionBook
-from agentrl_sandbox.call import Call, CallSandbox
 from agentrl_sandbox.http import (
     START_SECONDS,
     HttpSandbox,
     RetryTimer,
     ServiceRequest,
-    close_request,
-    fork_request,
-    open_request,
-    run_request,
+    ServiceSandbox,
 )
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import (
@@ -31,13 +27,11 @@ from agentrl_sandbox.types import (
     AbsentError,
     BusyError,
     ClosedError,
-    Execution,
     Isolation,
     SandboxError,
     SessionLimitError,
     StartError,
     UnknownSessionError,
-    failed_execution,
 )
 
 _T = TypeVar("_T")
@@ -101,7 +95,7 @@ class _Service(HttpSandbox):
             _log.warning("the sandbox at %s gets no calls for now: %s", self.address, error)
 
 
-class SeveralSandboxes(CallSandbox):
+class SeveralSandboxes(ServiceSandbox):
     """Runs programs at several services. Created by ``open_several``.
 
     A program without a session goes to the service with the least load, and to another one if that is lost: it leaves
@@ -109,12 +103,11 @@ class SeveralSandboxes(CallSandbox):
     """
 
     def __init__(self, settings: SandboxSettings) -> None:
-        self._settings = settings
+        super().__init__(settings)
         self._services = [_Service(settings.model_copy(update={"url": address})) for address in settings.addresses]
         self._checks: list[asyncio.Task[None]] = []
         self._book: SessionBook[_Service, str] = SessionBook()
         self._changed = asyncio.Event()
-        self._closed = False
 
     @property
     def isolation(self) -> Isolation:
@@ -144,36 +137,10 @@ class SeveralSandboxes(CallSandbox):
             await asyncio.sleep(random.uniform(0.1, 0.5))
         self._checks = [asyncio.create_task(self._watch(service)) for service in self._services]
 
-    async def run(self, call: Call, request_id: str | None = None) -> Execution:
-        """See ``Sandbox``. Retries at the same or another service, up to ``retry_deadline``.
-
-        Raises ClosedError, UnknownSessionError, RefusedError, and ValueError for impossible arguments.
-        """
-        if self._closed:
-            raise ClosedError("the sandbox was closed")
-        started, default = time.monotonic(), self._settings.timeout
-        try:
-            if call.session is None:
-                return (await self._send(run_request(call, None, request_id, default=default)))[1]
-            async with self._book.turn(call.session) as booked:
-                request = run_request(call, booked.number, request_id, default=default)
-                return (await self._send(request, call.session))[1]
-        except (BusyError, ClosedError) as error:  # closed while it ran
-            return failed_execution(str(error), started)
-
-    async def open_session(self) -> str:
-        """See ``Sandbox``. Raises BusyError if no service has capacity until ``retry_deadline``."""
-        return self._book.add(*await self._send(open_request()))
-
-    async def fork_session(self, session: str) -> str:
-        """See ``Sandbox``. The fork lives where the session lives."""
-        return self._book.add(*await self._send(fork_request(self._book.find(session).number), session))
-
     async def close_session(self, session: str) -> None:
-        """See ``Sandbox``. Raises BusyError if its service is unreachable until ``retry_deadline``."""
         if not self._book.has_ended(session):
             with contextlib.suppress(UnknownSessionError):  # it may end with its service meanwhile
-                await self._send(close_request(self._book.find(session).number), session)
+                await super().close_session(session)
                 self._book.end(session, "it was closed")
 
     async def close(self) -> None:
@@ -186,7 +153,7 @@ class SeveralSandboxes(CallSandbox):
             await service.close()
         self._changed.set()
 
-    async def _send(self, request: ServiceRequest[_T], session: str | None = None) -> tuple[_Service, _T]:
+    async def _call(self, request: ServiceRequest[_T], session: str | None = None) -> _T:
         """Send a request until it succeeds: to a session's service, or first to the one with the least load.
 
         Raises BusyError after the deadline, and UnknownSessionError once the session's service is lost.
@@ -198,7 +165,10 @@ class SeveralSandboxes(CallSandbox):
             home = None if session is None else self._book.find(session).home
             service = home or await self._choose(tried, timer)
             try:
-                return service, await service.send(request)
+                answer = await service.send(request)
+                if request.opens_session:
+                    self._book.add(service, str(answer), name=str(answer))
+                return answer
             except UnknownSessionError as error:
                 raise self._book.gone(session or "", str(error)) from None
             except (BusyError, SessionLimitError) as error:
