@@ -40,11 +40,11 @@ def main() -> None:
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     cluster = open_cluster(ClusterSettings(kind="ray", address="local"), None)
     try:
-        (place,) = cluster.reserve([Bundle(holds="idle processes", cpus=1)])
+        (reservation,) = cluster.reserve([Bundle(purpose="idle processes", cpus=1)])
         idle = cpu_ms([], options.seconds)
         began = time.monotonic()
         specs = [ProcessSpec(role="rank", number=number, arguments=("-c", SLEEP)) for number in range(options.ranks)]
-        handles = [cluster.start(spec, place) for spec in specs]
+        handles = [cluster.start(spec, reservation) for spec in specs]
         start = 1000 * (time.monotonic() - began) / options.ranks
         watching = cpu_ms(handles, options.seconds) - idle
     finally:

@@ -24,7 +24,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankPlace:
+class RankPosition:
     """Rank in ``world`` ranks, of which ``local_world`` are on its machine. ``master`` is the address of rank 0."""
 
     rank: int
@@ -36,8 +36,8 @@ class RankPlace:
     def variables(self) -> dict[str, str]:
         """Return the environment variables that launchers set for this rank.
 
-        >>> place = RankPlace(rank=3, world=4, local_rank=1, local_world=2, master=("10.0.0.1", 29500))
-        >>> place.variables()["LOCAL_RANK"], place.variables()["MASTER_ADDR"]
+        >>> position = RankPosition(rank=3, world=4, local_rank=1, local_world=2, master=("10.0.0.1", 29500))
+        >>> position.variables()["LOCAL_RANK"], position.variables()["MASTER_ADDR"]
         ('1', '10.0.0.1')
         """
         host, port = self.master

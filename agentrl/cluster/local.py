@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from agentrl.cluster.plan import UnplaceableError
-from agentrl.cluster.processes import ALL_GPUS, STARTED_BY, Bundle, ClusterNode, Place, ProcessSpec, free_port
+from agentrl.cluster.processes import ALL_GPUS, STARTED_BY, Bundle, ClusterNode, ProcessSpec, Reservation, free_port
 
 _POLL_INTERVAL = 0.5  # seconds
 _OUTPUT, _ERRORS = 1, 2  # file descriptors of standard output and standard error
@@ -119,17 +119,17 @@ class LogRelay:
 # Seconds to wait for the rest of the output of a process that has ended.
 _DRAIN_SECONDS = 2.0
 
-HERE = Place(number=0, node=socket.gethostname(), address="127.0.0.1")
+HERE = Reservation(number=0, node=socket.gethostname(), address="127.0.0.1")
 """This machine, without a choice of GPUs."""
 
 
 class LocalProcess:
     """A child process in a separate session, so that signals of the terminal do not reach it."""
 
-    def __init__(self, spec: ProcessSpec, place: Place, handles: Sequence[int] = ()) -> None:
+    def __init__(self, spec: ProcessSpec, reservation: Reservation, handles: Sequence[int] = ()) -> None:
         """Start the process. It inherits the open files in ``handles``."""
         self.spec = spec
-        self.place = place
+        self.reservation = reservation
         command = [sys.executable, *spec.arguments]
         if spec.supervised:
             command = [sys.executable, "-m", "agentrl.cluster.supervise", str(os.getpid()), *command]
@@ -139,7 +139,7 @@ class LocalProcess:
             self._process = subprocess.Popen(
                 command,
                 cwd=spec.folder,
-                env=_environment(spec, place),
+                env=_environment(spec, reservation),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
@@ -204,7 +204,7 @@ class LocalCluster:
         count = 0 if self._gpus is None else len(self._gpus)
         return [ClusterNode(name=HERE.node, address=HERE.address, cpus=os.cpu_count() or 1, gpus=count)]
 
-    def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Place]:
+    def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Reservation]:
         """Reserve this machine's first GPUs for the only bundle."""
         (bundle,) = bundles
         if self._gpus is None:
@@ -216,27 +216,27 @@ class LocalCluster:
             )
         return [replace(HERE, gpus=tuple(self._gpus[: bundle.gpus]))]
 
-    def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Place:
+    def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Reservation:
         """Return this machine. Its resources are not counted."""
         return HERE
 
-    def answers(self, place: Place) -> bool:
+    def is_reachable(self, reservation: Reservation) -> bool:
         return True
 
-    def start(self, spec: ProcessSpec, place: Place) -> LocalProcess:
+    def start(self, spec: ProcessSpec, reservation: Reservation) -> LocalProcess:
         gpu_variables = {} if self._gpus is None else {ALL_GPUS: ",".join(self._gpus)}
-        process = LocalProcess(replace(spec, environment={**gpu_variables, **spec.environment}), place)
+        process = LocalProcess(replace(spec, environment={**gpu_variables, **spec.environment}), reservation)
         self._started.append(process)
         return process
 
-    def free_port(self, place: Place) -> int:
-        return free_port(place.address)
+    def free_port(self, reservation: Reservation) -> int:
+        return free_port(reservation.address)
 
-    def sees(self, place: Place, path: Path) -> bool:
+    def can_access(self, reservation: Reservation, path: Path) -> bool:
         return path.exists()
 
-    def give_up(self, place: Place, slot: int) -> None:
-        self._gpus = self._gpus and [gpu for gpu in self._gpus if gpu != place.gpus[slot]]
+    def exclude_resource(self, reservation: Reservation, slot: int) -> None:
+        self._gpus = self._gpus and [gpu for gpu in self._gpus if gpu != reservation.gpus[slot]]
 
     def release(self) -> None:
         for process in self._started:
@@ -247,10 +247,10 @@ class LocalCluster:
         self.release()
 
 
-def _environment(spec: ProcessSpec, place: Place) -> dict[str, str]:
+def _environment(spec: ProcessSpec, reservation: Reservation) -> dict[str, str]:
     changes: dict[str, str | None] = {STARTED_BY: str(os.getpid())}
-    if place.gpus:
-        changes["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
+    if reservation.gpus:
+        changes["CUDA_VISIBLE_DEVICES"] = ",".join(reservation.gpus)
     changes |= spec.environment
     kept = {name: value for name, value in os.environ.items() if name not in changes}
     return kept | {name: value for name, value in changes.items() if value is not None}

@@ -13,7 +13,7 @@ class UnplaceableError(SettingsError):
     """The cluster has too few resources for a run."""
 
 
-def placed(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> list[ClusterNode]:
+def assign_nodes(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> list[ClusterNode]:
     """Assign each bundle a separate node. Raises UnplaceableError with the missing resources.
 
     The first bundle must need the most of every resource and the others must be equal. Taking the smallest sufficient
@@ -30,7 +30,9 @@ def placed(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> list[Clus
     return chosen
 
 
-def roomy(bundle: Bundle, nodes: Sequence[ClusterNode], taken: Mapping[str, Sequence[Bundle]]) -> list[ClusterNode]:
+def nodes_with_room(
+    bundle: Bundle, nodes: Sequence[ClusterNode], taken: Mapping[str, Sequence[Bundle]]
+) -> list[ClusterNode]:
     """Return the nodes with room for another bundle. ``taken`` contains the used bundles by node address.
 
     Raises UnplaceableError if there is no such node.
@@ -42,16 +44,16 @@ def roomy(bundle: Bundle, nodes: Sequence[ClusterNode], taken: Mapping[str, Sequ
             roomy_nodes.append(node)
     if not roomy_nodes:
         raise UnplaceableError(
-            f"no node has room for {bundle.holds} ({_amount(bundle.gpus, bundle.cpus)}); left are "
+            f"no node has room for {bundle.purpose} ({_amount(bundle.gpus, bundle.cpus)}); left are "
             + ", ".join(f"{_amount(*_left(node, taken.get(node.address, ())))} on {node.name}" for node in nodes)
         )
     return roomy_nodes
 
 
-def allot(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], taken: dict[str, list[Bundle]]) -> None:
+def add_to_nodes(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], taken: dict[str, list[Bundle]]) -> None:
     """Add each bundle to ``taken`` on the node with room that has the least left. Raises UnplaceableError."""
     for bundle in bundles:
-        room = roomy(bundle, nodes, taken)
+        room = nodes_with_room(bundle, nodes, taken)
         tightest = min(room, key=lambda node: (*_left(node, taken.get(node.address, ())), node.address))
         taken.setdefault(tightest.address, []).append(bundle)
 
@@ -69,17 +71,17 @@ def plan_table(
     Raises UnplaceableError.
     """
     taken: dict[str, list[Bundle]] = {node.address: [] for node in nodes}
-    for node, bundle in zip(placed(bundles, nodes), bundles, strict=True):
+    for node, bundle in zip(assign_nodes(bundles, nodes), bundles, strict=True):
         taken[node.address].append(bundle)
-    allot(beside, nodes, taken)
+    add_to_nodes(beside, nodes, taken)
     if everywhere is not None:
-        for node in roomy(everywhere, nodes, taken):
+        for node in nodes_with_room(everywhere, nodes, taken):
             taken[node.address].append(everywhere)
     rows = []
     for node in nodes:
         gpus, cpus = _sums(taken[node.address])
-        holds = ", ".join(bundle.holds for bundle in taken[node.address])
-        rows.append([node.name, node.address, f"{gpus} of {node.gpus}", f"{cpus:g} of {node.cpus:g}", holds or "-"])
+        purpose = ", ".join(bundle.purpose for bundle in taken[node.address])
+        rows.append([node.name, node.address, f"{gpus} of {node.gpus}", f"{cpus:g} of {node.cpus:g}", purpose or "-"])
     return rows
 
 

@@ -52,16 +52,16 @@ _CARRIED = (
 _OF_THE_NODE = ("GLOO_SOCKET_IFNAME", ALL_GPUS, STARTED_BY)
 
 
-def carried(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def inherited_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment variables that processes on other nodes inherit from this one.
 
     >>> found = {"NCCL_DEBUG": "INFO", "HOME": "/root", "GLOO_SOCKET_IFNAME": "eth0"}
-    >>> carried(found)
+    >>> inherited_variables(found)
     {'NCCL_DEBUG': 'INFO', 'GLOO_SOCKET_IFNAME': 'eth0'}
 
     The rollout worker, which a cluster starts on a node, does not pass on variables that are valid only there:
 
-    >>> carried({**found, STARTED_IN: "10.0.0.1:6379", STARTED_BY: "77"})
+    >>> inherited_variables({**found, STARTED_IN: "10.0.0.1:6379", STARTED_BY: "77"})
     {'NCCL_DEBUG': 'INFO', 'AGENTRL_RAY_ADDRESS': '10.0.0.1:6379'}
     """
     dropped = _OF_THE_NODE if STARTED_IN in environment else ()
@@ -111,15 +111,15 @@ class ClusterNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """Resources that must be on one node. ``holds`` describes their purpose."""
+    """Resources that must be on one node, and their purpose in words."""
 
-    holds: str
+    purpose: str
     cpus: float
     gpus: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Reservation:
     """A reserved bundle on ``node``, which other nodes reach at ``address``. ``gpus`` are the names of its GPUs."""
 
     number: int
@@ -132,7 +132,7 @@ class ProcessHandle(Protocol):
     """A started process. All methods may be called from any thread."""
 
     spec: ProcessSpec
-    place: Place
+    reservation: Reservation
 
     def wait(self, seconds: float) -> int | None:
         """Wait up to ``seconds`` and return the exit code, negative for a signal; None if it is still running.
@@ -150,32 +150,32 @@ class Cluster(Protocol):
     def nodes(self) -> list[ClusterNode]:
         """Return all nodes with their total resources."""
 
-    def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Place]:
+    def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Reservation]:
         """Reserve each bundle on a different node. Raises SettingsError or WorldError if that is not possible.
 
         Waits up to ``patience`` seconds for missing nodes.
         """
 
-    def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Place:
-        """Reserve an additional place on ``node`` or on any node. Raises WorldError if that is not possible."""
+    def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Reservation:
+        """Reserve another bundle on ``node`` or on any node. Raises WorldError if that is not possible."""
 
-    def answers(self, place: Place) -> bool:
-        """Return True if processes can be started in this place."""
+    def is_reachable(self, reservation: Reservation) -> bool:
+        """Return True if processes can be started there."""
 
-    def start(self, spec: ProcessSpec, place: Place) -> ProcessHandle:
-        """Start a process in a place."""
+    def start(self, spec: ProcessSpec, reservation: Reservation) -> ProcessHandle:
+        """Start a process on reserved resources."""
 
-    def free_port(self, place: Place) -> int:
-        """Return a port of the place's node that is currently free."""
+    def free_port(self, reservation: Reservation) -> int:
+        """Return a port of the reservation's node that is currently free."""
 
-    def sees(self, place: Place, path: Path) -> bool:
-        """Return True if processes in this place can access this file or folder."""
+    def can_access(self, reservation: Reservation, path: Path) -> bool:
+        """Return True if processes there can access this file or folder."""
 
-    def give_up(self, place: Place, slot: int) -> None:
-        """Exclude the resource of a place's ``slot``-th rank from later reservations: its GPU, or with Ray its node."""
+    def exclude_resource(self, reservation: Reservation, slot: int) -> None:
+        """Exclude the GPU of the ``slot``-th rank from later reservations, or with Ray the node."""
 
     def release(self) -> None:
-        """End all processes and free all places, which can be reserved again."""
+        """End all processes and free all reservations."""
 
     def close(self) -> None:
         """Release everything and close the cluster."""
@@ -186,7 +186,7 @@ _POLL_INTERVAL = 1.0
 _CONNECT_SECONDS = 5.0
 
 
-def end_in_silence(connection: Connection, seconds: float) -> None:
+def set_tcp_timeout(connection: Connection, seconds: float) -> None:
     """Configure a TCP connection to fail if the other machine has not responded for about ``seconds``."""
     with socket.socket(fileno=os.dup(connection.fileno())) as copy:
         copy.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -196,7 +196,7 @@ def end_in_silence(connection: Connection, seconds: float) -> None:
         copy.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1000, round(seconds * 1000)))
 
 
-def accepts(address: tuple[str, int], seconds: float) -> bool:
+def accepts_connections(address: tuple[str, int], seconds: float) -> bool:
     """Return True if a port of another machine accepts a connection within ``seconds``."""
     try:
         socket.create_connection(address, timeout=seconds).close()
@@ -208,12 +208,12 @@ def accepts(address: tuple[str, int], seconds: float) -> bool:
 class PortWatch:
     """Checks repeatedly, in a thread, whether a port of another machine accepts connections."""
 
-    def __init__(self, address: tuple[str, int], deadline: float, *, look: float = _POLL_INTERVAL) -> None:
+    def __init__(self, address: tuple[str, int], deadline: float, *, poll_interval: float = _POLL_INTERVAL) -> None:
         """The port counts as lost after ``deadline`` seconds without a response, and at once after two refusals."""
         self.lost: str | None = None
         self._address = address
         self._deadline = deadline
-        self._look = look
+        self._poll_interval = poll_interval
         self._ended = threading.Event()
         threading.Thread(target=self._watch, daemon=True, name="watch-port").start()
 
@@ -222,7 +222,7 @@ class PortWatch:
 
     def _watch(self) -> None:
         last_answer, refused = time.monotonic(), 0
-        while self.lost is None and not self._ended.wait(self._look):
+        while self.lost is None and not self._ended.wait(self._poll_interval):
             try:
                 socket.create_connection(self._address, timeout=min(_CONNECT_SECONDS, self._deadline)).close()
                 last_answer, refused = time.monotonic(), 0

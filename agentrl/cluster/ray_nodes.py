@@ -1,7 +1,7 @@
 """Ray as a cluster: it counts resources, places bundles and detects lost nodes. The only module that imports Ray.
 
-Ray starts one actor for each place. The actor starts the processes of a run as its children, with the same code as on a
-single machine. They end with the actor, and Ray ends the actor with the command that created it.
+Ray starts one actor for each reservation. The actor starts the processes of a run as its children, with the same code
+as on a single machine. They end with the actor, and Ray ends the actor with the command that created it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from agentrl.cluster.local import LocalProcess, LogRelay
-from agentrl.cluster.plan import UnplaceableError, placed
+from agentrl.cluster.plan import UnplaceableError, assign_nodes
 from agentrl.cluster.processes import (
     ALL_GPUS,
     STARTED_IN,
     Bundle,
     ClusterNode,
     NodeLostError,
-    Place,
     PortWatch,
     ProcessSpec,
-    accepts,
-    carried,
+    Reservation,
+    accepts_connections,
     free_port,
+    inherited_variables,
 )
 from agentrl.cluster.settings import ClusterSettings
 from agentrl.errors import SettingsError, WorldError
@@ -66,31 +66,36 @@ class NodeHost:
         self._processes: dict[int, LocalProcess] = {}
         threading.Thread(target=self._stop_when_unheard, daemon=True, name="end-in-silence").start()
 
-    def place(self, number: int) -> Place:
-        """Return this place, with the address at which other nodes reach it."""
+    def reservation(self, number: int) -> Reservation:
+        """Return this reservation, with the address at which other nodes reach it."""
         self._last_call = time.monotonic()
         gpus = tuple(str(name) for name in ray.get_gpu_ids())
-        return Place(number=number, node=socket.gethostname(), address=ray.util.get_node_ip_address(), gpus=gpus)
+        return Reservation(number=number, node=socket.gethostname(), address=ray.util.get_node_ip_address(), gpus=gpus)
 
     def free_port(self, address: str) -> int:
         self._last_call = time.monotonic()
         return free_port(address)
 
-    def sees(self, path: str) -> bool:
+    def can_access(self, path: str) -> bool:
         return os.path.exists(path)
 
-    def start(self, spec: ProcessSpec, place: Place) -> int:
+    def start(self, spec: ProcessSpec, reservation: Reservation) -> int:
         """Start a process and return its id. Raises SettingsError if this node lacks its folder."""
         if spec.folder is not None and not spec.folder.is_dir():
-            raise SettingsError(f"the node {place.node} has no folder {spec.folder}: all nodes must share these files")
+            raise SettingsError(
+                f"the node {reservation.node} has no folder {spec.folder}: all nodes must share these files"
+            )
         self._last_call = time.monotonic()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # Ray blocks SIGINT, and children inherit the mask
         # Gloo must use the interface with the address at which other nodes reach this one.
-        variables = {"GLOO_SOCKET_IFNAME": _interface(place.address), ALL_GPUS: ",".join(place.gpus) or None}
+        variables = {
+            "GLOO_SOCKET_IFNAME": _interface(reservation.address),
+            ALL_GPUS: ",".join(reservation.gpus) or None,
+        }
         variables[STARTED_IN] = ray.get_runtime_context().gcs_address
         # Ray sets OMP_NUM_THREADS for its actors, which their children would inherit.
         environment = {**variables, "OMP_NUM_THREADS": None, **spec.environment}
-        process = LocalProcess(replace(spec, environment=environment, shown=False), place)
+        process = LocalProcess(replace(spec, environment=environment, shown=False), reservation)
         self._processes[process.pid] = process
         return process.pid
 
@@ -126,11 +131,16 @@ class RayNode:
     """The command's view of a node. One request at a time polls all processes on the node."""
 
     def __init__(
-        self, host: ActorHandle[NodeHost], place: Place, head: PortWatch, unreachable: set[str], deadline: float
+        self,
+        host: ActorHandle[NodeHost],
+        reservation: Reservation,
+        head: PortWatch,
+        unreachable: set[str],
+        deadline: float,
     ) -> None:
         """``unreachable`` is a shared set of addresses. The node adds its own if it stops responding."""
         self.host = host
-        self.place = place
+        self.reservation = reservation
         self._head = head
         self._unreachable = unreachable
         self._deadline = deadline
@@ -158,10 +168,10 @@ class RayNode:
         answer, since = self._pending
         if ray.wait([answer], timeout=seconds)[0]:
             self._pending = None
-            self._codes = _result_of(answer, self.place, 0.0)
+            self._codes = _result_of(answer, self.reservation, 0.0)
         elif now > since + self._deadline:
-            self._unreachable.add(self.place.address)
-            raise NodeLostError(f"{_describe(self.place)} has not answered for {self._deadline:g} s")
+            self._unreachable.add(self.reservation.address)
+            raise NodeLostError(f"{_describe(self.reservation)} has not answered for {self._deadline:g} s")
 
 
 class RayProcess:
@@ -169,7 +179,7 @@ class RayProcess:
 
     def __init__(self, spec: ProcessSpec, node: RayNode, pid: int) -> None:
         self.spec = spec
-        self.place = node.place
+        self.reservation = node.reservation
         self._node = node
         self._pid = pid
 
@@ -187,9 +197,9 @@ class RayCluster:
         """Connect to the cluster. Raises SettingsError if there is no cluster at ``cluster.address``."""
         self._settings = settings
         self._group: PlacementGroup | None = None
-        self._places: dict[int, RayNode] = {}
+        self._hosts: dict[int, RayNode] = {}
         self._numbers = itertools.count()
-        self._given_up: set[str] = set()  # addresses
+        self._excluded: set[str] = set()  # addresses
         self._unreachable: set[str] = set()
         self._relay = LogRelay()
         self._head = _connect(settings)
@@ -209,11 +219,11 @@ class RayCluster:
 
     def _usable(self, address: str, port: int) -> bool:
         """False if the node was given up or does not respond. Ray reports such a node as alive for another minute."""
-        if address in self._unreachable and accepts((address, port), _PROBE_SECONDS):
+        if address in self._unreachable and accepts_connections((address, port), _PROBE_SECONDS):
             self._unreachable.discard(address)
-        return address not in self._unreachable and address not in self._given_up
+        return address not in self._unreachable and address not in self._excluded
 
-    def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Place]:
+    def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Reservation]:
         """Reserve the bundles on different nodes and start an actor in each.
 
         If Ray does not start an actor, retry for ``patience`` or ``start_deadline`` seconds, whichever is longer.
@@ -235,7 +245,7 @@ class RayCluster:
                 self.release()
                 time.sleep(_RETRY_INTERVAL)
 
-    def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Place:
+    def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Reservation:
         """Start an actor with these resources. Raises WorldError if Ray does not place it within the deadline."""
         number = next(self._numbers)
         where: NodeAffinitySchedulingStrategy | str = "DEFAULT"
@@ -244,49 +254,51 @@ class RayCluster:
         host = self._actor(bundle, where)
         seconds = self._settings.start_deadline
         try:
-            places: list[Place] = ray.get([host.place.remote(number)], timeout=seconds)
+            reservations: list[Reservation] = ray.get([host.reservation.remote(number)], timeout=seconds)
         except RayError as error:
             ray.kill(host)
             why = str(error).splitlines()[0]
-            raise WorldError(f"Ray did not place {bundle.holds} within {seconds:g} s: {why}") from error
-        self._add(host, places[0])
-        return places[0]
+            raise WorldError(f"Ray did not place {bundle.purpose} within {seconds:g} s: {why}") from error
+        self._add(host, reservations[0])
+        return reservations[0]
 
-    def answers(self, place: Place) -> bool:
+    def is_reachable(self, reservation: Reservation) -> bool:
         try:
-            self.free_port(place)
+            self.free_port(reservation)
         except NodeLostError:
             return False
         return True
 
-    def start(self, spec: ProcessSpec, place: Place) -> RayProcess:
-        node = self._places[place.number]
-        full = replace(spec, environment={**carried(), **spec.environment})
+    def start(self, spec: ProcessSpec, reservation: Reservation) -> RayProcess:
+        node = self._hosts[reservation.number]
+        full = replace(spec, environment={**inherited_variables(), **spec.environment})
         if spec.log is not None and spec.shown:
             self._relay.follow(spec.log)
-        pid: int = self._await(place, node.host.start.remote(full, place))
+        pid: int = self._await(reservation, node.host.start.remote(full, reservation))
         return RayProcess(spec, node, pid)
 
-    def free_port(self, place: Place) -> int:
-        port: int = self._await(place, self._places[place.number].host.free_port.remote(place.address))
+    def free_port(self, reservation: Reservation) -> int:
+        port: int = self._await(reservation, self._hosts[reservation.number].host.free_port.remote(reservation.address))
         return port
 
-    def sees(self, place: Place, path: Path) -> bool:
-        exists: bool = self._await(place, self._places[place.number].host.sees.remote(str(path)))
+    def can_access(self, reservation: Reservation, path: Path) -> bool:
+        exists: bool = self._await(reservation, self._hosts[reservation.number].host.can_access.remote(str(path)))
         return exists
 
-    def _add(self, host: ActorHandle[NodeHost], place: Place) -> None:
-        self._places[place.number] = RayNode(host, place, self._head, self._unreachable, self._settings.deadline)
+    def _add(self, host: ActorHandle[NodeHost], reservation: Reservation) -> None:
+        self._hosts[reservation.number] = RayNode(
+            host, reservation, self._head, self._unreachable, self._settings.deadline
+        )
 
-    def _await(self, place: Place, answer: ray.ObjectRef[_Value]) -> _Value:
-        return _result_of(answer, place, self._settings.deadline)
+    def _await(self, reservation: Reservation, answer: ray.ObjectRef[_Value]) -> _Value:
+        return _result_of(answer, reservation, self._settings.deadline)
 
-    def give_up(self, place: Place, slot: int) -> None:
-        self._given_up.add(place.address)
+    def exclude_resource(self, reservation: Reservation, slot: int) -> None:
+        self._excluded.add(reservation.address)
 
     def release(self) -> None:
-        hosts = [node.host for node in self._places.values()]
-        self._places = {}
+        hosts = [node.host for node in self._hosts.values()]
+        self._hosts = {}
         if hosts:
             ray.wait([host.stop.remote() for host in hosts], num_returns=len(hosts), timeout=_STOP_SECONDS)
         if self._head.lost is None:  # killing and removing need the head
@@ -315,7 +327,7 @@ class RayCluster:
                     raise UnplaceableError(f"Ray's head {self._head.lost}: {error}") from error
                 time.sleep(_RETRY_INTERVAL)
 
-    def _reserved(self, bundles: Sequence[Bundle]) -> list[Place]:
+    def _reserved(self, bundles: Sequence[Bundle]) -> list[Reservation]:
         """Reserve once. Raises UnplaceableError if a required node failed in the meantime."""
         seconds = self._settings.start_deadline
         resources = [{"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if bundle.gpus else {}) for bundle in bundles]
@@ -324,35 +336,37 @@ class RayCluster:
         )
         deadline = time.monotonic() + seconds
         while not group.wait(_RETRY_INTERVAL):
-            placed(bundles, self.nodes())
+            assign_nodes(bundles, self.nodes())
             if time.monotonic() >= deadline:
                 raise WorldError(
-                    f"Ray did not place {bundles[0].holds} within cluster.start_deadline={seconds:g} s: other jobs "
+                    f"Ray did not place {bundles[0].purpose} within cluster.start_deadline={seconds:g} s: other jobs "
                     f"use the nodes (free in total: {_free()})"
                 )
         hosts = [
             self._actor(bundle, PlacementGroupSchedulingStrategy(group, index)) for index, bundle in enumerate(bundles)
         ]
         try:
-            places: list[Place] = ray.get([host.place.remote(n) for n, host in enumerate(hosts)], timeout=seconds)
+            reservations: list[Reservation] = ray.get(
+                [host.reservation.remote(n) for n, host in enumerate(hosts)], timeout=seconds
+            )
         except RayError as error:
-            placed(bundles, self.nodes())
+            assign_nodes(bundles, self.nodes())
             raise WorldError(f"a node does not start processes: {str(error).splitlines()[0]}") from error
-        for host, place in zip(hosts, places, strict=True):
-            self._add(host, place)
+        for host, reservation in zip(hosts, reservations, strict=True):
+            self._add(host, reservation)
         self._numbers = itertools.count(len(hosts))
         # The largest bundle stays first. The others are sorted by address, so that ranks keep their local files.
-        return [places[0], *sorted(places[1:], key=lambda place: place.address)]
+        return [reservations[0], *sorted(reservations[1:], key=lambda reservation: reservation.address)]
 
     def _selectors(self, count: int) -> list[dict[str, str]] | None:
         """Label selectors, one per bundle, that exclude the nodes that were given up."""
-        names = [node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] in self._given_up]
+        names = [node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] in self._excluded]
         return [{"ray.io/node-id": f"!in({','.join(names)})"}] * count if names else None
 
     def _await_nodes(self, bundles: Sequence[Bundle], deadline: float) -> None:
         while True:
             try:
-                placed(bundles, self.nodes())
+                assign_nodes(bundles, self.nodes())
                 return
             except UnplaceableError:
                 if time.monotonic() >= deadline:
@@ -425,20 +439,20 @@ def _init(settings: ClusterSettings) -> None:
             signal.signal(signal.SIGTERM, before)  # Ray installs a handler that ends this process without a message
 
 
-def _result_of(answer: ray.ObjectRef[_Value], place: Place, seconds: float) -> _Value:
+def _result_of(answer: ray.ObjectRef[_Value], reservation: Reservation, seconds: float) -> _Value:
     """Wait for the result of an actor's method. Raises NodeLostError without a result, and the method's exceptions."""
     try:
         return ray.get(answer, timeout=seconds)
     except GetTimeoutError:
-        raise NodeLostError(f"{_describe(place)} has not answered for {seconds:g} s") from None
+        raise NodeLostError(f"{_describe(reservation)} has not answered for {seconds:g} s") from None
     except RayActorError:
-        raise NodeLostError(f"{_describe(place)} is gone") from None
+        raise NodeLostError(f"{_describe(reservation)} is gone") from None
     except RayTaskError as error:
         raise error.cause from None
 
 
-def _describe(place: Place) -> str:
-    return f"the node {place.node} ({place.address})"
+def _describe(reservation: Reservation) -> str:
+    return f"the node {reservation.node} ({reservation.address})"
 
 
 def _free() -> str:

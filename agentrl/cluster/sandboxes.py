@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.cluster.local import log_file
-from agentrl.cluster.processes import Bundle, Cluster, ClusterNode, NodeLostError, Place, ProcessHandle, ProcessSpec
+from agentrl.cluster.processes import (
+    Bundle,
+    Cluster,
+    ClusterNode,
+    NodeLostError,
+    ProcessHandle,
+    ProcessSpec,
+    Reservation,
+)
 from agentrl.errors import AgentRLError, WorldError
 
 # Seconds between two checks of all services, before a restart (doubled each time), and to join the checking thread.
@@ -23,7 +31,7 @@ _JOIN_SECONDS = 10.0
 @dataclass(kw_only=True, eq=False)
 class _Service:
     node: ClusterNode
-    place: Place
+    reservation: Reservation
     port: int
     number: int
     process: ProcessHandle | None = None
@@ -67,7 +75,7 @@ class SandboxServices:
 
     @property
     def addresses(self) -> list[str]:
-        return [f"http://{service.place.address}:{service.port}" for service in self._services]
+        return [f"http://{service.reservation.address}:{service.port}" for service in self._services]
 
     @property
     def variables(self) -> dict[str, str]:
@@ -75,14 +83,16 @@ class SandboxServices:
         return {"SANDBOX_TOKEN": self._token}
 
     def close(self) -> None:
-        """Stop restarting services. They end when their places are released."""
+        """Stop restarting services. They end when their reservations are released."""
         self._ended.set()
         self._keeper.join(_JOIN_SECONDS)
 
     def _opened(self, number: int, node: ClusterNode) -> _Service | None:
         try:
-            place = self._cluster.host(self._bundle, node)
-            service = _Service(node=node, place=place, port=self._cluster.free_port(place), number=number)
+            reservation = self._cluster.host(self._bundle, node)
+            service = _Service(
+                node=node, reservation=reservation, port=self._cluster.free_port(reservation), number=number
+            )
             self._start(service)
         except WorldError as error:
             self._say(f"no sandbox service on {node.name} ({node.address}): {error}")
@@ -90,18 +100,18 @@ class SandboxServices:
         return service
 
     def _start(self, service: _Service) -> None:
-        place = service.place
-        address = ("--host", place.address, "--port", str(service.port))
+        reservation = service.reservation
+        address = ("--host", reservation.address, "--port", str(service.port))
         spec = ProcessSpec(
             role="sandbox",
             number=service.number,
             arguments=("-m", "agentrl_sandbox", "serve", *address, *self._arguments),
             environment=self.variables,
-            log=log_file(self._folder, place.node, "sandbox", service.number),
+            log=log_file(self._folder, reservation.node, "sandbox", service.number),
             shown=False,
             supervised=True,
         )
-        service.process = self._cluster.start(spec, place)
+        service.process = self._cluster.start(spec, reservation)
         service.started = time.monotonic()
 
     def _keep(self) -> None:
@@ -128,13 +138,13 @@ class SandboxServices:
             if service.node.address not in {node.address for node in self._cluster.nodes()}:
                 self._postpone(service)
                 return
-            if not self._cluster.answers(service.place):
-                service.place = self._cluster.host(self._bundle, service.node)
+            if not self._cluster.is_reachable(service.reservation):
+                service.reservation = self._cluster.host(self._bundle, service.node)
             self._start(service)
         except AgentRLError as error:
             self._record_loss(service, str(error))
         else:
-            self._say(f"sandbox service {service.number} on {service.place.node} was restarted")
+            self._say(f"sandbox service {service.number} on {service.reservation.node} was restarted")
 
     def _record_loss(self, service: _Service, why: str) -> None:
         # A service that ran for longer than the longest pause does not fail at its start, so it may restart soon.
@@ -144,7 +154,8 @@ class SandboxServices:
         self._postpone(service)
         if not self._ended.is_set():
             self._say(
-                f"sandbox service {service.number} on {service.place.node} is lost: {why}; calls go to other services"
+                f"sandbox service {service.number} on {service.reservation.node} is lost: {why}; calls go to "
+                "other services"
             )
 
     def _postpone(self, service: _Service) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from agentrl.cluster.plan import UnplaceableError
-from agentrl.cluster.processes import Bundle, Place, ProcessSpec
+from agentrl.cluster.processes import Bundle, ProcessSpec, Reservation
 from agentrl.cluster.ray_nodes import RayCluster
 from agentrl.cluster.settings import ClusterSettings
 from agentrl.training.run.launch import RankGroup
@@ -22,19 +22,19 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def started(cluster: RayCluster, bundles: Sequence[Bundle]) -> tuple[list[Place], RankGroup]:
-    places = cluster.reserve(bundles, patience=PATIENCE)
+def started(cluster: RayCluster, bundles: Sequence[Bundle]) -> tuple[list[Reservation], RankGroup]:
+    reservations = cluster.reserve(bundles, patience=PATIENCE)
     ranks = [
-        cluster.start(ProcessSpec(role="rank", number=number, arguments=SLEEP), place)
-        for number, place in enumerate(places)
+        cluster.start(ProcessSpec(role="rank", number=number, arguments=SLEEP), reservation)
+        for number, reservation in enumerate(reservations)
     ]
-    say(f"ranks on {' '.join(sorted(place.address for place in places))}")
-    return places, RankGroup(ranks)
+    say(f"ranks on {' '.join(sorted(one.address for one in reservations))}")
+    return reservations, RankGroup(ranks)
 
 
 def lose(cluster: RayCluster) -> None:
     """A rank on each host, again once the lost host is back."""
-    bundles = [Bundle(holds=f"rank {number}", cpus=1) for number in range(2)]
+    bundles = [Bundle(purpose=f"rank {number}", cpus=1) for number in range(2)]
     _, group = started(cluster, bundles)
     say(f"{group.end()}")
     cluster.release()
@@ -43,12 +43,12 @@ def lose(cluster: RayCluster) -> None:
     say(f"{group.end()}")
 
 
-def give_up(cluster: RayCluster) -> None:
+def exclude_resource(cluster: RayCluster) -> None:
     """A rank that may run anywhere, on nodes that answer and are given up one after the other."""
-    bundles = [Bundle(holds="rank 0", cpus=1)]
+    bundles = [Bundle(purpose="rank 0", cpus=1)]
     for _ in cluster.nodes():
-        (place,), _ = started(cluster, bundles)
-        cluster.give_up(place, 0)
+        (reservation,), _ = started(cluster, bundles)
+        cluster.exclude_resource(reservation, 0)
         cluster.release()
     try:
         cluster.reserve(bundles)
@@ -59,7 +59,7 @@ def give_up(cluster: RayCluster) -> None:
 def main() -> None:
     cluster = RayCluster(ClusterSettings(kind="ray", address=sys.argv[1], deadline=5.0))
     try:
-        (lose if sys.argv[2] == "lost" else give_up)(cluster)
+        (lose if sys.argv[2] == "lost" else exclude_resource)(cluster)
     finally:
         cluster.close()
 

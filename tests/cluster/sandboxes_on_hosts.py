@@ -57,7 +57,7 @@ async def main() -> None:
         if "is lost" in text:
             loop.call_soon_threadsafe(lost.set)
 
-    bundle = Bundle(holds="sandbox", cpus=1)
+    bundle = Bundle(purpose="sandbox", cpus=1)
     own = ["workers=4", "timeout=60", "allow_unisolated=true"]
     services = await asyncio.to_thread(
         SandboxServices, cluster, cluster.nodes(), bundle, arguments=own, folder=Path(sys.argv[2]), say=note

@@ -18,7 +18,7 @@ from rollout.fake_vllm import fakes
 from rollout.vllm_support import CODEC, VOCABULARY, ask, eventually, is_up
 
 from agentrl.cluster.local import LocalCluster, LocalProcess
-from agentrl.cluster.processes import Bundle, ClusterNode, NodeLostError, Place, ProcessSpec, free_port
+from agentrl.cluster.processes import Bundle, ClusterNode, NodeLostError, ProcessSpec, Reservation, free_port
 from agentrl.errors import WorldError
 from agentrl.rollout.engines.base import engine_facts, server_bundles
 from agentrl.rollout.engines.processes import NodeServer
@@ -56,13 +56,13 @@ asyncio.run(serve())
 class Node(LocalProcess):
     """A process of a node that may be lost."""
 
-    def __init__(self, spec: ProcessSpec, place: Place, lost: set[str]) -> None:
-        super().__init__(spec, place)
+    def __init__(self, spec: ProcessSpec, reservation: Reservation, lost: set[str]) -> None:
+        super().__init__(spec, reservation)
         self._lost = lost
 
     def wait(self, seconds: float) -> int | None:
-        if self.place.node in self._lost:
-            raise NodeLostError(f"{self.place.node} is gone")
+        if self.reservation.node in self._lost:
+            raise NodeLostError(f"{self.reservation.node} is gone")
         return super().wait(seconds)
 
     def vanish(self) -> None:
@@ -87,21 +87,21 @@ class Nodes(LocalCluster):
         found = [ClusterNode(name=name, address=f"10.0.0.{name}", cpus=4, gpus=2) for name in "ab"]
         return [node for node in found if node.name not in self.lost]
 
-    def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Place:
+    def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Reservation:
         free = [node.name for node in self.nodes() if node.name not in self.taken]
         if not free:
             raise WorldError("no node has room")
         self.taken.add(free[0])
-        return Place(number=next(self._numbers), node=free[0], address="127.0.0.1", gpus=("6", "7"))
+        return Reservation(number=next(self._numbers), node=free[0], address="127.0.0.1", gpus=("6", "7"))
 
-    def answers(self, place: Place) -> bool:
-        return place.node not in self.lost
+    def is_reachable(self, reservation: Reservation) -> bool:
+        return reservation.node not in self.lost
 
-    def free_port(self, place: Place) -> int:
-        return free_port(place.address)
+    def free_port(self, reservation: Reservation) -> int:
+        return free_port(reservation.address)
 
-    def start(self, spec: ProcessSpec, place: Place) -> Node:
-        process = Node(spec, place, self.lost)
+    def start(self, spec: ProcessSpec, reservation: Reservation) -> Node:
+        process = Node(spec, reservation, self.lost)
         self.running.append(process)
         return process
 
@@ -109,7 +109,7 @@ class Nodes(LocalCluster):
         self.lost.add(name)
         self.taken.discard(name)
         for one in self.running:
-            if one.place.node == name:
+            if one.reservation.node == name:
                 one.vanish()
 
     def close(self) -> None:
@@ -171,10 +171,10 @@ async def test_a_server_starts_elsewhere_when_its_node_is_lost(nodes: Nodes, tmp
         assert (await ask(engine)).token_ids == (8, 9, 10, 11)
         (second,) = engine.targets()
         assert first[0] != second[0]
-    assert [one.place.node for one in nodes.running] == ["a", "b"]
+    assert [one.reservation.node for one in nodes.running] == ["a", "b"]
     logs = {log.name: log.read_text() for log in (tmp_path / "logs").iterdir()}
     assert logs == {f"{node}-server-0.log": "serves with 6,7\n" for node in "ab"}
-    assert all(one.wait(10.0) is not None for one in nodes.running if one.place.node == "b")
+    assert all(one.wait(10.0) is not None for one in nodes.running if one.reservation.node == "b")
 
 
 @pytest.mark.slow
@@ -183,8 +183,8 @@ async def test_while_no_node_has_room_the_others_serve(nodes: Nodes, tmp_path: P
         nodes.lose("b")
         done = await asyncio.gather(*(ask(engine, name=str(number)) for number in range(8)))
         assert {one.token_ids for one in done} == {(8, 9, 10, 11)}
-        assert sum(is_up(engine, place) for place in range(2)) == 1
+        assert sum(is_up(engine, number) for number in range(2)) == 1
         await eventually(lambda: "no node has room" in engine._lost)
         nodes.lost.clear()
         await eventually(lambda: is_up(engine, 0) and is_up(engine, 1))
-    assert sorted(one.place.node for one in nodes.running) == ["a", "b", "b"]
+    assert sorted(one.reservation.node for one in nodes.running) == ["a", "b", "b"]

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from agentrl.cluster import open_cluster
-from agentrl.cluster.plan import UnplaceableError, placed, plan_table
+from agentrl.cluster.plan import UnplaceableError, assign_nodes, plan_table
 from agentrl.cluster.processes import Bundle, ClusterNode
 from agentrl.cluster.settings import ClusterSettings
 from agentrl.config import load_settings
@@ -17,17 +17,17 @@ from agentrl.training.run.launch import bundles_of, sandbox_bundle, servers_of
 
 def nodes(*sizes: tuple[float, int]) -> list[ClusterNode]:
     return [
-        ClusterNode(name=f"n{place}", address=f"10.0.0.{place}", cpus=cpus, gpus=gpus)
-        for place, (cpus, gpus) in enumerate(sizes)
+        ClusterNode(name=f"n{number}", address=f"10.0.0.{number}", cpus=cpus, gpus=gpus)
+        for number, (cpus, gpus) in enumerate(sizes)
     ]
 
 
 def bundles(*sizes: tuple[float, int]) -> list[Bundle]:
-    return [Bundle(holds=f"part {place}", cpus=cpus, gpus=gpus) for place, (cpus, gpus) in enumerate(sizes)]
+    return [Bundle(purpose=f"part {number}", cpus=cpus, gpus=gpus) for number, (cpus, gpus) in enumerate(sizes)]
 
 
 def test_each_bundle_gets_the_tightest_node_of_its_own() -> None:
-    found = placed(bundles((9, 8), (8, 8)), nodes((64, 8), (8, 8), (64, 16), (64, 0)))
+    found = assign_nodes(bundles((9, 8), (8, 8)), nodes((64, 8), (8, 8), (64, 16), (64, 0)))
     assert [node.name for node in found] == ["n0", "n1"]
 
 
@@ -43,7 +43,7 @@ def test_each_bundle_gets_the_tightest_node_of_its_own() -> None:
 )
 def test_what_cannot_be_placed_is_named(needed: list[Bundle], there: list[ClusterNode], message: str) -> None:
     with pytest.raises(UnplaceableError, match=message):
-        placed(needed, there)
+        assign_nodes(needed, there)
 
 
 def test_the_table_says_what_goes_where() -> None:
@@ -59,14 +59,14 @@ def test_the_ranks_of_a_run_are_spread_evenly_and_the_first_node_has_the_rest() 
     overrides = ["cluster=ray", "cluster.nodes=2", "training.num_processes=4", "cluster.worker_cpus=3"]
     settings = load_settings(overrides=overrides)
     on_cpus = bundles_of(settings, nodes((8, 0), (8, 0)))
-    assert [(one.holds, one.cpus, one.gpus) for one in on_cpus] == [
+    assert [(one.purpose, one.cpus, one.gpus) for one in on_cpus] == [
         ("ranks 0 to 1, worker", 5, 0),
         ("ranks 2 to 3", 2, 0),
     ]
     servers = ["rollout.engine=vllm", "rollout.vllm.placement=dedicated", "rollout.vllm.replicas=2"]
     served = load_settings(overrides=[*overrides, *servers])
     on_gpus = bundles_of(served, nodes((8, 4), (8, 4)))
-    assert [(one.holds, one.gpus) for one in on_gpus] == [("ranks 0 to 1, worker", 2), ("ranks 2 to 3", 2)]
+    assert [(one.purpose, one.gpus) for one in on_gpus] == [("ranks 0 to 1, worker", 2), ("ranks 2 to 3", 2)]
 
 
 def test_servers_go_where_there_is_room_for_their_gpus() -> None:
@@ -75,7 +75,7 @@ def test_servers_go_where_there_is_room_for_their_gpus() -> None:
     settings = load_settings(overrides=[*overrides, *own])
     there = nodes((8, 4), (8, 4), (4, 2))
     ranks, servers = bundles_of(settings, there), servers_of(settings, there)
-    assert servers == [Bundle(holds=f"server {number}", cpus=1, gpus=2) for number in range(3)]
+    assert servers == [Bundle(purpose=f"server {number}", cpus=1, gpus=2) for number in range(3)]
     assert plan_table(ranks, there, beside=servers, everywhere=sandbox_bundle(settings)) == [
         ["n0", "10.0.0.0", "4 of 4", "4 of 8", "ranks 2 to 3, server 0, sandbox"],
         ["n1", "10.0.0.1", "4 of 4", "3 of 8", "server 1, server 2, sandbox"],

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.cluster.local import HERE, LocalCluster, LocalProcess, LogRelay
-from agentrl.cluster.processes import NodeLostError, Place, ProcessSpec
+from agentrl.cluster.processes import NodeLostError, ProcessSpec, Reservation
 from agentrl.errors import OutOfMemoryError, SettingsError
 from agentrl.training.run.launch import RankGroup
 from agentrl.training.worker.service import FOLLOWED, STUCK
@@ -29,7 +29,7 @@ class Gone:
 
     def __init__(self, number: int) -> None:
         self.spec = spec(number, "")
-        self.place = Place(number=1, node="far", address="10.0.0.2")
+        self.reservation = Reservation(number=1, node="far", address="10.0.0.2")
 
     def wait(self, seconds: float) -> int | None:
         raise NodeLostError("the node far (10.0.0.2) is gone")
@@ -61,7 +61,7 @@ class Told:
 
     def __init__(self, number: int, *codes: int | None) -> None:
         self.spec = spec(number, "")
-        self.place = HERE
+        self.reservation = HERE
         self._codes = list(codes)
 
     def wait(self, seconds: float) -> int | None:

@@ -12,15 +12,15 @@ import pytest
 from shared import command_of
 
 from agentrl.cluster.local import HERE, LocalCluster
-from agentrl.cluster.plan import UnplaceableError, plan_table, roomy
-from agentrl.cluster.processes import Bundle, ClusterNode, Place
+from agentrl.cluster.plan import UnplaceableError, nodes_with_room, plan_table
+from agentrl.cluster.processes import Bundle, ClusterNode, Reservation
 from agentrl.cluster.sandboxes import SandboxServices
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError, WorldError
 from agentrl.training.run.launch import sandbox_bundle
 from agentrl_sandbox.client import Outcome, SandboxSettings, open_sandbox
 
-SANDBOX = Bundle(holds="sandbox", cpus=1)
+SANDBOX = Bundle(purpose="sandbox", cpus=1)
 
 
 def node(number: int, cpus: float = 4) -> ClusterNode:
@@ -28,25 +28,25 @@ def node(number: int, cpus: float = 4) -> ClusterNode:
 
 
 def test_every_node_with_room_gets_one_and_the_table_shows_it() -> None:
-    ranks = [Bundle(holds="rank 0, worker", cpus=2), Bundle(holds="rank 1", cpus=1)]
+    ranks = [Bundle(purpose="rank 0, worker", cpus=2), Bundle(purpose="rank 1", cpus=1)]
     rows = plan_table(ranks, [node(1, 2), node(2), node(3)], everywhere=SANDBOX)
     assert rows == [
         ["n1", "10.0.0.1", "0 of 0", "2 of 2", "rank 0, worker"],
         ["n2", "10.0.0.2", "0 of 0", "2 of 4", "rank 1, sandbox"],
         ["n3", "10.0.0.3", "0 of 0", "1 of 4", "sandbox"],
     ]
-    taken = {"10.0.0.1": [Bundle(holds="rank 0", cpus=2)]}
+    taken = {"10.0.0.1": [Bundle(purpose="rank 0", cpus=2)]}
     with pytest.raises(
         UnplaceableError, match=r"no node has room for sandbox \(0 GPUs, 1 CPU\); left are 0 GPUs, 0 CPUs on n1"
     ):
-        roomy(SANDBOX, [node(1, 2)], taken)
+        nodes_with_room(SANDBOX, [node(1, 2)], taken)
 
 
 def test_only_ray_starts_services() -> None:
     with pytest.raises(SettingsError, match=r"sandbox\.url=ray:// with cluster\.kind=auto.*valid: cluster=ray"):
         load_settings(overrides=["sandbox=ray://"])
     settings = load_settings(overrides=["sandbox=ray://", "cluster=ray", "cluster.sandbox_cpus=3"])
-    assert sandbox_bundle(settings) == Bundle(holds="sandbox", cpus=3)
+    assert sandbox_bundle(settings) == Bundle(purpose="sandbox", cpus=3)
     assert sandbox_bundle(load_settings(overrides=["cluster=ray"])) is None
 
 
@@ -61,7 +61,7 @@ class NodesHere(LocalCluster):
     def nodes(self) -> list[ClusterNode]:
         return [node(number) for number in range(1, self.count + 1)]
 
-    def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Place:
+    def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Reservation:
         if node is not None and node.name in self.refused:
             raise WorldError("other jobs use it")
         return HERE

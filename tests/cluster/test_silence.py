@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cluster.processes import PortWatch, accepts, end_in_silence
+from agentrl.cluster.processes import PortWatch, accepts_connections, set_tcp_timeout
 
 
 def lost(address: tuple[str, int], deadline: float) -> str:
-    watch = PortWatch(address, deadline, look=0.01)
+    watch = PortWatch(address, deadline, poll_interval=0.01)
     while watch.lost is None:
         time.sleep(0.01)
     return watch.lost
@@ -24,10 +24,10 @@ def lost(address: tuple[str, int], deadline: float) -> str:
 def test_a_port_that_refuses_is_gone_at_once_and_a_silent_one_after_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
         address = server.getsockname()
-        assert accepts(address, 60.0)
+        assert accepts_connections(address, 60.0)
         # Nobody has accepted that one: the system leaves further connections unanswered.
         assert lost(address, 0.3) == "has not answered for 0.3 s"
-        assert not accepts(address, 0.1)
+        assert not accepts_connections(address, 0.1)
     assert lost(address, 600.0) == "is gone"
 
 
@@ -35,7 +35,7 @@ def test_the_system_is_told_when_to_end_a_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         with socket.create_connection(server.getsockname()) as line:
             connection = Connection(line.detach())
-        end_in_silence(connection, 40.0)
+        set_tcp_timeout(connection, 40.0)
         with socket.socket(fileno=connection.fileno()) as same:
             tcp = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT]
             assert [same.getsockopt(socket.IPPROTO_TCP, option) for option in tcp] == [20, 5, 4, 40_000]

@@ -1,4 +1,4 @@
-"""With cluster.elastic, a run takes what there is; a place where a rank fails twice is given up."""
+"""With cluster.elastic, a run takes what there is; a resource on which a rank fails twice is excluded."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.cluster.local import HERE, LocalCluster
-from agentrl.cluster.plan import UnplaceableError, placed
-from agentrl.cluster.processes import Bundle, ClusterNode, Place, ProcessHandle, ProcessSpec
+from agentrl.cluster.plan import UnplaceableError, assign_nodes
+from agentrl.cluster.processes import Bundle, ClusterNode, ProcessHandle, ProcessSpec, Reservation
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.training.run.launch import CRASHED, RankEnd, RunSizes, bundles_of
@@ -30,24 +30,24 @@ class Nodes:
     def nodes(self) -> list[ClusterNode]:
         return [ClusterNode(name=f"n{one}", address=f"10.0.0.{one}", cpus=8, gpus=0) for one in range(self.count)]
 
-    def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Place]:
+    def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Reservation]:
         self.waited.append(patience)
         return [
-            Place(number=number, node=node.name, address=node.address)
-            for number, node in enumerate(placed(bundles, self.nodes()))
+            Reservation(number=number, node=node.name, address=node.address)
+            for number, node in enumerate(assign_nodes(bundles, self.nodes()))
         ]
 
-    def start(self, spec: ProcessSpec, place: Place) -> ProcessHandle:
+    def start(self, spec: ProcessSpec, reservation: Reservation) -> ProcessHandle:
         raise AssertionError("sizes start nothing")
 
-    def free_port(self, place: Place) -> int:
+    def free_port(self, reservation: Reservation) -> int:
         raise AssertionError("sizes start nothing")
 
-    def sees(self, place: Place, path: Path) -> bool:
+    def can_access(self, reservation: Reservation, path: Path) -> bool:
         raise AssertionError("sizes start nothing")
 
-    def give_up(self, place: Place, slot: int) -> None:
-        self.given_up.append(place.address)
+    def exclude_resource(self, reservation: Reservation, slot: int) -> None:
+        self.given_up.append(reservation.address)
 
     def release(self) -> None:
         """Nothing runs."""
@@ -59,9 +59,9 @@ class Nodes:
 class Ended:
     """A rank that has ended."""
 
-    def __init__(self, number: int, place: Place) -> None:
+    def __init__(self, number: int, reservation: Reservation) -> None:
         self.spec = ProcessSpec(role="rank", number=number, arguments=())
-        self.place = place
+        self.reservation = reservation
 
     def wait(self, seconds: float) -> int | None:
         raise AssertionError("sizes start nothing")
@@ -80,8 +80,8 @@ def reserve(run: RunSizes, cluster: Nodes, patience: float) -> tuple[int, int, l
     """Ranks, nodes, what was said, and how long was waited for each size."""
     said = list[str]()
     cluster.waited.clear()
-    size, places = run.reserve(cluster, patience=patience, say=said.append)
-    assert len(places) == size.cluster.nodes
+    size, reservations = run.reserve(cluster, patience=patience, say=said.append)
+    assert len(reservations) == size.cluster.nodes
     return size.training.num_processes, size.cluster.nodes, said, [*cluster.waited]
 
 
@@ -107,8 +107,8 @@ def test_without_elastic_it_waits_for_its_size_alone(tmp_path: Path) -> None:
 
 def test_where_a_rank_fails_twice_between_checkpoints_is_given_up(tmp_path: Path) -> None:
     run, cluster = sizes(tmp_path, *RAY), Nodes(3)
-    _, places = run.reserve(cluster, say=str)
-    failed, other = (RankEnd(rank=Ended(number, places[number // 2]), code=CRASHED) for number in (5, 3))
+    _, reservations = run.reserve(cluster, say=str)
+    failed, other = (RankEnd(rank=Ended(number, reservations[number // 2]), code=CRASHED) for number in (5, 3))
     run.learn(cluster, failed)
     (tmp_path / "step-000001").mkdir()
     run.learn(cluster, failed)  # it was of use in between
@@ -127,8 +127,8 @@ def test_on_one_machine_the_gpu_is_given_up_or_else_a_rank(tmp_path: Path) -> No
     local = ["cluster.restarts=1", "cluster.elastic=true", "training.num_processes=4", "training.sequence_parallel=2"]
     run, cluster = sizes(tmp_path, *local, gpus=5), LocalCluster(["a", "b", "c", "d", "e"])
     for left in (["a", "c", "d", "e"], ["a", "d"]):
-        _, (place,) = run.reserve(cluster, say=str)
-        end = RankEnd(rank=Ended(1, place), code=-9)
+        _, (reservation,) = run.reserve(cluster, say=str)
+        end = RankEnd(rank=Ended(1, reservation), code=-9)
         run.learn(cluster, end)
         run.learn(cluster, end)
         assert list(run.reserve(cluster, say=str)[1][0].gpus) == left

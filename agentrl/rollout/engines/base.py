@@ -344,7 +344,7 @@ def server_bundles(facts: EngineFacts, nodes: Sequence[ClusterNode], cpus: float
 
     >>> node = ClusterNode(name="a", address="10.0.0.1", cpus=8, gpus=8)
     >>> server_bundles(EngineFacts(about="example", servers=1, gpus_per_server=2), [node], 1.0)
-    [Bundle(holds='server 0', cpus=1.0, gpus=2)]
+    [Bundle(purpose='server 0', cpus=1.0, gpus=2)]
     """
     gpus = facts.gpus_per_server if any(node.gpus for node in nodes) else 0
-    return [Bundle(holds=f"server {number}", cpus=cpus, gpus=gpus) for number in range(facts.servers)]
+    return [Bundle(purpose=f"server {number}", cpus=cpus, gpus=gpus) for number in range(facts.servers)]

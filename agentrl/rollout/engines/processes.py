@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl.cluster.local import HERE, LocalProcess, log_file
-from agentrl.cluster.processes import Bundle, Cluster, NodeLostError, Place, ProcessHandle, ProcessSpec
+from agentrl.cluster.processes import Bundle, Cluster, NodeLostError, ProcessHandle, ProcessSpec, Reservation
 
 # Variables that torch.distributed and launchers leave in the environment and that a server would use as its own.
 FOREIGN = frozenset(
@@ -132,14 +132,14 @@ class NodeServer(ServerProcess):
         super().__init__(plan, folder, number)
         self._cluster = cluster
         self._bundle = bundle
-        self._node: Place | None = None
+        self._node: Reservation | None = None
         self._handle: ProcessHandle | None = None
         self._gone = threading.Event()
         self._gone.set()
 
     def start(self) -> None:
         """Start the server on its node or, if the node is lost, on another. Raises WorldError if no node has room."""
-        if self._node is None or not self._cluster.answers(self._node):
+        if self._node is None or not self._cluster.is_reachable(self._node):
             self._node = self._cluster.host(self._bundle)
         node = self._node
         self.plan = replace(

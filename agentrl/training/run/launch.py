@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from agentrl.cluster import open_cluster
-from agentrl.cluster.launchers import RankPlace
+from agentrl.cluster.launchers import RankPosition
 from agentrl.cluster.local import log_file
-from agentrl.cluster.plan import PLAN_COLUMNS, UnplaceableError, allot, plan_table, roomy
+from agentrl.cluster.plan import PLAN_COLUMNS, UnplaceableError, add_to_nodes, nodes_with_room, plan_table
 from agentrl.cluster.processes import (
     Bundle,
     Cluster,
     ClusterNode,
     NodeLostError,
-    Place,
     ProcessHandle,
     ProcessSpec,
+    Reservation,
     visible_gpus,
 )
 from agentrl.cluster.sandboxes import SandboxServices
@@ -105,12 +105,12 @@ def _attempt(
     console = Console(settings.telemetry)
     began = time.monotonic()
     patience = settings.cluster.restart_deadline if again else 0.0
-    size, places = sizes.reserve(cluster, patience=patience, say=console.note)
-    _check_folder(cluster, places, run_path)
-    sandboxes = _sandboxes(cluster, places, size, run_path, console)
-    ranks = start_ranks(cluster, places, size, run_path, resume=resume, sandboxes=sandboxes)
+    size, reservations = sizes.reserve(cluster, patience=patience, say=console.note)
+    _check_folder(cluster, reservations, run_path)
+    sandboxes = _sandboxes(cluster, reservations, size, run_path, console)
+    ranks = start_ranks(cluster, reservations, size, run_path, resume=resume, sandboxes=sandboxes)
     if again:
-        full, nodes = settings.training.num_processes, ", ".join(place.node for place in places)
+        full, nodes = settings.training.num_processes, ", ".join(reservation.node for reservation in reservations)
         console.note(f"{len(ranks)} of {full} training ranks start on {nodes} after {time.monotonic() - began:.0f} s")
     group = RankGroup(ranks, lambda end: console.warning(f"{end}; the other ranks end"))
     with stop_requests(group.ask, group.insist, announce=True):
@@ -135,34 +135,34 @@ def _outcome(group: RankGroup, end: RankEnd | None) -> int:
 
 def start_ranks(
     cluster: Cluster,
-    places: Sequence[Place],
+    reservations: Sequence[Reservation],
     settings: Settings,
     run_path: Path,
     *,
     resume: bool,
     sandboxes: SandboxServices | None = None,
 ) -> list[ProcessHandle]:
-    """Start the ranks, equally many in each place; the first place has rank 0. ``sandboxes``: those that they use."""
+    """Start the ranks, equally many in each reservation; the first has rank 0. ``sandboxes``: the services they use."""
     count = settings.training.num_processes
-    here = count // len(places)
-    master = (places[0].address, cluster.free_port(places[0]))
+    here = count // len(reservations)
+    master = (reservations[0].address, cluster.free_port(reservations[0]))
     arguments = ["-m", RANK_MODULE, str(run_path.absolute()), *(["--resume"] if resume else [])]
     arguments += [] if sandboxes is None else [quoted("sandbox.url", ",".join(sandboxes.addresses))]
     token = {} if sandboxes is None else sandboxes.variables
     started = []
     for number in range(count):
-        place = places[number // here]
-        own = RankPlace(rank=number, world=count, local_rank=number % here, local_world=here, master=master)
+        reservation = reservations[number // here]
+        own = RankPosition(rank=number, world=count, local_rank=number % here, local_world=here, master=master)
         spec = ProcessSpec(
             role="rank",
             number=number,
             arguments=tuple(arguments),
-            environment=own.variables() | token | ({} if place.gpus else {"DS_ACCELERATOR": "cpu"}),
+            environment=own.variables() | token | ({} if reservation.gpus else {"DS_ACCELERATOR": "cpu"}),
             folder=Path.cwd(),
-            log=log_file(run_path.absolute(), place.node, "rank", number),
+            log=log_file(run_path.absolute(), reservation.node, "rank", number),
             draws=number == 0,
         )
-        started.append(cluster.start(spec, place))
+        started.append(cluster.start(spec, reservation))
     return started
 
 
@@ -175,12 +175,12 @@ def bundles_of(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]
     here = count // cluster.nodes
     gpus = 1 if any(node.gpus for node in nodes) else 0
     bundles = []
-    for place in range(cluster.nodes):
-        ranks = f"rank {place}" if here == 1 else f"ranks {place * here} to {(place + 1) * here - 1}"
-        first = place == 0
+    for number in range(cluster.nodes):
+        ranks = f"rank {number}" if here == 1 else f"ranks {number * here} to {(number + 1) * here - 1}"
+        first = number == 0
         bundles.append(
             Bundle(
-                holds=ranks + (", worker" if first else ""),
+                purpose=ranks + (", worker" if first else ""),
                 cpus=here * cluster.cpus_per_rank + (cluster.worker_cpus if first else 0.0),
                 gpus=here * gpus,
             )
@@ -199,24 +199,26 @@ def sandbox_bundle(settings: Settings) -> Bundle | None:
     """What the sandbox service of a node needs; None unless the run starts one on every node."""
     if settings.sandbox.scheme != "ray":
         return None
-    return Bundle(holds="sandbox", cpus=settings.cluster.sandbox_cpus)
+    return Bundle(purpose="sandbox", cpus=settings.cluster.sandbox_cpus)
 
 
 def _sandboxes(
-    cluster: Cluster, places: Sequence[Place], settings: Settings, run_path: Path, console: Console
+    cluster: Cluster, reservations: Sequence[Reservation], settings: Settings, run_path: Path, console: Console
 ) -> SandboxServices | None:
-    """The running sandbox services, one on each node that has room beside the ranks in ``places``."""
+    """The running sandbox services, one on each node that has room beside the ranks in ``reservations``."""
     bundle = sandbox_bundle(settings)
     if bundle is None:
         return None
     nodes = cluster.nodes()
-    taken = {place.address: [own] for place, own in zip(places, bundles_of(settings, nodes), strict=True)}
-    allot(servers_of(settings, nodes), nodes, taken)  # the worker will start them
+    taken = {
+        reservation.address: [own] for reservation, own in zip(reservations, bundles_of(settings, nodes), strict=True)
+    }
+    add_to_nodes(servers_of(settings, nodes), nodes, taken)  # the worker will start them
     fields = settings.sandbox.model_dump(exclude_none=True, exclude={"url", "retry_deadline", "service_deadline"})
     fields.setdefault("workers", max(4, math.ceil(2 * bundle.cpus)))
     return SandboxServices(
         cluster,
-        roomy(bundle, nodes, taken),
+        nodes_with_room(bundle, nodes, taken),
         bundle,
         arguments=[f"{name}={value}" for name, value in fields.items()],
         folder=run_path.absolute(),
@@ -240,12 +242,12 @@ def _table(settings: Settings, nodes: Sequence[ClusterNode]) -> list[list[str]]:
     return plan_table(bundles_of(settings, nodes), nodes, beside=servers, everywhere=sandbox)
 
 
-def _check_folder(cluster: Cluster, places: Sequence[Place], run_path: Path) -> None:
-    for place in places:
-        if not cluster.sees(place, run_path.absolute() / "config.yaml"):
+def _check_folder(cluster: Cluster, reservations: Sequence[Reservation], run_path: Path) -> None:
+    for reservation in reservations:
+        if not cluster.can_access(reservation, run_path.absolute() / "config.yaml"):
             raise SettingsError(
-                f"runs_dir: the node {place.node} ({place.address}) cannot see the files of {run_path.absolute()}; "
-                "give a folder that all nodes share"
+                f"runs_dir: the node {reservation.node} ({reservation.address}) cannot see the files of "
+                f"{run_path.absolute()}; give a folder that all nodes share"
             )
 
 
@@ -285,15 +287,15 @@ class RankEnd:
         if self.lost is not None:
             return f"training {self.rank.spec.name} is lost: {self.lost}"
         if self.code == FOLLOWED:
-            return f"training {self.rank.spec.name} on {self.rank.place.node} has lost the rollout worker"
+            return f"training {self.rank.spec.name} on {self.rank.reservation.node} has lost the rollout worker"
         if self.code == STUCK:
-            return f"training {self.rank.spec.name} on {self.rank.place.node} was stuck"
+            return f"training {self.rank.spec.name} on {self.rank.reservation.node} was stuck"
         if self.code == OutOfMemoryError.exit_code:
-            return f"training {self.rank.spec.name} on {self.rank.place.node} ran out of memory"
+            return f"training {self.rank.spec.name} on {self.rank.reservation.node} ran out of memory"
         if self.code == REPORTED:
-            return f"training {self.rank.spec.name} on {self.rank.place.node} ended with an error"
+            return f"training {self.rank.spec.name} on {self.rank.reservation.node} ended with an error"
         how = f"was ended by {signal.Signals(-self.code).name}" if self.killed else f"ended with exit code {self.code}"
-        return f"training {self.rank.spec.name} on {self.rank.place.node} {how}"
+        return f"training {self.rank.spec.name} on {self.rank.reservation.node} {how}"
 
 
 class RankGroup:
@@ -333,8 +335,8 @@ class RankGroup:
         """Return when all ranks have ended: how the first one failed, or None if none did."""
         running = list(self._handles)
         while running:
-            ends = {place: end for place, one in enumerate(running) if (end := _end_of(one)) is not None}
-            running = [one for place, one in enumerate(running) if place not in ends]
+            ends = {index: end for index, one in enumerate(running) if (end := _end_of(one)) is not None}
+            running = [one for index, one in enumerate(running) if index not in ends]
             for end in ends.values():
                 self._judge(end)
             if self._cause is not None and self._cause.code != INTERRUPTED:
@@ -399,8 +401,8 @@ class RunSizes:
 
     def reserve(
         self, cluster: Cluster, *, patience: float = 0.0, say: Callable[[str], None]
-    ) -> tuple[Settings, list[Place]]:
-        """The settings of the largest size that there is room for, and its places.
+    ) -> tuple[Settings, list[Reservation]]:
+        """The settings of the largest size that there is room for, and its reservations.
 
         Waits ``patience`` seconds for the size of last time, and says so. Raises UnplaceableError without room for any.
         """
@@ -414,23 +416,23 @@ class RunSizes:
                 say(f"{refused}; waiting for at most {seconds:g} s")
             size, bundles = self._sizes[number]
             try:
-                places = cluster.reserve(bundles, patience=seconds)
+                reservations = cluster.reserve(bundles, patience=seconds)
             except UnplaceableError as error:
                 refused = error
             else:
                 self._last = number
-                return size, places
+                return size, reservations
         assert refused is not None
         raise refused
 
     def learn(self, cluster: Cluster, end: RankEnd) -> None:
-        """Give up the place of a rank that failed there before, unless a checkpoint was saved in between."""
-        place, slot = end.rank.place, end.rank.spec.number
-        lost = (place.address, slot, max((one.name for one in self._checkpoints.glob("step-*")), default=""))
+        """Exclude the resource of a rank that failed there before, unless a checkpoint was saved in between."""
+        reservation, slot = end.rank.reservation, end.rank.spec.number
+        lost = (reservation.address, slot, max((one.name for one in self._checkpoints.glob("step-*")), default=""))
         again, self._lost = lost == self._lost, lost
         if again and end.own_fault and len(self._sizes) > 1:
-            cluster.give_up(place, slot % self._ranks_a_node())
-            if not place.gpus and self._sizes[0][0].cluster.kind != "ray":  # nothing there is counted
+            cluster.exclude_resource(reservation, slot % self._ranks_a_node())
+            if not reservation.gpus and self._sizes[0][0].cluster.kind != "ray":  # nothing there is counted
                 self._largest = min(self._last + 1, len(self._sizes) - 1)
 
     def _ranks_a_node(self) -> int:

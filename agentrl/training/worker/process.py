@@ -20,7 +20,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 
 from agentrl.cluster.launchers import ranks_here
-from agentrl.cluster.processes import end_in_silence
+from agentrl.cluster.processes import set_tcp_timeout
 from agentrl.errors import AgentRLError
 from agentrl.training.coldstart.policy import computing_processes, set_threads
 from agentrl.training.engine.determinism import set_determinism
@@ -204,7 +204,7 @@ def _accept(door: socket.socket, startup: Startup, arrived: queue.Queue[tuple[Ca
     while True:
         with contextlib.suppress(AuthenticationError, OSError, EOFError):  # not one of our ranks
             connection = Connection(door.accept()[0].detach())
-            end_in_silence(connection, startup.settings.cluster.deadline)
+            set_tcp_timeout(connection, startup.settings.cluster.deadline)
             deliver_challenge(connection, startup.key)
             answer_challenge(connection, startup.key)
             arrived.put((connection.recv(), connection))

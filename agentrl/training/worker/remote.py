@@ -26,7 +26,7 @@ from torch._dynamo.callback import callback_handler
 
 from agentrl.cluster.launchers import listen_for_ranks
 from agentrl.cluster.local import HERE, LocalProcess, log_file
-from agentrl.cluster.processes import ProcessSpec, end_in_silence
+from agentrl.cluster.processes import ProcessSpec, set_tcp_timeout
 from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.engines.base import engine_facts
 from agentrl.training.engine.deepspeed_engine import from_rank_zero
@@ -219,7 +219,7 @@ def _connect(place: _Place, caller: Caller, silence: float) -> Connection:
     def work() -> None:
         try:
             connection = Client(place.address, authkey=place.key)
-            end_in_silence(connection, silence)
+            set_tcp_timeout(connection, silence)
             connection.send(caller)
             done.put(connection)
         except (OSError, EOFError) as error:
