@@ -24,14 +24,18 @@ def free_port() -> int:
             return port
 
 
-def start_ranks(script: Path, outputs: Sequence[Path], *, gpus: bool = False) -> list[subprocess.Popen[str]]:
+def start_ranks(
+    script: Path, outputs: Sequence[Path], *, gpus: bool = False, shared_gpu: bool = False
+) -> list[subprocess.Popen[str]]:
     """The script once for each of ``outputs``, its argument; they are as many ranks of one group.
 
-    ``gpus``: they use GPUs if there is one for each rank. Otherwise they run on the CPU whatever the machine has.
+    ``gpus``: they use GPUs if there is one for each rank. ``shared_gpu``: they use GPUs if there is one at all, over
+    gloo, since NCCL refuses two ranks on one GPU. Otherwise they run on the CPU whatever the machine has.
     """
     network = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     network["WORLD_SIZE"] = str(len(outputs))
-    if not gpus or torch.cuda.device_count() < len(outputs):
+    wanted = len(outputs) if gpus else 1
+    if not (gpus or shared_gpu) or torch.cuda.device_count() < wanted:
         network |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "TRITON_INTERPRET": "1"}
     return [
         WarmPopen(

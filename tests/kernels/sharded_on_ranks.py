@@ -1,4 +1,7 @@
-"""One rank of a head whose vocabulary is spread over two: writes its statistics and gradients to the file given."""
+"""One rank of a head whose vocabulary is spread over two: writes its statistics and gradients to the file given.
+
+Both ranks compute on the machine's GPU if it has one, and communicate over gloo.
+"""
 
 import sys
 from dataclasses import dataclass
@@ -38,12 +41,16 @@ CASES = {
 
 def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """hidden, the whole weight, bias, targets: the same on every rank; the first three with gradient."""
-    generator = torch.Generator().manual_seed(5)
-    hidden = (torch.randn(N, D, generator=generator, dtype=torch.float64) * case.scale).to(case.dtype)
-    weight = torch.randn(V, D, generator=generator, dtype=torch.float64).to(case.dtype)
+    device, generator = torch.get_default_device(), torch.Generator("cpu").manual_seed(5)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(device)
+
+    hidden = (drawn(N, D) * case.scale).to(case.dtype)
+    weight = drawn(V, D).to(case.dtype)
     bias = None
     if case.bias:
-        bias = torch.randn(V, generator=generator, dtype=torch.float64).to(case.dtype)
+        bias = drawn(V).to(case.dtype)
         if case.impossible is not None:
             bias[-case.impossible :] = -torch.inf
         bias.requires_grad_()
@@ -87,6 +94,7 @@ def errors(rank: int) -> list[str]:
 def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
     results: dict[str, Any] = {name: on_this_rank(case, rank) for name, case in CASES.items()}
     results["errors"] = errors(rank)
     torch.save(results, sys.argv[1])

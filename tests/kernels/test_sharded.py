@@ -11,7 +11,7 @@ from ranks import finish, start_ranks
 
 from agentrl.kernels import token_statistics
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.on_device]
 
 SCRIPT = Path(__file__).with_name("sharded_on_ranks.py")
 
@@ -21,7 +21,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the two ranks computed."""
     folder = tmp_path_factory.mktemp("ranks")
     outputs = [folder / f"{rank}.pt" for rank in range(2)]
-    finish(start_ranks(SCRIPT, outputs), seconds=300)
+    finish(start_ranks(SCRIPT, outputs, shared_gpu=True), seconds=300)
     return [torch.load(output, weights_only=False) for output in outputs]
 
 

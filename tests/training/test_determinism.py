@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from agentrl.errors import SettingsError
 from agentrl.training.engine.determinism import set_determinism
@@ -41,3 +43,11 @@ def test_another_form_of_the_workspace_is_refused(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SettingsError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0.*valid: :4096:8, :16:8"):
         set_determinism(TrainingSettings(deterministic=True))
     set_determinism(TrainingSettings(deterministic=False))
+
+
+@pytest.mark.slow
+@pytest.mark.on_device
+def test_estimators_kernels_and_attention_repeat_bit_by_bit_on_the_device(device: torch.device) -> None:
+    script = Path(__file__).with_name("repeated_on_device.py")
+    done = subprocess.run([sys.executable, str(script), device.type], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
