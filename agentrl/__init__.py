@@ -11,6 +11,9 @@ import importlib
 __version__ = "0.1.0"
 
 _FACE = {
+    "EvaluatedStep": "agentrl.training.run.callbacks",
+    "SavedCheckpoint": "agentrl.training.run.callbacks",
+    "TrainedStep": "agentrl.training.run.callbacks",
     "evaluate": "agentrl.api.commands",
     "load_run": "agentrl.api.run",
     "play": "agentrl.api.play",

@@ -396,8 +396,7 @@ _forward(
 
 def main() -> None:
     """Run a command. Errors of the user or of the world end with one message and an exit code, without traceback."""
-    shorten_spinning()
-    logging.getLogger("stamina").setLevel(logging.ERROR)  # it logs every retry; the caller reports what failed
+    prepare_process()
     sys.path.append("")  # --env module:Class may lie in the working directory, as under python -m
     try:
         app()
@@ -407,6 +406,12 @@ def main() -> None:
             raise
         typer.echo(f"error: {error}", err=True)
         sys.exit(code)
+
+
+def prepare_process() -> None:
+    """Set what must be set before the libraries of a command are imported."""
+    shorten_spinning()
+    logging.getLogger("stamina").setLevel(logging.ERROR)  # it logs every retry; the caller reports what failed
 
 
 def _exit_code(error: Exception) -> int | None:

@@ -1,90 +1,115 @@
-"""``agentrl.train`` and ``agentrl.evaluate``: the command line's commands, called from Python.
+"""``agentrl.train`` and ``agentrl.evaluate``: the functions behind the command line's commands, for Python programs.
 
-A command runs in a process of its own, so it works where an event loop already runs (a notebook), leaves no state of
-DeepSpeed or OpenMP behind, and is the very command that a terminal would run.
+One rank trains in the calling process. Several ranks, other machines and asynchronous schedules start processes, as
+they do for the command line.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from agentrl.api.child import run_command
-from agentrl.api.inputs import Names, Problems, problem_file
+from agentrl.api.inputs import INPUTS, Inputs, Problems, check_file, check_keywords, errors_of_a_call, overrides_from
 from agentrl.api.run import EvaluationRun, Run
-from agentrl.config import Settings, load_settings
-from agentrl.config.layers import COMMAND_LINE
-from agentrl.config.messages import nearest_key
-from agentrl.config.settings import SIMPLETIR
-from agentrl.errors import SettingsError
-from agentrl.problems.rows import require_file
-from agentrl.problems.sources import FILE_KINDS, expand
-from agentrl_envs.registry import did_you_mean
+from agentrl.cli import prepare_process
+from agentrl.config import load_settings, run_config_of, settings_warnings
+from agentrl.errors import SettingsError, WorldError
+from agentrl.evaluation.options import EvaluationRequest, overrides_of
 
-INPUTS = ".inputs"
-"""Folder in ``runs_dir`` for problems and functions that were passed as Python objects."""
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from agentrl.training.run.callbacks import EvaluatedStep, SavedCheckpoint, TrainedStep
 
 
 def train(
     *,
     env: str | type | None = None,
+    model: str | Path | PreTrainedModel | Mapping[str, object] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     problems: str | Path | Problems | None = None,
     eval_problems: str | Path | Problems | None = None,
     reward: object = None,
     config: str | Path | None = None,
     resume: bool = False,
-    progress: bool = True,
+    on_step: Callable[[TrainedStep], object] | None = None,
+    on_evaluation: Callable[[EvaluatedStep], object] | None = None,
+    on_checkpoint: Callable[[SavedCheckpoint], object] | None = None,
     **settings: object,
 ) -> Run:
     """Train a policy as ``agentrl train`` does, and return the finished run.
 
     Args:
         env: name of an environment, or a class or function that makes one.
+        model: directory or Hugging Face id of a model, a loaded `transformers` model, or settings of the section
+            ``model``.
+        tokenizer: the tokenizer of a loaded model.
         problems: problems to train on: a file, rows with at least a statement (and an answer, if it is graded), a
             pandas DataFrame, or a Dataset of the ``datasets`` package.
         eval_problems: problems to evaluate on. With ``problems`` and without this, nothing is evaluated.
-        reward: a reward function or the name of one; several as a list, or with their weights as a mapping of names.
+        reward: a reward function or the name of one; several as a list, or with their weights as a mapping.
         config: a YAML file, or the name of a shipped one.
         resume: continue the run called ``name``, or the newest one.
-        progress: show a progress bar; without it, the run's console lines.
+        on_step: called with a :class:`TrainedStep` after each step.
+        on_evaluation: called with an :class:`EvaluatedStep` after each evaluation.
+        on_checkpoint: called with a :class:`SavedCheckpoint` for each checkpoint.
         settings: any setting, by section (``training={"steps": 20}``) or by its dotted name
             (``**{"training.steps": 20}``).
 
+    One rank runs in this process, so that callbacks, rewards and environments may use any object of the program. With
+    several ranks, callbacks are called in this process, up to a second later. An exception of a callback ends the run
+    and is raised here.
+
     An interrupt (Ctrl-C, or a notebook's stop button) saves a checkpoint before KeyboardInterrupt is raised;
-    ``resume=True`` continues.
+    ``resume=True`` continues. A second interrupt raises it at once. Neither works outside of the main thread.
 
     Raises:
-        SettingsError: settings, problems or functions are not usable; nothing was started, or nothing was trained.
+        SettingsError: settings, problems or functions are not usable; nothing was trained.
         WorldError: the run failed for reasons outside of the settings.
     """
     check_keywords(train, settings)
-    folder = Path(str(settings.get("runs_dir") or "runs")) / INPUTS
-    names = Names(folder)
-    given = dict(settings)
+    inputs = Inputs(Path(str(settings.get("runs_dir") or "runs")) / INPUTS)
+    given = dict(settings) | ({} if model is None else inputs.model(model, tokenizer))
     if problems is not None:
-        given["data.train"] = [{"path": _path_of(problems, folder)}]
+        given["data.train"] = [{"path": inputs.problems(problems)}]
         given["data.eval"] = []
     if eval_problems is not None:
-        given["data.eval"] = [{"path": _path_of(eval_problems, folder)}]
-    environment = None if env is None else names.of(env)
-    rewards = _rewards(reward, names)
-    overrides = overrides_from(_with_plugins(given, names)) + rewards
+        given["data.eval"] = [{"path": inputs.problems(eval_problems)}]
+    environment = None if env is None else inputs.name_of(env)
+    rewards = [] if reward is None else [inputs.rewards(reward)]
+    overrides = overrides_from(inputs.with_plugins(given)) + rewards
     with errors_of_a_call():
         resolved = load_settings(environment, config, overrides, resume=resume)
-    for source in [*resolved.data.train, *resolved.data.eval]:
-        _check_file(source.path)
-    path = resolved.run_path
-    options = [] if environment is None else ["--env", environment]
-    options += [] if config is None else ["--config", str(config)]
-    options += ["--resume"] if resume else []
-    named = [*overrides, f"name={json.dumps(path.name)}"]
-    with errors_of_a_call():
-        run_command(["train", *options, *named], progress=progress)
-    return Run(path)
+        for source in [*resolved.data.train, *resolved.data.eval]:
+            check_file(source.path)
+        for warning in settings_warnings(resolved):
+            print(f"warning: {warning}", file=sys.stderr)
+        with command_in_this_process():
+            from agentrl.training.run.callbacks import Callbacks
+            from agentrl.training.run.signals import INTERRUPTED
+            from agentrl.training.run.start import in_one_process
+            from agentrl.training.run.start import train as run
+
+            if not in_one_process(resolved):
+                inputs.require_picklable()
+            calls = (on_step, on_evaluation, on_checkpoint)
+            callbacks = Callbacks(on_step=on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
+            code = run(resolved, resume, callbacks=callbacks if any(calls) else None, embedded=True)
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if code:
+        failure = SettingsError if code == SettingsError.exit_code else WorldError
+        raise failure(f"the training ranks ended with exit code {code}; they have printed the reason")
+    return Run(resolved.run_path)
 
 
 def evaluate(
@@ -97,7 +122,6 @@ def evaluate(
     base_url: str | None = None,
     output: str | Path | None = None,
     config: str | Path | None = None,
-    progress: bool = True,
     **settings: object,
 ) -> EvaluationRun:
     """Evaluate a model as ``agentrl eval`` does: ``n`` samples of every problem, avg@n with intervals.
@@ -112,100 +136,53 @@ def evaluate(
         output: directory of the evaluation. Default: one named after the model and the arguments, so that the same
             call continues an evaluation that was interrupted.
         config: a YAML file, or the name of a shipped one; default: that of the model's run.
-        progress: show a progress bar; without it, the console lines.
         settings: any setting, as in :func:`train`.
 
-    Raises SettingsError and WorldError as :func:`train` does.
+    Raises SettingsError and WorldError as :func:`train` does, and KeyboardInterrupt after an interrupt.
     """
     check_keywords(evaluate, settings)
     root = Path("evaluations")
-    names = Names(root / INPUTS)
-    wanted = list(benchmarks)
-    if problems is not None:
-        wanted.append(_path_of(problems, root / INPUTS))
+    inputs = Inputs(root / INPUTS)
+    wanted = [*benchmarks, *([] if problems is None else [inputs.problems(problems)])]
     for path in wanted:
-        _check_file(path)
+        check_file(path)
     name = str(model.policy if isinstance(model, Run) else model)
-    environment = None if env is None else names.of(env)
-    options: dict[str, object] = {"--env": environment, "--model": name, "--base-url": base_url, "--n": n}
-    options |= {"--benchmarks": ",".join(wanted) or None, "--config": config}
-    arguments = [text for key, value in options.items() if value is not None for text in (key, str(value))]
-    arguments += overrides_from(_with_plugins(settings, names))
-    digest = hashlib.sha256(json.dumps(arguments).encode()).hexdigest()[:8]
+    environment = None if env is None else inputs.name_of(env)
+    options = overrides_of(model=name, base_url=base_url, preset=None, n=n, falsified=False)
+    overrides = options + overrides_from(inputs.with_plugins(settings))
+    digest = hashlib.sha256(json.dumps([environment, str(config), wanted, overrides]).encode()).hexdigest()[:8]
     folder = root / f"{Path(name).name}-{digest}" if output is None else Path(output)
     with errors_of_a_call():
-        run_command(["eval", *arguments, "--output", str(folder)], progress=progress)
+        found = run_config_of(name) if base_url is None else None
+        resolved = load_settings(environment, config or found, overrides, command="eval")
+        with command_in_this_process():
+            from agentrl.evaluation.play.run import evaluate_command
+
+            evaluate_command(resolved, EvaluationRequest(benchmarks=tuple(wanted), output=folder))
     return EvaluationRun(folder)
 
 
-def overrides_from(settings: Mapping[str, object], prefix: str = "") -> list[str]:
-    """Settings as ``key=value``: mappings become dotted keys, values become JSON, which YAML reads.
-
-    A mapping whose keys are no names of settings, such as the functions of a reward, is a value as a whole.
-
-    >>> overrides_from({"training": {"steps": 5}, "rollout.group_size": 8, "name": "first"})
-    ['training.steps=5', 'rollout.group_size=8', 'name="first"']
-    """
-    found = []
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and all(name.isidentifier() for name in value):
-            found += overrides_from(value, f"{prefix}{key}.")
-        else:
-            found.append(f"{prefix}{key}={_json(f'{prefix}{key}', value)}")
-    return found
-
-
-def check_keywords(call: Callable[..., object], settings: Mapping[str, object]) -> None:
-    """Raise SettingsError for a keyword that is neither an argument of ``call`` nor a setting."""
-    arguments = [name for name, one in inspect.signature(call).parameters.items() if one.kind is not one.VAR_KEYWORD]
-    for name in settings:
-        if name.partition(".")[0] not in Settings.model_fields:
-            hint = did_you_mean(name, arguments) or f"; the nearest setting is {nearest_key(name, SIMPLETIR)}"
-            raise SettingsError(f"agentrl.{call.__name__} has no argument and no setting {name!r}{hint}")
-
-
 @contextmanager
-def errors_of_a_call() -> Iterator[None]:
-    """Remove "(command line)" from error messages: the settings came from a Python call."""
+def command_in_this_process() -> Iterator[None]:
+    """Let a command run inside of a Python program.
+
+    A notebook's cell runs inside the event loop of its kernel, in which `asyncio.run` refuses to run. The loop is
+    hidden meanwhile; it stands still, as it does during every call that blocks. Child processes find the modules that
+    this process finds.
+    """
+    prepare_process()
+    running, path = asyncio._get_running_loop(), os.environ.get("PYTHONPATH")
+    installed = (sys.prefix, sys.base_prefix)
+    own = [os.path.abspath(entry) for entry in sys.path if not entry.startswith(installed)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(own)
+    asyncio._set_running_loop(None)
     try:
         yield
-    except SettingsError as error:
-        raise SettingsError(str(error).replace(f" ({COMMAND_LINE})", "")) from None
-
-
-def _json(key: str, value: object) -> str:
-    try:
-        return json.dumps(str(value) if isinstance(value, Path) else value)
-    except (TypeError, ValueError) as error:
-        raise SettingsError(
-            f"{key}={value!r:.200} cannot be a setting: {error}; pass functions and classes as env or reward, or by "
-            "name as module:attribute"
-        ) from None
-
-
-def _check_file(path: str) -> None:
-    """Raise ProblemFileError for a missing file now, because the command takes seconds to start."""
-    if path.lower().endswith(FILE_KINDS):
-        require_file(Path(expand(path)))
-
-
-def _rewards(reward: object, names: Names) -> list[str]:
-    """``reward.functions`` from a function, a name, a list of them, or a mapping from names to weights."""
-    if reward is None:
-        return []
-    if isinstance(reward, Mapping):
-        weights = {names.of(one): weight for one, weight in reward.items()}
-    else:
-        weights = {names.of(one): 1.0 for one in (reward if isinstance(reward, list | tuple) else [reward])}
-    return [f"reward.functions={json.dumps(weights)}"]
-
-
-def _with_plugins(settings: Mapping[str, object], names: Names) -> Mapping[str, object]:
-    given = settings.get("plugins") or ()
-    if not isinstance(given, list | tuple):
-        raise SettingsError(f"plugins={given!r}: valid is a list of modules or files")
-    return {**settings, "plugins": [*given, *names.plugins]} if names.plugins else settings
-
-
-def _path_of(problems: str | Path | Problems, folder: Path) -> str:
-    return str(problems if isinstance(problems, str | Path) else problem_file(problems, folder))
+    finally:
+        if running is not None:
+            asyncio.set_event_loop(running)  # asyncio.run has set it to None
+        asyncio._set_running_loop(running)
+        if path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path

@@ -1,27 +1,42 @@
-"""Python objects as what the command line takes: problems as a file, functions and classes as ``module:attribute``.
+"""Python objects as settings: problems and models as files, functions and classes as ``module:attribute``.
 
-A run uses several processes, and `--resume` starts new ones, so everything that a run needs must be found on disk.
+A run's settings are text, so that ``--resume`` and the other processes of a run can read them. An object that a module
+holds goes by its name. Any other object is used as it is in this process, and pickled for the others.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import keyword
+import shutil
 import sys
-from collections.abc import Iterable, Mapping
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from agentrl.config import Settings
+from agentrl.config.layers import COMMAND_LINE
+from agentrl.config.messages import nearest_key
+from agentrl.config.settings import SIMPLETIR
 from agentrl.errors import SettingsError
+from agentrl.problems.rows import require_file
+from agentrl.problems.sources import FILE_KINDS, expand
 from agentrl.telemetry.files import atomic_write
+from agentrl_envs.registry import did_you_mean
 from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:
     import pandas as pd
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Problems: TypeAlias = "Iterable[Mapping[str, object] | Problem] | pd.DataFrame"
+INPUTS = ".inputs"
+"""Folder beside the runs for problems, models and functions that were passed as Python objects."""
 _PICKLED = '''"""An object that was passed to agentrl from a notebook or a script's main module."""
 
 import pickle
@@ -29,6 +44,95 @@ from pathlib import Path
 
 {name} = pickle.loads(Path(__file__).with_suffix(".pickle").read_bytes())
 '''
+_VALID_PROBLEMS = "a file, or rows such as {'problem': 'What is 2 + 3?', 'answer': '5'}"
+
+
+@dataclass
+class Inputs:
+    """The objects of one call. ``folder`` receives their files."""
+
+    folder: Path
+    plugins: list[str] = field(default_factory=list)
+    """Modules that each process of the run must load."""
+    unpickled: dict[str, str] = field(default_factory=dict)
+    """Objects that exist in this process only, with the reason why they cannot be pickled."""
+
+    def name_of(self, item: object) -> str:
+        """Return the name of a function or class. A text is a name already.
+
+        An object that other processes cannot import becomes the attribute of a new module in this process. Its pickle
+        is a plug-in that defines the same module elsewhere.
+        """
+        if isinstance(item, str):
+            return item
+        module, attribute = getattr(item, "__module__", "__main__"), getattr(item, "__qualname__", "")
+        if module != "__main__" and _resolves(module, attribute, item):
+            return f"{module}:{attribute}"
+        import cloudpickle
+
+        own = getattr(item, "__name__", "")
+        name = own if own.isidentifier() and not keyword.iskeyword(own) else "item"
+        try:
+            pickled = _write(self.folder, "notebook_{digest}.pickle", cloudpickle.dumps(item))
+        except Exception as error:  # noqa: BLE001 - pickling runs code of any class
+            stem, file = f"notebook_{name}", None
+            self.unpickled[f"{stem}:{name}"] = str(error)
+        else:
+            path = pickled.with_suffix(".py")
+            atomic_write(path, lambda out: out.writelines([_PICKLED.format(name=name).encode()]))
+            self.plugins.append(str(path))
+            stem, file = path.stem, str(path)
+        here = types.ModuleType(stem)
+        here.__file__ = file
+        setattr(here, name, item)
+        sys.modules[stem] = here
+        return f"{stem}:{name}"
+
+    def require_picklable(self) -> None:
+        """Raise SettingsError if an object exists in this process only; call it for runs of several processes."""
+        for name, reason in self.unpickled.items():
+            raise SettingsError(
+                f"{name.partition(':')[2]} cannot be passed to the other processes of this run ({reason}). Define it "
+                "in a module, or train in one process: training.num_processes=1, rollout.schedule=synchronous, "
+                "cluster.kind=local and cluster.restarts=0"
+            )
+
+    def problems(self, problems: str | Path | Problems) -> str:
+        """Return the path of a problem file. Raises ProblemFileError if it is missing, and as :func:`problem_file`."""
+        path = str(problems if isinstance(problems, str | Path) else problem_file(problems, self.folder))
+        check_file(path)
+        return path
+
+    def rewards(self, reward: object) -> str:
+        """Return ``reward.functions`` for a function, a name, a list of them, or a mapping from names to weights."""
+        if not isinstance(reward, Mapping):
+            reward = dict.fromkeys(reward if isinstance(reward, list | tuple) else [reward], 1.0)
+        return f"reward.functions={json.dumps({self.name_of(one): weight for one, weight in reward.items()})}"
+
+    def model(self, model: object, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, object]:
+        """Return settings for a directory or id of a model, for the section ``model``, or for a loaded model.
+
+        A loaded model is saved to ``folder``, where every process of a run can read it.
+        Raises SettingsError for a loaded model without ``tokenizer``, and for any other object.
+        """
+        if isinstance(model, Mapping):
+            return {"model": model}
+        if isinstance(model, str | Path):
+            return {"model.path": str(model)}
+        if not hasattr(model, "save_pretrained"):
+            raise SettingsError(
+                f"model={model!r:.100}: valid is a directory, a Hugging Face id or a transformers model"
+            )
+        if tokenizer is None:
+            raise SettingsError("a loaded model needs its tokenizer: pass tokenizer=...")
+        return {"model.path": str(saved_model(model, tokenizer, self.folder))}
+
+    def with_plugins(self, settings: Mapping[str, object]) -> Mapping[str, object]:
+        """Add the plug-ins of these objects to the settings."""
+        given = settings.get("plugins") or ()
+        if not isinstance(given, list | tuple):
+            raise SettingsError(f"plugins={given!r}: valid is a list of modules or files")
+        return {**settings, "plugins": [*given, *self.plugins]} if self.plugins else settings
 
 
 def problem_file(problems: Problems, folder: Path) -> Path:
@@ -41,46 +145,81 @@ def problem_file(problems: Problems, folder: Path) -> Path:
         problems = problems.to_dict("records")
     if not isinstance(problems, Iterable):
         raise SettingsError(f"problems={problems!r:.100}: valid is {_VALID_PROBLEMS}")
-    lines = [_line(place, row) for place, row in enumerate(problems)]
+    lines = [_line(number, row) for number, row in enumerate(problems)]
     if not lines:
         raise SettingsError("problems is empty: nothing to train on")
     return _write(folder, "{digest}/problems.jsonl", "".join(lines).encode())
 
 
-@dataclass
-class Names:
-    """``module:attribute`` of functions and classes. ``plugins`` are the modules that a run must load to find them."""
+def saved_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
+    """Save a model and its tokenizer to ``folder/model_DIGEST``, with a digest of the files; return the full path."""
+    partial = folder.absolute() / ".model.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    digest = hashlib.sha256()
+    for file in sorted(partial.iterdir()):
+        digest.update(file.name.encode())
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    saved = partial.with_name(f"model_{digest.hexdigest()[:16]}")
+    if saved.exists():
+        shutil.rmtree(partial)
+    else:
+        partial.rename(saved)
+    return saved
 
-    folder: Path
-    plugins: list[str] = field(default_factory=list)
 
-    def of(self, item: object) -> str:
-        """The name of ``item``. One that no other process can import is pickled to ``folder``.
+def check_file(path: str) -> None:
+    """Raise ProblemFileError for a missing file."""
+    if path.lower().endswith(FILE_KINDS):
+        require_file(Path(expand(path)))
 
-        A text is a name already. Raises SettingsError for what cannot be pickled.
-        """
-        if isinstance(item, str):
-            return item
-        module, attribute = getattr(item, "__module__", "__main__"), getattr(item, "__qualname__", "")
-        if module != "__main__" and _resolves(module, attribute, item):
-            return f"{module}:{attribute}"
-        return self._pickled(item)
 
-    def _pickled(self, item: object) -> str:
-        import cloudpickle
+def overrides_from(settings: Mapping[str, object], prefix: str = "") -> list[str]:
+    """Settings as ``key=value``: mappings become dotted keys, values become JSON, which YAML reads.
 
-        try:
-            data = cloudpickle.dumps(item)
-        except Exception as error:
-            raise SettingsError(
-                f"{item!r} cannot be passed to the processes of a run ({error}); define it in a module of its own"
-            ) from error
-        module = _write(self.folder, "notebook_{digest}.pickle", data).with_suffix(".py")
-        own = getattr(item, "__name__", "")
-        name = own if own.isidentifier() and not keyword.iskeyword(own) else "item"
-        atomic_write(module, lambda out: out.writelines([_PICKLED.format(name=name).encode()]))
-        self.plugins.append(str(module))
-        return f"{module.stem}:{name}"
+    A mapping whose keys are no names of settings, such as the functions of a reward, is a value as a whole.
+
+    >>> overrides_from({"training": {"steps": 5}, "rollout.group_size": 8, "name": "first"})
+    ['training.steps=5', 'rollout.group_size=8', 'name="first"']
+    """
+    found = []
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and all(name.isidentifier() for name in value):
+            found += overrides_from(value, f"{prefix}{key}.")
+        else:
+            found.append(f"{prefix}{key}={_json(f'{prefix}{key}', value)}")
+    return found
+
+
+def check_keywords(call: Callable[..., object], settings: Mapping[str, object]) -> None:
+    """Raise SettingsError for a keyword that is neither an argument of ``call`` nor a setting."""
+    arguments = [name for name, one in inspect.signature(call).parameters.items() if one.kind is not one.VAR_KEYWORD]
+    for name in settings:
+        if name.partition(".")[0] not in Settings.model_fields:
+            hint = did_you_mean(name, arguments) or f"; the nearest setting is {nearest_key(name, SIMPLETIR)}"
+            raise SettingsError(f"agentrl.{call.__name__} has no argument and no setting {name!r}{hint}")
+
+
+@contextmanager
+def errors_of_a_call() -> Iterator[None]:
+    """Remove "(command line)" from error messages: the settings came from a Python call."""
+    try:
+        yield
+    except SettingsError as error:
+        error.args = (str(error).replace(f" ({COMMAND_LINE})", ""),)
+        raise
+
+
+def _json(key: str, value: object) -> str:
+    try:
+        return json.dumps(str(value) if isinstance(value, Path) else value)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(
+            f"{key}={value!r:.200} cannot be a setting: {error}; pass functions and classes as env or reward, or by "
+            "name as module:attribute"
+        ) from None
 
 
 def _resolves(module: str, attribute: str, item: object) -> bool:
@@ -90,18 +229,15 @@ def _resolves(module: str, attribute: str, item: object) -> bool:
     return found is item
 
 
-_VALID_PROBLEMS = "a file, or rows such as {'problem': 'What is 2 + 3?', 'answer': '5'}"
-
-
-def _line(place: int, row: object) -> str:
+def _line(number: int, row: object) -> str:
     if not isinstance(row, Mapping | Problem):
-        raise SettingsError(f"problems[{place}] is {row!r:.100}: valid is {_VALID_PROBLEMS}")
+        raise SettingsError(f"problems[{number}] is {row!r:.100}: valid is {_VALID_PROBLEMS}")
     values = asdict(row) if isinstance(row, Problem) else dict(row)
     for key, value in values.items():
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise SettingsError(f"problems[{place}][{key!r}] is not a JSON value: {error}") from error
+            raise SettingsError(f"problems[{number}][{key!r}] is not a JSON value: {error}") from error
     return json.dumps(values, ensure_ascii=False) + "\n"
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from agentrl.api.commands import check_keywords, errors_of_a_call, overrides_from
+from agentrl.api.inputs import check_keywords, errors_of_a_call, overrides_from
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.problems.rows import problem_of

@@ -1,4 +1,4 @@
-"""Python objects as files and names that other processes find."""
+"""Python objects as files and inputs that other processes find."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import datasets
 import pandas as pd
 import pytest
 
 import agentrl
-from agentrl.api import commands
-from agentrl.api.commands import _rewards, _with_plugins, overrides_from
-from agentrl.api.inputs import Names, problem_file
+from agentrl.api.inputs import Inputs, overrides_from, problem_file
 from agentrl.errors import SettingsError
 from agentrl_envs.registry import import_attribute, load_plugins
 from agentrl_envs.tools.toolset import methods_as_tools
 from agentrl_envs.types import Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def module_reward(problem: object, conversation: object, verdict: object) -> float:
@@ -89,17 +90,14 @@ def test_what_is_no_row_is_named(tmp_path: Path, problems: Any, message: str) ->
         ({"training": {"steps": -1}}, "training.steps=-1: valid is a whole number at least 1"),
     ],
 )
-def test_bad_arguments_end_before_a_process_starts(
-    given: Mapping[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(commands, "run_command", lambda *_, **__: pytest.fail("a process was started"))
+def test_bad_arguments_end_before_a_run_starts(given: Mapping[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as caught:
         agentrl.train(**{"runs_dir": tmp_path} | given)
     assert str(caught.value).startswith(message)
+    assert not list(tmp_path.glob("*/config.yaml"))
 
 
-def test_a_missing_benchmark_ends_before_a_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "run_command", lambda *_, **__: pytest.fail("a process was started"))
+def test_a_missing_benchmark_ends_before_anything_is_loaded() -> None:
     with pytest.raises(SettingsError, match=r"gone/rows\.jsonl: no such file"):
         agentrl.evaluate("some/model", benchmarks=["gone/rows.jsonl"])
     with pytest.raises(
@@ -114,10 +112,10 @@ def test_no_problems_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_module_holds_goes_by_its_name(tmp_path: Path) -> None:
-    names = Names(tmp_path)
-    assert names.of(module_reward) == f"{__name__}:module_reward"
-    assert names.of("simpletir") == "simpletir"
-    assert names.plugins == []
+    inputs = Inputs(tmp_path)
+    assert inputs.name_of(module_reward) == f"{__name__}:module_reward"
+    assert inputs.name_of("simpletir") == "simpletir"
+    assert inputs.plugins == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -127,24 +125,48 @@ def test_a_local_function_is_found_through_a_plugin(tmp_path: Path) -> None:
     def local_reward(problem: object, conversation: object, verdict: object) -> float:
         return bonus + 1.0
 
-    names = Names(tmp_path)
-    name = names.of(local_reward)
+    inputs = Inputs(tmp_path)
+    name = inputs.name_of(local_reward)
     assert name.endswith(":local_reward")  # the name of its metric
-    load_plugins(names.plugins)
-    found = import_attribute(name, "reward")
-    assert callable(found)
-    assert found is not local_reward
-    assert found(None, None, None) == 1.5
+    load_plugins(inputs.plugins)
+    assert import_attribute(name, "reward") is local_reward  # here; elsewhere a copy
+    inputs.require_picklable()
 
 
-def test_what_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_pickled_is_used_in_this_process_only(tmp_path: Path) -> None:
     lock = threading.Lock()
 
     def locked() -> object:
         return lock
 
-    with pytest.raises(SettingsError, match="define it in a module of its own"):
-        Names(tmp_path).of(locked)
+    inputs = Inputs(tmp_path)
+    assert import_attribute(inputs.name_of(locked), "reward") is locked
+    assert inputs.plugins == []
+    with pytest.raises(SettingsError, match=r"locked cannot be passed .* \(cannot pickle .* Define it in a module"):
+        inputs.require_picklable()
+
+
+def test_a_loaded_model_is_saved_once_with_its_tokenizer(tmp_path: Path) -> None:
+    class Saves:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def save_pretrained(self, folder: Path) -> None:
+            folder.mkdir(exist_ok=True)
+            (folder / self.name).write_text(self.name)
+
+    inputs = Inputs(tmp_path)
+    model, tokenizer = Saves("weights"), cast("PreTrainedTokenizerBase", Saves("words"))
+    (path,) = inputs.model(model, tokenizer).values()
+    assert inputs.model(model, tokenizer) == {"model.path": path}
+    assert sorted(file.name for file in Path(str(path)).iterdir()) == ["weights", "words"]
+    assert [entry.name for entry in tmp_path.iterdir()] == [Path(str(path)).name]
+    assert inputs.model("some/model", None) == {"model.path": "some/model"}
+    assert inputs.model({"path": "some/model"}, None) == {"model": {"path": "some/model"}}
+    with pytest.raises(SettingsError, match="a loaded model needs its tokenizer"):
+        inputs.model(model, None)
+    with pytest.raises(SettingsError, match="model=5: valid is"):
+        inputs.model(5, None)
 
 
 def test_settings_become_overrides() -> None:
@@ -157,7 +179,7 @@ def test_settings_become_overrides() -> None:
     ]
 
 
-def test_a_mapping_of_other_names_is_one_value() -> None:
+def test_a_mapping_of_other_inputs_is_one_value() -> None:
     given = {"reward": {"functions": {"my.rewards:short": 0.5}}, "environment": {"kwargs": {"tries": 2}}}
     assert overrides_from(given) == [
         'reward.functions={"my.rewards:short": 0.5}',
@@ -166,11 +188,11 @@ def test_a_mapping_of_other_names_is_one_value() -> None:
 
 
 def test_a_reward_of_ones_own_is_pickled_once(tmp_path: Path) -> None:
-    names = Names(tmp_path)
+    inputs = Inputs(tmp_path)
     rewards = [lambda problem, conversation, verdict: 1.0, module_reward]
-    (override,) = _rewards(rewards, names)
-    assert json.loads(override.partition("=")[2]) == {names.of(reward): 1.0 for reward in rewards}
-    assert len(set(names.plugins)) == 1
+    override = inputs.rewards(rewards)
+    assert json.loads(override.partition("=")[2]) == {inputs.name_of(reward): 1.0 for reward in rewards}
+    assert len(set(inputs.plugins)) == 1
 
 
 def test_a_pickled_class_has_its_tools_in_order_of_definition(tmp_path: Path) -> None:
@@ -192,15 +214,15 @@ def test_a_pickled_class_has_its_tools_in_order_of_definition(tmp_path: Path) ->
             """Cancel an order."""
             return ""
 
-    names = Names(tmp_path)
-    name = names.of(Bookshop)
+    inputs = Inputs(tmp_path)
+    name = inputs.name_of(Bookshop)
     # In another process: in this one cloudpickle returns the class itself.
     code = f"""
 from agentrl_envs.registry import load_plugins
 from agentrl_envs.registry import import_attribute
 from agentrl_envs.tools.toolset import methods_as_tools
 
-load_plugins({names.plugins!r})
+load_plugins({inputs.plugins!r})
 print(*(tool.schema.name for tool in methods_as_tools(import_attribute({name!r}, "class"), "Bookshop", frozenset())))
 """
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -224,4 +246,4 @@ def test_a_method_from_outside_the_class_body_keeps_its_place() -> None:
 
 def test_plugins_are_a_list(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"plugins='mine.py': valid is a list of modules or files"):
-        _with_plugins({"plugins": "mine.py"}, Names(tmp_path))
+        Inputs(tmp_path).with_plugins({"plugins": "mine.py"})

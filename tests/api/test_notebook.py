@@ -19,7 +19,7 @@ def test_the_quickstart_notebook_runs(tmp_path: Path) -> None:
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     printed = "".join(output.get("text", "") for output in outputs)
     assert "[model, " in printed
-    assert "10/10 steps" in printed
+    assert "step 10/10" in printed
     scores = outputs[-1]["data"]["text/plain"]
     assert "problems" in scores
     assert list((tmp_path / "runs").iterdir())

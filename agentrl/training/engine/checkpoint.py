@@ -126,6 +126,10 @@ class CheckpointWriter:
             raise
         self._published(write.state)
 
+    def close(self) -> None:
+        """End the thread, once this rank's part of a checkpoint under way is written."""
+        self._thread.shutdown()
+
     def _prepare(self, folder: Path) -> None:
         if self._rank == 0:
             settle(self._root)

@@ -194,6 +194,14 @@ def start_distributed(*, deadline: float) -> tuple[int, int]:
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
+def end_distributed() -> None:
+    """Leave the process group that :func:`start_distributed` joined, so that this process can join another one."""
+    if torch.distributed.is_initialized():
+        import deepspeed
+
+        deepspeed.comm.destroy_process_group()  # which also drops DeepSpeed's references to its subgroups
+
+
 def gather_from_ranks(value: _Value) -> list[_Value]:
     """Every rank's ``value``, in the order of ranks. Collective; small things only, they are pickled."""
     values = [value] * torch.distributed.get_world_size()

@@ -62,8 +62,10 @@ def launched(settings: Settings) -> bool:
     return settings.training.num_processes > 1 or cluster.kind == "ray" or cluster.restarts > 0
 
 
-def launch(settings: Settings, run_path: Path, *, resume: bool) -> int:
+def launch(settings: Settings, run_path: Path, *, resume: bool, poll: Callable[[], object] = lambda: None) -> int:
     """Run ``training.num_processes`` ranks on the run directory until they end, and return the exit code.
+
+    ``poll`` is called several times a second. If it raises, the ranks stop at the next safe point.
 
     Raises WorldError if a rank failed or a node was lost and no attempt of ``cluster.restarts`` is left, and
     OutOfMemoryError if the rank ran out of memory. Raises KeyboardInterrupt if the run was stopped and no rank has
@@ -79,7 +81,9 @@ def launch(settings: Settings, run_path: Path, *, resume: bool) -> int:
         attempt = 0
         while True:
             try:
-                return _attempt(cluster, sizes, settings, run_path, resume=resume or attempt > 0, again=attempt > 0)
+                return _attempt(
+                    cluster, sizes, settings, run_path, resume=resume or attempt > 0, again=attempt > 0, poll=poll
+                )
             except (NodeLostError, OutOfMemoryError, _RanksLostError) as error:
                 if attempt == settings.cluster.restarts:
                     raise
@@ -95,7 +99,14 @@ class _RanksLostError(WorldError):
 
 
 def _attempt(
-    cluster: Cluster, sizes: RunSizes, settings: Settings, run_path: Path, *, resume: bool, again: bool
+    cluster: Cluster,
+    sizes: RunSizes,
+    settings: Settings,
+    run_path: Path,
+    *,
+    resume: bool,
+    again: bool,
+    poll: Callable[[], object],
 ) -> int:
     """Run the ranks to their end and return their exit code, one of :data:`_FINAL`.
 
@@ -114,7 +125,13 @@ def _attempt(
         console.note(f"{len(ranks)} of {full} training ranks start on {nodes} after {time.monotonic() - began:.0f} s")
     group = RankGroup(ranks, lambda end: console.warning(f"{end}; the other ranks end"))
     with stop_requests(group.ask, group.insist, announce=True):
-        end = group.end()
+        try:
+            end = group.end(poll)
+            poll()
+        except BaseException:
+            group.ask()
+            group.end()
+            raise
     if sandboxes is not None:
         sandboxes.close()
     if end is not None:
@@ -331,8 +348,8 @@ class RankGroup:
         self._insisted.set()
         _signal(self._handles, signal.SIGKILL)
 
-    def end(self) -> RankEnd | None:
-        """Return when all ranks have ended: how the first one failed, or None if none did."""
+    def end(self, poll: Callable[[], object] = lambda: None) -> RankEnd | None:
+        """Return when all ranks have ended: how the first one failed, or None if none did. Calls ``poll`` meanwhile."""
         running = list(self._handles)
         while running:
             ends = {index: end for index, one in enumerate(running) if (end := _end_of(one)) is not None}
@@ -345,6 +362,7 @@ class RankGroup:
                     self._ending = True
                     self._end_soon(running, _LAST_WORDS if self._cause.gravity == 1 else _SPEECHLESS)
             if running:
+                poll()
                 time.sleep(_LOOK)
         return self._cause
 

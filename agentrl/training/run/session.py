@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -84,12 +85,21 @@ class Session:
     """The parts of one rank: model, DeepSpeed engine, rollout service, and on rank 0 the run's files."""
 
     def __init__(
-        self, settings: Settings, run: RunDirectory | None, console: Console, *, rank: int, world: int
+        self,
+        settings: Settings,
+        run: RunDirectory | None,
+        console: Console,
+        *,
+        rank: int,
+        world: int,
+        changed: Callable[[], object] = lambda: None,
     ) -> None:
+        """Open all parts. ``changed`` is called after each step, evaluation and checkpoint in the run directory."""
         self.rank = rank
         self._settings = settings
         self._run = run
         self._console = console
+        self._changed = changed
         self._world = world
         self._done = _Progress()
         self._saved: tuple[int, int] | None = None  # steps and evaluations in the newest checkpoint
@@ -99,11 +109,21 @@ class Session:
         self._held_out: Metrics = {}  # metrics of an evaluation since the last step
         self._checkpoints = settings.run_path / "checkpoints"
         self._pulse = Pulse(deadline=settings.cluster.deadline, slow=settings.training.collective_deadline)
-        self._trackers = Trackers(settings.telemetry, run, say=console.note, warn=console.warning)
+        with contextlib.ExitStack() as opened:  # closes what is open if a later part cannot be opened
+            self._open(opened)
+            self._opened = opened.pop_all()
+
+    def _open(self, opened: contextlib.ExitStack) -> None:
+        settings, run = self._settings, self._run
+        if run is not None:
+            opened.callback(run.close)
         if settings.telemetry.trace:
-            start_trace(RunDirectory(self._checkpoints.parent).trace, f"rank {rank}")
+            start_trace(RunDirectory(self._checkpoints.parent).trace, f"rank {self.rank}")
+            opened.callback(stop_trace)
+        self._trackers = Trackers(settings.telemetry, run, say=self._console.note, warn=self._console.warning)
+        opened.callback(self._trackers.close)
         self._best = BestPolicy(self._checkpoints.parent)
-        self._start = path = starting_policy(settings, console)
+        self._start = path = starting_policy(settings, self._console)
         self._tokenizer = read_tokenizer(path)
         if run is not None:
             run.write_text("tokenizer.json", self._tokenizer.backend_tokenizer.to_str())  # for readers of token ids
@@ -121,20 +141,22 @@ class Session:
         self._adapter = adapter_record(settings.model.lora, base=path)
         has_critic = "values" in needs(objective).inputs
         self._critic = open_critic(settings, start=path, updates=updates) if has_critic else None
-        self._budget = MicroBatchBudget(settings.training.micro_batch_tokens, self._checkpoints.parent, rank=rank)
+        self._budget = MicroBatchBudget(settings.training.micro_batch_tokens, self._checkpoints.parent, rank=self.rank)
         self._reference_path = reference_path(settings.kl, path)
         self._trainer = self._open_trainer(objective)
         self._tokens = TokenWriter(self._checkpoints.parent, settings.telemetry, objective, self._engine.groups)
+        opened.callback(self._tokens.close)
         self._engines: dict[str, TrainingEngine[nn.Module]] = {"engine": self._engine}
         if self._critic is not None:
             self._engines["critic"] = self._critic.engine
-        self._writer = CheckpointWriter(
-            self._checkpoints, self._engine, settings.checkpoint, published=self._settle_best_of
-        )
+        self._writer = CheckpointWriter(self._checkpoints, self._engine, settings.checkpoint, published=self._published)
+        opened.callback(self._writer.close)
         self._moves_state = bool(engine_facts(settings.rollout).shares_gpus) and settings.training.offload == "none"
         self._make_room()
         self._service = self._open_service(path)
         self._sender = self._open_sender()
+        opened.callback(self._sender.close)
+        opened.callback(self._service.close)  # first: it ends the servers to which the sender is connected
 
     def _open_trainer(self, objective: ObjectiveSettings) -> Trainer:
         settings, reference = self._settings, None
@@ -218,13 +240,7 @@ class Session:
 
     def close(self) -> None:
         """Release the worker and the run directory; trackers get what is left."""
-        self._service.close()
-        self._sender.close()
-        self._tokens.close()
-        self._trackers.close()
-        stop_trace()
-        if self._run is not None:
-            self._run.close()
+        self._opened.close()
 
     def _make_room(self) -> None:
         """Move the optimizer states, a critic's too, off the GPUs on which servers generate."""
@@ -289,6 +305,7 @@ class Session:
         if self.rank == 0:
             progress.update(step, metrics)
         self._warn_of_empty_steps(step, metrics)
+        self._changed()
 
     def _commit(self, step: int, updates: int, metrics: Metrics) -> None:
         """Record a finished step: the only place where a run's state advances.
@@ -371,6 +388,7 @@ class Session:
             f"step {self._done.step}: avg@{report.samples} {name} {score.mean:.3f} "
             f"[{score.this_benchmark.low:.3f}, {score.this_benchmark.high:.3f}] on {score.problems} problems"
         )
+        self._changed()
 
     def _export_if_best(self) -> None:
         """Export the policy if this step's evaluation is the best so far. Collective."""
@@ -402,10 +420,11 @@ class Session:
             self._writer.save(self._engines, state)
         self._saved = (self._done.step, len(self._done.evaluations))
 
-    def _settle_best_of(self, saved: RunState) -> None:
-        """Call this once a checkpoint holds the evaluations so far; later ones wait for the next."""
+    def _published(self, saved: RunState) -> None:
+        """Keep the best policy once a checkpoint holds all evaluations so far; later ones wait for the next."""
         if self.rank == 0 and self._settings.checkpoint.best and len(saved.evaluations) == len(self._done.evaluations):
             self._best.settle(best_evaluation(self._done.evaluations))
+        self._changed()
 
     def _restore(self) -> None:
         """Load the newest checkpoint, if there is one."""

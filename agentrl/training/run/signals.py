@@ -23,23 +23,38 @@ _SAME = 1.0
 
 
 @contextmanager
-def stop_requests(ask: Callable[[], None], insist: Callable[[], None], *, announce: bool) -> Iterator[None]:
-    """Call ``ask`` at the first signal and ``insist`` at later ones, in a thread. Enter it in the main thread only.
+def stop_requests(ask: Callable[[], None], insist: Callable[[], None] | None, *, announce: bool) -> Iterator[None]:
+    """Call ``ask`` at the first signal and ``insist`` at later ones, in a thread.
 
-    With ``announce``, print a message at the first signal. Set it in one process of a run only.
+    Without ``insist``, a later signal raises KeyboardInterrupt in the main thread: a program that trains in its own
+    process goes on afterwards. With ``announce``, print a message at the first signal; set it in one process of a run
+    only. Outside of the main thread, which alone may handle signals, nothing is handled.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    began: float | None = None
 
     def first() -> None:
         if announce:
             print("stopping at the next safe point (repeat to stop at once)", file=sys.stderr, flush=True)
         ask()
 
+    def handle(number: int, frame: object) -> None:
+        # The thread acts on the signal. Python writes the signal's number to it only if there is a handler.
+        nonlocal began
+        began = began or time.monotonic()
+        if insist is None and time.monotonic() - began >= _SAME:
+            raise KeyboardInterrupt
+
     heard, signalled = os.pipe()
     os.set_blocking(signalled, False)
-    listener = threading.Thread(target=_listen, args=(heard, first, insist), daemon=True, name="stop-requests")
+    listener = threading.Thread(
+        target=_listen, args=(heard, first, insist or (lambda: None)), daemon=True, name="stop-requests"
+    )
     listener.start()
     wakeup = signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
-    handlers = {name: signal.signal(name, _leave_to_thread) for name in _SIGNALS}
+    handlers = {name: signal.signal(name, handle) for name in _SIGNALS}
     try:
         yield
     finally:
@@ -53,16 +68,18 @@ def stop_requests(ask: Callable[[], None], insist: Callable[[], None], *, announ
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Make SIGTERM raise KeyboardInterrupt, as Ctrl-C does, while there is nothing to save yet."""
+    """Make SIGTERM raise KeyboardInterrupt, as Ctrl-C does, while there is nothing to save yet.
+
+    Outside of the main thread, which alone may handle signals, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _leave_to_thread(number: int, frame: object) -> None:
-    """Do nothing: Python writes the signal's number only for a signal that has a handler."""
 
 
 def _listen(heard: int, ask: Callable[[], None], insist: Callable[[], None]) -> None:

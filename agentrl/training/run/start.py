@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
 import torch
@@ -20,8 +22,9 @@ from agentrl.telemetry.machine import describe_machine
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.coldstart.policy import computing_processes, set_threads, starting_policy
 from agentrl.training.engine.collectives import check_shared_folder
-from agentrl.training.engine.deepspeed_engine import from_rank_zero, start_distributed
-from agentrl.training.engine.determinism import set_determinism
+from agentrl.training.engine.deepspeed_engine import end_distributed, from_rank_zero, start_distributed
+from agentrl.training.engine.determinism import random_state, set_determinism, set_random_state
+from agentrl.training.run.callbacks import Callbacks, RunFollower
 from agentrl.training.run.launch import launch, launched
 from agentrl.training.run.outputs import progress_of
 from agentrl.training.run.preflight import check_inputs, machine_problems
@@ -32,22 +35,25 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 
-def train(settings: Settings, resume: bool) -> int:
+def train(settings: Settings, resume: bool, *, callbacks: Callbacks | None = None, embedded: bool = False) -> int:
     """Train and return the exit code. Under a launcher this process is one of its ranks (``cluster.kind``).
 
-    If the run ends early, the last message contains its progress and the command that continues it.
+    With ``embedded``, the caller's program goes on afterwards: a second Ctrl-C raises KeyboardInterrupt instead of
+    ending the process. If the run ends early, the last message contains its progress and the command that continues it.
     """
     kind, first = settings.cluster.kind, True
     with sigterm_as_ctrl_c():
         try:
             if not under_a_launcher(kind):
-                return _train(settings, resume)
+                with restored_process():
+                    return _train(settings, resume, callbacks, embedded=embedded)
             if kind == "environment":
                 adopt_slurm()
                 check_launcher()
             check_environment(settings)  # its module may register an estimator or a loss
             first = os.environ["RANK"] == "0"
-            return run_rank(settings, _open_run(settings, resume) if first else None, resume=resume)
+            run = _open_run(settings, resume) if first else None
+            return run_rank(settings, run, resume=resume, callbacks=callbacks, embedded=embedded)
         except KeyboardInterrupt:
             if first:
                 Console(settings.telemetry).note(f"stopped on request; {progress_of(settings)}")
@@ -58,7 +64,37 @@ def train(settings: Settings, resume: bool) -> int:
             raise
 
 
-def _train(settings: Settings, resume: bool) -> int:
+def in_one_process(settings: Settings) -> bool:
+    """Whether this process alone trains and rolls out, so that functions and classes need not be imported elsewhere."""
+    alone = not under_a_launcher(settings.cluster.kind) and not launched(settings)
+    return alone and settings.rollout.schedule == "synchronous"
+
+
+@contextlib.contextmanager
+def restored_process() -> Iterator[None]:
+    """Undo on exit what a run changes in its process, so that the caller, or another run, can go on in it.
+
+    Not restored: imported modules, DeepSpeed's choice of an accelerator, and filters of warnings.
+    """
+    variables, random, threads = dict(os.environ), random_state(), torch.get_num_threads()
+    deterministic, grouped = torch.are_deterministic_algorithms_enabled(), torch.distributed.is_initialized()
+    deepspeed_log = logging.getLogger("DeepSpeed")
+    level = deepspeed_log.level
+    try:
+        yield
+    finally:
+        if not grouped:
+            end_distributed()
+        deepspeed_log.setLevel(level)
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_num_threads(threads)
+        set_random_state(random)
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
+
+
+def _train(settings: Settings, resume: bool, callbacks: Callbacks | None, *, embedded: bool) -> int:
     console = Console(settings.telemetry)
     check_inputs(settings)
     here = settings.cluster.kind != "ray"
@@ -68,10 +104,11 @@ def _train(settings: Settings, resume: bool) -> int:
     for line in describe_machine().lines():
         console.note(line)
     if not launched(settings):
-        return run_rank(settings, run, resume=resume)
-    starting_policy(_here(settings), console, say_found=False)  # rank 0 reports it
-    run.close()
-    return launch(settings, run.path, resume=resume)
+        return run_rank(settings, run, resume=resume, callbacks=callbacks, embedded=embedded)
+    with contextlib.closing(run):  # rank 0 opens it
+        starting_policy(_here(settings), console, say_found=False)  # rank 0 reports it
+    poll = RunFollower(run.path, callbacks).poll if callbacks is not None else lambda: None
+    return launch(settings, run.path, resume=resume, poll=poll)
 
 
 def _here(settings: Settings) -> Settings:
@@ -90,30 +127,41 @@ def _open_run(settings: Settings, resume: bool) -> RunDirectory:
     return RunDirectory.create(path, dump_yaml(settings))
 
 
-def run_rank(settings: Settings, run: RunDirectory | None, *, resume: bool) -> int:
+def run_rank(
+    settings: Settings,
+    run: RunDirectory | None,
+    *,
+    resume: bool,
+    callbacks: Callbacks | None = None,
+    embedded: bool = False,
+) -> int:
     """Run one training rank from start to end. Only rank 0 has a ``run``; other ranks print nothing."""
-    set_determinism(settings.training)
-    rank, world = start_distributed(deadline=settings.training.collective_deadline)
-    set_threads(settings, processes=computing_processes(settings, ranks=ranks_here(world)))
-    torch.manual_seed(settings.seed)
-    # If the settings name no run, each rank under an external launcher has generated a name of its own.
-    name, runs_dir = from_rank_zero(lambda: (settings.name, settings.runs_dir))
-    training = settings.training.model_copy(update={"num_processes": world})
-    settings = settings.model_copy(update={"name": name, "runs_dir": runs_dir, "training": training})
-    if world > 1:
-        check_shared_folder(settings.run_path, rank=rank)
-    reports = rank == 0 and STARTED_BY not in os.environ  # otherwise the command that started the ranks reports
-
-    def end_at_once() -> None:
-        if reports:
-            print(f"stopped at once; {progress_of(settings)}", file=sys.stderr, flush=True)
-        os._exit(INTERRUPTED)
-
     with contextlib.ExitStack() as opened:
+        if run is not None:
+            opened.callback(run.close)
+        set_determinism(settings.training)
+        rank, world = start_distributed(deadline=settings.training.collective_deadline)
+        set_threads(settings, processes=computing_processes(settings, ranks=ranks_here(world)))
+        torch.manual_seed(settings.seed)
+        # If the settings name no run, each rank under an external launcher has generated a name of its own.
+        name, runs_dir = from_rank_zero(lambda: (settings.name, settings.runs_dir))
+        training = settings.training.model_copy(update={"num_processes": world})
+        settings = settings.model_copy(update={"name": name, "runs_dir": runs_dir, "training": training})
+        if world > 1:
+            check_shared_folder(settings.run_path, rank=rank)
+        reports = rank == 0 and STARTED_BY not in os.environ  # otherwise the command that started the ranks reports
+
+        def end_at_once() -> None:
+            if reports:
+                print(f"stopped at once; {progress_of(settings)}", file=sys.stderr, flush=True)
+            os._exit(INTERRUPTED)
+
         own = None if rank == 0 else opened.enter_context(open(os.devnull, "w"))
         console = Console(settings.telemetry, own, opened.enter_context(_kept_log(settings, rank)))
-        session = Session(settings, run, console, rank=rank, world=world)
-        with stop_requests(session.request_stop, end_at_once, announce=reports):
+        follower = RunFollower(run.path, callbacks) if run is not None and callbacks is not None else None
+        changed = follower.poll if follower is not None else lambda: None
+        session = Session(settings, run, console, rank=rank, world=world, changed=changed)
+        with stop_requests(session.request_stop, None if embedded else end_at_once, announce=reports):
             try:
                 session.start(resume=resume)
                 return session.loop()

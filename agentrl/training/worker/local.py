@@ -123,20 +123,32 @@ class LocalService:
         self._settings = settings
         self._ranks = ranks
         self._folder = settings.run_path.absolute()
+        self._interrupted = False
+        self._batch: RolloutBatch | None = None
+        with contextlib.ExitStack() as opened:  # closes what is open if a later part cannot be opened
+            self._open(opened, policy_path, trained)
+            self._opened = opened.pop_all()
+
+    def _open(self, opened: contextlib.ExitStack, policy_path: str, trained: PreTrainedModel | None) -> None:
+        settings = self._settings
         if settings.telemetry.trace:
             start_trace(RunDirectory(self._folder).trace, "rollout worker")
+            opened.callback(stop_trace)
             execution.traced = partial(call, "sandbox", "program")
+            opened.callback(setattr, execution, "traced", contextlib.nullcontext)
         environment, codec = environment_and_codec(settings, read_tokenizer(policy_path), policy_path)
         self._environment = environment
         self._loop = Loop(resting=settings.rollout.schedule == "synchronous")
-        self._interrupted = False
-        self._batch: RolloutBatch | None = None
-        self._writer = BackgroundWriter("trajectories")
+        opened.callback(self._loop.close)
         self._rewards = build_rewards(settings)
         self._run(environment.open())
+        opened.callback(lambda: self._finish(environment.close()))
         if self._rewards is not None:
-            self._run(self._rewards.open())
+            rewards = self._rewards
+            self._run(rewards.open())
+            opened.callback(lambda: self._finish(rewards.close()))
         self._managed = self._run(self._open_engine(self._engine_request(policy_path, codec, trained)))
+        opened.callback(lambda: self._finish(self._managed.close()))
         self._engine = self._managed.engine
         self._make_driver = partial(
             Driver, codec=codec, seed=settings.seed, deterministic=settings.training.deterministic
@@ -168,6 +180,9 @@ class LocalService:
             greedy="greedy_returns" in needs(self._objective).inputs,
             last_step=settings.training.steps,
         )
+        opened.callback(lambda: self._finish(self._worker.close()))
+        self._writer = BackgroundWriter("trajectories")
+        opened.callback(self._writer.close)
 
     def _engine_request(self, policy_path: str, codec: TextCodec, trained: PreTrainedModel | None) -> EngineRequest:
         settings = self._settings
@@ -291,15 +306,7 @@ class LocalService:
             self._loop.interrupt()
 
     def close(self) -> None:
-        self._writer.close()
-        self._finish(self._worker.close())
-        self._finish(self._managed.close())
-        if self._rewards is not None:
-            self._finish(self._rewards.close())
-        self._finish(self._environment.close())
-        self._loop.close()
-        execution.traced = contextlib.nullcontext
-        stop_trace()
+        self._opened.close()
 
     async def _in_loop(self, work: Callable[[], _Result]) -> _Result:
         return work()
