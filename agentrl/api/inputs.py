@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from agentrl.config import Settings
 from agentrl.config.layers import COMMAND_LINE
@@ -125,7 +125,7 @@ class Inputs:
             )
         if tokenizer is None:
             raise SettingsError("a loaded model needs its tokenizer: pass tokenizer=...")
-        return {"model.path": str(saved_model(model, tokenizer, self.folder))}
+        return {"model.path": str(saved_model(cast("PreTrainedModel", model), tokenizer, self.folder))}
 
     def with_plugins(self, settings: Mapping[str, object]) -> Mapping[str, object]:
         """Add the plug-ins of these objects to the settings."""
