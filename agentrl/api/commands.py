@@ -21,7 +21,7 @@ from agentrl.api.run import EvaluationRun, Run
 from agentrl.cli import prepare_process
 from agentrl.config import load_settings, run_config_of, settings_warnings
 from agentrl.errors import SettingsError, WorldError
-from agentrl.evaluation.options import EvaluationRequest, overrides_of
+from agentrl.evaluation.settings import EvaluationRequest, overrides_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -156,7 +156,7 @@ def evaluate(
         found = run_config_of(name) if base_url is None else None
         resolved = load_settings(environment, config or found, overrides, command="eval")
         with command_in_this_process():
-            from agentrl.evaluation.play.run import evaluate_command
+            from agentrl.evaluation.run import evaluate_command
 
             evaluate_command(resolved, EvaluationRequest(benchmarks=tuple(wanted), output=folder))
     return EvaluationRun(folder)
