@@ -157,8 +157,10 @@ def evaluate(
         resolved = load_settings(environment, config or found, overrides, command="eval")
         with command_in_this_process():
             from agentrl.evaluation.run import evaluate_command
+            from agentrl.viewer.export import export_evaluation
 
-            evaluate_command(resolved, EvaluationRequest(benchmarks=tuple(wanted), output=folder))
+            request = EvaluationRequest(benchmarks=tuple(wanted), output=folder)
+            evaluate_command(resolved, request, write_report=export_evaluation)
     return EvaluationRun(folder)
 
 
