@@ -15,7 +15,7 @@ from agentrl.algorithms.correction import (
     rollout_correction,
 )
 from agentrl.algorithms.diagnostics import HeadVariance, HeadVarianceAccumulator, diagonal_proxy
-from agentrl.algorithms.estimators.baselines import ENERGIES, TAILS, cross_energy, logit_proxy_energy
+from agentrl.algorithms.estimators.baselines import ENERGIES, TAILS, logit_proxy_energy
 from agentrl.algorithms.estimators.inputs import EstimatorInputs
 from agentrl.algorithms.estimators.registry import (
     ESTIMATORS,
@@ -85,7 +85,7 @@ __all__ = [
     "KLCovarianceOptions", "LogClipOptions", "LossInputs", "LossTraits", "MissingInputError", "NoOptions", "PolicyLoss",
     "ProbabilityClipOptions", "RewardKL", "ScalarOptions", "SequenceClipOptions", "TokenBaselineOptions",
     "UnknownNameError", "ValueLoss", "WeightClipOptions", "add_at_last_token", "aggregate", "check_aggregation",
-    "compute_advantages", "correction_options", "correction_sums", "cross_energy", "default_aggregation",
+    "compute_advantages", "correction_options", "correction_sums", "default_aggregation",
     "diagonal_proxy", "estimator_needs", "kl_penalty", "logit_proxy_energy", "loss_normalizer", "mismatch_metrics",
     "overlong_penalty", "perplexity_metrics", "policy_loss", "register_estimator", "register_loss", "reward_kl",
     "rollout_correction", "step_selection", "token_factors", "value_loss",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentrl.algorithms import AdvantageInputs, cross_energy, rollout_correction
+from agentrl.algorithms import AdvantageInputs, rollout_correction
 from agentrl.batch import Batch, MicroBatch, scatter_tokens
 from agentrl.kernels import TokenStatistics
 from agentrl.kernels.attention import pack_padded
@@ -206,3 +206,29 @@ def _cross_energies(
             cross_energy(torch.log_softmax(logits / temperature, dim=-1), targets, token_weights, slope=slope).float()
         )
     return scatter_tokens(torch.cat(parts), mask)
+
+
+@torch.no_grad()
+def cross_energy(
+    log_p: Tensor, targets: Tensor, importance_weights: Tensor | None = None, slope: Tensor | None = None
+) -> Tensor:
+    """Compute sum_{j <= k} rho_j rho_k max(0, <delta_j, delta_k>) [K] float64 for a trajectory's K model tokens.
+
+    ``log_p`` [K, V] are the log-probabilities of the whole vocabulary, ``targets`` [K] the sampled tokens, and
+    ``importance_weights`` [K] the truncated rho times the loss mask (default: 1). delta = e_y - p (arXiv 2602.07078,
+    Eq. 46 and 48), multiplied by ``slope`` [K, V], the derivative of capped logits. Memory and time grow as K^2 + K V,
+    so only the laboratory computes it.
+
+    >>> both = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()
+    >>> [round(value, 6) for value in cross_energy(both, torch.tensor([0, 1])).tolist()]
+    [0.5, 0.5]
+    """
+    delta = -log_p.double().exp()
+    delta.scatter_add_(-1, targets.unsqueeze(-1), torch.ones_like(delta[:, :1]))
+    if slope is not None:
+        delta *= slope
+    products = (delta @ delta.t()).clamp_(min=0.0)
+    if importance_weights is not None:
+        ratio = importance_weights.double()
+        products *= ratio * ratio.unsqueeze(-1)
+    return products.tril().sum(-1)

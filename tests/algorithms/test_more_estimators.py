@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms import ESTIMATORS, AdvantageInputs, compute_advantages, cross_energy
+from agentrl.algorithms import ESTIMATORS, AdvantageInputs, compute_advantages
+from agentrl.lab.sample import cross_energy
 
 # Three trajectories of one problem with R = 1 0 1 and K = 3 2 2. The third ends in an observation.
 MASK = [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1, 0, 0, 1, 0]]

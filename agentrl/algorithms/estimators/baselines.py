@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.estimators.inputs import EstimatorInputs
-from agentrl.algorithms.options import InvalidInputError, MissingInputError, check_choice
+from agentrl.algorithms.options import MissingInputError, check_choice
 
 ENERGIES = ("logit_proxy", "length", "head_exact")
 
@@ -23,33 +23,6 @@ def logit_proxy_energy(log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
     """
     others = (sum_pi_squared - (2 * log_probs).exp()).clamp(min=0.0)
     return torch.expm1(log_probs).square() + others
-
-
-@torch.no_grad()
-def cross_energy(
-    log_p: Tensor, targets: Tensor, importance_weights: Tensor | None = None, slope: Tensor | None = None
-) -> Tensor:
-    """sum_{j <= k} rho_j rho_k max(0, <delta_j, delta_k>) of one trajectory's K model tokens, [K] float64.
-
-    log_p [K, V] are the log-probabilities of the whole vocabulary, targets [K] the sampled tokens, importance_weights
-    [K] the truncated rho times the loss mask (1 if None); delta = e_y - p (arXiv 2602.07078, Eq. 46 and 48), times
-    `slope` [K, V], dz/dx of what the head gives, where logits are capped. Memory and time: K^2 + K V (laboratory only).
-
-    >>> both = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()
-    >>> [round(value, 6) for value in cross_energy(both, torch.tensor([0, 1])).tolist()]
-    [0.5, 0.5]
-    """
-    if log_p.ndim != 2 or targets.shape != log_p.shape[:1]:
-        raise InvalidInputError(f"log_p must be [K, V], targets [K]; got {tuple(log_p.shape)}, {tuple(targets.shape)}")
-    delta = -log_p.double().exp()
-    delta.scatter_add_(-1, targets.unsqueeze(-1), torch.ones_like(delta[:, :1]))
-    if slope is not None:
-        delta *= slope
-    products = (delta @ delta.t()).clamp_(min=0.0)
-    if importance_weights is not None:
-        ratio = importance_weights.double()
-        products *= ratio * ratio.unsqueeze(-1)
-    return products.tril().sum(-1)
 
 
 def token_energy(inputs: EstimatorInputs, energy: str) -> Tensor:

@@ -109,7 +109,7 @@ def otb_total(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advanta
 def otb_cross(inputs: EstimatorInputs, options: CrossBaselineOptions) -> Advantages:
     """As `tir_otb` with sum_{j<=k} rho_j rho_k max(0, <delta_j, delta_k>) (arXiv 2602.07078, Eq. 46 and 48).
 
-    `cross_energy` holds that whole sum, the importance weights inside (`agentrl.algorithms.cross_energy` forms it):
+    `cross_energy` holds that whole sum, the importance weights inside (`agentrl.lab.sample.cross_energy` computes it):
     `importance_weights` and `loss_mask` do not enter again. Those of branches do not follow from their tokens': groups
     with a branched rollout get one baseline, weighted by the sums of the rollouts' cross energies.
     """
