@@ -17,7 +17,7 @@ from agentrl.lab.report import logarithmic
 from agentrl.lab.results import PROBLEMS, SETTINGS, Measured, MeasurementFiles, ProblemLine, measured_of
 from agentrl.lab.summary import IntervalEstimate, Line, summarise
 from agentrl.telemetry.files import atomic_write, json_line
-from agentrl.telemetry.plots import caption, dress, legend_below, look, new_figure
+from agentrl.telemetry.plots import caption, legend_below, line_options, new_figure, style_axes
 
 STUDIES = Path(__file__).parent / "studies" / "variance"
 DRAWN = ("grpo", "ogb", "ogb_pooled", "otb_isolated", "tir_otb")
@@ -137,7 +137,7 @@ def draw(found: dict[str, list[Line]], problems: dict[str, int], path: Path, bas
             values = np.array([item.value for item in ratios])
             spread = np.abs([[item.value - item.low for item in ratios], [item.high - item.value for item in ratios]])
             spread = np.where(np.isfinite(spread), spread, 0.0)
-            axes.errorbar(sizes, values, yerr=spread, **look(place), label=estimator, marker="os^Dv"[place],
+            axes.errorbar(sizes, values, yerr=spread, **line_options(place), label=estimator, marker="os^Dv"[place],
                           markersize=4, linewidth=1.2, elinewidth=0.8, capsize=2)  # fmt: skip
         logarithmic(axes)
         axes.axhline(1.0, color="#444444", linewidth=0.9)
@@ -145,7 +145,7 @@ def draw(found: dict[str, list[Line]], problems: dict[str, int], path: Path, bas
         ticks = sorted({line.group_size for line in lines})
         axes.set_xticks(ticks, [str(size) for size in ticks])
         axes.minorticks_off()
-        dress(axes, f"{name}: {problems[name]} problems")
+        style_axes(axes, f"{name}: {problems[name]} problems")
         axes.set_xlabel("trajectories in a group, N")
     panels[0].set_ylabel(f"noise over that of {baseline}")
     legend_below(panels[0], columns=3)

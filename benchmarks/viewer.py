@@ -100,7 +100,7 @@ def measure(run: RunDirectory) -> None:
 
 def walk(run: RunDirectory, address: str, server: int) -> None:
     """Every kind of page, as it is drawn for the first time, then the long trajectory twice more."""
-    (place,) = Library([run.path]).places()
+    (place,) = Library([run.path]).folders()
     newest = run.trajectory_steps()[-1]
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     with sync_playwright() as playwright:

@@ -13,11 +13,11 @@ from agentrl.telemetry.plots import (
     LIGHT,
     ORANGE,
     caption,
-    dress,
     legend_below,
-    look,
+    line_options,
     new_figure,
-    save_twins,
+    save_themes,
+    style_axes,
 )
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ def _save(path: Path, title: str, name: str, draw: Callable[[Axes], None]) -> li
     figure = new_figure(6.4, 4.0)
     axes = figure.add_subplot()
     draw(axes)
-    dress(axes, title)
+    style_axes(axes, title)
     legend_below(axes)
     caption(figure, name)
-    return save_twins(figure, path)
+    return save_themes(figure, path)
 
 
 def _scores(axes: Axes, benchmarks: Mapping[str, BenchmarkResults], n: int) -> None:
@@ -75,7 +75,7 @@ def _passes(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
     ticks: set[int] = set()
     for index, (name, one) in enumerate(benchmarks.items()):
         values = {int(k): value["value"] for k, value in one["pass"].items() if value is not None}
-        axes.plot(list(values), list(values.values()), marker="o", **look(index), label=name)
+        axes.plot(list(values), list(values.values()), marker="o", **line_options(index), label=name)
         ticks |= set(values)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)])
@@ -90,7 +90,7 @@ def _problems(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
         played = [part for part in one["per_problem"].values() if part["samples"]]
         shares = sorted((part["correct"] / part["samples"] for part in played), reverse=True)
         steps = [(rank + 0.5) / len(shares) for rank in range(len(shares))]
-        axes.step(steps, shares, where="mid", **look(index), label=name)
+        axes.step(steps, shares, where="mid", **line_options(index), label=name)
     axes.set_xlim(0, 1)
     axes.set_ylim(-0.03, 1.03)
     axes.set_xlabel("share of the problems, easiest first")

@@ -25,7 +25,7 @@ from agentrl.lab.summary import (
 )
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import atomic_write
-from agentrl.telemetry.plots import BLUE, GREY, ORANGE, caption, dress, look, new_figure, save_twins
+from agentrl.telemetry.plots import BLUE, GREY, ORANGE, caption, line_options, new_figure, save_themes, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +52,7 @@ def draw_all(folder: Path, lines: Sequence[Line], problems: Sequence[ProblemLine
         caption(
             figure, f"{folder.resolve().name}: one policy, {measured} problems; bars are 95 % intervals over problems"
         )
-    return [file for name, figure in drawn.items() for file in save_twins(figure, folder / name)]
+    return [file for name, figure in drawn.items() for file in save_themes(figure, folder / name)]
 
 
 def _noise(lines: Sequence[Line]) -> Figure:
@@ -75,13 +75,13 @@ def _noise(lines: Sequence[Line]) -> Figure:
                 [[item.value - item.low for item in estimates], [item.high - item.value for item in estimates]]
             )
             axes.errorbar(
-                sizes, values, yerr=np.where(np.isfinite(spread), spread, 0.0), **look(index),
+                sizes, values, yerr=np.where(np.isfinite(spread), spread, 0.0), **line_options(index),
                 marker=_MARKERS[index % len(_MARKERS)], markersize=4.5, linewidth=1.1, elinewidth=0.8, capsize=2,
                 label=name,
             )  # fmt: skip
-    _dress(panels[0], "Noise of one group's gradient", "variance / squared signal")
-    _dress(panels[1], "Noise along the true gradient", "variance / squared signal, along it")
-    _dress(panels[2], "Scale of the mean gradient (1: unbiased)", "along the true gradient")
+    _style_axes(panels[0], "Noise of one group's gradient", "variance / squared signal")
+    _style_axes(panels[1], "Noise along the true gradient", "variance / squared signal, along it")
+    _style_axes(panels[2], "Scale of the mean gradient (1: unbiased)", "along the true gradient")
     panels[2].axhline(1.0, color=GREY, linewidth=0.8)
     for axes in panels[:2]:
         logarithmic(axes)
@@ -114,11 +114,11 @@ def _energy(energies: Sequence[Energies], shown: Sequence[tuple[Energies, Shown]
     first.bar(list(rows), [example["exact"][row] for row in rows],
               color=[BLUE if example["returns"][row] > 0 else ORANGE for row in rows])  # fmt: skip
     first.set_xlabel("trajectory of one problem (blue: rewarded)")
-    _dress(first, "Exact total energy", r"$\|\nabla \log \pi(\tau)\|^2$")
+    _style_axes(first, "Exact total energy", r"$\|\nabla \log \pi(\tau)\|^2$")
     for row, values in enumerate(tokens["realized"]):
-        second.plot(range(1, len(values) + 1), values, **look(row), linewidth=1.3)
+        second.plot(range(1, len(values) + 1), values, **line_options(row), linewidth=1.3)
     second.set_xlabel("model token k")
-    _dress(second, "Realized energy, the same trajectories", r"$W_k = \sum_{j\leq k} w_j$")
+    _style_axes(second, "Realized energy, the same trajectories", r"$W_k = \sum_{j\leq k} w_j$")
     lengths, energy, returns = (
         np.concatenate([item[name] for item in energies]) for name in ("length", "exact", "returns")
     )
@@ -127,7 +127,7 @@ def _energy(energies: Sequence[Energies], shown: Sequence[tuple[Energies, Shown]
     third.set_yscale("log")
     third.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     third.set_xlabel("model tokens of the trajectory")
-    _dress(third, "Exact energy against length", r"$\|\nabla \log \pi(\tau)\|^2$")
+    _style_axes(third, "Exact energy against length", r"$\|\nabla \log \pi(\tau)\|^2$")
     third.legend(fontsize=8, frameon=True, framealpha=0.9, edgecolor="none")
     return figure
 
@@ -145,10 +145,10 @@ def _advantages(shown: Sequence[Shown]) -> Figure | None:
     for index, (label, rows) in enumerate(longest.items()):
         for axes, values in zip(panels, rows, strict=True):
             axes.step(
-                range(1, len(values) + 1), values, where="mid", **look(index), linewidth=1.2, label=label,
+                range(1, len(values) + 1), values, where="mid", **line_options(index), linewidth=1.2, label=label,
             )  # fmt: skip
     for axes, title in zip(panels, ("A rewarded trajectory", "One without reward, same group"), strict=True):
-        _dress(axes, title, "advantage")
+        _style_axes(axes, title, "advantage")
         axes.axhline(0.0, color=GREY, linewidth=0.8)
         axes.set_xlabel("model token k")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
@@ -169,12 +169,12 @@ def _proxies(energies: Sequence[Energies]) -> Figure:
         text += f"{correlation['pearson_within_problems']:.2f}"
         axes.set_yscale("log")
         axes.set_xlabel(f"sum over the trajectory\n{text}", fontsize=8)
-        _dress(axes, titles[name], r"exact $\|\nabla \log \pi(\tau)\|^2$")
+        _style_axes(axes, titles[name], r"exact $\|\nabla \log \pi(\tau)\|^2$")
     return figure
 
 
-def _dress(axes: Axes, title: str, label: str) -> None:
-    dress(axes, title)
+def _style_axes(axes: Axes, title: str, label: str) -> None:
+    style_axes(axes, title)
     axes.set_ylabel(label)
 
 

@@ -26,14 +26,14 @@ LIGHT = ("#0050ba", "#f2750a", "#081121", "#972879", "#45a2e0", "#559f72", "#765
 DARK = ("#0079ff", "#ed7832", "#ffffba", "#f2a0ff", "#106ea7", "#32d2aa", "#ffe900", "#81653b")
 PAPER, INK = ("#ffffff", "#1a1e25"), ("#1c2128", "#e4e8ee")
 DASHES: tuple[tuple[float, ...], ...] = ((), (4, 2), (1, 1.5), (6, 2, 1, 2))  # dashes and gaps in units of line width
-LOOKS = 16  # lines that can be distinguished
+LINE_STYLES = 16  # lines that can be distinguished
 _LINE_WIDTH = 1.8  # pixels of the viewer's lines
 
 
-def line_look(index: int) -> tuple[int, tuple[float, ...]]:
+def line_style(index: int) -> tuple[int, tuple[float, ...]]:
     """Return the index into a palette and the dashes of the n-th line (from 0). Neighbours differ in both.
 
-    >>> [line_look(index) for index in (0, 1, 8, 17)]
+    >>> [line_style(index) for index in (0, 1, 8, 17)]
     [(0, ()), (1, (4, 2)), (0, (4, 2)), (1, (6, 2, 1, 2))]
     """
     return index % len(LIGHT), DASHES[(index + index // len(LIGHT)) % len(DASHES)]
@@ -43,12 +43,12 @@ def palette_css() -> str:
     """Return a style sheet with colours and dashes, ``--line-1`` to ``--line-16`` and ``--dash-1`` to ``--dash-16``."""
 
     def dashes(index: int) -> str:
-        return " ".join(f"{length * _LINE_WIDTH:g}" for length in line_look(index)[1]) or "none"
+        return " ".join(f"{length * _LINE_WIDTH:g}" for length in line_style(index)[1]) or "none"
 
     def colours(palette: tuple[str, ...]) -> str:
-        return " ".join(f"--line-{index + 1}: {palette[line_look(index)[0]]};" for index in range(LOOKS))
+        return " ".join(f"--line-{index + 1}: {palette[line_style(index)[0]]};" for index in range(LINE_STYLES))
 
-    strokes = " ".join(f"--dash-{index + 1}: {dashes(index)};" for index in range(LOOKS))
+    strokes = " ".join(f"--dash-{index + 1}: {dashes(index)};" for index in range(LINE_STYLES))
     return (
         f":root {{ {colours(LIGHT)} {strokes} }}\n"
         f"@media (prefers-color-scheme: dark) {{ :root {{ {colours(DARK)} }} }}\n"
@@ -87,11 +87,11 @@ def draw_plots(rows: Iterable[Row], folder: Path, title: str) -> list[Path]:
         if _draw(panel, figure.add_subplot(), measured):
             drawn.append(panel)
             caption(figure, title)
-            files += save_twins(figure, folder / panel.file)
+            files += save_themes(figure, folder / panel.file)
     if drawn:
         overview = _overview(drawn, measured)
         caption(overview, f"{title}; one run, bands and bars are 95 % intervals")
-        files += save_twins(overview, folder / "overview.png")
+        files += save_themes(overview, folder / "overview.png")
     return files
 
 
@@ -126,7 +126,7 @@ def _draw(panel: Panel, axes: Axes, rows: Sequence[Row]) -> bool:
 
     if not panel.draw(axes, rows):
         return False
-    dress(axes, panel.title)
+    style_axes(axes, panel.title)
     axes.set_xlabel("optimizer step")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     legend_below(axes)
@@ -145,7 +145,7 @@ def caption(figure: Figure, text: str) -> None:
     figure.suptitle(text, x=0.01, ha="left", fontsize=9)
 
 
-def dress(axes: Axes, title: str) -> None:
+def style_axes(axes: Axes, title: str) -> None:
     """Add a title and horizontal grid lines to axes, and remove their frame."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.grid(axis="y", color="#e3e5e8", linewidth=0.8)
@@ -165,13 +165,13 @@ def legend_below(axes: Axes, columns: int = 2) -> None:
                 bbox_to_anchor=(0, 0), bbox_transform=axes.transAxes + shift)  # fmt: skip
 
 
-def look(index: int) -> dict[str, Any]:
+def line_options(index: int) -> dict[str, Any]:
     """Return colour and dashes of the n-th line of a plot as arguments of matplotlib."""
-    colour, dashes = line_look(index)
+    colour, dashes = line_style(index)
     return {"color": LIGHT[colour], "linestyle": (0, dashes) if dashes else "-"}
 
 
-def save_twins(figure: Figure, path: Path) -> list[Path]:
+def save_themes(figure: Figure, path: Path) -> list[Path]:
     """Write the figure for light pages to ``path`` and for dark pages to ``NAME-dark.png``. Returns both files."""
     dark = path.with_name(f"{path.stem}-dark.png")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -223,8 +223,8 @@ def _line(axes: Axes, rows: Sequence[Row], key: str, label: str | None, index: i
         return False
     smooth = len(steps) > 2 * _WINDOW
     if smooth:
-        axes.plot(steps, values, color=look(index)["color"], linewidth=0.9, alpha=0.35)
-    axes.plot(steps, running_mean(values) if smooth else values, **look(index), linewidth=1.8, label=label,
+        axes.plot(steps, values, color=line_options(index)["color"], linewidth=0.9, alpha=0.35)
+    axes.plot(steps, running_mean(values) if smooth else values, **line_options(index), linewidth=1.8, label=label,
               marker="o" if len(steps) == 1 else None)  # fmt: skip
     return True
 
@@ -251,7 +251,7 @@ def _evaluation(axes: Axes, rows: Sequence[Row]) -> bool:
     for index, key in enumerate(families, start=1):
         steps, values = series(evaluations, key)
         name = key.removeprefix("eval/family/")
-        axes.plot(steps, values, **look(index), linewidth=1.0, marker=".",
+        axes.plot(steps, values, **line_options(index), linewidth=1.0, marker=".",
                   label=name if len(families) <= 7 else None)  # fmt: skip
     steps, means = series(evaluations, "eval/avg_at_k")
     # In rows of older versions, a rounding error may put a bound on the wrong side of its mean.
@@ -260,7 +260,7 @@ def _evaluation(axes: Axes, rows: Sequence[Row]) -> bool:
     last = evaluations[-1]
     k, problems = last.get("eval/k", "k"), last.get("eval/problems")
     every = "all" if problems is None else f"all {problems:g} problems"
-    axes.errorbar(steps, means, yerr=[below, above], **look(0), linewidth=2.0, marker="o", capsize=4,
+    axes.errorbar(steps, means, yerr=[below, above], **line_options(0), linewidth=2.0, marker="o", capsize=4,
                   label=f"{every}, 95 % interval")  # fmt: skip
     axes.set_ylabel(f"avg@{k}: share of answers correct")
     axes.set_ylim(-0.03, 1.03)

@@ -1,4 +1,4 @@
-"""Send the contents of a run directory to its trackers, without waiting for them before the end of the run."""
+"""Transfer of a run to its experiment trackers, in threads that training never waits for before its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentrl_envs.registry import describe_error
 COLUMNS = ("problem", "group", "sample", "reward", "ended", "verdict", "turns", "model tokens", "conversation")
 LONGEST_CELL = 20_000  # characters of a conversation
 _LONGEST_QUEUE = 1000  # messages: the rows and tables of hundreds of steps
-_ELSEWHERE = "the run goes on, and its directory has everything"
+_ELSEWHERE = "the run continues, and its directory has all data"
 
 Message = Callable[[Tracker], object]
 
@@ -80,7 +80,7 @@ class TrackerThread:
     def _run(self) -> None:
         try:
             tracker = self._opening()
-            self._say(f"tracker {self._name}: {tracker.place}")
+            self._say(f"tracker {self._name}: {tracker.location}")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - others' code, which must not end a run
             self._warn(f"tracker {self._name} cannot be opened: {describe_error(error)}; {_ELSEWHERE}")
             with self._changed:
@@ -88,15 +88,15 @@ class TrackerThread:
                 self._waiting.clear()
             return
         while (message := self._next()) is not None:
-            self._tell(tracker, message)
-        self._tell(tracker, lambda opened: opened.close())
+            self._send(tracker, message)
+        self._send(tracker, lambda opened: opened.close())
 
     def _next(self) -> Message | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing)
             return self._waiting.popleft() if self._waiting and not self._over else None
 
-    def _tell(self, tracker: Tracker, message: Message) -> None:
+    def _send(self, tracker: Tracker, message: Message) -> None:
         try:
             message(tracker)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
@@ -106,7 +106,7 @@ class TrackerThread:
 
 
 class Trackers:
-    """The trackers of one run, none of which anything waits for before :meth:`close`."""
+    """The trackers of one run. Only :meth:`close` waits for them."""
 
     def __init__(
         self,
@@ -116,13 +116,13 @@ class Trackers:
         say: Callable[[str], object],
         warn: Callable[[str], object],
     ) -> None:
-        """Without a ``run`` (ranks other than 0) there are none."""
+        """``run`` is None on ranks other than 0, which have no trackers."""
         self._telemetry, self._run, self._say, self._warn = telemetry, run, say, warn
         self._threads: list[TrackerThread] = []
         self._due: int | None = None  # step whose sample is sent next
 
     def begin(self, settings: Mapping[str, object], *, step: int, resumed: bool) -> None:
-        """Open the trackers, after ``step`` steps; a ``resumed`` run continues what it began."""
+        """Open the trackers after ``step`` completed steps. A ``resumed`` run continues the runs at the trackers."""
         run = self._run
         if run is None:
             return
@@ -140,36 +140,36 @@ class Trackers:
         every, trained = self._telemetry.tracker_tables_every, "policy/updates" in row
         if trained:
             self._send_due_table()  # before the metrics: wandb drops data of earlier steps
-        self._tell(lambda tracker: tracker.metrics(step, numbers))
+        self._send(lambda tracker: tracker.metrics(step, numbers))
         if trained and every and step % every == 0:
             self._due = step
 
     def table(self, table: SampleTable) -> None:
-        """A sample that the caller chose."""
-        self._tell(lambda tracker: tracker.trajectories(table))
+        """Send a table that the caller has filled."""
+        self._send(lambda tracker: tracker.trajectories(table))
 
     def plots(self) -> None:
-        """The plots that the run directory has by now."""
+        """Send the plots that the run directory contains."""
         if self._run is not None:
             files = sorted(file for file in self._run.plots.glob("*.png") if not file.stem.endswith("-dark"))
-            self._tell(lambda tracker: tracker.plots(files))
+            self._send(lambda tracker: tracker.plots(files))
 
     def close(self) -> None:
-        """Wait, all trackers together for ``telemetry.tracker_deadline`` seconds at most, until everything is sent."""
+        """Wait until everything is sent, for at most ``telemetry.tracker_deadline`` seconds in total."""
         self._send_due_table()
         deadline = time.monotonic() + self._telemetry.tracker_deadline
         for thread in self._threads:
             thread.close(deadline)
         self._threads.clear()
 
-    def _tell(self, message: Callable[[Tracker], object]) -> None:
+    def _send(self, message: Callable[[Tracker], object]) -> None:
         for thread in self._threads:
             thread.put(message)
 
     def _send_due_table(self) -> None:
         step, run, self._due = self._due, self._run, None
         if step is not None and run is not None:
-            self._tell(lambda tracker: self._send_table(tracker, run, step))
+            self._send(lambda tracker: self._send_table(tracker, run, step))
 
     def _send_table(self, tracker: Tracker, run: RunDirectory, step: int) -> None:
         if run.trajectory_file(step).exists():
@@ -198,7 +198,7 @@ class Trackers:
 
 
 def flat(settings: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
-    """Settings by their dotted keys.
+    """Yield the settings with dotted keys.
 
     >>> dict(flat({"seed": 1, "model": {"path": None, "tiny": {"layers": 2}}}))
     {'seed': 1, 'model.path': None, 'model.tiny.layers': 2}
@@ -211,14 +211,14 @@ def flat(settings: Mapping[str, object], path: str = "") -> Iterator[tuple[str, 
 
 
 def table_row(record: JsonRecord) -> tuple[Cell, ...]:
-    """The cells of a stored trajectory, as :data:`COLUMNS` names them."""
+    """Return the cells of a stored trajectory in the order of :data:`COLUMNS`."""
     segments = record["segments"]
     model = [segment for segment in segments if segment["origin"] == "model"]
-    said = [
+    parts = [
         ("problem", record["problem"]["statement"]),
         *((segment["origin"], segment["text"]) for segment in segments),
     ]
-    conversation = "\n".join(f"--- {who}\n{text}" for who, text in said)
+    conversation = "\n".join(f"--- {origin}\n{text}" for origin, text in parts)
     return (
         str(record["problem"]["id"]),
         record["group"],

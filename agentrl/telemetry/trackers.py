@@ -62,7 +62,7 @@ class Tracker(Protocol):
         """Identifier that continues this run when it is passed as ``TrackedRun.continued``."""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Address or folder of the run, to print."""
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None:
@@ -133,7 +133,7 @@ class WandbTracker:
         except (wandb.errors.CommError, TimeoutError):
             wandb.teardown()  # its service keeps the run's id otherwise
             self._run = self._begin(run, mode="offline")
-        self.place = str(run.folder) if self._run.offline else str(self._run.url)
+        self.location = str(run.folder) if self._run.offline else str(self._run.url)
 
     def _begin(self, run: TrackedRun, *, mode: Literal["offline"] | None) -> Run:
         return self._wandb.init(
@@ -177,7 +177,7 @@ class TrackioTracker:
 
         self._trackio = trackio
         self.id = run.continued or f"{run.name}-{uuid.uuid4().hex[:6]}"  # runs are known by their names
-        self.place = f"trackio show --project {run.project}"
+        self.location = f"trackio show --project {run.project}"
         settings = {key: value for key, value in run.settings.items() if not key.startswith("_")}
         resume = "must" if run.continued else "never"
         self._run = trackio.init(project=run.project, name=self.id, config=settings, resume=resume, embed=False)
@@ -205,9 +205,9 @@ class TensorboardTracker:
         from torch.utils.tensorboard import SummaryWriter
 
         # TensorBoard shows a run's path below --logdir as its name: NAME, not NAME/trackers/tensorboard.
-        self.id = self.place = str(run.folder.parents[1])
+        self.id = self.location = str(run.folder.parents[1])
         self._step = run.step
-        self._writer = SummaryWriter(self.place, purge_step=run.step + 1 if run.continued else None)
+        self._writer = SummaryWriter(self.location, purge_step=run.step + 1 if run.continued else None)
         lines = (f"    {key}: {json.dumps(value, default=str)}" for key, value in run.settings.items())
         self._writer.add_text("settings", "\n".join(lines), run.step)
 
@@ -238,10 +238,10 @@ class MlflowTracker:
     def __init__(self, run: TrackedRun) -> None:
         from mlflow import MlflowClient
 
-        self.place = os.environ.get("MLFLOW_TRACKING_URI") or (run.folder / "store").absolute().as_uri()
-        if self.place.startswith("file:"):
+        self.location = os.environ.get("MLFLOW_TRACKING_URI") or (run.folder / "store").absolute().as_uri()
+        if self.location.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise it asks for a database
-        self._client = MlflowClient(tracking_uri=self.place)
+        self._client = MlflowClient(tracking_uri=self.location)
         self.id = run.continued or self._create(run)
         if run.continued:
             self._client.update_run(self.id, status="RUNNING")
@@ -264,7 +264,7 @@ class MlflowTracker:
         self._client.log_batch(self.id, metrics=[Metric(name, float(value), now, step) for name, value in row.items()])
 
     def trajectories(self, table: SampleTable) -> None:
-        columns = {name: [row[place] for row in table.rows] for place, name in enumerate(table.columns)}
+        columns = {name: [row[index] for row in table.rows] for index, name in enumerate(table.columns)}
         self._client.log_table(self.id, columns, f"trajectories/{table.step:08d}.json")
 
     def plots(self, files: Sequence[Path]) -> None:

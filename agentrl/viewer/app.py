@@ -169,7 +169,7 @@ class _Answers:
         """Return the handler of each path."""
         trajectory = "/runs/{id}/steps/{step:int}/{number:int}"
         return {
-            "/places": self.places,
+            "/library": self.library,
             "/metrics": lambda _request: defined_metrics(),
             "/runs/{id}": lambda request: run_facts(self._run(request)),
             "/runs/{id}/series": self.series,
@@ -190,17 +190,17 @@ class _Answers:
             ),
         }
 
-    def places(self, _request: Request) -> object:
+    def library(self, _request: Request) -> object:
         """Return all runs (:func:`run_summary`) and evaluations. Unreadable ones have only the field ``problem``."""
         by_kind = {"run": list[object](), "evaluation": list[object]()}
-        for place in self._library.places():
+        for folder in self._library.folders():
             try:
-                is_run = place.kind == "run"
-                about = run_summary(RunDirectory(place.path)) if is_run else evaluation_summary(place.path)
+                is_run = folder.kind == "run"
+                about = run_summary(RunDirectory(folder.path)) if is_run else evaluation_summary(folder.path)
                 to_json(about)  # raises here, not for the whole list
             except Exception as error:  # noqa: BLE001  (a run that cannot be read must not hide the others)
                 about = {"problem": str(error) if isinstance(error, AgentRLError) else describe_error(error)}
-            by_kind[place.kind].append({"id": place.id, "name": place.name, **about})
+            by_kind[folder.kind].append({"id": folder.id, "name": folder.name, **about})
         return {"runs": by_kind["run"], "evaluations": by_kind["evaluation"]}
 
     def series(self, request: Request) -> object:

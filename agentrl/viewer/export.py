@@ -80,7 +80,7 @@ def export_evaluation(path: Path, out: Path, *, conversations: int | None = None
     the page cannot be written.
     """
     answers: dict[str, object] = {
-        "/places": {"runs": [], "evaluations": [{"id": EVALUATION_ID, "name": path.name, **evaluation_summary(path)}]},
+        "/library": {"runs": [], "evaluations": [{"id": EVALUATION_ID, "name": path.name, **evaluation_summary(path)}]},
         f"/evaluations/{EVALUATION_ID}": evaluation_page(path),
     }
     packed = [*map(_packed, answers.items()), *_packed_rollouts(path, conversations)]
@@ -154,7 +154,7 @@ def _run_answers(run: RunDirectory, steps: Sequence[int], groups: int | None) ->
     """Answers by the server's addresses. ``/trajectories`` has the rows of all steps, which the page searches."""
     facts = {**run_facts(run), "id": RUN_ID, "name": run.path.resolve().name}
     facts |= {"trajectory_steps": list(steps), "stored_steps": len(steps)}
-    yield "/places", {"runs": [facts], "evaluations": []}
+    yield "/library", {"runs": [facts], "evaluations": []}
     yield "/metrics", defined_metrics()
     yield f"/runs/{RUN_ID}", facts
     yield f"/runs/{RUN_ID}/series", metrics_of(run.metrics_file, run.path).series()

@@ -52,7 +52,7 @@ class Library:
                     f"directory with provenance.json) within {_DEPTH} levels; training writes runs to runs/NAME"
                 )
 
-    def places(self) -> list[ViewedFolder]:
+    def folders(self) -> list[ViewedFolder]:
         """Return all runs and evaluations, sorted by name."""
         folders: dict[str, ViewedFolder] = {}
         for root in self._paths:
@@ -73,7 +73,7 @@ class Library:
 
     def _path(self, folder_id: str, kind: Kind) -> Path:
         if folder_id not in self._known:
-            self.places()
+            self.folders()
         folder = self._known.get(folder_id)
         if folder is not None and folder.kind == kind == _kind(folder.path):
             return folder.path

@@ -87,7 +87,7 @@ async def test_trackers_are_told_what_an_evaluation_came_to(tmp_path: Path, own_
     told: list[Any] = []
 
     class Told:
-        id, place = "one", "here"
+        id, location = "one", "here"
 
         def __init__(self, run: TrackedRun) -> None:
             told.append((run.name, run.continued, run.settings["seed"]))

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from agentrl.telemetry.plots import DARK, LIGHT, LOOKS, line_look, palette_css
+from agentrl.telemetry.plots import DARK, LIGHT, LINE_STYLES, line_style, palette_css
 
 # Machado, Oliveira and Fernandes (2009), table 1, deuteranopia (severity 1.0), on linear RGB.
 DEUTERANOPIA = np.array(
@@ -37,8 +37,8 @@ def test_any_two_colours_differ(palette: tuple[str, ...], sight: np.ndarray) -> 
 
 
 def test_any_two_lines_differ_and_neighbours_in_colour_and_dashes() -> None:
-    looks = [line_look(place) for place in range(LOOKS)]
-    assert len(set(looks)) == LOOKS
+    looks = [line_style(place) for place in range(LINE_STYLES)]
+    assert len(set(looks)) == LINE_STYLES
     assert all(one[0] != other[0] and one[1] != other[1] for one, other in pairwise(looks))
 
 
@@ -48,4 +48,4 @@ def test_the_style_sheet_has_the_same_looks() -> None:
     assert f"--line-10: {DARK[1]};" in style
     assert "--dash-1: none;" in style
     assert "--dash-2: 7.2 3.6;" in style  # 4 and 2 widths of a line of 1.8 pixels
-    assert f"--line-{LOOKS + 1}" not in style
+    assert f"--line-{LINE_STYLES + 1}" not in style

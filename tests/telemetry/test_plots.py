@@ -13,10 +13,10 @@ from agentrl.telemetry.plots import (
     PANELS,
     draw_plots,
     legend_below,
-    look,
+    line_options,
     new_figure,
     running_mean,
-    save_twins,
+    save_themes,
     series,
 )
 
@@ -103,7 +103,7 @@ def test_pictures_say_which_run_they_show_and_what_their_intervals_are(monkeypat
         told[path.name] = " ".join(item.get_text() for item in figure.findobj(Text))
         return []
 
-    monkeypatch.setattr("agentrl.telemetry.plots.save_twins", kept)
+    monkeypatch.setattr("agentrl.telemetry.plots.save_themes", kept)
     rows = [EVALUATIONS[0], *steps(40), EVALUATIONS[1]]
     draw_plots(rows, Path(), "first, seed 7: 4 problems x 8 rollouts a step")
     assert all("first, seed 7: 4 problems x 8 rollouts a step" in text for text in told.values())
@@ -128,8 +128,8 @@ def test_figures_without_anything_above_zero_are_drawn_too(tmp_path: Path) -> No
 def test_every_part_of_an_error_bar_has_its_colour_on_dark_pages(tmp_path: Path) -> None:
     figure = new_figure(3.0, 2.0)
     axes = figure.add_subplot()
-    axes.errorbar([1, 2], [1, 2], yerr=[0.1, 0.2], **look(2), capsize=4, marker="o")
-    assert [file.name for file in save_twins(figure, tmp_path / "bar.png")] == twins("bar")
+    axes.errorbar([1, 2], [1, 2], yerr=[0.1, 0.2], **line_options(2), capsize=4, marker="o")
+    assert [file.name for file in save_themes(figure, tmp_path / "bar.png")] == twins("bar")
     for line in axes.get_lines():
         for colour in (line.get_color(), line.get_markerfacecolor(), line.get_markeredgecolor()):
             assert to_hex(colour) == DARK[2]

@@ -27,7 +27,7 @@ DEADLINE = 60.0
 class Recorded:
     """A tracker that keeps what it is told."""
 
-    place = "nowhere"
+    location = "nowhere"
 
     def __init__(self, run: TrackedRun) -> None:
         self.run = run
@@ -122,7 +122,7 @@ def test_a_tracker_that_cannot_be_opened_is_said_once() -> None:
     thread.close(soon())
     assert len(said) == 1
     assert said[0].startswith("tracker mine cannot be opened: ConnectionError: no route (")
-    assert said[0].endswith("; the run goes on, and its directory has everything")
+    assert said[0].endswith("; the run continues, and its directory has all data")
 
 
 def test_a_tracker_that_raises_is_said_once_and_told_the_rest() -> None:
@@ -154,7 +154,7 @@ def test_a_tracker_that_blocks_for_ever_costs_nothing_and_ends_with_the_deadline
     thread.close(time.monotonic())
     assert said == [
         "tracker mine: nowhere",
-        "tracker mine is too slow: messages are dropped; the run goes on, and its directory has everything",
+        "tracker mine is too slow: messages are dropped; the run continues, and its directory has all data",
         "tracker mine did not end in time: 100 messages did not reach it",
     ]
     held.set()

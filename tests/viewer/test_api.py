@@ -33,12 +33,12 @@ def get(client: TestClient, path: str, status: int = 200) -> Any:
 
 
 def run_id(client: TestClient, name: str = "first") -> str:
-    (found,) = (run["id"] for run in get(client, "/places")["runs"] if run["name"] == name)
+    (found,) = (run["id"] for run in get(client, "/library")["runs"] if run["name"] == name)
     return str(found)
 
 
 def test_runs_are_listed_with_their_settings(client: TestClient) -> None:
-    (run,) = get(client, "/places")["runs"]
+    (run,) = get(client, "/library")["runs"]
     assert (run["name"], run["state"], run["stored_steps"]) == ("first", "stopped", 3)
     assert run["settings"]["algorithm.estimator"] == "tir_otb"
 
@@ -167,11 +167,11 @@ def test_what_is_not_there_is_said_in_one_message(client: TestClient) -> None:
 
 
 def test_only_the_token_and_this_host_open_the_data(client: TestClient) -> None:
-    assert client.get("/api/places", headers={"Authorization": "Bearer other"}).status_code == 401
-    assert client.get("/api/places", headers={"Host": "elsewhere.example"}).status_code == 400
+    assert client.get("/api/library", headers={"Authorization": "Bearer other"}).status_code == 401
+    assert client.get("/api/library", headers={"Host": "elsewhere.example"}).status_code == 400
     answer = client.get("/")
     assert "script-src 'self';" in answer.headers["content-security-policy"]
-    assert client.post("/api/places").status_code == 405
+    assert client.post("/api/library").status_code == 405
     assert client.get("/static/../app.py").status_code == 404
 
 

@@ -82,7 +82,7 @@ def test_a_damaged_run_is_its_own_notice(tmp_path: Path, damage: Callable[[Path]
     run = make_run(tmp_path / "runs" / "bad", steps=2)
     damage(run.path)
     client = client_of(tmp_path / "runs")
-    answer = client.get("/api/places")
+    answer = client.get("/api/library")
     assert "swordfish" not in answer.text
     rows = {row["name"]: row for row in json.loads(answer.text, parse_constant=pytest.fail)["runs"]}
     assert (rows["good"]["step"], rows["good"]["problems"]) == (1, [])
@@ -122,7 +122,7 @@ def test_an_export_holds_no_file_from_outside_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs" / "bad", steps=1)
     link("notes.md")(run.path)
     export_run(run, tmp_path / "page.html")
-    facts = client_of(run.path).get("/api/places").json()["runs"][0]
+    facts = client_of(run.path).get("/api/library").json()["runs"][0]
     assert (facts["notes"], len(facts["problems"])) == ("", 1)
     link("trajectories/00000001.parquet")(run.path)
     with pytest.raises(WorldError, match="leads out of"):
@@ -134,7 +134,7 @@ def test_a_run_is_running_while_its_lock_is_held(tmp_path: Path) -> None:
     client = client_of(run.path)
 
     def state() -> str:
-        return str(get(client, "/places")["runs"][0]["state"])
+        return str(get(client, "/library")["runs"][0]["state"])
 
     def age() -> None:
         old = time.time() - 3_000
@@ -160,7 +160,7 @@ def test_the_table_of_runs_and_its_curves(tmp_path: Path) -> None:
     rows.append({"step": 100, "eval/avg_at_k": 0.5, "eval/low": 0.4, "eval/high": 0.6})
     run.metrics_file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     client = client_of(run.path)
-    (row,) = get(client, "/places")["runs"]
+    (row,) = get(client, "/library")["runs"]
     assert (row["step"], row["seconds"], row["collapsed"]) == (100, 200.0, True)
     assert row["result"] == {"metric": "eval/avg_at_k", "step": 100, "value": 0.5, "low": 0.4, "high": 0.6}
     assert [alert["alert"] for alert in row["alerts"]] == ["entropy_collapse"]

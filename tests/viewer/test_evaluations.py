@@ -21,7 +21,7 @@ def evaluation(tmp_path: Path) -> Path:
 
 def test_scores_rollouts_and_a_conversation_are_told(evaluation: Path) -> None:
     client = client_of(evaluation)
-    (about,) = client.get("/api/places").json()["evaluations"]
+    (about,) = client.get("/api/library").json()["evaluations"]
     (score,) = about["benchmarks"].values()
     assert (about["name"], about["finished"], score["mean"]) == ("scores", True, 0.5)
     page = client.get(f"/api/evaluations/{about['id']}").json()
@@ -43,7 +43,7 @@ def test_an_evaluation_that_goes_on_shows_its_whole_rollouts(evaluation: Path) -
     rollouts = evaluation / "rollouts.jsonl.zst"
     rollouts.write_bytes(rollouts.read_bytes()[:-5])
     client = client_of(evaluation)
-    (about,) = client.get("/api/places").json()["evaluations"]
+    (about,) = client.get("/api/library").json()["evaluations"]
     assert (about["finished"], about["benchmarks"]) == (False, {})
     assert len(client.get(f"/api/evaluations/{about['id']}").json()["rollouts"]) == 7
 
@@ -51,7 +51,7 @@ def test_an_evaluation_that_goes_on_shows_its_whole_rollouts(evaluation: Path) -
 def test_two_are_compared_problem_by_problem(evaluation: Path) -> None:
     made_evaluation(evaluation.parent / "better", better)
     client = client_of(evaluation.parent)
-    ids = {one["name"]: one["id"] for one in client.get("/api/places").json()["evaluations"]}
+    ids = {one["name"]: one["id"] for one in client.get("/api/library").json()["evaluations"]}
     found = client.get(f"/api/comparisons/{ids['scores']}/{ids['better']}").json()
     before, after = (EvaluationDirectory(evaluation.parent / name).results() for name in ("scores", "better"))
     assert found["differences"]["toy"] == json.loads(json.dumps(asdict(compare(before, after)["toy"])))

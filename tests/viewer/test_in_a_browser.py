@@ -284,7 +284,7 @@ def test_contents_are_text_and_never_markup(page: Page, address: str) -> None:
 
 @pytest.mark.parametrize("screen", ["", "#/run/ID", "#/run/ID/trajectories?first=3&last=3", "#/run/ID/3/1"])
 def test_no_screen_of_a_phone_scrolls_sideways(phone: Page, address: str, run: RunDirectory, screen: str) -> None:
-    (place,) = Library([run.path]).places()
+    (place,) = Library([run.path]).folders()
     phone.goto(address)
     expect(phone.get_by_role("row", name="first")).to_be_visible()
     target = screen.replace("ID", place.id)
@@ -447,7 +447,7 @@ def test_no_more_curves_are_drawn_than_have_a_look_of_their_own(page: Page, run:
     for number in range(17):
         shutil.copytree(run.path, tmp_path / "runs" / f"run{number:02}", ignore=shutil.ignore_patterns("tokens"))
     with serving(tmp_path / "runs") as url:
-        chosen = "~".join(place.id for place in Library([tmp_path / "runs"]).places())
+        chosen = "~".join(place.id for place in Library([tmp_path / "runs"]).folders())
         page.goto(f"{url}#/?runs={chosen}")
         expect(page.get_by_role("checkbox", disabled=True)).to_have_count(1)
         expect(page.get_by_role("checkbox", checked=True)).to_have_count(16)

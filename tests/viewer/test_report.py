@@ -49,7 +49,7 @@ def rollouts_in(evaluation: Path) -> list[Any]:
 
 def test_the_report_contains_the_answers_of_the_server(evaluation: Path) -> None:
     client = client_of(evaluation)
-    (about,) = client.get("/api/places").json()["evaluations"]
+    (about,) = client.get("/api/library").json()["evaluations"]
     held = answers(page_of(evaluation))
     assert held["/evaluations/evaluation"] == client.get(f"/api/evaluations/{about['id']}").json()
     chosen = [address for address in held if re.fullmatch(r"/evaluations/evaluation/\d+", address)]

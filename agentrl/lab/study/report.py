@@ -19,7 +19,7 @@ from agentrl.lab.study.statistics import (
     over_seeds,
     paired_differences,
 )
-from agentrl.telemetry.plots import LIGHT, caption, dress, legend_below, look, new_figure, save_twins
+from agentrl.telemetry.plots import LIGHT, caption, legend_below, line_options, new_figure, save_themes, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -156,7 +156,7 @@ def draw_study(record: StudyRecord, folder: Path) -> list[Path]:
     """Draw ``curves.png`` into ``folder``. Draws nothing if no run has an evaluation."""
     if not any(run.scores for run in record.runs):
         return []
-    return save_twins(study_figure(record), folder / "curves.png")
+    return save_themes(study_figure(record), folder / "curves.png")
 
 
 def study_figure(record: StudyRecord) -> Figure:
@@ -175,7 +175,7 @@ def _together(variants: Mapping[str, Sequence[RunCurve]], study: StudySettings, 
         _band(scores, _score_points(runs), variant, index)
         _band(rewards, _reward_points(runs), variant, index)
     for axes, title in ((scores, "Held-out score"), (rewards, "Training reward, means of ten steps")):
-        dress(axes, title)
+        style_axes(axes, title)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("optimizer step")
     legend_below(scores, columns=4)
@@ -193,7 +193,7 @@ def _one_by_one(variants: Mapping[str, Sequence[RunCurve]], study: StudySettings
             axes.plot(steps, values, color="0.85", linewidth=0.8)
         axes.plot(*means[study.compared_with], color="0.45", linestyle="--", linewidth=1.0)
         _band(axes, _score_points(runs), variant, 0)
-        dress(axes, variant)
+        style_axes(axes, variant)
         axes.set_title(variant, loc="left", fontsize=8)
         axes.set_ylim(bottom=0)
         axes.tick_params(labelbottom=index + COLUMNS >= len(variants))
@@ -232,12 +232,12 @@ def _band(axes: Axes, points: Mapping[int, Sequence[float]], label: str, index: 
         return
     steps = sorted(points)
     estimates = [over_seeds(points[step]) for step in steps]
-    axes.plot(steps, [item.value for item in estimates], **look(index), label=label, linewidth=1.6)
+    axes.plot(steps, [item.value for item in estimates], **line_options(index), label=label, linewidth=1.6)
     axes.fill_between(
         steps,
         [item.low for item in estimates],
         [item.high for item in estimates],
-        color=look(index)["color"],
+        color=line_options(index)["color"],
         alpha=0.15,
         linewidth=0,
     )

@@ -17,11 +17,11 @@ import { el, number } from "./dom.js";
 const FEW = 60; // lines with fewer points also mark every point
 const FONT = 6.4; // pixels of a digit
 const MARGIN = { top: 16, right: 10, bottom: 32 };
-export const LOOKS = 16; // lines that can be distinguished: as many as /palette.css defines
+export const LINE_STYLES = 16; // lines that can be distinguished: as many as /palette.css defines
 
 // Colour and dashes of the n-th line, as in plots (agentrl/telemetry/plots.py).
-export function lineStyle(place) {
-  const number = (place % LOOKS) + 1;
+export function lineStyle(index) {
+  const number = (index % LINE_STYLES) + 1;
   return { color: `var(--line-${number})`, dash: `var(--dash-${number})` };
 }
 
@@ -32,7 +32,7 @@ export function lineMark({ color, dash = "" }) {
 }
 
 // At most `most` of `items`, in order: all that `kept` accepts, then the first of the others.
-export function drawable(items, kept, most = LOOKS) {
+export function drawable(items, kept, most = LINE_STYLES) {
   const others = items.filter((item) => !kept(item)).slice(0, Math.max(0, most - items.filter(kept).length));
   return items.filter((item) => kept(item) || others.includes(item));
 }
@@ -78,7 +78,7 @@ class Chart {
   constructor(element) {
     this.element = element;
     this.hidden = new Set(); // names of series
-    this.own = new Link();
+    this.defaultLink = new Link();
     this.width = 0;
     this.legend = el("div", { class: "legend" });
     this.svg = svg("svg", {});
@@ -91,7 +91,7 @@ class Chart {
   }
 
   get link() {
-    return this.spec.link ?? this.own;
+    return this.spec.link ?? this.defaultLink;
   }
 
   show(spec) {
@@ -128,12 +128,12 @@ class Chart {
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.svg.replaceChildren(
       svg("clipPath", { id: clip }, svg("rect", { x: left - 2, y: MARGIN.top - 4, width: width - left, height: bottom - MARGIN.top + 8 })),
-      svg("path", { class: "rule", d: scaleY.ticks.map(([place]) => `M${left} ${place}H${width - MARGIN.right}`).join("") }),
-      ...scaleY.ticks.map(([place, text]) => svg("text", { x: left - 5, y: place + 4, "text-anchor": "end" }, text)),
-      ...scaleX.ticks.map(([place, text]) => svg("text", { x: Math.min(place, width - (FONT * text.length) / 2), y: bottom + 14, "text-anchor": "middle" }, text)),
+      svg("path", { class: "rule", d: scaleY.ticks.map(([at]) => `M${left} ${at}H${width - MARGIN.right}`).join("") }),
+      ...scaleY.ticks.map(([at, text]) => svg("text", { x: left - 5, y: at + 4, "text-anchor": "end" }, text)),
+      ...scaleX.ticks.map(([at, text]) => svg("text", { x: Math.min(at, width - (FONT * text.length) / 2), y: bottom + 14, "text-anchor": "middle" }, text)),
       svg("text", { class: "unit", x: 0, y: 10 }, y.title ?? ""),
       svg("text", { class: "unit", x: width - MARGIN.right, y: height - 3, "text-anchor": "end" }, x.title ?? ""),
-      svg("g", { "clip-path": `url(#${clip})` }, parts.flatMap((part) => this.paths(part)), svg("path", { class: "mark", d: (spec.marks ?? []).map((place) => `M${scaleX.at(place)} ${MARGIN.top}V${bottom}`).join("") })),
+      svg("g", { "clip-path": `url(#${clip})` }, parts.flatMap((part) => this.paths(part)), svg("path", { class: "mark", d: (spec.marks ?? []).map((at) => `M${scaleX.at(at)} ${MARGIN.top}V${bottom}`).join("") })),
       (this.cursor = svg("path", { class: "cursor" })),
       (this.selection = svg("rect", { class: "selection", y: MARGIN.top, height: bottom - MARGIN.top, width: 0 })),
       svg("rect", { class: "plot", x: left, y: 0, width: Math.max(0, width - left - MARGIN.right), height: bottom }),
@@ -149,25 +149,25 @@ class Chart {
     if (right) {
       const ends = right.map((value) => round(this.scaleX.at(value)));
       const feet = up(base);
-      const bars = across.map((from, place) => (tops[place] === feet[place] ? "" : `M${from} ${feet[place]}V${tops[place]}H${ends[place]}V${feet[place]}Z`));
+      const bars = across.map((from, index) => (tops[index] === feet[index] ? "" : `M${from} ${feet[index]}V${tops[index]}H${ends[index]}V${feet[index]}Z`));
       return [styled(svg("path", { class: "bars", d: bars.join("") }), { fill: series.color })];
     }
     const made = [];
     if (low) {
       const [upper, lower] = [up(high), up(low)];
-      const edge = across.map((place, index) => `${place} ${upper[index]}`).concat(across.map((place, index) => `${place} ${lower[index]}`).reverse());
+      const edge = across.map((at, index) => `${at} ${upper[index]}`).concat(across.map((at, index) => `${at} ${lower[index]}`).reverse());
       made.push(styled(svg("path", { class: "band", d: edge.length ? `M${edge.join("L")}Z` : "" }), { fill: series.color, fillOpacity: Math.min(0.15, 0.5 / this.shown.length) }));
     }
     const line = [];
-    across.forEach((place, index) => {
+    across.forEach((at, index) => {
       if (tops[index] === null) return;
       const before = index > 0 && tops[index - 1] !== null;
-      line.push(!before ? `M${place} ${tops[index]}` : series.held ? `H${place}V${tops[index]}` : `L${place} ${tops[index]}`);
+      line.push(!before ? `M${at} ${tops[index]}` : series.held ? `H${at}V${tops[index]}` : `L${at} ${tops[index]}`);
     });
     const stroke = { stroke: series.color, strokeWidth: series.width ?? 1.8, strokeDasharray: series.dash ?? "" };
     if (!series.points) made.push(styled(svg("path", { class: "line", d: line.join("") }), stroke));
     if (series.points || (x.length < FEW && !series.held)) {
-      const dots = across.map((place, index) => (tops[index] === null ? "" : `M${place} ${tops[index]}h0`)).join("");
+      const dots = across.map((at, index) => (tops[index] === null ? "" : `M${at} ${tops[index]}h0`)).join("");
       made.push(styled(svg("path", { class: "dots", d: dots }), { stroke: series.color, strokeWidth: series.points ? 8 : 4.5, strokeOpacity: series.points ? 0.4 : 1 }));
     }
     return made;
@@ -197,18 +197,18 @@ class Chart {
   point(x) {
     if (!this.scaleX) return;
     for (const [series, shown] of this.values) {
-      const place = x === null ? series.x.length - 1 : nearest(series.x, x);
-      shown.textContent = series.points ? "" : number((x === null ? series.last : undefined) ?? series.y[place], this.among);
+      const index = x === null ? series.x.length - 1 : nearest(series.x, x);
+      shown.textContent = series.points ? "" : number((x === null ? series.last : undefined) ?? series.y[index], this.among);
     }
-    const found = x === null ? null : this.snap(x);
-    this.cursor.setAttribute("d", found === null ? "" : `M${round(this.scaleX.at(found))} ${MARGIN.top}V${this.height - MARGIN.bottom}`);
-    this.where.textContent = found === null ? "" : `${this.spec.x?.title ?? ""} ${number(found)}`;
+    const nearestX = x === null ? null : this.snap(x);
+    this.cursor.setAttribute("d", nearestX === null ? "" : `M${round(this.scaleX.at(nearestX))} ${MARGIN.top}V${this.height - MARGIN.bottom}`);
+    this.where.textContent = nearestX === null ? "" : `${this.spec.x?.title ?? ""} ${number(nearestX)}`;
   }
 
   // The x of the nearest value.
   snap(x) {
-    const places = this.shown.filter((series) => series.x.length).map((series) => series.x[nearest(series.x, x)]);
-    return places.reduce((best, place) => (best === null || Math.abs(place - x) < Math.abs(best - x) ? place : best), null);
+    const candidates = this.shown.filter((series) => series.x.length).map((series) => series.x[nearest(series.x, x)]);
+    return candidates.reduce((best, value) => (best === null || Math.abs(value - x) < Math.abs(best - x) ? value : best), null);
   }
 
   at(event) {
@@ -234,8 +234,8 @@ class Chart {
     this.select(null);
     const dragged = Math.abs(this.scaleX.at(from) - this.scaleX.at(x)) > 6;
     if (dragged) return this.link.zoom([Math.max(this.range[0], Math.min(from, x)), Math.min(this.range[1], Math.max(from, x))]);
-    const found = this.spec.onpoint ? this.hit(x, event.clientY - this.svg.getBoundingClientRect().top) : null;
-    if (found) this.spec.onpoint(found.custom, found.x);
+    const point = this.spec.onpoint ? this.hit(x, event.clientY - this.svg.getBoundingClientRect().top) : null;
+    if (point) this.spec.onpoint(point.custom, point.x);
   }
 
   // The value nearest to the pointer, by x first and then by y.
@@ -243,10 +243,10 @@ class Chart {
     const x0 = this.snap(x);
     let best = null;
     for (const series of this.shown) {
-      series.x.forEach((value, place) => {
-        if (value !== x0 || series.y[place] === null || !series.custom) return;
-        const far = Math.abs(this.scaleY.at(series.y[place]) - down);
-        if (!best || far < best.far) best = { far, x: value, custom: series.custom[place] };
+      series.x.forEach((value, index) => {
+        if (value !== x0 || series.y[index] === null || !series.custom) return;
+        const far = Math.abs(this.scaleY.at(series.y[index]) - down);
+        if (!best || far < best.far) best = { far, x: value, custom: series.custom[index] };
       });
     }
     return best;
@@ -258,25 +258,25 @@ function reduced(series, [from, to], pixels, log) {
   const { low: lows, high: highs } = series;
   const start = Math.max(0, first(series.x, from) - 1);
   const end = Math.min(series.x.length, first(series.x, to) + 2);
-  const value = (values, place) => (values[place] === null || (log && !(values[place] > 0)) ? null : values[place]);
+  const value = (values, index) => (values[index] === null || (log && !(values[index] > 0)) ? null : values[index]);
   const made = { series, x: [], y: [], ...(lows ? { low: [], high: [] } : {}) };
-  const keep = (place, low, high) => {
-    made.x.push(series.x[place]);
-    made.y.push(value(series.y, place));
+  const keep = (index, low, high) => {
+    made.x.push(series.x[index]);
+    made.y.push(value(series.y, index));
     if (lows) made.low.push(low), made.high.push(high);
   };
   if (end - start <= 2 * pixels) {
-    for (let place = start; place < end; place++) keep(place, lows?.[place], highs?.[place]);
+    for (let index = start; index < end; index++) keep(index, lows?.[index], highs?.[index]);
     return made;
   }
-  const column = (place) => Math.floor(((series.x[place] - from) / (to - from)) * pixels);
-  for (let place = start; place < end; ) {
-    const here = column(place);
-    let [least, most, last, low, high] = [place, place, place, Infinity, -Infinity];
-    for (; place < end && column(place) === here; last = place++) {
-      if (series.y[place] < series.y[least]) least = place;
-      if (series.y[place] > series.y[most]) most = place;
-      if (lows) (low = Math.min(low, lows[place])), (high = Math.max(high, highs[place]));
+  const column = (index) => Math.floor(((series.x[index] - from) / (to - from)) * pixels);
+  for (let index = start; index < end; ) {
+    const here = column(index);
+    let [least, most, last, low, high] = [index, index, index, Infinity, -Infinity];
+    for (; index < end && column(index) === here; last = index++) {
+      if (series.y[index] < series.y[least]) least = index;
+      if (series.y[index] > series.y[most]) most = index;
+      if (lows) (low = Math.min(low, lows[index])), (high = Math.max(high, highs[index]));
     }
     const kept = [...new Set([last, least, most])].sort((a, b) => a - b);
     for (const each of kept) keep(each, low, high);
@@ -288,13 +288,13 @@ function reduced(series, [from, to], pixels, log) {
 function stack(shown, [from, to], pixels, share) {
   const byX = new Map();
   shown.forEach((series, part) => {
-    series.x.forEach((x, place) => {
-      if (!byX.has(x)) byX.set(x, { x, left: series.left?.[place], right: series.right?.[place], values: shown.map(() => 0) });
-      byX.get(x).values[part] = series.y[place] ?? 0;
+    series.x.forEach((x, index) => {
+      if (!byX.has(x)) byX.set(x, { x, left: series.left?.[index], right: series.right?.[index], values: shown.map(() => 0) });
+      byX.get(x).values[part] = series.y[index] ?? 0;
     });
   });
   const bars = [...byX.values()].sort((a, b) => a.x - b.x);
-  const gap = bars.length > 1 ? Math.min(...bars.slice(1).map((bar, place) => bar.x - bars[place].x).filter((width) => width > 0)) : 1;
+  const gap = bars.length > 1 ? Math.min(...bars.slice(1).map((bar, index) => bar.x - bars[index].x).filter((width) => width > 0)) : 1;
   for (const bar of bars) {
     bar.left ??= bar.x - 0.45 * gap;
     bar.right ??= bar.x + 0.45 * gap;
@@ -302,8 +302,8 @@ function stack(shown, [from, to], pixels, share) {
   const inside = bars.filter((bar) => bar.right >= from && bar.left <= to);
   const together = Math.max(1, Math.ceil((2 * inside.length) / pixels));
   const parts = shown.map((series) => ({ series, x: [], right: [], y: [], base: [] }));
-  for (let place = 0; place < inside.length; place += together) {
-    const some = inside.slice(place, place + together);
+  for (let index = 0; index < inside.length; index += together) {
+    const some = inside.slice(index, index + together);
     const sums = shown.map((_, part) => some.reduce((sum, bar) => sum + bar.values[part], 0) / some.length);
     const whole = share ? sums.reduce((sum, value) => sum + value, 0) || 1 : 1;
     let foot = 0;
@@ -319,8 +319,8 @@ function stack(shown, [from, to], pixels, share) {
 
 function valuesOf(parts, { share, stacked }) {
   if (share) return [0, 1];
-  const found = parts.flatMap((part) => [extent(part.y), part.low && extent(part.low), part.high && extent(part.high)]).filter(Boolean);
-  const whole = extent(found.flat()) ?? [0.1, 1];
+  const extents = parts.flatMap((part) => [extent(part.y), part.low && extent(part.low), part.high && extent(part.high)]).filter(Boolean);
+  const whole = extent(extents.flat()) ?? [0.1, 1];
   return stacked ? [0, whole[1]] : whole;
 }
 
@@ -350,15 +350,15 @@ function steps(low, high, count, whole) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = Math.max(whole ? 1 : 0, power * [1, 2, 5, 10].reduce((best, factor) => (Math.abs(Math.log((factor * power) / rough)) < Math.abs(Math.log((best * power) / rough)) ? factor : best)));
   const first = Math.ceil(low / step - 1e-9);
-  return Array.from({ length: Math.max(0, Math.floor(high / step + 1e-9) - first + 1) }, (_, place) => (first + place) * step);
+  return Array.from({ length: Math.max(0, Math.floor(high / step + 1e-9) - first + 1) }, (_, index) => (first + index) * step);
 }
 
 function decades(low, high, count) {
   const factors = high - low < 1.5 ? [1, 2, 5] : [1];
   const every = Math.max(1, Math.ceil((high - low) / count / 1.5));
-  const found = [];
-  for (let power = Math.floor(low); power <= high; power++) for (const factor of factors) if (power % every === 0) found.push(factor * 10 ** power);
-  const inside = found.filter((value) => Math.log10(value) >= low - 1e-9 && Math.log10(value) <= high + 1e-9);
+  const ticks = [];
+  for (let power = Math.floor(low); power <= high; power++) for (const factor of factors) if (power % every === 0) ticks.push(factor * 10 ** power);
+  const inside = ticks.filter((value) => Math.log10(value) >= low - 1e-9 && Math.log10(value) <= high + 1e-9);
   return inside.length > 1 ? inside : steps(10 ** low, 10 ** high, count); // a narrow range contains fewer than two such numbers
 }
 

@@ -13,8 +13,8 @@ export const isAvailable = (path) => !isExported || held.has(path);
 export async function ask(path, query = {}) {
   if (isExported) return answerFromPage(path, query);
   const pairs = Object.entries(query).flatMap(([name, value]) => (Array.isArray(value) ? value : [value]).map((each) => [name, each]));
-  const given = pairs.filter(([, value]) => value !== "" && value !== null && value !== undefined);
-  const tail = given.length ? `?${new URLSearchParams(given)}` : "";
+  const present = pairs.filter(([, value]) => value !== "" && value !== null && value !== undefined);
+  const tail = present.length ? `?${new URLSearchParams(present)}` : "";
   let answer;
   try {
     answer = await fetch(`/api${path}${tail}`, { headers: { Authorization: `Bearer ${token}` } });
@@ -57,10 +57,10 @@ export function every(seconds, signal, task) {
 
 async function answerFromPage(path, query) {
   if (path.endsWith("/search")) return searchRollouts(path.slice(0, -"/search".length), query.text.toLowerCase());
-  const found = await unpacked(path);
-  if (!path.endsWith("/trajectories")) return found;
-  const rows = found.rows.filter((row) => accepts(row, query));
-  return { ...found, rows: query.text ? await withText(path, rows, query.text.toLowerCase()) : rows };
+  const answer = await unpacked(path);
+  if (!path.endsWith("/trajectories")) return answer;
+  const rows = answer.rows.filter((row) => accepts(row, query));
+  return { ...answer, rows: query.text ? await withText(path, rows, query.text.toLowerCase()) : rows };
 }
 
 async function unpacked(path) {
@@ -72,16 +72,16 @@ async function unpacked(path) {
 
 // As the server's search (agentrl/viewer/trajectories.py).
 function accepts(row, query) {
-  const given = (name) => query[name] !== undefined && query[name] !== "";
+  const isSet = (name) => query[name] !== undefined && query[name] !== "";
   const within = (value, low, high) => {
-    if (value === null) return !given(low) && !given(high);
-    return (!given(low) || value >= Number(query[low])) && (!given(high) || value <= Number(query[high]));
+    if (value === null) return !isSet(low) && !isSet(high);
+    return (!isSet(low) || value >= Number(query[low])) && (!isSet(high) || value <= Number(query[high]));
   };
   return (
     row.problem.toLowerCase().includes((query.problem ?? "").toLowerCase()) &&
-    ["ended", "verdict", "dropped"].every((name) => !given(name) || row[name] === query[name]) &&
-    (!given("tool") || query.tool in row.tools) &&
-    (!given("group") || row.group === Number(query.group)) &&
+    ["ended", "verdict", "dropped"].every((name) => !isSet(name) || row[name] === query[name]) &&
+    (!isSet("tool") || query.tool in row.tools) &&
+    (!isSet("group") || row.group === Number(query.group)) &&
     within(row.step, "first", "last") &&
     within(row.reward, "least_reward", "most_reward") &&
     within(row.turns, "least_turns", "most_turns") &&
@@ -105,8 +105,8 @@ async function withText(path, rows, text) {
   const kept = [];
   for (const row of rows) {
     const page = await unpacked(path.replace("/trajectories", `/steps/${row.step}/${row.number}`));
-    const said = [row.problem, page.problem.statement, JSON.stringify(page.problem.answer), ...page.segments.map((segment) => segment.text)];
-    if (said.join("\n").toLowerCase().includes(text)) kept.push(row);
+    const texts = [row.problem, page.problem.statement, JSON.stringify(page.problem.answer), ...page.segments.map((segment) => segment.text)];
+    if (texts.join("\n").toLowerCase().includes(text)) kept.push(row);
   }
   return kept;
 }
@@ -130,9 +130,9 @@ export class Series {
     if (!this.names.length) this.names = (await this.ask({ names: ["step"], points: 2 })).names;
     const names = wanted(this.names);
     if (!names.length) return false;
-    const found = await this.ask({ names, points: this.points, since: names.every((name) => name in this.curves) ? this.version : "" });
-    if (!found.changed) return false;
-    Object.assign(this, { version: found.version, rows: found.rows, names: found.names, axes: found.axes, curves: found.series });
+    const answer = await this.ask({ names, points: this.points, since: names.every((name) => name in this.curves) ? this.version : "" });
+    if (!answer.changed) return false;
+    Object.assign(this, { version: answer.version, rows: answer.rows, names: answer.names, axes: answer.axes, curves: answer.series });
     return true;
   }
 
@@ -152,12 +152,12 @@ export class Series {
   // over `window` steps; the metrics in `less` are subtracted.
   line(name, kind = "step", window = 1, less = []) {
     const { axis, value, low, high, last } = this.curves[name];
-    const places = this.axes[axis];
+    const xs = this.axes[axis];
     const parts = less.map((part) => this.beside(part, axis));
-    const rest = value.map((whole, place) => (whole === null ? null : parts.reduce((sum, part) => sum - (part[place] ?? 0), whole)));
+    const rest = value.map((whole, index) => (whole === null ? null : parts.reduce((sum, part) => sum - (part[index] ?? 0), whole)));
     const each = low ? this.rows / value.length : 1; // steps per value
     const spread = low && window === 1 && !less.length;
-    return { x: places[kind], y: smoothed(rest, Math.round(window / each)), steps: places.step, low: spread ? low : null, high: spread ? high : null, last: less.length ? rest.at(-1) : last };
+    return { x: xs[kind], y: smoothed(rest, Math.round(window / each)), steps: xs.step, low: spread ? low : null, high: spread ? high : null, last: less.length ? rest.at(-1) : last };
   }
 
   // The values of a metric at the steps of an axis, undefined at steps without one.
@@ -165,8 +165,8 @@ export class Series {
     const curve = this.curves[name];
     if (!curve) return [];
     if (curve.axis === axis) return curve.value;
-    const found = new Map(curve.value.map((value, place) => [this.axes[curve.axis].step[place], value]));
-    return this.axes[axis].step.map((step) => found.get(step));
+    const byStep = new Map(curve.value.map((value, index) => [this.axes[curve.axis].step[index], value]));
+    return this.axes[axis].step.map((step) => byStep.get(step));
   }
 
   // The least and greatest x of all curves.
@@ -176,10 +176,10 @@ export class Series {
   }
 
   // The x of alerts on an axis.
-  places(alerts, kind) {
+  positionsOf(alerts, kind) {
     const longest = this.axes.reduce((best, axis) => (axis.step.length > (best?.step.length ?? 0) ? axis : best), null);
     const at = (step) => (kind === "step" ? step : longest?.[kind][longest.step.findIndex((each) => each >= step)]);
-    return [...new Set(alerts.map((alert) => at(alert.step)))].filter((place) => place !== undefined);
+    return [...new Set(alerts.map((alert) => at(alert.step)))].filter((position) => position !== undefined);
   }
 }
 
@@ -192,8 +192,8 @@ function smoothed(values, window) {
     sums.push(sums.at(-1) + (value ?? 0));
     counts.push(counts.at(-1) + (value !== null));
   }
-  return values.map((_, place) => {
-    const [low, high] = [Math.max(0, place - half), Math.min(values.length, place + half + 1)];
+  return values.map((_, index) => {
+    const [low, high] = [Math.max(0, index - half), Math.min(values.length, index + half + 1)];
     const count = counts[high] - counts[low];
     return count ? (sums[high] - sums[low]) / count : null;
   });

@@ -15,7 +15,7 @@ export function el(tag, properties = {}, ...children) {
 
 // A choice among [value, label] pairs.
 export function choice(label, options, value, onchange) {
-  const items = options.map(([given, shown]) => el("option", { value: given, selected: given === value }, shown));
+  const items = options.map(([option, shown]) => el("option", { value: option, selected: option === value }, shown));
   const select = el("select", { onchange: (event) => onchange(event.target.value) }, items);
   return el("label", { class: "field" }, el("span", {}, label), select);
 }
@@ -66,7 +66,7 @@ export function words(name) {
 }
 
 // A name with its options, such as "tir_otb, tail=3".
-export const said = (name, options) => [name, ...Object.entries(options).map(([key, value]) => `${key}=${value ?? "none"}`)].join(", ");
+export const withOptions = (name, options) => [name, ...Object.entries(options).map(([key, value]) => `${key}=${value ?? "none"}`)].join(", ");
 
 const CONTROLS = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
 const code = (character) => `‹U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}›`;
@@ -83,20 +83,20 @@ export function table(columns, rows, { caption, label, order = null, mark } = {}
   let sorted = order;
   let most = SHOWN;
   const more = el("button", { class: "act", type: "button", onclick: () => ((most += SHOWN), fill()) });
-  const heads = columns.map((column, place) => {
+  const heads = columns.map((column, index) => {
     const sort = () => {
-      sorted = { place, down: sorted?.place === place ? !sorted.down : Boolean(column.number) };
+      sorted = { index, down: sorted?.index === index ? !sorted.down : Boolean(column.number) };
       fill();
     };
     return el("th", { scope: "col", class: column.number ? "number" : (column.class ?? "") }, el("button", { type: "button", onclick: sort }, column.title));
   });
   function fill() {
-    heads.forEach((head, place) =>
-      head.setAttribute("aria-sort", sorted?.place !== place ? "none" : sorted.down ? "descending" : "ascending"),
+    heads.forEach((head, index) =>
+      head.setAttribute("aria-sort", sorted?.index !== index ? "none" : sorted.down ? "descending" : "ascending"),
     );
     const shown = [...rows];
     if (sorted) {
-      const { value } = columns[sorted.place];
+      const { value } = columns[sorted.index];
       shown.sort((a, b) => compare(value(a), value(b)) * (sorted.down ? -1 : 1));
     }
     more.hidden = shown.length <= most;

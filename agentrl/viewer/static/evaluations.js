@@ -21,7 +21,7 @@ export async function evaluationScreen({ parts: [id], query }) {
     el("div", { class: "bar" }, await comparing(id)),
     ...scoreSections(page.results, page.kinds),
     section("Problems and rollouts", searchForm(id, page, { text, kind, benchmark }), problemTable(id, page, rows, caption), rolloutTable(id, page, rows, caption)),
-    el("details", { class: "card" }, el("summary", {}, "Provenance: all settings, versions and hashes"), el("pre", { class: "said" }, JSON.stringify(page.provenance, null, 1))),
+    el("details", { class: "card" }, el("summary", {}, "Provenance: all settings, versions and hashes"), el("pre", { class: "source" }, JSON.stringify(page.provenance, null, 1))),
   ];
   return { title: name, trail: [["Runs", "#/"]], content };
 }
@@ -114,7 +114,7 @@ const outcome = (kind, kinds) => el("span", { class: kind === "correct" ? "tag g
 
 // A choice of another evaluation to compare with, or null if there is none.
 async function comparing(id) {
-  const { evaluations } = await ask("/places");
+  const { evaluations } = await ask("/library");
   const others = evaluations.filter((one) => one.id !== id && one.finished);
   if (!others.length) return null;
   const options = [["", "choose"], ...others.map((one) => [one.id, one.name])];
@@ -154,13 +154,13 @@ export async function rolloutScreen({ parts: [id, index], query, remember }) {
 
 // The turns as rendered Markdown, or as source if `formulas` is null.
 function conversationOf(rollout, problem, formulas) {
-  const shown = (text) => (formulas ? prose(text, formulas) : el("pre", { class: "said" }, visible(text)));
+  const shown = (text) => (formulas ? prose(text, formulas) : el("pre", { class: "source" }, visible(text)));
   const prompt = el("article", { class: "segment prompt" }, el("h3", {}, "prompt"), shown(problem.prompt ?? problem.statement ?? ""));
   let turn = 0;
   const turns = rollout.turns.map(({ origin, text, tokens, reasoning }) => {
-    const thought = reasoning ? [el("pre", { class: "said quiet" }, visible(reasoning))] : [];
+    const thought = reasoning ? [el("pre", { class: "source quiet" }, visible(reasoning))] : [];
     const heading = origin === "model" ? `model, turn ${turn++}` : origin;
-    const body = origin === "model" ? shown(text) : el("pre", { class: "said" }, visible(text.replace(/^\n+|\n+$/g, "")));
+    const body = origin === "model" ? shown(text) : el("pre", { class: "source" }, visible(text.replace(/^\n+|\n+$/g, "")));
     return el("article", { class: `segment ${origin}` }, el("h3", {}, `${heading} · ${number(tokens)} tokens`), ...thought, body);
   });
   return [prompt, ...turns];
@@ -171,7 +171,7 @@ function columnsOf({ info = {} }) {
   const names = Object.keys(info);
   if (!names.length) return null;
   const lines = names.map((name) => `${name}: ${typeof info[name] === "string" ? info[name] : JSON.stringify(info[name])}`);
-  return el("details", { class: "card" }, el("summary", {}, "Columns of the problem"), el("pre", { class: "said" }, visible(lines.join("\n"))));
+  return el("details", { class: "card" }, el("summary", {}, "Columns of the problem"), el("pre", { class: "source" }, visible(lines.join("\n"))));
 }
 
 function scoreSections(results, outcomes) {
@@ -196,9 +196,9 @@ function means(rows) {
 function passes(rows) {
   const ks = [...new Set(rows.flatMap(([, one]) => Object.keys(one.pass)))].sort((a, b) => a - b);
   const chart = el("div", { class: "chart", role: "img", "aria-label": "pass@k" });
-  const series = rows.map(([name, one], place) => {
+  const series = rows.map(([name, one], index) => {
     const points = Object.entries(one.pass).filter(([, value]) => value).map(([k, { value }]) => [Number(k), value]).sort(([a], [b]) => a - b);
-    return { name, x: points.map(([k]) => k), y: points.map(([, value]) => value), ...lineStyle(place) };
+    return { name, x: points.map(([k]) => k), y: points.map(([, value]) => value), ...lineStyle(index) };
   });
   if (ks.length > 1) draw(chart, { series, x: { title: "k", log: true, ticks: ks.map(Number) }, y: { title: "pass@k, unbiased", zero: true } });
   const columns = [{ title: "Benchmark", value: ([name]) => name }, ...ks.map((k) => ({ title: `pass@${k}`, number: true, fraction: true, value: ([, one]) => one.pass[k]?.value }))];
@@ -228,11 +228,11 @@ function kinds(rows, outcomes) {
 export async function comparisonScreen({ parts: [first, second] }) {
   const page = await ask(`/comparisons/${first}/${second}`);
   const names = page.paths.map((path) => path.split("/").at(-1));
-  const said = ["A", "B"].map((letter, place) => el("div", {}, el("dt", {}, letter), el("dd", {}, el("a", { href: `#/evaluation/${[first, second][place]}` }, names[place]), ` ${visible(page.models[place])}`)));
+  const sides = ["A", "B"].map((letter, index) => el("div", {}, el("dt", {}, letter), el("dd", {}, el("a", { href: `#/evaluation/${[first, second][index]}` }, names[index]), ` ${visible(page.models[index])}`)));
   const other = el("a", { href: `#/comparison/${second}/${first}` }, "swap A and B");
   const content = [
     el("h1", {}, `${names[1]} against ${names[0]}`),
-    el("dl", { class: "facts" }, said, other),
+    el("dl", { class: "facts" }, sides, other),
     ...notices(page.notes),
     section("Differences, paired by problem", differenceTable(page)),
     section("Problems", pairedTable(page, first, second)),
@@ -272,5 +272,5 @@ function pairedTable({ problems }, first, second) {
     { title: "B correct", number: true, value: (row) => share(row.second), cell: (row) => link(second, row, row.second) },
     { title: "B − A", number: true, value: gain, cell: (row) => (gain(row) === null ? "–" : signed(gain(row))) },
   ];
-  return table(columns, problems, { caption: `${problems.length} problems`, order: { place: 4, down: false } }).element;
+  return table(columns, problems, { caption: `${problems.length} problems`, order: { index: 4, down: false } }).element;
 }

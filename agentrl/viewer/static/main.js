@@ -19,7 +19,7 @@ const screens = [
   [/^\/comparison\/(\w+)\/(\w+)$/, comparisonScreen],
 ];
 const START = document.body.dataset.start ?? "/"; // an exported page starts with its run or evaluation
-const SETTLED = 200; // milliseconds without a change before the address is updated: browsers limit the rate of updates
+const ADDRESS_DELAY = 200; // milliseconds without a change before the address is updated: browsers limit the rate of updates
 const CHECKED = 10; // seconds between checks that the run of a page without live data still exists
 
 let current = new AbortController();
@@ -65,11 +65,11 @@ function rememberer(path, query, signal, page) {
     for (const [name, value] of Object.entries(values)) value === null || value === "" ? query.delete(name) : query.set(name, value);
     clearTimeout(timer);
     timer = setTimeout(() => {
-      const place = `#${path}${String(query) ? `?${query}` : ""}`;
-      if (signal.aborted || place === (location.hash || "#/")) return;
-      history.replaceState(null, "", place);
-      page.dataset.ready = place;
-    }, SETTLED);
+      const address = `#${path}${String(query) ? `?${query}` : ""}`;
+      if (signal.aborted || address === (location.hash || "#/")) return;
+      history.replaceState(null, "", address);
+      page.dataset.ready = address;
+    }, ADDRESS_DELAY);
   };
 }
 

@@ -15,7 +15,7 @@ export function prose(text, formulas) {
   let end = 0;
   for (const block of text.matchAll(FENCE)) {
     paragraphs(parent, text.slice(end, block.index), formulas);
-    parent.append(el("pre", { class: "said program" }, visible(block[0])));
+    parent.append(el("pre", { class: "source program" }, visible(block[0])));
     end = block.index + block[0].length;
   }
   paragraphs(parent, text.slice(end), formulas);

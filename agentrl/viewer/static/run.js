@@ -89,10 +89,10 @@ export async function runScreen({ parts: [id], query, signal, remember }) {
     const ends = series.extent(state.axis);
     const extent = ends && state.axis === "step" ? [ends[0] - 0.5, ends[1] + 0.5] : ends; // bars are a step wide
     hint.textContent = panels.length ? HINT : "No step is complete yet.";
-    const shared = { link, extent, marks: series.places(facts.alerts, state.axis), onpoint: open };
-    for (const [place, panel] of panels.entries()) {
-      if (!charts.children[place]) charts.append(section("", el("div", { class: "chart" })));
-      const card = charts.children[place];
+    const shared = { link, extent, marks: series.positionsOf(facts.alerts, state.axis), onpoint: open };
+    for (const [index, panel] of panels.entries()) {
+      if (!charts.children[index]) charts.append(section("", el("div", { class: "chart" })));
+      const card = charts.children[index];
       const [title, chart] = card.children;
       if (title.textContent !== panel.title) card.replaceChildren(title, chart, ...[meanings(linesOf(panel, series).map(([name]) => name))].filter(Boolean));
       title.textContent = panel.title;
@@ -158,7 +158,7 @@ export function metricLine(metric, series, { axis, window }, less = []) {
   const [names, ends] = INTERVALS[metric] ?? [];
   if (names && window === 1 && !line.low) {
     const beside = names.map((name) => series.beside(name, series.curves[metric].axis));
-    const both = line.y.map((value, place) => (value === null ? [null, null] : ends(value, ...beside.map((values) => values[place] ?? undefined))));
+    const both = line.y.map((value, index) => (value === null ? [null, null] : ends(value, ...beside.map((values) => values[index] ?? undefined))));
     [line.low, line.high] = [both.map(([low]) => low), both.map(([, high]) => high)];
   }
   return { ...line, custom: line.steps };
@@ -209,8 +209,8 @@ function alertList(alerts, id) {
 // The lines of a panel for the run's metrics: [metric, label, metrics to subtract].
 function linesOf(panel, series) {
   if (panel.prefix) {
-    const found = series.names.filter((name) => name.startsWith(panel.prefix) && name in series.curves);
-    return found.sort((a, b) => USUAL.includes(b) - USUAL.includes(a)).map((name) => [name, words(name.slice(panel.prefix.length)), []]);
+    const names = series.names.filter((name) => name.startsWith(panel.prefix) && name in series.curves);
+    return names.sort((a, b) => USUAL.includes(b) - USUAL.includes(a)).map((name) => [name, words(name.slice(panel.prefix.length)), []]);
   }
   return panel.lines.filter(([name]) => name in series.curves).map(([name, less = [], rest]) => [name, rest ?? labelOf(name), less]);
 }
@@ -226,14 +226,14 @@ function latest(panel, series) {
 
 function chartOf(panel, series, state) {
   const lines = linesOf(panel, series);
-  const found = lines.map(([name, label, less], place) => {
+  const curves = lines.map(([name, label, less], index) => {
     const line = metricLine(name, series, panel.stacked ? { ...state, window: 1 } : state, less);
     // Over hours, a bar lies where its step lay: from the end of the step before to its own end.
     const edges = panel.stacked && state.axis === "hours" ? { left: [0, ...line.x.slice(0, -1)], right: line.x } : {};
-    return { name: label, ...line, ...edges, color: lineStyle(place).color, dash: panel.stacked ? "" : lineStyle(place).dash };
+    return { name: label, ...line, ...edges, color: lineStyle(index).color, dash: panel.stacked ? "" : lineStyle(index).dash };
   });
   const y = { title: panel.unit ?? unitOf(lines.map(([name]) => name)), log: panel.log, zero: panel.zero };
-  return { series: found, stacked: panel.stacked, share: panel.share, x: { title: axisTitle(state), whole: state.axis === "step" }, y };
+  return { series: curves, stacked: panel.stacked, share: panel.share, x: { title: axisTitle(state), whole: state.axis === "step" }, y };
 }
 
 function settingsOf(facts) {

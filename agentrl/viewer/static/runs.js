@@ -1,6 +1,6 @@
 // The page of all runs: overlaid curves, a table, the evaluations, and the settings in which the shown runs differ.
 
-import { draw, lineMark, lineStyle, LOOKS } from "./charts.js";
+import { draw, lineMark, lineStyle, LINE_STYLES } from "./charts.js";
 import { ask, every, loadCatalogue, meanings, Series, unitOf } from "./data.js";
 import { choice, duration, el, interval, notices, number, section, table, visible, words } from "./dom.js";
 import { axisTitle, curveChoices, curveState, metricLine, metricsOf, progress, resultText, stateTag } from "./run.js";
@@ -8,28 +8,28 @@ import { axisTitle, curveChoices, curveState, metricLine, metricsOf, progress, r
 const FIRST = "reward/mean";
 const SHOWN_AT_FIRST = 8; // the number of colours
 const REFRESH = 5; // seconds
-const STORED_PLACES = "places of runs among the colours";
+const STORED_STYLES = "line styles of runs";
 
 export async function runsScreen({ query, signal, remember }) {
   await loadCatalogue();
   const state = { ...curveState(query), search: query.get("search") ?? "" };
   state.metric ||= FIRST;
-  const asked = query.get("runs")?.split("~").slice(0, LOOKS);
+  const asked = query.get("runs")?.split("~").slice(0, LINE_STYLES);
   const chosen = new Set(asked); // in order of selection, so that earlier runs keep their colours
-  const places = storedPlaces();
+  const styles = storedStyles();
   const series = new Map();
   const [runs, rows, evaluations] = [[], [], []];
   const chart = el("div", { class: "chart", role: "img", "aria-label": "Curves of the chosen runs" });
   const [metrics, about, differing, troubles, scores] = [el("div"), el("div"), el("div"), el("div"), el("div")];
-  const style = (run) => lineStyle(places.get(run.id));
+  const style = (run) => lineStyle(styles.get(run.id));
   const shown = () => [...chosen].map((id) => runs.find((run) => run.id === id)).filter(Boolean);
-  const full = () => shown().length >= LOOKS;
+  const full = () => shown().length >= LINE_STYLES;
   const toggle = (run) => (event) => {
     if (event.target.checked) chosen.add(run.id);
     else chosen.delete(run.id);
     state.picked = true;
     remember({ runs: [...chosen].join("~") });
-    assignPlaces(places, shown());
+    assignStyles(styles, shown());
     list();
     settings();
     return curves();
@@ -51,17 +51,17 @@ export async function runsScreen({ query, signal, remember }) {
   // Reads the list of runs. Returns true if anything in it has changed.
   async function read() {
     const before = JSON.stringify([runs, evaluations]);
-    const found = await ask("/places");
-    runs.splice(0, Infinity, ...found.runs.filter((run) => !run.problem));
-    evaluations.splice(0, Infinity, ...found.evaluations);
+    const answer = await ask("/library");
+    runs.splice(0, Infinity, ...answer.runs.filter((run) => !run.problem));
+    evaluations.splice(0, Infinity, ...answer.evaluations);
     runs.filter((run) => !series.has(run.id)).forEach((run) => series.set(run.id, new Series(run.id)));
     if (!asked && !state.picked) {
       const newest = [...runs].sort((a, b) => b.modified - a.modified).slice(0, SHOWN_AT_FIRST).map((run) => run.id);
       [...chosen].filter((id) => !newest.includes(id)).forEach((id) => chosen.delete(id));
       newest.sort().forEach((id) => chosen.add(id));
     }
-    assignPlaces(places, shown());
-    troubles.replaceChildren(...notices([...found.runs, ...found.evaluations].flatMap((one) => [one.problem, ...(one.problems ?? [])].filter(Boolean).map((text) => `${one.name}: ${text}`))));
+    assignStyles(styles, shown());
+    troubles.replaceChildren(...notices([...answer.runs, ...answer.evaluations].flatMap((one) => [one.problem, ...(one.problems ?? [])].filter(Boolean).map((text) => `${one.name}: ${text}`))));
     return JSON.stringify([runs, evaluations]) !== before;
   }
 
@@ -79,7 +79,7 @@ export async function runsScreen({ query, signal, remember }) {
 
   function list() {
     rows.splice(0, Infinity, ...runs.filter((run) => `${run.name}\n${run.notes}`.toLowerCase().includes(state.search.toLowerCase())));
-    runTable.element.querySelector("caption").textContent = `${rows.length} of ${runs.length} runs${full() ? `. At most ${LOOKS} curves are shown, because more cannot be distinguished: remove one to add another` : ""}`;
+    runTable.element.querySelector("caption").textContent = `${rows.length} of ${runs.length} runs${full() ? `. At most ${LINE_STYLES} curves are shown, because more cannot be distinguished: remove one to add another` : ""}`;
     runTable.fill();
   }
 
@@ -120,26 +120,26 @@ export async function runsScreen({ query, signal, remember }) {
 
 // Assigns a line style to every run in `shown`. A run keeps its style unless an earlier run has it, and otherwise gets the
 // first free one, so up to eight runs have different colours.
-function assignPlaces(places, shown) {
+function assignStyles(styles, shown) {
   const taken = new Set();
   const most = Math.max(SHOWN_AT_FIRST, shown.length);
-  const keeps = (run) => places.get(run.id) < most && !taken.has(places.get(run.id)) && taken.add(places.get(run.id));
+  const keeps = (run) => styles.get(run.id) < most && !taken.has(styles.get(run.id)) && taken.add(styles.get(run.id));
   for (const run of shown.filter((each) => !keeps(each))) {
-    let place = 0;
-    while (taken.has(place)) place++;
-    places.set(run.id, place);
-    taken.add(place);
+    let index = 0;
+    while (taken.has(index)) index++;
+    styles.set(run.id, index);
+    taken.add(index);
   }
   try {
-    localStorage.setItem(STORED_PLACES, JSON.stringify([...places]));
+    localStorage.setItem(STORED_STYLES, JSON.stringify([...styles]));
   } catch {
     // Without storage, colours are assigned again at the next visit.
   }
 }
 
-function storedPlaces() {
+function storedStyles() {
   try {
-    return new Map(JSON.parse(localStorage.getItem(STORED_PLACES)) ?? []);
+    return new Map(JSON.parse(localStorage.getItem(STORED_STYLES)) ?? []);
   } catch {
     return new Map();
   }
@@ -149,8 +149,8 @@ function storedPlaces() {
 function alertMark({ alerts }) {
   if (!alerts.length) return null;
   const worst = alerts.find(({ alert }) => alert.endsWith("_collapse")) ?? alerts[0];
-  const said = alerts.map(({ alert, step, message }) => `step ${step}: ${words(alert)}: ${message}`).join("\n");
-  return el("span", { class: "tag bad", title: said }, `⚠ ${words(worst.alert)}${alerts.length > 1 ? ` +${alerts.length - 1}` : ""}`);
+  const messages = alerts.map(({ alert, step, message }) => `step ${step}: ${words(alert)}: ${message}`).join("\n");
+  return el("span", { class: "tag bad", title: messages }, `⚠ ${words(worst.alert)}${alerts.length > 1 ? ` +${alerts.length - 1}` : ""}`);
 }
 
 function evaluationTable(evaluations) {

@@ -85,17 +85,17 @@ export class TokenView {
   segment({ pieces, token_ids: ids, special, text }) {
     const specials = new Set(special);
     const whole = pieces.every((piece) => piece !== null) && pieces.join("").startsWith(text);
-    const box = el("div", { class: "said tokens", tabIndex: 0, role: "group", "aria-label": "Model tokens; arrow keys move between them" });
+    const box = el("div", { class: "source tokens", tabIndex: 0, role: "group", "aria-label": "Model tokens; arrow keys move between them" });
     let length = 0;
-    pieces.forEach((piece, place) => {
+    pieces.forEach((piece, index) => {
       const past = whole && length >= text.length && piece !== "";
-      const kind = specials.has(place) ? "special" : past ? "past" : "";
+      const kind = specials.has(index) ? "special" : past ? "past" : "";
       length += (piece ?? "").length;
       const item = document.createElement("i");
-      item.append(...textOf(piece, ids[place]));
+      item.append(...textOf(piece, ids[index]));
       if (kind) item.className = kind;
       item.dataset.index = this.items.length;
-      this.items.push({ item, piece, id: ids[place], past, special: specials.has(place) });
+      this.items.push({ item, piece, id: ids[index], past, special: specials.has(index) });
       box.append(item);
     });
     const first = this.items.length - pieces.length;

@@ -37,10 +37,10 @@ export async function trajectoriesScreen({ parts: [id], query }) {
   course.hidden = true;
 
   async function next() {
-    const found = await ask(`/runs/${id}/trajectories`, { ...asked, after });
-    rows.push(...found.rows);
-    after = found.next ?? "";
-    problems.append(...notices(found.problems));
+    const answer = await ask(`/runs/${id}/trajectories`, { ...asked, after });
+    rows.push(...answer.rows);
+    after = answer.next ?? "";
+    problems.append(...notices(answer.problems));
     more.hidden = !after;
     status.textContent = `${rows.length} trajectories${after ? `, so far: searched up to step ${after.split(":")[0]}` : ""}`;
     shown.fill();
@@ -60,15 +60,15 @@ export async function trajectoriesScreen({ parts: [id], query }) {
     const points = { name: "trajectories", points: true, color: lineStyle(0).color, x: ordered.map((row) => row.step), y: ordered.map((row) => row.reward), custom: ordered.map((row) => `${row.step}/${row.number}`) };
     const line = { name: "mean", color: lineStyle(1).color, x: steps, y: steps.map(mean) };
     course.hidden = false;
-    draw(course.querySelector(".chart"), { series: [points, line], x: { title: "step", whole: true }, y: { title: "reward" }, onpoint: (place) => (location.hash = `#/run/${id}/${place}`) });
+    draw(course.querySelector(".chart"), { series: [points, line], x: { title: "step", whole: true }, y: { title: "reward" }, onpoint: (trajectory) => (location.hash = `#/run/${id}/${trajectory}`) });
   }
 
   await next();
   const steps = asked.first && asked.first === asked.last ? `Step ${asked.first}` : "Trajectories";
   const name = facts.path.split("/").at(-1);
-  const found = el("section", { class: "card" }, el("div", { class: "found" }, el("div", {}, status, more), chart), shown.element);
+  const results = el("section", { class: "card" }, el("div", { class: "results" }, el("div", {}, status, more), chart), shown.element);
   const heading = el("div", { class: "heading" }, el("h1", {}, `${steps} of ${name}`), neighbours(id, asked, facts.trajectory_steps));
-  return { title: steps, trail: [["Runs", "#/"], [name, `#/run/${id}`]], content: [heading, filters(id, asked), problems, course, found] };
+  return { title: steps, trail: [["Runs", "#/"], [name, `#/run/${id}`]], content: [heading, filters(id, asked), problems, course, results] };
 }
 
 // A histogram of rewards with at most twenty bars. `onbar` is called with the least and greatest reward of a clicked bar.
@@ -88,8 +88,8 @@ function histogram(rewards, onbar) {
 }
 
 function go(id, values) {
-  const given = Object.entries(values).filter(([, value]) => value !== "");
-  location.hash = `#/run/${id}/trajectories?${new URLSearchParams(given)}`;
+  const present = Object.entries(values).filter(([, value]) => value !== "");
+  location.hash = `#/run/${id}/trajectories?${new URLSearchParams(present)}`;
 }
 
 function neighbours(id, asked, steps) {
@@ -106,7 +106,7 @@ function filters(id, asked) {
   const inputs = FIELDS.map(([name, label, kind]) => {
     const value = asked[name] ?? "";
     const input = Array.isArray(kind)
-      ? el("select", { name }, [["", "any"], ...kind.map((each) => [each, words(each)])].map(([given, text]) => el("option", { value: given, selected: given === value }, text)))
+      ? el("select", { name }, [["", "any"], ...kind.map((each) => [each, words(each)])].map(([option, text]) => el("option", { value: option, selected: option === value }, text)))
       : el("input", { name, type: kind, value, step: "any", size: kind === "number" ? 6 : 20 });
     return el("label", { class: kind === "search" ? "field grow" : "field" }, el("span", {}, label), input);
   });

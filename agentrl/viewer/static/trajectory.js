@@ -2,15 +2,15 @@
 
 import { draw, drawable, lineStyle, Link } from "./charts.js";
 import { ask, isExported } from "./data.js";
-import { choice, el, factList, notices, number, said, section, visible, words } from "./dom.js";
+import { choice, el, factList, notices, number, withOptions, section, visible, words } from "./dom.js";
 import { gradientOf, isConstant, TOKEN_FIELDS, TokenView } from "./tokens.js";
 import { verdict } from "./trajectories.js";
 import { whatIf } from "./what_if.js";
 
 const fieldName = (name) => TOKEN_FIELDS[name]?.[0] ?? name;
 
-export async function trajectoryScreen({ parts: [id, step, place], query, remember }) {
-  const page = await ask(`/runs/${id}/steps/${step}/${place}`);
+export async function trajectoryScreen({ parts: [id, step, trajectory], query, remember }) {
+  const page = await ask(`/runs/${id}/steps/${step}/${trajectory}`);
   const { row, fields } = page;
   const known = () => Object.keys(TOKEN_FIELDS).filter((name) => name in fields);
   const label = (name) => `${fieldName(name)}${isConstant(fields[name]) ? " (constant)" : ""}`;
@@ -18,7 +18,7 @@ export async function trajectoryScreen({ parts: [id, step, place], query, rememb
   const state = { field: asked ?? known().find((name) => !isConstant(fields[name])) ?? known()[0], rank: 0, down: true };
   const panel = el("aside", { class: "card panel idle", "aria-live": "off" }, el("p", { class: "quiet" }, "Point at a token, or move with the arrow keys."));
   const legend = el("div", { class: "scale" });
-  const explain = explainer(page, `/runs/${id}/steps/${step}/${place}`);
+  const explain = explainer(page, `/runs/${id}/steps/${step}/${trajectory}`);
   const view = new TokenView((index, token, passing) => {
     describe(panel, page, state, index, token, explain);
     if (!passing) remember({ token: index });
@@ -40,8 +40,8 @@ export async function trajectoryScreen({ parts: [id, step, place], query, rememb
   };
   const button = (text, down) => el("button", { class: "act", type: "button", onclick: () => jump(down) }, text);
   const fieldChoice = choice("Colour by", known().map((name) => [name, label(name)]), state.field, (name) => (colour(name), remember({ field: name })));
-  const take = (found) => {
-    Object.assign(fields, found);
+  const take = (values) => {
+    Object.assign(fields, values);
     const options = known().map((name) => el("option", { value: name }, label(name)));
     fieldChoice.querySelector("select").replaceChildren(...options);
     fieldChoice.querySelector("select").value = "what_if_advantages";
@@ -50,17 +50,17 @@ export async function trajectoryScreen({ parts: [id, step, place], query, rememb
   const controls = el("div", { class: "bar" }, fieldChoice, button("Largest", true), button("Smallest", false), legend);
   if (state.field) colour(state.field);
 
-  const untold = page.tokenizer ? [] : ["The run has no tokenizer, so tokens are shown by their ids."];
+  const unknown = page.tokenizer ? [] : ["The run has no tokenizer, so tokens are shown by their ids."];
   const without = page.fields.advantages || page.problems.length ? [] : [reasonFor(row)];
-  const title = `${step} / ${place}`;
+  const title = `${step} / ${trajectory}`;
   const content = [
-    el("h1", {}, `Trajectory ${place} of step ${step}`),
+    el("h1", {}, `Trajectory ${trajectory} of step ${step}`),
     aboutTrajectory(page, id),
-    ...notices([...page.problems, ...untold, ...without]),
+    ...notices([...page.problems, ...unknown, ...without]),
     el("div", { class: "reading" }, section("Conversation", controls, conversation), panel),
-    section("Siblings along their tokens", ...siblingCharts(page, place)),
-    whatIf(page, { id, step, number: place }, take),
-    section("The group side by side", siblingCards(page, id, step, place)),
+    section("Siblings along their tokens", ...siblingCharts(page, trajectory)),
+    whatIf(page, { id, step, number: trajectory }, take),
+    section("The group side by side", siblingCards(page, id, step, trajectory)),
   ];
   const ready = () => query.get("token") && view.choose(Number(query.get("token")), { scroll: "center" });
   return { title, trail: [["Runs", "#/"], [page.run, `#/run/${id}`], [`Step ${step}`, `#/run/${id}/trajectories?first=${step}&last=${step}`]], content, ready };
@@ -81,7 +81,7 @@ function aboutTrajectory({ row, problem, facts }, id) {
     ["Ended", words(row.ended)],
     ["Turns", row.turns],
     ["Seconds", number(row.seconds)],
-    ["Estimator", facts ? said(facts.estimator, facts.estimator_options) : "–"],
+    ["Estimator", facts ? withOptions(facts.estimator, facts.estimator_options) : "–"],
   ];
   return factList(pairs);
 }
@@ -95,7 +95,7 @@ function conversationOf(page, view) {
     const count = `${number(segment.token_ids.length)} tokens`;
     const call = segment.origin === "observation" ? calls.shift() : undefined;
     const tool = call ? [" · ", el("span", { class: call.outcome === "ok" ? "tag good" : "tag bad" }, words(call.outcome)), ` ${number(call.seconds)} s${exitStatus(call.exit_code)}${call.truncated ? ", trimmed" : ""}`] : [];
-    const body = segment.origin === "model" ? view.segment(segment) : el("pre", { class: "said" }, visible(textOf(segment)));
+    const body = segment.origin === "model" ? view.segment(segment) : el("pre", { class: "source" }, visible(textOf(segment)));
     return el("article", { class: `segment ${segment.origin}` }, el("h3", {}, `${heading} · ${count}`, ...tool), body);
   });
 }
@@ -115,21 +115,21 @@ function explainer(page, address) {
   const positions = [];
   let position = 0;
   for (const { origin, token_ids: ids } of page.segments) {
-    if (origin === "model") ids.forEach((_, place) => positions.push(position + place));
+    if (origin === "model") ids.forEach((_, offset) => positions.push(position + offset));
     position += ids.length;
   }
   return (index) => {
-    const told = el("div", { "aria-live": "polite" });
-    const tell = async (event) => {
+    const output = el("div", { "aria-live": "polite" });
+    const show = async (event) => {
       event.target.disabled = true;
       try {
         const lines = await ask(`${address}/tokens/${positions[index]}`);
-        told.replaceChildren(el("pre", { class: "said" }, visible(lines.join("\n"))));
+        output.replaceChildren(el("pre", { class: "source" }, visible(lines.join("\n"))));
       } catch (error) {
-        told.replaceChildren(...notices([error.message]));
+        output.replaceChildren(...notices([error.message]));
       }
     };
-    return el("div", {}, el("button", { class: "act", type: "button", onclick: tell }, "Explain its gradient"), told);
+    return el("div", {}, el("button", { class: "act", type: "button", onclick: show }, "Explain its gradient"), output);
   };
 }
 
@@ -163,12 +163,12 @@ const CURVES = [
 ];
 
 // Charts of energy, baseline and advantage over the model tokens, for the trajectories of the group.
-function siblingCharts(page, place) {
+function siblingCharts(page, trajectory) {
   const trained = page.siblings.filter((sibling) => sibling.curves);
   if (!trained.length) return [el("p", { class: "quiet" }, "No trajectory of the group has token statistics.")];
   const link = new Link();
   const most = Math.max(...trained.map((sibling) => sibling.index.at(-1) ?? 0));
-  const drawn = drawable(trained, (sibling) => sibling.number === Number(place));
+  const drawn = drawable(trained, (sibling) => sibling.number === Number(trajectory));
   const fewer = drawn.length < trained.length ? [el("p", { class: "hint" }, `${drawn.length} of ${trained.length} trajectories are shown, because more lines cannot be distinguished.`)] : [];
   const charts = CURVES.map(([name, title], row) => {
     const chart = el("div", { class: "chart", role: "img", "aria-label": `${title} of the siblings` });
@@ -177,7 +177,7 @@ function siblingCharts(page, place) {
       x: sibling.index,
       y: sibling.curves[name],
       held: true,
-      width: sibling.number === Number(place) ? 3 : 1.2,
+      width: sibling.number === Number(trajectory) ? 3 : 1.2,
       ...lineStyle(at),
     }));
     draw(chart, { series, link, extent: [0, most], height: 150, x: { title: row === CURVES.length - 1 ? "model token" : "", whole: true }, y: { title } });
@@ -186,9 +186,9 @@ function siblingCharts(page, place) {
   return [...fewer, ...charts];
 }
 
-function siblingCards(page, id, step, place) {
+function siblingCards(page, id, step, trajectory) {
   const cards = page.siblings.map((sibling) => {
-    const here = sibling.number === Number(place);
+    const here = sibling.number === Number(trajectory);
     const title = el("a", { href: `#/run/${id}/${step}/${sibling.number}`, "aria-current": here ? "true" : null }, `Trajectory ${sibling.number}`);
     const facts = `reward ${number(sibling.reward)} · ${words(sibling.ended)} · ${sibling.tokens} tokens${sibling.dropped ? ` · not trained: ${sibling.dropped}` : ""}`;
     return el("article", { class: here ? "here" : "" }, title, el("div", { class: "hint" }, facts), el("pre", {}, visible(sibling.text)));

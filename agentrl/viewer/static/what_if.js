@@ -1,9 +1,9 @@
 // The stored group under another estimator, computed on the viewer's machine: curves beside those of training, and values
 // for the tokens of the open trajectory.
 
-import { draw, drawable, lineStyle, LOOKS, Link } from "./charts.js";
+import { draw, drawable, lineStyle, LINE_STYLES, Link } from "./charts.js";
 import { ask, isExported } from "./data.js";
-import { choice, el, notices, number, said, section, table, words } from "./dom.js";
+import { choice, el, notices, number, withOptions, section, table, words } from "./dom.js";
 
 const CURVES = [
   ["baselines", "baseline"],
@@ -13,7 +13,7 @@ const CURVES = [
 const TRAINED = lineStyle(2).dash; // dots
 
 // `onfound` is called with the values of the trajectory's tokens by field, named as in TOKEN_FIELDS.
-export function whatIf(page, { id, step, number: place }, onfound) {
+export function whatIf(page, { id, step, number: trajectory }, onfound) {
   if (!page.fields.advantages || isExported) return null;
   const body = el("div", {}, el("p", { class: "hint" }, "The first computation takes some seconds: it loads torch and the run's plug-ins."));
   const button = el("button", { class: "act", type: "button", onclick: () => open() }, "Choose an estimator");
@@ -37,7 +37,7 @@ export function whatIf(page, { id, step, number: place }, onfound) {
     const pick = (name) => options.replaceChildren(...estimators[name].map((form) => inputOf(form, page.facts.estimator_options[form.name])));
     const first = page.facts.estimator in estimators ? page.facts.estimator : Object.keys(estimators)[0];
     const estimator = choice("Estimator", Object.keys(estimators).map((name) => [name, name]), first, pick);
-    const sizes = [...Array(size).keys()].map((place) => [String(size - place), String(size - place)]);
+    const sizes = [...Array(size).keys()].map((index) => [String(size - index), String(size - index)]);
     const rollouts = choice("N: rollouts of the group", sizes, String(size), () => {});
     pick(first);
     const submit = async (event) => {
@@ -46,9 +46,9 @@ export function whatIf(page, { id, step, number: place }, onfound) {
       try {
         const name = estimator.querySelector("select").value;
         const query = { estimator: name, options: JSON.stringify(valuesOf(options)), size: rollouts.querySelector("select").value };
-        const found = await ask(`/runs/${id}/steps/${step}/${place}/what_if`, query);
-        result.replaceChildren(...shown(page, found, place));
-        onfound(found.fields);
+        const answer = await ask(`/runs/${id}/steps/${step}/${trajectory}/what_if`, query);
+        result.replaceChildren(...shown(page, answer, trajectory));
+        onfound(answer.fields);
       } catch (error) {
         result.replaceChildren(...notices([error.message]));
       }
@@ -59,8 +59,8 @@ export function whatIf(page, { id, step, number: place }, onfound) {
   return section("What if: the group under another estimator", body);
 }
 
-function inputOf({ name, default: standard, choices }, own) {
-  const value = own === undefined ? standard : own;
+function inputOf({ name, default: standard, choices }, ofRun) {
+  const value = ofRun === undefined ? standard : ofRun;
   if (choices.length) {
     const label = choice(words(name), choices.map((each) => [JSON.stringify(each), words(each ?? "none")]), JSON.stringify(value), () => {});
     label.querySelector("select").name = name;
@@ -70,30 +70,30 @@ function inputOf({ name, default: standard, choices }, own) {
 }
 
 function valuesOf(options) {
-  const found = {};
+  const values = {};
   for (const input of options.querySelectorAll("[name]")) {
     try {
-      found[input.name] = JSON.parse(input.value);
+      values[input.name] = JSON.parse(input.value);
     } catch {
-      found[input.name] = input.value;
+      values[input.name] = input.value;
     }
   }
-  return found;
+  return values;
 }
 
-function shown(page, found, place) {
+function shown(page, answer, trajectory) {
   const before = new Map(page.siblings.map((sibling) => [sibling.number, sibling]));
-  const drawn = drawable(found.siblings, (sibling) => sibling.number === Number(place), LOOKS / 2); // the other half is dotted, for training
-  const fewer = drawn.length < found.siblings.length ? ` ${drawn.length} of ${found.siblings.length} trajectories are shown, because more lines cannot be distinguished.` : "";
+  const drawn = drawable(answer.siblings, (sibling) => sibling.number === Number(trajectory), LINE_STYLES / 2); // the other half is dotted, for training
+  const fewer = drawn.length < answer.siblings.length ? ` ${drawn.length} of ${answer.siblings.length} trajectories are shown, because more lines cannot be distinguished.` : "";
   const link = new Link();
   const charts = CURVES.map(([name, title], row) => {
     const chart = el("div", { class: "chart", role: "img", "aria-label": `${title} under the other estimator and in training` });
     const series = drawn.flatMap((sibling, at) => {
-      const look = { color: lineStyle(at).color, width: sibling.number === Number(place) ? 2.6 : 1.1, held: true };
+      const style = { color: lineStyle(at).color, width: sibling.number === Number(trajectory) ? 2.6 : 1.1, held: true };
       const trained = before.get(sibling.number);
       return [
-        { name: String(sibling.number), unnamed: true, x: trained.index, y: trained.curves[name], ...look, dash: TRAINED },
-        { name: String(sibling.number), x: sibling.index, y: sibling[name], ...look },
+        { name: String(sibling.number), unnamed: true, x: trained.index, y: trained.curves[name], ...style, dash: TRAINED },
+        { name: String(sibling.number), x: sibling.index, y: sibling[name], ...style },
       ];
     });
     draw(chart, { series, link, height: 180, x: { title: row === CURVES.length - 1 ? "model token" : "", whole: true }, y: { title } });
@@ -103,8 +103,8 @@ function shown(page, found, place) {
     { title: "Trajectory", number: true, value: (sibling) => sibling.number },
     { title: "Reward", number: true, value: (sibling) => before.get(sibling.number).reward },
     { title: "Mean advantage in training", number: true, fraction: true, value: (sibling) => before.get(sibling.number).mean_advantage },
-    { title: `Mean advantage by ${found.estimator}`, number: true, fraction: true, value: (sibling) => sibling.mean },
+    { title: `Mean advantage by ${answer.estimator}`, number: true, fraction: true, value: (sibling) => sibling.mean },
   ];
-  const power = `Gradient power of these trajectories: ${number(found.power)}, in training ${number(found.power_before)} (the diagonal proxy of the variance). Solid: ${said(found.estimator, found.options)}; dotted: training.${fewer}`;
-  return [el("p", { class: "hint", "data-power": found.power }, power), ...charts, table(columns, found.siblings, { caption: "The group under both estimators" }).element];
+  const power = `Gradient power of these trajectories: ${number(answer.power)}, in training ${number(answer.power_before)} (the diagonal proxy of the variance). Solid: ${withOptions(answer.estimator, answer.options)}; dotted: training.${fewer}`;
+  return [el("p", { class: "hint", "data-power": answer.power }, power), ...charts, table(columns, answer.siblings, { caption: "The group under both estimators" }).element];
 }
