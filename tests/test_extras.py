@@ -26,6 +26,10 @@ def metrics_of_a_run(folder: Path) -> object:
     return Run(folder).metrics
 
 
+def upload_of_a_run(folder: Path) -> object:
+    return Run(folder).push_to_hub("owner/name")
+
+
 def a_study(folder: Path) -> object:
     return study_command(
         folder / "study.yaml",
@@ -41,7 +45,12 @@ def a_study(folder: Path) -> object:
 
 @pytest.mark.parametrize(
     ("package", "extra", "use"),
-    [("datasets", "hub", rows_of_a_data_set), ("pandas", "frames", metrics_of_a_run), ("scipy", "lab", a_study)],
+    [
+        ("datasets", "hub", rows_of_a_data_set),
+        ("huggingface_hub", "hub", upload_of_a_run),
+        ("pandas", "frames", metrics_of_a_run),
+        ("scipy", "lab", a_study),
+    ],
 )
 def test_a_missing_package_is_named_with_its_extra(
     package: str, extra: str, use: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import yaml
 
-from agentrl.errors import SettingsError, require_package
+from agentrl.errors import SettingsError, WorldError, require_package
 from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.formats import Results
 from agentrl.evaluation.transcripts import Transcript
@@ -23,6 +23,43 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from agentrl.trajectory import Trajectory
+    from agentrl_envs.types import Ended, Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One attempt at a problem. ``print`` shows its text."""
+
+    trajectories: tuple[Trajectory, ...]
+    """One token sequence; several if the rollout branched, in order. The last one carries the reward."""
+
+    @property
+    def problem(self) -> Problem:
+        """The problem that was attempted."""
+        return self.trajectories[-1].problem
+
+    @property
+    def reward(self) -> float:
+        """The rollout's total reward."""
+        return self.trajectories[-1].reward
+
+    @property
+    def ended(self) -> Ended:
+        """How the rollout ended."""
+        return self.trajectories[-1].ended
+
+    @property
+    def excluded(self) -> bool:
+        """True if it ended for reasons outside the policy: it enters no reward, baseline or average."""
+        return self.trajectories[-1].no_data
+
+    @property
+    def model_tokens(self) -> int:
+        """The number of tokens that the model wrote, over all branches."""
+        return sum(item.model_tokens for item in self.trajectories)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.trajectories))
 
 
 @dataclass(frozen=True)
@@ -98,6 +135,18 @@ class Run:
             for record in self._files.read_trajectories(one):
                 yield Trajectory.from_record(record)
 
+    def rollouts(self, step: int | None = None) -> Iterator[Rollout]:
+        """The rollouts of one step, or of all stored steps in order, one in memory at a time.
+
+        Raises SettingsError as :meth:`trajectories` does.
+        """
+        branches: list[Trajectory] = []
+        for trajectory in self.trajectories(step):  # the branches of a rollout follow each other
+            branches.append(trajectory)
+            if trajectory.is_last_branch:
+                yield Rollout(trajectories=tuple(branches))
+                branches = []
+
     def steps(self) -> list[int]:
         """The steps whose trajectories are stored."""
         return self._files.trajectory_steps()
@@ -128,6 +177,40 @@ class Run:
         frame = pd.concat(frames)
         narrow = frame.select_dtypes(np.float16).columns  # pandas overflows when it prints float16
         return frame.astype(dict.fromkeys(narrow, np.float32))
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        revision: str | None = None,
+        commit_message: str | None = None,
+        token: str | None = None,
+        endpoint: str | None = None,
+    ) -> str:
+        """Upload the trained model with its tokenizer and model card to the Hugging Face Hub. Returns the commit's URL.
+
+        The model repository ``repo_id`` ("owner/name") is created if it does not exist, ``private`` or as the owner's
+        default. ``token`` and ``endpoint`` default to those of `huggingface_hub` (HF_TOKEN, HF_ENDPOINT).
+
+        Raises SettingsError if the run has not finished or ``repo_id`` is not valid, and WorldError if the upload
+        fails.
+        """
+        require_package("huggingface_hub", extra="hub", purpose="Run.push_to_hub")
+        import httpx
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HFValidationError
+
+        policy, api = self.policy, HfApi(endpoint=endpoint, token=token)
+        try:
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            message = commit_message or f"Policy of the agentrl run {self.name}"
+            commit = api.upload_folder(repo_id=repo_id, folder_path=policy, revision=revision, commit_message=message)
+        except HFValidationError as error:
+            raise SettingsError(f"repo_id={repo_id!r}: {error}") from error
+        except (httpx.HTTPError, OSError) as error:
+            raise WorldError(f"cannot upload {policy} to {repo_id}: {error}") from error
+        return commit.commit_url
 
     @property
     def _files(self) -> RunDirectory:
