@@ -130,7 +130,7 @@ class Trajectory:
             raise TrajectoryError(f"branch {self.branch} of {self.branches}")
         if not -1 <= self.parent < self.branches or self.parent == self.branch or (self.parent >= 0) != (self.fork > 0):
             raise TrajectoryError(f"branch {self.branch} forks behind {self.fork} tokens of branch {self.parent}")
-        if self.no_data:
+        if self.is_excluded:
             return
         if not self.prompt_ids:
             raise TrajectoryError(f"a trajectory that ended {self.ended} without a prompt")
@@ -187,7 +187,7 @@ class Trajectory:
         return self.branch == self.branches - 1
 
     @property
-    def no_data(self) -> bool:
+    def is_excluded(self) -> bool:
         """True when it failed for reasons outside the policy: in no reward, no baseline, no average."""
         return self.ended.is_excluded or (self.verdict is not None and self.verdict.is_excluded)
 

@@ -128,7 +128,7 @@ def played(run: Path, step: int) -> list[list[Trajectory]]:
     groups: dict[int, list[Trajectory]] = {}
     for record in RunDirectory(run).read_trajectories(step):
         item = Trajectory.from_record(record)
-        if not item.no_data:
+        if not item.is_excluded:
             groups.setdefault(item.group, []).append(item)
     return [*groups.values()]
 

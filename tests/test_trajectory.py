@@ -84,7 +84,7 @@ def test_a_trajectory_has_a_prompt_and_a_turn_of_the_model() -> None:
     with pytest.raises(TrajectoryError, match="model token"):
         trajectory(observed(1))
     # What failed before its first turn is still recorded.
-    assert trajectory(prompt_ids=(), ended=Ended.INFRASTRUCTURE_FAILURE).no_data
+    assert trajectory(prompt_ids=(), ended=Ended.INFRASTRUCTURE_FAILURE).is_excluded
 
 
 def test_the_worked_example() -> None:
@@ -98,7 +98,7 @@ def test_the_worked_example() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "no_data"),
+    ("changes", "is_excluded"),
     [
         ({"ended": Ended.CANCELLED}, True),
         ({"ended": Ended.INFRASTRUCTURE_FAILURE}, True),
@@ -110,8 +110,8 @@ def test_the_worked_example() -> None:
         ({"ended": Ended.VOID_TURN}, False),
     ],
 )
-def test_only_what_failed_outside_the_policy_is_no_data(changes: dict[str, Any], no_data: bool) -> None:
-    assert trajectory(model(1), **changes).no_data is no_data
+def test_only_what_failed_outside_the_policy_is_no_data(changes: dict[str, Any], is_excluded: bool) -> None:
+    assert trajectory(model(1), **changes).is_excluded is is_excluded
 
 
 def test_a_record_survives_json() -> None:

@@ -70,7 +70,7 @@ async def evaluate_policy(
     played = driver.run(requests, step=step, group_size=samples, temperature=temperature)
     groups = sorted([group async for group in played], key=lambda group: group.index)
     driver.check_crashes(groups, f"evaluation at step {step}")
-    failed = [group.problem.id for group in groups if any(item.no_data for item in group.rollouts)]
+    failed = [group.problem.id for group in groups if any(item.is_excluded for item in group.rollouts)]
     if failed and driver.last_failure:
         logger.warning(
             "evaluation at step %d: %d problems have excluded rollouts, the first is %s; the last failure: %s",
@@ -96,14 +96,14 @@ def score_groups(groups: Sequence[Group], *, step: int, samples: int, falsified:
         overall=_score(groups),
         families={name: _score(part) for name, part in sorted(families.items()) if _has_data(part)},
         groups=tuple(groups),
-        no_data=sum(item.no_data for item in trajectories),
+        no_data=sum(item.is_excluded for item in trajectories),
     )
 
 
 def _score(groups: Sequence[Group]) -> Score:
-    data = [[item for item in group.rollouts if not item.no_data] for group in groups]
+    data = [[item for item in group.rollouts if not item.is_excluded] for group in groups]
     return avg_at_k([len(part) for part in data], [sum(item.reward >= 1.0 for item in part) for part in data])
 
 
 def _has_data(groups: Sequence[Group]) -> bool:
-    return any(not item.no_data for group in groups for item in group.rollouts)
+    return any(not item.is_excluded for group in groups for item in group.rollouts)

@@ -144,7 +144,7 @@ class SamplePlayer:
         if self._greedy:
             async for group in self._driver.run(requests, step=_ROUNDS, group_size=1, temperature=_GREEDY):
                 for item in group.trajectories:
-                    if not item.no_data:
+                    if not item.is_excluded:
                         greedy[group.index] = item.reward
         return [Played(group=groups[number], greedy_return=greedy[number]) for number in sorted(groups)]
 

@@ -40,7 +40,7 @@ from agentrl_envs.types import Ended
 logger = logging.getLogger(__name__)
 
 # Seconds between polls of the engine.
-_LOOK = 2.0
+_POLL = 2.0
 _GROWTH = 1.25
 _RETREAT = 0.75
 # Averages are taken over at least the first number of trajectories, and over the most recent ones up to the second.
@@ -49,16 +49,17 @@ _REMEMBERED = 512
 
 
 class Admission:
-    """Admits trajectories, first come, first served. ``look`` polls the engine, which may not know (None).
+    """Admits trajectories, first come, first served.
 
-    A task polls while more than the safe number are in flight or any trajectory waits. It ends when all have ended.
+    ``poll`` returns the use of the engine's cache, or None if it is unknown. A task polls while more than the safe
+    number are in flight or any trajectory waits. It ends when all have ended.
     """
 
     def __init__(
-        self, look: Callable[[], Awaitable[CacheUse | None]], *, ceiling: int, longest: int, kv_high_watermark: float
+        self, poll: Callable[[], Awaitable[CacheUse | None]], *, ceiling: int, longest: int, kv_high_watermark: float
     ) -> None:
         """``ceiling``: ``rollout.concurrency``; ``longest``: most tokens of a trajectory, including its prompt."""
-        self._look = look
+        self._poll = poll
         self._ceiling = ceiling
         self._longest = longest
         self._kv_high_watermark = kv_high_watermark
@@ -84,21 +85,21 @@ class Admission:
         if self._waiting or self._in_flight >= self._limit:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(future)
-            self._attend()
+            self._start_polling()
             try:
                 await future
             except asyncio.CancelledError:
                 if not future.cancelled() and future.exception() is None:
                     self._in_flight -= 1  # admitted and cancelled at the same time
-                self._settle()
+                self._admit()
                 raise
         else:
             self._in_flight += 1
-            self._attend()
+            self._start_polling()
 
     async def __aexit__(self, *error: object) -> None:
         self._in_flight -= 1
-        self._settle()
+        self._admit()
 
     def ended(self, tokens: int, seconds: float) -> None:
         """Note that a trajectory of ``tokens`` tokens has ended after ``seconds`` seconds."""
@@ -120,31 +121,31 @@ class Admission:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
+    def _admit(self) -> None:
         """Admit the trajectories that fit; stop polling when none is left."""
         while self._waiting and (self._waiting[0].done() or self._in_flight < self._limit):
             future = self._waiting.popleft()
             if not future.done():
                 self._in_flight += 1
                 future.set_result(None)
-        if self._watch is not None and not self._needs_look():
+        if self._watch is not None and not self._must_poll():
             self._watch.cancel()
             self._watch = None
 
-    def _attend(self) -> None:
-        if self._watch is None and self._needs_look():
-            self._watch = asyncio.create_task(self._watching(), name="admission")
+    def _start_polling(self) -> None:
+        if self._watch is None and self._must_poll():
+            self._watch = asyncio.create_task(self._poll_forever(), name="admission")
             self._watch.add_done_callback(self._crashed)
 
-    def _needs_look(self) -> bool:
+    def _must_poll(self) -> bool:
         waiting = any(not future.done() for future in self._waiting)
         return waiting or (self._safe < self._ceiling and self._in_flight > self._safe)
 
-    async def _watching(self) -> None:
+    async def _poll_forever(self) -> None:
         while True:
-            self._take(await self._look())
-            self._settle()
-            await asyncio.sleep(_LOOK)
+            self._update(await self._poll())
+            self._admit()
+            await asyncio.sleep(_POLL)
 
     def _crashed(self, watch: asyncio.Task[None]) -> None:
         """Raise a crash of the watch in every trajectory that waits or arrives later."""
@@ -155,7 +156,7 @@ class Admission:
             if not future.done():
                 future.set_exception(failure)
 
-    def _take(self, use: CacheUse | None) -> None:
+    def _update(self, use: CacheUse | None) -> None:
         if use is None:
             if self._last is None:  # the engine may never report
                 self._limit = self._ceiling
@@ -272,9 +273,9 @@ class Driver:
 
     def check_crashes(self, groups: Sequence[Group], what: str) -> None:
         """Raise SettingsError if an agent program ended every rollout of ``groups`` with the same exception."""
-        if len(self.environment.crashes) == 1 and all(item.no_data for group in groups for item in group.rollouts):
-            (said,) = self.environment.crashes.values()
-            raise SettingsError(f"{what}: the agent program ended every rollout with the same error:\n{said}")
+        if len(self.environment.crashes) == 1 and all(item.is_excluded for group in groups for item in group.rollouts):
+            (error,) = self.environment.crashes.values()
+            raise SettingsError(f"{what}: the agent program ended every rollout with the same error:\n{error}")
 
     def run(
         self,
@@ -433,7 +434,7 @@ class Driver:
         branches = await policy.play(self.environment)
         self.last_failure = policy.failure or self.last_failure
         last = await self._rewarded(branches[-1], running, earlier=branches[:-1])
-        if last.no_data:
+        if last.is_excluded:
             return (last.alone(),)
         return (*(replace(item, reward_elsewhere=last.reward) for item in branches[:-1]), last)
 
@@ -444,7 +445,7 @@ class Driver:
 
         ``earlier``: the other sequences of its rollout.
         """
-        if self.rewards is None or trajectory.no_data:
+        if self.rewards is None or trajectory.is_excluded:
             return trajectory
         conversation = Conversation(
             turns=_messages(trajectory),
@@ -487,8 +488,8 @@ async def pooled(
 
 def _trace(job: Job, last: Trajectory, began: int) -> None:
     """The slice of a rollout, on its lane, around those of its turns."""
-    place = {"step": job.step, "group": job.request.index, "sample": job.sample}
-    since(began, f"{job.request.problem.id} {job.sample}", ended=str(last.ended), reward=last.reward, **place)
+    ids = {"step": job.step, "group": job.request.index, "sample": job.sample}
+    since(began, f"{job.request.problem.id} {job.sample}", ended=str(last.ended), reward=last.reward, **ids)
 
 
 def _messages(trajectory: Trajectory) -> tuple[Message, ...]:

@@ -14,7 +14,7 @@ from agentrl_envs.types import Ended, Verdict
 _TOLERANCE = 1e-8
 
 COUNTS = (
-    "no_data", "void", "truncated", "dropped_empty", "dropped_no_greedy", "dropped_accuracy", "dropped_zero_variance",
+    "excluded", "void", "truncated", "dropped_empty", "dropped_no_greedy", "dropped_accuracy", "dropped_zero_variance",
 )  # fmt: skip
 """Reasons why rollouts (the first three) and groups are not trained, counted in metrics."""
 
@@ -55,9 +55,9 @@ def filter_groups(groups: Iterable[Group], rules: FilterRules) -> tuple[tuple[Gr
     counts = dict.fromkeys(COUNTS, 0)
     kept: list[Group] = []
     for group in groups:
-        data = [item for item in group.trajectories if not item.no_data]
+        data = [item for item in group.trajectories if not item.is_excluded]
         rollouts = [item for item in data if item.is_last_branch]
-        counts["no_data"] += len(group.rollouts) - len(rollouts)
+        counts["excluded"] += len(group.rollouts) - len(rollouts)
         for item in rollouts:
             if rules.use(item.ended) != "train":
                 counts["void" if item.ended is Ended.VOID_TURN else "truncated"] += 1
@@ -76,7 +76,7 @@ def _reason_to_drop(group: Group, data: list[Trajectory], masked: frozenset[int]
     data = [item for item in data if item.is_last_branch]
     if len(data) <= len(masked):
         return "dropped_empty"
-    if group.greedy is not None and group.greedy.no_data:
+    if group.greedy is not None and group.greedy.is_excluded:
         return "dropped_no_greedy"
     if rules.accuracy_range is not None:
         low, high = rules.accuracy_range

@@ -19,7 +19,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """
     played = [item for group in groups for item in group.trajectories]
     rollouts = [item for group in groups for item in group.rollouts]
-    data = [item for item in rollouts if not item.no_data]
+    data = [item for item in rollouts if not item.is_excluded]
     metrics: dict[str, float] = {
         "groups/issued": len(groups),
         "groups/infrastructure_failures": len(rollouts) - len(data),
@@ -33,11 +33,11 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         metrics[f"rollout/tool_outcome/{outcome}"] = count
     greedy = [group.greedy for group in groups if group.greedy is not None]
     if greedy:
-        graded = [item.reward for item in greedy if not item.no_data]
+        graded = [item.reward for item in greedy if not item.is_excluded]
         metrics |= {"rollout/greedy": len(greedy)} | ({"reward/greedy_mean": _mean(graded)} if graded else {})
     if not data:
         return metrics
-    branches = [item for item in played if not item.no_data]
+    branches = [item for item in played if not item.is_excluded]
     metrics |= {
         "reward/mean": _mean([item.reward for item in data]),
         "reward/stderr": clustered_stderr(groups),
@@ -80,8 +80,8 @@ def problem_share(groups: Sequence[Group]) -> float:
     means = list(map(_mean, parts))
     mean = math.fsum(map(math.fsum, parts)) / count
     squares = zip(parts, means, strict=True)
-    within = math.fsum((value - own) ** 2 for part, own in squares for value in part) / (count - len(parts))
-    between = math.fsum(len(part) * (own - mean) ** 2 for part, own in zip(parts, means, strict=True)) / (
+    within = math.fsum((value - average) ** 2 for part, average in squares for value in part) / (count - len(parts))
+    between = math.fsum(len(part) * (average - mean) ** 2 for part, average in zip(parts, means, strict=True)) / (
         len(parts) - 1
     )
     size = (count - math.fsum(len(part) ** 2 for part in parts) / count) / (len(parts) - 1)
@@ -96,7 +96,7 @@ def _sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
 
 
 def _rewards(trajectories: Sequence[Trajectory]) -> list[float]:
-    return [item.reward for item in trajectories if not item.no_data]
+    return [item.reward for item in trajectories if not item.is_excluded]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -138,7 +138,7 @@ class VersionClock:
     def staleness(self, version: int) -> int:
         """The number of training steps that ``version`` is behind. Raises RuntimeError if the engine never held it."""
         if version not in self._steps_at:
-            raise RuntimeError(f"a token was sampled by version {version}, which the engine was never given")
+            raise RuntimeError(f"a token was sampled by version {version}, which the engine never held")
         return self._trained - self._steps_at[version]
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -146,7 +146,7 @@ class VersionClock:
 
         Trajectories excluded from training data do not count.
         """
-        played = [item for group in groups for item in group.everyone if not item.no_data]
+        played = [item for group in groups for item in group.everyone if not item.is_excluded]
         spans = [[span for segment in item.segments for span in segment.version_spans] for item in played]
         tokens = sum(count for row in spans for _, count in row)
         if not tokens:

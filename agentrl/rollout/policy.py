@@ -90,7 +90,7 @@ class Rounds:
         """Return when every player waits for its next turn."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = future
-        self._look()
+        self._open_soon()
         try:
             await future
         finally:
@@ -101,9 +101,9 @@ class Rounds:
     def leave(self) -> None:
         """Note that a player has no further turn to take."""
         self._players -= 1
-        self._look()
+        self._open_soon()
 
-    def _look(self) -> None:
+    def _open_soon(self) -> None:
         # Deferred, so that the last player to arrive waits like the others.
         asyncio.get_running_loop().call_soon(self._open_if_complete)
 

@@ -175,7 +175,7 @@ class RolloutSource(ABC):
         """Note that the batch has been trained."""
         return
 
-    async def settle(self, *, step: int, deadline: float) -> None:
+    async def drain(self, *, step: int, deadline: float) -> None:
         """Return when the weights may change; raises like :meth:`take`."""
         return
 
@@ -303,7 +303,7 @@ class BackgroundSource(RolloutSource):
         self._schedule.train()
         self._tell()
 
-    async def settle(self, *, step: int, deadline: float) -> None:
+    async def drain(self, *, step: int, deadline: float) -> None:
         """Overlapped: wait for the current batch, which one version must sample. Asynchronous: return at once."""
         if not self._overlapped:
             return

@@ -91,7 +91,7 @@ class RolloutWorker:
             "time/rollout_s": loop.time() - began,
         }
         since(collecting, "collect groups", step=step)
-        data = [item for group in played for item in group.trajectories if not item.no_data]
+        data = [item for group in played for item in group.trajectories if not item.is_excluded]
         metrics |= user_metrics(data, metrics)
         self._check_staleness(step, metrics.get("staleness/max", 0))
         self._clock.collected()
@@ -110,11 +110,11 @@ class RolloutWorker:
         if self._source is not None:
             self._source.trained()
 
-    async def settle(self) -> None:
+    async def drain(self) -> None:
         """Return when the engine's weights may change. Raises WorldError after ``step_deadline``."""
         if self._source is not None:
             deadline = asyncio.get_running_loop().time() + self.settings.step_deadline
-            await self._source.settle(step=self._step, deadline=deadline)
+            await self._source.drain(step=self._step, deadline=deadline)
 
     def installed(self, version: int) -> None:
         """Note that the engine now holds ``version`` of the policy."""
@@ -149,7 +149,7 @@ class RolloutWorker:
     def _check_failures(self, played: Sequence[Group], step: int) -> None:
         """Raise if every rollout was excluded: at once if an agent always crashes, else after _FAILED_STEPS steps."""
         self.driver.check_crashes(played, f"step {step}")
-        failed = all(item.no_data for group in played for item in group.rollouts)
+        failed = all(item.is_excluded for group in played for item in group.rollouts)
         self._failed_steps = self._failed_steps + 1 if failed else 0
         if self._failed_steps == _FAILED_STEPS:
             raise WorldError(
@@ -175,8 +175,8 @@ def drawn(groups: tuple[Group, ...], count: int, *, step: int) -> tuple[Group, .
     """
     if len(groups) <= count:
         return groups
-    places = random.Random(step).sample(range(len(groups)), count)
-    return tuple(groups[place] for place in sorted(places))
+    chosen = random.Random(step).sample(range(len(groups)), count)
+    return tuple(groups[number] for number in sorted(chosen))
 
 
 def further_problems(first: int, needed: int, *, played: int, kept: int) -> int:

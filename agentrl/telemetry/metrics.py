@@ -207,7 +207,7 @@ _GROUPS = (
     Metric("groups/skipped_long_prompt", "problems", "Problems whose prompt exceeds `rollout.max_prompt_tokens`.",
            _ZERO),
     Metric("groups/infrastructure_failures", "rollouts", "Rollouts that failed for reasons outside the policy.", _ZERO),
-    Metric("groups/no_data", "trajectories", "Excluded trajectories, without greedy ones.", _ZERO),
+    Metric("groups/excluded", "trajectories", "Excluded trajectories, without greedy ones.", _ZERO),
     Metric("groups/void", "trajectories", "Rollouts with a void turn, unless `algorithm.void_turns=train`.", "few"),
     Metric("groups/truncated", "trajectories", "Rollouts that `algorithm.truncated` masks or excludes.", "few"),
     Metric("groups/dropped_empty", "groups", "Groups without a trajectory to train on.", _ZERO),

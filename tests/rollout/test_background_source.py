@@ -72,7 +72,7 @@ def indices(batch: RolloutBatch) -> list[int]:
 
 async def train(worker: RolloutWorker, policy: Policy, batch: RolloutBatch) -> None:
     """What the session does after an update."""
-    await worker.settle()
+    await worker.drain()
     policy.version += 1
     worker.installed(policy.version)
     worker.confirm(batch)

@@ -244,13 +244,13 @@ async def test_programs_spend_a_budget_of_seconds(budget: float | None, ended: E
         goes_on("E"), tool_calls=(ToolCall(outcome="ok", seconds=2.0), ToolCall(outcome="error", seconds=1.0))
     )
     trajectory, _ = await one([TURN] * 3, [ran, ran, ends(reward=1.0)], program_seconds=budget)
-    assert (trajectory.ended, trajectory.turns, trajectory.no_data) == (ended, turns, False)
+    assert (trajectory.ended, trajectory.turns, trajectory.is_excluded) == (ended, turns, False)
     assert trajectory.segments[1].text == "E"
 
 
 async def test_an_environment_that_does_not_answer_is_no_data() -> None:
     trajectory, engine = await one([TURN], [asyncio.sleep(60)], environment_deadline=0.02, retries=0)
-    assert (trajectory.ended, trajectory.no_data) == (Ended.INFRASTRUCTURE_FAILURE, True)
+    assert (trajectory.ended, trajectory.is_excluded) == (Ended.INFRASTRUCTURE_FAILURE, True)
     assert (engine.running, alone()) == (0, True)
 
 
@@ -303,7 +303,7 @@ async def test_an_engine_that_always_fails_is_no_data_after_the_retries() -> Non
     driver, environment = make(engine, lambda *_: ScriptedEpisode([goes_on()]), retries=2)
     (group,) = await play(driver)
     (trajectory,) = group.trajectories
-    assert (trajectory.ended, trajectory.no_data, trajectory.reward) == (Ended.INFRASTRUCTURE_FAILURE, True, 0.0)
+    assert (trajectory.ended, trajectory.is_excluded, trajectory.reward) == (Ended.INFRASTRUCTURE_FAILURE, True, 0.0)
     assert (len(environment.episodes), len(engine.requests)) == (3, 6)
     assert [episode.closed for episode in environment.episodes] == [1, 1, 1]
 
@@ -313,7 +313,7 @@ async def test_a_failing_tool_is_retried_and_never_scored() -> None:
     engine = ScriptedEngine(lambda *_: TURN)
     driver, _ = make(engine, lambda _, made: ScriptedEpisode([broken if made < 2 else ends(reward=1.0)]), retries=1)
     (group,) = await play(driver)
-    assert (group.trajectories[0].no_data, group.trajectories[0].reward) == (True, 0.0)
+    assert (group.trajectories[0].is_excluded, group.trajectories[0].reward) == (True, 0.0)
     (group,) = await play(driver)
     assert group.trajectories[0].reward == 1.0
 

@@ -125,7 +125,7 @@ def test_what_is_no_data_is_in_no_baseline() -> None:
             played(sample=5, verdict=Verdict.ANSWER_TIMEOUT),
         )
     )
-    assert (samples(filtered), filtered.counts) == ([[0, 4, 5]], {**NOTHING, "no_data": 3})
+    assert (samples(filtered), filtered.counts) == ([[0, 4, 5]], {**NOTHING, "excluded": 3})
 
 
 def test_no_data_does_not_turn_a_right_group_into_one_with_variance() -> None:

@@ -9,7 +9,7 @@ import pytest
 from agentrl.rollout.policy import FairYield, Rounds
 
 
-async def settle() -> None:
+async def drain() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -22,7 +22,7 @@ async def test_the_gate_opens_when_all_wait_in_the_order_of_their_names() -> Non
         passed.append(name)
 
     tasks = [asyncio.create_task(player(name)) for name in ("c", "a")]
-    await settle()
+    await drain()
     assert passed == []
     await player("b")
     await asyncio.gather(*tasks)
@@ -32,7 +32,7 @@ async def test_the_gate_opens_when_all_wait_in_the_order_of_their_names() -> Non
 async def test_who_leaves_is_not_waited_for() -> None:
     rounds = Rounds(2)
     task = asyncio.create_task(rounds.wait("a"))
-    await settle()
+    await drain()
     assert not task.done()
     rounds.leave()
     await task
@@ -41,11 +41,11 @@ async def test_who_leaves_is_not_waited_for() -> None:
 async def test_who_is_cancelled_at_the_gate_does_not_count_as_waiting() -> None:
     rounds = Rounds(2)
     gone = asyncio.create_task(rounds.wait("a"))
-    await settle()
+    await drain()
     gone.cancel()
     await asyncio.gather(gone, return_exceptions=True)
     stays = asyncio.create_task(rounds.wait("b"))
-    await settle()
+    await drain()
     assert not stays.done()
     again = asyncio.create_task(rounds.wait("a"))
     await asyncio.gather(stays, again)

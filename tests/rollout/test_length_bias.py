@@ -59,7 +59,7 @@ async def train(schedule: str, *, steps: int, oversampling: float) -> tuple[list
             trained += batch.groups
             played.append(list(batch.played))
             await asyncio.sleep(50.0)
-            await worker.settle()
+            await worker.drain()
             engine.pause()
             engine.resume(step + 1)
             worker.installed(step + 1)

@@ -107,4 +107,4 @@ def test_what_an_outage_breaks_is_played_again_or_no_data_and_never_a_reward_of_
     assert {one.ended for one in again.values()} == {Ended.ANSWERED}
     lost = played(failing(4.5, 1e9), retries=1)
     assert [lost[turns].ended for turns in LENGTHS] == [Ended.ANSWERED] * 2 + [Ended.INFRASTRUCTURE_FAILURE] * 6
-    assert all(one.no_data == (one.reward == 0.0) for one in lost.values())
+    assert all(one.is_excluded == (one.reward == 0.0) for one in lost.values())

@@ -114,7 +114,7 @@ async def test_failures_are_counted_and_not_averaged() -> None:
     )
     metrics = (await failing.next_batch(0)).metrics
     assert metrics["reward/mean"] == 1.0
-    assert metrics["groups/no_data"] == metrics["groups/infrastructure_failures"] == 6 - metrics["reward/count"] > 0
+    assert metrics["groups/excluded"] == metrics["groups/infrastructure_failures"] == 6 - metrics["reward/count"] > 0
 
 
 async def test_three_steps_in_a_row_without_data_end_the_run() -> None:
@@ -192,7 +192,7 @@ async def test_a_first_rollout_without_a_prompt_holds_nobody_up() -> None:
 
     environment._build = unavailable
     batch = await failing.next_batch(0)
-    assert [group.trajectories[0].no_data for group in batch.played] == [False, True, False]
+    assert [group.trajectories[0].is_excluded for group in batch.played] == [False, True, False]
 
 
 async def test_prompts_that_are_all_too_long_mean_a_wrong_limit(caplog: pytest.LogCaptureFixture) -> None:

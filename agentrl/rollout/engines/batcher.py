@@ -107,10 +107,10 @@ class Batcher:
 
     def release(self, trajectory_id: str) -> None:
         """Forget a trajectory. A late release, after the trajectory was restarted, does not take its row."""
-        place = self._owner.get(trajectory_id)
-        if place is None:
+        index = self._owner.get(trajectory_id)
+        if index is None:
             return
-        row = self._rows[place]
+        row = self._rows[index]
         if row.request is None or row.request.cancelled:
             del self._owner[trajectory_id]
             row.trajectory_id, row.cached = None, []
@@ -310,9 +310,9 @@ class Batcher:
             self._cache.move(source, torch.tensor(followers, device=self._device), max(map(len, contexts)))
             for index, context in zip(followers, contexts, strict=True):
                 self._rows[index].cached = list(context)
-        order = {index: place for place, index in enumerate(computed)}
-        places = [order[leader_of[index]] for index in joined]
-        return self._sample(joined, self._parts.logits(hidden)[torch.tensor(places, device=self._device)])
+        order = {index: position for position, index in enumerate(computed)}
+        leaders = [order[leader_of[index]] for index in joined]
+        return self._sample(joined, self._parts.logits(hidden)[torch.tensor(leaders, device=self._device)])
 
     def _forward_pending(self, indices: list[int]) -> Tensor:
         """Hidden states [m, D] at the last pending token of each row."""
@@ -320,10 +320,10 @@ class Batcher:
         longest = max(len(tokens) for tokens in pending)
         ids = torch.zeros(len(indices), longest, dtype=torch.int64)
         positions = torch.full((len(indices), longest), -1, dtype=torch.int64)
-        for place, (index, tokens) in enumerate(zip(indices, pending, strict=True)):
+        for line, (index, tokens) in enumerate(zip(indices, pending, strict=True)):
             start = len(self._rows[index].cached)
-            ids[place, : len(tokens)] = torch.tensor(tokens)
-            positions[place, : len(tokens)] = torch.arange(start, start + len(tokens))
+            ids[line, : len(tokens)] = torch.tensor(tokens)
+            positions[line, : len(tokens)] = torch.arange(start, start + len(tokens))
             self._rows[index].cached.extend(tokens)
         width = max(len(self._rows[index].cached) for index in indices)
         rows = torch.tensor(indices, device=self._device)
@@ -368,9 +368,9 @@ class Batcher:
         """Append one token to each row's request, and return the requests that ended."""
         requests = [_running(self._rows[index]) for index in indices]
         keys = np.array([request.seed for request in requests], dtype=np.uint64)
-        places = np.array([len(request.sampled) for request in requests], dtype=np.uint64)
+        counts = np.array([len(request.sampled) for request in requests], dtype=np.uint64)
         temperatures = torch.tensor([request.sampling.temperature for request in requests], device=self._device)
-        uniforms = torch.from_numpy(keyed_uniform(keys, places)).to(self._device)
+        uniforms = torch.from_numpy(keyed_uniform(keys, counts)).to(self._device)
         top_ps = torch.tensor([request.sampling.top_p for request in requests], device=self._device)
         tokens, log_probs = sample_tokens(logits, temperatures, uniforms, top_ps)
         ended = []
@@ -410,5 +410,5 @@ def _common_prefix(first: list[int], second: tuple[int, ...]) -> int:
     if tuple(first) == second[: len(first)]:
         return len(first)
     return next(
-        (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+        (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )

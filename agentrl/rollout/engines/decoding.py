@@ -65,7 +65,7 @@ class SlotCache(Cache):
         self._width = self.length + 1 if isinstance(rows, int) else width
         self._index = torch.arange(count, device=positions.device) if isinstance(rows, int) else rows
         self._positions = torch.where(positions < 0, self.length, positions)
-        self._places: dict[int, Tensor] = {}
+        self._flat_positions: dict[int, Tensor] = {}
         columns = torch.arange(self._width, device=positions.device)
         return (columns <= positions.clamp(min=0)[..., None])[:, None]
 
@@ -95,11 +95,11 @@ class SlotCache(Cache):
         if store is None:
             self._stores[index] = store = self._placed(index, heads, dim, new)
         self._live = True
-        if heads not in self._places:
+        if heads not in self._flat_positions:
             head = torch.arange(heads, device=new.device)[None, :, None]
             rows = self._index[:, None, None] * heads + head  # [m, heads, 1]
-            self._places[heads] = (rows * (self.length + 1) + self._positions[:, None]).flatten()
-        store.view(-1, dim).index_copy_(0, self._places[heads], new.reshape(-1, dim))
+            self._flat_positions[heads] = (rows * (self.length + 1) + self._positions[:, None]).flatten()
+        store.view(-1, dim).index_copy_(0, self._flat_positions[heads], new.reshape(-1, dim))
         if isinstance(self._selected, int):
             return store[: self._selected]
         return store[self._selected, :, : self._width]
@@ -152,7 +152,7 @@ def decode_attention(
     uses :func:`.attention`.
     """
     rows, heads, queries, dim = query.shape
-    if queries != 1 or attention_mask is None or torch.is_grad_enabled() or _asks_for_more(kwargs):
+    if queries != 1 or attention_mask is None or torch.is_grad_enabled() or _needs_full_attention(kwargs):
         return attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     groups, width = key.shape[1], key.shape[2]
     scale = dim**-0.5 if scaling is None else scaling
@@ -163,9 +163,9 @@ def decode_attention(
     return torch.bmm(weights, value.flatten(0, 1)).view(rows, 1, heads, value.shape[-1]), None
 
 
-def _asks_for_more(given: dict[str, Any]) -> bool:
-    options = ("softcap", "s_aux", "position_bias")
-    return current_pass() is not None or any(given.get(name) is not None for name in options)
+def _needs_full_attention(options: dict[str, Any]) -> bool:
+    names = ("softcap", "s_aux", "position_bias")
+    return current_pass() is not None or any(options.get(name) is not None for name in names)
 
 
 AttentionInterface.register(_NAME, decode_attention)

@@ -67,11 +67,11 @@ def nucleus(log_probs: Tensor, top_ps: Tensor) -> Tensor:
     >>> nucleus(torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([0.6])).exp()
     tensor([[0.6250, 0.3750, 0.0000]])
     """
-    ordered, places = log_probs.sort(dim=-1, descending=True, stable=True)  # [n, V]
+    ordered, indices = log_probs.sort(dim=-1, descending=True, stable=True)  # [n, V]
     probabilities = ordered.double().exp()
     before = running_sum(probabilities) - probabilities
     cut = (before >= top_ps[:, None] - _ROUNDING) & (top_ps < 1)[:, None]
     cut[:, 0] = False
-    outside = torch.zeros_like(cut).scatter(1, places, cut)
+    outside = torch.zeros_like(cut).scatter(1, indices, cut)
     kept = log_probs.masked_fill(outside, -torch.inf)
     return torch.where((top_ps < 1)[:, None], torch.log_softmax(kept, dim=-1), log_probs)

@@ -166,11 +166,11 @@ class TransformersEngine:
 
     def _update(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         with self._lock, torch.no_grad():
-            own = dict(self._model.state_dict(keep_vars=True))
+            parameters = dict(self._model.state_dict(keep_vars=True))
             for name, tensor in tensors:
-                if name not in own or own[name].shape != tensor.shape:
+                if name not in parameters or parameters[name].shape != tensor.shape:
                     raise EngineError(f"the weights sent do not fit the engine's model: {name} {tuple(tensor.shape)}")
-                own[name].copy_(tensor)
+                parameters[name].copy_(tensor)
             self._batcher.change_weights(self._version, keep_running=self._keep_running)
             self._version = version
 

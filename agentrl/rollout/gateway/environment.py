@@ -133,8 +133,8 @@ class AgentEnvironment(Environment):
     def _prompt(self, problem: Problem) -> MarkedText:
         if self._renderer is None:
             return MarkedText(problem.statement, Mark("\n"))
-        told = [(str(one["role"]), str(one["content"])) for one in problem.messages] or [("user", problem.statement)]
-        messages = tuple(AgentMessage(role=role, content=content) for role, content in told)
+        roles = [(str(one["role"]), str(one["content"])) for one in problem.messages] or [("user", problem.statement)]
+        messages = tuple(AgentMessage(role=role, content=content) for role, content in roles)
         layout = self._renderer.layout(messages, ChatRequest(messages=messages))
         return MarkedText(*layout.parts([message.content for message in messages]))
 
@@ -164,7 +164,7 @@ class AgentEnvironment(Environment):
         failure = await self._run(rollout)
         rows = rollout.trajectories(Ended.ANSWERED if failure is None else Ended.INFRASTRUCTURE_FAILURE)
         self._count(rollout, rows)
-        if failure is None and rows[-1].no_data:
+        if failure is None and rows[-1].is_excluded:
             failure = f"nothing was sampled that can be trained{rollout.stop_reason}"
         if failure is not None:
             raise UnavailableError(failure)
@@ -205,8 +205,8 @@ class AgentEnvironment(Environment):
         elif isinstance(crash, AgentFailureError):  # a command: the first line names its exit code
             self.crashes[str(crash).partition("\n")[0]] = str(crash)
         else:
-            place = traceback.extract_tb(crash.__traceback__)[-1]
-            key = f"{type(crash).__name__} {place.filename}:{place.lineno}"
+            frame = traceback.extract_tb(crash.__traceback__)[-1]
+            key = f"{type(crash).__name__} {frame.filename}:{frame.lineno}"
             self.crashes[key] = "".join(traceback.format_exception(crash)).rstrip()
 
     def _count(self, rollout: AgentRollout, rows: tuple[Trajectory, ...]) -> None:

@@ -120,10 +120,10 @@ async def start_process(
     """
     names = {*_USUAL, *inherited, *(name for name in os.environ if name.startswith("LC_"))}
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    given = [os.path.abspath(word) if number or "/" in word else word for number, word in enumerate(words)]
+    absolute = [os.path.abspath(word) if number or "/" in word else word for number, word in enumerate(words)]
     try:
         return await asyncio.create_subprocess_exec(
-            *(path if os.path.isfile(path) else word for word, path in zip(words, given, strict=True)),
+            *(path if os.path.isfile(path) else word for word, path in zip(words, absolute, strict=True)),
             env={
                 **{name: os.environ[name] for name in names if name in os.environ},
                 "PYTHONPATH": os.pathsep.join([*paths, os.getcwd()]),
@@ -185,8 +185,8 @@ class _FunctionAgent(AgentProgram):
         self._watch: asyncio.Task[None] | None = None
 
     async def run(self, problem: Problem, access: Access) -> float | None:
-        given = {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
-        call = partial(self._function, problem, **given)
+        arguments = {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
+        call = partial(self._function, problem, **arguments)
         if not self._async:
             return _optional_reward(await self._threads.run(call), self._name)
         if self._loop is None:
@@ -263,8 +263,8 @@ class _Command(AgentProgram):
             finally:
                 kill(process)
         if process.returncode:
-            said = err.decode(errors="replace")[-_TAIL:].strip()
-            raise AgentFailureError(f"{self._words[0]} ended with exit code {process.returncode}: {said}")
+            output = err.decode(errors="replace")[-_TAIL:].strip()
+            raise AgentFailureError(f"{self._words[0]} ended with exit code {process.returncode}: {output}")
         if not self._settings.agent_rewards:
             return None
         return _optional_reward(_last_number(out.decode(errors="replace")), self._words[0])
@@ -346,8 +346,8 @@ class Workers(AgentProgram):
         try:
             await asyncio.wait([one for one in (done, ended) if one is not None], return_when=asyncio.FIRST_COMPLETED)
             if not done.done():
-                said = "" if ended is None else f" with exit code {ended.result()}"
-                raise AgentFailureError(f"the worker {self._name} ended{said}")
+                status = "" if ended is None else f" with exit code {ended.result()}"
+                raise AgentFailureError(f"the worker {self._name} ended{status}")
         finally:
             for one in (done, ended):
                 if one is not None:
@@ -358,11 +358,11 @@ class Workers(AgentProgram):
         async with self._starting:
             if self._process is None or self._process.returncode is not None:
                 server = self._serving()
-                told = {"AGENTRL_GATEWAY_URL": server.url, KEY_VARIABLE: server.key, **self._variables}
+                variables = {"AGENTRL_GATEWAY_URL": server.url, KEY_VARIABLE: server.key, **self._variables}
                 await self._directory.aclose()
                 self._process = await start_process(
                     self._words,
-                    told,
+                    variables,
                     directory=await self._directory.enter_async_context(agent_directory()),
                     inherited=self._settings.agent_environment,
                     stdout=_STDERR,

@@ -45,7 +45,7 @@ class ChatRenderer:
         self, messages: Sequence[AgentMessage], request: ChatRequest, *, sampled: Collection[int] = ()
     ) -> Layout:
         """The shape of ``messages`` up to where the model's reply begins; those at ``sampled`` are the model's own."""
-        shape = [self._shape(one, place, own=place in sampled) for place, one in enumerate(messages)]
+        shape = [self._shape(one, index, sampled=index in sampled) for index, one in enumerate(messages)]
         return self._layout(json.dumps(shape), *self._surroundings(request))
 
     def encode(self, parts: Sequence[Part]) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class ChatRenderer:
     def turn_end(self) -> str:
         """The special token with which the template ends a turn of the model; "" if there is none."""
         user, reply = AgentMessage(role="user", content="?"), AgentMessage(role="assistant", content="!")
-        shape = [self._shape(one, place, own=True) for place, one in enumerate((user, reply, user))]
+        shape = [self._shape(one, index, sampled=True) for index, one in enumerate((user, reply, user))]
         layout = self._layout(json.dumps(shape), "[]", json.dumps(self._chat.options))
         behind = self.closing(layout.texts[layout.slots.index(1) + 1]) if 1 in layout.slots else ()
         return next((part.text for part in behind if isinstance(part, Mark) and part.ends_turn), "")
@@ -84,38 +84,38 @@ class ChatRenderer:
         if getattr(self._tokenizer, "response_template", None) is not None:
             return self._parsed(text, request, before=before, prefix=prefix)
         opened = before.rstrip().endswith("<think>")
-        thoughts, closed, said = text.rpartition("</think>")
+        thoughts, closed, answer = text.rpartition("</think>")
         if opened and not closed:
             return AgentMessage(role="assistant", content="", reasoning=text)
-        said, open_again, more = said.partition("<think>")
+        answer, open_again, more = answer.partition("<think>")
         if closed or open_again:
-            thoughts, said = f"{thoughts.strip().removeprefix('<think>')}{more}".strip(), said.strip()
-        content, calls = read_calls(said, request, self.calls) if request.calls_allowed else (said, ())
+            thoughts, answer = f"{thoughts.strip().removeprefix('<think>')}{more}".strip(), answer.strip()
+        content, calls = read_calls(answer, request, self.calls) if request.calls_allowed else (answer, ())
         return _message(content, thoughts if closed or open_again else None, calls, prefix)
 
     def _parsed(self, text: str, request: ChatRequest, *, before: str, prefix: str) -> AgentMessage:
         """As the tokenizer's response template reads it; a text that it cannot read is the content."""
         try:
-            said = self._tokenizer.parse_response(
+            parsed = self._tokenizer.parse_response(
                 text, prefix=before, tools=[*map(dict, request.tools)] if request.calls_allowed else None
             )
             calls = tuple(
                 (str(call["function"]["name"]), json.dumps(call["function"]["arguments"]))
-                for call in (said.get("tool_calls") or [] if request.calls_allowed else [])
+                for call in (parsed.get("tool_calls") or [] if request.calls_allowed else [])
             )
         except (AttributeError, KeyError, TypeError, ValueError):
             return AgentMessage(role="assistant", content=text)
-        thoughts = said.get("reasoning_content") or said.get("thinking")
-        if said.get("tool_calls") and not calls:
+        thoughts = parsed.get("reasoning_content") or parsed.get("thinking")
+        if parsed.get("tool_calls") and not calls:
             return AgentMessage(role="assistant", content=text)
-        return _message(str(said.get("content") or ""), thoughts, calls, prefix)
+        return _message(str(parsed.get("content") or ""), thoughts, calls, prefix)
 
-    def _shape(self, message: AgentMessage, place: int, *, own: bool) -> dict[str, object]:
+    def _shape(self, message: AgentMessage, index: int, *, sampled: bool) -> dict[str, object]:
         """A message whose content is its place-holder. The calls of a sampled reply stand in what was sampled."""
-        shape: dict[str, object] = {"role": message.role, "content": slot(place) if message.content or own else ""}
+        shape: dict[str, object] = {"role": message.role, "content": slot(index) if message.content or sampled else ""}
         if message.role == "tool":
             shape["tool_call_id"] = _CALL_ID
-        if own:
+        if sampled:
             return shape
         if message.reasoning is not None:
             shape["reasoning_content"] = self._chat.guard(message.reasoning)
@@ -138,7 +138,7 @@ class ChatRenderer:
             raise WireError(f"the model's chat template refuses this conversation: {error}", param="messages") from None
 
 
-def read_calls(said: str, request: ChatRequest, form: CallForm = HERMES) -> tuple[str, tuple[tuple[str, str], ...]]:
+def read_calls(text: str, request: ChatRequest, form: CallForm = HERMES) -> tuple[str, tuple[tuple[str, str], ...]]:
     """The text without its calls, and the name and arguments of each.
 
     If one of them names no tool of the request or cannot be read, all stay in the text, because calls are made
@@ -151,15 +151,15 @@ def read_calls(said: str, request: ChatRequest, form: CallForm = HERMES) -> tupl
         found = known.get(name)
         return found if isinstance(found, Mapping) else None
 
-    found = form.find(said, parameters)
+    found = form.find(text, parameters)
     if not found or any(one.error or one.name not in known or not isinstance(one.arguments, dict) for one in found):
-        return said, ()
-    return without_calls(said, found), tuple((one.name, json.dumps(one.arguments)) for one in found)
+        return text, ()
+    return without_calls(text, found), tuple((one.name, json.dumps(one.arguments)) for one in found)
 
 
 def _message(content: str, reasoning: str | None, calls: Sequence[tuple[str, str]], prefix: str) -> AgentMessage:
     made = tuple(
-        AgentCall(name=name, arguments=arguments, id=f"{prefix}_{place}")
-        for place, (name, arguments) in enumerate(calls)
+        AgentCall(name=name, arguments=arguments, id=f"{prefix}_{index}")
+        for index, (name, arguments) in enumerate(calls)
     )
     return AgentMessage(role="assistant", content=content, reasoning=reasoning, calls=made)

@@ -167,7 +167,7 @@ class AgentRollout:
             self.failure = f"the engine failed: {error}"
             raise WireError(self.failure, status=503, kind="server_error") from error
         text = self.renderer.codec.decode(completion.token_ids)
-        shown = text[: min((place for stop in request.stop if (place := text.find(stop)) >= 0), default=len(text))]
+        shown = text[: min((at for stop in request.stop if (at := text.find(stop)) >= 0), default=len(text))]
         reply = self.renderer.read(shown, request, before=prompt.text, prefix=f"call_{number}")
         generation = Generation(
             id=number,
@@ -261,10 +261,10 @@ class AgentRollout:
     ) -> bool:
         """Whether the template writes the client's messages as they were sampled."""
         contents = [message.content for message in messages]
-        for place, one in replies.items():
-            before = layout.before(place)
+        for position, one in replies.items():
+            before = layout.before(position)
             if before is None:
                 return False
-            contents[place] = one.prompt.lead[-1].removeprefix(before[-1]) + one.text
+            contents[position] = one.prompt.lead[-1].removeprefix(before[-1]) + one.text
         shown = self.renderer.layout(request.messages, request)
         return shown.filled([message.content for message in request.messages]) == layout.filled(contents)

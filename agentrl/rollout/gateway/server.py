@@ -2,7 +2,7 @@
 
 Agents use ``POST /rollouts/ID/v1/chat/completions`` and ``GET /rollouts/ID/v1/models`` with the rollout's key, or
 ``POST /v1/chat/completions`` with the header ``X-Session-ID``. With the same key, ``POST /rollouts/ID/reward`` gives
-the reward, ``POST /rollouts/ID/finish`` ends the rollout, and ``GET /rollouts/ID`` tells its state. The server's own
+the reward, ``POST /rollouts/ID/finish`` ends the rollout, and ``GET /rollouts/ID`` returns its state. The server's own
 key opens every rollout, and with it ``POST /rollouts`` hands out the next rollout that waits for a worker.
 """
 
@@ -295,8 +295,8 @@ async def _gone(http: Request, error: Exception) -> Response:
 async def _not_served(http: Request, error: Exception) -> Response:
     """A path or a method that is none of the gateway's."""
     assert isinstance(error, HTTPException), "it is registered for no other"
-    said = f"the gateway does not serve {http.method} {http.url.path}; it serves POST /v1/chat/completions"
-    return await _refused(http, WireError(said, status=error.status_code, code="not_found"))
+    message = f"the gateway does not serve {http.method} {http.url.path}; it serves POST /v1/chat/completions"
+    return await _refused(http, WireError(message, status=error.status_code, code="not_found"))
 
 
 async def _refused(http: Request, error: Exception) -> Response:

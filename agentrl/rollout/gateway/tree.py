@@ -83,12 +83,12 @@ class Generation:
 
     @property
     def replies(self) -> dict[int, Generation]:
-        """The generations of the path by the places of their replies in the conversation."""
+        """The generations of the path by the positions of their replies in the conversation."""
         found: dict[int, Generation] = {}
-        place = -1
+        position = -1
         for one in self.path:
-            place += len(one.prompt.messages) + 1
-            found[place] = one
+            position += len(one.prompt.messages) + 1
+            found[position] = one
         return found
 
     @property
@@ -137,10 +137,10 @@ class GenerationTree:
         known = list(self._along(request.digest, messages))
         found: Generation | None = None
         depth = 0
-        for place, candidates in reversed(known):
+        for position, candidates in reversed(known):
             agreeing = [one for one in candidates if _same_thoughts(one, messages)]
             if agreeing:
-                found, depth = _nearest(agreeing, messages), place + 1
+                found, depth = _nearest(agreeing, messages), position + 1
                 break
         for one in found.path if found is not None else ():
             one.received = one.delivered = True  # the client has it, however it was sent
@@ -150,21 +150,21 @@ class GenerationTree:
         """Why the last reply of a request is not the one at ``depth``; None if it is, or if there is none."""
         if not any(message.role == "assistant" for message in request.messages[depth:]):
             return None
-        deepest = max((place + 1 for place, _ in known), default=0)
+        deepest = max((position + 1 for position, _ in known), default=0)
         for digest in self._digests - {request.digest}:
-            if any(place >= max(depth, deepest) for place, _ in self._along(digest, request.messages)):
+            if any(position >= max(depth, deepest) for position, _ in self._along(digest, request.messages)):
                 return "tools"
         return "reasoning" if deepest > depth else "edited"
 
     def _along(self, digest: str, messages: Sequence[AgentMessage]) -> Iterator[tuple[int, list[Generation]]]:
-        """The places of messages at which generations end, and those generations."""
+        """The positions of messages at which generations end, and those generations."""
         state = self._steps.get((0, digest))
-        for place, message in enumerate(messages):
+        for position, message in enumerate(messages):
             if state is None:
                 return
             state = self._steps.get((state, message.key))
             if state in self._replies:
-                yield place, self._replies[state]
+                yield position, self._replies[state]
 
     def branches(self) -> list[list[Generation]]:
         """What every sequence adds to the others, root to leaf, by the time at which its last generation began.
@@ -189,8 +189,8 @@ class GenerationTree:
 
 def _same_thoughts(generation: Generation, messages: Sequence[AgentMessage]) -> bool:
     """Whether the thoughts in ``messages`` are those of the path; thoughts that were dropped are."""
-    said = ((messages[place].reasoning, one.reply.reasoning) for place, one in generation.replies.items())
-    return all(told is None or told.strip() == (thought or "").strip() for told, thought in said)
+    pairs = ((messages[position].reasoning, one.reply.reasoning) for position, one in generation.replies.items())
+    return all(sent is None or sent.strip() == (sampled or "").strip() for sent, sampled in pairs)
 
 
 def _nearest(candidates: Sequence[Generation], messages: Sequence[AgentMessage]) -> Generation:
@@ -259,10 +259,10 @@ def _prompt(line: Sequence[Generation]) -> tuple[int, ...]:
 
 def _segments(line: Sequence[Generation], reward: float) -> tuple[Segment, ...]:
     """Sampled tokens and what stands between them; what is not to be trained is observation."""
-    places = [place for place, one in enumerate(line) if one.counts]
+    positions = [position for position, one in enumerate(line) if one.counts]
     segments: list[Segment] = []
     waiting: list[tuple[tuple[int, ...], str]] = []
-    for one in line[places[0] : places[-1] + 1]:
+    for one in line[positions[0] : positions[-1] + 1]:
         if segments:
             waiting.append((one.prompt.token_ids, one.prompt.text))
         if not one.counts:
@@ -270,7 +270,7 @@ def _segments(line: Sequence[Generation], reward: float) -> tuple[Segment, ...]:
             continue
         token_ids = tuple(token for ids, _ in waiting for token in ids)
         if token_ids:
-            text = "".join(said for _, said in waiting)
+            text = "".join(text for _, text in waiting)
             segments.append(Segment(origin="observation", token_ids=token_ids, text=text))
         waiting = []
         segments.append(
@@ -280,7 +280,7 @@ def _segments(line: Sequence[Generation], reward: float) -> tuple[Segment, ...]:
                 text=one.text,
                 log_probs=one.completion.log_probs,
                 version_spans=one.completion.version_spans,
-                reward=reward if one is line[places[-1]] else 0.0,
+                reward=reward if one is line[positions[-1]] else 0.0,
             )
         )
     return tuple(segments)

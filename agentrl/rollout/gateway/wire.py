@@ -237,11 +237,11 @@ def read_request(body: bytes, *, model: str, header_train: str | None = None) ->
 def _refusal(error: ValidationError) -> WireError:
     """The first of the faults."""
     fault = error.errors(include_url=False, include_context=False)[0]
-    place = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in fault["loc"]).removeprefix(".")
+    path = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in fault["loc"]).removeprefix(".")
     text = json.dumps(fault["input"])
     value = "" if fault["type"] == "missing" else f"={text if len(text) <= 60 else f'{text[:57]}...'}"
-    said = _FAULTS.get(fault["type"], fault["msg"])
-    return WireError(f"{place or 'the body'}{value}: {said}", param=place or None)
+    problem = _FAULTS.get(fault["type"], fault["msg"])
+    return WireError(f"{path or 'the body'}{value}: {problem}", param=path or None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +261,7 @@ class Delivery:
         content = None if self.message.calls else ""
         choice = {
             "index": 0,
-            "message": {"role": "assistant", "content": content, **self._said()},
+            "message": {"role": "assistant", "content": content, **self._reply_fields()},
             "finish_reason": self.finish_reason,
             "logprobs": self.logprobs,
         }
@@ -270,7 +270,7 @@ class Delivery:
     def events(self, *, usage: bool) -> Iterator[bytes]:
         """The events of a streamed answer."""
         deltas: list[Json] = [{"role": "assistant", "content": ""}]
-        deltas += [{name: value} for name, value in self._said(numbered=True).items()]
+        deltas += [{name: value} for name, value in self._reply_fields(numbered=True).items()]
         choices: list[Json] = [{"delta": delta, "finish_reason": None} for delta in deltas]
         choices[-1] = {**choices[-1], "logprobs": self.logprobs}
         choices.append({"delta": {}, "finish_reason": self.finish_reason})
@@ -291,20 +291,24 @@ class Delivery:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
 
-    def _said(self, *, numbered: bool = False) -> dict[str, object]:
+    def _reply_fields(self, *, numbered: bool = False) -> dict[str, object]:
         """Its thoughts, its text and its calls, where it has them. In a stream, calls are numbered."""
         message = self.message
         calls = [
             {
-                **({"index": place} if numbered else {}),
+                **({"index": index} if numbered else {}),
                 "id": call.id,
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            for place, call in enumerate(message.calls)
+            for index, call in enumerate(message.calls)
         ]
-        said = {"reasoning_content": message.reasoning, "content": message.content or None, "tool_calls": calls or None}
-        return {name: value for name, value in said.items() if value is not None}
+        fields = {
+            "reasoning_content": message.reasoning,
+            "content": message.content or None,
+            "tool_calls": calls or None,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def _event(values: Json) -> bytes:

@@ -180,7 +180,7 @@ async def _play(settings: Settings, path: Path, problems: Sequence[Problem]) -> 
                 await rewards.close()
             await environment.close()
     score, like_these = report.overall, report.overall.problems_like_these
-    earned = [item.reward for group in report.groups for item in group.rollouts if not item.no_data]
+    earned = [item.reward for group in report.groups for item in group.rollouts if not item.is_excluded]
     return StartScore(
         source=source,
         problems=score.problems,

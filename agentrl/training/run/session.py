@@ -530,6 +530,6 @@ _WHY_DROPPED = {
     "dropped_accuracy": "groups outside algorithm.accuracy_range",
     "dropped_no_greedy": "groups whose greedy rollout failed",
     "dropped_empty": "groups without a trajectory to train",
-    "no_data": "trajectories excluded from training data (infrastructure failures, cancelled, grader timeouts)",
+    "excluded": "trajectories excluded from training data (infrastructure failures, cancelled, grader timeouts)",
     "void": "trajectories with a void turn",
 }

@@ -239,7 +239,7 @@ class LocalService:
 
     def settle(self) -> None:
         with contextlib.suppress(InterruptedRunError):
-            self._run(self._worker.settle())
+            self._run(self._worker.drain())
 
     def confirm(self, step: int) -> None:
         """The trajectories are written in the background. Raises WorldError if those before could not be written."""

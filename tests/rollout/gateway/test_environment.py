@@ -235,20 +235,20 @@ async def test_an_agent_that_crashes_in_every_rollout_ends_the_run_with_its_trac
 async def test_a_prompt_without_room_for_a_reply_is_no_data_and_says_so() -> None:
     short = RolloutSettings(max_prompt_tokens=4, retries=0)
     (group,), _, driver = await play(f"{AGENTS}:endless", saying("x"), rollout=short)
-    assert group.trajectories[0].no_data
+    assert group.trajectories[0].is_excluded
     assert str(driver.last_failure).startswith("nothing was sampled that can be trained: its 25 tokens of context")
 
 
 async def test_a_worker_says_why_a_rollout_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "tests")
     groups, _, driver = await play(WORKER, saying("x"), problems=2, statement=lambda number: "2 + 3?" * number)
-    assert [group.trajectories[0].no_data for group in groups] == [True, False]
+    assert [group.trajectories[0].is_excluded for group in groups] == [True, False]
     assert driver.last_failure == "the agent failed: there are no words"
 
 
 async def test_a_worker_that_ends_is_no_data() -> None:
     (group,), _, driver = await play("worker:sh -c 'exit 3'", saying("x"))
-    assert group.trajectories[0].no_data
+    assert group.trajectories[0].is_excluded
     assert driver.last_failure == "the worker sh -c 'exit 3' ended with exit code 3"
 
 

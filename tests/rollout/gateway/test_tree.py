@@ -308,7 +308,7 @@ def test_whatever_an_agent_does_every_sampled_token_is_trained_once_behind_what_
     generations = {one.completion.log_probs[0]: one for one in one.tree.generations}
     seen = {round(-0.001 * (place + 1), 6): item[1] for place, item in enumerate(agent.engine.requests)}
     trained: list[float] = []
-    for row in rows if not rows[0].no_data else ():
+    for row in rows if not rows[0].is_excluded else ():
         context = row.prompt_ids
         for segment in row.segments:
             if segment.origin == "model":

@@ -324,7 +324,7 @@ def changeable_policy(policy_path: str, copy: Path) -> str:
 
 def fullest_gpu() -> tuple[int, int]:
     """Free and total bytes of this process's GPU with the smallest free share."""
-    found = [torch.cuda.mem_get_info(place) for place in range(torch.cuda.device_count())]
+    found = [torch.cuda.mem_get_info(number) for number in range(torch.cuda.device_count())]
     return min(found, key=lambda memory: memory[0] / memory[1])
 
 

@@ -35,8 +35,8 @@ def served_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     ``packed_modules_mapping`` names the parts of a fused layer, ``output_partition_sizes`` gives their sizes.
     """
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
-    for place, module in model.named_modules():
-        path = place.removesuffix(".base_layer")  # of a layer that can have adapters
+    for prefix, module in model.named_modules():
+        path = prefix.removesuffix(".base_layer")  # of a layer that can have adapters
         parent, _, own = path.rpartition(".")
         parts = fused.get(own, [own])
         sizes = list(getattr(module, "output_partition_sizes", ())) if len(parts) > 1 else [-1]
