@@ -199,17 +199,8 @@ _ROLES: Final[dict[Literal["model", "observation"], Literal["assistant", "tool"]
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """One trajectory to play. ``step`` is the training step it was issued for."""
-
-    request: RolloutRequest
-    sample: int
-    step: int
-
-
-Jobs = Callable[[], Awaitable[Job | None]]
-"""Returns the next job when it may start, whichever player asks; None if there are no more."""
+Jobs = Callable[[], Awaitable[RolloutRequest | None]]
+"""Returns the next rollout to play when it may start, whichever player asks; None if there are no more."""
 Measure = Callable[[RolloutRequest, int | None], None]
 """Receives the length of each prompt, or None for a rollout without one. Raises SkippedProblemError to replace it."""
 
@@ -293,11 +284,9 @@ class Driver:
         prompts over ``rollout.max_prompt_tokens``.
         """
         samples = group_size + greedy
-        listed = iter(
-            [Job(request=request, sample=sample, step=step) for request in requests for sample in range(samples)]
-        )
+        listed = iter([replace(request, sample=sample, step=step) for request in requests for sample in range(samples)])
 
-        async def jobs() -> Job | None:
+        async def jobs() -> RolloutRequest | None:
             return next(listed, None)
 
         temperature = self.settings.temperature if temperature is None else temperature
@@ -361,39 +350,41 @@ class Driver:
 
     async def _player(self, jobs: Jobs, running: _Running, finished: Callable[[Trajectory], None]) -> None:
         try:
-            while (job := await jobs()) is not None:
+            while (request := await jobs()) is not None:
                 with on_lane(f"{self.label}trajectories"):
                     began = now()
                     async with self._admission if running.rounds is None else nullcontext():
                         since(began, "wait for admission")
                         await running.fair_yield.wait()
-                        job, branches = await self._measured(job, running)
+                        request, branches = await self._measured(request, running)
                         if not branches:
                             continue
                         self._admission.ended(sum(item.length for item in branches), branches[-1].seconds)
-                        _trace(job, branches[-1], began)
+                        _trace(request, branches[-1], began)
                         for trajectory in branches:
                             finished(trajectory)
         finally:
             if running.rounds is not None:
                 running.rounds.leave()
 
-    async def _measured(self, job: Job, running: _Running) -> tuple[Job, tuple[Trajectory, ...]]:
+    async def _measured(
+        self, request: RolloutRequest, running: _Running
+    ) -> tuple[RolloutRequest, tuple[Trajectory, ...]]:
         """Play one rollout, of the first problem whose prompt is not skipped; () if a skipped one is not replaced."""
         while True:
             try:
-                branches = await self._rollout(job, running)
+                branches = await self._rollout(request, running)
             except SkippedProblemError as skipped:
                 if skipped.replacement is None:
-                    return job, ()
-                job = replace(job, request=skipped.replacement)
+                    return request, ()
+                request = replace(skipped.replacement, sample=request.sample, step=request.step)
             else:
-                running.measure(job.request, None)  # no effect unless the episode never started
-                return job, branches
+                running.measure(request, None)  # no effect unless the episode never started
+                return request, branches
 
-    async def _rollout(self, job: Job, running: _Running) -> tuple[Trajectory, ...]:
+    async def _rollout(self, request: RolloutRequest, running: _Running) -> tuple[Trajectory, ...]:
         """Play one rollout. After a failure outside the policy it restarts, a bounded number of times."""
-        branches = await self._attempt(job, running)
+        branches = await self._attempt(request, running)
         if branches[-1].ended is not Ended.INFRASTRUCTURE_FAILURE:
             return branches
         try:
@@ -403,33 +394,33 @@ class Driver:
                 with attempt:
                     # The first attempt is over; only failures pay for the overhead of retrying.
                     if attempt.num > 1:
-                        branches = await self._attempt(job, running)
+                        branches = await self._attempt(request, running)
                     if branches[-1].ended is Ended.INFRASTRUCTURE_FAILURE:
                         raise _InfrastructureFailureError(branches[-1])
         except _InfrastructureFailureError as failure:
             return (failure.trajectory,)
         return branches
 
-    async def _attempt(self, job: Job, running: _Running) -> tuple[Trajectory, ...]:
+    async def _attempt(self, request: RolloutRequest, running: _Running) -> tuple[Trajectory, ...]:
         """The branches of one rollout: several only where an agent plays, or earlier turns are rendered anew."""
         policy = TokenPolicy(
-            problem=job.request.problem,
+            problem=request.problem,
             settings=self.settings,
             fair_yield=running.fair_yield,
-            step=job.step,
-            group=job.request.index,
-            sample_index=job.sample,
+            step=request.step,
+            group=request.index,
+            sample_index=request.sample,
             # Zero-padded, so that names sort in the order of requests, samples and turns.
-            name=f"{self.label}{job.step:08d}-{job.request.index:012d}-{job.sample:06d}",
+            name=f"{self.label}{request.step:08d}-{request.index:012d}-{request.sample:06d}",
             seed=self.seed,
             began=asyncio.get_running_loop().time(),
             engine=self.engine,
             codec=self.codec,
-            temperature=0.0 if job.sample == running.greedy_sample else running.temperature,
+            temperature=0.0 if request.sample == running.greedy_sample else running.temperature,
             top_p=self.top_p,
             rewarded_later=self.rewards is not None,
             rounds=running.rounds,
-            measure=partial(running.measure, job.request),
+            measure=partial(running.measure, request),
         )
         branches = await policy.play(self.environment)
         self.last_failure = policy.failure or self.last_failure
@@ -467,29 +458,29 @@ async def pooled(
     players: int, player: Callable[[Callable[[_Value], None]], Coroutine[object, object, None]]
 ) -> AsyncGenerator[_Value, None]:
     """Yield what ``players`` tasks of ``player`` hand over, until all have ended. A crash of one raises here."""
-    handed: asyncio.Queue[_Value | asyncio.Task[None]] = asyncio.Queue()
-    tasks = [asyncio.create_task(player(handed.put_nowait)) for _ in range(players)]
+    handed: asyncio.Queue[Callable[[], _Value | None]] = asyncio.Queue()
+    tasks = [asyncio.create_task(player(lambda value: handed.put_nowait(lambda: value))) for _ in range(players)]
     for task in tasks:
-        task.add_done_callback(handed.put_nowait)
+        # None from a player that has ended; raises if it crashed.
+        task.add_done_callback(lambda task: handed.put_nowait(task.result))
     running = players
     try:
         while running:
-            item = await handed.get()
-            if isinstance(item, asyncio.Task):
-                item.result()
+            value = (await handed.get())()
+            if value is None:
                 running -= 1
             else:
-                yield item
+                yield value
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _trace(job: Job, last: Trajectory, began: int) -> None:
+def _trace(request: RolloutRequest, last: Trajectory, began: int) -> None:
     """The slice of a rollout, on its lane, around those of its turns."""
-    ids = {"step": job.step, "group": job.request.index, "sample": job.sample}
-    since(began, f"{job.request.problem.id} {job.sample}", ended=str(last.ended), reward=last.reward, **ids)
+    ids = {"step": request.step, "group": request.index, "sample": request.sample}
+    since(began, f"{request.problem.id} {request.sample}", ended=str(last.ended), reward=last.reward, **ids)
 
 
 def _messages(trajectory: Trajectory) -> tuple[Message, ...]:

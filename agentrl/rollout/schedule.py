@@ -34,10 +34,10 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentrl.errors import WorldError
-from agentrl.rollout.driver import Driver, Job
+from agentrl.rollout.driver import Driver
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest, WorkQueue
 from agentrl.trajectory import Group
@@ -195,7 +195,7 @@ class RolloutSource(ABC):
     def _start(self, request: RolloutRequest) -> int:
         """Note that a group starts. Returns its training step."""
 
-    async def _next(self) -> Job | None:
+    async def _next(self) -> RolloutRequest | None:
         """The next rollout. Those of a problem follow its first one when that has measured the prompt."""
         async with self._one:
             if self._left:
@@ -206,7 +206,7 @@ class RolloutSource(ABC):
                 request = await self._queue.next()
                 self._step = self._start(request)
                 self._left.extend(range(self._samples))
-            return Job(request=request, sample=self._left.popleft(), step=self._step)
+            return replace(request, sample=self._left.popleft(), step=self._step)
 
 
 class OnDemandSource(RolloutSource):

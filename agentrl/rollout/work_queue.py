@@ -23,10 +23,16 @@ _MOST_LOGGED = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutRequest:
-    """A problem issued for rollouts. ``index`` numbers the requests of a run and identifies the group."""
+    """A rollout of a problem to play. ``index`` numbers the problems of a run and identifies the group.
+
+    The work queue issues a problem once. For each rollout of the group, ``sample`` is its number and ``step`` the
+    training step that it is played for.
+    """
 
     index: int
     problem: Problem
+    sample: int = 0
+    step: int = 0
 
 
 class RequestState(TypedDict):
@@ -103,7 +109,8 @@ class WorkQueue:
         Only the first call for a request has an effect. Raises SkippedProblemError if the prompt is too long, and
         SettingsError if the limit leaves no problem.
         """
-        if request is not self._newest or self._measured.is_set():
+        # By identity, because a problem that replaces a skipped one has the same index.
+        if self._measured.is_set() or self._newest is None or request.problem is not self._newest.problem:
             return
         if tokens is not None and tokens > self._max_prompt_tokens:
             self._skip(request.problem, tokens)
