@@ -51,7 +51,7 @@ class Rollout:
     @property
     def excluded(self) -> bool:
         """True if it ended for reasons outside the policy: it enters no reward, baseline or average."""
-        return self.trajectories[-1].no_data
+        return self.trajectories[-1].is_excluded
 
     @property
     def model_tokens(self) -> int:
