@@ -85,6 +85,22 @@ def test_a_link_to_a_missing_page_or_anchor_is_reported(tmp_path: Path) -> None:
     ]
 
 
+def string_pieces() -> list[str]:
+    """Every piece of text in the code, without what f-strings insert."""
+    files = [path for name in ("agentrl", "envs", "sandbox") for path in (ROOT / name).rglob("*.py")]
+    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^### `(.*)`$", text, re.MULTILINE)
+    assert len(messages) >= 25
+    code = string_pieces()
+    parts = [(message, part) for message in messages for part in message.split("...") if part.strip(" ,:;")]
+    assert [pair for pair in parts if not any(pair[1] in piece for piece in code)] == []
+
+
 @pytest.mark.slow
 def test_the_gymnasium_example_runs(tmp_path: Path) -> None:
     example = block("protocols.md", "SimpleTIR-v0")
