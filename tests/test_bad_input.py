@@ -102,7 +102,7 @@ GOOD = {"problem": "What is 1 + 1?", "answer": "2"}
         ),
         (["--reward", "nowhere:reward"], "reward 'nowhere:reward': there is no module 'nowhere'"),
         (["--reward", "json:lods"], f"module 'json' ({json.__file__}) has no 'lods'; did you mean 'loads'?"),
-        (["--reward", "reward"], "unknown reward 'reward' (known: module:attribute)"),
+        (["--reward", "reward"], "unknown reward 'reward' (valid: module:attribute)"),
         (
             ["environment.protocol=torrl"],
             "environment.protocol (command line): unknown protocol 'torrl'; did you mean 'torl'",
@@ -189,7 +189,7 @@ def test_columns_that_reset_asks_for(
     given = ["data.train=[{path: p.jsonl}]", "coldstart.demonstrations=shown.jsonl"]
     message = refused("train", *dry, "--env", "boxes:Keeper", *given)
     place = "shown.jsonl:1: " if file == "shown.jsonl" else ""
-    asked = "reset() of environment 'boxes:Keeper' asks for the column 'boxes'; columns of problem a: "
+    asked = "reset() of environment 'boxes:Keeper' takes the column 'boxes'; columns of problem a: "
     assert message.startswith(f"{place}{asked}")
     assert "boxs" in message
 

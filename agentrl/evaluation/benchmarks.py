@@ -21,7 +21,7 @@ from agentrl.evaluation.settings import EvaluationRequest, EvaluationSections
 from agentrl.problems.rows import ProblemError, ProblemFieldError
 from agentrl.problems.sampler import digest_of
 from agentrl.problems.settings import FieldName, ProblemSourceSettings
-from agentrl.problems.sources import FILE_KINDS, evaluation_set, load_source, read_places
+from agentrl.problems.sources import FILE_KINDS, evaluation_set, load_source, read_with_locations
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.settings import compares_answers
 from agentrl.telemetry.console import Console
@@ -57,7 +57,7 @@ class LoadedBenchmark:
     path: str
     revision: str | None
     problems: tuple[Problem, ...]
-    places: tuple[str, ...]
+    locations: tuple[str, ...]
     errors: tuple[str, ...]
 
 
@@ -138,14 +138,14 @@ def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBe
     """
     benchmark = BENCHMARKS.get(name)
     settings = _source_of_file(name) if benchmark is None else _source(benchmark, data_dir)
-    problems, places, unanswered = [], [], []
+    problems, locations, unanswered = [], [], []
     try:
-        for location, problem in read_places(settings):
+        for location, problem in read_with_locations(settings):
             if problem is None or problem.answer is None:
                 unanswered.append(f"{location}: the problem has no answer")
             else:
                 problems.append(problem)
-                places.append(location)
+                locations.append(location)
     except ProblemFieldError as error:
         left_out = re.search(r"fields\.\S+=null$", str(error))
         fields = [left_out[0]] if left_out else ["fields.problem=FIELD", "fields.answer=FIELD"]
@@ -157,12 +157,12 @@ def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBe
         path=settings.path,
         revision=settings.revision,
         problems=tuple(problems),
-        places=tuple(places),
+        locations=tuple(locations),
         errors=(
             *_miscounted(name, settings.path, rows, None if benchmark is None else benchmark.problems),
             *unanswered,
-            *_repeated(places, [problem.statement.strip() for problem in problems], "the problem"),
-            *_repeated(places, [problem.id for problem in problems], "the id"),
+            *_repeated(locations, [problem.statement.strip() for problem in problems], "the problem"),
+            *_repeated(locations, [problem.id for problem in problems], "the id"),
         ),
     )
 
@@ -171,9 +171,9 @@ async def check_benchmark(name: str, grader: Grader, *, data_dir: str | Path | N
     """Collect all errors in a benchmark's data, including reference answers that are not graded equal to themselves."""
     loaded = read_benchmark(name, data_dir=data_dir)
     answers = [str(problem.answer) for problem in loaded.problems]
-    verdicts = await asyncio.gather(*(grader.check_gold(answer) for answer in answers))
+    verdicts = await asyncio.gather(*(grader.check_reference(answer) for answer in answers))
     unreadable, timeouts = [], []
-    for location, gold, verdict in zip(loaded.places, answers, verdicts, strict=True):
+    for location, gold, verdict in zip(loaded.locations, answers, verdicts, strict=True):
         answer = gold if len(gold) <= 60 else gold[:60] + "..."
         if verdict is Verdict.GRADER_TIMEOUT:
             timeouts.append(f"{location}: grading the answer {answer!r} timed out")
@@ -216,13 +216,13 @@ def _miscounted(name: str, path: str, rows: int, expected: int | None) -> list[s
     return [f"{path}: {name} should have {expected} problems, but the data has {rows}"]
 
 
-def _repeated(places: Sequence[str], keys: Iterable[str], what: str) -> list[str]:
+def _repeated(locations: Sequence[str], keys: Iterable[str], what: str) -> list[str]:
     """One error for each key that several rows share, with the location of the second row."""
     rows: dict[str, list[int]] = defaultdict(list)
     for row, key in enumerate(keys):
         rows[key].append(row)
     return [
-        f"{places[same[1]]}: {what} {key[:60]!r} occurs {len(same)} times, first in {places[same[0]]}"
+        f"{locations[same[1]]}: {what} {key[:60]!r} occurs {len(same)} times, first in {locations[same[0]]}"
         for key, same in rows.items()
         if len(same) > 1
     ]

@@ -112,11 +112,11 @@ class FunctionGrader:
             )
         self._function: Callable[[str, str], object] = function
 
-    async def grade(self, answer: str | None, gold: str) -> Verdict:
+    async def grade(self, answer: str | None, reference: str) -> Verdict:
         """Return the function's verdict. The function is not called without an answer."""
         if answer is None or not answer.strip():
             return Verdict.NO_ANSWER
-        verdict = self._function(answer, gold)
+        verdict = self._function(answer, reference)
         verdict = await verdict if inspect.isawaitable(verdict) else verdict
         if isinstance(verdict, Verdict):
             return verdict
@@ -176,10 +176,10 @@ async def _regrade(
         current = batch if protocol is None else [extracted(one, protocol) for one in batch]
         expected = [golds[one.benchmark, one.problem] for one in batch]
         graded = await asyncio.gather(*map(_graded, batch, current, expected, repeat(grader)))
-        for old, new, gold in zip(batch, graded, expected, strict=True):
+        for old, new, reference in zip(batch, graded, expected, strict=True):
             index.add(new)
             if new.verdict is not old.verdict or new.answer != old.answer:
-                changes.append(_change(old, new, gold))
+                changes.append(_change(old, new, reference))
 
     try:
         batch: list[Transcript] = []
@@ -195,7 +195,7 @@ async def _regrade(
         await grader.close()
 
 
-async def _graded(old: Transcript, new: Transcript, gold: str | None, grader: Grades) -> Transcript:
+async def _graded(old: Transcript, new: Transcript, reference: str | None, grader: Grades) -> Transcript:
     """``new`` with the new verdict.
 
     A rollout that was not graded before (no answer, a failed sandbox) is not graded now, nor is one without a reference
@@ -203,21 +203,21 @@ async def _graded(old: Transcript, new: Transcript, gold: str | None, grader: Gr
     holds for a rollout whose answer is extracted only now.
     """
     ungraded = old.verdict is None and not old.ended.is_excluded and new.answer == old.answer
-    if new.answer is None or gold is None or ungraded:
+    if new.answer is None or reference is None or ungraded:
         return new
-    verdict = await grader.grade(new.answer, gold)
+    verdict = await grader.grade(new.answer, reference)
     ended = Ended.ANSWERED if new.ended is Ended.INFRASTRUCTURE_FAILURE else new.ended
     return replace(new, verdict=verdict, ended=ended, reward=float(verdict is Verdict.CORRECT))
 
 
-def _change(old: Transcript, new: Transcript, gold: str | None) -> Change:
+def _change(old: Transcript, new: Transcript, reference: str | None) -> Change:
     return {
         "benchmark": old.benchmark,
         "problem": old.problem,
         "sample": old.sample,
         "answer_before": old.answer,
         "answer": new.answer,
-        "gold": gold,
+        "gold": reference,
         "before": "none" if old.verdict is None else old.verdict.value,
         "after": "none" if new.verdict is None else new.verdict.value,
     }

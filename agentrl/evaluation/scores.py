@@ -175,7 +175,7 @@ def student_quantile(degrees: int) -> float:
 class Grades(Protocol):
     """Grading of one answer, the only method of a grader that is needed here."""
 
-    async def grade(self, answer: str | None, gold: str) -> Verdict: ...
+    async def grade(self, answer: str | None, reference: str) -> Verdict: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

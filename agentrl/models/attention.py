@@ -1,4 +1,4 @@
-"""The attention of every model here: one function registered with `transformers`, which also reads packed rows."""
+"""The attention function of all models: registered with `transformers`, and used for packed rows as well."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function in the signature that `transformers` requires.
+    """Compute attention, with the signature that `transformers` requires.
 
-    Inside :func:`.packed_states`, each document of the row attends to itself only. Elsewhere it applies the mask as
-    `sdpa` does, and caps scores with ``softcap``.
+    Inside :func:`.packed_states`, each document of the row attends only to itself. Elsewhere the mask is applied as in
+    `sdpa`, and scores are capped with ``softcap``.
     """
     now = current_pass()
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
@@ -67,7 +67,7 @@ def attention(
 
 
 def _checked_window(module: torch.nn.Module, window: int | None) -> int | None:
-    """The window that the layer was called with, which must be the one that its configuration gives it."""
+    """Return the layer's attention window. Raises SettingsError if it differs from the window in the configuration."""
     config = module.config
     kinds = getattr(config, "layer_types", None)  # not every architecture has these two
     wanted = getattr(config, "sliding_window", None)
@@ -104,9 +104,9 @@ def use_attention(model: PreTrainedModel) -> None:
 
 
 def use_packed_attention(model: PreTrainedModel, *, ranks: int = 1) -> None:
-    """As :func:`use_attention`, with ``ranks`` that share rows.
+    """Make ``model`` compute attention over packed rows that ``ranks`` ranks share.
 
-    Raises SettingsError for a model that cannot read packed rows, or whose heads they do not divide.
+    Raises SettingsError if the model does not support packed rows, or if ``ranks`` does not divide its heads.
     """
     for obstacle in (packing_obstacle(model.config), sharing_obstacle(model.config, ranks)):
         if obstacle is not None:
@@ -115,7 +115,7 @@ def use_packed_attention(model: PreTrainedModel, *, ranks: int = 1) -> None:
 
 
 def sharing_obstacle(config: PreTrainedConfig, ranks: int) -> str | None:
-    """Why ``ranks`` cannot share the rows of a model (training.sequence_parallel); None if they can."""
+    """Return why ``ranks`` cannot share the rows of a model (training.sequence_parallel), or None."""
     text = config.get_text_config()
     heads: int = text.num_attention_heads
     if ranks > 1 and heads % ranks:
@@ -125,10 +125,10 @@ def sharing_obstacle(config: PreTrainedConfig, ranks: int) -> str | None:
 
 
 def length_obstacle(config: PreTrainedConfig, longest: int) -> str | None:
-    """Why sequences of up to ``longest`` tokens cannot be packed; None if they can.
+    """Return why sequences of up to ``longest`` tokens cannot be packed, or None.
 
-    `transformers` rotates all tokens of a row by the longest sequence in it where the kind of positions looks at
-    lengths, and all alike up to a length of the model's.
+    For some types of rotary embeddings, `transformers` rotates all tokens of a row according to the longest sequence in
+    it. Below a limit of the model, the rotation does not depend on the length.
     """
     text = config.get_text_config()
     rotary: dict[str, object] = getattr(text, "rope_parameters", None) or {}  # or one such for each kind of layer
@@ -151,7 +151,7 @@ def length_obstacle(config: PreTrainedConfig, longest: int) -> str | None:
 
 
 def packing_obstacle(config: PreTrainedConfig) -> str | None:
-    """Why a model cannot read packed documents, as far as its configuration tells; None if it can."""
+    """Return why a model does not support packed documents according to its configuration, or None."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     others = sorted({kind for kind in kinds if kind not in _KINDS})
     if not others:
@@ -165,7 +165,7 @@ def packing_obstacle(config: PreTrainedConfig) -> str | None:
 def choose_attention(
     wanted: Literal["auto", "sdpa", "flex", "flash"], config: PreTrainedConfig, *, dtype: str
 ) -> AttentionBackend:
-    """``model.attention`` for this machine and model. Raises SettingsError where they cannot run what is ``wanted``."""
+    """Return the backend for ``model.attention`` on this machine. Raises SettingsError if it cannot run here."""
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     capped = bool(getattr(text, "attn_logit_softcapping", None))
@@ -181,9 +181,9 @@ def choose_attention(
 
 
 def attention_obstacle(backend: AttentionBackend, *, dtype: str, head_dim: int = 0, capped: bool = False) -> str | None:
-    """Why this machine cannot train with ``backend`` in ``dtype``; None if it can. ``head_dim`` is 0 if unknown.
+    """Return why this machine cannot train with ``backend`` in ``dtype``, or None. ``head_dim`` is 0 if unknown.
 
-    ``capped``: the model caps its scores.
+    ``capped`` is true if the model caps its attention scores.
     """
     if backend == "sdpa":
         return None
@@ -207,10 +207,10 @@ def attention_obstacle(backend: AttentionBackend, *, dtype: str, head_dim: int =
 
 
 def attention_length(config: PreTrainedConfig) -> float:
-    """The length of a document at which its attention costs as much as the linear layers.
+    """Return the document length at which attention costs as much as the linear layers.
 
-    A layer of P weights takes 2 P operations a token; causal attention of H heads of E dimensions takes 2 H E l^2 for l
-    tokens, so l = P / (H E). A model that does not tell its sizes counts as one without attention.
+    A layer of P weights takes 2 P operations per token. Causal attention of H heads of E dimensions takes 2 H E l^2 for
+    l tokens, so l = P / (H E). Returns infinity if the configuration lacks the sizes.
     """
     text = config.get_text_config()
     inner = getattr(text, "intermediate_size", None)
@@ -223,12 +223,12 @@ def attention_length(config: PreTrainedConfig) -> float:
 
 
 def _has_flash_attn() -> bool:
-    """Whether flash-attn is installed and loads: a build for another release of torch does not."""
+    """Return whether flash-attn can be imported. A build for another torch release cannot."""
     return varlen_kernel() is not torch_varlen
 
 
 def _has_torch_varlen() -> bool:
-    """Earlier releases of torch lack the function, or its windows and grouped queries."""
+    """Return whether torch's varlen_attn supports windows and grouped queries, which older releases do not."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -1,9 +1,9 @@
-"""A model's chat template: rendered over the shape of a conversation, never over what was said.
+"""A model's chat template, rendered with placeholders in place of all contents.
 
-Every content is a place-holder when a template is rendered. So a content can neither change the template's course nor
-spell a special token, sampled tokens never change (a template may strip the thoughts of earlier turns), and a shape is
-rendered once for all conversations that have it. Protocols read the texts between the place-holders once
-(:func:`read_chat_format`); the gateway renders the shape of each request (`agentrl.rollout.gateway.render`).
+A content can therefore neither change the control flow of the template nor spell a special token, and sampled tokens
+never change (a template may strip the reasoning of earlier turns). Each sequence of roles is rendered once for all
+conversations. Protocols use the texts between the placeholders (:func:`read_chat_format`); the gateway renders the
+roles of each request (`agentrl.rollout.gateway.render`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]  # a JSON schema of a function
 
-# Private use: no template holds them, and texts that do are guarded.
+# Characters of the private use area: templates do not contain them, and contents with them are guarded.
 _SLOT, _GUARD, _END = "\ue000", "\ue001", "\ue002"
-# The quote in a slot shows which contents a template writes as JSON texts (Llama's responses of tools).
-# The word shows which contents a template alters: in another case it is no place-holder.
+# The quote in a slot is escaped if the template writes the content as a JSON string (Llama's tool responses). The word
+# detects templates that alter a content, for example its case: the placeholder is then not recognised.
 _PLACE = re.compile(f'({_SLOT}\\\\?"Text|{_GUARD})([0-9]+){_END}')
-_OPENINGS = 256  # shapes of prompts that are kept
+_OPENINGS = 256  # cached sequences of roles of a prompt
 
 PLAIN_TEMPLATE = (
     "{%- for tool in tools or [] %}{{ tool | tojson }}{{ '\\n' }}{% endfor -%}"
@@ -39,9 +39,9 @@ PLAIN_TEMPLATE = (
     "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>{% endfor -%}"
     "{{ '\\n' }}{% endfor -%}"
 )
-"""For models without a chat template: the messages as they are, one below the other.
+"""Template for models without one: the message contents, separated by newlines.
 
-The ends of lines are written out: a newline behind a block is none in a template of `transformers`.
+Newlines are written as expressions, because `transformers` removes a newline after a block of a template.
 """
 
 
@@ -50,15 +50,16 @@ class ChatTemplateError(ValueError):
 
 
 def slot(number: int) -> str:
-    """The place-holder of the content of message ``number``."""
+    """Return the placeholder for the content of message ``number``."""
     return f'{_SLOT}"Text{number}{_END}'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A rendered shape: ``texts`` around the place-holders of the messages ``slots``, in order of appearance.
+    """The texts of a rendered conversation around its contents.
 
-    ``quoted``: which of ``slots`` hold JSON texts.
+    ``slots`` are the indices of the messages, in order of appearance. ``quoted`` is true for slots that the template
+    writes as JSON strings.
     """
 
     texts: tuple[tuple[Part, ...], ...]
@@ -66,18 +67,18 @@ class Layout:
     quoted: tuple[bool, ...]
 
     def before(self, message: int) -> tuple[str, ...] | None:
-        """The texts before the only place of a message; None if it has none or several."""
+        """Return the texts before a message, or None unless it appears exactly once."""
         if self.slots.count(message) != 1:
             return None
         return self.strings[: self.slots.index(message) + 1]
 
     @cached_property
     def strings(self) -> tuple[str, ...]:
-        """``texts`` as they read."""
+        """``texts`` as plain strings."""
         return tuple(str(MarkedText(*text)) for text in self.texts)
 
     def parts(self, contents: Sequence[str], start: int = 0) -> tuple[Part, ...]:
-        """Texts and contents in order, from the text number ``start`` on."""
+        """Return texts and contents in order, from text ``start`` on."""
         parts = list(self.texts[start])
         places = zip(self.texts[start + 1 :], self.slots[start:], self.quoted[start:], strict=True)
         for text, message, quoted in places:
@@ -85,12 +86,12 @@ class Layout:
         return tuple(parts)
 
     def filled(self, contents: Sequence[str]) -> str:
-        """The whole text."""
+        """Return the whole text with ``contents`` in its slots."""
         return str(MarkedText(*self.parts(contents)))
 
 
 class ChatTemplate:
-    """The template of one model: a file's, the tokenizer's own, or with neither a plain one."""
+    """The chat template of one model: from a file, from its tokenizer, or the plain template."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class ChatTemplate:
         tools: Sequence[Any] = (),
         options: Mapping[str, object] | None = None,
     ) -> str:
-        """The conversation up to where the model's next turn begins. Raises ChatTemplateError."""
+        """Return the conversation up to the start of the model's next turn. Raises ChatTemplateError."""
         from jinja2 import TemplateError
 
         try:
@@ -137,7 +138,7 @@ class ChatTemplate:
         tools: Sequence[Any] = (),
         options: Mapping[str, object] | None = None,
     ) -> Layout:
-        """The texts around the contents of ``messages``, which are place-holders. Raises ChatTemplateError."""
+        """Return the texts around the contents of ``messages``, which are placeholders. Raises ChatTemplateError."""
         pieces = _PLACE.split(self.render(messages, tools, options))
         texts: list[list[Part]] = [[Mark(pieces[0])] if pieces[0] else []]
         slots: list[int] = []
@@ -154,7 +155,7 @@ class ChatTemplate:
         return Layout(texts=tuple(map(tuple, texts)), slots=tuple(slots), quoted=tuple(quoted))
 
     def guard(self, value: object) -> object:
-        """A JSON value in whose texts place-holders stand for what would be read as a special token."""
+        """Replace special tokens in the strings of a JSON value by placeholders."""
         if isinstance(value, str):
             return self._unsafe.sub(lambda found: f"{_GUARD}{self._guarded.index(found[0])}{_END}", value)
         if isinstance(value, Mapping):
@@ -162,11 +163,11 @@ class ChatTemplate:
         return [self.guard(one) for one in value] if isinstance(value, list) else value
 
     def leading_special(self, text: str) -> str:
-        """The special token that ``text`` begins with, which the model itself writes at the end of a turn; or ""."""
+        """Return the special token at the start of ``text``, with which the model ends its turn, or ""."""
         return next((token for token in self._special if text.startswith(token)), "")
 
     def first_special(self, text: str) -> str:
-        """The special token that stands first in ``text``; "" if none does."""
+        """Return the first special token in ``text``, or ""."""
         found = [token for token in self._special if token in text]
         return min(found, key=lambda token: (text.index(token), -len(token)), default="")
 
@@ -196,7 +197,7 @@ def _told(tool: str, number: int) -> Message:
 
 
 class _Responses(NamedTuple):
-    """The texts behind a turn with calls, around the responses."""
+    """The texts around tool responses after a turn with calls."""
 
     before: str
     between: str
@@ -213,10 +214,11 @@ def read_chat_format(
     system: str = "",
     setting: str = "environment.protocol=hermes",
 ) -> ChatFormat:
-    """The template of the model ``name`` for conversations with ``tools``; ``options`` are variables of the template.
+    """Render the chat format of the model ``name`` for conversations with ``tools``.
 
-    ``system`` is the text of a system message, ``setting`` what asks for the template. Raises SettingsError for none,
-    and for one that alters messages, depends on their place, or writes calls that cannot be read.
+    ``options`` are variables of the template, ``system`` is the text of a system message, and ``setting`` is the
+    setting that requires a template. Raises SettingsError if the template is missing, changes messages, depends on
+    their position, or writes calls in an unsupported format.
     """
     if not tokenizer.chat_template:
         plain = "environment.protocol=simpletir, retool or torl" if "hermes" in setting else "environment.chat=auto"
@@ -250,7 +252,10 @@ def read_chat_format(
 
 
 class _Reader:
-    """Reads the texts of a template from synthetic conversations. Raises SettingsError for a template unfit for it."""
+    """Extracts the texts of a template from synthetic conversations.
+
+    Raises SettingsError if the template is unsuitable.
+    """
 
     def __init__(self, chat: ChatTemplate, name: str, tools: Sequence[Tool], setting: str, system: str) -> None:
         self.chat = chat
@@ -261,7 +266,7 @@ class _Reader:
         self._system = [{"role": "system", "content": system}] if system else []
 
     def layout(self, messages: Sequence[Message]) -> Layout:
-        """The layout behind the system prompt, unless ``messages`` bring their own."""
+        """Return the layout after the system prompt, unless ``messages`` start with a system message."""
         own = messages[0]["role"] == "system"
         try:
             return self.chat.layout([*([] if own else self._system), *messages], self._schemas)
@@ -271,7 +276,7 @@ class _Reader:
             ) from error
 
     def pieces(self, messages: Sequence[Message]) -> Layout:
-        """The layout of messages, all of which must appear once and in order."""
+        """Return the layout of messages. Raises SettingsError unless the template writes each one once and in order."""
         layout = self.layout(messages)
         if layout.slots != tuple(range(len(messages))):
             raise SettingsError(
@@ -281,7 +286,7 @@ class _Reader:
         return layout
 
     def opening(self, roles: tuple[str, ...]) -> MessageTexts:
-        """The texts around the messages of a prompt with these roles, wherever the template puts them."""
+        """Return the texts around a prompt's messages with these roles, in the order of the template."""
         layout = self.layout([{"role": role, "content": slot(number)} for number, role in enumerate(roles)])
         if sorted(layout.slots) != list(range(len(roles))):
             raise SettingsError(
@@ -291,7 +296,7 @@ class _Reader:
         return MessageTexts(texts=layout.strings, order=layout.slots)
 
     def reply(self) -> tuple[str, str, str]:
-        """The texts before the problem, and around a user's message behind a turn; "" where the template has none."""
+        """Return the text before the problem and those around a user message after a turn, or "" for missing ones."""
         said, user = {"role": "assistant", "content": slot(1)}, {"role": "user", "content": slot(2)}
         try:
             first, _, before, after = self.pieces(_conversation(said, user)).strings
@@ -300,7 +305,7 @@ class _Reader:
         return first, before, after
 
     def calls(self) -> CallForm:
-        """The form of the template's calls."""
+        """Return the format of the template's tool calls."""
         try:
             form = self.chat.call_form(self.tools[0], self._schemas, self._system)
         except ChatTemplateError as error:
@@ -315,12 +320,15 @@ class _Reader:
         return form
 
     def responses(self) -> _Responses:
-        """The texts behind a turn with calls. Raises SettingsError if they depend on the place in the conversation."""
+        """Return the texts after a turn with calls.
+
+        Raises SettingsError if they depend on the position in the conversation.
+        """
         try:
             return self._responses(called=False)
         except SettingsError as error:
             try:
-                return self._responses(called=True)  # a template may want a call before a response
+                return self._responses(called=True)  # some templates require a call before a response
             except SettingsError:
                 raise error from None
 
@@ -341,7 +349,7 @@ class _Reader:
                 f"conversation: {self.setting} cannot render it once"
             )
         rest = one.strings[2]
-        if called:  # what closes the call is the model's to write
+        if called:  # the model writes the text that closes the call
             end = self.chat.first_special(rest)
             rest = rest[rest.index(end) :] if end else rest
         return _Responses(rest, two.strings[3], one.strings[3], one.quoted[2])

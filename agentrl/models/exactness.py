@@ -30,9 +30,9 @@ BOUNDS = {torch.float32: 1e-2, torch.bfloat16: 0.3}
 """Largest mean absolute difference (nats) for loaded weights, by dtype. Ten times the smallest fidelity bounds: the
 test tokens are random, and rounding errors grow as tokens become unlikely."""
 _COPY_BOUND = 1e-3
-"""Largest absolute difference (nats) of any token for a small copy in float32, where rounding errors are near 1e-5."""
+"""Largest absolute difference (nats) of any token for a small copy in float32, whose rounding errors are near 1e-5."""
 _LARGEST = 50_000_000
-"""Most parameters of a copy that is tested: 200 MB in float32, under two seconds."""
+"""Maximum number of parameters of a tested copy: 200 MB in float32, under two seconds."""
 _PROMPT = 5
 _RESPONSES = (9, 7)
 _LAYERS, _HEADS, _HEAD_WIDTH, _INTERMEDIATE, _VOCABULARY, _WINDOW = 2, 4, 16, 64, 128, 4

@@ -1,4 +1,4 @@
-"""Reading and writing policies in the format of `transformers`."""
+"""Loading, creating and exporting policies in the format of `transformers`, including the built-in tiny policy."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ EOS = "<|endoftext|>"
 
 
 def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> PreTrainedTokenizerBase:
-    """A byte-level BPE of ``vocabulary_size`` tokens in which digits and newlines stand alone.
+    """Train a byte-level BPE of ``vocabulary_size`` tokens in which digits and newlines are separate tokens.
 
-    Single digits let a small model copy and compute numbers; an isolated newline keeps fences regular.
+    Single digits let a small model copy and compute numbers. Separate newlines make fences regular.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -49,7 +49,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> PreTrained
 
 
 def tiny_config(settings: TinyModelSettings, *, vocabulary_size: int | None = None, eos_id: int = 0) -> Qwen2Config:
-    """The Qwen2 configuration of the embedded policy."""
+    """Return the Qwen2 configuration of the built-in tiny policy."""
     from transformers import Qwen2Config
 
     return Qwen2Config(
@@ -69,7 +69,7 @@ def tiny_config(settings: TinyModelSettings, *, vocabulary_size: int | None = No
 
 
 def build_tiny_model(settings: TinyModelSettings, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
-    """A freshly initialised Qwen2 model (tied embeddings, float32) for ``tokenizer``."""
+    """Create a randomly initialised Qwen2 model (tied embeddings, float32) for ``tokenizer``."""
     from transformers import Qwen2ForCausalLM
 
     size = max(settings.vocabulary_size, len(tokenizer))
@@ -80,13 +80,16 @@ def build_tiny_model(settings: TinyModelSettings, tokenizer: PreTrainedTokenizer
 
 
 _CHANCES = ("drop", "jitter")
-"""Parts of the names of probabilities in configurations and modules: attention_dropout, resid_pdrop, layerdrop, ..."""
+"""Substrings of the names of probabilities in configurations and modules (attention_dropout, resid_pdrop, layerdrop,
+...).
+"""
 
 
 def switch_off_dropout(model: PreTrainedModel) -> None:
-    """Set every probability of dropout to 0, of modules, of functions that modules call, and in the configuration.
+    """Set all dropout probabilities to 0, in modules and in the configuration.
 
-    Evaluation mode is not enough: gradient checkpointing works in training mode only, which DeepSpeed switches on.
+    Training, sampling and statistics must use the same policy. Evaluation mode is not enough: gradient checkpointing
+    works only in training mode, which DeepSpeed enables.
     """
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -123,7 +126,7 @@ tags: [agentrl, reinforcement-learning, tool-use]
 
 
 def read_model(path: str | Path, settings: ModelSettings) -> Any:
-    """The causal language model in a directory or of a Hugging Face id, in the dtype that is set, without dropout."""
+    """Load a causal language model from a directory or Hugging Face id, in the configured dtype, without dropout."""
     from transformers import AutoModelForCausalLM
 
     _show_no_progress_bars()
@@ -134,7 +137,10 @@ def read_model(path: str | Path, settings: ModelSettings) -> Any:
 
 
 def empty_model(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
-    """The same model before its weights are read, made under the caller's context; call `finish_model` afterwards."""
+    """Create the model without its weights, under the caller's context.
+
+    Call `prepare_model` after the weights are loaded.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path)
@@ -144,7 +150,7 @@ def empty_model(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
 
 
 def prepare_model(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
-    """Prepare a model for training and sampling; every new model passes here. Returns it."""
+    """Prepare a model for training and sampling, and return it. Every new model must pass through this function."""
     switch_off_dropout(model)
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
@@ -161,9 +167,9 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 
 
 def keep_checkpoints_on_host(transformer: nn.Module) -> None:
-    """From now on, what a forward keeps of each checkpointed layer, its input, waits for the backward in host memory.
+    """Store the inputs of checkpointed layers in host memory between forward and backward.
 
-    Inside of a layer nothing changes: what it recomputes stays where it is.
+    Tensors that a layer recomputes in the backward pass stay on the device.
     """
     entered: list[save_on_cpu] = []
 
@@ -179,7 +185,10 @@ def keep_checkpoints_on_host(transformer: nn.Module) -> None:
 
 
 def read_config(settings: ModelSettings) -> PreTrainedConfig | None:
-    """The model's configuration without its weights; None if it cannot be read here (no such file, no network)."""
+    """Load the model's configuration without its weights.
+
+    Returns None if it is unavailable (no such file, no network).
+    """
     from transformers import AutoConfig
 
     if settings.path is None:
@@ -191,7 +200,7 @@ def read_config(settings: ModelSettings) -> PreTrainedConfig | None:
 
 
 def has_full_attention(config: PreTrainedConfig) -> bool:
-    """Whether every layer attends to the whole context: no sliding window, no linear attention."""
+    """Return whether every layer attends to the whole context: no sliding window, no linear attention."""
     # Not every architecture's configuration has these two.
     kinds = getattr(config, "layer_types", None)
     return all(kind == "full_attention" for kind in kinds) if kinds else not getattr(config, "sliding_window", None)
@@ -206,7 +215,7 @@ def write_model(
     body: str,
     state: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Export model, tokenizer and model card so that `transformers` loads the directory."""
+    """Export model, tokenizer and model card as a directory that `transformers` loads."""
     _show_no_progress_bars()
     model.save_pretrained(directory, state_dict=state)
     tokenizer.save_pretrained(directory)
@@ -214,14 +223,14 @@ def write_model(
 
 
 def _show_no_progress_bars() -> None:
-    """Keep the bars of `transformers` out of the console of a run."""
+    """Disable the progress bars of `transformers`, which would disturb the console of a run."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
 
 def model_fingerprint(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """A digest of names, shapes and values of parameters; equal exactly when the weights are."""
+    """Return a hash of the parameters' names, shapes and values."""
     digest = hashlib.sha256()
     for name, tensor in sorted(named_tensors, key=lambda item: item[0]):
         data = tensor.detach().cpu().contiguous().reshape(-1)

@@ -1,6 +1,6 @@
-"""Low-rank adapters on the linear layers of a frozen model (LoRA, arXiv 2106.09685), made and computed by peft.
+"""Low-rank adapters on the linear layers of a frozen model (LoRA, arXiv 2106.09685), implemented by peft.
 
-A layer's weight W becomes W + (alpha / rank) B A. B starts at zero, so the adapted model starts as the model itself.
+A layer's weight W becomes W + (alpha / rank) B A. B starts at zero, so the adapted model starts as the original model.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 _Model = TypeVar("_Model", bound="PreTrainedModel")
 
 NAME = "policy"
-"""peft's name of the adapter."""
+"""Name of the adapter in peft."""
 
 WEIGHTS = "adapter_model.safetensors"
-_BASE = "base_layer."  # what peft puts before the names of a layer's own parameters
+_BASE = "base_layer."  # peft's prefix of the parameters of the adapted layer
 _FACTORS = (f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight")
 
 
 def with_adapter(model: _Model, settings: LoRASettings) -> _Model:
-    """``model`` itself, all of its parameters frozen, with new adapters to train; unchanged with ``rank`` 0.
+    """Freeze ``model`` and add adapters to it. Returns the same model, unchanged if ``rank`` is 0.
 
-    The adapters start the same in every process and for every seed. Raises SettingsError for targets that the model
-    does not have, for its head, and without peft.
+    The initial adapters are the same in every process and for every seed. Raises SettingsError if a target does not
+    exist or is the head, or if peft is not installed.
     """
     if settings.rank == 0:
         return model
@@ -58,7 +58,10 @@ def check_peft() -> None:
 
 
 def target_layers(model: PreTrainedModel, settings: LoRASettings) -> list[str]:
-    """The names of the layers that get an adapter. Raises SettingsError for a target without a layer, and the head."""
+    """Return the names of the layers with an adapter.
+
+    Raises SettingsError for a target that does not exist or is the head.
+    """
     head = model.get_output_embeddings()
     linear = {name: item for name, item in model.named_modules() if isinstance(item, nn.Linear)}
     names = [name for name, item in linear.items() if item is not head]
@@ -82,12 +85,12 @@ def target_layers(model: PreTrainedModel, settings: LoRASettings) -> list[str]:
 
 
 def is_factor(name: str) -> bool:
-    """Whether a parameter of an adapted model belongs to an adapter."""
+    """Return whether a parameter of an adapted model belongs to an adapter."""
     return name.endswith(_FACTORS)
 
 
 def own_name(name: str) -> str:
-    """The name that a parameter has without adapters.
+    """Return the name of a parameter without adapters.
 
     >>> own_name("model.layers.0.mlp.up_proj.base_layer.weight")
     'model.layers.0.mlp.up_proj.weight'
@@ -96,7 +99,7 @@ def own_name(name: str) -> str:
 
 
 def exported_name(name: str) -> str:
-    """An adapter parameter's name in the files of peft.
+    """Return the name of an adapter's parameter in peft's files.
 
     >>> exported_name("model.layers.0.mlp.up_proj.lora_A.policy.weight")
     'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
@@ -105,7 +108,7 @@ def exported_name(name: str) -> str:
 
 
 def factors_of(name: str) -> tuple[str, str] | None:
-    """The names of the factors A and B of the weight ``name``; None for a parameter that has none.
+    """Return the names of the factors A and B of the weight ``name``, or None for a parameter without them.
 
     >>> factors_of("mlp.up_proj.base_layer.weight")
     ('mlp.up_proj.lora_A.policy.weight', 'mlp.up_proj.lora_B.policy.weight')
@@ -115,16 +118,16 @@ def factors_of(name: str) -> tuple[str, str] | None:
 
 
 def merged(weight: Tensor, first: Tensor, second: Tensor, scale: float) -> Tensor:
-    """W + scale B A, computed in float32 at least and rounded to the dtype of W."""
+    """Return W + scale B A, computed in float32 or wider and rounded to the dtype of W."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(wide) + scale * (second.to(wide) @ first.to(wide))).to(weight.dtype)
 
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """The model without its adapters: their products are multiplied by zero.
+    """Context manager that disables the adapters by multiplying their products by zero.
 
-    All modules still run, in the same order, as ZeRO-3 expects of them.
+    All modules still run in the same order, which ZeRO-3 requires.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -139,7 +142,10 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def write_adapter(directory: Path, factors: Mapping[str, Tensor], settings: LoRASettings, *, base: str) -> None:
-    """Write an adapter that peft and vLLM load; ``factors`` by their :func:`exported_name`, ``base``: its model."""
+    """Write an adapter that peft and vLLM can load.
+
+    ``factors`` are keyed by :func:`exported_name`; ``base`` is its model.
+    """
     from peft import LoraConfig
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -157,7 +163,7 @@ def write_adapter(directory: Path, factors: Mapping[str, Tensor], settings: LoRA
 
 
 def _layer(exported: str) -> str:
-    """The last part of the name of the layer that a factor belongs to."""
+    """Return the last component of the name of a factor's layer."""
     return exported.rpartition(".lora_")[0].rpartition(".")[2]
 
 

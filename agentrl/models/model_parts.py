@@ -20,7 +20,7 @@ _DIVISOR = "logits_scaling"  # Granite
 _FACTOR = "logit_scale"  # Cohere
 _CAP = "final_logit_softcapping"  # Gemma
 _EXTREME = 80.0
-"""The largest logit that is tried, far above where models cap theirs."""
+"""Largest logit in the test of a model's logit map. Far above the caps of real models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,19 +35,19 @@ class LogitMap:
     cap: float | None = None
 
     def __call__(self, output: Tensor) -> Tensor:
-        """The logits; float32 at least if anything is done."""
+        """Return the logits, in float32 or wider unless the map is the identity."""
         if self == LogitMap():
             return output
         scaled = output.to(torch.promote_types(output.dtype, torch.float32)) * self.scale
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
     def with_slope(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The logits, and with a cap their derivative with respect to the output, but for the scale."""
+        """Return the logits, and with a cap their derivative with respect to scale times output, else None."""
         logits = self(output)
         return logits, None if self.cap is None else 1 - (logits / self.cap).square()
 
     def temperature(self, temperature: float) -> float:
-        """The temperature of the head's output that is equivalent to ``temperature`` for the logits."""
+        """Return the temperature of the head's output that is equivalent to ``temperature`` for the logits."""
         return temperature / self.scale
 
     @property
@@ -61,14 +61,17 @@ IDENTITY = LogitMap()
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParts:
-    """The parts; all belong to the model itself."""
+    """Transformer, head and logit map of a model. The modules are shared with the model."""
 
     backbone: nn.Module  # gives the states after the last norm
     head: nn.Linear
     logit_map: LogitMap
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., D], in float32 at least, as training computes them. For inference."""
+        """Return logits [..., V] of hidden states [..., D], in float32 or wider, as training computes them.
+
+        For inference only.
+        """
         weight, bias = self.head.weight, self.head.bias
         dtype = torch.promote_types(weight.dtype, torch.float32)
         if weight.dtype == dtype:
@@ -79,10 +82,10 @@ class ModelParts:
 
 
 def split_model(causal_lm: PreTrainedModel) -> ModelParts:
-    """The parts of a model, found by the accessors of `transformers`. SettingsError unless they are all there is.
+    """Return the parts of a model. Raises SettingsError if its logits depend on anything else.
 
-    The model is asked for the logits of made-up hidden states and outputs of its head: no layer runs and no weight is
-    read, so it may be sharded or without storage.
+    Checks this with artificial hidden states and head outputs. No layer runs and no weight is read, so the model may be
+    sharded or without storage.
     """
     name = type(causal_lm).__name__
     backbone, head = causal_lm.get_decoder(), causal_lm.get_output_embeddings()
@@ -99,7 +102,7 @@ def split_model(causal_lm: PreTrainedModel) -> ModelParts:
 
 
 def _declared(config: PreTrainedConfig) -> LogitMap:
-    """The map that the configuration declares under the names of `transformers`; None there means none."""
+    """Return the logit map that the configuration declares under the names of `transformers`."""
     text = config.get_text_config()
     scale = 1.0 / (getattr(text, _DIVISOR, None) or 1.0) * (getattr(text, _FACTOR, None) or 1.0)
     return LogitMap(scale=scale, cap=getattr(text, _CAP, None) or None)
@@ -107,7 +110,7 @@ def _declared(config: PreTrainedConfig) -> LogitMap:
 
 @torch.no_grad()
 def _difference(causal_lm: PreTrainedModel, parts: ModelParts) -> str | None:
-    """A difference between the model and ``parts`` in mapping hidden states to logits; None if there is none."""
+    """Return how the model's map from hidden states to logits differs from that of ``parts``, or None."""
     if not parts.logit_map.scale > 0:
         return f"multiplies its head's output by {parts.logit_map.scale}"
     device, head = parts.head.weight.device, parts.head
@@ -141,7 +144,7 @@ def _difference(causal_lm: PreTrainedModel, parts: ModelParts) -> str | None:
 
 
 class _Output:
-    """A transformer's output, read by name or as a tuple: the states, and None for every other name."""
+    """A transformer's output that can be read by attribute or as a tuple. Every attribute but the states is None."""
 
     def __init__(self, states: Tensor) -> None:
         self.last_hidden_state = states

@@ -1,4 +1,4 @@
-"""The policy as training sees it: tokens in, statistics of the model-generated tokens out."""
+"""The policy, its head and the critic's network as training uses them: tokens in, statistics or values out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceHead:
-    """What the exact divergence from a reference policy is computed from; detached."""
+    """Inputs of the exact divergence from a reference policy, detached."""
 
     hidden: Tensor  # [N, E] its states at the same tokens
     weight: Tensor  # [V, E]
@@ -29,10 +29,10 @@ class ReferenceHead:
 
 
 class FusedHead(nn.Linear):
-    """Takes the place of a model's head: with targets it returns :class:`TokenStatistics`, without them its output.
+    """A language-model head that returns :class:`TokenStatistics` if it is called with targets, otherwise its output.
 
-    The statistics are of what ``logit_map`` makes of the output; a cap enters gradients and energies by its derivative.
-    Its parameter is the head's own (tied or not), so ZeRO-3's hooks gather it as for any linear layer.
+    The statistics are those of the logits, ``logit_map`` of the output. A cap enters gradients and energies through its
+    derivative. The weight is the original parameter (tied or not), so ZeRO-3's hooks gather it as for any linear layer.
     """
 
     backend: Backend
@@ -40,7 +40,7 @@ class FusedHead(nn.Linear):
 
     @classmethod
     def from_linear(cls, head: nn.Linear, *, backend: Backend = "auto", logit_map: LogitMap = IDENTITY) -> FusedHead:
-        """A head that shares the parameters of ``head``."""
+        """Return a head that shares the parameters of ``head``."""
         fused = cls.__new__(cls)
         nn.Module.__init__(fused)
         fused.in_features, fused.out_features = head.in_features, head.out_features
@@ -63,9 +63,10 @@ class FusedHead(nn.Linear):
         temperature: float = 1.0,
         reference: ReferenceHead | None = None,
     ) -> Tensor | TokenStatistics:
-        """Statistics of ``targets`` [N] given ``hidden`` [N, D]; without targets the output of ``hidden`` [..., D].
+        """Return the statistics of ``targets`` [N] for ``hidden`` [N, D].
 
-        With a ``reference`` they hold the divergence from it.
+        Without targets, return the output for ``hidden`` [..., D]. With a ``reference``, the statistics contain the
+        divergence from it.
         """
         if targets is None:
             return torch.nn.functional.linear(hidden, self.weight, self.bias)
@@ -100,7 +101,7 @@ class FusedHead(nn.Linear):
 class PolicyModel(nn.Module):
     """A causal language model of `transformers` whose head is a :class:`FusedHead`.
 
-    It reads trajectories as one row without padding, in which equal prompts stand once.
+    It processes trajectories as one packed row without padding, in which a shared prompt is stored once.
     """
 
     def __init__(
@@ -111,9 +112,11 @@ class PolicyModel(nn.Module):
         attention: AttentionBackend = "sdpa",
         sequence: SequenceGroup | None = None,
     ) -> None:
-        """``backend`` is that of the head. The ranks of a ``sequence`` share rows: they get the same batches.
+        """``backend`` is the head's backend.
 
-        Raises SettingsError for a model that cannot run it, read packed rows or pass `split_model`.
+        The ranks of a ``sequence`` group share rows, so they receive the same batches.
+
+        Raises SettingsError if the model cannot run the backend, does not support packed rows, or fails `split_model`.
         """
         super().__init__()
         if backend == "triton":
@@ -134,12 +137,12 @@ class PolicyModel(nn.Module):
 
     @property
     def backbone(self) -> nn.Module:
-        """The transformer, which gives the states after the last norm."""
+        """The transformer, which returns the states after the last norm."""
         return self.causal_lm.get_decoder()
 
     @property
     def row_multiple(self) -> int:
-        """The number that divides the tokens of every row: the ranks that share rows."""
+        """The number of ranks that share rows. Divides the number of tokens of every row."""
         return 1 if self.sequence is None else self.sequence.size
 
     def forward(
@@ -151,12 +154,12 @@ class PolicyModel(nn.Module):
         keep_hidden: bool = False,
         reference: ReferenceHead | None = None,
     ) -> tuple[TokenStatistics, Tensor | None]:
-        """Return the statistics of N response tokens of a packed row, each [N].
+        """Return the statistics of N response tokens of a packed row, each [N], and hidden states.
 
-        Token n is the one at ``columns[n]`` of the response of document ``rows[n]``, both [N] int64. The second value
-        is the hidden states that predict these tokens, detached, if ``keep_hidden``: [N, D], or where ranks share the
-        row [n, D] of those that this rank computes (:meth:`held_tokens`). With a ``reference``, of the same tokens, the
-        statistics contain the divergence from it.
+        Token n is at ``columns[n]`` of the response of document ``rows[n]``, both [N] int64. With ``keep_hidden``, the
+        second value is the detached hidden states that predict these tokens: [N, D], or [n, D] for the tokens that this
+        rank computes if ranks share the row (:meth:`local_tokens`). Otherwise it is None. With a ``reference``, which
+        must be of the same tokens, the statistics contain the divergence from it.
         """
         layers = self.causal_lm.config.get_text_config().num_hidden_layers
         states = packed_states(
@@ -170,16 +173,16 @@ class PolicyModel(nn.Module):
         numbers = self.local_tokens(row, rows, columns)
         assert numbers is not None  # ranks share the row
         held = _at_least_one(numbers)
-        # A rank without tokens computes one that counts nowhere, to take part in collectives.
+        # A rank without tokens computes one that is discarded, because the head is a collective under ZeRO-3.
         own = (indices[held] - part_of(row, self.sequence).start).clamp(min=0, max=len(states) - 1)
         selected = states[own]
         statistics = self.head(selected, targets[held], temperature, reference)
         return _gathered(statistics, numbers, len(indices), self.sequence), selected.detach() if keep_hidden else None
 
     def local_tokens(self, row: PackedRow, rows: Tensor, columns: Tensor) -> Tensor | None:
-        """Return the numbers [n] of the tokens whose states this rank computes; None: all of them.
+        """Return the indices [n] of the tokens whose states this rank computes, or None for all tokens.
 
-        :meth:`forward` keeps one state where there are none, so that every rank does the same work.
+        If there are none, :meth:`forward` computes one state, so that all ranks run the same collectives.
         """
         if self.sequence is None:
             return None
@@ -195,11 +198,12 @@ class PolicyModel(nn.Module):
         importance_weights: Tensor | None = None,
         temperature: float = 1.0,
     ) -> Tensor:
-        """``||grad_theta sum_t rho_t ln p(y_t)||^2`` of every row [B], exact; one forward and one backward.
+        """Return the exact energy ``||grad_theta sum_t rho_t ln p(y_t)||^2`` of every row [B].
 
-        ``input_ids`` [B, S] left aligned, ``prompt_lengths`` [B], ``response_mask`` and ``importance_weights`` [B, T]
-        as in a batch. See :func:`agentrl.kernels.trajectory_energies`. Under ZeRO-3 every rank must call it. Ranks that
-        share rows compute whole ones here, each its part of them.
+        Costs one forward and one backward pass. ``input_ids`` [B, S] are left aligned. ``prompt_lengths`` [B],
+        ``response_mask`` and ``importance_weights`` [B, T] are those of a batch. See
+        :func:`agentrl.kernels.trajectory_energies`. Collective under ZeRO-3. Ranks that share rows divide the
+        trajectories among them.
         """
         rows, columns = response_mask.nonzero(as_tuple=True)
         places = (rows, prompt_lengths[rows] + columns)
@@ -227,12 +231,12 @@ class PolicyModel(nn.Module):
 
 
 def _at_least_one(numbers: Tensor) -> Tensor:
-    """``numbers`` [n], or 0 where there are none: a rank without work takes part in collectives as the others do."""
+    """Return ``numbers`` [n], or [0] if it is empty: a rank without work must still take part in collectives."""
     return numbers if len(numbers) else numbers.new_zeros(1)
 
 
 def _gathered(own: TokenStatistics, numbers: Tensor, total: int, sequence: SequenceGroup) -> TokenStatistics:
-    """The statistics of all tokens on every rank, from those of ``numbers`` on this one."""
+    """Gather the statistics of all tokens to every rank. ``numbers`` are the indices of this rank's tokens."""
     given = {name: values for name, values in vars(own).items() if values is not None}
     every = sequence.gather(torch.stack([*given.values()], dim=-1)[: len(numbers)], numbers, total).unbind(-1)
     learns = [values.requires_grad for values in given.values()]
@@ -247,9 +251,9 @@ def _check_triton(obstacle: str | None) -> None:
 
 
 class ValueModel(nn.Module):
-    """The transformer of a causal language model, whose own head is left out, under a linear value head.
+    """The critic's network: a causal language model with a linear value head in place of its own head.
 
-    The head starts at zero, so every value does. It reads trajectories as one row without padding.
+    The value head starts at zero, so all initial values are zero. Trajectories are processed as one packed row.
     """
 
     def __init__(
@@ -259,7 +263,10 @@ class ValueModel(nn.Module):
         attention: AttentionBackend = "sdpa",
         sequence: SequenceGroup | None = None,
     ) -> None:
-        """The ranks of a ``sequence`` share rows. Raises SettingsError for a model that cannot read packed rows."""
+        """The ranks of a ``sequence`` group share rows.
+
+        Raises SettingsError if the model does not support packed rows.
+        """
         super().__init__()
         use_packed_attention(causal_lm, ranks=1 if sequence is None else sequence.size)
         self._sequence = sequence
@@ -271,10 +278,10 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, row: PackedRow, steps: int) -> Tensor:
-        """Return the values [B, steps + 1] of a packed row's B documents, float32 or wider.
+        """Return the values [B, steps + 1] of a packed row's B documents, in float32 or wider.
 
-        The value at t is the value of the state before response token t. After a response of L tokens it is at index L.
-        Positions past it are meaningless.
+        The value at index t is that of the state before response token t; after a response of L tokens it is at index
+        L. Values at larger indices are meaningless.
         """
         states = packed_states(
             row, self.backbone, layers=self._layers, backend=self._attention, sequence=self._sequence

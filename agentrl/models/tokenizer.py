@@ -1,4 +1,4 @@
-"""Text to tokens and back, without surprises: untrusted text never becomes a special token."""
+"""Text to tokens and back. Untrusted text never becomes a special token."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Number of encoded prompts to cache: the rollouts of a group start with the same one.
+# Encoded prompts to cache: the rollouts of a group share one.
 _PROMPTS = 512
 
 
 class TextCodec:
-    """Encodes untrusted text and decodes sampled tokens for one tokenizer of `transformers`.
+    """Encodes untrusted text and decodes sampled tokens with one tokenizer of `transformers`.
 
-    ``encode`` treats every added token in the text as plain text: a program that prints ``<|endoftext|>`` gives the
-    model text and not an end. Only the marks of a :class:`~agentrl_envs.chat.MarkedText`, which
-    protocols alone set, become special tokens. ``end_ids`` are the tokens at which a turn ends, for every engine.
+    ``encode`` treats added tokens in the text as plain text: a program that prints ``<|endoftext|>`` does not end the
+    turn. Only the marks of a :class:`~agentrl_envs.chat.MarkedText`, which protocols create, become special tokens.
+    ``end_ids`` are the tokens at which every engine ends a turn.
 
-    Not guaranteed: a tokenizer that cannot write every text (no byte-level alphabet, no byte fallback) still gives
-    its unknown token for a character that it lacks.
+    Not guaranteed: a tokenizer without a byte-level alphabet or byte fallback encodes unsupported characters as its
+    unknown token.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class TextCodec:
         generation_ends: Iterable[int] = (),
         shown: Collection[str] = (),
     ) -> None:
-        """``turn_end``: the special token with which a chat template ends a turn of the model.
+        """``turn_end`` is the special token with which a chat template ends a turn of the model.
 
-        ``shown``: special tokens that sampled text contains, such as ``[TOOL_CALLS]``.
-        ``generation_ends``: see :func:`read_generation_ends`. Raises ValueError where ``turn_end`` is not one token.
+        ``shown`` are special tokens that decoded text contains, such as ``[TOOL_CALLS]``. For ``generation_ends``, see
+        :func:`read_generation_ends`. Raises ValueError if ``turn_end`` is not a single token.
         """
         self._encode_mark = lru_cache(maxsize=64)(
             lambda mark: tuple(tokenizer(mark, add_special_tokens=False)["input_ids"])
@@ -69,19 +69,19 @@ class TextCodec:
         self._encode_plain_prompt = lru_cache(maxsize=_PROMPTS)(lambda text: self.prefix_ids + self.encode(text))
 
     def _prefix(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-        """The tokens that the tokenizer puts before every text (a BOS token for Llama, nothing for Qwen)."""
+        """Return the tokens that the tokenizer puts before every text (a BOS token for Llama, none for Qwen)."""
         whole, text = tuple(tokenizer("a", add_special_tokens=True)["input_ids"]), self.encode("a")
         places = range(len(whole) - len(text) + 1)
         return whole[: next((place for place in places if whole[place : place + len(text)] == text), 0)]
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of plain text; no special token ever."""
+        """Return the token ids of plain text, without special tokens."""
         return tuple(self._plain.encode(text, add_special_tokens=False).ids)
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Token ids of a prompt: the tokenizer's prefix of every text, then the plain text.
+        """Return the token ids of a prompt: the tokenizer's prefix and the plain text.
 
-        If a protocol has set marks, they determine how the text starts.
+        The prefix is omitted for a MarkedText, whose marks determine how the text starts.
         """
         if isinstance(text, MarkedText):
             return self.encode_parts(text.parts)
@@ -89,7 +89,7 @@ class TextCodec:
         return self._encode_plain_prompt(text)
 
     def encode_parts(self, parts: Iterable[Part]) -> tuple[int, ...]:
-        """Token ids of parts, each encoded on its own: marks with their special tokens, the others as plain text."""
+        """Encode each part separately: marks with special tokens, other parts as plain text."""
         return tuple(
             token
             for part in parts
@@ -97,7 +97,9 @@ class TextCodec:
         )
 
     def unsampled(self, text: str, context: Sequence[int]) -> tuple[Part, ...]:
-        """The parts of an observation that are to follow ``context``: without the turn's end if that was sampled."""
+        """Return the parts of an observation after ``context``, without the end of the turn if the model has sampled
+        it.
+        """
         parts = parts_of(text)
         first = parts[0]
         if isinstance(first, Mark) and first.ends_turn:
@@ -108,15 +110,15 @@ class TextCodec:
 
     @property
     def table(self) -> list[bytes]:
-        """The bytes of every token id; special tokens have none. Those of a sequence concatenate to its text."""
+        """The bytes of every token id, empty for special tokens. The bytes of a sequence concatenate to its text."""
         if self._table is None:
             self._table = self._build_table()
         return self._table
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Text of sampled tokens, special tokens left out, incomplete UTF-8 replaced."""
+        """Decode sampled tokens, without special tokens. Incomplete UTF-8 is replaced."""
         table = self.table
-        size = len(table)  # a model may have more ids than its tokenizer
+        size = len(table)  # models pad their vocabulary, so they may have more ids than the tokenizer
         return b"".join([table[token] for token in token_ids if token < size]).decode(errors="replace")
 
     def _build_table(self) -> list[bytes]:
@@ -139,9 +141,9 @@ class TextCodec:
 
 
 def _without_added_tokens(backend: dict[str, Any]) -> Tokenizer:
-    """The tokenizer (as its JSON) with no added token, no template, no padding and no truncation.
+    """Create the tokenizer without added tokens, template, padding and truncation from its JSON.
 
-    Added tokens that are ordinary pieces too (SentencePiece's ``</s>``) get names that no text can spell.
+    Added tokens that are also ordinary pieces (SentencePiece's ``</s>``) get names that no text can spell.
     """
     contents = {token["content"] for token in backend["added_tokens"] if not token["content"].isspace()}
     backend |= {"added_tokens": [], "post_processor": None, "padding": None, "truncation": None}
@@ -160,16 +162,16 @@ def _without_added_tokens(backend: dict[str, Any]) -> Tokenizer:
 
 
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory or Hugging Face id."""
+    """Load the tokenizer of a directory or Hugging Face id."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path)
 
 
 def read_generation_ends(path: str | Path) -> tuple[int, ...]:
-    """The ends of sequence in generation_config.json, or else config.json, of a directory or Hugging Face id.
+    """Return the end-of-sequence tokens in generation_config.json, or else config.json.
 
-    Chat models name ends there that their tokenizer does not (``<|im_end|>`` beside ``<|endoftext|>``).
+    Chat models list tokens there that their tokenizer does not (``<|im_end|>`` beside ``<|endoftext|>``).
     """
     from transformers import AutoConfig, GenerationConfig
 

@@ -138,7 +138,7 @@ class ExerciseSource:
         return Demonstration(problem=problem, turns=exercise.turns)
 
     def demonstrations(self, count: int, *, start: int = 0) -> list[Demonstration]:
-        """Demonstrations ``start`` to ``start + count - 1``."""
+        """Return demonstrations ``start`` to ``start + count - 1``."""
         return [self.demonstration(index) for index in range(start, start + count)]
 
     def distinct(self, count: int) -> list[Problem]:
@@ -165,7 +165,7 @@ class ExerciseSource:
 
 
 def split_of(family: str, numbers: Numbers) -> Split:
-    """Split of the problems of ``family`` with these numbers in the statement, independent of the seed."""
+    """Return the split of problems of ``family`` with these numbers in the statement. Does not depend on the seed."""
     content = family + "|" + ",".join(f"{key}={numbers[key]}" for key in sorted(numbers))
     digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
     return "heldout" if int.from_bytes(digest, "big") % HELDOUT_SHARE == 0 else "train"

@@ -1,4 +1,4 @@
-"""Families of ``builtin:horizon``: the same kinds of task at 1, 2, 4, 8 and 10 turns.
+"""Families of ``builtin:horizon``, the same kinds of task at 1, 2, 4, 8 and 10 turns, and a reward for each lookup.
 
 The number in a family's name is the maximum number of turns of the demonstrated solution, including the answer. Except
 at the first level, values are hidden behind functions of ``Problem.setup`` that **print** them. A turn can therefore
@@ -113,7 +113,7 @@ def _define_add(contents: Mapping[int, int]) -> str:
 
 
 def _filled(rng: Random, first: int, count: int) -> dict[int, int]:
-    """Contents of ``count`` boxes whose numbers start at ``first``."""
+    """Return the contents of ``count`` boxes whose numbers start at ``first``."""
     return dict(zip(range(first, first + count), _secrets(rng, count), strict=True))
 
 
@@ -226,7 +226,7 @@ HORIZON_FAMILIES: Mapping[str, ExerciseFamily] = {family.name: family for family
 
 
 def families_of(turns: int) -> tuple[str, ...]:
-    """Names of the families of one horizon.
+    """Return the names of the families of one horizon.
 
     >>> families_of(8)
     ('chain_8', 'total_8', 'search_8')

@@ -1,6 +1,25 @@
-"""Raw rows from JSON Lines, parquet and the Hugging Face ``datasets`` library, each with its location.
+"""Rows of problem files and data sets, and their conversion to problems.
 
-Errors about a row contain its location (``mawps.jsonl:17``, ``train.parquet row 3``).
+Rows come from JSON Lines, parquet and the Hugging Face ``datasets`` library. Errors about a row contain its location
+(``mawps.jsonl:17``, ``train.parquet row 3``). Statement and answer are found in common schemas:
+
+==========================================  ===========================  =============================
+data set                                    statement                    answer
+==========================================  ===========================  =============================
+our files, aime_2024, aime25, MATH-500      ``problem``                  ``answer``
+amc23, GSM8K-like                           ``question``                 ``answer`` (also ``27.0``)
+DAPO-Math-17k                               ``prompt[0].content``        ``reward_model.ground_truth``
+DAPO-Math-17k-Processed                     ``prompt``                   ``solution``
+==========================================  ===========================  =============================
+
+A statement may be a list of messages, each with a role and content. All columns except those of the statement, the
+answer and the id are stored in ``Problem.info``.
+
+ProblemError(SettingsError, ValueError): the command line reports it and ends with exit code 2
+├── ProblemFileError        the file is missing, malformed or of an unknown kind
+├── ProblemFieldError       a row lacks a field, or its statement or answer is unusable
+├── EmptyProblemsError      no problem is left to sample
+└── SamplerStateError       a saved position was made with other problems
 """
 
 from __future__ import annotations
@@ -14,6 +33,7 @@ from typing import get_args
 
 from agentrl.errors import SettingsError, require_package
 from agentrl.problems.settings import FieldName
+from agentrl_envs.protocols.base import last_boxed
 from agentrl_envs.types import ChatMessage, NotJSONError, Problem, freeze
 
 
@@ -39,7 +59,7 @@ class SamplerStateError(ProblemError):
 
 Row = dict[str, object]
 
-_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of one half of a surrogate pair
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # a cheap test before the check for lone surrogates
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
@@ -163,7 +183,7 @@ def statement_of(row: Row, location: str, *, fields: Mapping[str, str | None]) -
 def _statement(
     row: Row, location: str, fields: Mapping[str, str | None]
 ) -> tuple[str | None, str, tuple[ChatMessage, ...]]:
-    """Column of the statement, the statement, and its messages if it consists of several."""
+    """Return the column of the statement, the statement, and its messages if it consists of several."""
     column, value = _field(row, "problem", fields, location)
     messages = _messages(value, location) if isinstance(value, list) else ()
     if messages:
@@ -192,14 +212,14 @@ def _messages(value: list[object], location: str) -> tuple[ChatMessage, ...]:
 
 
 def _as_text(messages: tuple[ChatMessage, ...]) -> str:
-    """Contents of the messages as one text. Roles are named only if the model has spoken."""
+    """Join the contents of the messages. Roles are included only if there are messages of the assistant."""
     if {message["role"] for message in messages} <= {"system", "user"}:
         return "\n\n".join(message["content"] for message in messages)
     return "\n\n".join(f"{message['role'].capitalize()}: {message['content']}" for message in messages)
 
 
 def _info(row: Row, location: str, fields: Mapping[str, str | None], used: set[str | None]) -> dict[str, object]:
-    """Other columns under the names that ``fields`` assigns. Raises ProblemFieldError for values that are not JSON."""
+    """Return the other columns under the names in ``fields``. Raises ProblemFieldError for values that are not JSON."""
     columns = {name: path for name, path in fields.items() if name not in get_args(FieldName)}
     mapped = {path for path in columns.values() if path is not None}
     dropped = {name for name, path in columns.items() if path is None}
@@ -252,24 +272,10 @@ def canonical_answer(value: object, location: str) -> str | None:
     return (last_boxed(text) or text) or None
 
 
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed{...}`` in ``text``, with balanced braces, or None."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    begin = start + len("\\boxed{")
-    depth = 1
-    for position in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[begin:position].strip() or None
-    return None
-
-
 def _field(
     row: Row, wanted: FieldName, fields: Mapping[str, str | None], location: str, *, required: bool = True
 ) -> tuple[str | None, object]:
-    """Column and value of a field, or (None, None) if it is missing and not ``required``."""
+    """Return column and value of a field, or (None, None) if it is missing and not ``required``."""
     path = fields.get(wanted)
     if path is not None:
         exists, value = _lookup(row, path)
@@ -291,7 +297,10 @@ def _field(
 
 
 def _lookup(row: Row, path: str) -> tuple[bool, object]:
-    """``(exists, value)`` at a dotted path; numbers index lists. A field whose name contains dots takes precedence."""
+    """Return ``(exists, value)`` at a dotted path; numbers index lists.
+
+    A field whose name contains dots takes precedence.
+    """
     if path in row:
         return True, row[path]
     value: object = row
@@ -310,7 +319,7 @@ def _names(row: Row) -> str:
 
 
 def _row_id(row: Row, fields: Mapping[str, str | None], location: str) -> tuple[str | None, str | None]:
-    """Column of the row's id and the id, or (None, None)."""
+    """Return the column of the row's id and the id, or (None, None)."""
     if "id" in fields:
         column, value = _field(row, "id", fields, location)
         return column, str(value)
@@ -322,6 +331,6 @@ def _row_id(row: Row, fields: Mapping[str, str | None], location: str) -> tuple[
 
 
 def _content_id(statement: str, answer: str | None, source: str) -> str:
-    """Hash of the content, so that equal rows have equal ids in every file and order."""
+    """Return a hash of the content, so that equal rows have equal ids in every file and order."""
     content = f"{statement}\0{answer}".encode()
     return f"{source}-{hashlib.sha256(content).hexdigest()[:16]}"

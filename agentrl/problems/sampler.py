@@ -1,4 +1,4 @@
-"""Endless stream of problems with a position that can be saved.
+"""Sources of problems, weighted mixtures of them, and an endless stream of problems with a position that can be saved.
 
 The source of the n-th draw and the order of a finite source in its k-th epoch depend only on the seed. A position
 therefore consists of a few numbers, and an endless source is never materialized.
@@ -20,7 +20,7 @@ from agentrl_envs.types import Problem
 
 
 def digest_of(info: Mapping[str, object]) -> str:
-    """Hash of a row's other columns, or "" if there are none."""
+    """Return a hash of a row's other columns, or "" if there are none."""
     return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest() if info else ""
 
 
@@ -142,7 +142,7 @@ class ProblemSampler:
         return [self._draw() for _ in range(count)]
 
     def state_dict(self) -> SamplerState:
-        """Return the position."""
+        """Return the position for `load_state_dict`."""
         return {
             "seed": self._seed,
             "drawn": self._drawn,

@@ -1,7 +1,9 @@
-"""Loading of the sources in settings: files, Hugging Face data sets, benchmarks and built-in generators.
+"""Loading of the problem sources in the settings: files, Hugging Face data sets, benchmarks and generators.
 
-Rows that are left out (unanswered, repeated, excluded, in the other part of a split) are counted in a LoadReport; none
-is dropped silently.
+Rows that are left out (unanswered, repeated, excluded, in the other part of a split) are counted in a LoadReport.
+
+Problems that differ only in their numbers are the same exercise for a model that has seen one of them. Data of the cold
+start, training and evaluation are therefore kept disjoint by *masked* statements, in which numbers are replaced.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ GENERATORS: Mapping[str, type[ExerciseSource]] = {one.builtin: one for one in (A
 
 
 class SeedSource:
-    """Problem ``i`` of a split and a seed. A problem has only an id, from which an environment derives its seed.
+    """Problems without content (``builtin:seeds``), for environments that generate a task from a seed.
+
+    A problem has only an id, from which the environment derives its seed.
 
     >>> SeedSource(split="heldout", seed=3).problem(7).id
     'seeds-heldout-3-7'
@@ -206,7 +210,7 @@ def load_source(settings: ProblemSourceSettings, *, seed: int = 0, answered: boo
     return LoadedSource(source=FiniteSource(name, limited), report=report)
 
 
-def read_places(settings: ProblemSourceSettings) -> Iterator[tuple[str, Problem | None]]:
+def read_with_locations(settings: ProblemSourceSettings) -> Iterator[tuple[str, Problem | None]]:
     """Yield the location and problem of every row, including repeats, before splits and limits are applied.
 
     The problem is None for rows that ``skip_unanswered`` leaves out.
@@ -284,7 +288,9 @@ class _Read:
 
 
 def _read(settings: ProblemSourceSettings, path: str, name: str, answered: bool) -> _Read:
-    """Distinct problems of a source. Rows may repeat hundreds of times, so repeats are dropped while reading.
+    """Return the distinct problems of a source.
+
+    Repeats are dropped while reading, because rows may repeat hundreds of times.
 
     Problems are equal if statement and answer are; without grading, all other columns must be equal, too.
     """
@@ -315,7 +321,10 @@ def _with_distinct_ids(problems: Mapping[tuple[str, str | None, str], Problem]) 
 def _problems(
     settings: ProblemSourceSettings, path: str, name: str, *, answered: bool
 ) -> Iterator[tuple[str, Problem | None]]:
-    """Location and problem of every row; None for a row without an answer if the settings skip such rows."""
+    """Yield location and problem of every row.
+
+    The problem is None for rows that are skipped because they have no answer.
+    """
     for location, row in _rows(settings, path):
         problem = problem_of(
             row, location, source=name, fields=settings.fields, answered=answered or settings.skip_unanswered
@@ -345,7 +354,7 @@ def _split(settings: ProblemSourceSettings, problems: Sequence[Problem]) -> Mask
 
 
 def _statements(path: str) -> Iterator[str]:
-    """Statements of a file or data set, with or without answers."""
+    """Yield the statements of a file or data set, with or without answers."""
     for location, row in _rows(ProblemSourceSettings(path=path), expand(path)):
         yield statement_of(row, location, fields={})
 

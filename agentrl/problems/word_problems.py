@@ -1,8 +1,9 @@
 """Demonstrations from human-written problems: rows whose ``formula`` (``(25+5)/6=5``) computes the answer.
 
 A row is usable if its formula is one expression of integers that evaluates to the reference answer, and if every number
-of the formula appears in the statement. The demonstration is one program, ``final_answer((25+5)//6)``. Variants replace
-these numbers in both, so that all results remain non-negative integers.
+of the formula appears in the statement, as digits or as English words. The demonstration is one program,
+``final_answer((25+5)//6)``. Variants replace these numbers in both, so that all results remain non-negative integers.
+Formulas are parsed without ``eval``: integers, ``+ - * /`` and parentheses.
 """
 
 from __future__ import annotations
@@ -220,7 +221,7 @@ def _glued(text: str, start: int, end: int) -> bool:
     return after == "-" and text[end + 1 : end + 2].isdigit()
 
 
-TRIES = 200  # attempts to sample other numbers for a variant
+TRIES = 200  # attempts to sample numbers that keep every result a non-negative integer
 MAGNITUDES = ((2, 12), (13, 99), (100, 999), (1000, 9999), (10_000, 99_999))
 
 

@@ -1,8 +1,18 @@
-"""What a model's chat template writes around messages, the model's turns and the responses of tools.
+"""A model's chat template as fixed strings, and text that separates template marks from content.
 
-The strings are rendered once, in a synthetic conversation, by whoever holds the model's tokenizer
-(`agentrl.models.chat_template`); a conversation is then written by putting texts between them. So what the model has
-said is never rendered again, whatever the template would strip from it later.
+`ChatFormat` holds the strings that the template writes around messages, model turns and tool responses. They are
+rendered once, in a synthetic conversation, where the tokenizer is available (`agentrl.models.chat_template`). A
+conversation is then written by joining these strings with texts. Model turns are therefore never rendered again, and
+nothing that the template would strip from them is lost.
+
+A `MarkedText` is the result: a ``str`` that also stores its parts. When it is tokenized, marks are encoded with special
+tokens, and all other text (statements, program output) with special tokens split into plain text.
+
+>>> text = MarkedText(Mark("<|im_end|>", ends_turn=True), Mark("\\n<|im_start|>user\\n"), "<|im_end|> is text here")
+>>> text == "<|im_end|>\\n<|im_start|>user\\n<|im_end|> is text here"
+True
+>>> parts_of(text)[2], parts_of("plain <|im_end|>")
+('<|im_end|> is text here', ('plain <|im_end|>',))
 """
 
 from __future__ import annotations
@@ -20,9 +30,9 @@ from agentrl_envs.types import ChatMessage, Problem
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A piece that a protocol wrote, never anybody else.
+    """Text of a chat template, written by a protocol and never by a model, a data set or a program.
 
-    ``ends_turn``: what the model ends its turn with; it is left out where the model has sampled it.
+    ``ends_turn`` marks the string that ends the model's turn. It is left out if the model has sampled it.
     """
 
     text: str
@@ -33,9 +43,9 @@ Part = str | Mark
 
 
 class MarkedText(str):
-    """The text that its parts give one after the other. Slices and other operations of ``str`` give plain text.
+    """The concatenation of its parts. Slices and other ``str`` operations return plain text.
 
-    ``messages`` say the same without a template's marks, where the text is whole messages.
+    ``messages`` contains the same content as chat messages, if the text consists of whole messages.
     """
 
     parts: tuple[Part, ...]
@@ -48,7 +58,7 @@ class MarkedText(str):
         return text
 
     def map_plain(self, change: Callable[[str], str]) -> MarkedText:
-        """The same marks around changed plain parts."""
+        """Return a copy with ``change`` applied to the parts that are not marks."""
         return MarkedText(
             *(part if isinstance(part, Mark) else change(part) for part in self.parts),
             messages=[{"role": one["role"], "content": change(one["content"])} for one in self.messages],
@@ -59,12 +69,12 @@ class MarkedText(str):
 
 
 def parts_of(text: str) -> tuple[Part, ...]:
-    """The parts of any text; a plain one is its own only part."""
+    """Return the parts of a text. Plain text is a single part."""
     return text.parts if isinstance(text, MarkedText) else (text,)
 
 
 CALL_ID = "\ue001call-id\ue001"
-"""The place of a call's id. Nine characters, as templates that check an id ask for."""
+"""Placeholder of a tool call's id. It has nine characters, because some templates check the length."""
 
 _DEFAULT_ID = "call00000"
 _ID = re.compile(r"[A-Za-z0-9]{1,64}")
@@ -72,7 +82,7 @@ _ID = re.compile(r"[A-Za-z0-9]{1,64}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageTexts:
-    """The texts before, between and behind the contents of messages, which stand in ``order``."""
+    """The template texts before, between and after message contents, and the order in which the contents appear."""
 
     texts: tuple[str, ...]
     order: tuple[int, ...]
@@ -80,13 +90,13 @@ class MessageTexts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatFormat:
-    """A template as strings. All of them may hold special tokens.
+    """A chat template as strings, which may contain special tokens.
 
-    ``turn_end`` is what the model itself writes at its turn's end ("" where the template has none);
-    ``before_response`` begins behind it, with whatever the template puts there and the model does not sample.
-    ``user`` stands around a user's message behind a turn of the model; None if the template has no place for it.
-    ``opening`` gives the texts around a prompt of several messages; None where one text holds them all.
-    ``quoted``: the template writes a response as a JSON text. ``system``: the text of the system message.
+    ``turn_end`` is the string with which the model ends its turn, or "" if there is none. ``before_response`` starts
+    after it with text that the template adds and the model does not sample. ``user`` surrounds a user message that
+    follows a model turn; None if the template does not support that. ``opening`` returns the texts around a prompt of
+    several messages; None if such prompts are written as one text. ``quoted`` is true if the template writes tool
+    responses as JSON strings. ``system`` is the text of the system message.
 
     >>> chat = ChatFormat(before_problem="<u>", after_problem="<a>", turn_end="<e>", before_response=".<t>",
     ...                   between_responses="|", after_response="</t><a>", user=(".<u>", "<a>"))
@@ -107,24 +117,27 @@ class ChatFormat:
     system: str = ""
 
     def prompt(self, problem: Problem, write: Callable[[str], str] = str) -> MarkedText:
-        """The problem's messages up to where the model's reply begins; ``write`` frames the one that poses it.
+        """Return the problem's messages up to the start of the model's reply.
 
-        That is the last message of a user. A problem without messages is one message of a user.
+        ``write`` adds the instruction to the last user message, which poses the problem. A problem without messages is
+        one user message.
         """
         if not problem.messages or self.opening is None:
             posed = write(problem.statement)
-            messages = self._with_system([{"role": "user", "content": posed}])
-            return MarkedText(Mark(self.before_problem), posed, Mark(self.after_problem), messages=messages)
+            whole = self._with_system([{"role": "user", "content": posed}])
+            return MarkedText(Mark(self.before_problem), posed, Mark(self.after_problem), messages=whole)
         roles = tuple(message["role"] for message in problem.messages)
         contents = [message["content"] for message in problem.messages]
-        asked = max((place for place, role in enumerate(roles) if role == "user"), default=len(roles) - 1)
+        asked = max((index for index, role in enumerate(roles) if role == "user"), default=len(roles) - 1)
         contents[asked] = write(contents[asked])
         around = self.opening(roles)
         parts: list[Part] = [Mark(around.texts[0])]
-        for place, text in zip(around.order, around.texts[1:], strict=True):
-            parts += [contents[place], Mark(text)]
-        told: list[ChatMessage] = [{"role": role, "content": one} for role, one in zip(roles, contents, strict=True)]
-        return MarkedText(*parts, messages=self._with_system(told))
+        for index, text in zip(around.order, around.texts[1:], strict=True):
+            parts += [contents[index], Mark(text)]
+        messages: list[ChatMessage] = [
+            {"role": role, "content": one} for role, one in zip(roles, contents, strict=True)
+        ]
+        return MarkedText(*parts, messages=self._with_system(messages))
 
     def _with_system(self, messages: list[ChatMessage]) -> list[ChatMessage]:
         own = not self.system or messages[0]["role"] == "system"
@@ -132,16 +145,16 @@ class ChatFormat:
 
     @property
     def opens_thoughts(self) -> bool:
-        """Whether the template begins the model's thoughts for it."""
+        """True if the template writes the opening ``<think>`` of the model's turn."""
         return self.after_problem.rstrip().endswith("<think>")
 
     def responses(self, texts: Sequence[str], ids: Sequence[str] = ()) -> MarkedText:
-        """From the end of the model's turn over the tools' responses to where its next turn begins.
+        """Return the text from the end of a model turn, over tool responses, to the start of the next model turn.
 
-        ``ids``: those that the model gave its calls, where it did.
+        ``ids`` are the call ids that the model wrote, if any.
         """
         parts = self._ending()
-        leads = CALL_ID in self.before_response  # an id stands before its response, not behind it
+        leads = CALL_ID in self.before_response  # some templates write the id before its response, others after it
         last = _DEFAULT_ID
         for number, text in enumerate(texts):
             own = ids[number] if number < len(ids) and _ID.fullmatch(ids[number]) else _DEFAULT_ID
@@ -153,28 +166,28 @@ class ChatFormat:
         return MarkedText(*parts, Mark(self.after_response.replace(CALL_ID, last)), messages=messages)
 
     def reply(self, text: str) -> MarkedText:
-        """From the end of the model's turn over a user's message to where its next turn begins."""
+        """Return the text from the end of a model turn, over a user message, to the start of the next model turn."""
         if self.user is None:
-            raise EpisodeUsageError("this chat format has no user= for a message behind a turn of the model")
+            raise EpisodeUsageError("this chat format has no user=, which a message after a model turn needs")
         before, after = self.user
-        told: ChatMessage = {"role": "user", "content": text}
-        return MarkedText(*self._ending(), Mark(before), text, Mark(after), messages=[told])
+        message: ChatMessage = {"role": "user", "content": text}
+        return MarkedText(*self._ending(), Mark(before), text, Mark(after), messages=[message])
 
     def _ending(self) -> list[Part]:
         return [Mark(self.turn_end, ends_turn=True)] if self.turn_end else []
 
 
 def plain_format(tools: Sequence[Mapping[str, object]], *, system: str = "") -> ChatFormat:
-    """The same without a chat template: the tools as lines of JSON, calls and responses in plain tags."""
+    """Return a format without a chat template: tools as lines of JSON, calls and responses in plain tags."""
     lines = "".join(f"{json.dumps(tool, ensure_ascii=False)}\n" for tool in tools)
-    told = f"{system}\n\n" if system else ""
+    preamble = f"{system}\n\n" if system else ""
     if tools:
-        told += (
+        preamble += (
             f"You may call these tools:\n{lines}A call is\n"
             '<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>\n\n'
         )
     return ChatFormat(
-        before_problem=told,
+        before_problem=preamble,
         after_problem="\n",
         turn_end="",
         before_response="\n<tool_response>\n",

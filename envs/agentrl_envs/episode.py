@@ -1,15 +1,15 @@
-"""What the driver and the trainer need of any environment: `Episode`, `Policy` and `Environment`, text only.
+"""Interfaces between environments and the driver: `Episode`, `Policy` and `Environment`. They exchange text only.
 
 AgentRLEnvError
-├── EpisodeUsageError        a call out of order: a bug of the caller
-├── registry.PluginError     what a user named cannot be found, imported or used
+├── EpisodeUsageError        methods called in the wrong order: a bug of the caller
+├── registry.PluginError     a name in the settings cannot be found, imported or used
 │   ├── registry.UnknownNameError
 │   └── registry.NameTakenError
-├── UnavailableError         a service that an episode needs does not answer: no data
-├── EnvironmentContractError a user's environment, tool or reward that does not keep its contract
+├── UnavailableError         a service that an episode needs does not respond; the rollout is excluded
+├── EnvironmentContractError a user's environment, tool or reward violates its contract
 │   ├── tools.ToolError
 │   └── rewards.RewardError
-└── grading.GraderError      the grader's processes cannot work
+└── grading.GraderError      a grading process cannot be started
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Played = TypeVar("Played", covariant=True)
 
 
 class AgentRLEnvError(Exception):
-    """Root of this package's errors."""
+    """Base class of this package's errors."""
 
 
 class EpisodeUsageError(AgentRLEnvError, RuntimeError):
@@ -33,13 +33,13 @@ class EpisodeUsageError(AgentRLEnvError, RuntimeError):
 
 
 class EnvironmentContractError(AgentRLEnvError, TypeError):
-    """A user's environment, tool or reward raised, or returned something that it must not."""
+    """A user's environment, tool or reward raised an exception or returned an invalid value."""
 
 
 class UnavailableError(AgentRLEnvError):
-    """A service that an environment, a tool or a reward needs does not answer; users' code may raise it as well.
+    """A service that an environment, tool or reward needs does not respond. User code may raise it.
 
-    The trajectory is an infrastructure failure: it is played again, and never counts against the policy.
+    The rollout ends as an infrastructure failure. It is repeated and never counts against the policy.
     """
 
     def __init__(self, message: str, *, seconds: float = 0.0) -> None:
@@ -49,10 +49,11 @@ class UnavailableError(AgentRLEnvError):
 
 @runtime_checkable
 class Episode(Protocol):
-    """One problem, played once. Speaks text only, never token ids.
+    """One attempt at a problem. It handles text, never token ids.
 
-    The driver samples until a stop string or the end of sequence; at a stop string where `turn_complete` (of the
-    turn's whole text so far) is False it continues the same turn. Then it calls `step` with the turn's text.
+    The driver samples until a stop string or the end of sequence. If a stop string ended sampling and `turn_complete`
+    is False for the text of the turn so far, the driver continues the same turn. Then it calls `step` with the turn's
+    text.
     """
 
     @property
@@ -61,40 +62,41 @@ class Episode(Protocol):
         ...
 
     def turn_complete(self, text: str) -> bool:
-        """Whether a turn that was stopped by a stop string is over."""
+        """Return whether a turn that ended at a stop string is complete."""
         ...
 
     async def start(self) -> str:
-        """The prompt's text, a `MarkedText` where marks of a chat template stand in it. Called once, first."""
+        """Return the prompt, as a `MarkedText` if it contains marks of a chat template. Called once, before `step`."""
         ...
 
     async def step(self, action: str) -> Step:
-        """Answer one turn of the model. Raises `EpisodeUsageError` once the episode has ended."""
+        """Process one turn of the model. Raises EpisodeUsageError if the episode has ended."""
         ...
 
     async def fork(self) -> Episode:
-        """An independent episode with the same conversation so far."""
+        """Return an independent episode with the same conversation so far."""
         ...
 
     async def close(self) -> None:
-        """Release what the episode holds. May be called more than once."""
+        """Release the episode's resources. May be called more than once."""
         ...
 
 
 @runtime_checkable
 class NamesCalls(Protocol):
-    """An episode that knows which call of the user's it waits for."""
+    """An episode that reports which method of the user's class it is waiting for."""
 
     @property
     def calling(self) -> str:
-        """The call under way, or the one that was given up; empty if there is none."""
+        """The running or abandoned call; "" if there is none."""
         ...
 
 
 class Policy(Protocol[Played]):
-    """The model as the player of one rollout. Encodes, samples and records what is said; ``end`` returns the rollout.
+    """The model's side of one rollout: encodes the prompt, samples turns and records observations.
 
-    With an engine the result is the rollout's trajectories, token by token; with an endpoint it is a transcript.
+    `end` returns the rollout: its trajectories with token ids if an engine samples, or a transcript if an endpoint
+    does.
     """
 
     def begin(self, prompt: str) -> None:
@@ -102,28 +104,31 @@ class Policy(Protocol[Played]):
         ...
 
     def waiting(self, episode: Episode, name: str) -> AbstractAsyncContextManager[dict[str, Any]]:
-        """Trace a wait for the episode under ``name``. Raises UnavailableError past the environment's deadline."""
+        """Trace a wait for the episode under ``name``. Raises UnavailableError after the environment's deadline."""
         ...
 
     async def sample(self, episode: Episode) -> str | None:
-        """Sample one turn; None if the context is full."""
+        """Sample one turn. Returns None if the context is full."""
         ...
 
     async def observe(self, step: Step) -> Ended | None:
-        """Record the turn's reward and append its observation. Returns how the rollout ended, or None if it goes on."""
+        """Record the turn's reward and append its observation.
+
+        Returns how the rollout ended, or None if it continues.
+        """
         ...
 
     def end(self, ended: Ended) -> Played:
-        """Return what was played."""
+        """Return the finished rollout."""
         ...
 
     def close(self) -> None:
-        """Release what the engine holds for the rollout."""
+        """Release the engine's resources of this rollout."""
         ...
 
 
 class Environment(ABC):
-    """The resources that all episodes of a run share (sandbox, grader, threads), and the way a rollout is played.
+    """The resources that all episodes of a run share (sandbox, grader, threads), and the loop that plays a rollout.
 
     >>> class Echo(Environment):
     ...     def episode(self, problem): ...
@@ -132,17 +137,20 @@ class Environment(ABC):
     """
 
     crashes: Mapping[str, str] = {}
-    """Errors of the user's program since the last rollout without one, by place; only agent programs have them."""
+    """Errors of the user's program since its last successful rollout, by source line.
+
+    Only agent programs report them.
+    """
 
     async def open(self) -> None:
-        """Acquire the shared resources. Raises if they cannot work."""
+        """Acquire the shared resources. Raises an exception if they are not usable."""
 
     @abstractmethod
     def episode(self, problem: Problem) -> Episode:
-        """A fresh episode of this problem; cheap, called thousands of times."""
+        """Create an episode of this problem. Must be cheap: it is called thousands of times."""
 
     async def rollout(self, problem: Problem, policy: Policy[Played]) -> Played:
-        """Play one problem to its end: the episode and the policy take turns.
+        """Play one problem to its end by alternating between the episode and the policy.
 
         Raises UnavailableError if the episode fails for reasons outside the policy.
         """
@@ -169,16 +177,17 @@ class Environment(ABC):
         """Release the shared resources. May be called more than once."""
 
     def with_turns(self, max_turns: int) -> Environment:
-        """The same environment with up to ``max_turns`` per episode (``evaluation.max_turns``).
+        """Return the environment with at most ``max_turns`` turns per episode (``evaluation.max_turns``).
 
-        The original environment still closes what it has opened. An environment with its own limit returns itself.
+        The original environment still closes the resources that it opened. An environment with its own limit returns
+        itself.
         """
         return self
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the rollouts since the last call."""
+        """Return metrics of the rollouts since the last call."""
         return {}
 
     def describe(self) -> list[str]:
-        """Lines for the console: the settings in use and what they guarantee."""
+        """Return lines for the console: the settings in use and their guarantees."""
         return [type(self).__name__]

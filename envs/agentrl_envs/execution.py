@@ -1,12 +1,12 @@
-"""The sandbox as one episode uses it: what is the sandbox's fault is tried again, under one deadline.
+"""Per-episode sandbox client. Retries infrastructure failures until a deadline.
 
-Tools, rewards and environments get an `EpisodeSandbox` as ``sandbox``::
+Tools, rewards and environments receive an `EpisodeSandbox` as ``sandbox``::
 
     async def check(code: str, sandbox) -> str:
         execution = await sandbox.execute(code, files={"data.csv": b"..."}, fetch_files=["result.csv"])
         return execution.stdout
 
-A plain function, which runs in a thread, says ``sandbox.run(code)``.
+Synchronous functions call ``sandbox.run(code)``; they run in a thread.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from agentrl_envs.types import ToolCall
 from agentrl_sandbox.client import Execution, Outcome, Sandbox, SandboxError, UnknownSessionError
 
 PRINTED = 4096
-"""Characters of a program's output that are kept beside the conversation."""
+"""Characters of a program's output that are stored in its `ToolCall`."""
 
 traced: Callable[[], AbstractContextManager[object]] = nullcontext
-"""What surrounds the run of each program; a trace of rollouts puts its own here."""
+"""Context manager around each program. A trace of rollouts replaces it."""
 
 logger = logging.getLogger(__name__)
 
 
 class _InfrastructureError(Exception):
-    """The sandbox answered, but with its own failure."""
+    """The sandbox responded with an infrastructure failure."""
 
     def __init__(self, execution: Execution) -> None:
         super().__init__(execution.stderr.strip() or "the sandbox reports an infrastructure failure")
@@ -42,10 +42,10 @@ class _InfrastructureError(Exception):
 
 
 class EpisodeSandbox:
-    """Runs an episode's programs: each in a fresh interpreter or, with ``interpreter=session``, all in one.
+    """Runs an episode's programs, each in a fresh interpreter or, with ``interpreter=session``, all in one.
 
-    A program that is killed or calls ``os._exit`` ends the session, and the next program starts a new one.
-    Belongs to the event loop in which it is made.
+    A program that is killed or calls ``os._exit`` ends the session, and the next program starts a new one. An instance
+    belongs to the event loop in which it was created.
     """
 
     def __init__(self, sandbox: Sandbox, settings: ExecutionSettings) -> None:
@@ -57,7 +57,7 @@ class EpisodeSandbox:
 
     @property
     def fresh(self) -> bool:
-        """Whether the next program finds nothing that earlier ones have left."""
+        """True if no earlier program can have left state for the next one."""
         return self._session is None
 
     async def execute(
@@ -69,13 +69,14 @@ class EpisodeSandbox:
         files: Mapping[str, bytes] | None = None,
         fetch_files: Sequence[str] = (),
     ) -> Execution:
-        """Run a program; ``timeout`` None stands for ``execution_timeout``. Raises `UnavailableError`.
+        """Run a program. Raises UnavailableError if the sandbox fails.
 
-        ``files`` are written before the run, ``fetch_files`` are read after it (``execution.files``). All attempts
-        carry one request id, so an attempt that did arrive is not run twice.
+        The default ``timeout`` is ``execution_timeout``. ``files`` are written before the run and ``fetch_files`` are
+        read after it (``execution.files``). All attempts have the same request id, so a program is not repeated if only
+        the response was lost.
         """
         request_id = uuid.uuid4().hex
-        # Only what is given is passed on: a sandbox of one's own need not know every option.
+        # Pass only options that are in use, so that a custom sandbox need not support all of them.
         options: dict[str, object] = {"files": files} if files else {}
         options |= {"fetch_files": tuple(fetch_files)} if fetch_files else {}
         options |= {"stdin": stdin} if stdin else {}
@@ -108,7 +109,7 @@ class EpisodeSandbox:
         files: Mapping[str, bytes] | None = None,
         fetch_files: Sequence[str] = (),
     ) -> Execution:
-        """The same from a plain function, which runs in a thread. Raises `EpisodeUsageError` on the event loop."""
+        """Call `execute` from a synchronous function in a thread. Raises EpisodeUsageError on the event loop."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -117,7 +118,7 @@ class EpisodeSandbox:
         raise EpisodeUsageError("sandbox.run() would block the event loop: write await sandbox.execute(...) there")
 
     async def fork(self) -> EpisodeSandbox:
-        """The same for a forked episode: its session begins as this one is now. Raises `UnavailableError`."""
+        """Return the sandbox of a forked episode, with a copy of the session. Raises UnavailableError."""
         twin = EpisodeSandbox(self._sandbox, self._settings)
         if self._session is not None:
             try:
@@ -133,7 +134,7 @@ class EpisodeSandbox:
             try:
                 await self._sandbox.close_session(session)
             except SandboxError as error:
-                logger.warning("a session was not closed: %s", error)
+                logger.warning("the interpreter's session could not be closed: %s", error)
 
     async def _open_session(self) -> str:
         async with self._opening:
@@ -147,11 +148,11 @@ class EpisodeSandbox:
             async with asyncio.timeout(settings.sandbox_deadline):
                 return await _retried(run, settings)
         except TimeoutError as error:
-            said = f"no result from the sandbox within sandbox_deadline={settings.sandbox_deadline:g} s"
-            raise UnavailableError(said, seconds=settings.sandbox_deadline) from error
+            message = f"the sandbox returned no result within sandbox_deadline={settings.sandbox_deadline:g} s"
+            raise UnavailableError(message, seconds=settings.sandbox_deadline) from error
         except _InfrastructureError as error:
-            said = f"the sandbox failed {settings.sandbox_attempts} times: {error}"
-            raise UnavailableError(said, seconds=error.execution.seconds) from error
+            message = f"the sandbox failed {settings.sandbox_attempts} times: {error}"
+            raise UnavailableError(message, seconds=error.execution.seconds) from error
         except UnknownSessionError as error:
             raise UnavailableError(f"the interpreter's session was lost: {error}") from error
         except SandboxError as error:
@@ -159,7 +160,7 @@ class EpisodeSandbox:
 
 
 def call_of(execution: Execution) -> ToolCall:
-    """A program's run as telemetry sees it."""
+    """Return the telemetry of a program."""
     return ToolCall(
         outcome=execution.outcome.value,
         seconds=execution.seconds,
@@ -170,17 +171,17 @@ def call_of(execution: Execution) -> ToolCall:
 
 
 def failed_call(seconds: float) -> ToolCall:
-    """A call that failed outside the policy."""
+    """Return the telemetry of a call that failed for reasons outside the policy."""
     return ToolCall(outcome=Outcome.INFRASTRUCTURE_FAILURE.value, seconds=seconds)
 
 
 async def _retried(run: Callable[[], Awaitable[Execution]], settings: ExecutionSettings) -> Execution:
-    """The first result; only what fails pays for the retry's machinery (ten times the cost of the turn's own work)."""
+    """Return the first result. The first attempt bypasses stamina, which costs ten times as much as the turn itself."""
     first: SandboxError | _InfrastructureError | None = None
     try:
         return await run()
     except UnknownSessionError:
-        raise  # what the session knew is gone
+        raise  # a retry cannot restore the variables of the session
     except (SandboxError, _InfrastructureError) as error:
         first = error
     async for attempt in stamina.retry_context(

@@ -1,7 +1,7 @@
-"""The interface behind an environment's name: settings, chat template and tools, and the `Environment` made from them.
+"""The interface behind an environment's name: its settings, its use of the chat template, and its tools.
 
-`agentrl_envs.adapters.environments.resolve_environment` finds the factory of a name. Factories are created without
-opening anything, so that a run can check its settings first.
+`agentrl_envs.adapters.environments.resolve_environment` returns the factory of a name. Creating a factory or an
+environment opens nothing, so a run can check its settings first.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from agentrl_sandbox.client import SandboxSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemplateUse:
-    """How an environment uses the chat template of the model that plays.
+    """How an environment uses the policy's chat template.
 
-    ``setting``: the setting that requires the template, for error messages. ``tools``: functions that the template
-    lists, unless ``lists_tools`` is false: then plain text is the only valid form. ``optional``: a model without a
-    template plays in plain text. ``speaker``: the source of further user messages; empty if there is none.
-    ``rerendered``: the template writes earlier turns again for each new turn.
+    ``setting`` is the setting that requires the template, for error messages. ``tools`` are the functions that the
+    template lists; if ``lists_tools`` is false, only plain text is valid. ``optional``: a model without a template
+    plays in plain text. ``speaker`` is the source of further user messages, or "" if there is none. ``rerendered``: the
+    template writes earlier turns again for each new turn.
     """
 
     settings: ChatSettings
@@ -42,11 +42,11 @@ class TemplateUse:
 
 
 class EnvironmentFactory(ABC, Generic[Section]):
-    """Makes the environment of one name. The defaults are those of an environment in plain text without own tools."""
+    """Creates the environment of one name. The defaults describe an environment in plain text without tools."""
 
     @abstractmethod
     def settings(self, section: BaseModel) -> Section:
-        """Return the section ``environment`` of a run, checked. Raises `PluginError` for a bad setting."""
+        """Validate the section ``environment`` of a run. Raises PluginError for an invalid setting."""
 
     @abstractmethod
     def __call__(
@@ -57,35 +57,35 @@ class EnvironmentFactory(ABC, Generic[Section]):
         *,
         chat: ChatFormat | None = None,
     ) -> Environment:
-        """Return the environment, not yet open. ``chat``: the format of the model's chat template; None: plain text."""
+        """Create the environment without opening it. ``chat`` is the model's chat format, or None for plain text."""
 
     def template(self, settings: Section) -> TemplateUse | None:
-        """Return the use of the model's chat template; None: conversations are plain text. Raises `PluginError`."""
+        """Return how the chat template is used, or None if conversations are plain text. Raises PluginError."""
         return None
 
     @property
     def tools(self) -> ToolSet | None:
-        """The tools that the environment's class defines; None if it is not written as a class with tools.
+        """The tools that the environment's class defines, or None if it is not written as a class with tools.
 
-        Raises `PluginError` for a method that cannot be a tool.
+        Raises PluginError if a method is not a valid tool.
         """
         return None
 
     @property
     def source(self) -> bytes:
-        """The code that distinguishes two versions of a user's environment; empty if it is unknown."""
+        """The source code of a user's environment, to distinguish versions; empty if it is unknown."""
         return b""
 
     def columns(self, problem: Problem) -> dict[str, object]:
         """Return the columns of a problem that the environment reads.
 
-        Raises `EnvironmentContractError` if the problem lacks one.
+        Raises EnvironmentContractError if the problem lacks one.
         """
         return {}
 
 
 class OptionsFactory(EnvironmentFactory[Section]):
-    """An environment in plain text that is made from one settings model, ``model``, by ``make``."""
+    """An environment in plain text, created by ``make`` from settings of type ``model``."""
 
     def __init__(self, model: type[Section], make: Callable[[Section], Environment]) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""Gymnasium environments around episodes, with tools and without.
+"""Gymnasium environments around episodes, with and without tools, and a text space for all of Unicode.
 
 `agentrl_envs.registration` registers them as ``agentrl/SimpleTIR-v0`` and ``agentrl/Reasoning-v0``.
 """
@@ -30,20 +30,22 @@ _LONGEST_SAMPLE = 64
 
 
 class UnicodeText(Text):
-    """Any text of up to ``max_length`` characters, including the empty text.
+    """A text space for all of Unicode, up to ``max_length`` characters, including the empty text.
 
-    Samples have up to 64 characters. Not flattenable: there is no fixed table of characters.
+    By default, gymnasium's `Text` accepts only letters and digits. With all of Unicode as its charset it takes seconds
+    and hundreds of megabytes. This space samples up to 64 characters of a small charset and accepts every text that
+    UTF-8 can encode. It cannot be flattened, because there is no fixed table of characters.
     """
 
     def __init__(self, max_length: int, *, seed: int | np.random.Generator | None = None) -> None:
         super().__init__(max_length, min_length=0, charset=_SAMPLED, seed=seed)
 
     def contains(self, x: object) -> bool:
-        """Whether x is a str of valid length without lone surrogates, which have no encoding."""
+        """Return whether x is a str of valid length without lone surrogates, which have no encoding."""
         return isinstance(x, str) and len(x) <= self.max_length and _SURROGATE.search(x) is None
 
     def sample(self, mask: Any = None, probability: Any = None) -> str:
-        """A random text. A mask or probabilities have the meaning they have in `gymnasium.spaces.Text.sample`."""
+        """Return a random text. ``mask`` and ``probability`` are those of `gymnasium.spaces.Text.sample`."""
         if mask is None and probability is None:
             length = int(self.np_random.integers(0, min(_LONGEST_SAMPLE, self.max_length) + 1))
             return super().sample(mask=(length, None))
@@ -73,11 +75,11 @@ SAMPLE_PROBLEMS = (
 
 
 class ProblemEnv(gymnasium.Env[str, str]):
-    """Problems as a gymnasium environment. An action is a turn of the model, an observation the text it reads next.
+    """Problems as a gymnasium environment. An action is a model turn; an observation is the text that follows it.
 
-    ``reset`` samples a problem with the seed, or takes ``options={"problem": Problem}``; its observation is the prompt.
-    ``info`` is deterministic. Durations of programs are in ``env.unwrapped.telemetry``: one `ToolCall` for each program
-    since the last reset. An episode that failed for reasons outside the policy is ``truncated``.
+    ``reset`` samples a problem with the seed, or takes ``options={"problem": Problem}``, and returns the prompt.
+    ``info`` is deterministic. ``env.unwrapped.telemetry`` contains a `ToolCall`, with its duration, for each program
+    since the last reset. An excluded episode is ``truncated``.
     """
 
     metadata = {"render_modes": []}  # noqa: RUF012  (gymnasium's name and type)
@@ -175,7 +177,7 @@ class SimpleTIREnv(ProblemEnv):
 
 
 class ReasoningEnv(ProblemEnv):
-    """The same problems in a single turn without tools.
+    """Problems that are solved in a single turn without tools.
 
     Example::
 

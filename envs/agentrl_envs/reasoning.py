@@ -1,4 +1,4 @@
-"""Reasoning: solve a problem in one turn, without tools. The same problems and grader as with tools."""
+"""Reasoning without tools: a protocol and an environment of one turn. Problems and grader are those of SimpleTIR."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ from agentrl_sandbox.client import Execution, SandboxSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReasoningProtocol:
-    """One turn up to the end of sequence; nothing in it is run.
-
-    >>> ReasoningProtocol(instruction="").parse("2 + 3 is \\\\boxed{5}.").answer
-    '5'
-    """
+    """Plain text of one turn, which ends at the end of sequence. No program is executed."""
 
     instruction: str
 
@@ -37,15 +33,15 @@ class ReasoningProtocol:
 
     @property
     def empty_turn(self) -> Ended:
-        """An ordinary end, worth nothing."""
+        """An ordinary end with reward 0."""
         return Ended.STOPPED
 
     def message(self, statement: str) -> str:
-        """The instruction, an empty line and the statement."""
+        """Return the instruction, an empty line and the statement."""
         return "\n\n".join(part for part in (self.instruction, statement) if part)
 
     def prompt(self, problem: Problem) -> str:
-        """The message, ended by a newline."""
+        """Return the message, followed by a newline."""
         return self.message(problem.statement) + "\n"
 
     def turn_complete(self, text: str) -> bool:
@@ -53,28 +49,28 @@ class ReasoningProtocol:
         return False
 
     def parse(self, text: str) -> ParsedTurn:
-        """The answer alone."""
+        """Return the last boxed answer."""
         return ParsedTurn(program=None, answer=last_boxed(text))
 
     def runnable(self, problem: Problem, program: str) -> str:
-        """Never asked for: no turn has a program."""
+        """Not called: no turn has a program."""
         raise AssertionError("reasoning runs no program")
 
     def printed_answer(self, stdout: str) -> str | None:
-        """Never asked for: no turn has a program."""
+        """Not called: no turn has a program."""
         raise AssertionError("reasoning runs no program")
 
     def result(self, execution: Execution) -> str:
-        """Never asked for: no turn has a program."""
+        """Not called: no turn has a program."""
         raise AssertionError("reasoning runs no program")
 
     def observation(self, text: str, results: Sequence[str]) -> str:
-        """Never asked for: no turn has a program or a call."""
+        """Not called: no turn has a program or a call."""
         raise AssertionError("reasoning observes nothing")
 
 
 class ReasoningEnvironment(Environment):
-    """What the episodes of a run share: the grader and the settings."""
+    """Resources that the episodes of a run share: grader and settings."""
 
     def __init__(
         self,
@@ -84,14 +80,17 @@ class ReasoningEnvironment(Environment):
         *,
         chat: ChatFormat | None = None,
     ) -> None:
-        """Nothing is run, so the sandbox's settings are not used. Raises `EpisodeUsageError` where ``chat`` lacks."""
+        """``sandbox_settings`` are ignored, because nothing is executed.
+
+        Raises EpisodeUsageError if ``chat`` is missing.
+        """
         self.settings = settings or ReasoningSettings()
         self._grader = Grader(grader_settings or GraderSettings())
         self._protocol = in_chat(ReasoningProtocol(instruction=self.settings.preamble), self.settings, chat)
         self._episode_settings = SimpleTIRSettings(max_turns=1)
 
     def episode(self, problem: Problem) -> SimpleTIREpisode:
-        """A fresh episode of this problem."""
+        """Create an episode of this problem."""
         return SimpleTIREpisode(
             problem, settings=self._episode_settings, sandbox=None, grader=self._grader, protocol=self._protocol
         )
@@ -101,7 +100,7 @@ class ReasoningEnvironment(Environment):
         await self._grader.close()
 
     def describe(self) -> list[str]:
-        """That there are no tools, and how answers are graded."""
+        """Return lines about the missing tools and the grader."""
         return ["Reasoning: one turn, no tools", f"grading: {self._grader.describe()}"]
 
 

@@ -1,8 +1,8 @@
-"""Everything that users add by name: environments, protocols, tools and rewards, and the class of all such tables.
+"""Registries of environments, protocols, tools and rewards, and the import of plug-in modules.
 
-A name is one of ours, one that was registered, an entry point of an installed package, or ``module:attribute``. The
-standard library is all that this module imports, and what a name stands for is imported when it is asked for, so
-settings are checked without it. Estimators and losses are in tables of the same class (`agentrl.algorithms`).
+A name is built in, registered by a decorator, an entry point of an installed package, or ``module:attribute``. This
+module imports only the standard library, and a name's object is imported when it is first used. Settings are therefore
+checked without importing it. Estimators and losses use the same `Registry` (`agentrl.algorithms`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 DISTRIBUTION = "agentrl-trainer"
 """Name of the distribution that contains this package. `agentrl` on PyPI is another project."""
 TRL = "trl:"
-"""Before ``module:Class`` of an environment that was written for TRL's ``environment_factory``."""
+"""Prefix of the ``module:Class`` of an environment that was written for TRL's ``environment_factory``."""
 
 
 def install_extra(name: str) -> str:
@@ -33,21 +33,21 @@ def install_extra(name: str) -> str:
 
 
 class PluginError(AgentRLEnvError, LookupError):
-    """What a user named cannot be found or imported, or is not what it must be."""
+    """A name in the settings cannot be found or imported, or its object has the wrong form."""
 
 
 class UnknownNameError(PluginError, ValueError):
-    """A name that is not registered; the message gives the nearest one and all of them."""
+    """A name that is not registered. The message contains the nearest name and all valid names."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], *, owner: str = "", paths: bool = False) -> None:
         names = sorted(known)
         valid = ", ".join(names + ["module:attribute"] * paths) or "none"
         of = f" of {owner}" if owner else ""
-        super().__init__(f"unknown {kind} {name!r}{of}{did_you_mean(name, names)} (known: {valid})")
+        super().__init__(f"unknown {kind} {name!r}{of}{did_you_mean(name, names)} (valid: {valid})")
 
 
 class NameTakenError(PluginError, ValueError):
-    """Something else is registered under this name."""
+    """The name is already registered for another object."""
 
 
 class Registry(Generic[Item]):
@@ -67,17 +67,17 @@ class Registry(Generic[Item]):
         self._entries: dict[str, Item] = {}
 
     def add(self, name: str, item: Item) -> None:
-        """Add an entry. Raises `NameTakenError` if there is one of this name."""
+        """Add an entry. Raises NameTakenError if the name exists."""
         if name in self._entries or name in self.builtin:
             raise NameTakenError(f"{self.kind} {name!r} is already registered")
         self._entries[name] = item
 
     def names(self) -> tuple[str, ...]:
-        """Every name, sorted; entry points by their names."""
+        """Return all names, sorted, including those of entry points."""
         return tuple(sorted({*self.builtin, *self._entries, *self._installed()}))
 
     def check(self, name: str) -> None:
-        """Raise `UnknownNameError` for a name that is none. A ``module:attribute`` is not imported."""
+        """Raise UnknownNameError unless the name is valid. ``module:attribute`` is not imported."""
         if not (name in self.names() or (self._paths and name.removeprefix(TRL).count(":") == 1)):
             raise UnknownNameError(self.kind, name, self.names(), paths=self._paths)
 
@@ -101,13 +101,13 @@ ENVIRONMENTS: Registry[Callable[..., Environment]] = Registry(
     group="agentrl.envs",
     paths=True,
 )
-"""Classes and functions that make an `Environment`; the built-in names stand for factories."""
+"""Classes and functions that create an `Environment`. Built-in names refer to factories."""
 
 ADAPTERS: Mapping[str, str] = {
     "openenv": "agentrl_envs.adapters.openenv:openenv_environment",
     "textarena": "agentrl_envs.adapters.textarena:textarena_environment",
 }
-"""Environments of other libraries, ``PREFIX:NAME``: functions from NAME to the factory."""
+"""Environments of other libraries, named ``PREFIX:NAME``. Each path is a function that maps NAME to a factory."""
 
 PROTOCOLS: Registry[Any] = Registry(
     "protocol",
@@ -115,19 +115,19 @@ PROTOCOLS: Registry[Any] = Registry(
     group="agentrl.protocols",
     paths=True,
 )
-"""Functions that make a `Protocol`: `agentrl_envs.protocols.factory.ProtocolFactory`."""
+"""Functions that create a `Protocol` (`agentrl_envs.protocols.factory.ProtocolFactory`)."""
 
 TOOLS: Registry[object] = Registry(
     "tool", builtin={"python": "agentrl_envs.tools.schema:PYTHON_SCHEMA"}, group="agentrl.tools", paths=True
 )
-"""Tools by their names in ``environment.tools``: functions, classes, or objects as `agentrl_envs.tools.Tool` says."""
+"""Tools of ``environment.tools``: functions, classes, or objects with the attributes of `agentrl_envs.tools.Tool`."""
 
 REWARDS: Registry[object] = Registry("reward", group="agentrl.rewards", paths=True)
-"""Reward functions by their names in ``reward.functions``: `agentrl_envs.rewards.RewardFunction`."""
+"""Reward functions of ``reward.functions`` (`agentrl_envs.rewards.RewardFunction`)."""
 
 
 def grades_answers(env: str) -> bool:
-    """Whether the environment of this name compares the model's answers with gold answers."""
+    """True if the environment of this name compares answers with reference answers."""
     return env in ENVIRONMENTS.builtin
 
 
@@ -140,30 +140,30 @@ def _decorator(registry: Registry[Any], name: str) -> Callable[[Item], Item]:
 
 
 def register_environment(name: str) -> Callable[[Item], Item]:
-    """Decorator: ``--env NAME`` means this class or function."""
+    """Decorator that registers a class or function as ``--env NAME``."""
     return _decorator(ENVIRONMENTS, name)
 
 
 def register_protocol(name: str) -> Callable[[Item], Item]:
-    """Decorator: ``environment.protocol=NAME`` means the protocol that this function makes."""
+    """Decorator that registers a factory as ``environment.protocol=NAME``."""
     return _decorator(PROTOCOLS, name)
 
 
 def register_tool(name: str) -> Callable[[Item], Item]:
-    """Decorator: NAME in ``environment.tools`` means this tool."""
+    """Decorator that registers a tool as NAME in ``environment.tools``."""
     return _decorator(TOOLS, name)
 
 
 def register_reward(name: str) -> Callable[[Item], Item]:
-    """Decorator: NAME in ``reward.functions`` means this function."""
+    """Decorator that registers a function as NAME in ``reward.functions``."""
     return _decorator(REWARDS, name)
 
 
 def import_attribute(path: str, kind: str) -> object:
-    """What ``module:attribute`` names. Raises `PluginError` that says what was looked for."""
+    """Import ``module:attribute``. Raises PluginError with the missing part and the nearest name."""
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
-        raise PluginError(f"{kind} {path!r} is not written module:attribute")
+        raise PluginError(f"{kind} {path!r} is not of the form module:attribute")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
@@ -177,12 +177,12 @@ def import_attribute(path: str, kind: str) -> object:
     except AttributeError as error:
         hint = did_you_mean(attribute, dir(module))
         file = getattr(module, "__file__", None)
-        place = f" ({file})" if file else ""
-        raise PluginError(f"{kind} {path!r}: module {module_name!r}{place} has no {attribute!r}{hint}") from error
+        location = f" ({file})" if file else ""
+        raise PluginError(f"{kind} {path!r}: module {module_name!r}{location} has no {attribute!r}{hint}") from error
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` for the nearest known name, or ``""`` when none is near.
+    """Return ``"; did you mean 'x'?"`` for the nearest known name, or "" if no name is similar.
 
     >>> did_you_mean("ad", ["add", "subtract"])
     "; did you mean 'add'?"
@@ -192,19 +192,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 _CALLS_CODE = str(Path(__file__).with_name("threads.py"))
-"""Where users' code is called from."""
+"""The file whose frames call users' code, which an error message should not name."""
 
 
 def describe_error(error: BaseException) -> str:
-    """The error's type, message and place: an error that is reported without a traceback has no other.
+    """Return the error's type, message, file and line, for messages without a traceback.
 
-    An error of the call itself, such as a missing argument, is of no place in the code that was called.
+    An error of the call itself, such as a missing argument, has no file and line in the called code.
     """
     if isinstance(error, SyntaxError):  # its text names file and line
         return f"{type(error).__name__}: {error}"
     last = traceback.extract_tb(error.__traceback__)[-1:]
-    place = "".join(f" ({at.filename}:{at.lineno})" for at in last if at.filename != _CALLS_CODE)
-    return f"{type(error).__name__}: {error}{place}"
+    location = "".join(f" ({at.filename}:{at.lineno})" for at in last if at.filename != _CALLS_CODE)
+    return f"{type(error).__name__}: {error}{location}"
 
 
 GROUP = "agentrl.plugins"
@@ -212,7 +212,11 @@ GROUP = "agentrl.plugins"
 
 
 def load_plugins(names: Iterable[str]) -> None:
-    """Import each module, file or entry point once. Raises `PluginError` for one that cannot be imported."""
+    """Import each module, file or entry point of ``plugins=[module, file.py]`` once.
+
+    Every command loads the plug-ins before it reads the other settings, and so does every process of a run. Raises
+    PluginError if an import fails.
+    """
     for name in names:
         if name.endswith(".py"):
             _load_file(name)
@@ -239,16 +243,16 @@ def _import(name: str) -> None:
 
 
 def _load_file(name: str) -> None:
-    """A file becomes the module of its name, so that ``module:attribute`` and pickles find what it defines."""
+    """Import a file under its stem as module name, so that ``module:attribute`` and pickle can resolve its objects."""
     path = Path(name).expanduser().absolute()
     if not path.is_file():
         raise PluginError(f"plugins {name!r}: there is no file {path}")
-    found = sys.modules.get(path.stem)
-    if found is not None:
-        if found.__file__ is not None and Path(found.__file__) == path:
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None:
+        if loaded.__file__ is not None and Path(loaded.__file__) == path:
             return
         raise PluginError(
-            f"plugins {name!r}: a module {path.stem!r} is already loaded from {found.__file__}; rename the file"
+            f"plugins {name!r}: a module {path.stem!r} is already loaded from {loaded.__file__}; rename the file"
         )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

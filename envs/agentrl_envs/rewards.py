@@ -1,20 +1,20 @@
-"""Rewards of users' own: functions that say what a finished trajectory is worth, in place of the environment.
+"""Custom rewards: functions that compute the reward of a finished rollout, in place of the environment's.
 
-They are named ``module:function`` with their weights (``reward.functions``) and called once for every trajectory that
-is data, however that ended, with what `RewardFunction` says::
+They are named ``module:function`` with their weights (``reward.functions``) and called once for every rollout that is
+not excluded, with the arguments of `RewardFunction`::
 
     def shorter_is_better(problem, conversation, verdict):
         right = verdict is Verdict.CORRECT
         return 1.0 - 0.1 * len(conversation.turns) if right else 0.0
 
-The reward is the weighted sum, and each function's own value is a metric. A list of numbers, one for each turn of the
-model, rewards the turns; a single number stands at the last one. A function with a parameter ``sandbox`` gets an
+The reward is the weighted sum, and the value of each function is a metric. A list with one number per model turn
+rewards the turns; a single number is assigned to the last turn. A function with a parameter ``sandbox`` receives an
 `agentrl_envs.execution.EpisodeSandbox`.
 
-A plain function runs in a thread, beside others; an ``async`` one on the event loop of all rollouts, which it must not
-block: what calculates, or waits without ``await``, belongs into a plain function. What it raises, or returns instead of
-finite numbers, ends the run with a message that names function and problem; `UnavailableError` makes the trajectory an
-infrastructure failure.
+Synchronous functions run concurrently in threads. An ``async`` function runs on the event loop of all rollouts and must
+not block it: computations, and waits without ``await``, belong into a synchronous function. An exception, or a result
+that is not a finite number, ends the run with a message that names the function and the problem. `UnavailableError`
+excludes the rollout.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from agentrl_envs.tools.schema import injected_parameters
 from agentrl_envs.types import Ended, Problem, Verdict, as_reward
 from agentrl_sandbox.client import Sandbox, SandboxSettings, open_sandbox
 
-_THREADS = 32  # plain functions that run at once
+_THREADS = 32  # concurrent calls of plain functions
 
 
 class RewardError(EnvironmentContractError):
-    """A user's reward raised, or returned something else than a finite number."""
+    """A user's reward raised an exception or returned something other than a finite number."""
 
 
 ENVIRONMENT = "environment"
-"""The name under which the environment's own reward has a weight."""
+"""Name under which the environment's reward has a weight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
     """One message of a conversation: a turn of the model (``assistant``), or the observation after it (``tool``).
 
-    ``reward`` is what the environment gave for the turn.
+    ``reward`` is the environment's reward of the turn.
     """
 
     role: Literal["assistant", "tool"]
@@ -63,9 +63,10 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """A finished trajectory as text. ``environment_reward`` is what the environment gave for it, over all turns.
+    """A finished rollout as text. ``environment_reward`` is the environment's reward, summed over the turns.
 
-    ``earlier``: the other sequences of an agent's rollout, in the order in which they ended; ``turns`` is the last one.
+    ``earlier`` contains the other trajectories of an agent's rollout, in the order in which they ended; ``turns`` is
+    the last one.
     """
 
     turns: tuple[Message, ...]
@@ -76,25 +77,28 @@ class Conversation:
 
     @property
     def sequences(self) -> tuple[tuple[Message, ...], ...]:
-        """All sequences of the rollout: one, unless an agent has branched."""
+        """All trajectories of the rollout: one, unless an agent's history branched."""
         return (*self.earlier, self.turns)
 
     @property
     def turn_rewards(self) -> tuple[float, ...]:
-        """What the environment gave for each turn of the model."""
+        """The environment's reward of each model turn."""
         return tuple(turn.reward for turn in self.turns if turn.role == "assistant")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardSum:
-    """What a trajectory is worth: a reward for each turn of the model, and each function's own total by its name."""
+    """The reward of each model turn, and the total of each function by its name."""
 
     turns: tuple[float, ...]
     parts: Mapping[str, float]
 
 
 class RewardFunction(Protocol):
-    """``verdict`` is the grader's; None where no answer was graded. A parameter ``sandbox`` may follow."""
+    """Signature of a reward function.
+
+    ``verdict`` is None if no answer was graded. A parameter ``sandbox`` may follow.
+    """
 
     def __call__(
         self, problem: Problem, conversation: Conversation, verdict: Verdict | None, /
@@ -102,31 +106,34 @@ class RewardFunction(Protocol):
 
 
 class Reward:
-    """One reward function with its deadline."""
+    """One reward function with its time limit."""
 
     def __init__(self, path: str, *, deadline: float) -> None:
-        """``path`` is ``module:function`` or a registered name. Raises `PluginError` where that is no function."""
-        found = REWARDS[path]
-        if not callable(found):
+        """``path`` is ``module:function`` or a registered name.
+
+        Raises PluginError unless it is a function of three arguments.
+        """
+        function = REWARDS[path]
+        if not callable(function):
             raise PluginError(
-                f"reward.functions {path!r} is a {type(found).__name__}, expected a function "
+                f"reward.functions {path!r} is a {type(function).__name__}, expected a function "
                 "(problem, conversation, verdict) -> float"
             )
-        self._given = injected_parameters(found, ("sandbox",))
-        if not _takes(found, 3, self._given):
+        self._injected = injected_parameters(function, ("sandbox",))
+        if not _takes(function, 3, self._injected):
             raise PluginError(
                 f"reward.functions {path!r} cannot be called with (problem, conversation, verdict): it takes "
-                f"{inspect.signature(found)}"
+                f"{inspect.signature(function)}"
             )
         self.path = path
-        self._function: Callable[..., object] = found
+        self._function: Callable[..., object] = function
         self._deadline = deadline
         self._threads = BlockingCalls(_THREADS, name="reward")
 
     @property
     def wants_sandbox(self) -> bool:
-        """Whether the function asks for the sandbox."""
-        return bool(self._given)
+        """True if the function takes the sandbox as a parameter."""
+        return bool(self._injected)
 
     async def __call__(
         self,
@@ -135,8 +142,8 @@ class Reward:
         verdict: Verdict | None,
         sandbox: EpisodeSandbox | None = None,
     ) -> tuple[float, ...]:
-        """What each turn is worth. Raises `RewardError`, `UnavailableError`, and TimeoutError past the deadline."""
-        options = {"sandbox": sandbox} if self._given else {}
+        """Return the reward of each turn. Raises RewardError, UnavailableError, and TimeoutError after the deadline."""
+        options = {"sandbox": sandbox} if self._injected else {}
         call = functools.partial(self._function, problem, conversation, verdict, **options)
         try:
             async with asyncio.timeout(self._deadline) as limit:
@@ -144,19 +151,19 @@ class Reward:
         except TimeoutError as error:
             if limit.expired():
                 raise TimeoutError(f"the reward {self.path} took longer than {self._deadline:g} s") from error
-            raise RewardError(self._say(problem, f"raised {describe_error(error)}")) from error
+            raise RewardError(self._message(problem, f"raised {describe_error(error)}")) from error
         except UnavailableError:
             raise
         except (Exception, SystemExit) as error:
             if is_unreachable(error):
-                raise UnavailableError(self._say(problem, f"raised {describe_error(error)}")) from error
-            raise RewardError(self._say(problem, f"raised {describe_error(error)}")) from error
+                raise UnavailableError(self._message(problem, f"raised {describe_error(error)}")) from error
+            raise RewardError(self._message(problem, f"raised {describe_error(error)}")) from error
         turns = sum(turn.role == "assistant" for turn in conversation.turns)
         if not isinstance(value, (list, tuple)):
             return (0.0,) * (turns - 1) + (self._checked(problem, value),)
         if len(value) != turns:
-            said = f"returned {len(value)} numbers for {turns} turns of the model"
-            raise RewardError(self._say(problem, said))
+            message = f"returned {len(value)} numbers for {turns} turns of the model"
+            raise RewardError(self._message(problem, message))
         return tuple(self._checked(problem, item) for item in value)
 
     async def _value(self, call: Callable[[], object]) -> object:
@@ -169,17 +176,17 @@ class Reward:
         try:
             return as_reward(value)
         except ValueError as error:
-            raise RewardError(self._say(problem, f"returned {error}, or a list of one for each turn")) from None
+            raise RewardError(self._message(problem, f"returned {error}, or a list of one for each turn")) from None
 
-    def _say(self, problem: Problem, what: str) -> str:
+    def _message(self, problem: Problem, what: str) -> str:
         return f"the reward {self.path} {what} (problem {problem.id})"
 
 
 class Rewards:
-    """The functions of ``reward.functions`` with their weights. Open it before the first call, and close it."""
+    """The functions of ``reward.functions`` with their weights. Must be opened before the first call."""
 
     def __init__(self, weights: Mapping[str, float], *, deadline: float, sandbox: SandboxSettings) -> None:
-        """Raises `PluginError` for a name that is no function."""
+        """Raises PluginError for an invalid function."""
         self._weights = dict(weights)
         self._functions = [Reward(path, deadline=deadline) for path in weights if path != ENVIRONMENT]
         self._settings = sandbox
@@ -189,7 +196,7 @@ class Rewards:
         self._names = {path: name if counts[name] == 1 else path for path, name in short.items()}
 
     async def open(self) -> None:
-        """Open a sandbox if a function asks for it. Raises `agentrl_sandbox.client.SandboxError`."""
+        """Open a sandbox if a function takes one. Raises `agentrl_sandbox.client.SandboxError`."""
         if self._sandbox is None and any(function.wants_sandbox for function in self._functions):
             self._sandbox = await open_sandbox(self._settings)
 
@@ -200,7 +207,10 @@ class Rewards:
             await sandbox.close()
 
     async def __call__(self, problem: Problem, conversation: Conversation, verdict: Verdict | None) -> RewardSum:
-        """Call all functions at once. Raises `RewardError`, `UnavailableError`, and TimeoutError past the deadline."""
+        """Call all functions concurrently.
+
+        Raises RewardError, UnavailableError, and TimeoutError after the deadline.
+        """
         sandbox = None if self._sandbox is None else EpisodeSandbox(self._sandbox, ExecutionSettings())
         values = await asyncio.gather(
             *(function(problem, conversation, verdict, sandbox) for function in self._functions)
@@ -222,11 +232,13 @@ class Rewards:
 
 
 def _takes(function: Callable[..., object], count: int, named: Sequence[str]) -> bool:
-    """Whether so many positional arguments and these named ones fit, as far as its signature tells."""
+    """Return whether a call with ``count`` positional and the ``named`` arguments matches the signature, if it is
+    known.
+    """
     try:
         inspect.signature(function).bind(*[None] * count, **dict.fromkeys(named))
     except TypeError:
         return False
-    except ValueError:  # it has no signature to read
+    except ValueError:  # functions in C may have no signature
         return True
     return True

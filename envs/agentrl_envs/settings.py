@@ -1,4 +1,4 @@
-"""The settings of environments (light to import: pydantic alone)."""
+"""Settings of environments and of the grader. Imports pydantic and the registry only."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ Section = TypeVar("Section", bound=BaseModel)
 
 
 def read_options(model: type[Section], options: Mapping[str, object]) -> Section:
-    """The section ``environment`` as ``model``. Raises `PluginError` that names a bad setting and the valid ones."""
+    """Validate the section ``environment`` with ``model``.
+
+    Raises PluginError with the invalid setting and the valid ones.
+    """
     try:
         return model(**options)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in ("environment", *first["loc"]))
         known = ", ".join(model.model_fields) or "none"
-        raise PluginError(f"{key}={first['input']!r}: {first['msg']} (settings here: {known})") from error
+        raise PluginError(f"{key}={first['input']!r}: {first['msg']} (valid settings: {known})") from error
 
 
 def _known_protocol(name: str) -> str:
@@ -82,46 +85,46 @@ INSTRUCTIONS: Mapping[str, str] = {
     "hermes": _HERMES,
     "reasoning": _REASONING,
 }
-"""What each protocol tells the model, unless ``environment.instruction`` says something else."""
+"""Default instruction of each protocol (``environment.instruction``)."""
 
 
 class ChatSettings(BaseModel):
-    """How conversations are written around the model's own words."""
+    """How conversations are formatted around the model's turns."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     chat: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="auto: protocol hermes and environments with tools of their own use the model's chat template, the "
-        "other protocols are plain text; always: all use the template; never: all are plain text",
+        description="auto: protocol hermes and environments whose class provides tools use the model's chat template, "
+        "the other protocols are plain text; always: all use the template; never: all are plain text",
     )
     system_prompt: str = Field(
         default="",
-        description="text of a system message, for problems that bring none; plain text begins with it",
+        description="text of the system message, for problems without one; plain text begins with it",
     )
     template_options: dict[str, object] = Field(
         default_factory=dict, description="variables of the chat template, such as enable_thinking"
     )
 
     def _with_system_prompt(self, instruction: str) -> str:
-        """The instruction behind the system prompt, unless a template has a place for that."""
+        """Prepend the system prompt to the instruction, unless a chat template writes it in a system message."""
         parts = (instruction,) if self.chat == "always" else (self.system_prompt, instruction)
         return "\n\n".join(part for part in parts if part)
 
 
 class ToolChatSettings(ChatSettings):
-    """The same where a conversation may hold calls of tools."""
+    """Chat settings of conversations that may contain tool calls."""
 
     history: Literal["keep", "template"] = Field(
         default="keep",
-        description="what the model sees of its own earlier turns, with tool calls in the chat template. keep: the "
-        "tokens it sampled; template: what the template makes of them, as a deployed server shows them, such as turns "
-        "without thoughts, which starts a new sequence where they differ",
+        description="form of the model's earlier turns, with tool calls in the chat template. keep: the sampled "
+        "tokens; template: rendered again by the template, as deployed servers do, for example without reasoning; a "
+        "new trajectory starts where the rendered tokens differ",
     )
 
 
 class ExecutionSettings(BaseModel):
-    """How programs and tools are run."""
+    """How programs and tools are executed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -133,7 +136,7 @@ class ExecutionSettings(BaseModel):
         description="fresh: every program starts in a new interpreter; session: a trajectory's programs share one, "
         "with its variables and files",
     )
-    sandbox_attempts: int = Field(default=4, ge=1, description="attempts per program when the sandbox itself fails")
+    sandbox_attempts: int = Field(default=4, ge=1, description="attempts per program if the sandbox fails")
     sandbox_deadline: float = Field(default=300.0, gt=0, description="seconds for all attempts, including waits")
     sandbox_retry_wait: float = Field(
         default=0.2, ge=0, description="seconds before the second attempt; later waits grow, with jitter"
@@ -141,16 +144,16 @@ class ExecutionSettings(BaseModel):
 
 
 class SimpleTIRSettings(ToolChatSettings, ExecutionSettings):
-    """How an episode with tools runs, under the SimpleTIR protocol or another."""
+    """Settings of an episode with tools, under the SimpleTIR protocol or another one."""
 
     protocol: Annotated[str, AfterValidator(_known_protocol)] = Field(
         "simpletir",
         json_schema_extra={"form": f"one of {', '.join(PROTOCOLS.builtin)} or module:function"},
-        description="how programs, outputs and answers are written; hermes needs a model with a chat template",
+        description="format of programs, outputs and answers; hermes needs a model with a chat template",
     )
     max_turns: int = Field(default=10, ge=1, description="maximum model turns in one episode")
     instruction: str | None = Field(
-        default=None, description='text before the problem; null: the protocol\'s own, "": none'
+        default=None, description='text before the problem; null: the default of the protocol, "": none'
     )
     observation_limit: int = Field(
         default=512, ge=2, description="maximum characters of a program's output that the model sees"
@@ -164,13 +167,13 @@ class SimpleTIRSettings(ToolChatSettings, ExecutionSettings):
     max_calls: int = Field(default=8, ge=1, description="maximum tool calls answered per turn, with protocol hermes")
     mcp_sessions: Literal["trajectory", "shared"] = Field(
         default="trajectory",
-        description="connections to MCP servers. trajectory: each trajectory has its own from its first call on, and a "
-        "server given as a command a process of its own; shared: all trajectories use one",
+        description="connections to MCP servers. trajectory: each trajectory opens a connection with its first call, "
+        "and a process for a server that is a command; shared: all trajectories use one connection",
     )
 
     @property
     def effective_instruction(self) -> str:
-        """The instruction that the model is shown."""
+        """The configured instruction, or the protocol's default."""
         if self.instruction is not None:
             return self.instruction
         own = INSTRUCTIONS.get(self.protocol, "")
@@ -178,12 +181,12 @@ class SimpleTIRSettings(ToolChatSettings, ExecutionSettings):
 
     @property
     def preamble(self) -> str:
-        """The instruction as the prompt of a protocol that is text has it."""
+        """System prompt and instruction, as a plain-text protocol writes them before the problem."""
         return self._with_system_prompt(self.effective_instruction)
 
 
 class ClassEnvironmentSettings(ToolChatSettings, ExecutionSettings):
-    """How an environment that is a class with ``reset`` and tools runs. ``kwargs`` go to its constructor."""
+    """Settings of an environment that is a class with ``reset`` and tools. ``kwargs`` are passed to its constructor."""
 
     kwargs: dict[str, object] = Field(
         default_factory=dict, description="keyword arguments for the environment's constructor"
@@ -193,29 +196,29 @@ class ClassEnvironmentSettings(ToolChatSettings, ExecutionSettings):
     instruction: str = Field(default="", description="text before the problem")
     list_tools: bool = Field(
         default=True,
-        description="begin the prompt with the tools, in plain text; false: the model knows them from demonstrations",
+        description="begin the prompt with the tools, in plain text; false: demonstrations teach them",
     )
     observation_limit: int = Field(default=2048, ge=2, description="maximum characters of a result that the model sees")
 
 
 class ReasoningSettings(ChatSettings):
-    """How an episode of reasoning without tools runs."""
+    """Settings of an episode without tools."""
 
     instruction: str | None = Field(default=None, description='text before the problem; null: the default, "": none')
 
     @property
     def effective_instruction(self) -> str:
-        """The instruction that the model is shown."""
+        """The configured instruction, or the default."""
         return INSTRUCTIONS["reasoning"] if self.instruction is None else self.instruction
 
     @property
     def preamble(self) -> str:
-        """The instruction as the prompt has it."""
+        """System prompt and instruction, as written before the problem."""
         return self._with_system_prompt(self.effective_instruction)
 
 
 class GymnasiumSettings(BaseModel):
-    """How plain gymnasium text environments are run. ``kwargs`` go to the environment's constructor."""
+    """Settings of gymnasium text environments. ``kwargs`` are passed to the environment's constructor."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -227,26 +230,26 @@ class GymnasiumSettings(BaseModel):
 
 
 class OpenEnvSettings(BaseModel):
-    """How the model's text becomes a server's actions, and its observations text."""
+    """How turns become actions of an OpenEnv server, and its observations become text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     action: dict[str, object] | None = Field(
         default=None,
-        description="the action of a turn, in which the text {text} stands for the turn's; null: the only text field "
-        "of the server's actions",
+        description="action of a turn, in which {text} is replaced by the turn's text; null: the only text field of "
+        "the server's actions",
     )
     observation: str | None = Field(
         default=None,
         min_length=1,
-        description="field of an observation that the model reads, with dots where it lies deeper; null: the only text "
+        description="field of an observation that the model reads, with dots for nested fields; null: the only text "
         "field",
     )
     reset_observation: str | None = Field(
-        default=None, min_length=1, description="the same for the first observation; null: as observation"
+        default=None, min_length=1, description="field of the first observation; null: as observation"
     )
     instruction: str = Field(default="", description="text before the first observation")
-    stop: tuple[str, ...] = Field(default=(), description="strings that end a turn; none: the model ends it")
+    stop: tuple[str, ...] = Field(default=(), description="strings that end a turn; empty: only the model ends it")
     max_turns: int = Field(default=10, ge=1, description="maximum model turns in one episode")
     call_deadline: float = Field(default=300.0, gt=0, description="time limit of one reply of the server, in seconds")
 
@@ -257,28 +260,28 @@ class VerifiersSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     python: str | None = Field(
-        default=None, min_length=1, description="the Python of the virtual environment that has verifiers"
+        default=None, min_length=1, description="Python of the virtual environment that contains verifiers"
     )
     config: dict[str, object] = Field(
-        default_factory=dict, description="verifiers' own configuration of the environment (its section env)"
+        default_factory=dict, description="configuration of the environment in verifiers (its section env)"
     )
-    concurrency: int = Field(default=64, ge=1, description="most rollouts that the worker plays at once")
+    concurrency: int = Field(default=64, ge=1, description="maximum concurrent rollouts")
 
 
 class NoSettings(BaseModel):
-    """An environment without settings in this section."""
+    """Settings of an environment that has none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class EnvironmentOptions(BaseModel):
-    """Keyword arguments of an environment that is not ours; ``model_extra`` holds them as a dictionary."""
+    """Keyword arguments of an environment from another package; ``model_extra`` contains them."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
 
 class GraderSettings(BaseModel):
-    """Limits of one comparison and the size of the pool."""
+    """Limits of one comparison and the size of the process pool."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -286,13 +289,15 @@ class GraderSettings(BaseModel):
         default=None,
         pattern=r"^[^:]+:[^:]+$",
         description="module:function called as (answer, problem) for a score from 0 to 1, where 1 is correct; null: "
-        "compare with the gold answer",
+        "compare with the reference answer",
     )
     workers: int = Field(
         default=2, ge=1, description="maximum number of grading processes; each starts when it is first needed"
     )
     deadline: float = Field(
-        default=5.0, gt=0, description="CPU seconds to parse the gold answer, and again to compare an answer with it"
+        default=5.0,
+        gt=0,
+        description="CPU seconds to parse the reference answer, and again to compare an answer with it",
     )
     start_deadline: float = Field(default=120.0, gt=0, description="CPU seconds for a process to import its libraries")
     hang_deadline: float = Field(

@@ -1,8 +1,7 @@
-"""SimpleTIR: solve a problem by writing Python, seeing what it prints and trying again.
+"""SimpleTIR: the model solves a problem by writing Python, reading the output and trying again.
 
-Under the published protocol of that name, or under another one (`agentrl_envs.protocols`): the episode is the same.
-Every program starts in a fresh interpreter. A correct answer is worth 1, everything else 0. Token limits and the end
-of sequence are the driver's; what the episode sees is text.
+The episode is the same under the other protocols (`agentrl_envs.protocols`). A correct answer has reward 1, everything
+else 0. The driver handles token limits and the end of sequence; the episode handles text.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from agentrl_sandbox.client import Execution, Sandbox, SandboxSettings, open_san
 
 __all__ = ["SimpleTIREnvironment", "SimpleTIREpisode", "SimpleTIRSettings"]
 
-_THREADS = 64  # plain functions that run at once
+_THREADS = 64  # concurrent calls of plain functions
 _RESTARTED = "; the interpreter was restarted and its variables are gone"
 
 logger = logging.getLogger(__name__)
 
 
 class SimpleTIREpisode:
-    """One problem under one protocol. Shares the sandbox and the grader and closes neither; its tools are its own."""
+    """One problem under one protocol. It does not close the shared sandbox and grader."""
 
     def __init__(
         self,
@@ -51,53 +50,53 @@ class SimpleTIREpisode:
         tools: ToolSet = NO_TOOLS,
         threads: BlockingCalls | None = None,
     ) -> None:
-        """``protocol``: none for the one that ``settings`` name. Only one that runs nothing needs no ``sandbox``.
+        """``sandbox`` may be None only if the protocol executes nothing.
 
-        ``threads`` are for plain functions among the tools.
+        ``protocol`` defaults to the one in ``settings``. ``threads`` runs plain functions among the tools.
         """
         self.problem = problem
         self._settings = settings
-        self._given_sandbox = sandbox
+        self._shared_sandbox = sandbox
         self._sandbox: EpisodeSandbox | None = None
         self._grader = grader
         self._protocol = make_protocol(settings) if protocol is None else protocol
         self._tools = tools
         self._threads = threads or BlockingCalls(_THREADS, name="tool")
-        self._own: EpisodeTools | None = None
+        self._episode_tools: EpisodeTools | None = None
         self._setup = asyncio.Lock()
         self._turns = 0
         self._state = "new"  # new -> running -> ended; closed from any
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Strings at which an engine stops generating."""
+        """Strings at which the engine stops generating."""
         return self._protocol.stop
 
     def turn_complete(self, text: str) -> bool:
-        """Whether a turn that was stopped by a stop string is over: its program is closed."""
+        """Return whether a turn that ended at a stop string is complete, with its program closed."""
         return self._protocol.turn_complete(text)
 
     async def start(self) -> str:
-        """The prompt: instruction and statement. Raises `agentrl_envs.tools.ToolError`."""
+        """Return the prompt: instruction and statement. Raises ToolError if a tool cannot be created."""
         self._expect("new")
         self._state = "running"
-        if self._given_sandbox is not None:
-            self._sandbox = EpisodeSandbox(self._given_sandbox, self._settings)
-        self._own = EpisodeTools(
+        if self._shared_sandbox is not None:
+            self._sandbox = EpisodeSandbox(self._shared_sandbox, self._settings)
+        self._episode_tools = EpisodeTools(
             self._tools,
             self.problem,
             sandbox=self._sandbox,
             threads=self._threads,
             timeout=self._settings.execution_timeout,
         )
-        await self._own.open()
+        await self._episode_tools.open()
         return self._protocol.prompt(self.problem)
 
     async def step(self, action: str) -> Step:
-        """Run the turn's program, grade its answer if it has one, and say how the episode goes on.
+        """Execute the turn's program or calls, and grade its answer if it has one.
 
-        Without program and answer the episode ends as `Ended.VOID_TURN`; a driver that knows better (the token limit
-        cut the turn, or it is a plain end of sequence) refines that.
+        A turn with neither ends the episode as `Ended.VOID_TURN`. The driver replaces that value if a token limit cut
+        the turn or the model ended it without an answer.
         """
         self._expect("running")
         try:
@@ -111,11 +110,11 @@ class SimpleTIREpisode:
         return step
 
     async def fork(self) -> SimpleTIREpisode:
-        """The same conversation so far, with an interpreter and tools of its own that begin as these are now."""
+        """Return an episode with the same conversation so far, and copies of the interpreter session and the tools."""
         twin = SimpleTIREpisode(
             self.problem,
             settings=self._settings,
-            sandbox=self._given_sandbox,
+            sandbox=self._shared_sandbox,
             grader=self._grader,
             protocol=self._protocol,
             tools=self._tools,
@@ -124,15 +123,15 @@ class SimpleTIREpisode:
         twin._turns, twin._state = self._turns, self._state
         if self._sandbox is not None:
             twin._sandbox = await self._sandbox.fork()
-        if self._own is not None:
-            twin._own = await self._own.fork(twin._sandbox)
+        if self._episode_tools is not None:
+            twin._episode_tools = await self._episode_tools.fork(twin._sandbox)
         return twin
 
     async def close(self) -> None:
-        """Forbid further turns, and close the tools and the interpreter."""
+        """Close the tools and the interpreter session, and forbid further turns."""
         self._state = "closed"
-        if self._own is not None:
-            await self._own.close()
+        if self._episode_tools is not None:
+            await self._episode_tools.close()
         if self._sandbox is not None:
             await self._sandbox.close()
 
@@ -147,59 +146,60 @@ class SimpleTIREpisode:
             return await self._grade(turn.answer, observation="", calls=())
         return Step(observation="", reward=0.0, ended=self._protocol.empty_turn)
 
-    async def _run(self, program: str, action: str, said: str | None) -> Step:
-        """The turn's program, and the answer that it printed or else the one in the turn's words."""
+    async def _run(self, program: str, action: str, text_answer: str | None) -> Step:
+        """Execute the turn's program. An answer that it prints takes precedence over one in the model's text."""
         execution = await self._execute(program)
         call = call_of(execution)
         observation = self._protocol.observation(action, [self._shown(execution)])
-        answer = self._protocol.printed_answer(execution.stdout) or said
+        answer = self._protocol.printed_answer(execution.stdout) or text_answer
         if answer is not None:
             return await self._grade(answer, observation=observation, calls=(call,))
-        return self._goes_on(observation, (call,))
+        return self._continued(observation, (call,))
 
     async def _call(self, requests: Sequence[ToolRequest | MalformedCall], action: str) -> Step:
-        """The turn's calls, all at once; one that cannot be made gets an error in its place."""
+        """Make the turn's calls concurrently. An invalid call is answered with an error."""
         made = await asyncio.gather(*(self._answer(request) for request in requests), return_exceptions=True)
         failures = [result for result in made if isinstance(result, BaseException)]
         if failures:
             raise next((one for one in failures if not isinstance(one, UnavailableError)), failures[0])
         answered = [result for result in made if not isinstance(result, BaseException)]
         observation = self._protocol.observation(action, [text for text, _ in answered])
-        return self._goes_on(observation, tuple(call for _, call in answered))
+        return self._continued(observation, tuple(call for _, call in answered))
 
     async def _answer(self, request: ToolRequest | MalformedCall) -> tuple[str, ToolCall]:
-        """What the model reads in the place of a call's result."""
+        """Return the text of a call's result and its telemetry."""
         if isinstance(request, MalformedCall):
             return request.message, ToolCall(outcome=MALFORMED, seconds=0.0)
         if request.name == PYTHON:
             execution = await self._execute(str(request.arguments["code"]))
             return self._shown(execution), call_of(execution)
-        assert self._own is not None
-        result, call = await self._own.call(request.name, request.arguments)
+        assert self._episode_tools is not None
+        result, call = await self._episode_tools.call(request.name, request.arguments)
         return clip(result, self._settings.observation_limit), call
 
     async def _execute(self, program: str) -> Execution:
-        """Run a program, after the problem's setup. Raises `UnavailableError`."""
+        """Run a program after the problem's setup. Raises UnavailableError."""
         if self._sandbox is None:
-            raise EpisodeUsageError("the episode has no sandbox: its protocol must run nothing")
+            raise EpisodeUsageError("the episode has no sandbox, so its protocol must not run programs")
         problem = self.problem
         if self._settings.interpreter == "session" and problem.setup:
-            async with self._setup:  # of its own: a program with a syntax error would take it along
+            # A separate program: in one with the first program, a syntax error there would discard the setup as well.
+            async with self._setup:
                 if self._sandbox.fresh:
                     await self._sandbox.execute(problem.setup)
             problem = replace(problem, setup="")
         return await self._sandbox.execute(self._protocol.runnable(problem, program))
 
     def _shown(self, execution: Execution) -> str:
-        """What the model reads of a program, that its session has ended included."""
+        """Return the result that the model reads, with a note if the session has ended."""
         return self._protocol.result(execution) + (_RESTARTED if execution.session_ended else "")
 
-    def _goes_on(self, observation: str, calls: tuple[ToolCall, ...]) -> Step:
+    def _continued(self, observation: str, calls: tuple[ToolCall, ...]) -> Step:
         ended = Ended.TURN_LIMIT if self._turns >= self._settings.max_turns else None
         return Step(observation=observation, reward=0.0, ended=ended, tool_calls=calls)
 
     async def _grade(self, answer: str, *, observation: str, calls: tuple[ToolCall, ...]) -> Step:
-        """The step that ends the episode. Without a gold answer it is worth nothing: a reward function says more."""
+        """Return the last step. Without a reference answer its reward is 0, and a reward function may replace it."""
         if self.problem.answer is None and not self._grader.needs_no_reference:
             return Step(observation=observation, reward=0.0, ended=Ended.ANSWERED, answer=answer, tool_calls=calls)
         try:
@@ -228,9 +228,9 @@ class SimpleTIREpisode:
 
 
 class SimpleTIREnvironment(Environment):
-    """What the episodes of a run share: the sandbox, the grader and the settings.
+    """Resources that the episodes of a run share: sandbox, grader, protocol and tools.
 
-    A ``sandbox`` given open is used as it is and left open; otherwise `open` opens one by ``sandbox_settings``.
+    An open ``sandbox`` is used and never closed here. Otherwise `open` creates one from ``sandbox_settings``.
     """
 
     def __init__(
@@ -242,23 +242,23 @@ class SimpleTIREnvironment(Environment):
         chat: ChatFormat | None = None,
         sandbox: Sandbox | None = None,
     ) -> None:
-        """Raises `PluginError` for tools that are none, and `EpisodeUsageError` where ``chat`` lacks."""
+        """Raises PluginError for an invalid tool and EpisodeUsageError if ``chat`` is missing."""
         self.settings = settings or SimpleTIRSettings()
         self._tools = _tools(self.settings)
         self._threads = BlockingCalls(_THREADS, name="tool")
         self._protocol = make_protocol(self.settings, chat=chat, tools=self._tools)
         self._sandbox_settings = sandbox_settings or SandboxSettings()
         self._grader = Grader(grader_settings or GraderSettings())
-        self._given = sandbox
+        self._external_sandbox = sandbox
         self._sandbox = sandbox
 
     async def open(self) -> None:
-        """Open the sandbox. Raises `agentrl_sandbox.client.SandboxError` where it cannot work."""
+        """Open the sandbox. Raises `agentrl_sandbox.client.SandboxError` if it is not usable."""
         if self._sandbox is None and self._runs_programs:
             self._sandbox = await open_sandbox(self._sandbox_settings)
 
     def episode(self, problem: Problem) -> SimpleTIREpisode:
-        """A fresh episode of this problem."""
+        """Create an episode of this problem."""
         return SimpleTIREpisode(
             problem,
             settings=self.settings,
@@ -270,21 +270,24 @@ class SimpleTIREnvironment(Environment):
         )
 
     async def close(self) -> None:
-        """Close the grader and shared tools, and the sandbox if it was opened here."""
+        """Close the grader, the shared tools, and the sandbox if it was opened here."""
         await self._grader.close()
         await self._tools.close()
-        if self._sandbox is not None and self._given is None:
+        if self._sandbox is not None and self._external_sandbox is None:
             sandbox, self._sandbox = self._sandbox, None
             await sandbox.close()
 
     def with_turns(self, max_turns: int) -> SimpleTIREnvironment:
-        """Episodes of up to ``max_turns`` on this environment's sandbox and grader, which stay its own to close."""
+        """Return an environment with up to ``max_turns`` turns.
+
+        It shares this one's sandbox and grader and does not close them.
+        """
         twin = copy.copy(self)
         twin.settings = self.settings.model_copy(update={"max_turns": max_turns})
         return twin
 
     def describe(self) -> list[str]:
-        """The protocol's limits, the sandbox's isolation and how answers are graded."""
+        """Return lines about the protocol's limits, the sandbox's isolation and the grader."""
         settings = self.settings
         title = TITLES.get(settings.protocol, settings.protocol)
         lines = [f"{title}: up to {settings.max_turns} turns, {settings.execution_timeout:g} s a program"]

@@ -1,4 +1,4 @@
-"""Run blocking user code in threads, beside the event loop."""
+"""Blocking calls from coroutines (in threads), and coroutines from blocking code (on an event loop in a thread)."""
 
 from __future__ import annotations
 
@@ -19,34 +19,37 @@ from agentrl_envs.episode import UnavailableError
 Result = TypeVar("Result")
 
 STUCK_SECONDS = 30.0
-"""How long an object's thread may stay in a call whose deadline has passed before its trajectory is given up."""
+"""Seconds for which an object's thread may exceed the deadline of a call before the rollout is excluded."""
 
 
 class BlockingCalls:
     """Runs up to ``threads`` blocking calls at once.
 
-    A call that exceeds its deadline continues in its thread and keeps its slot, because Python cannot stop a thread. It
-    does not keep the process from exiting.
+    A call that exceeds its deadline continues in its thread and keeps its slot, because Python cannot stop a thread.
+    The thread is a daemon, so it does not keep the process from exiting.
     """
 
     def __init__(self, threads: int, *, name: str) -> None:
-        self._places = asyncio.Semaphore(threads)
+        self._slots = asyncio.Semaphore(threads)
         self._name = name
         self._numbers = itertools.count()
 
     async def run(self, call: Callable[[], Result], *, deadline: float | None = None, what: str = "") -> Result:
-        """Return or raise what ``call`` does. TimeoutError after ``deadline`` seconds, waiting for a slot included."""
+        """Run ``call`` in a thread and return its result or raise its exception.
+
+        Raises TimeoutError after ``deadline`` seconds, which include the wait for a slot.
+        """
         async with asyncio.timeout(deadline):
-            await self._places.acquire()
+            await self._slots.acquire()
             return await self._started(call, what or self._name)
 
     def _started(self, call: Callable[[], Result], what: str) -> asyncio.Future[Result]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
-        # Not a pool of the standard library: Python waits for those threads before it ends.
+        # Not a ThreadPoolExecutor: Python joins its threads at exit, so a call that never returns blocks the exit.
         threading.Thread(
-            target=_settled,
-            args=(call, future, loop, self._places.release),
+            target=_complete,
+            args=(call, future, loop, self._slots.release),
             name=f"{what}-{next(self._numbers)}",
             daemon=True,
         ).start()
@@ -56,26 +59,26 @@ class BlockingCalls:
 class ObjectThread:
     """Runs the blocking calls of one object one after the other, all in the same thread.
 
-    So a library that binds an object to its thread (sqlite3) works, and no two calls race. The thread starts with the
-    first call and ends with `close`, or after the call that runs then.
+    Libraries that bind an object to its thread (sqlite3) therefore work, and calls do not race. The thread starts with
+    the first call. It ends after `close`, when the calls before it have returned.
     """
 
     def __init__(self, *, name: str) -> None:
         self._name = name
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._started = False
-        self._current: tuple[str, asyncio.Future[Any]] | None = None  # the call that runs
+        self._current: tuple[str, asyncio.Future[Any]] | None = None  # the running call
 
     @property
     def overdue(self) -> str:
-        """The name of the call that still runs though nobody waits for it any more; empty if there is none."""
+        """Name of a call that still runs after its deadline; "" if there is none."""
         current = self._current
         return current[0] if current is not None and current[1].cancelled() else ""
 
     async def run(self, call: Callable[[], Result], *, deadline: float | None = None, what: str = "") -> Result:
-        """What ``call`` returns or raises. TimeoutError after ``deadline`` seconds, those of waiting included.
+        """Run ``call`` and return its result or raise its exception. ``what`` names the call in messages.
 
-        ``what``: the call's name for messages.
+        Raises TimeoutError after ``deadline`` seconds, which include the wait for earlier calls.
         """
         if not self._started:
             self._started = True
@@ -85,7 +88,7 @@ class ObjectThread:
 
         def work() -> None:
             self._current = (what or self._name, future)
-            _settled(call, future, loop)
+            _complete(call, future, loop)
             self._current = None
 
         self._calls.put(work)
@@ -93,20 +96,20 @@ class ObjectThread:
             return await future
 
     async def recover(self) -> None:
-        """Wait for a call that is overdue. Raises `UnavailableError`, which names it, after ``STUCK_SECONDS``."""
+        """Wait until an overdue call returns. Raises UnavailableError with its name after ``STUCK_SECONDS``."""
         late = self.overdue
         if not late:
             return
         try:
             await self.run(lambda: None, deadline=STUCK_SECONDS)
         except TimeoutError:
-            message = f"{late} still blocks its instance {STUCK_SECONDS:g} s after its time was up"
+            message = f"{late} still blocks its instance {STUCK_SECONDS:g} s after its deadline"
             raise UnavailableError(message, seconds=STUCK_SECONDS) from None
 
     def close(self, last: Callable[[], object] | None = None) -> None:
-        """End the thread after the calls that were given before, and ``last``, whose errors nobody hears of."""
+        """End the thread after the calls that were queued before, and after ``last``, whose exceptions are ignored."""
         if last is not None:
-            self._calls.put(lambda: _unheard(last))
+            self._calls.put(lambda: _ignoring_errors(last))
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -115,30 +118,30 @@ class ObjectThread:
 
 
 class BlockingRunner(Protocol):
-    """Where blocking calls run: `BlockingCalls` or `OwnThread`."""
+    """Interface of `BlockingCalls` and `ObjectThread`."""
 
     async def run(self, call: Callable[[], Result], *, deadline: float | None = None, what: str = "") -> Result: ...
 
 
-def _unheard(call: Callable[[], object]) -> None:
+def _ignoring_errors(call: Callable[[], object]) -> None:
     with contextlib.suppress(Exception):
         call()
 
 
-def _settled(
+def _complete(
     call: Callable[[], Result],
     future: asyncio.Future[Result],
     loop: asyncio.AbstractEventLoop,
     then: Callable[[], None] = lambda: None,
 ) -> None:
-    """Carry out ``call`` in this thread and settle its future in the loop; nobody may wait any more."""
+    """Run ``call`` in this thread and set its result in the loop, unless the future was cancelled."""
     result, error = None, None
     try:
         result = call()
     except BaseException as raised:  # noqa: BLE001  (it is raised where the call is awaited)
         error = raised
 
-    def settle() -> None:
+    def complete() -> None:
         then()
         if future.cancelled():
             return
@@ -147,8 +150,8 @@ def _settled(
         else:
             future.set_exception(error)
 
-    with contextlib.suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(settle)
+    with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+        loop.call_soon_threadsafe(complete)
 
 
 CLOSE_SECONDS = 5.0
@@ -159,7 +162,7 @@ _INSTALLED = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platl
 
 
 class LoopThread:
-    """Runs coroutines from synchronous code, inside or outside another event loop, until it is closed.
+    """An event loop in its own thread, for synchronous interfaces to asynchronous code.
 
     Coroutines that never end and calls through ``asyncio.to_thread`` do not keep the process from exiting.
     """
@@ -193,8 +196,8 @@ class LoopThread:
         stack: list[traceback.FrameSummary] = traceback.extract_stack(frame) if frame else []
         stack = [at for at in stack if not at.filename.startswith("<") and at.filename != __file__]
         outside = [at for at in stack if at.filename.startswith(_INSTALLED) or not at.filename.startswith(_STANDARD)]
-        own = [at for at in outside if not at.filename.startswith(_INSTALLED)]
-        return next(reversed(own or outside), None)
+        preferred = [at for at in outside if not at.filename.startswith(_INSTALLED)]
+        return next(reversed(preferred or outside), None)
 
     def close(self) -> None:
         """Cancel all coroutines, wait for them and end the thread. May be called more than once.
@@ -229,14 +232,14 @@ def close_loop(loop: asyncio.AbstractEventLoop) -> None:
 class _DaemonThreads(ThreadPoolExecutor):
     """Executor with one daemon thread per call. Python would wait for the base class's threads before it exits."""
 
-    def submit(self, call: Callable[..., Result], /, *given: Any, **named: Any) -> Future[Result]:
+    def submit(self, call: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
         future: Future[Result] = Future()
 
         def work() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                future.set_result(call(*given, **named))
+                future.set_result(call(*args, **kwargs))
             except BaseException as error:  # noqa: BLE001  (raised where the call is awaited)
                 future.set_exception(error)
 

@@ -1,13 +1,13 @@
-r"""How models write calls of tools: one reader for each form, for protocols and for the gateway.
+r"""Formats in which models write tool calls, one parser each, for protocols and the gateway.
 
-| form | a call |
+| format | a call |
 |---|---|
 | ``hermes`` | ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen) |
 | ``qwen_coder`` | ``<tool_call><function=F><parameter=P>VALUE</parameter></function></tool_call>`` (Qwen3-Coder) |
 | ``mistral`` | ``[TOOL_CALLS][{"name": ..., "arguments": {...}}]``, or ``[TOOL_CALLS]NAME[ARGS]{...}`` (Mistral) |
-| ``llama`` | ``{"name": ..., "parameters": {...}}`` at a line's start or behind ``<\|python_tag\|>`` (Llama 3) |
+| ``llama`` | ``{"name": ..., "parameters": {...}}`` at a line's start or after ``<\|python_tag\|>`` (Llama 3) |
 
-A reader finds every attempt at a call, in order. It knows no tools: whoever asks checks names and arguments.
+A parser returns every attempted call in order. The caller checks names and arguments against its tools.
 
 >>> turn = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 >>> [(call.name, call.arguments) for call in CALL_FORMS["hermes"].find(turn)]
@@ -25,23 +25,24 @@ from typing import NoReturn
 from jsonschema import Draft202012Validator
 
 _CONSTANTS = {"True": True, "False": False, "None": None, "null": None}
-"""Python's words, which templates of the Qwen3-Coder family write as well."""
+"""Python's constants, which templates of the Qwen3-Coder family write instead of JSON's."""
 
 
 def parameter_value(text: str, name: str, parameters: Mapping[str, object] | None) -> object:
-    """The value that ``text`` is for the parameter ``name`` of a tool whose schema is ``parameters``.
+    """Convert unquoted text to the type of the parameter ``name`` in the JSON schema ``parameters``.
 
-    The text itself if the schema takes it, else the JSON value that it spells. What neither fits stays text.
+    Returns the text itself if the schema accepts it, otherwise the JSON value that the text spells. Text that fits
+    neither way is returned unchanged.
 
     >>> schema = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}
     >>> parameter_value("5", "n", schema), parameter_value("5", "s", schema), parameter_value("x", "n", schema)
     (5, '5', 'x')
     """
     properties = (parameters or {}).get("properties")
-    own = properties.get(name) if isinstance(properties, Mapping) else None
-    if parameters is None or not isinstance(own, Mapping):
+    schema = properties.get(name) if isinstance(properties, Mapping) else None
+    if parameters is None or not isinstance(schema, Mapping):
         return text
-    check = Draft202012Validator({**own, "$defs": parameters.get("$defs", {})})
+    check = Draft202012Validator({**schema, "$defs": parameters.get("$defs", {})})
     bare = text.strip()
     if bare in ("None", "null") and check.is_valid(None):
         return None
@@ -55,7 +56,7 @@ def parameter_value(text: str, name: str, parameters: Mapping[str, object] | Non
 
 
 Parameters = Callable[[str], Mapping[str, object] | None]
-"""The JSON schema of a tool's parameters, by the tool's name; None if there is no such tool."""
+"""Maps a tool's name to the JSON schema of its parameters, or to None if there is no such tool."""
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _LIST = "[TOOL_CALLS]"
@@ -74,9 +75,10 @@ _BARE = re.compile(r'<\|python_tag\|>\s*|(?:^[ \t]*|;\s*)(?=\{\s*"(?:name|type)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedCall:
-    """An attempt at a call between ``start`` and ``end``. ``error`` says why it cannot be read; "" if it can.
+    """An attempted call at ``text[start:end]``. ``error`` is the reason why it cannot be parsed, or "".
 
-    ``arguments`` is whatever was written for them, None if nothing was. ``id`` is the model's own, if it writes one.
+    ``arguments`` is the parsed value of any type, or None if it is missing. ``id`` is the id that the model wrote, or
+    "".
     """
 
     start: int
@@ -88,12 +90,15 @@ class ParsedCall:
 
 
 def _unknown(name: str) -> None:
-    """No schema of any tool."""
+    """Schema lookup without tools."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallForm:
-    """A form of calls. ``key`` names the arguments; ``tokens`` are special tokens of some tokenizers that it uses."""
+    """A format of tool calls.
+
+    ``key`` names the arguments in messages; ``tokens`` are strings that may be special tokens.
+    """
 
     name: str
     reader: Callable[[str, Parameters], Iterator[ParsedCall]]
@@ -101,12 +106,15 @@ class CallForm:
     tokens: tuple[str, ...] = ()
 
     def find(self, text: str, parameters: Parameters = _unknown) -> list[ParsedCall]:
-        """Every attempt at a call. ``parameters`` tell the types of values that are written without one."""
+        """Return every attempted call.
+
+        ``parameters`` provides the schemas for values that are written without a type.
+        """
         return list(self.reader(text, parameters))
 
 
 def without_calls(text: str, calls: Sequence[ParsedCall]) -> str:
-    """The text around the calls."""
+    """Return the text outside the calls."""
     kept, position = [], 0
     for call in calls:
         kept.append(text[position : call.start])
@@ -135,32 +143,32 @@ def _qwen_coder(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
     position = 0
     while (start := text.find(_OPEN, position)) >= 0:
         position = start + len(_OPEN)
-        found = _FUNCTION.match(text, position)
-        close = text.find(_CLOSE, position if found is None else found.end())
+        match = _FUNCTION.match(text, position)
+        close = text.find(_CLOSE, position if match is None else match.end())
         if close < 0:
             yield ParsedCall(start=start, end=len(text), error=f"{_OPEN} is not closed by {_CLOSE}")
             return
         position = close + len(_CLOSE)
-        written = None if found is None else _written_parameters(found["body"])
-        if found is None or written is None:
+        written = None if match is None else _written_parameters(match["body"])
+        if match is None or written is None:
             error = (
                 f"between {_OPEN} and {_CLOSE} there must be <function=NAME>, a <parameter=NAME> with </parameter> for "
                 "each argument, and </function>"
             )
             yield ParsedCall(start=start, end=position, error=error)
             continue
-        schema = parameters(found["name"])
+        schema = parameters(match["name"])
         arguments = {name: parameter_value(value, name, schema) for name, value in written}
-        yield ParsedCall(start=start, end=position, name=found["name"], arguments=arguments)
+        yield ParsedCall(start=start, end=position, name=match["name"], arguments=arguments)
 
 
 def _written_parameters(body: str) -> list[tuple[str, str]] | None:
-    """Names and values as they are written; None if anything else stands there."""
-    found, position = [], 0
+    """Return names and values as written, or None if the body contains anything else."""
+    pairs, position = [], 0
     while (parameter := _PARAMETER.match(body, position)) is not None:
-        found.append((parameter["name"], parameter["value"]))
+        pairs.append((parameter["name"], parameter["value"]))
         position = parameter.end()
-    return None if body[position:].strip() else found
+    return None if body[position:].strip() else pairs
 
 
 def _mistral(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
@@ -196,33 +204,33 @@ def _llama(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
 
 
 def _of_object(value: object, start: int, end: int, *keys: str) -> ParsedCall:
-    """The call that a JSON value is; the arguments stand under the first of ``keys`` that it has."""
+    """Return the call that a JSON value represents. The arguments are under the first of ``keys`` that is present."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         error = f'a call is a JSON object with a text "name" and an object "{keys[0]}"'
         return ParsedCall(start=start, end=end, error=error)
     arguments = next((value[key] for key in keys if key in value), None)
-    own = value.get("id")
+    call_id = value.get("id")
     return ParsedCall(
-        start=start, end=end, name=value["name"], arguments=arguments, id=own if isinstance(own, str) else ""
+        start=start, end=end, name=value["name"], arguments=arguments, id=call_id if isinstance(call_id, str) else ""
     )
 
 
 def _no_number(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 def _read_json(text: str, start: int) -> tuple[object, int | None]:
-    """The JSON value at ``start``, blanks before it skipped, and where it ends; None where there is none.
+    """Parse the JSON value at ``start`` after optional whitespace. Returns the value and its end, or (None, None).
 
-    So a ``</tool_call>`` inside a string does not end the call.
+    Parsing the value, rather than searching for the closing tag, allows ``</tool_call>`` inside a string.
     """
     blanks = _BLANKS.match(text, start)
     try:
         return _DECODER.raw_decode(text, start if blanks is None else blanks.end())
-    except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, or a thousand brackets
+    except (ValueError, RecursionError):  # invalid JSON, an integer of over 4300 digits, or deep nesting
         return None, None
 
 
@@ -235,7 +243,7 @@ CALL_FORMS: Mapping[str, CallForm] = {
         CallForm(name="llama", reader=_llama, key="parameters", tokens=(_PYTHON_TAG,)),
     )
 }
-"""The forms by name."""
+"""The formats by name."""
 
 HERMES = CALL_FORMS["hermes"]
-"""The form of models that have no chat template."""
+"""The format for models without a chat template."""

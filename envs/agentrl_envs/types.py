@@ -1,4 +1,4 @@
-r"""The records that environments, graders and trainers share: problems, steps and how an episode ended.
+r"""Records that environments, graders and trainers share: problems, steps, verdicts and how a rollout ended.
 
 >>> problem = Problem(id="toy-0", statement="What is 2 + 3?", answer="5", source="toy")
 >>> Step(observation="\nCode execution result: 5\n", reward=0.0, ended=None).ended is None
@@ -89,7 +89,7 @@ def _items(value: Mapping[object, object], path: str) -> Iterable[tuple[str, obj
 
 
 class Ended(StrEnum):
-    """How a trajectory ended. Truncation is not an error, and an error is not a wrong answer."""
+    """How a rollout ended. Truncation is not an error, and an error is not a wrong answer."""
 
     ANSWERED = "answered"
     STOPPED = "stopped"  # end of sequence without an answer
@@ -102,25 +102,25 @@ class Ended(StrEnum):
 
     @property
     def is_truncation(self) -> bool:
-        """True when a limit, not the policy, ended the episode."""
+        """True if a limit ended the rollout, not the policy."""
         return self in (Ended.TURN_LIMIT, Ended.TOKEN_LIMIT, Ended.DEADLINE)
 
     @property
     def is_excluded(self) -> bool:
-        """True when the episode failed for reasons outside the policy: it enters no reward, baseline or average."""
+        """True if the rollout failed for reasons outside the policy. It enters no reward, baseline or average."""
         return self in (Ended.CANCELLED, Ended.INFRASTRUCTURE_FAILURE)
 
 
 MALFORMED = "malformed"
-"""The outcome of a call that could not be made."""
+"""Outcome of a tool call that cannot be executed because of its form or its arguments."""
 
 
 class Verdict(StrEnum):
-    """What the grader said of an answer. Only ``CORRECT`` earns a reward.
+    """Result of grading an answer. Only ``CORRECT`` earns a reward.
 
-    ``ANSWER_TIMEOUT``: comparing this answer takes more processor time or memory than a comparison may; it is wrong.
-    ``UNPARSABLE_GOLD`` and ``GRADER_TIMEOUT`` (the gold answer alone takes too much, or grading processes hang) say
-    nothing of the answer: no data.
+    ``ANSWER_TIMEOUT``: the comparison exceeds the CPU time or memory of the grader because of the answer, which counts
+    as wrong. ``UNPARSABLE_GOLD`` and ``GRADER_TIMEOUT`` (the reference answer alone exceeds the limits, or grading
+    processes hang) exclude the rollout: they do not depend on the answer.
     """
 
     CORRECT = "correct"
@@ -133,7 +133,7 @@ class Verdict(StrEnum):
 
     @property
     def is_excluded(self) -> bool:
-        """True when nothing is known of the answer for reasons outside the policy."""
+        """True if the answer could not be graded for reasons outside the policy."""
         return self in (Verdict.UNPARSABLE_GOLD, Verdict.GRADER_TIMEOUT)
 
 
@@ -146,12 +146,12 @@ class ChatMessage(TypedDict):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One question, with its gold answer where there is one.
+    """One problem of a data set, with its reference answer if there is one.
 
-    ``setup`` is Python that the sandbox runs before each of the episode's programs: it defines what the statement
-    speaks of (a function that reveals a value, a table). ``family`` names the generator's family or the subject.
-    ``info`` holds every other column of the row, as read-only JSON values. ``messages`` is a prompt of several
-    messages; ``statement`` then holds the same as one text.
+    ``setup`` is Python code that the sandbox runs before each program of the episode. It defines the functions and data
+    that the statement refers to. ``family`` is the family of a generator, or the subject. ``info`` contains all other
+    columns of the row as read-only JSON values. ``messages`` is a prompt of several messages; ``statement`` then
+    contains the same prompt as one text.
 
     >>> Problem(id="0", statement="How many?", answer=None, source="shop", info={"db": "shop.sqlite"}).info["db"]
     'shop.sqlite'
@@ -186,7 +186,9 @@ def as_reward(value: object) -> float:
     """
     number = math.nan
     if isinstance(value, SupportsFloat):
-        with contextlib.suppress(OverflowError, TypeError, ValueError):  # 10**400, a tensor of several numbers
+        with contextlib.suppress(
+            OverflowError, TypeError, ValueError
+        ):  # such as 10**400, or a tensor with several elements
             number = float(value)
     if not abs(number) <= MAX_REWARD:
         raise ValueError(f"{value!r:.100}; valid: a number from {-MAX_REWARD:,.0f} to {MAX_REWARD:,.0f}")
@@ -195,11 +197,11 @@ def as_reward(value: object) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
-    """One program run or tool called, as telemetry sees it.
+    """Telemetry of one program or tool call.
 
-    ``outcome`` is a value of ``agentrl_sandbox.client.Outcome``, or ``malformed`` for a call that could not be made.
-    ``printed`` is the end of what a program printed, which the model may not have been shown whole: enough to find its
-    answer again. ``exit_code`` is a program's exit status, minus the signal's number when a signal ended it.
+    ``outcome`` is a value of ``agentrl_sandbox.client.Outcome``, or ``malformed`` for a call that could not be
+    executed. ``printed`` is the end of a program's output, from which its answer can be extracted again; the model may
+    have seen less of it. ``exit_code`` is a program's exit status, or the negated number of the signal that ended it.
     """
 
     outcome: str
@@ -211,11 +213,11 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """What an episode answers to one turn of the model.
+    """Response of an episode to one turn of the model.
 
-    ``observation`` is the text the model reads next ("" if none), a `MarkedText` where marks of a chat template stand
-    in it; it is appended even when the episode has ended.
-    ``verdict`` and ``answer`` are set once an answer was graded.
+    ``observation`` is the text that the model reads next, or "". It is a `MarkedText` if it contains marks of a chat
+    template, and it is appended even if the episode has ended. ``verdict`` and ``answer`` are set if an answer was
+    graded.
     """
 
     observation: str

@@ -321,11 +321,11 @@ def test_every_known_key_is_its_own_nearest() -> None:
         ("=3", "'=3': settings are written key=value"),
         ("rollout..x=3", "'rollout..x=3': settings are written key=value"),
         ("rollout.temperature=[1", "rollout.temperature='[1', line 1, column 3: not valid YAML"),
-        ("env=simpletr", "env=\"simpletr\": unknown environment 'simpletr'; did you mean 'simpletir'? (known: "),
+        ("env=simpletr", "env=\"simpletr\": unknown environment 'simpletr'; did you mean 'simpletir'? (valid: "),
         (
             "environment.protocol=retol",
             "environment.protocol (command line): unknown protocol 'retol'; did you mean 'retool'? "
-            "(known: hermes, retool, simpletir, torl, module:attribute)",
+            "(valid: hermes, retool, simpletir, torl, module:attribute)",
         ),
     ],
 )

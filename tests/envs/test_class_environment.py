@@ -227,7 +227,7 @@ async def test_a_missing_argument_is_said_with_the_setting_that_gives_it() -> No
         async with playing(f"{HERE}:Needs"):
             pass
     assert str(raised.value) == (
-        "making Needs raised TypeError: Needs.__init__() missing 1 required positional argument: 'size'; "
+        "creating Needs raised TypeError: Needs.__init__() missing 1 required positional argument: 'size'; "
         "environment.kwargs gives arguments to __init__"
     )
     async with playing(f"{HERE}:Needs", kwargs={"size": 3}):
@@ -278,9 +278,9 @@ async def test_an_environment_for_trl_runs_unchanged() -> None:
     [
         (
             "Wants",
-            r"reset\(\) of environment '.*:Wants' asks for the column 'database'; columns of problem toy: answer",
+            r"reset\(\) of environment '.*:Wants' takes the column 'database'; columns of problem toy: answer",
         ),
-        ("WantsMore", r"'.*:WantsMore' asks for the columns 'database', 'table'; columns of problem toy: answer"),
+        ("WantsMore", r"'.*:WantsMore' takes the columns 'database', 'table'; columns of problem toy: answer"),
         ("Breaks", r"reset\(\) of environment '.*:Breaks' raised KeyError: 'gone'"),
     ],
 )
@@ -301,5 +301,5 @@ def test_what_is_no_environment_is_said() -> None:
         resolve_environment(f"{HERE}:NoReset")
     factory = resolve_environment(f"{HERE}:Shop")
     assert isinstance(factory, ClassEnvironmentFactory)
-    with pytest.raises(PluginError, match=r"environment.max_turn=3: Extra inputs .*\(settings here: .*max_turns"):
+    with pytest.raises(PluginError, match=r"environment.max_turn=3: Extra inputs .*\(valid settings: .*max_turns"):
         factory.settings(EnvironmentOptions(max_turn=3))

@@ -262,9 +262,9 @@ def test_the_schema_comes_from_the_signature_and_the_docstring() -> None:
         ("no_types", "its parameter 'a' has no type"),
         ("no_docstring", "it has no docstring"),
         ("no_description", "no line for the parameter 'a' under Args:"),
-        ("many", "its parameter 'numbers' cannot be given by name"),
+        ("many", "its parameter 'numbers' cannot be passed by name"),
         ("unknown_type", r"its annotations cannot be read \(name 'Nowhere' is not defined\)"),
-        ("AsksTooMuch", "__init__ asks for 'database'; it may ask for problem and sandbox"),
+        ("AsksTooMuch", "__init__ takes 'database'; valid parameters: problem, sandbox"),
         ("NoTools", "NoTools has no public methods, so it has no tools"),
     ],
 )
@@ -379,7 +379,7 @@ async def test_an_error_is_an_observation_and_a_bug_is_not() -> None:
 
 
 async def test_a_class_that_cannot_be_made_is_a_bug_of_the_tool() -> None:
-    with pytest.raises(ToolError, match=r"making Broken raised OSError: no disk"):
+    with pytest.raises(ToolError, match=r"creating Broken raised OSError: no disk"):
         async with episode("Broken"):
             pass
 
@@ -393,8 +393,8 @@ async def test_a_tool_that_holds_the_event_loop_is_named(
         async with episode("rude") as made:
             await made.step(call("rude") + call("rude"))
     (message,) = [record.message for record in caplog.records if record.name == calling.logger.name]
-    assert message.startswith("the tool 'rude' held the event loop for ")
-    assert "make it a plain function, which runs in a thread" in message
+    assert message.startswith("the tool 'rude' blocked the event loop, and with it all rollouts, for ")
+    assert "Make it a plain function, which runs in a thread" in message
 
 
 class Echo:

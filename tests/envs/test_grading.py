@@ -140,7 +140,7 @@ async def test_an_answer_past_the_deadline_is_wrong_and_its_process_is_gone() ->
 async def test_a_gold_answer_that_is_too_slow_itself_is_no_data() -> None:
     grader = Grader(GraderSettings(workers=1, deadline=1.0))
     assert await grader.grade("7", SLOW) is Verdict.GRADER_TIMEOUT
-    assert await grader.check_gold(SLOW) is Verdict.GRADER_TIMEOUT
+    assert await grader.check_reference(SLOW) is Verdict.GRADER_TIMEOUT
     assert await grader.grade(SLOW, "7") is Verdict.ANSWER_TIMEOUT
     await grader.close()
 
@@ -173,7 +173,7 @@ async def test_a_process_that_hangs_without_computing_says_nothing_of_the_answer
         return process
 
     process = await stopped(GraderSettings(hang_deadline=0.5))
-    with pytest.raises(NoVerdictError, match=r"said nothing for 0\.5 s"):
+    with pytest.raises(NoVerdictError, match=r"did not respond for 0\.5 s"):
         await process.compare("sqrt(4)/4", "1/2")
     await process.kill()
     monkeypatch.setattr(GradingProcess, "start", stopped)

@@ -59,7 +59,7 @@ class Graded:
         """The verdict on each gold answer."""
 
         async def check() -> list[Verdict]:
-            return await asyncio.gather(*map(self._grader.check_gold, golds))
+            return await asyncio.gather(*map(self._grader.check_reference, golds))
 
         return dict(zip(golds, self._loop.run(check()), strict=True))
 

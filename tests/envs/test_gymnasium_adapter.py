@@ -179,7 +179,7 @@ def test_our_own_environments_are_found_by_name() -> None:
     [
         (
             "simpeltir",
-            "unknown environment 'simpeltir'; did you mean 'simpletir'? .known: .*simpletir, module:attribute",
+            "unknown environment 'simpeltir'; did you mean 'simpletir'? .valid: .*simpletir, module:attribute",
         ),
         ("agentrl_envs.nowhere:Env", "no module 'agentrl_envs.nowhere'"),
         (f"{__name__}:GessEnv", "has no 'GessEnv'; did you mean 'GuessEnv'"),

@@ -211,7 +211,7 @@ def test_a_server_that_is_not_there_is_one_message(target: str) -> None:
 
 
 def test_a_tool_of_the_same_name_twice_is_refused(command: str) -> None:
-    with pytest.raises(PluginError, match="two tools are called 'sell'"):
+    with pytest.raises(PluginError, match="two tools have the name 'sell'"):
         load_tools([f"mcp:{command}", f"mcp:{command}"])
 
 

@@ -152,10 +152,10 @@ async def test_a_server_that_goes_away_is_no_data(server: GuessServer) -> None:
 async def test_what_is_not_openenvs_is_said(server: GuessServer) -> None:
     episode = (await opened(server.url)).episode(PROBLEM)
     await episode.start()
-    with pytest.raises(EnvironmentContractError, match="answered with the message 'state', expected an observation"):
+    with pytest.raises(EnvironmentContractError, match="sent the message 'state', expected an observation"):
         await episode.step("0")
     await episode.close()
-    with pytest.raises(PluginError, match=r"is no OpenEnv server: .* answered 404"):
+    with pytest.raises(PluginError, match=r"is not an OpenEnv server: .* returned status 404"):
         await opened(server.url + "/elsewhere")
     with pytest.raises(PluginError, match="write openenv:http://HOST:PORT"):
         await opened("ftp://somewhere")
@@ -176,7 +176,7 @@ TOOL = {"tool_name": "run", "arguments": {"code": "{text}"}}
         (SCHEMAS | {"action": {}}, {}, r"its action has no text field \(fields: \); name one with environment.action"),
         (SCHEMAS | {"observation": TWO}, {}, "its observation has the text fields code, language"),
         (SCHEMAS | {"reset_observation": TWO}, {}, "its first observation has the text fields"),
-        (SCHEMAS, {"action": {"guess": "4"}}, r"the text \{text\} must stand where"),
+        (SCHEMAS, {"action": {"guess": "4"}}, r"it must contain \{text\} where"),
     ],
 )
 def test_a_field_that_must_be_named(schemas: dict[str, Any], settings: dict[str, Any], said: str) -> None:
@@ -193,7 +193,7 @@ def test_fields_that_are_named() -> None:
 
 def test_a_setting_that_is_none_is_named() -> None:
     factory: Any = resolve_environment("openenv:localhost:8000")
-    with pytest.raises(PluginError, match=r"environment\.max_turn=4: .*settings here: action, observation"):
+    with pytest.raises(PluginError, match=r"environment\.max_turn=4: .*valid settings: action, observation"):
         factory.settings(EnvironmentOptions(max_turn=4))
 
 

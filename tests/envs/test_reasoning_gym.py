@@ -75,7 +75,7 @@ def test_the_environment_stands_for_settings() -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"path": "reasoning_gym:chain_sun"}, r"no such data set; did you mean 'chain_sum'\?"),
+        ({"path": "reasoning_gym:chain_sun"}, r"no data set of this name; did you mean 'chain_sum'\?"),
         ({"path": "reasoning_gym:chain_sum", "split": "test"}, "unknown split 'test'; valid: train, heldout"),
         ({"path": "reasoning_gym:chain_sum", "options": {"max_term": 2}}, "bad options"),
     ],

@@ -74,9 +74,9 @@ def test_a_name_is_given_once(name: str) -> None:
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_all() -> None:
     registry = Registry[object]("thing", builtin={"loads": "json:loads"})
-    with pytest.raises(UnknownNameError, match=r"^unknown thing 'lods'; did you mean 'loads'\? \(known: loads\)$"):
+    with pytest.raises(UnknownNameError, match=r"^unknown thing 'lods'; did you mean 'loads'\? \(valid: loads\)$"):
         registry["lods"]
-    with pytest.raises(UnknownNameError, match=r"^unknown thing 'json:dumps' \(known: loads\)$"):
+    with pytest.raises(UnknownNameError, match=r"^unknown thing 'json:dumps' \(valid: loads\)$"):
         registry["json:dumps"]
 
 
@@ -85,7 +85,7 @@ def test_a_path_is_imported_where_paths_are_names() -> None:
 
     registry = Registry[object]("thing", paths=True)
     assert registry["json:dumps"] is json.dumps
-    with pytest.raises(PluginError, match="thing 'json:' is not written module:attribute"):
+    with pytest.raises(PluginError, match="thing 'json:' is not of the form module:attribute"):
         registry["json:"]
 
 

@@ -150,7 +150,7 @@ async def test_a_deadline_is_kept(name: str) -> None:
         ("nowhere:reward", "reward 'nowhere:reward': there is no module 'nowhere'"),
         (f"{__name__}:lenth", "has no 'lenth'; did you mean 'length'"),
         (f"{__name__}:NUMBER", "is a int, expected a function"),
-        ("length", "unknown reward 'length' (known: module:attribute)"),
+        ("length", "unknown reward 'length' (valid: module:attribute)"),
         (f"{__name__}:of_one_argument", "cannot be called with (problem, conversation, verdict): it takes (problem: "),
         ("raising_module:reward", "importing module 'raising_module' raised RuntimeError: at import ("),
         ("exiting_module:reward", "importing module 'exiting_module' raised SystemExit: 5 ("),

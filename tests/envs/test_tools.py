@@ -85,7 +85,7 @@ def test_tools_are_found_by_name() -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("pyton",), "unknown tool 'pyton'; did you mean 'python'? (known: python, module:attribute)"),
+        (("pyton",), "unknown tool 'pyton'; did you mean 'python'? (valid: python, module:attribute)"),
         (("nowhere:Tool",), "there is no module 'nowhere'"),
         ((f"{HERE}:Lokup",), "has no 'Lokup'; did you mean 'Lookup'"),
         ((f"{HERE}:NUMBER",), "cannot be a tool: it is a int, expected a function or a class"),
@@ -93,7 +93,7 @@ def test_tools_are_found_by_name() -> None:
         ((f"{HERE}:NoSchema",), 'a JSON schema with "type": "object"'),
         ((f"{HERE}:BadSchema",), "its parameters are not a JSON schema: 'text' is not valid under"),
         ((f"{HERE}:Blocking",), "its call must be an async function"),
-        ((f"{HERE}:Lookup", f"{HERE}:instance"), "two tools are called 'lookup'"),
+        ((f"{HERE}:Lookup", f"{HERE}:instance"), "two tools have the name 'lookup'"),
     ],
 )
 def test_what_is_no_tool_is_said(names: tuple[str, ...], message: str) -> None:

@@ -160,7 +160,7 @@ def test_the_training_problems_have_two_without_an_answer_and_repeat_nine(data_d
 
 async def test_a_grader_without_time_is_reported_apart(tmp_path: Path) -> None:
     class Slow:
-        async def check_gold(self, gold: str) -> Verdict:
+        async def check_reference(self, gold: str) -> Verdict:
             return Verdict.GRADER_TIMEOUT
 
     check = await check_benchmark(str(write(tmp_path / "mine.jsonl", rows(1))), Slow())

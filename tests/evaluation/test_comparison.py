@@ -136,7 +136,7 @@ def test_an_own_grader_and_unchanged_verdicts(
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("strict", "is not written module:attribute"),
+        ("strict", "is not of the form module:attribute"),
         ("nowhere_at_all:f", "there is no module 'nowhere_at_all'"),
         ("json:__name__", "--grader 'json:__name__' is a str, but must be a function"),
         ("json:nothing", r"module 'json' \(.*\) has no 'nothing'"),

@@ -181,7 +181,7 @@ def test_a_slow_tracker_gets_everything_that_fits_before_the_end() -> None:
 def test_a_name_that_is_none_and_a_package_that_is_missing_end_with_one_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(ValueError, match=r"unknown tracker 'wandbb'; did you mean 'wandb'\? \(known: mlflow, tensor"):
+    with pytest.raises(ValueError, match=r"unknown tracker 'wandbb'; did you mean 'wandb'\? \(valid: mlflow, tensor"):
         TelemetrySettings(trackers=("wandbb",))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=r"wandb needs a package: pip install 'agentrl-trainer\[wandb\]'"):

@@ -1,18 +1,18 @@
-"""One way to write an environment: a class with ``reset``, whose other public methods are the model's tools.
+"""Environments written as a class with ``reset``, whose other public methods are tools.
 
     class Shop:
-        def __init__(self, sandbox=None, grade=None): ...   # both are given where they are asked for
+        def __init__(self, sandbox=None, grade=None): ...   # passed if they are parameters
 
-        def reset(self, db, **columns) -> str | None: ...   # the row's columns; a text is added to the problem
+        def reset(self, db, **columns) -> str | None: ...   # the row's columns; a returned text is added to the prompt
 
-        def query(self, sql: str) -> str: ...               # a tool: types, docstring
+        def query(self, sql: str) -> str: ...               # a tool, with types and a docstring
 
-        def step(self, text): ...                           # optional: a turn without a call
+        def step(self, text): ...                           # optional: processes a turn without a call
 
-        def get_reward(self) -> float: ...                  # optional: at the end
+        def get_reward(self) -> float: ...                  # optional: called at the end
 
-Each trajectory has an instance of its own, whose plain methods all run in one thread; methods may be ``async``. An
-instance that sets ``done`` ends its trajectory. Environments for TRL's ``environment_factory`` have this form.
+Each rollout has its own instance, whose synchronous methods all run in one thread. Methods may be ``async``. An
+instance that sets ``done`` ends its rollout. Environments for TRL's ``environment_factory`` have this form.
 """
 
 from __future__ import annotations
@@ -45,58 +45,62 @@ from agentrl_envs.tools.toolset import methods_as_tools
 from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall, Verdict, as_reward, thaw
 from agentrl_sandbox.client import Sandbox, SandboxSettings, open_sandbox
 
-_OWN = frozenset({"reset", "step", "get_reward", "close", "fork"})
-_OF_TRL = frozenset({"reset", "get_reward", "close"})
-_THREADS = 1  # every call runs in its instance's thread
+_SPECIAL_METHODS = frozenset({"reset", "step", "get_reward", "close", "fork"})
+_SPECIAL_METHODS_OF_TRL = frozenset({"reset", "get_reward", "close"})
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
-    """Makes the environment around a user's class. ``of_trl``: every public method but ``reset`` is a tool."""
+    """Creates the environment around a user's class.
+
+    With ``of_trl``, every public method except ``reset`` is a tool.
+    """
 
     name: str
-    found: object
+    user_class: object
     of_trl: bool = False
 
     @property
     def tools(self) -> ToolSet:
-        """The class's tools. Raises `PluginError` for a method that cannot be one."""
-        if not inspect.isclass(self.found) or not callable(getattr(self.found, "reset", None)):
+        """The class's tools. Raises PluginError if a method is not a valid tool."""
+        if not inspect.isclass(self.user_class) or not callable(getattr(self.user_class, "reset", None)):
             raise PluginError(f"environment {self.name!r} must be a class with a method reset")
-        reserved = _OF_TRL if self.of_trl else _OWN
+        reserved = _SPECIAL_METHODS_OF_TRL if self.of_trl else _SPECIAL_METHODS
         return ToolSet(
-            tuple(methods_as_tools(self.found, f"environment {self.name!r}: {self.found.__name__}", reserved))
+            tuple(methods_as_tools(self.user_class, f"environment {self.name!r}: {self.user_class.__name__}", reserved))
         )
 
     @property
     def source(self) -> bytes:
         """The content of the file that defines the class; empty if there is none."""
         try:
-            return Path(inspect.getfile(cast(type, self.found))).read_bytes()
+            return Path(inspect.getfile(cast(type, self.user_class))).read_bytes()
         except (OSError, TypeError):
             return b""
 
     @property
     def reset(self) -> Callable[..., object]:
-        """The class's own ``reset``."""
-        return cast("Callable[..., object]", vars(self.found).get("reset") or getattr(self.found, "reset", None))
+        """The ``reset`` method of the class."""
+        return cast(
+            "Callable[..., object]", vars(self.user_class).get("reset") or getattr(self.user_class, "reset", None)
+        )
 
     def columns(self, problem: Problem) -> dict[str, object]:
-        """The columns that ``reset`` takes: those of the row, and problem, answer, id and prompt beside them.
+        """Return the arguments of ``reset``: columns of the row, and problem, answer, id and prompt.
 
-        Raises `EnvironmentContractError` for columns that it needs and the row does not have.
+        Raises EnvironmentContractError if ``reset`` requires a column that the row does not have.
         """
         messages = thaw(problem.messages) or [{"role": "user", "content": problem.statement}]
-        own = {"problem": problem.statement, "answer": problem.answer, "id": problem.id}
-        columns = own | {"prompt": messages} | cast("dict[str, object]", thaw(problem.info))
+        fields = {"problem": problem.statement, "answer": problem.answer, "id": problem.id}
+        columns = fields | {"prompt": messages} | cast("dict[str, object]", thaw(problem.info))
         parameters = list(inspect.signature(self.reset).parameters.values())[1:]
         wanted = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
         missing = [one.name for one in wanted if one.name not in columns and one.default is one.empty]
         if missing:
             raise EnvironmentContractError(
-                f"reset() of environment {self.name!r} asks for the column{'s' * (len(missing) > 1)} "
+                f"reset() of environment {self.name!r} takes the column{'s' * (len(missing) > 1)} "
                 f"{', '.join(map(repr, missing))}; columns of problem {problem.id}: {', '.join(sorted(columns))}"
             )
         if any(one.kind is one.VAR_KEYWORD for one in parameters):
@@ -105,8 +109,8 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
 
     @property
     def reads_text(self) -> bool:
-        """Whether the class has a ``step`` for turns without a call."""
-        return not self.of_trl and hasattr(self.found, "step")
+        """True if the class has a ``step`` method for turns without a call."""
+        return not self.of_trl and hasattr(self.user_class, "step")
 
     def settings(self, section: BaseModel) -> ClassEnvironmentSettings:
         return read_options(ClassEnvironmentSettings, section.model_extra or {})
@@ -152,7 +156,7 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
 
 
 class ClassEnvironment(Environment):
-    """What the episodes of a run share: the sandbox, if the class asks for it, the grader and the settings."""
+    """Resources that the episodes of a run share: the sandbox if the class takes one, the grader and the settings."""
 
     def __init__(
         self,
@@ -170,14 +174,14 @@ class ClassEnvironment(Environment):
         self._grader = Grader(grader)
 
     async def open(self) -> None:
-        """Open the sandbox if the class asks for it."""
-        made = cast("Callable[..., object]", self._factory.found)
+        """Open the sandbox if the class or a tool takes it."""
+        made = cast("Callable[..., object]", self._factory.user_class)
         wanted = self._protocol.tools.runs_programs or "sandbox" in injected_parameters(made)
         if self._sandbox is None and wanted:
             self._sandbox = await open_sandbox(self._sandbox_settings)
 
     def episode(self, problem: Problem) -> ClassEpisode:
-        """A fresh episode; its instance is made when it starts."""
+        """Create an episode. Its instance is created when it starts."""
         return ClassEpisode(problem, self._factory, self.settings, self._protocol, self._sandbox, self._grader)
 
     async def close(self) -> None:
@@ -188,14 +192,14 @@ class ClassEnvironment(Environment):
             await sandbox.close()
 
     def describe(self) -> list[str]:
-        """The class, its tools and the sandbox's isolation."""
+        """Return lines about the class, its tools and the sandbox's isolation."""
         names = ", ".join(schema.name for schema in self._protocol.tools.schemas) or "none"
         lines = [f"environment {self._factory.name}: up to {self.settings.max_turns} turns, tools: {names}"]
         return lines if self._sandbox is None else [*lines, f"sandbox: {self._sandbox.isolation.describe()}"]
 
 
 class ClassEpisode:
-    """One problem played with an instance of the user's class."""
+    """One problem, played with an instance of the user's class."""
 
     def __init__(
         self,
@@ -210,7 +214,7 @@ class ClassEpisode:
         self._factory = factory
         self._settings = settings
         self._protocol = protocol
-        self._given_sandbox = sandbox
+        self._shared_sandbox = sandbox
         self._grader = grader
         self._sandbox: EpisodeSandbox | None = None
         self._tools: EpisodeTools | None = None
@@ -224,42 +228,47 @@ class ClassEpisode:
         return self._protocol.stop
 
     def turn_complete(self, text: str) -> bool:
-        """Whether a turn that was stopped by a stop string is over."""
+        """Return whether a turn that ended at a stop string is complete."""
         return self._protocol.turn_complete(text)
 
     async def start(self) -> str:
-        """Make the instance and call its ``reset`` with the row's columns; the text that it returns ends the prompt."""
-        if self._given_sandbox is not None:
-            self._sandbox = EpisodeSandbox(self._given_sandbox, self._settings)
+        """Create the instance and call ``reset`` with the row's columns.
+
+        Returns the prompt, followed by the returned text.
+        """
+        if self._shared_sandbox is not None:
+            self._sandbox = EpisodeSandbox(self._shared_sandbox, self._settings)
         self._tools = EpisodeTools(
             self._protocol.tools,
             self.problem,
             sandbox=self._sandbox,
-            threads=BlockingCalls(_THREADS, name="environment"),
+            threads=BlockingCalls(1, name="environment"),  # methods run in the thread of their instance
             timeout=self._settings.execution_timeout,
             more={"grade": _Grade(self._grader, asyncio.get_running_loop()), **self._settings.kwargs},
             lenient=self._factory.of_trl,
         )
         await self._make()
-        shown = await self._call("reset", **self._factory.columns(self.problem))
-        if shown is not None and not isinstance(shown, str):
-            raise EnvironmentContractError(f"{self._say('reset')} must return text or None, not {type(shown).__name__}")
+        returned = await self._call("reset", **self._factory.columns(self.problem))
+        if returned is not None and not isinstance(returned, str):
+            raise EnvironmentContractError(
+                f"{self._name_of('reset')} must return text or None, not {type(returned).__name__}"
+            )
         return self._protocol.chat.prompt(
-            self.problem, lambda statement: "\n\n".join(filter(None, (self._protocol.message(statement), shown)))
+            self.problem, lambda statement: "\n\n".join(filter(None, (self._protocol.message(statement), returned)))
         )
 
     async def _make(self) -> None:
         assert self._tools is not None
-        self.calling = self._say("__init__")
+        self.calling = self._name_of("__init__")
         try:
-            await self._tools.adopt(cast("Callable[..., object]", self._factory.found))
+            await self._tools.adopt(cast("Callable[..., object]", self._factory.user_class))
         except ToolError as error:
             if isinstance(error.__cause__, TypeError):
                 raise ToolError(f"{error}; environment.kwargs gives arguments to __init__") from error.__cause__
             raise
 
     async def step(self, action: str) -> Step:
-        """Make the turn's calls, or hand its text to the class's own ``step``; without either the episode ends."""
+        """Execute the turn's calls, or pass its text to ``step`` of the class. Without either, the episode ends."""
         if self._tools is None or self._ended:
             raise EpisodeUsageError("the episode is not running: call start() first, and no step() after its end")
         self._turns += 1
@@ -273,9 +282,11 @@ class ClassEpisode:
         return step
 
     async def fork(self) -> ClassEpisode:
-        """The same conversation so far with a copy of the instance: by its ``fork()``, or by `copy.deepcopy`."""
+        """Return an episode with the same conversation and a copy of the instance, by its ``fork()`` or by
+        `copy.deepcopy`.
+        """
         twin = ClassEpisode(
-            self.problem, self._factory, self._settings, self._protocol, self._given_sandbox, self._grader
+            self.problem, self._factory, self._settings, self._protocol, self._shared_sandbox, self._grader
         )
         twin._turns, twin._ended = self._turns, self._ended
         if self._tools is not None:
@@ -284,7 +295,7 @@ class ClassEpisode:
         return twin
 
     async def close(self) -> None:
-        """Close the instance and its interpreter. May be called more than once."""
+        """Close the instance and its interpreter session. May be called more than once."""
         self._ended = True
         if self._tools is not None:
             await self._tools.close()
@@ -296,11 +307,11 @@ class ClassEpisode:
         if turn.calls:
             made = await asyncio.gather(*(self._answer(request) for request in turn.calls))
             observation = self._protocol.observation(action, [text for text, _ in made])
-            return await self._goes_on(observation, 0.0, done=False, calls=tuple(call for _, call in made))
+            return await self._continued(observation, 0.0, done=False, calls=tuple(call for _, call in made))
         if self._factory.reads_text:
-            shown, reward, done = _stepped(await self._call("step", action), self._say("step"))
-            observation = self._protocol.reply(clip(shown, self._settings.observation_limit)) if shown else ""
-            return await self._goes_on(observation, reward, done=done, calls=())
+            returned, reward, done = _stepped(await self._call("step", action), self._name_of("step"))
+            observation = self._protocol.reply(clip(returned, self._settings.observation_limit)) if returned else ""
+            return await self._continued(observation, reward, done=done, calls=())
         return await self._last(Ended.ANSWERED, "", 0.0, ())
 
     async def _answer(self, request: ToolRequest | MalformedCall) -> tuple[str, ToolCall]:
@@ -310,7 +321,7 @@ class ClassEpisode:
         text, call = await self._tools.call(request.name, request.arguments)
         return clip(text, self._settings.observation_limit), call
 
-    async def _goes_on(self, observation: str, reward: float, *, done: bool, calls: tuple[ToolCall, ...]) -> Step:
+    async def _continued(self, observation: str, reward: float, *, done: bool, calls: tuple[ToolCall, ...]) -> Step:
         instance, _ = self._instance()
         if done or bool(getattr(instance, "done", False)):
             return await self._last(Ended.ANSWERED, observation, reward, calls)
@@ -321,51 +332,54 @@ class ClassEpisode:
     async def _last(self, ended: Ended, observation: str, reward: float, calls: tuple[ToolCall, ...]) -> Step:
         instance, _ = self._instance()
         if hasattr(instance, "get_reward"):
-            reward += _reward(await self._call("get_reward"), self._say("get_reward"))
+            reward += _reward(await self._call("get_reward"), self._name_of("get_reward"))
         return Step(observation=observation, reward=reward, ended=ended, tool_calls=calls)
 
-    async def _call(self, method: str, *given: object, **named: object) -> object:
-        """One of the class's own methods. Raises `EnvironmentContractError`, which names it, and `UnavailableError`."""
-        self.calling = self._say(method)
-        result = await self._called(method, *given, **named)
+    async def _call(self, method: str, *args: object, **kwargs: object) -> object:
+        """Call a method of the instance. Raises EnvironmentContractError, which names it, and UnavailableError."""
+        self.calling = self._name_of(method)
+        result = await self._called(method, *args, **kwargs)
         self.calling = ""
         return result
 
-    async def _called(self, method: str, *given: object, **named: object) -> object:
+    async def _called(self, method: str, *args: object, **kwargs: object) -> object:
         instance, thread = self._instance()
         function = getattr(instance, method)
         try:
             if inspect.iscoroutinefunction(function):
-                return await cast("Callable[..., asyncio.Future[object]]", function)(*given, **named)
+                return await cast("Callable[..., asyncio.Future[object]]", function)(*args, **kwargs)
             await thread.recover()
-            return await thread.run(partial(function, *given, **named), what=self._say(method))
+            return await thread.run(partial(function, *args, **kwargs), what=self._name_of(method))
         except UnavailableError:
             raise
         except (Exception, SystemExit) as error:
             if is_unreachable(error):
-                raise UnavailableError(f"{self._say(method)} raised {describe_error(error)}") from error
-            raise EnvironmentContractError(f"{self._say(method)} raised {describe_error(error)}") from error
+                raise UnavailableError(f"{self._name_of(method)} raised {describe_error(error)}") from error
+            raise EnvironmentContractError(f"{self._name_of(method)} raised {describe_error(error)}") from error
 
     def _instance(self) -> tuple[object, ObjectThread]:
         assert self._tools is not None
-        return self._tools.instance(cast("Callable[..., object]", self._factory.found))
+        return self._tools.instance(cast("Callable[..., object]", self._factory.user_class))
 
-    def _say(self, method: str) -> str:
+    def _name_of(self, method: str) -> str:
         return f"{method}() of environment {self._factory.name!r}"
 
 
 class _Grade:
-    """``grade(answer, gold)`` for a plain method: whether the two are equal. In an ``async`` method: ``await`` `of`."""
+    """``grade(answer, reference)`` for synchronous methods: returns whether the answers are equal.
+
+    Coroutines await `of`.
+    """
 
     def __init__(self, grader: Grader, loop: asyncio.AbstractEventLoop) -> None:
         self._grader = grader
         self._loop = loop
 
-    def __call__(self, answer: str | None, gold: str) -> bool:
-        return asyncio.run_coroutine_threadsafe(self.of(answer, gold), self._loop).result()
+    def __call__(self, answer: str | None, reference: str) -> bool:
+        return asyncio.run_coroutine_threadsafe(self.of(answer, reference), self._loop).result()
 
-    async def of(self, answer: str | None, gold: str) -> bool:
-        verdict = await self._grader.grade(answer, gold)
+    async def of(self, answer: str | None, reference: str) -> bool:
+        verdict = await self._grader.grade(answer, reference)
         if verdict.is_excluded:
             raise UnavailableError(f"the answer {answer!r:.60} was not graded ({verdict.value})")
         return verdict is Verdict.CORRECT
@@ -375,7 +389,7 @@ class _Grade:
 
 
 def _stepped(value: object, what: str) -> tuple[str, float, bool]:
-    """``step`` may return the text that the model reads, or that text, a reward and whether the episode is over."""
+    """Return observation, reward and end from the result of ``step``: text, None, or (text, reward, done)."""
     if value is None or isinstance(value, str):
         return value or "", 0.0, value is None
     if isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], str):

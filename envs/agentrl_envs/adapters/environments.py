@@ -1,4 +1,4 @@
-"""Find the factory of an environment by name; plain gymnasium environments are wrapped."""
+"""Resolution of ``--env NAME`` to a factory of environments."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ def resolve_environment(name: str) -> EnvironmentFactory[Any]:
     """Return the factory of the environment with this name.
 
     A gymnasium environment class, a subclass of `Environment` and a function that returns an `Environment` take
-    `GymnasiumSettings`. Raises `PluginError`, or `UnknownNameError` with the valid names and the nearest one.
+    `GymnasiumSettings`. Raises PluginError, or UnknownNameError with the valid names and the nearest one.
     """
     prefix, _, rest = name.partition(":")
     if prefix in ADAPTERS:
         adapter = cast(Callable[[str], EnvironmentFactory[Any]], import_attribute(ADAPTERS[prefix], "adapter"))
         return adapter(rest)
-    found: object = ENVIRONMENTS[name]
+    loaded: object = ENVIRONMENTS[name]
     if name in ENVIRONMENTS.builtin:
-        return cast(type[EnvironmentFactory[Any]], found)()
+        return cast(type[EnvironmentFactory[Any]], loaded)()
     if name.startswith(TRL):
-        return ClassEnvironmentFactory(name, found, of_trl=True)
-    if not callable(found):
-        raise PluginError(f"environment {name!r} is a {type(found).__name__}, expected a class or a function")
-    if not isinstance(found, type) or issubclass(found, Environment):
-        return OptionsFactory(GymnasiumSettings, cast(Callable[[GymnasiumSettings], Environment], found))
-    if issubclass(found, gymnasium.Env):
-        return OptionsFactory(GymnasiumSettings, functools.partial(GymnasiumEnvironment, found))
-    if hasattr(found, "reset"):
-        return ClassEnvironmentFactory(name, found)
+        return ClassEnvironmentFactory(name, loaded, of_trl=True)
+    if not callable(loaded):
+        raise PluginError(f"environment {name!r} is a {type(loaded).__name__}, expected a class or a function")
+    if not isinstance(loaded, type) or issubclass(loaded, Environment):
+        return OptionsFactory(GymnasiumSettings, cast(Callable[[GymnasiumSettings], Environment], loaded))
+    if issubclass(loaded, gymnasium.Env):
+        return OptionsFactory(GymnasiumSettings, functools.partial(GymnasiumEnvironment, loaded))
+    if hasattr(loaded, "reset"):
+        return ClassEnvironmentFactory(name, loaded)
     raise PluginError(
-        f"environment {name!r}: {found.__qualname__} is neither a gymnasium.Env, nor a class with reset, nor a "
+        f"environment {name!r}: {loaded.__qualname__} is neither a gymnasium.Env, nor a class with reset, nor a "
         "subclass of agentrl_envs.episode.Environment"
     )

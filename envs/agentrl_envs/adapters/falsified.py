@@ -1,4 +1,4 @@
-"""An ablation that falsifies every number in the observations, to test whether the policy reads them."""
+"""Ablation that replaces every number in the observations, to test whether the policy reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DIGITS = re.compile(r"[0-9]+")
 
 
 def falsify(text: str, seed: int) -> str:
-    """Replace every run of digits by a different one of the same length; equal runs get equal replacements.
+    """Replace every sequence of digits by a different one of the same length. Equal ones get equal replacements.
 
     >>> falsify("12 apples", 0) != "12 apples", len(falsify("12 apples", 0))
     (True, 9)
@@ -24,7 +24,7 @@ def falsify(text: str, seed: int) -> str:
 
 def _other_digits(digits: str, seed: int) -> str:
     rng = random.Random(f"{seed}:{digits}")
-    lowest = 1 if len(digits) > 1 and digits[0] != "0" else 0  # 42 becomes no 07
+    lowest = 1 if len(digits) > 1 and digits[0] != "0" else 0  # no new leading zero: 42 never becomes 07
     while True:
         other = str(rng.randint(lowest, 9)) + "".join(str(rng.randint(0, 9)) for _ in digits[1:])
         if other != digits:
@@ -32,7 +32,7 @@ def _other_digits(digits: str, seed: int) -> str:
 
 
 class FalsifiedObservations:
-    """Wraps an `Episode` and falsifies what the model reads, but not what is graded."""
+    """Wraps an `Episode` and falsifies the text that the model reads. Grading is unchanged."""
 
     def __init__(self, episode: Episode, seed: int) -> None:
         self._episode = episode
@@ -40,19 +40,19 @@ class FalsifiedObservations:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """The inner episode's stop strings."""
+        """Stop strings of the wrapped episode."""
         return self._episode.stop
 
     def turn_complete(self, text: str) -> bool:
-        """The inner episode's decision."""
+        """Return whether the turn is complete in the wrapped episode."""
         return self._episode.turn_complete(text)
 
     async def start(self) -> str:
-        """The inner episode's prompt, unchanged."""
+        """Return the unchanged prompt of the wrapped episode."""
         return await self._episode.start()
 
     async def step(self, action: str) -> Step:
-        """The inner episode's step; only the numbers in its observation are falsified."""
+        """Return the wrapped episode's step with falsified numbers in its observation."""
         step = await self._episode.step(action)
         return replace(step, observation=self._falsified(step.observation))
 
@@ -62,9 +62,9 @@ class FalsifiedObservations:
         return falsify(observation, self._seed)
 
     async def fork(self) -> FalsifiedObservations:
-        """A fork with the same replacements."""
+        """Return a fork with the same replacements."""
         return FalsifiedObservations(await self._episode.fork(), self._seed)
 
     async def close(self) -> None:
-        """Close the inner episode."""
+        """Close the wrapped episode."""
         await self._episode.close()

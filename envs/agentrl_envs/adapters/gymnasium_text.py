@@ -1,9 +1,9 @@
-"""Train on any gymnasium text environment. Its blocking calls run in threads; each episode has its own environment.
+"""Training on gymnasium text environments. Blocking calls run in threads; each episode has its own environment.
 
 ``reset(seed=, options={"problem": Problem})`` returns the prompt, ``step(action)`` the observation that is appended to
-the conversation. The seed is derived from the problem's id: all episodes of a group get the same task. A stop string
-in ``metadata["stop"]`` ends the turn. ``terminated`` ends the episode as `Ended.ANSWERED`, ``truncated`` as
-`Ended.TURN_LIMIT`, unless ``info["ended"]`` holds an `Ended` value; ``info["verdict"]`` and ``info["answer"]`` are
+the conversation. The seed is derived from the problem's id, so that all episodes of a group get the same task. A stop
+string in ``metadata["stop"]`` ends the turn. ``terminated`` ends the episode as `Ended.ANSWERED`, ``truncated`` as
+`Ended.TURN_LIMIT`, unless ``info["ended"]`` contains an `Ended` value. ``info["verdict"]`` and ``info["answer"]`` are
 passed on.
 """
 
@@ -29,7 +29,7 @@ EnvFactory = Callable[[], TextEnv]
 
 
 class GymnasiumEpisode:
-    """One play of a gymnasium text environment. It owns its environment and closes it."""
+    """One episode of a gymnasium text environment, which it creates and closes."""
 
     def __init__(self, problem: Problem, *, make: EnvFactory, threads: BlockingCalls, call_deadline: float) -> None:
         self.problem = problem
@@ -42,24 +42,24 @@ class GymnasiumEpisode:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """The stop strings in the environment's ``metadata["stop"]``; none before the start."""
+        """The stop strings in ``metadata["stop"]``; none before the start."""
         return () if self._env is None else tuple(self._env.metadata.get("stop", ()))
 
     def turn_complete(self, text: str) -> bool:
-        """True: a stop string always ends the turn."""
+        """Return True: a stop string always ends the turn."""
         return True
 
     async def start(self) -> str:
-        """Make and reset the environment. Raises `EnvironmentContractError` (not text) and `TimeoutError`."""
+        """Create and reset the environment. Raises EnvironmentContractError (not text) and TimeoutError."""
         if self._env is not None:
-            raise EpisodeUsageError("the episode was started before")
+            raise EpisodeUsageError("the episode has already started")
         self._env = await self._call(self._make)
         seed = zlib.crc32(self.problem.id.encode())
         observation, _ = await self._call(lambda: self._running().reset(seed=seed, options={"problem": self.problem}))
         return _text(observation, "reset")
 
     async def step(self, action: str) -> Step:
-        """Run ``step`` in a thread. The environment's exceptions propagate; after a timeout the episode is no data."""
+        """Run ``step`` in a thread. Exceptions of the environment propagate; a timeout excludes the rollout."""
         env = self._running()
         if self._ended:
             raise EpisodeUsageError("the episode has ended")
@@ -85,7 +85,7 @@ class GymnasiumEpisode:
         )
 
     async def fork(self) -> GymnasiumEpisode:
-        """Replay the same actions in a new environment, which is exact for deterministic environments."""
+        """Repeat the same actions in a new environment. The copy is exact if the environment is deterministic."""
         twin = GymnasiumEpisode(self.problem, make=self._make, threads=self._threads, call_deadline=self._call_deadline)
         if self._env is not None:
             await twin.start()
@@ -109,7 +109,7 @@ class GymnasiumEpisode:
 
 
 class GymnasiumEnvironment(Environment):
-    """All episodes of a gymnasium environment, with the threads they share."""
+    """Creates the episodes of a gymnasium environment, which share its threads."""
 
     def __init__(self, make: Callable[..., TextEnv], settings: GymnasiumSettings | None = None) -> None:
         self.settings = settings or GymnasiumSettings()
@@ -117,11 +117,11 @@ class GymnasiumEnvironment(Environment):
         self._threads: BlockingCalls | None = None
 
     async def open(self) -> None:
-        """Prepare the threads that blocking calls run in."""
+        """Create the threads for blocking calls."""
         self._threads = self._threads or BlockingCalls(self.settings.threads, name="gymnasium-env")
 
     def episode(self, problem: Problem) -> GymnasiumEpisode:
-        """A new episode; its environment is created when it starts."""
+        """Create an episode. Its environment is created when it starts."""
         if self._threads is None:
             raise EpisodeUsageError("the environment is not open: await its open() first")
         return GymnasiumEpisode(
@@ -132,11 +132,11 @@ class GymnasiumEnvironment(Environment):
         )
 
     async def close(self) -> None:
-        """Start no more episodes; running calls finish on their own."""
+        """Forbid further episodes. Running calls finish in their threads."""
         self._threads = None
 
     def describe(self) -> list[str]:
-        """The environment's name and the number of threads."""
+        """Return the environment's name and the number of threads."""
         name = getattr(self._make, "__qualname__", repr(self._make))
         return [f"gymnasium environment {name}, blocking calls in up to {self.settings.threads} threads"]
 

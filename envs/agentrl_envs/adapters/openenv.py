@@ -1,8 +1,12 @@
 """Environments behind OpenEnv servers: ``--env openenv:http://HOST:PORT``, with the extra ``openenv``.
 
-The text of a turn becomes a text field of the server's action, and a text field of its observation is what the model
-reads next. Which fields these are is found in the server's schemas or said by settings. A problem is a seed of the
-environment (``builtin:seeds``); the columns of a row go to the server's ``reset`` by their names.
+The text of a turn becomes a text field of the server's action, and the model reads a text field of its observation. The
+fields come from the server's schemas or from the settings. A problem is a seed of the environment (``builtin:seeds``);
+the columns of a row are passed to the server's ``reset`` by name.
+
+Messages are JSON over one WebSocket per session, as in OpenEnv 0.10: ``reset`` and ``step`` are answered with
+``observation`` or ``error``, and ``close`` ends the session. A server without a free session reports that in its first
+message.
 """
 
 from __future__ import annotations
@@ -34,16 +38,16 @@ if TYPE_CHECKING:
 _FULL = "CAPACITY_REACHED"
 _NO_SESSION = frozenset({"FACTORY_ERROR", "SESSION_ERROR"})
 _LONGEST_MESSAGE = 64 * 2**20
-_CLOSING = 5.0  # seconds for the end of a session
+_CLOSING = 5.0  # seconds to close a session
 _SCHEMA_DEADLINE = 30.0
-# Seconds until a full server is asked again, if none of our sessions ends before.
+# Seconds between attempts at a full server. A session of ours that ends triggers the next attempt at once.
 _FIRST_WAIT, _LONGEST_WAIT = 0.2, 5.0
 _HERE = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """What a reset or a step showed."""
+    """The server's response to a reset or a step."""
 
     observation: Mapping[str, object]
     reward: float
@@ -52,7 +56,7 @@ class Observed:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """The server's error. ``sessions``: how many it allows, where it is full."""
+    """An error of the server. ``sessions`` is its maximum number of sessions if it is full."""
 
     code: str
     message: str
@@ -60,7 +64,7 @@ class Refused:
 
 
 class OpenEnvSession:
-    """One session: its messages are answered one after the other."""
+    """One session, whose messages are answered in order."""
 
     def __init__(self, socket: ClientConnection, *, url: str, deadline: float) -> None:
         self._socket = socket
@@ -68,26 +72,30 @@ class OpenEnvSession:
         self._deadline = deadline
 
     async def ask(self, kind: str, data: Mapping[str, object]) -> Observed | Refused:
-        """The answer to a message. Raises UnavailableError if the server is gone, takes too long, or has failed."""
+        """Send a message and return the response.
+
+        Raises UnavailableError if the server disconnects, exceeds the deadline, or reports that it cannot serve the
+        session.
+        """
         from websockets.exceptions import ConnectionClosed
 
         try:
             async with asyncio.timeout(self._deadline):
-                with contextlib.suppress(ConnectionClosed):  # why it was closed may still be read
+                with contextlib.suppress(ConnectionClosed):  # a message with the reason may still be readable
                     await self._socket.send(json.dumps({"type": kind, "data": data}))
                 text = await self._socket.recv()
         except TimeoutError:
-            said = f"gave no answer to {kind} within {self._deadline:g} s (environment.call_deadline)"
-            raise UnavailableError(f"OpenEnv server {self._url} {said}", seconds=self._deadline) from None
+            description = f"did not respond to {kind} within {self._deadline:g} s (environment.call_deadline)"
+            raise UnavailableError(f"OpenEnv server {self._url} {description}", seconds=self._deadline) from None
         except (ConnectionClosed, OSError) as error:
-            raise UnavailableError(f"OpenEnv server {self._url} ended the session: {error}") from error
+            raise UnavailableError(f"OpenEnv server {self._url} closed the session: {error}") from error
         reply = _read(text, self._url)
         if isinstance(reply, Refused) and reply.code in _NO_SESSION:
             raise UnavailableError(f"OpenEnv server {self._url}: {reply.code}: {reply.message}")
         return reply
 
     async def close(self) -> None:
-        """End the session and wait until the server has."""
+        """End the session and wait for the server to close it."""
         from websockets.exceptions import ConnectionClosed
 
         with contextlib.suppress(ConnectionClosed, OSError, TimeoutError):
@@ -98,40 +106,40 @@ class OpenEnvSession:
 
 
 class OpenEnvServer:
-    """A server, and the line of those who wait for one of its sessions."""
+    """A server, and the queue of episodes that wait for one of its sessions."""
 
     def __init__(self, url: str, *, deadline: float) -> None:
-        """``url``: with or without a scheme. Raises PluginError if it is no address."""
+        """``url`` may omit the scheme. Raises PluginError if it is not an address."""
         self.url = (url if "://" in url else f"http://{url}").rstrip("/")
         self._parts = urlsplit(self.url)
         if self._parts.scheme not in ("http", "https", "ws", "wss") or not self._parts.hostname:
             raise PluginError(f"environment openenv:{url}: write openenv:http://HOST:PORT")
         self._deadline = deadline
         self._proxied = self._parts.hostname not in _HERE
-        self._most: int | None = None  # sessions, once the server has said it
+        self._most: int | None = None  # maximum number of sessions; None until the server reports it
         self._held = 0
         self._ended = asyncio.Event()
 
     async def schemas(self) -> Mapping[str, object]:
-        """The JSON schemas of actions and observations. Raises UnavailableError and PluginError."""
+        """Return the JSON schemas of actions and observations. Raises UnavailableError and PluginError."""
         scheme = "https" if self._parts.scheme in ("https", "wss") else "http"
         address = self._parts._replace(scheme=scheme).geturl() + "/schema"
         try:
             text = await asyncio.to_thread(_fetch, address, proxied=self._proxied)
-            found = json.loads(text)
+            schemas = json.loads(text)
         except urllib.error.HTTPError as error:
-            raise PluginError(f"{self.url} is no OpenEnv server: {address} answered {error.code}") from None
+            raise PluginError(f"{self.url} is not an OpenEnv server: {address} returned status {error.code}") from None
         except OSError as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             raise UnavailableError(f"OpenEnv server {self.url} cannot be reached: {reason}") from error
         except ValueError as error:
-            raise PluginError(f"{self.url} is no OpenEnv server: {address} is not JSON") from error
-        if not isinstance(found, dict):
-            raise PluginError(f"{self.url} is no OpenEnv server: {address} is no JSON object")
-        return found
+            raise PluginError(f"{self.url} is not an OpenEnv server: {address} is not JSON") from error
+        if not isinstance(schemas, dict):
+            raise PluginError(f"{self.url} is not an OpenEnv server: {address} is not a JSON object")
+        return schemas
 
     async def begin(self, reset: Mapping[str, object]) -> tuple[OpenEnvSession, Observed | Refused]:
-        """A session and its answer to ``reset``, once the server has one to give. `end` must follow."""
+        """Wait for a free session, open it and return it with the response to ``reset``. The caller must call `end`."""
         wait = _FIRST_WAIT
         while True:
             while self._most is not None and self._held >= self._most:
@@ -149,14 +157,14 @@ class OpenEnvServer:
             wait = min(_LONGEST_WAIT, 1.5 * wait)
 
     async def end(self, session: OpenEnvSession) -> None:
-        """End a session; the next in line may begin."""
+        """End a session, so that the next episode in the queue can start."""
         try:
             await session.close()
         finally:
             self._left()
 
     async def _try(self, reset: Mapping[str, object]) -> tuple[OpenEnvSession | None, Observed | Refused]:
-        """A place in the line is left unless a session is returned."""
+        """Open a session. The reserved slot is released unless a session is returned."""
         session = None
         try:
             session = OpenEnvSession(await self._connected(), url=self.url, deadline=self._deadline)
@@ -188,12 +196,12 @@ class OpenEnvServer:
         except (OSError, TimeoutError) as error:
             raise UnavailableError(f"OpenEnv server {self.url} cannot be reached: {error}") from error
         except InvalidHandshake as error:
-            raise UnavailableError(f"OpenEnv server {self.url} opens no session: {error}") from error
+            raise UnavailableError(f"OpenEnv server {self.url} refused the connection: {error}") from error
 
     def _full(self, reply: Refused) -> None:
         most = max(1, reply.sessions or self._held)
         if self._most is None:
-            logger.warning("OpenEnv server %s takes %d sessions at once; the others wait for one", self.url, most)
+            logger.warning("OpenEnv server %s allows %d concurrent sessions; other episodes wait", self.url, most)
         self._most = most
 
     def _left(self) -> None:
@@ -209,15 +217,17 @@ def _fetch(address: str, *, proxied: bool) -> bytes:
 
 
 def _read(text: str | bytes, url: str) -> Observed | Refused:
-    """A server's message. Raises EnvironmentContractError for one that is none of OpenEnv's."""
+    """Parse a server's message. Raises EnvironmentContractError if it is not one of OpenEnv's."""
     try:
         message = json.loads(text)
         kind, data = message["type"], message["data"]
         if kind == "error":
             most = data.get("max_sessions")
             details = "; ".join(str(one.get("msg")) for one in data.get("errors") or ())
-            said = ": ".join(part for part in (str(data["message"]), details) if part)
-            return Refused(code=str(data["code"]), message=said, sessions=most if isinstance(most, int) else None)
+            description = ": ".join(part for part in (str(data["message"]), details) if part)
+            return Refused(
+                code=str(data["code"]), message=description, sessions=most if isinstance(most, int) else None
+            )
         if kind == "observation":
             return Observed(
                 observation=dict(data["observation"]),
@@ -225,10 +235,8 @@ def _read(text: str | bytes, url: str) -> Observed | Refused:
                 done=bool(data.get("done")),
             )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise EnvironmentContractError(
-            f"OpenEnv server {url} sent what is no message of OpenEnv's: {text!r:.200}"
-        ) from error
-    raise EnvironmentContractError(f"OpenEnv server {url} answered with the message {kind!r}, expected an observation")
+        raise EnvironmentContractError(f"OpenEnv server {url} sent an invalid message: {text!r:.200}") from error
+    raise EnvironmentContractError(f"OpenEnv server {url} sent the message {kind!r}, expected an observation")
 
 
 TEXT = "{text}"
@@ -238,23 +246,26 @@ logger = logging.getLogger(__name__)
 
 
 def openenv_environment(url: str) -> OptionsFactory[OpenEnvSettings]:
-    """The factory of environments on the server at ``url``. Raises PluginError without the package websockets."""
+    """Return the factory of environments on the server at ``url``.
+
+    Raises PluginError without the package websockets.
+    """
     if importlib.util.find_spec("websockets") is None:
         raise PluginError(f"environment openenv:{url} needs websockets: {install_extra('openenv')}")
-    OpenEnvServer(url, deadline=1.0)  # checks the address
+    OpenEnvServer(url, deadline=1.0)  # validates the address
     return OptionsFactory(OpenEnvSettings, functools.partial(OpenEnvEnvironment, url))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextFields:
-    """Where the texts stand: in an action, in the first observation and in the others."""
+    """The fields that contain text: in an action, in the first observation and in later ones."""
 
     action: Mapping[str, object]
     first: str
     later: str
 
     def acted(self, text: str) -> dict[str, object]:
-        """The action of a turn.
+        """Return the action of a turn.
 
         >>> TextFields(action={"code": "{text}", "lines": ["# {text}"]}, first="out", later="out").acted("x")
         {'code': 'x', 'lines': ['# x']}
@@ -263,7 +274,7 @@ class TextFields:
 
 
 class OpenEnvEnvironment(Environment):
-    """The episodes of one server."""
+    """Creates the episodes of one server."""
 
     def __init__(self, url: str, settings: OpenEnvSettings) -> None:
         self.settings = settings
@@ -272,25 +283,28 @@ class OpenEnvEnvironment(Environment):
 
     @property
     def fields(self) -> TextFields:
-        """The text fields, once the environment is open."""
+        """The text fields. Raises EpisodeUsageError before `open`."""
         if self._fields is None:
             raise EpisodeUsageError("the environment is not open: await its open() first")
         return self._fields
 
     async def open(self) -> None:
-        """Ask the server for its schemas. Raises UnavailableError, and PluginError where a field must be named."""
+        """Request the server's schemas.
+
+        Raises UnavailableError, and PluginError if a field must be named in the settings.
+        """
         if self._fields is None:
             self._fields = find_fields(await self.server.schemas(), self.settings, self.server.url)
 
     def episode(self, problem: Problem) -> OpenEnvEpisode:
-        """A fresh episode; its session begins when it starts."""
+        """Create an episode. Its session begins when it starts."""
         return OpenEnvEpisode(problem, self)
 
     async def close(self) -> None:
-        """Nothing to release: sessions end with their episodes."""
+        """Do nothing: sessions end with their episodes."""
 
     def describe(self) -> list[str]:
-        """The server and the fields of its texts."""
+        """Return the server's address and its text fields."""
         shown = (
             "" if self._fields is None else f", action {json.dumps(self._fields.action)}, reads {self._fields.later}"
         )
@@ -309,17 +323,20 @@ class OpenEnvEpisode:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """``environment.stop``."""
+        """Stop strings of ``environment.stop``."""
         return self._environment.settings.stop
 
     def turn_complete(self, text: str) -> bool:
-        """True: a stop string always ends the turn."""
+        """Return True: a stop string always ends the turn."""
         return True
 
     async def start(self) -> str:
-        """Begin a session, which may wait for a free one. Raises UnavailableError and EnvironmentContractError."""
+        """Begin a session, possibly after waiting for a free one.
+
+        Raises UnavailableError and EnvironmentContractError.
+        """
         if self._session is not None:
-            raise EpisodeUsageError("the episode was started before")
+            raise EpisodeUsageError("the episode has already started")
         environment = self._environment
         seed = zlib.crc32(self.problem.id.encode()) & 0x7FFFFFFF
         columns = cast("dict[str, object]", thaw(self.problem.info))
@@ -329,11 +346,14 @@ class OpenEnvEpisode:
                 f"reset of OpenEnv server {environment.server.url} failed for problem {self.problem.id}: "
                 f"{reply.code}: {reply.message}"
             )
-        shown = _shown(reply, environment.fields.first, environment.server.url)
+        shown = _observation_text(reply, environment.fields.first, environment.server.url)
         return "".join(f"{part}\n" for part in (environment.settings.instruction, shown) if part)
 
     async def step(self, action: str) -> Step:
-        """One step of the server. An action that it refuses is answered by its error; the episode goes on."""
+        """Execute one step on the server.
+
+        The error message of a rejected action is the observation, and the episode continues.
+        """
         if self._session is None or self._ended:
             raise EpisodeUsageError("the episode is not running: call start() first, and no step() after its end")
         self._actions.append(action)
@@ -348,7 +368,7 @@ class OpenEnvEpisode:
         return step
 
     async def fork(self) -> OpenEnvEpisode:
-        """Replay the same actions in a new session, which is exact for deterministic environments."""
+        """Repeat the same actions in a new session. The copy is exact if the environment is deterministic."""
         twin = OpenEnvEpisode(self.problem, self._environment)
         if self._session is not None:
             await twin.start()
@@ -373,19 +393,22 @@ class OpenEnvEpisode:
             reward = as_reward(reply.reward)
         except ValueError as error:
             raise EnvironmentContractError(f"OpenEnv server {url} returned the reward {error}") from None
-        shown = _shown(reply, self._environment.fields.later, url)
+        shown = _observation_text(reply, self._environment.fields.later, url)
         ended = Ended.ANSWERED if reply.done else last
         return Step(observation=f"\n{shown}\n" if shown else "", reward=reward, ended=ended)
 
 
 def find_fields(schemas: Mapping[str, object], settings: OpenEnvSettings, url: str) -> TextFields:
-    """The text fields by the settings, or by the schemas where there is one. Raises PluginError where there is not."""
+    """Return the text fields from the settings or the schemas.
+
+    Raises PluginError if a schema has no unique text field.
+    """
     action = settings.action
     if action is None:
         name = _only_text(schemas.get("action"), "its action", "environment.action='{NAME: \"{text}\"}'", url)
         action = {name: TEXT}
     elif TEXT not in json.dumps(action):
-        raise PluginError(f"environment.action={action!r}: the text {TEXT} must stand where the turn's text belongs")
+        raise PluginError(f"environment.action={action!r}: it must contain {TEXT} where the turn's text is inserted")
     hint = "environment.observation=NAME"
     later = settings.observation or _only_text(schemas.get("observation"), "its observation", hint, url)
     first = settings.reset_observation or settings.observation
@@ -400,14 +423,14 @@ def _only_text(schema: object, what: str, setting: str, url: str) -> str:
     texts = [name for name, one in properties.items() if name not in _OF_EVERY_OBSERVATION and _is_text(one)]
     if len(texts) == 1:
         return str(texts[0])
-    found = (
+    description = (
         f"has the text fields {', '.join(texts)}" if texts else f"has no text field (fields: {', '.join(properties)})"
     )
-    raise PluginError(f"OpenEnv server {url}: {what} {found}; name one with {setting}")
+    raise PluginError(f"OpenEnv server {url}: {what} {description}; name one with {setting}")
 
 
 def _is_text(schema: object) -> bool:
-    """Whether a field takes any text, or null beside it."""
+    """Return whether a field accepts any text, or text and null."""
     if not isinstance(schema, Mapping) or "enum" in schema or "const" in schema:
         return False
     kinds = schema.get("anyOf")
@@ -424,8 +447,8 @@ def _filled(value: object, text: str) -> object:
     return [_filled(one, text) for one in value] if isinstance(value, list) else value
 
 
-def _shown(reply: Observed, field: str, url: str) -> str:
-    """The text of an observation's field; another value is written as JSON."""
+def _observation_text(reply: Observed, field: str, url: str) -> str:
+    """Return the text of an observation's field. Other values are serialized as JSON."""
     value: object = reply.observation
     for name in field.split("."):
         if not isinstance(value, Mapping) or name not in value:

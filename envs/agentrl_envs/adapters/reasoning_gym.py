@@ -1,6 +1,6 @@
 """Procedural data sets of reasoning-gym: ``--env reasoning_gym:NAME``, with the extra ``reasoning-gym``.
 
-Problems are generated as they are needed; answers are scored by the data set's own rules, partial credit included.
+Problems are generated on demand. Answers are scored by the data set's own rules, including partial credit.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 PREFIX = "reasoning_gym:"
-# Problem i of a data set is drawn by its seed plus i, so seeds this far apart give different problems.
+# reasoning-gym draws problem i with seed + i. Seeds must be this far apart for data sets without common problems.
 _SIZE = 1 << 14
 _HELD_OUT = 1 << 30
 SPLITS = ("train", "heldout")
 
 
 class ReasoningGymSource:
-    """The problems of a data set, seed and split. ``options`` go to the data set's configuration.
+    """The problems of a data set, seed and split. ``options`` are passed to the data set's configuration.
 
-    Problems of the two splits have different seeds. A data set with few different problems repeats them all the same.
+    The two splits have different seeds. A data set with few distinct problems may still repeat them in both.
     """
 
     size = _SIZE
@@ -43,7 +43,7 @@ class ReasoningGymSource:
         self.identity = f"{self.name}-{seed}-{json.dumps(self._options, sort_keys=True)}"
 
     def problem(self, index: int) -> Problem:
-        """Problem ``index``; its ``info`` finds it again, with everything that its answer is scored by."""
+        """Return problem ``index``. Its ``info`` contains everything that is needed to score an answer."""
         entry = self._dataset[index]
         return Problem(
             id=f"{self._kind}-{self._first + index}",
@@ -56,7 +56,7 @@ class ReasoningGymSource:
 
 
 def score(answer: str, problem: Problem) -> float:
-    """The data set's score of an answer, from 0 to 1 (`grader.function`)."""
+    """Return the data set's score of an answer, from 0 to 1 (`grader.function`)."""
     info = problem.info
     dataset = _dataset(str(info["dataset"]), json.dumps(info["options"], sort_keys=True), int(info["first"]))
     return min(1.0, max(0.0, float(dataset.score_answer(answer, dataset[int(info["index"])]))))
@@ -71,7 +71,8 @@ def _dataset(name: str, options: str, seed: int) -> ProceduralDataset:
         raise PluginError(f"{PREFIX}{name}: {error}; install it: {install_extra('reasoning-gym')}") from error
     if name not in DATASETS:
         raise PluginError(
-            f"{PREFIX}{name}: reasoning-gym has no such data set{did_you_mean(name, DATASETS)} (it has {len(DATASETS)})"
+            f"{PREFIX}{name}: reasoning-gym has no data set of this name{did_you_mean(name, DATASETS)} "
+            f"(it has {len(DATASETS)})"
         )
     try:
         return create_dataset(name, seed=seed, size=_SIZE, **json.loads(options))

@@ -1,8 +1,8 @@
 """Single-player games of TextArena: ``--env textarena:GuessTheNumber-v0``, with the extra ``textarena``.
 
-A problem is a seed of the game: ``builtin:seeds`` gives them. The game's opening text is the prompt, its messages after
-a move are the observation, and its reward at the end is the reward. The text of a turn is the move, as the model wrote
-it; an invalid move is answered by the game.
+A problem is a seed of the game (``builtin:seeds``). The game's opening text is the prompt, its messages after a move
+are the observation, and its final reward is the reward. The text of a turn is the move, unchanged. The game responds to
+an invalid move.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _PLAYER = 0
 
 
 def textarena_environment(game: str) -> OptionsFactory[GymnasiumSettings]:
-    """The factory of environments that play ``game``. Raises PluginError without the package, or for another name."""
+    """Return the factory of environments of ``game``.
+
+    Raises PluginError without the package, or for an unknown game.
+    """
     try:
         from textarena.envs.registration import ENV_REGISTRY
     except ImportError as error:
@@ -34,7 +37,7 @@ def textarena_environment(game: str) -> OptionsFactory[GymnasiumSettings]:
 
 
 class TextArenaGame(gymnasium.Env[str, str]):
-    """One game as a gymnasium text environment. ``options`` go to TextArena's constructor of the game."""
+    """One game as a gymnasium text environment. ``options`` are passed to TextArena's constructor of the game."""
 
     def __init__(self, game: str, **options: object) -> None:
         import textarena
@@ -42,12 +45,12 @@ class TextArenaGame(gymnasium.Env[str, str]):
         self._game = textarena.make(f"{game}-raw", **options)
 
     def reset(self, *, seed: int | None = None, options: object = None) -> tuple[str, dict[str, object]]:
-        """Begin the game that ``seed`` gives. Returns its opening text."""
+        """Start the game with ``seed``. Returns its opening text."""
         self._game.reset(num_players=1, seed=seed)
         return self._shown(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
-        """Make a move. The reward is the game's at its end, else 0."""
+        """Make a move. The reward is 0 until the game ends."""
         done, _ = self._game.step(action)
         if not done:
             return self._shown(), 0.0, False, False, {}
@@ -56,6 +59,6 @@ class TextArenaGame(gymnasium.Env[str, str]):
         return "", reward, True, False, {"verdict": "correct" if reward >= 1.0 else "incorrect"}
 
     def _shown(self) -> str:
-        """What the game has said since the last move, without the player's own words."""
+        """Return the game's messages since the last move, without the player's own."""
         _, messages = self._game.get_observation()
         return "".join(f"\n{text}\n" for speaker, text, _ in messages if speaker != _PLAYER)

@@ -1,7 +1,8 @@
-"""Plays a task set of verifiers 0.4 for a gateway of agentrl: ``--env verifiers:TASKSET``.
+"""Worker that plays a task set of verifiers 0.4 for agentrl's gateway: ``--env verifiers:TASKSET``.
 
-It runs under the Python of a virtual environment that has verifiers (``environment.python``), by itself: neither this
-package nor agentrl need be there. It asks the gateway for rollouts, plays each as an episode and posts its reward.
+It runs as a script under the Python of a virtual environment that contains verifiers (``environment.python``) and
+imports neither this package nor agentrl. It requests rollouts from the gateway, plays each as an episode and posts its
+reward.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ if TYPE_CHECKING:
 
 KEY = "AGENTRL_GATEWAY_KEY"
 HARNESS = "agentrl_python"
-_WAIT = 20.0  # seconds of one request for a rollout
+_WAIT = 20.0  # seconds for which the gateway may hold a request for a rollout
 
 
 class WorkerOptions(TypedDict):
-    """What the settings say: verifiers' section ``env``, and how many rollouts are played at once."""
+    """The settings: verifiers' section ``env``, and the maximum number of concurrent rollouts."""
 
     config: dict[str, object]
     concurrency: int
 
 
 class AssignedProblem(TypedDict):
-    """A problem, as far as a task is found by it."""
+    """The fields of a problem that identify its task."""
 
     id: str
     info: dict[str, object]
 
 
 class AssignedRollout(TypedDict):
-    """A rollout as the gateway hands it out."""
+    """A rollout that the gateway assigned to this worker."""
 
     rollout_id: str
     base_url: str
@@ -50,52 +51,54 @@ class AssignedRollout(TypedDict):
 
 
 class Tasks:
-    """The tasks of a set by their numbers, read as they are needed; past its end it begins again."""
+    """The tasks of a set by index, read on demand. Indices beyond the last task start again at the first."""
 
     def __init__(self, tasks: Iterator[vf.Task]) -> None:
         self._coming = tasks
         self._read: list[vf.Task] = []
 
     def of(self, problem: AssignedProblem) -> vf.Task:
-        """The task with the number ``idx`` of the problem's columns, or the number at the end of its id."""
+        """Return the task whose index is the column ``idx``, or else the number at the end of the problem's id."""
         number = problem["info"].get("idx", re.search(r"\d*$", problem["id"])[0] or 0)  # type: ignore[index]
-        place = int(str(number))
-        while len(self._read) <= place and (task := next(self._coming, None)) is not None:
+        index = int(str(number))
+        while len(self._read) <= index and (task := next(self._coming, None)) is not None:
             self._read.append(task)
         if not self._read:
-            raise SystemExit("the task set has no task")
-        return self._read[place % len(self._read)]
+            raise SystemExit("the task set contains no tasks")
+        return self._read[index % len(self._read)]
 
 
 class Worker:
-    """Asks for rollouts and plays them."""
+    """Requests rollouts and plays them."""
 
     def __init__(self, environment: vf.Env, url: str, concurrency: int) -> None:
         self._environment = environment
         self._tasks = Tasks(iter(environment.taskset))
         self._url = url
         self._free = asyncio.Semaphore(concurrency)
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the gateway is never behind one
+        self._opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({})
+        )  # the gateway is local: ignore proxies
 
     async def work(self) -> None:
-        """Play until the gateway is gone."""
+        """Play rollouts until the gateway disconnects."""
         async with self._environment.serving(), asyncio.TaskGroup() as playing:
             while True:
                 await self._free.acquire()
                 try:
-                    given = await self._post("", {"wait": _WAIT})
+                    assigned = await self._post("", {"wait": _WAIT})
                 except TimeoutError:
-                    given = None  # a gateway inside the training process does not answer while a step trains
-                if given is None:
+                    assigned = None  # a gateway in the training process does not respond during a training step
+                if assigned is None:
                     self._free.release()
                 else:
-                    playing.create_task(self._play(given))
+                    playing.create_task(self._play(assigned))
 
     async def _play(self, rollout: AssignedRollout) -> None:
-        """One episode. Its reward is the mean of what its trained agents earned."""
+        """Play one episode. Its reward is the mean reward of its trained agents."""
         from verifiers.v1 import EvalClientConfig, ModelContext
 
-        place = f"/{rollout['rollout_id']}"
+        path = f"/{rollout['rollout_id']}"
         try:
             client = EvalClientConfig(base_url=rollout["base_url"], api_key_var=KEY)
             context = ModelContext(model=rollout["model"], client=client)
@@ -103,18 +106,20 @@ class Worker:
             rewards = [trace.reward for trace in episode.traces if trace.agent.trainable]
             error = None
             if episode.ok and rewards:
-                await self._post(f"{place}/reward", {"reward": sum(rewards) / len(rewards)})
+                await self._post(f"{path}/reward", {"reward": sum(rewards) / len(rewards)})
             else:
                 errors = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
-                error = "; ".join(f"{one.type}: {one.message}" for one in errors) or "the episode has no trained agent"
-            await self._post(f"{place}/finish", {} if error is None else {"error": error})
-        except OSError as problem:  # the rollout is over, by its deadline or with the run
+                error = (
+                    "; ".join(f"{one.type}: {one.message}" for one in errors) or "the episode has no trainable agent"
+                )
+            await self._post(f"{path}/finish", {} if error is None else {"error": error})
+        except OSError as problem:  # the gateway has ended the rollout, or the run is over
             print(f"verifiers worker: rollout {rollout['rollout_id']}: {problem}", file=sys.stderr)
         finally:
             self._free.release()
 
     async def _post(self, path: str, body: dict[str, object]) -> AssignedRollout | None:
-        """What the gateway answers; None for no content."""
+        """Post to the gateway and return its response; None for no content."""
         request = urllib.request.Request(
             f"{self._url}/rollouts{path}",
             data=json.dumps(body).encode(),
@@ -130,7 +135,10 @@ class Worker:
 
 
 def python_harness() -> types.ModuleType:
-    """A module with verifiers' own chat harness, run by this Python. The original installs ``uv`` at run time."""
+    """Return a module with verifiers' chat harness that runs under this Python.
+
+    The original installs ``uv`` at run time.
+    """
     from verifiers.v1.harnesses.null import NullHarness
 
     class WithPython:
@@ -143,7 +151,7 @@ def python_harness() -> types.ModuleType:
             path = f"{self._runtime.scripts_dir}/chat.py"
             draft = f"{path}.{uuid.uuid4().hex}"
             await self._runtime.write(draft, script.encode())
-            await self._runtime.run(["mv", "-f", draft, path], {})  # another rollout may be starting it
+            await self._runtime.run(["mv", "-f", draft, path], {})  # atomic: another rollout may be starting the script
             return [sys.executable, path]
 
         def __getattr__(self, name: str) -> object:
@@ -151,12 +159,12 @@ def python_harness() -> types.ModuleType:
 
     class PythonHarness(NullHarness):  # type: ignore[misc]
         async def setup(self, runtime: vf.Runtime) -> None:
-            """Nothing to install."""
+            """Do nothing: no package is installed at run time."""
 
         async def launch(
-            self, ctx: object, trace: object, runtime: vf.Runtime, *given: object, **named: object
+            self, ctx: object, trace: object, runtime: vf.Runtime, *args: object, **kwargs: object
         ) -> object:
-            return await super().launch(ctx, trace, WithPython(runtime), *given, **named)
+            return await super().launch(ctx, trace, WithPython(runtime), *args, **kwargs)
 
     module = types.ModuleType(HARNESS)
     vars(module).update(PythonHarness=PythonHarness, __all__=["PythonHarness"])
@@ -164,20 +172,23 @@ def python_harness() -> types.ModuleType:
 
 
 def load(name: str, config: dict[str, object]) -> vf.Env:
-    """The environment around a task set. One of a single agent is played on this machine unless told otherwise."""
+    """Load the environment of a task set.
+
+    Environments with one agent run on this machine unless ``config`` sets another.
+    """
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
     sys.modules[HARNESS] = python_harness()
     taskset = config.get("taskset")
-    told = {**config, "taskset": {**(taskset if isinstance(taskset, dict) else {}), "id": name}}
-    if "id" not in told:
-        own = told.get("agent")
+    configured = {**config, "taskset": {**(taskset if isinstance(taskset, dict) else {}), "id": name}}
+    if "id" not in configured:
+        agent = configured.get("agent")
         default = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
-        told["agent"] = {**default, **(own if isinstance(own, dict) else {})}
-    return loaders.load_environment(loaders.resolve_env_config(told))
+        configured["agent"] = {**default, **(agent if isinstance(agent, dict) else {})}
+    return loaders.load_environment(loaders.resolve_env_config(configured))
 
 
 def main() -> None:
-    """Work for the gateway that the environment variables name."""
+    """Run a worker for the gateway named by the environment variables."""
     options: WorkerOptions = json.loads(os.environ["AGENTRL_VERIFIERS"])
     environment = load(sys.argv[1], options["config"])
     asyncio.run(Worker(environment, os.environ["AGENTRL_GATEWAY_URL"], options["concurrency"]).work())

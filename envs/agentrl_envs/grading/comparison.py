@@ -1,11 +1,11 @@
-r"""Whether two answers mean the same: part by part, in the kind of bracket of the gold answer.
+r"""Comparison of an answer with the reference answer: part by part, with the reference's kind of bracket.
 
 >>> compare(r"\{1,2\}", "(1,2)"), compare("(-2,7)", "[-2,7]"), compare("1 < x < 2", "(1,2)")
 (<Verdict.INCORRECT: 'incorrect'>, <Verdict.INCORRECT: 'incorrect'>, <Verdict.CORRECT: 'correct'>)
 >>> compare("0", "x+y+z=0"), compare("5", "x=5"), compare("y-2x=3", "y=2x+3")
 (<Verdict.INCORRECT: 'incorrect'>, <Verdict.CORRECT: 'correct'>, <Verdict.CORRECT: 'correct'>)
 
-A list without brackets may be written in any, in the order of a tuple or interval; nothing else changes brackets.
+A list without brackets may be written in any brackets, in the order of a tuple or interval. Other brackets must match.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from agentrl_envs.grading.values import NoValueError, value_of
 from agentrl_envs.types import Verdict
 
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+", re.ASCII)
-_ROUGHLY = 0.05  # relative: what is called approximately equal
+_ROUGHLY = 0.05  # relative difference up to which numbers are approximately equal
 _UNORDERED = frozenset({"list", "set", "union"})
 _RADIANS = quotient(Apply("pi", ()), Number(Fraction(180)))  # radians per degree
 _OF_RADIANS = frozenset({"pi", "arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc"})
 _ASKED_FOR = frozenset({"*", "over", "abs", "sin", "cos", "tan", "sec", "csc", "cot", "ln", "det"})
 
 
-def compare(answer: str, gold: str) -> Verdict:
-    """The verdict on an answer. One whose comparison needs too much memory is as wrong as one that takes too long."""
+def compare(answer: str, reference: str) -> Verdict:
+    """Return the verdict on an answer. Running out of memory counts like running out of time."""
     try:
-        wanted = read_answer(gold)
+        wanted = read_answer(reference)
     except (MemoryError, RecursionError):
         return Verdict.GRADER_TIMEOUT
     try:
@@ -65,17 +65,19 @@ def compare(answer: str, gold: str) -> Verdict:
     return Verdict.INCORRECT if _understood(said) else Verdict.UNPARSABLE_ANSWER
 
 
-def read_gold(gold: str) -> None:
-    """Read a gold answer ahead of `compare`, which remembers it: what that takes is not the answer's fault."""
-    with suppress(MemoryError, RecursionError):  # said by `compare`
-        _understood(read_answer(gold))
+def read_reference(reference: str) -> None:
+    """Parse a reference answer before `compare`, which caches it, so that the answer is not charged for the time."""
+    with suppress(MemoryError, RecursionError):  # `compare` reports these
+        _understood(read_answer(reference))
 
 
-def check_gold(gold: str) -> Verdict:
-    """`Verdict.CORRECT` where the gold answer can be read and equals itself; equal texts are not enough."""
+def check_reference(reference: str) -> Verdict:
+    """Return `Verdict.CORRECT` if the reference answer can be parsed and equals itself by value."""
     try:
-        wanted = read_answer(gold)
-        _by_algebra(read_answer("7919"), wanted)  # takes as long as any comparison with it
+        wanted = read_answer(reference)
+        _by_algebra(
+            read_answer("7919"), wanted
+        )  # an arbitrary answer, so that the check takes as long as a real comparison
         if isinstance(wanted, Unread):
             return Verdict.CORRECT if same_by_algebra(wanted.text, wanted.text) else Verdict.UNPARSABLE_GOLD
         return Verdict.CORRECT if same(wanted, wanted) else Verdict.UNPARSABLE_GOLD
@@ -87,13 +89,13 @@ def _understood(answer: Answer) -> bool:
     return not isinstance(answer, Unread) or (is_for_algebra(answer.text) and read_latex(answer.text) is not None)
 
 
-def _by_algebra(answer: Answer, gold: Answer) -> bool:
-    """Where values do not decide: a text that only math-verify reads, or sets that are written in different ways."""
-    both = (answer, gold)
+def _by_algebra(answer: Answer, reference: Answer) -> bool:
+    """Compare with math-verify: text that only it can parse, or sets that are written in different ways."""
+    both = (answer, reference)
     unread = any(isinstance(one, Unread) for one in both)
-    series = isinstance(answer, Leaf) and isinstance(gold, Leaf) and equal(gold.tree, answer.tree) is None
+    series = isinstance(answer, Leaf) and isinstance(reference, Leaf) and equal(reference.tree, answer.tree) is None
     sets = all(map(_is_set, both)) and any(map(_has_other_forms, both))
-    return (unread or series or sets) and same_by_algebra(answer.text, gold.text)
+    return (unread or series or sets) and same_by_algebra(answer.text, reference.text)
 
 
 def _is_set(answer: Answer) -> bool:
@@ -101,7 +103,7 @@ def _is_set(answer: Answer) -> bool:
 
 
 def _has_other_forms(answer: Answer) -> bool:
-    """Whether it is an inequality or a union, which may be written in many ways."""
+    """Return whether the answer is an inequality or a union, which can be written in many ways."""
     match answer:
         case Relation():
             return "=" not in answer.signs
@@ -110,47 +112,47 @@ def _has_other_forms(answer: Answer) -> bool:
     return False
 
 
-def _with_decimal_comma(answer: str, gold: Answer) -> bool:
-    """A decimal comma is read in answers only; in a gold answer it separates."""
+def _with_decimal_comma(answer: str, reference: Answer) -> bool:
+    """Compare with a comma as decimal point. In a reference answer, a comma always separates."""
     answer = answer.strip()
-    return _DECIMAL_COMMA.fullmatch(answer) is not None and same(gold, read_answer(answer.replace(",", ".")))
+    return _DECIMAL_COMMA.fullmatch(answer) is not None and same(reference, read_answer(answer.replace(",", ".")))
 
 
-def same(gold: Answer, answer: Answer) -> bool:
-    """Whether an answer means what the gold answer does."""
-    if squeezed(gold.text) == squeezed(answer.text) and gold.text:
+def same(reference: Answer, answer: Answer) -> bool:
+    """Return whether an answer means the same as the reference answer."""
+    if squeezed(reference.text) == squeezed(answer.text) and reference.text:
         return True
-    match gold, answer:
+    match reference, answer:
         case (Unread(), _) | (_, Unread()):
             return False
         case (Words(), _) | (_, Words()):
-            return _same_words(gold, answer)
+            return _same_words(reference, answer)
         case (Numeral(), _) | (_, Numeral()):
-            return _same_numeral(gold, answer)
+            return _same_numeral(reference, answer)
         case Relation(), Relation():
-            return _same_relation(gold, answer)
+            return _same_relation(reference, answer)
         case Relation(), _:
-            return is_named(gold.parts[0]) and _is_assignment(gold) and same(gold.parts[-1], answer)
+            return is_named(reference.parts[0]) and _is_assignment(reference) and same(reference.parts[-1], answer)
         case _, Relation():
-            return _gives_its_right_side(answer) and same(gold, answer.parts[-1])
+            return _gives_its_right_side(answer) and same(reference, answer.parts[-1])
         case (Clock(), _) | (_, Clock()):
-            return _same_time(gold, answer)
+            return _same_time(reference, answer)
         case Bracketed(), Bracketed():
-            return _same_group(gold, answer)
+            return _same_group(reference, answer)
         case Bracketed(), _:
-            return _same_parts(gold, answer)
+            return _same_parts(reference, answer)
         case _, Bracketed():
-            return _same_as_group(gold, answer)
+            return _same_as_group(reference, answer)
         case Leaf(), Leaf():
-            return _same_leaf(gold, answer)
+            return _same_leaf(reference, answer)
     return False
 
 
-def _same_words(gold: Answer, answer: Answer) -> bool:
-    trees = [_number_of(one) if isinstance(one, Words) else getattr(one, "tree", None) for one in (gold, answer)]
+def _same_words(reference: Answer, answer: Answer) -> bool:
+    trees = [_number_of(one) if isinstance(one, Words) else getattr(one, "tree", None) for one in (reference, answer)]
     if trees[0] is not None and trees[1] is not None:
         return equal(trees[0], trees[1]) is True
-    first, second = (one.text.casefold() for one in (gold, answer))
+    first, second = (one.text.casefold() for one in (reference, answer))
     return first == second
 
 
@@ -158,16 +160,16 @@ def _number_of(words: Words) -> Number | None:
     return None if words.number is None else Number(words.number)
 
 
-def _same_time(gold: Answer, answer: Answer) -> bool:
+def _same_time(reference: Answer, answer: Answer) -> bool:
     """Compare times of day. A missing ``am`` or ``pm`` may be either, and 22:30 equals 10:30 pm.
 
     ``3:10`` also equals the ratio or fraction 3/10, and ``9 a.m.`` equals 9.
     """
-    if isinstance(gold, Clock) and isinstance(answer, Clock):
-        if not (gold.half and answer.half) and gold.seconds == answer.seconds:
+    if isinstance(reference, Clock) and isinstance(answer, Clock):
+        if not (reference.half and answer.half) and reference.seconds == answer.seconds:
             return True
-        return (gold.half or answer.half) != "" and _second_of_day(gold) == _second_of_day(answer)
-    clock, other = (gold, answer) if isinstance(gold, Clock) else (answer, gold)
+        return (reference.half or answer.half) != "" and _second_of_day(reference) == _second_of_day(answer)
+    clock, other = (reference, answer) if isinstance(reference, Clock) else (answer, reference)
     assert isinstance(clock, Clock)
     numbers = [Leaf(digits, Number(Fraction(digits))) for digits in re.findall(r"\d+", clock.text)]
     if isinstance(other, Bracketed):
@@ -183,69 +185,77 @@ def _second_of_day(clock: Clock) -> int:
     return clock.seconds % 43_200 + 43_200 * (clock.half == "pm") if clock.half else clock.seconds
 
 
-def _same_numeral(gold: Answer, answer: Answer) -> bool:
-    """Digits of some base; the base may be left out on either side, where the rest is nothing but digits."""
-    if isinstance(gold, Numeral) and isinstance(answer, Numeral):
-        return (gold.digits, gold.base) == (answer.digits, answer.base)
-    numeral, other = (gold, answer) if isinstance(gold, Numeral) else (answer, gold)
+def _same_numeral(reference: Answer, answer: Answer) -> bool:
+    """Compare digits of some base. One side may omit the base if it consists of digits only."""
+    if isinstance(reference, Numeral) and isinstance(answer, Numeral):
+        return (reference.digits, reference.base) == (answer.digits, answer.base)
+    numeral, other = (reference, answer) if isinstance(reference, Numeral) else (answer, reference)
     return isinstance(numeral, Numeral) and isinstance(other, Leaf) and other.text.upper() == numeral.digits
 
 
-def _same_leaf(gold: Leaf, answer: Leaf) -> bool:
-    factor = conversion(answer.unit, gold.unit)
+def _same_leaf(reference: Leaf, answer: Leaf) -> bool:
+    factor = conversion(answer.unit, reference.unit)
     if factor is not None:
-        wanted = gold.tree if factor == 1 else Apply("*", (gold.tree, Number(factor)))
-        if equal(wanted, answer.tree) is True or _same_angle(gold, answer):
+        wanted = reference.tree if factor == 1 else Apply("*", (reference.tree, Number(factor)))
+        if equal(wanted, answer.tree) is True or _same_angle(reference, answer):
             return True
-    elif _same_angle(gold, answer):
+    elif _same_angle(reference, answer):
         return True
-    return answer.measured is not None and not symbols(gold.tree) and _same_leaf(gold, answer.measured)
+    return answer.measured is not None and not symbols(reference.tree) and _same_leaf(reference, answer.measured)
 
 
-def _same_angle(gold: Leaf, answer: Leaf) -> bool:
+def _same_angle(reference: Leaf, answer: Leaf) -> bool:
     """Compare degrees with radians. A number counts as radians by its unit, or if it contains pi or an arc function."""
-    degrees = [leaf for leaf in (gold, answer) if leaf.unit is not None and leaf.unit.dimension == (("°", 1),)]
+    degrees = [leaf for leaf in (reference, answer) if leaf.unit is not None and leaf.unit.dimension == (("°", 1),)]
     if len(degrees) != 1:
         return False
-    other = answer if degrees[0] is gold else gold
+    other = answer if degrees[0] is reference else reference
     radians = (
         not applied(other.tree).isdisjoint(_OF_RADIANS) if other.unit is None else other.unit.dimension == (("rad", 1),)
     )
     return radians and equal(Apply("*", (degrees[0].tree, _RADIANS)), other.tree) is True
 
 
-def _same_group(gold: Bracketed, answer: Bracketed) -> bool:
-    if gold.variable is not None and answer.variable is not None and not _same_name(gold.variable, answer.variable):
+def _same_group(reference: Bracketed, answer: Bracketed) -> bool:
+    if (
+        reference.variable is not None
+        and answer.variable is not None
+        and not _same_name(reference.variable, answer.variable)
+    ):
         return False
-    if gold.kind == answer.kind == "ratio":
-        return _same_ratio(gold, answer)
-    if gold.kind == answer.kind:
-        return _same_parts(gold, answer, ordered=gold.kind not in _UNORDERED)
-    if {gold.kind, answer.kind} <= _UNORDERED:
-        return _same_parts(gold, answer, ordered=False)
+    if reference.kind == answer.kind == "ratio":
+        return _same_ratio(reference, answer)
+    if reference.kind == answer.kind:
+        return _same_parts(reference, answer, ordered=reference.kind not in _UNORDERED)
+    if {reference.kind, answer.kind} <= _UNORDERED:
+        return _same_parts(reference, answer, ordered=False)
     ordered = {"()", "<>", "list"}
-    if gold.kind in ordered and answer.kind in ordered:
-        return _same_parts(gold, answer, ordered=True)
-    return gold.kind == "list" and answer.kind == "[]" and _same_parts(gold, answer, ordered=False)
+    if reference.kind in ordered and answer.kind in ordered:
+        return _same_parts(reference, answer, ordered=True)
+    return reference.kind == "list" and answer.kind == "[]" and _same_parts(reference, answer, ordered=False)
 
 
-def _same_parts(gold: Bracketed, answer: Answer, *, ordered: bool = False) -> bool:
+def _same_parts(reference: Bracketed, answer: Answer, *, ordered: bool = False) -> bool:
     if not isinstance(answer, Bracketed):
         vector = _as_vector(answer)
         if vector is not None:
-            return gold.kind in ("()", "<>") and _same_parts(gold, vector, ordered=True)
-        if gold.kind == "ratio":
-            return _same_quotient(gold, answer)
-        parts = _without_repeats(gold.parts, allowed=len(gold.parts)) if gold.kind == "set" else gold.parts
-        return gold.kind in ("set", "[]") and len(parts) == 1 and same(parts[0], answer)
-    if ordered:
-        return len(gold.parts) == len(answer.parts) and all(map(same, gold.parts, answer.parts))
-    if gold.kind == answer.kind == "set":  # repeated elements do not count
-        return all(any(same(part, other) for other in answer.parts) for part in gold.parts) and all(
-            any(same(part, other) for part in gold.parts) for other in answer.parts
+            return reference.kind in ("()", "<>") and _same_parts(reference, vector, ordered=True)
+        if reference.kind == "ratio":
+            return _same_quotient(reference, answer)
+        parts = (
+            _without_repeats(reference.parts, allowed=len(reference.parts))
+            if reference.kind == "set"
+            else reference.parts
         )
-    left = _without_repeats(answer.parts, allowed=len(answer.parts) - len(gold.parts))
-    for part in gold.parts:
+        return reference.kind in ("set", "[]") and len(parts) == 1 and same(parts[0], answer)
+    if ordered:
+        return len(reference.parts) == len(answer.parts) and all(map(same, reference.parts, answer.parts))
+    if reference.kind == answer.kind == "set":  # repeated elements do not count
+        return all(any(same(part, other) for other in answer.parts) for part in reference.parts) and all(
+            any(same(part, other) for part in reference.parts) for other in answer.parts
+        )
+    left = _without_repeats(answer.parts, allowed=len(answer.parts) - len(reference.parts))
+    for part in reference.parts:
         found = next((place for place, other in enumerate(left) if same(part, other)), None)
         if found is None:
             return False
@@ -254,7 +264,7 @@ def _same_parts(gold: Bracketed, answer: Answer, *, ordered: bool = False) -> bo
 
 
 def _without_repeats(parts: Sequence[Answer], *, allowed: int) -> list[Answer]:
-    """Return the parts, without repetitions if ``allowed``, the surplus over the gold answer's parts, is positive."""
+    """Return the parts, without repetitions if ``allowed`` (the surplus over the reference answer) is positive."""
     if allowed <= 0:
         return list(parts)
     kept: list[Answer] = []
@@ -264,17 +274,17 @@ def _without_repeats(parts: Sequence[Answer], *, allowed: int) -> list[Answer]:
     return kept
 
 
-def _same_as_group(gold: Answer, answer: Bracketed) -> bool:
-    """A single gold answer in brackets, or a matrix as lists."""
-    matrix = _as_lists(gold)
+def _same_as_group(reference: Answer, answer: Bracketed) -> bool:
+    """Compare a single reference answer in brackets, or a matrix with lists."""
+    matrix = _as_lists(reference)
     if matrix is not None:
-        vector = _as_vector(gold)
+        vector = _as_vector(reference)
         return same(matrix, answer) or (
             vector is not None and answer.kind in ("()", "<>", "[]") and _same_parts(vector, answer, ordered=True)
         )
     if answer.kind == "ratio":
-        return _same_quotient(answer, gold)
-    return answer.kind in ("set", "[]") and _same_parts(replace(answer, parts=(gold,)), answer)
+        return _same_quotient(answer, reference)
+    return answer.kind in ("set", "[]") and _same_parts(replace(answer, parts=(reference,)), answer)
 
 
 def _same_quotient(ratio: Bracketed, other: Answer) -> bool:
@@ -288,7 +298,7 @@ def _same_quotient(ratio: Bracketed, other: Answer) -> bool:
 
 
 def _as_lists(answer: Answer) -> Bracketed | None:
-    """A matrix as the list of its rows."""
+    """Return a matrix as the list of its rows, or None."""
     match answer:
         case Leaf(text, Apply("matrix", rows)):
             lists = [tuple(Leaf("", cell) for cell in row.arguments) for row in rows if isinstance(row, Apply)]
@@ -297,18 +307,18 @@ def _as_lists(answer: Answer) -> Bracketed | None:
 
 
 def _as_vector(answer: Answer) -> Bracketed | None:
-    """A matrix of one row or column as a tuple."""
+    """Return a matrix of one row or column as a tuple, or None."""
     matrix = _as_lists(answer)
     rows = [row.parts for row in matrix.parts if isinstance(row, Bracketed)] if matrix is not None else []
     cells = rows[0] if len(rows) == 1 else tuple(row[0] for row in rows if len(row) == 1)
     return Bracketed(answer.text, "<>", cells) if cells else None
 
 
-def _same_ratio(gold: Bracketed, answer: Bracketed) -> bool:
-    if len(gold.parts) != len(answer.parts):
+def _same_ratio(reference: Bracketed, answer: Bracketed) -> bool:
+    if len(reference.parts) != len(answer.parts):
         return False
     values = []
-    for group in (gold, answer):
+    for group in (reference, answer):
         trees = [part.tree for part in group.parts if isinstance(part, Leaf)]
         values.append([quotient(tree, trees[-1]) for tree in trees])
     return len(values[0]) == len(values[1]) and all(
@@ -316,22 +326,22 @@ def _same_ratio(gold: Bracketed, answer: Bracketed) -> bool:
     )
 
 
-def _same_relation(gold: Relation, answer: Relation) -> bool:
-    if _is_assignment(gold) and _is_assignment(answer):
+def _same_relation(reference: Relation, answer: Relation) -> bool:
+    if _is_assignment(reference) and _is_assignment(answer):
         if _numbers_differ(answer):
             return False
-        if is_named(gold.parts[0]) and is_named(answer.parts[0]):
-            names = _same_names(gold.parts[0], answer.parts[0])
-            if names and same(gold.parts[-1], answer.parts[-1]):
+        if is_named(reference.parts[0]) and is_named(answer.parts[0]):
+            names = _same_names(reference.parts[0], answer.parts[0])
+            if names and same(reference.parts[-1], answer.parts[-1]):
                 return True
-    if len(gold.parts) != 2 or len(answer.parts) != 2:
-        return gold.signs == answer.signs and all(map(same, gold.parts, answer.parts))
-    wanted, said = _difference(gold), _difference(answer)
+    if len(reference.parts) != 2 or len(answer.parts) != 2:
+        return reference.signs == answer.signs and all(map(same, reference.parts, answer.parts))
+    wanted, said = _difference(reference), _difference(answer)
     ratio = proportional(wanted, said) if wanted is not None and said is not None else None
     if ratio is None or ratio == 0:
         return False
     sign = answer.signs[0] if ratio > 0 else FLIPPED.get(answer.signs[0], answer.signs[0])
-    return sign == gold.signs[0]
+    return sign == reference.signs[0]
 
 
 def _difference(relation: Relation) -> Expression | None:
@@ -345,17 +355,19 @@ def _is_assignment(relation: Relation) -> bool:
     return set(relation.signs) <= {"=", "~"}
 
 
-def _same_names(gold: Answer, answer: Answer) -> bool:
-    if isinstance(gold, Leaf) and isinstance(answer, Leaf):
-        return _same_name(gold.tree, answer.tree)
-    return same(gold, answer)
+def _same_names(reference: Answer, answer: Answer) -> bool:
+    if isinstance(reference, Leaf) and isinstance(answer, Leaf):
+        return _same_name(reference.tree, answer.tree)
+    return same(reference, answer)
 
 
-def _same_name(gold: Expression, answer: Expression) -> bool:
-    """``y`` is the value of every function."""
-    if any(one == Symbol("y") and isinstance(other, Apply) for one, other in ((gold, answer), (answer, gold))):
+def _same_name(reference: Expression, answer: Expression) -> bool:
+    """Compare the left sides of two assignments. ``y`` equals every function."""
+    if any(
+        one == Symbol("y") and isinstance(other, Apply) for one, other in ((reference, answer), (answer, reference))
+    ):
         return True
-    return gold == answer
+    return reference == answer
 
 
 def _gives_its_right_side(relation: Relation) -> bool:
@@ -388,7 +400,7 @@ def _is_negative(tree: Expression) -> TypeGuard[Apply]:
 
 
 def _numbers_differ(relation: Relation) -> bool:
-    """Whether numbers are said to be equal that are not."""
+    """Return whether a relation states that unequal numbers are equal."""
     rounded = "~" in relation.signs
     trees = [part.tree for part in relation.parts if isinstance(part, Leaf) and not symbols(part.tree)]
     trees = [tree for tree in trees if not any(function.startswith("call ") for function in applied(tree))]
@@ -396,7 +408,7 @@ def _numbers_differ(relation: Relation) -> bool:
 
 
 def _roughly(one: Expression, other: Expression) -> bool:
-    """Whether a number may be called approximately another: to the places it is given in, else to 5 %."""
+    """Return whether two numbers are approximately equal: to the places of the second, or else to 5 %."""
     try:
         first, second = value_of(one, {}, 20), value_of(other, {}, 20)
     except NoValueError:

@@ -1,4 +1,4 @@
-r"""Whether two expressions are equal, by their values: exact ones, or twice as many digits where they seem to agree.
+r"""Equality of two expressions by their values, and by math-verify if values do not decide.
 
 >>> from agentrl_envs.grading.reader import read_expression as read
 >>> equal(read("(x+1)^2"), read("x^2+2x+1")), equal(read("0"), read(r"\sin\pi"))
@@ -6,9 +6,16 @@ r"""Whether two expressions are equal, by their values: exact ones, or twice as 
 >>> equal(read("2^{4181}"), read("2^{4181}+0.5")), equal(read("R-2r"), read("r-2R"))
 (False, False)
 
-With symbols, values are compared at points of both signs; where only complex numbers have one (roots and logarithms of
-negative numbers), conventions differ and nothing is concluded. A decimal of six places or more is equal to what rounds
-to it in six, a small one in its leading digits, one written to 15 digits in those.
+Values are exact if possible. Otherwise they are compared with 40 digits, and with 100 or more if they seem to agree.
+Expressions with symbols are compared at points of both signs. Roots and logarithms of negative numbers are complex and
+conventions for them differ, so nothing is concluded there. A decimal with six places or more equals every value that
+rounds to it in six places. A small decimal is compared by its leading digits, and one with 15 digits in those.
+
+math-verify handles integrals, limits and sets written by other operations. It is slow to import and to run. Its
+``parse`` searches a text for something readable; here the text is the answer, and all of it must be parsed. Most of its
+time is spent in ANTLR's full-context lookahead, which is needed only if the cheaper one fails
+(``PredictionMode.SLL``): a parse that succeeds with the cheaper one is the same. The classes used are those of
+math-verify 0.9 and not part of its public interface.
 """
 
 from __future__ import annotations
@@ -43,17 +50,17 @@ from agentrl_envs.grading.values import NoValueError, Scalar, approximate, rando
 
 _DIGITS = (40, 100)
 _MOST_DIGITS = 3_000
-_AGREE = 0.7  # the share of the digits that equal values share, calculated
+_AGREE = 0.7  # computed values count as equal if they agree in this share of the digits
 _WITHOUT_CANCELLATION = frozenset({"*", "over", "^", "neg", "root", "factorial", "binomial", "pi", "e", "exp"})
 _SMALL = Fraction(1, 10)
 _FLOAT = Fraction(1, 10**14)
 
 
 def equal(left: Expression, right: Expression) -> bool | None:
-    """None where the values do not tell."""
+    """Return whether two expressions are equal, or None if their values do not decide."""
     if left == right:
         return True
-    if "percent" in applied(left) ^ applied(right):  # 9 % is both 9 and 0.09, as is widely held
+    if "percent" in applied(left) ^ applied(right):  # data sets write 9 % both as 9 and as 0.09
         bare = [_without_percent(tree) for tree in (left, right)]
         if bare != [left, right] and equal(*bare):
             return True
@@ -67,7 +74,7 @@ def equal(left: Expression, right: Expression) -> bool | None:
 
 
 def proportional(left: Expression, right: Expression) -> Fraction | None:
-    """A number whose product with ``right`` is ``left`` everywhere; None where there is none, or it is not rational."""
+    """Return the rational number q with left = q right everywhere, or None."""
     ratio: Scalar = None
     for point, _ in _points(symbols(left) | symbols(right)):
         try:
@@ -96,7 +103,10 @@ def _without_percent(tree: Expression) -> Expression:
 
 
 def _points(names: frozenset[str]) -> Iterator[tuple[dict[str, Fraction], bool]]:
-    """Where to compare, and whether all is positive there. Without names there is one point."""
+    """Yield points for the comparison, and whether all their coordinates are positive.
+
+    Without symbols there is one point.
+    """
     yield {name: random_number(name) for name in names}, True
     if names:
         yield {name: -random_number(f"{name} turned") for name in names}, False
@@ -119,11 +129,13 @@ def _agree_at(left: Expression, right: Expression, point: dict[str, Fraction], *
             return _rounds_to(left, right, first, second, scaled=bool(point))
         if isinstance(first, Fraction) and isinstance(second, Fraction):
             return first == second
-        exact = applied(left) | applied(right) <= _WITHOUT_CANCELLATION  # where the smallest value is no zero
+        exact = (
+            applied(left) | applied(right) <= _WITHOUT_CANCELLATION
+        )  # without cancellation, a tiny value is not zero
         if not _near(first, second, _DIGITS[0], relative=exact):
             return False
         digits = _digits_for(first)
-        if digits is None:  # so large that nothing shows what stands behind the point
+        if digits is None:  # too large to show digits after the decimal point
             return True if exact else None
         return _near(value_of(left, point, digits), value_of(right, point, digits), digits, relative=exact)
     except NoValueError:
@@ -131,7 +143,10 @@ def _agree_at(left: Expression, right: Expression, point: dict[str, Fraction], *
 
 
 def _digits_for(value: Scalar) -> int | None:
-    """How many digits show what stands behind the point (2^{2005} + 1 is not 2^{2005}); None where too many would."""
+    """Return the number of digits that show the part after the decimal point, or None if that takes too many.
+
+    2^{2005} + 1, for example, agrees with 2^{2005} in its first 600 digits.
+    """
     with mp.workdps(_DIGITS[0]):
         size = abs(approximate(value))
         before = int(mp.log10(size)) if size > 1 and not mp.isinf(size) else 0
@@ -176,7 +191,10 @@ def _rounds_to(left: Expression, right: Expression, first: Scalar, second: Scala
 
 
 def _within_rounding(first: Scalar, second: Scalar, *, scaled: bool) -> bool:
-    """``scaled``: at a point for symbols, where large values are no sign of many digits."""
+    """Return whether two values agree after rounding.
+
+    ``scaled`` marks values at a point for symbols, where size is arbitrary.
+    """
     exact = isinstance(first, Fraction) and isinstance(second, Fraction)
     with mp.workdps(_DIGITS[0]):
         rounded, small, leading = (value if exact else approximate(value) for value in (ROUNDED, _SMALL, LEADING))
@@ -197,34 +215,37 @@ _NEEDED = re.compile(
 )
 _DROPPED = re.compile(
     r"['\"$]|\\[lc]?dots|\\text|\\mbox|\\x1e|\\x1f|\\approx|[A-Z]{2}|\d\s+\d"
-)  # by math-verify, in silence
+)  # math-verify silently drops these, so it would compare less than the whole text
 
 
-def same_by_algebra(answer: str, gold: str) -> bool:
-    """Whether math-verify finds two respelled texts equal, of which one needs it."""
-    if not (is_for_algebra(answer) or is_for_algebra(gold)):
+def same_by_algebra(answer: str, reference: str) -> bool:
+    """Return whether math-verify considers two respelled texts equal.
+
+    At least one must contain notation that requires it.
+    """
+    if not (is_for_algebra(answer) or is_for_algebra(reference)):
         return False
-    wanted, said = read_latex(gold), read_latex(answer)
+    wanted, said = read_latex(reference), read_latex(answer)
     if wanted is None or said is None:
         return False
     return bool(verify(wanted, said, timeout_seconds=None, allow_set_relation_comp=True))
 
 
 def is_for_algebra(text: str) -> bool:
-    """Whether it holds what values do not decide."""
+    """Return whether a text contains notation that values do not decide."""
     return _NEEDED.search(text) is not None
 
 
 @lru_cache(maxsize=512)
 def read_latex(text: str) -> Basic | None:
-    """The SymPy object that the text writes in LaTeX, or None."""
+    """Return the SymPy object of a LaTeX text, or None."""
     return None if _DROPPED.search(text) else _read(latex2sympy2.normalize_latex(text, config=_NORMAL))
 
 
 def _read(text: str) -> Basic | None:
     read = _parsed(text)
     if read is None:
-        last = get_last_eq(text)  # of a = b = c
+        last = get_last_eq(text)  # the last side of a = b = c
         read = _parsed(last) if last != text else None
     return read
 
@@ -241,7 +262,7 @@ def _parsed(text: str) -> Basic | None:
 
 
 class _TwoStageParser(latex2sympy2.PSParser):
-    """Parses with the cheap lookahead, and once more with the full one where that fails."""
+    """Parses with the cheap lookahead first, and with the full one if that fails."""
 
     def math(self) -> object:
         self._interp.predictionMode = PredictionMode.SLL
@@ -258,8 +279,8 @@ class _TwoStageParser(latex2sympy2.PSParser):
 class _LatexReader(latex2sympy2._Latex2Sympy):
     def create_parser(self, text: str) -> object:
         tokens = super().create_parser(text).getTokenStream()
-        # An unknown command or sign is no reading. It raises here, all of the text at once: raised in the middle of a
-        # parse it would be taken for a parse that failed, and the second one would go on behind it.
+        # Tokenize all of the text now, so that an unknown command raises here. Raised during the parse, the error would
+        # count as a failure of the cheap lookahead, and the second parse would continue after the unknown command.
         tokens.fill()
         two_stage = _TwoStageParser(tokens)
         two_stage.removeErrorListeners()

@@ -1,4 +1,4 @@
-"""What the readers make of an expression: numbers, symbols, and functions applied to them. Nothing is calculated.
+"""The tree of a parsed expression: numbers, symbols, and functions applied to them.
 
 >>> tree = Apply("+", (Number(Fraction(1, 2)), Symbol("x")))
 >>> sorted(symbols(tree)), is_rounded(tree)
@@ -13,15 +13,17 @@ from fractions import Fraction
 from typing import TypeAlias
 
 ROUNDED_PLACES = 6
-ROUNDED = Fraction(1, 2 * 10**6)  # decimals are equal when they agree in six digits behind the point
-LEADING = Fraction(1, 10**5)  # ... and, where they are small, in their leading digits
+ROUNDED = Fraction(1, 2 * 10**6)  # decimals are equal if they agree in six decimal places
+LEADING = Fraction(1, 10**5)  # ... and, if they are small, in their leading digits
 FLOAT_DIGITS = 15
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """An exact number. Of one that is written as a decimal, ``digits`` are the significant ones and ``places`` those
-    behind the point; else 0."""
+    """An exact number.
+
+    For a decimal, ``digits`` are its significant digits and ``places`` those after the point; else 0.
+    """
 
     value: Fraction
     digits: int = 0
@@ -30,16 +32,16 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A variable, or a name with its marks: ``x``, ``x'``, ``a_{1}``, ``AB``, ``angle ABC``."""
+    """A variable or a marked name: ``x``, ``x'``, ``a_{1}``, ``AB``, ``angle ABC``."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """An operator or function with its arguments; a function that nobody knows is ``call f``.
+    """An operator or function with its arguments. An unknown function f is ``call f``.
 
-    ``sum`` and ``product``: body, index, from, to. ``matrix``: its rows, each ``row``.
+    Arguments of ``sum`` and ``product``: body, index, from, to. Arguments of ``matrix``: its rows, each a ``row``.
     """
 
     function: str
@@ -50,12 +52,12 @@ Expression: TypeAlias = Number | Symbol | Apply
 
 
 def quotient(over: Expression, under: Expression) -> Apply:
-    """``over / under``."""
+    """Return ``over / under``."""
     return Apply("*", (over, Apply("over", (under,))))
 
 
 def parts(tree: Expression) -> Iterator[Expression]:
-    """The tree and everything in it."""
+    """Yield the tree and all its subtrees."""
     open_trees = [tree]
     while open_trees:
         tree = open_trees.pop()
@@ -65,12 +67,12 @@ def parts(tree: Expression) -> Iterator[Expression]:
 
 
 def symbols(tree: Expression) -> frozenset[str]:
-    """The names in it; those of functions and indices are not told apart from others."""
+    """Return all names in the tree, including those of indices."""
     return frozenset(part.name for part in parts(tree) if isinstance(part, Symbol))
 
 
 def ordered(tree: Expression) -> Expression:
-    """The same sums and products with their terms and factors in one order."""
+    """Return the tree with the terms and factors of sums and products in a canonical order."""
     if not isinstance(tree, Apply):
         return tree
     arguments = tuple(map(ordered, tree.arguments))
@@ -78,7 +80,7 @@ def ordered(tree: Expression) -> Expression:
 
 
 def is_rounded(tree: Expression) -> bool:
-    """Whether a decimal of so many places stands in it that it may be rounded: a shorter one is meant as it stands."""
+    """Return whether the tree contains a decimal with so many places that it may be rounded. Shorter ones are exact."""
     return any(
         isinstance(part, Number) and (part.places >= ROUNDED_PLACES or part.digits >= FLOAT_DIGITS)
         for part in parts(tree)
@@ -86,5 +88,5 @@ def is_rounded(tree: Expression) -> bool:
 
 
 def applied(tree: Expression) -> frozenset[str]:
-    """The operators and functions in it."""
+    """Return the operators and functions in the tree."""
     return frozenset(part.function for part in parts(tree) if isinstance(part, Apply))

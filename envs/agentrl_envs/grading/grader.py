@@ -1,4 +1,9 @@
-"""The grader: a coroutine that compares an answer with the gold answer and returns a `Verdict`."""
+"""The grader: a coroutine that compares an answer with the reference answer and returns a `Verdict`.
+
+Comparisons that need no algebra are decided in this process (`quick_verdict`): equal spellings, plain numbers and plain
+words. All others run in worker processes (`agentrl_envs.grading.worker`), which exchange JSON lines with this one and
+are killed at their deadlines. ``grader.function`` replaces all of this by a user's function.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +33,13 @@ _THREADS = 8
 
 
 class CustomGrader:
-    """Calls ``function(answer, problem)``, in a thread, for a score from 0 to 1."""
+    """A user's grader, ``grader.function=module:function``, in place of the comparison with the reference answer.
+
+    Calls ``function(answer, problem)`` in a thread and expects a score from 0 to 1.
+    """
 
     def __init__(self, path: str) -> None:
-        """Raises PluginError if ``path`` (``module:function``) names no function."""
+        """Raises PluginError if ``path`` (``module:function``) is not a function."""
         found = import_attribute(path, "grader.function")
         if not callable(found):
             raise PluginError(f"grader.function {path!r} is a {type(found).__name__}, expected a function")
@@ -40,9 +48,9 @@ class CustomGrader:
         self._threads = BlockingCalls(_THREADS, name="grader")
 
     async def grade(self, answer: str, problem: Problem) -> tuple[Verdict, float]:
-        """The verdict, correct at a score of 1, and the score.
+        """Return verdict and score. The verdict is correct if the score is 1.
 
-        Raises EnvironmentContractError if the function raises, or returns something else than a number from 0 to 1.
+        Raises EnvironmentContractError if the function raises or returns anything but a number from 0 to 1.
         """
         try:
             value = await self._threads.run(lambda: self._function(answer, problem))
@@ -54,22 +62,33 @@ class CustomGrader:
         return Verdict.CORRECT if score == 1.0 else Verdict.INCORRECT, score
 
     def describe(self) -> str:
-        """One line for the console."""
+        """Return one line for the console."""
         return f"by {self._path}"
 
     def _say(self, problem: Problem, what: str) -> str:
         return f"the grader {self._path} {what} (problem {problem.id})"
 
 
-_KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")  # no secrets, no HOME
+_KEPT = (
+    "PATH",
+    "LANG",
+    "LC_ALL",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+)  # excludes secrets and HOME
 
 
 class GraderError(AgentRLEnvError):
-    """A grading process cannot be started; nothing is known about the answer."""
+    """A grading process cannot be started, so the answer remains ungraded."""
 
 
 class NoVerdictError(Exception):
-    """No verdict; unless a subclass says otherwise, the wall-clock deadline passed. The process must be killed."""
+    """The process returned no verdict before the wall-clock deadline, or for the reason in a subclass.
+
+    It must be killed.
+    """
 
 
 class OutOfTimeError(NoVerdictError):
@@ -81,7 +100,7 @@ class WorkerDiedError(NoVerdictError):
 
 
 class GradingProcess:
-    """A running worker. Create it with `start`. Handles one comparison at a time."""
+    """A running worker process. Create it with `start`. Handles one comparison at a time."""
 
     def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes], settings: GraderSettings) -> None:
         self._process = process
@@ -90,7 +109,7 @@ class GradingProcess:
 
     @classmethod
     async def start(cls, settings: GraderSettings) -> GradingProcess:
-        """Start a process and wait until its libraries are imported. Raises `GraderError`."""
+        """Start a process and wait until it has imported its libraries. Raises GraderError."""
         errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
         command = (sys.executable, "-P", "-m", "agentrl_envs.grading.worker")
         try:
@@ -123,18 +142,18 @@ class GradingProcess:
         """The process id."""
         return self._process.pid
 
-    async def compare(self, answer: str | None, gold: str) -> Verdict:
-        """Compare; if the answer is None, check the gold answer. Raises `NoVerdictError`."""
+    async def compare(self, answer: str | None, reference: str) -> Verdict:
+        """Compare; if the answer is None, check the reference answer. Raises NoVerdictError."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"answer": answer, "gold": gold}).encode() + b"\n")
+            self._process.stdin.write(json.dumps({"answer": answer, "reference": reference}).encode() + b"\n")
             await self._process.stdin.drain()
         except (BrokenPipeError, ConnectionResetError) as error:
             raise WorkerDiedError(str(error)) from error
         return Verdict((await self._read(self._settings.hang_deadline))["verdict"])
 
     async def kill(self) -> None:
-        """Kill the process and reap it."""
+        """Kill the process and wait for its exit."""
         if self._process.returncode is None:
             self._process.kill()
         assert self._process.stdin is not None
@@ -151,7 +170,7 @@ class GradingProcess:
                 if not line and await self._process.wait() == -signal.SIGPROF:
                     raise OutOfTimeError(f"grading process {self.pid} was out of time")
         except TimeoutError as error:
-            raise NoVerdictError(f"grading process {self.pid} said nothing for {seconds:g} s") from error
+            raise NoVerdictError(f"grading process {self.pid} did not respond for {seconds:g} s") from error
         if not line:
             raise WorkerDiedError(f"grading process {self.pid} ended with {self._process.returncode}")
         message: dict[str, str] = json.loads(line)
@@ -164,34 +183,41 @@ class GradingProcess:
 
 
 def _environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of a worker: a single thread, and the same hashes in every run."""
+    """Return the worker's environment variables: one thread, and the same hashes in every run."""
     kept = {name: environment[name] for name in _KEPT if name in environment}
     return kept | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 _FRACTION = re.compile(r"([+-]?)\\frac(?:\{(-?[0-9]+)\}\{([0-9]+)\}| *([0-9])([0-9]))")
 _NUMBER = re.compile(r"[+-]?(?:(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.0*)?|[0-9]*\.[0-9]+|[0-9]+/0*[1-9][0-9]*)")
-_LONGEST_NUMBER = 4000  # characters; Python reads no integer of more than 4300 digits
+_LONGEST_NUMBER = 4000  # characters; Python converts at most 4300 digits to an integer
 _BRACKETS = re.compile(r"[()\[\]{}]")
 
 
-def quick_verdict(answer: str, gold: str) -> Verdict | None:
-    """The verdict if it is certain without algebra, otherwise None.
+def quick_verdict(answer: str, reference: str) -> Verdict | None:
+    r"""Return the verdict if it is certain without algebra, otherwise None.
 
     Equal spellings are correct. Integers and ratios are compared exactly, a decimal to six decimal places, two decimals
     to the places of the shorter one. Numbers may have a sign, leading zeros and thousands separators. Words are
     compared by their letters.
+
+    >>> quick_verdict("025", "25"), quick_verdict("1,234", "1234"), quick_verdict("0.5", r"\dfrac{1}{2}")
+    (<Verdict.CORRECT: 'correct'>, <Verdict.CORRECT: 'correct'>, <Verdict.CORRECT: 'correct'>)
+    >>> quick_verdict("26", "27.0"), quick_verdict("2/3", r"\frac{3}{4}"), quick_verdict("odd", r"\text{even}")
+    (<Verdict.INCORRECT: 'incorrect'>, <Verdict.INCORRECT: 'incorrect'>, None)
+    >>> quick_verdict("0.333333", r"\frac{1}{3}"), quick_verdict("0.3333", r"\frac{1}{3}")
+    (<Verdict.CORRECT: 'correct'>, <Verdict.INCORRECT: 'incorrect'>)
     """
-    if answer == gold and gold.strip():
+    if answer == reference and reference.strip():
         return Verdict.CORRECT
-    answer, gold = respelled(answer), respelled(gold)
-    if gold and squeezed(answer) == squeezed(gold):
+    answer, reference = respelled(answer), respelled(reference)
+    if reference and squeezed(answer) == squeezed(reference):
         return Verdict.CORRECT
-    return _by_value(answer, gold) or _by_words(answer, gold)
+    return _by_value(answer, reference) or _by_words(answer, reference)
 
 
 def within_bounds(text: str, *, max_length: int, max_depth: int) -> bool:
-    """Whether a text is short and flat enough for a parser. Counts brackets, balanced or not."""
+    """Return whether a text is short and flat enough for the parser. Counts brackets, balanced or not."""
     if len(text) > max_length:
         return False
     depth = deepest = 0
@@ -202,36 +228,36 @@ def within_bounds(text: str, *, max_length: int, max_depth: int) -> bool:
 
 
 def is_plain_number(text: str) -> bool:
-    """Whether a text is an integer, a decimal or a ratio in plain notation."""
+    """Return whether a text is an integer, a decimal or a ratio in plain notation."""
     return _number(respelled(text)) is not None
 
 
-def _by_value(answer: str, gold: str) -> Verdict | None:
-    answer_value, gold_value = _number(answer), _number(gold)
-    if answer_value is None or gold_value is None:
+def _by_value(answer: str, reference: str) -> Verdict | None:
+    answer_value, reference_value = _number(answer), _number(reference)
+    if answer_value is None or reference_value is None:
         return None
-    if answer_value == gold_value:
+    if answer_value == reference_value:
         return Verdict.CORRECT
-    apart = abs(answer_value - gold_value)
-    places = [len(text.partition(".")[2]) for text in (answer, gold) if "." in text]
+    apart = abs(answer_value - reference_value)
+    places = [len(text.partition(".")[2]) for text in (answer, reference) if "." in text]
     if len(places) == 2 and apart > Fraction(1, 2 * 10 ** min(places)):
-        return Verdict.INCORRECT  # neither is the other, rounded
-    near = apart < ROUNDED and apart <= LEADING * max(abs(answer_value), abs(gold_value))
+        return Verdict.INCORRECT  # neither is a rounded form of the other
+    near = apart < ROUNDED and apart <= LEADING * max(abs(answer_value), abs(reference_value))
     return Verdict.CORRECT if near and max(places, default=0) >= ROUNDED_PLACES else Verdict.INCORRECT
 
 
-def _by_words(answer: str, gold: str) -> Verdict | None:
-    answer_words, gold_words = words_in(answer), words_in(gold)
-    if answer_words is None or gold_words is None:
+def _by_words(answer: str, reference: str) -> Verdict | None:
+    answer_words, reference_words = words_in(answer), words_in(reference)
+    if answer_words is None or reference_words is None:
         return None
-    if answer_words == gold_words:
+    if answer_words == reference_words:
         return Verdict.CORRECT
-    numbers = any(character.isdigit() for character in answer_words + gold_words)
+    numbers = any(character.isdigit() for character in answer_words + reference_words)
     return None if numbers else Verdict.INCORRECT
 
 
 def _number(text: str) -> Fraction | None:
-    """The value of an integer, a decimal or a ratio in plain notation."""
+    """Return the value of an integer, a decimal or a ratio in plain notation, or None."""
     fraction = _FRACTION.fullmatch(text)
     plain = text if fraction is None else fraction.expand(r"\1\2\4/\3\5")
     if len(plain) > _LONGEST_NUMBER or _NUMBER.fullmatch(plain) is None:
@@ -239,25 +265,25 @@ def _number(text: str) -> Fraction | None:
     return Fraction(plain.replace(",", ""))
 
 
-_Question = tuple[str, str | None]  # gold and answer; without an answer, is the gold one readable?
+_Question = tuple[str, str | None]  # reference and answer; a missing answer asks whether the reference is valid
 
 logger = logging.getLogger(__name__)
 
 
 class Grader:
-    """Grades answers. Thousands of calls may be in flight. Belongs to one event loop.
+    """Grades answers. Supports thousands of concurrent calls. Belongs to one event loop.
 
     Equal strings and plain numbers are decided here, all others by value in up to ``settings.workers`` processes. A
     comparison that exceeds its CPU time ends its process and is `Verdict.ANSWER_TIMEOUT`, which counts as wrong:
-    otherwise a policy could escape the data with slow answers. The same holds if the process dies twice (out of memory,
-    a crash in C code). If the gold answer alone fails, or a process hangs without computing, nothing is known about the
-    answer: `Verdict.GRADER_TIMEOUT`.
+    otherwise a policy could exclude rollouts with slow answers. The same holds if the process dies twice (out of
+    memory, a crash in C code). If the reference answer alone fails, or a process hangs without computing, the verdict
+    is `Verdict.GRADER_TIMEOUT`, which excludes the rollout.
 
     Not guaranteed: that every pair of equal answers is recognised; equality of expressions is undecidable in general.
     """
 
     def __init__(self, settings: GraderSettings) -> None:
-        """Raises `PluginError` if ``settings.function`` names no function."""
+        """Raises PluginError if ``settings.function`` is not a function."""
         self._settings = settings
         self._custom = None if settings.function is None else CustomGrader(settings.function)
         self._verdicts: OrderedDict[_Question, Verdict] = OrderedDict()
@@ -268,39 +294,39 @@ class Grader:
 
     @property
     def needs_no_reference(self) -> bool:
-        """Whether a user's function grades, which need not look at a gold answer."""
+        """True if a user's function grades, which may not use a reference answer."""
         return self._custom is not None
 
     async def score(self, answer: str, problem: Problem) -> tuple[Verdict, float]:
-        """The verdict on an answer, and what it is worth: the score of a user's function, or 1 for a correct answer.
+        """Return the verdict and the reward: the score of a user's function, or 1 for a correct answer.
 
-        Raises `GraderError`, and `EnvironmentContractError` for a user's function that fails.
+        Raises GraderError, and EnvironmentContractError if a user's function fails.
         """
         if self._custom is not None:
             return await self._custom.grade(answer, problem)
         verdict = await self.grade(answer, problem.answer or "")
         return verdict, float(verdict is Verdict.CORRECT)
 
-    async def grade(self, answer: str | None, gold: str) -> Verdict:
-        """Compare an answer with the gold answer. Raises `GraderError` when no grading process can be started."""
+    async def grade(self, answer: str | None, reference: str) -> Verdict:
+        """Compare an answer with the reference answer. Raises GraderError if no grading process can be started."""
         if self._closed:
             raise GraderError("the grader is closed")
         if answer is None or not answer.strip():
             return Verdict.NO_ANSWER
-        verdict = self._out_of_bounds(answer, gold) or quick_verdict(answer, gold)
-        return verdict if verdict is not None else await self._by_algebra(gold, answer)
+        verdict = self._out_of_bounds(answer, reference) or quick_verdict(answer, reference)
+        return verdict if verdict is not None else await self._by_algebra(reference, answer)
 
-    async def check_gold(self, gold: str) -> Verdict:
-        """`Verdict.CORRECT` if the gold answer can be read and equals itself, otherwise the reason why not."""
+    async def check_reference(self, reference: str) -> Verdict:
+        """Return `Verdict.CORRECT` if the reference answer can be parsed and equals itself, otherwise the reason."""
         if self._closed:
             raise GraderError("the grader is closed")
-        unusable = self._out_of_bounds("", gold)
+        unusable = self._out_of_bounds("", reference)
         if unusable is not None:
             return unusable
-        return Verdict.CORRECT if is_plain_number(gold) else await self._by_algebra(gold, None)
+        return Verdict.CORRECT if is_plain_number(reference) else await self._by_algebra(reference, None)
 
     async def close(self) -> None:
-        """Cancel the comparisons in flight and end every process. May be called more than once."""
+        """Cancel the running comparisons and end all processes. May be called more than once."""
         self._closed = True
         tasks = list(self._in_flight.values())
         for task in tasks:
@@ -311,7 +337,7 @@ class Grader:
             await process.kill()
 
     def describe(self) -> str:
-        """One line for the console."""
+        """Return one line for the console."""
         if self._custom is not None:
             return self._custom.describe()
         settings = self._settings
@@ -322,14 +348,14 @@ class Grader:
         """Process ids of the idle workers."""
         return tuple(process.pid for process in self._idle)
 
-    def _out_of_bounds(self, answer: str, gold: str) -> Verdict | None:
+    def _out_of_bounds(self, answer: str, reference: str) -> Verdict | None:
         bounds = {"max_length": self._settings.max_length, "max_depth": self._settings.max_depth}
-        if not gold.strip() or not within_bounds(gold, **bounds):
+        if not reference.strip() or not within_bounds(reference, **bounds):
             return Verdict.UNPARSABLE_GOLD
         return None if within_bounds(answer, **bounds) else Verdict.UNPARSABLE_ANSWER
 
-    async def _by_algebra(self, gold: str, answer: str | None) -> Verdict:
-        key = (gold, answer)
+    async def _by_algebra(self, reference: str, answer: str | None) -> Verdict:
+        key = (reference, answer)
         if key in self._verdicts:
             self._verdicts.move_to_end(key)
             return self._verdicts[key]
@@ -337,22 +363,22 @@ class Grader:
         if task is None:
             task = self._in_flight[key] = asyncio.create_task(self._compare(key))
             task.add_done_callback(lambda done: self._forget(key, done))
-        return await asyncio.shield(task)  # a caller that is cancelled takes no other caller's verdict with it
+        return await asyncio.shield(task)  # a cancelled caller must not cancel the comparison of the others
 
     def _forget(self, key: _Question, done: asyncio.Task[Verdict]) -> None:
         del self._in_flight[key]
         if not done.cancelled():
-            done.exception()  # marks it as seen: every caller may be gone by now
+            done.exception()  # marks the exception as retrieved: all callers may have been cancelled
 
     async def _compare(self, key: _Question) -> Verdict:
-        gold, answer = key
+        reference, answer = key
         try:
             async with self._slots:
-                verdict = await self._attempt(answer, gold)
+                verdict = await self._attempt(answer, reference)
         except NoVerdictError as error:
-            logger.warning("grading %.80r for %.80r: %s", answer, gold, error)
+            logger.warning("grading %.80r for %.80r: %s", answer, reference, error)
             verdict = await self._blame(error, key)
-            if not isinstance(error, OutOfTimeError):  # the machine may have been at fault: not to be remembered
+            if not isinstance(error, OutOfTimeError):  # do not cache: the machine may have been at fault
                 return verdict
         self._verdicts[key] = verdict
         if len(self._verdicts) > self._settings.cache_size:
@@ -360,26 +386,29 @@ class Grader:
         return verdict
 
     async def _blame(self, error: NoVerdictError, key: _Question) -> Verdict:
-        """The answer is at fault if the process was computing and the gold answer alone gets a verdict."""
-        gold, answer = key
+        """Return the verdict after a failure.
+
+        The answer is at fault if the process was computing and the reference alone works.
+        """
+        reference, answer = key
         computed = isinstance(error, (OutOfTimeError, WorkerDiedError))
-        if answer is None or not computed or await self.check_gold(gold) is Verdict.GRADER_TIMEOUT:
+        if answer is None or not computed or await self.check_reference(reference) is Verdict.GRADER_TIMEOUT:
             return Verdict.GRADER_TIMEOUT
         return Verdict.ANSWER_TIMEOUT
 
-    async def _attempt(self, answer: str | None, gold: str) -> Verdict:
-        """One comparison, repeated in a second process if the first one dies. Raises `NoVerdictError`."""
+    async def _attempt(self, answer: str | None, reference: str) -> Verdict:
+        """Compare, and once more in a second process if the first one dies. Raises NoVerdictError."""
         try:
-            return await self._in_process(answer, gold)
+            return await self._in_process(answer, reference)
         except WorkerDiedError as error:
             logger.warning("grading %.80r: %s", answer, error)
-            return await self._in_process(answer, gold)
+            return await self._in_process(answer, reference)
 
-    async def _in_process(self, answer: str | None, gold: str) -> Verdict:
-        """Compare in an idle or a new process; a process that does not answer is ended."""
+    async def _in_process(self, answer: str | None, reference: str) -> Verdict:
+        """Compare in an idle or a new process. A process that returns no verdict is killed."""
         process = self._idle.pop() if self._idle else await GradingProcess.start(self._settings)
         try:
-            verdict = await process.compare(answer, gold)
+            verdict = await process.compare(answer, reference)
         except BaseException:
             await process.kill()
             raise

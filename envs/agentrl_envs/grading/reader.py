@@ -1,4 +1,4 @@
-r"""Read an expression, in LaTeX or as programs print it. All of the text must be understood; what is not is an error.
+r"""Parser of expressions in LaTeX or plain notation. The whole text must be valid; anything else is an error.
 
 >>> read_expression(r"\frac12") == read_expression("1/2")
 True
@@ -8,8 +8,8 @@ True
 Traceback (most recent call last):
 agentrl_envs.grading.reader.UnreadableError: a number beside a factor
 
-Factors side by side bind closer than a division sign: ``1/2x`` is ``1/(2x)``. Numbers side by side are no product, and
-an integer before a proper fraction is a mixed number. ``i`` is the imaginary unit unless it is the index of a sum.
+Adjacent factors bind more tightly than a division sign: ``1/2x`` is ``1/(2x)``. Adjacent numbers are no product, and an
+integer before a proper fraction is a mixed number. ``i`` is the imaginary unit unless it is the index of a sum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Literal
 
 from agentrl_envs.grading.expressions import Apply, Expression, Number, Symbol, quotient
 
-_WORDS = {  # names in plain notation, and their LaTeX commands
+_WORDS = {  # names in plain notation, with their LaTeX commands
     "pi": r"\pi", "oo": r"\infty", "inf": r"\infty", "infinity": r"\infty", "ln": r"\ln", "log": r"\ln",
     "abs": r"\abs", "Abs": r"\abs", "asin": r"\arcsin", "acos": r"\arccos", "atan": r"\arctan",
     "ceiling": r"\ceil", "Fraction": r"\Rational",
@@ -67,7 +67,7 @@ def _commands(names: str) -> frozenset[str]:
 _FUNCTIONS = _commands(
     "sin cos tan sec csc cot arcsin arccos arctan arcsec arccsc arccot sinh cosh tanh exp ln lg log det"
 )
-_CALLS = {  # of so many arguments in parentheses
+_CALLS = {  # functions and their numbers of arguments
     r"\abs": 1, r"\Integer": 1, r"\Float": 1, r"\factorial": 1, r"\floor": 1, r"\ceil": 1, r"\cbrt": 1,
     r"\Rational": 2, r"\root": 2, r"\binomial": 2, r"\gcd": 0, r"\lcm": 0, r"\max": 0, r"\min": 0,
 }  # fmt: skip
@@ -83,12 +83,12 @@ _MODULO = _commands("bmod mod")
 _BEHIND_FACTORS = _TIMES | _OVER | _MODULO | _commands(r"over choose rfloor rceil rvert end \ }")
 _MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "array"})
 _FUNCTION_NAMES = frozenset("fghFGHP")
-_EXPONENT_DIGITS = 5  # of scientific notation, its sign among them
+_EXPONENT_DIGITS = 5  # maximum length of an exponent in scientific notation, including its sign
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 def read_expression(text: str) -> Expression:
-    """The expression that all of the text writes. Raises `UnreadableError`."""
+    """Parse the whole text as one expression. Raises UnreadableError."""
     try:
         reader = _Reader(_tokens_of(text))
         tree = reader.whole()
@@ -127,7 +127,7 @@ def _token(group: str, text: str, spaced: bool) -> _Token:
 
 
 class _Reader:
-    """Recursive descent over the tokens."""
+    """Recursive-descent parser over the tokens."""
 
     def __init__(self, tokens: list[_Token]) -> None:
         self._tokens = tokens
@@ -140,7 +140,7 @@ class _Reader:
             raise UnreadableError(f"{self._next.text!r} at the end")
 
     def whole(self) -> Expression:
-        r"""Read a sum. ``\over`` or ``\choose`` after it makes plain TeX's fraction or binomial of the whole group."""
+        r"""Parse a sum. ``\over`` or ``\choose`` after it makes plain TeX's fraction or binomial of the whole group."""
         tree = self.sum()
         if self._taken(r"\over"):
             return quotient(tree, self.sum())
@@ -172,14 +172,14 @@ class _Reader:
         return _with_sign(self._beside(), minus=minus)
 
     def _minus(self) -> bool:
-        """Take the signs ahead; whether they make a minus."""
+        """Consume the following signs. Returns whether they amount to a minus."""
         minus = False
         while self._next.text in ("+", "-"):
             minus ^= self._take().text == "-"
         return minus
 
     def _beside(self, *, stop_at_functions: bool = False) -> Expression:
-        """Factors side by side."""
+        """Parse adjacent factors."""
         factors = [self._factor()]
         while self._starts_a_factor() and not (stop_at_functions and self._next.text in _FUNCTIONS):
             if self._next.kind == "number":
@@ -208,7 +208,7 @@ class _Reader:
         return token.text in ("(", "[", "{") or (token.text == "|" and self._bars == 0)
 
     def _factor(self) -> Expression:
-        """An operand with its powers, factorials and degree signs."""
+        """Parse an operand with its powers, factorials and degree signs."""
         tree = self._operand()
         while True:
             if self._taken("^"):
@@ -283,7 +283,7 @@ class _Reader:
         return self._marked(name)
 
     def _marked(self, name: str) -> Expression:
-        """A name with its subscript and primes, and its arguments where it is a function's."""
+        """Parse a name with its subscript and primes, and the arguments if it is a function."""
         function = name in _FUNCTION_NAMES
         while self._next.text in ("_", "'"):
             name += f"_{{{self._raw()}}}" if self._take().text == "_" else "'"
@@ -292,7 +292,7 @@ class _Reader:
         return Symbol(name)
 
     def _raw(self) -> str:
-        """The text of the next token or group in braces."""
+        """Return the text of the next token or braced group."""
         token = self._take()
         if token.kind == "end":
             raise UnreadableError("an end where something must follow")
@@ -329,7 +329,7 @@ class _Reader:
         return tuple(found)
 
     def _argument(self) -> Expression:
-        """What a LaTeX command takes: a group in braces, a digit, a letter, another command."""
+        """Parse the argument of a LaTeX command: a braced group, a digit, a letter, or another command."""
         if self._next.kind == "number" and len(self._next.text) > 1:
             raise UnreadableError("a number of several digits without braces")
         if self._next.kind == "name" and len(self._next.text) > 1:
@@ -368,7 +368,7 @@ class _Reader:
         return Apply(name[1:], arguments)
 
     def _function(self, name: str) -> Expression:
-        """``\\sin^2 x``, ``\\log_2 8``, ``\\sin(x)``, ``\\sin 2x``."""
+        """Parse ``\\sin^2 x``, ``\\log_2 8``, ``\\sin(x)`` or ``\\sin 2x``."""
         base: Expression | None = None
         power: Expression | None = None
         while self._next.text in ("_", "^"):
@@ -409,7 +409,7 @@ class _Reader:
         return Apply("root", (inner, degree))
 
     def _series(self, name: str) -> Expression:
-        r"""``\sum_{k=1}^{n} a_k``."""
+        r"""Parse ``\sum_{k=1}^{n} a_k``."""
         for sign in ("_", "{"):
             self._expect(sign)
         index = self._take()
@@ -452,7 +452,7 @@ class _Reader:
 
     @property
     def _before(self) -> str:
-        """The sign before the token that was taken last."""
+        """Return the sign before the last token."""
         return self._tokens[self._place - 2].text if self._place >= 2 else ""
 
     def _take(self) -> _Token:
@@ -461,7 +461,7 @@ class _Reader:
         return token
 
     def _taken(self, *texts: str) -> bool:
-        """Take the next token if it is one of these."""
+        """Consume the next token if it is one of these."""
         found = self._next.kind != "end" and self._next.text in texts
         self._place += found
         return found
@@ -500,7 +500,7 @@ def _whole(tree: Expression) -> bool:
 
 
 def _share(tree: Expression) -> Fraction | None:
-    """The value of a fraction of two plain integers."""
+    """Return the value of a fraction of two plain integers."""
     match tree:
         case Apply("*", (Number(over, 0), Apply("over", (Number(under, 0),)))) if over and under:
             return over / under

@@ -1,4 +1,4 @@
-r"""Other spellings of an answer, brought to the one that the readers know. Text in, text out; nothing is computed.
+r"""Normalization of an answer's spelling to the one that the parsers expect. Nothing is computed.
 
 >>> respelled(r"$\left( \dfrac{1}{2},\, 90° \right)$."), respelled("12 000"), respelled("2 1/2")
 ('( \\frac{1}{2}, 90^{\\circ} )', '12000', '2\\frac{1}{2}')
@@ -21,13 +21,13 @@ _SIGNS = r"""
     \ne ≠; \approx ≈;
     \pm ±; \mp ∓; \cup ∪; \cap ∩; \in ∈; \notin ∉; \emptyset ∅; \setminus ∖; \infty ∞; \sum ∑; \prod ∏; \int ∫;
     \langle ⟨; \rangle ⟩; \angle ∠; \triangle △; \parallel ∥; \odot ⊙; \circ ∘; ^{\circ} °˚; \mathbb{R} ℝ; \sqrt[3] ∛
-"""  # a sign or command, and the characters that are replaced by it
+"""  # each sign or command, followed by the characters that it replaces
 
 
 class _Characters(dict[int, str]):
     """Replacements of characters, derived from Unicode properties for characters that the tables above lack.
 
-    Digits of any script, dashes and blanks become ASCII digits, minus signs and blanks. Invisible characters are
+    Digits of any script, dashes and spaces become ASCII digits, minus signs and spaces. Invisible characters are
     dropped. Compatibility characters (full width, bold, fractions, circled numbers, unit squares) are decomposed.
     Superscripts and subscripts are enclosed in control characters, which `_in_latex` joins.
     """
@@ -47,7 +47,7 @@ class _Characters(dict[int, str]):
             tag, codes = (
                 "",
                 [] if codes else [tag],
-            )  # one code is a duplicate character, several are a letter with accents
+            )  # a single code point is a duplicate character; several are an accented letter
         inner = "".join(chr(int(code, 16)) for code in codes).translate(self)
         if tag == "<fraction>":
             return "\\frac{{{}}}{{{}}}".format(*inner.split("/"))
@@ -59,7 +59,7 @@ _CHARACTERS = _Characters({code: chr(code) for code in range(128)})
 _CHARACTERS |= {0x3B1 + place: f"\\{name} " for place, name in enumerate(_GREEK.split()) if name != "_"}
 for _sign, _others in (line.split() for line in _SIGNS.replace("\n", "").split(";")):
     _CHARACTERS |= {ord(other): f"{_sign} " if re.search(r"\\[a-z]+$", _sign) else _sign for other in _others}
-_PLAIN = re.compile(r"(\$?)([+-]?\d+(?:,\d+)*(?:\.\d+)?)\1", re.ASCII)  # no rewriting changes such a number
+_PLAIN = re.compile(r"(\$?)([+-]?\d+(?:,\d+)*(?:\.\d+)?)\1", re.ASCII)  # normalization does not change such numbers
 _MATH_SIGNS = [pair.split() for pair in (r"$$ $$", "$ $", r"\( \)", r"\[ \]", "** **", "__ __", "` `", "* *")]
 _BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])\s*")
 _INNER = r"[^{}]*(?:\{[^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*\}[^{}]*)*"
@@ -171,7 +171,9 @@ NO_SOLUTION, NO_VALUE = "no solution", "no value"
 
 
 def respelled(text: str) -> str:
-    """The answer without math signs, boxes and marks around it, sizes, thin spaces, unicode signs, a full stop."""
+    """Normalize an answer: remove math delimiters, boxes, markup, sizes, thin spaces and the full stop; convert Unicode
+    signs.
+    """
     plain = _PLAIN.fullmatch(text)
     if plain is not None:
         return plain[2]
@@ -186,19 +188,19 @@ def respelled(text: str) -> str:
 
 
 def unstyled(text: str) -> str:
-    """What is set as text, where that is all there is, and words in quotes without them."""
+    """Remove text commands and quotation marks if they enclose the whole answer."""
     style = STYLE.fullmatch(text)
     plain = text if style is None else style[1].strip()
     return plain[1:-1] if len(plain) > 2 and plain[0] == plain[-1] == "'" else plain
 
 
 def squeezed(text: str) -> str:
-    """Without the blanks beside signs, which mean nothing."""
+    """Remove spaces next to signs, where they have no meaning."""
     return _AROUND_SIGNS.sub("", text)
 
 
 def words_in(text: str) -> str | None:
-    """Plain words (one of four letters at least), in small letters, without the commands that set them as text."""
+    """Return plain words in lower case without text commands, or None. At least one word must have four letters."""
     plain = " ".join(STYLE.sub(r" \1 ", text).split()).strip("\"'“”‘’.")
     for pattern, said in ((_NO_SOLUTION, NO_SOLUTION), (_NO_VALUE, NO_VALUE)):
         if pattern.fullmatch(plain):
@@ -216,7 +218,7 @@ def _in_latex(text: str) -> str:
 
 
 def _stated(text: str) -> str:
-    r"""Return the answer in a sentence, ``42`` for ``\text{Thus the answer is } 42``, and any other text unchanged.
+    r"""Extract the answer from a sentence: ``42`` from ``\text{Thus the answer is } 42``. Other text is unchanged.
 
     The subject must name a quantity (`is_name`), so ``half the answer is 42`` does not state 42.
     """
@@ -232,12 +234,12 @@ def _stated(text: str) -> str:
 
 
 def is_name(words: str) -> bool:
-    """Return whether words may name the quantity that a problem asks for. ``twice the area`` names a different one."""
+    """Return whether words can name the quantity that a problem asks for. ``twice the area`` names a different one."""
     return _OTHER_QUANTITIES.isdisjoint(re.findall(r"[a-z']+", words.casefold()))
 
 
 def _repeating(match: re.Match[str]) -> str:
-    r"""Return a repeating decimal as a fraction: ``0.1\overline{6}``, ``0.1\dot{6}``, ``0.1(6)`` or ``0.1666...``"""
+    r"""Convert a repeating decimal to a fraction: ``0.1\overline{6}``, ``0.1\dot{6}``, ``0.1(6)`` or ``0.1666...``"""
     fixed = match["fixed"] or match["before"] or ""
     period = "".join(match[name] or "" for name in ("line", "first", "middle", "last", "bracket", "again"))
     start = match["whole"] + fixed
@@ -246,7 +248,7 @@ def _repeating(match: re.Match[str]) -> str:
 
 
 def _bare(text: str) -> str:
-    """Without what stands around all of it, however often."""
+    """Strip enclosing delimiters repeatedly."""
     before = None
     while text != before:
         before = text
@@ -280,7 +282,7 @@ def _without_math_signs(text: str) -> str:
 
 
 def _without_trailing(text: str) -> str:
-    """Without full stops and line breaks behind it, unless they are all there is."""
+    """Strip trailing full stops and line breaks, unless nothing else is left."""
     shorter, before = text, ""
     while shorter != before:
         before = shorter

@@ -1,4 +1,4 @@
-r"""What an answer is made of: lists, sets, tuples, intervals with their kind of bracket, relations, words, expressions.
+r"""Parsing of an answer's structure: lists, sets, tuples, intervals with their brackets, relations, words, expressions.
 
 >>> tuple(read_answer(text).kind for text in (r"(1, 2]", r"1 < x \le 2", r"\{1,2\}", "1,2"))
 ('(]', '(]', 'set', 'list')
@@ -32,14 +32,14 @@ from agentrl_envs.grading.units import (
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A text that is not understood."""
+    """Text that could not be parsed."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Plain words in lower case. ``number`` is the number that they name, if any."""
+    """Plain words in lower case. ``number`` is the number that they spell, if any."""
 
     text: str
     number: Fraction | None = None
@@ -47,7 +47,7 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class Numeral:
-    """Digits of a base that is given beside them; its value is not calculated."""
+    """Digits with an explicit base. The value is not computed."""
 
     text: str
     digits: str
@@ -65,7 +65,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """An expression and its unit. ``measured`` is the reading with the last letter as a unit (``5m``), if possible."""
+    """An expression and its unit. ``measured`` is the parse with the last letter as a unit (``5m``), if possible."""
 
     text: str
     tree: Expression
@@ -75,7 +75,10 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Bracketed:
-    """Several answers in one kind of bracket. ``variable``: whose interval it is, where a relation says so."""
+    """Several answers in one kind of bracket.
+
+    ``variable`` is the variable of an interval that was written as a relation.
+    """
 
     text: str
     kind: str
@@ -94,7 +97,7 @@ class Relation:
 
 Answer: TypeAlias = Unread | Words | Numeral | Clock | Leaf | Bracketed | Relation
 
-AND, OR = "\x1f", "\x1e"  # between answers, in place of the words
+AND, OR = "\x1f", "\x1e"  # replace the words between answers
 TO = "\x1d"  # replaces the word "to" in a ratio
 _CONJUNCTION = re.compile(
     r",?\s*\\(?:text|mbox|textrm|mathrm)\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}\s*|,?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])\s*"
@@ -139,7 +142,7 @@ _PYTHON_MATRIX = re.compile(r"(?:Matrix|(?:np\.)?array)\((\[\[.*\]\])\)", re.DOT
 
 @lru_cache(maxsize=4096)
 def read_answer(text: str) -> Answer:
-    """What the text says; `Unread` where it cannot be understood as a whole."""
+    """Parse the whole text. Returns `Unread` if that is not possible."""
     text = respelled(text)
     quantity = _sum_of_quantities(text)
     if quantity is not None:
@@ -149,7 +152,7 @@ def read_answer(text: str) -> Answer:
 
 
 def _list(text: str, *, bracketed: bool = False) -> Answer:
-    """A text that may be several answers side by side. In brackets a comma is no mark of thousands."""
+    """Parse text that may contain several answers. In brackets, a comma is never a thousands separator."""
     if not text:
         return Unread(text)
     if not bracketed and _THOUSANDS.fullmatch(text):
@@ -187,7 +190,10 @@ def _worded(text: str) -> Answer:
 
 
 def _split(text: str, marks: Container[str]) -> tuple[list[str], list[str]]:
-    """The pieces between marks that stand in no bracket, and these marks; nothing where brackets do not balance."""
+    """Split at separators outside of brackets.
+
+    Returns pieces and separators; both are empty if brackets do not balance.
+    """
     pieces: list[str] = []
     found: list[str] = []
     start = depth = 0
@@ -202,7 +208,7 @@ def _split(text: str, marks: Container[str]) -> tuple[list[str], list[str]]:
 
 
 def _related(text: str) -> Answer:
-    """A chain of relations, or one answer."""
+    """Parse a chain of relations, or a single answer."""
     pieces, found = _split(text, _SIGNS)
     signs = [_SIGNS[sign] for sign in found]
     if not signs:
@@ -260,7 +266,7 @@ def _variables(answer: Answer) -> bool:
 
 
 def _interval(text: str, parts: tuple[Answer, ...], signs: list[str]) -> Bracketed | None:
-    """An inequality of a single variable is an interval."""
+    """Convert an inequality of a single variable to an interval."""
     if all(sign in (">", ">=") for sign in signs):
         parts, signs = parts[::-1], [FLIPPED[sign] for sign in reversed(signs)]
     leaves = [part for part in parts if isinstance(part, Leaf)]
@@ -284,7 +290,7 @@ def _is_variable(tree: Expression) -> bool:
 
 
 def _part(text: str) -> Answer:
-    """One answer: brackets and what stands in them, a union, a ratio, two signs, or an expression."""
+    """Parse one answer: a bracket with its content, a union, a ratio, two signs, or an expression."""
     text = text.strip()
     if text in _REALS:
         return Bracketed(text, "()", _LINE)
@@ -345,7 +351,7 @@ def _closes_at_the_end(tokens: Sequence[re.Match[str]]) -> bool:
 
 
 def _with_two_signs(text: str) -> Answer | None:
-    r"""``a \pm b`` is two answers."""
+    r"""Parse ``a \pm b`` as two answers."""
     if _TWO_SIGNS.search(text) is None:
         return None
     upper = _TWO_SIGNS.sub(lambda sign: "+" if sign[1] == "pm" else "-", text)
@@ -409,7 +415,7 @@ def _is_word(text: str) -> bool:
 
 
 def _quantity(text: str) -> Leaf | None:
-    """A number with a unit behind it, or with a word that multiplies it."""
+    """Parse a number with a unit or with a word that scales it."""
     scaled = scaled_by_words(text)
     if scaled is not None:
         number = _leaf(scaled[0].strip())

@@ -34,7 +34,7 @@ _MULTIPLES = _SCALES | {
     "ten": 10, "dozen": 12, "hundred": 100, "grand": 10**3, "lakh": 10**5, "crore": 10**7,
     "mil": 10**6, "mn": 10**6, "mln": 10**6, "bn": 10**9, "bln": 10**9, "tn": 10**12, "万": 10**4, "亿": 10**8,
 }  # fmt: skip
-_SUFFIXES = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}  # upright, directly after the digits
+_SUFFIXES = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}  # only in upright type, directly after the digits
 _PARTS = {"half": 2, "halve": 2, "quarter": 4, "third": 3, "fifth": 5, "eighth": 8, "ninth": 9, "twelfth": 12}
 _SCALED = re.compile(
     r"(?P<rest>.*\d)(?:(?P<suffix>\\(?:text|mathrm)\s*\{[kKMB]\})"
@@ -94,7 +94,7 @@ def _denominator(word: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A known unit with its size in base units, or a counted thing without one (``apples``)."""
+    """A known unit with its size in base units, or a counted thing without a size (``apples``)."""
 
     name: str
     factor: Fraction | None = None
@@ -190,17 +190,20 @@ def split_quantities(text: str) -> tuple[list[tuple[str, Fraction]], Unit] | Non
     return ([(found[place][0], size / sizes[0]) for place, size in enumerate(sizes)], first) if falling else None
 
 
-def conversion(answer: Unit | None, gold: Unit | None) -> Fraction | None:
-    """Return the factor from the gold answer's unit to the answer's: 1 if one has none, None if they do not match."""
-    if answer is None or gold is None or answer.factor is None or gold.factor is None or answer == gold:
+def conversion(answer: Unit | None, reference: Unit | None) -> Fraction | None:
+    """Return the factor from the reference answer's unit to the answer's.
+
+    1 if either has none, None if they do not match.
+    """
+    if answer is None or reference is None or answer.factor is None or reference.factor is None or answer == reference:
         return Fraction(1)
-    bases = {base for unit in (answer, gold) for base, _ in unit.dimension}
+    bases = {base for unit in (answer, reference) for base, _ in unit.dimension}
     if "unit" in bases or bases in (
         {"°", "celsius"},
         {"°", "fahrenheit"},
     ):  # "square units", or degrees without a scale
         return Fraction(1)
-    return gold.factor / answer.factor if answer.dimension == gold.dimension else None
+    return reference.factor / answer.factor if answer.dimension == reference.dimension else None
 
 
 @lru_cache(maxsize=4096)

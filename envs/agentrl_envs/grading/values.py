@@ -1,4 +1,4 @@
-r"""The value of an expression at a point: exact where it is rational and small enough, else to so many digits.
+r"""Evaluation of an expression at a point: exact if the value is rational and short, otherwise to a number of digits.
 
 >>> from agentrl_envs.grading.reader import read_expression
 >>> value_of(read_expression("2^{10} + 1/2"), {}, 40)
@@ -6,8 +6,9 @@ Fraction(2049, 2)
 >>> value_of(read_expression(r"2^{7^{2023}} \bmod 7"), {}, 40)
 Fraction(2, 1)
 
-Everything is bounded before it is calculated: the bits of an exact number, the terms of a sum, the size of an exponent.
-A power modulo is calculated as such. Past the bounds, and where there is no value, it raises `NoValueError`.
+All costs are bounded before they occur: the bits of an exact number, the terms of a sum, the size of an exponent. A
+power modulo an integer is computed without the power. Beyond the bounds, and where an expression is undefined,
+`NoValueError` is raised.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ from mpmath import mp
 
 from agentrl_envs.grading.expressions import Apply, Expression, Number, Symbol
 
-# A Fraction, or an mpmath number where the value is not rational or too large; of an expression also a Matrix of them.
+# A Fraction, or an mpmath number if the value is irrational or too large. An expression may also be a matrix of them.
 Scalar: TypeAlias = Any
 Matrix: TypeAlias = tuple[tuple[Scalar, ...], ...]
 
-_BITS = 1 << 17  # of an exact number
-_LARGEST = 10**15  # argument of a function that mpmath calculates
+_BITS = 1 << 17  # maximum size of an exact number
+_LARGEST = 10**15  # largest argument of a function that mpmath evaluates
 _EXACT_FACTORIAL = 5_000
-_ROOT_DEGREE = 64  # of higher ones the principal root is taken
-_TERMS = 20_000  # of sums and products, over the whole expression
+_ROOT_DEGREE = 64  # for higher degrees the principal root is used
+_TERMS = 20_000  # of all sums and products of an expression together
 _CELLS = 400
 _ONE = Fraction(1)
 
 
 class NoValueError(Exception):
-    """It has no value here, or one that takes too much to calculate."""
+    """The expression is undefined at this point, or too expensive to evaluate."""
 
 
 def value_of(tree: Expression, point: Mapping[str, Fraction], digits: int) -> Scalar | Matrix:
-    """The value with ``point`` for the symbols. Raises `NoValueError`."""
+    """Return the value with ``point`` as values of the symbols. Raises NoValueError."""
     with mp.workdps(digits):
         try:
             return _Evaluation(dict(point)).value(tree)
@@ -52,7 +53,7 @@ def value_of(tree: Expression, point: Mapping[str, Fraction], digits: int) -> Sc
 
 
 def exact_modulo(tree: Expression, modulus: int, value: Callable[[Expression], Scalar]) -> int:
-    """An integer expression modulo an integer; its powers are never built."""
+    """Return an integer expression modulo an integer, without computing its powers."""
     match tree:
         case Apply("+", terms):
             return sum(exact_modulo(term, modulus, value) for term in terms) % modulus
@@ -66,7 +67,7 @@ def exact_modulo(tree: Expression, modulus: int, value: Callable[[Expression], S
 
 
 def _power_modulo(base: int, exponent: Expression, modulus: int, value: Callable[[Expression], Scalar]) -> int:
-    """By Euler's theorem in the form that needs no common factor to be absent: a^n = a^(n mod L + L) for n >= L."""
+    """Apply Euler's theorem in its form for bases with common factors: a^n = a^(n mod L + L) for n >= L."""
     try:
         exact = value(exponent)
         if isinstance(exact, Fraction):
@@ -91,7 +92,7 @@ def _totient(number: int) -> int:
 
 
 class _Evaluation:
-    """One walk over a tree, with its budget."""
+    """One traversal of a tree, with its budget."""
 
     def __init__(self, point: dict[str, Fraction]) -> None:
         self._point = point
@@ -122,7 +123,7 @@ class _Evaluation:
         return _checked(_FUNCTIONS[function](*values))
 
     def _angle(self, tree: Expression) -> Scalar:
-        """Degrees count as such where an angle is meant."""
+        """Convert degrees to radians where an angle is expected."""
         if isinstance(tree, Apply) and tree.function == "degree":
             return approximate(self.value(tree.arguments[0])) * mp.pi / 180
         return self.value(tree)
@@ -151,12 +152,12 @@ class _Evaluation:
 
 
 def approximate(value: Scalar) -> Scalar:
-    """A Fraction as an mpmath number."""
+    """Convert a Fraction to an mpmath number."""
     return mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
 
 def _arithmetic(operation: Callable[[Scalar, Scalar], Scalar]) -> Callable[[Scalar, Scalar], Scalar]:
-    """Exact while both numbers are and the result is short enough."""
+    """Compute exactly if both operands are exact and the result is short enough."""
 
     def calculate(left: Scalar, right: Scalar) -> Scalar:
         if not (isinstance(left, Fraction) and isinstance(right, Fraction)):
@@ -208,7 +209,7 @@ def _integer_power(base: Scalar, exponent: int) -> Scalar:
 
 
 def _root(value: Scalar, degree: Scalar) -> Scalar:
-    """Of odd degree the real one."""
+    """Return the real root for odd degrees."""
     if not isinstance(degree, Fraction) or degree.denominator != 1 or not 0 < degree <= _ROOT_DEGREE:
         return _power(value, _over(degree))
     number = int(degree)
@@ -300,13 +301,13 @@ def _checked(value: Scalar) -> Scalar:
 
 
 def _unknown(name: str, values: Sequence[Scalar]) -> Scalar:
-    """A function that nobody knows has some value, the same for the same arguments."""
+    """Return a pseudo-random value of an unknown function, equal for equal arguments."""
     said = name + ",".join(str(value) if isinstance(value, Fraction) else mp.nstr(value, 20) for value in values)
     return random_number(said)
 
 
 def random_number(name: str) -> Fraction:
-    """A number between 0.4 and 1.7 that is always the same for a name, and no other name's."""
+    """Return a number between 0.4 and 1.7 that is determined by the name."""
     drawn = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest())
     return Fraction(4_001 + drawn % 12_007, 9_973)
 

@@ -1,11 +1,11 @@
 """The grading process: ``python -m agentrl_envs.grading.worker DEADLINE START_DEADLINE HANG_DEADLINE MEMORY_MB``.
 
-Writes ``{"ready": true}`` to stdout, then reads JSON objects from stdin, one per line
-(``{"gold": ..., "answer": ...}``; ``null`` as the answer checks the gold answer), and answers each with
-``{"verdict": ...}``. It exits at the end of stdin, so it does not outlive its parent.
+Writes ``{"ready": true}`` to stdout. Then reads JSON objects from stdin, one per line (``{"reference": ..., "answer":
+...}``; a ``null`` answer checks the reference answer), and responds to each with ``{"verdict": ...}``. It exits at the
+end of stdin, so it does not outlive its parent.
 
-Its deadlines are CPU seconds, so that no verdict depends on the load of the machine. Past a deadline the kernel ends
-the process with SIGPROF, even inside C code, and the parent sees this in the exit status. A wall-clock alarm ends a
+Its deadlines are CPU seconds, so that no verdict depends on the load of the machine. At a deadline the kernel ends the
+process with SIGPROF, even inside C code, and the parent reads this from the exit status. A wall-clock alarm ends a
 process that hangs without a parent to kill it. math-verify's own timeouts (SIGALRM handlers) are disabled.
 """
 
@@ -20,7 +20,7 @@ import sys
 import warnings
 from typing import TextIO
 
-_GRACE_SECONDS = 2.0  # by the clock the parent's deadline comes first
+_GRACE_SECONDS = 2.0  # the parent's wall-clock deadline comes first
 
 
 def main(deadline: float, start_deadline: float, hang_deadline: float, memory_mb: int) -> None:
@@ -31,11 +31,11 @@ def main(deadline: float, start_deadline: float, hang_deadline: float, memory_mb
     replies = _private_stdout()
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    from agentrl_envs.grading.comparison import (  # slow: within the start's deadline
-        check_gold,
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
+    from agentrl_envs.grading.comparison import (  # slow imports, within the deadline of the start
+        check_reference,
         compare,
-        read_gold,
+        read_reference,
     )
 
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
@@ -44,27 +44,27 @@ def main(deadline: float, start_deadline: float, hang_deadline: float, memory_mb
     _reply(replies, {"ready": True})
     for line in sys.stdin:
         request = json.loads(line)
-        gold, answer = request["gold"], request["answer"]
+        reference, answer = request["reference"], request["answer"]
         signal.setitimer(signal.ITIMER_REAL, hang_deadline + _GRACE_SECONDS)
         _allow(deadline)
         if answer is None:
-            verdict = check_gold(gold)
+            verdict = check_reference(reference)
         else:
-            read_gold(gold)
+            read_reference(reference)
             _allow(deadline)
-            verdict = compare(answer, gold)
+            verdict = compare(answer, reference)
         _allow(0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _reply(replies, {"verdict": verdict.value})
 
 
 def _allow(seconds: float) -> None:
-    """Limit the CPU time from now on; 0: no limit."""
+    """Limit the CPU time from now on. 0 removes the limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _private_stdout() -> TextIO:
-    """The pipe to the parent; whatever libraries print goes to stderr."""
+    """Return the pipe to the parent, and redirect stdout to stderr, so that libraries cannot write into the pipe."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return replies

@@ -1,4 +1,10 @@
-"""How a conversation is written in text: what a Protocol has to say."""
+"""The interface of a text protocol, and what protocols share: results, boxed answers and fenced programs.
+
+A fence is three backticks at the start of a line, after up to three spaces as in CommonMark. An opening fence may be
+bare or contain ``py``, ``python`` or ``python3`` in any case, with spaces or a CR before the end of the line. With one
+of these words it may also follow other text in a line (``Code: ```python``). Backticks inside a line of the program do
+not close it. Blocks in other languages are skipped.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from agentrl_sandbox.client import Execution, Outcome
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolRequest:
-    """A call of a tool that exists, with arguments that it takes."""
+    """A call of an existing tool with valid arguments."""
 
     name: str
     arguments: Mapping[str, object]
@@ -22,17 +28,17 @@ class ToolRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MalformedCall:
-    """An attempt at a call that cannot be made. The model is shown ``message`` in the place of a result."""
+    """A call that cannot be executed. The model reads ``message`` in place of a result."""
 
     message: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedTurn:
-    """What stands in one turn of the model.
+    """The content of one model turn.
 
-    ``program`` is the code to run, ``answer`` the answer in the model's own words (outside programs); None if absent.
-    ``calls`` are the other calls of a turn without program, in order.
+    ``program`` is the code to run. ``answer`` is the answer in the model's text, outside programs. Both are None if
+    absent. ``calls`` are the tool calls of a turn without a program, in order.
     """
 
     program: str | None
@@ -41,48 +47,48 @@ class ParsedTurn:
 
 
 class Protocol(typing.Protocol):
-    """Pure functions between text and meaning; holds no state of a conversation."""
+    """Pure functions between text and its meaning, without state."""
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Strings at which an engine stops generating."""
+        """Strings at which the engine stops generating."""
         ...
 
     @property
     def empty_turn(self) -> Ended:
-        """How an episode ends by a turn with neither call nor answer."""
+        """How an episode ends after a turn with neither a call nor an answer."""
         ...
 
     def message(self, statement: str) -> str:
-        """What a user who poses the problem says."""
+        """Return the user message that poses the problem."""
         ...
 
     def prompt(self, problem: Problem) -> str:
-        """The text before the model's first turn."""
+        """Return the text before the model's first turn."""
         ...
 
     def turn_complete(self, text: str) -> bool:
-        """Whether the text of a turn is a whole turn; once True, it stays True whatever is appended."""
+        """Return whether the text is a complete turn. Once True, it stays True when text is appended."""
         ...
 
     def parse(self, text: str) -> ParsedTurn:
-        """The program, the other calls and the answer in a turn's text."""
+        """Return the program, the other calls and the answer in a turn's text."""
         ...
 
     def runnable(self, problem: Problem, program: str) -> str:
-        """The source that the sandbox runs for this program."""
+        """Return the source code that the sandbox runs for a program."""
         ...
 
     def printed_answer(self, stdout: str) -> str | None:
-        """The answer that a program gave while it ran, if any, by what it printed."""
+        """Return the answer in a program's output, or None."""
         ...
 
     def result(self, execution: Execution) -> str:
-        """What is shown of a program's output, or of what went wrong."""
+        """Return the part of a program's result that the model reads: its output or the error."""
         ...
 
     def observation(self, text: str, results: Sequence[str]) -> str:
-        """What the model reads after the turn ``text``: the results of its program or its calls, one or more."""
+        """Return the text that follows the turn ``text``, with the results of its program or its calls."""
         ...
 
 
@@ -95,13 +101,13 @@ _NOTES = {
 _CUT = "\n[... output cut ...]\n"
 
 
-def shown(execution: Execution, limit: int) -> str:
-    """The output, or what went wrong: the last line of stderr, or a note where a limit ended the program."""
+def result_text(execution: Execution, limit: int) -> str:
+    """Return the output or the error: a note if a limit ended the program, else the last line of stderr."""
     return clip(_NOTES.get(execution.outcome) or _last_line(execution.stderr) or execution.stdout.strip("\r\n"), limit)
 
 
 def clip(output: str, limit: int) -> str:
-    """``output``, or of a longer one its first and its last half of ``limit`` characters."""
+    """Return ``output``, or its first and last ``limit / 2`` characters if it is longer than ``limit``."""
     if len(output) <= limit:
         return output
     head = limit // 2
@@ -109,7 +115,7 @@ def clip(output: str, limit: int) -> str:
 
 
 def with_setup(setup: str, program: str) -> str:
-    """The problem's setup and the program in one module."""
+    """Return the setup and the program as one module."""
     return "\n".join(part for part in (setup, program) if part)
 
 
@@ -119,31 +125,34 @@ def _last_line(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextAnswerProtocol:
-    """``observation_limit``: characters of a program's output that the model is shown."""
+    """Base class of protocols whose answers are in the model's text. A program's output is never an answer.
+
+    ``observation_limit`` is the number of characters of a program's output that the model reads.
+    """
 
     instruction: str
     observation_limit: int
 
     @property
     def empty_turn(self) -> Ended:
-        """An ordinary end, worth nothing."""
+        """An ordinary end with reward 0."""
         return Ended.STOPPED
 
     def runnable(self, problem: Problem, program: str) -> str:
-        """The problem's setup and the program."""
+        """Return the problem's setup and the program."""
         return with_setup(problem.setup, program)
 
     def printed_answer(self, stdout: str) -> str | None:
-        """None: what a program prints is no answer."""
+        """Return None: a program's output is never an answer."""
         return None
 
     def result(self, execution: Execution) -> str:
-        """The output, or what went wrong, cut to ``observation_limit`` characters."""
-        return shown(execution, self.observation_limit)
+        """Return the output or the error, shortened to ``observation_limit`` characters."""
+        return result_text(execution, self.observation_limit)
 
 
 def malformed(message: str) -> ParsedTurn:
-    """A turn that is one call which cannot be made."""
+    """Return a turn with a single malformed call."""
     return ParsedTurn(program=None, answer=None, calls=(MalformedCall(message=message),))
 
 
@@ -151,13 +160,19 @@ _TOKEN = re.compile(r"(?P<boxed>\\boxed[ \t]*\{)|\\.|(?P<open>\{)|(?P<close>\})"
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The stripped content of the ``\boxed{...}`` that opens last among those that close, or None.
+    r"""Return the content of the last complete ``\boxed{...}``, or None.
 
-    Escaped braces (``\{``, ``\}``) do not count, a box whose braces do not balance is no answer, and neither is an
-    empty one (a model that repeats the instruction writes ``\boxed{}``). One pass: linear in the length of the text.
+    Of several complete boxes, the one that opens last counts. Escaped braces (``\{``, ``\}``) are text. A box with
+    unbalanced braces is no answer, and neither is an empty one: a model that repeats the instruction writes
+    ``\boxed{}``. Takes linear time.
+
+    >>> last_boxed(r"So \boxed{4}, no: \boxed{\frac{1}{2}}.")
+    '\\frac{1}{2}'
+    >>> last_boxed(r"an open \boxed{4 has no answer") is None
+    True
     """
-    open_boxes: list[int | None] = []  # per open brace: where the content starts if the brace is a box's
-    found: tuple[int, int] | None = None
+    open_boxes: list[int | None] = []  # for each open brace: start of its content if it is a box, else None
+    last: tuple[int, int] | None = None
     for token in _TOKEN.finditer(text):
         if token["boxed"]:
             open_boxes.append(token.end())
@@ -165,9 +180,9 @@ def last_boxed(text: str) -> str | None:
             open_boxes.append(None)
         elif token["close"] and open_boxes:
             start = open_boxes.pop()
-            if start is not None and (found is None or start > found[0]) and text[start : token.start()].strip():
-                found = (start, token.start())
-    return None if found is None else text[found[0] : found[1]].strip()
+            if start is not None and (last is None or start > last[0]) and text[start : token.start()].strip():
+                last = (start, token.start())
+    return None if last is None else text[last[0] : last[1]].strip()
 
 
 _WORDS = frozenset({"py", "python", "python3"})
@@ -180,7 +195,7 @@ _FOREIGN_CLOSING = re.compile(r"^ {0,3}```[ \t]*\r?$", re.MULTILINE)
 
 
 class Block(NamedTuple):
-    """A Python block: where its opening fence starts and, if it is closed, its program and where that fence ends."""
+    """A Python block: start of its opening fence, its program if it is closed, and end of its closing fence."""
 
     start: int
     program: str | None
@@ -188,7 +203,10 @@ class Block(NamedTuple):
 
 
 def python_blocks(text: str, *, bare: bool = True) -> Iterator[Block]:
-    """The Python blocks in order; the last one may be open. ``bare``: a fence without a word opens one too."""
+    """Yield the Python blocks in order; the last one may be open.
+
+    With ``bare``, a fence without a language opens one too.
+    """
     words = _WORDS | {""} if bare else _WORDS
     position = 0
     while (opening := _OPENING.search(text, position)) is not None:
@@ -208,11 +226,11 @@ def python_blocks(text: str, *, bare: bool = True) -> Iterator[Block]:
 
 
 def first_python_block(text: str) -> Block | None:
-    """The first Python block, open or closed."""
+    """Return the first Python block, open or closed, or None."""
     return next(python_blocks(text), None)
 
 
 def _source(body: str, indent: str) -> str:
-    """The program with LF line ends and without the blanks that its fence was indented by."""
+    """Return the program with LF line ends, without the indentation of its fence."""
     body = body.replace("\r\n", "\n")
     return re.sub(rf"^ {{1,{len(indent)}}}", "", body, flags=re.MULTILINE) if indent else body

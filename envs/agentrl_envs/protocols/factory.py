@@ -1,4 +1,4 @@
-"""The protocol that an environment's settings name."""
+"""Creation of the protocol that the settings name, as plain text or in the model's chat template."""
 
 from __future__ import annotations
 
@@ -21,53 +21,58 @@ from agentrl_sandbox.client import Execution
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatProtocol:
-    """The protocol ``text`` between the marks of ``chat``; calls, programs and answers are those of ``text``."""
+    """A text protocol inside a model's chat template.
+
+    The problem is a user message. If the model's turn ends at a stop string, the program's output continues the model's
+    own message, as the protocol writes it. If the model has ended its message itself, or a token limit cut it, the
+    output is a user message.
+    """
 
     text: Protocol
     chat: ChatFormat
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Those of the text."""
+        """Stop strings of the text protocol."""
         return self.text.stop
 
     @property
     def empty_turn(self) -> Ended:
-        """That of the text."""
+        """How an empty turn ends under the text protocol."""
         return self.text.empty_turn
 
     def message(self, statement: str) -> str:
-        """What a user says, without the template's marks."""
+        """Return the user message without template marks."""
         return self.text.message(statement)
 
     def prompt(self, problem: Problem) -> str:
-        """The problem's messages with their roles, up to where the model's message begins."""
+        """Return the problem's messages up to the start of the model's message."""
         return self.chat.prompt(problem, self.text.message)
 
     def turn_complete(self, text: str) -> bool:
-        """As in the text."""
+        """Return whether the turn is complete under the text protocol."""
         return self.text.turn_complete(text)
 
     def parse(self, text: str) -> ParsedTurn:
-        """As in the text; thoughts are text like any other."""
+        """Parse the turn with the text protocol. Reasoning is not removed."""
         return self.text.parse(text)
 
     def runnable(self, problem: Problem, program: str) -> str:
-        """As in the text."""
+        """Return the source code that the sandbox runs."""
         return self.text.runnable(problem, program)
 
     def printed_answer(self, stdout: str) -> str | None:
-        """As in the text."""
+        """Return the answer in a program's output, or None."""
         return self.text.printed_answer(stdout)
 
     def result(self, execution: Execution) -> str:
-        """As in the text."""
+        """Return the result that the model reads."""
         return self.text.result(execution)
 
     def observation(self, text: str, results: Sequence[str]) -> str:
-        """Plain text where the model's message goes on, else a user's message."""
-        shown = self.text.observation(text, results)
-        return shown if self.text.turn_complete(text) else self.chat.reply(shown.strip())
+        """Return plain text if the model's message continues, otherwise a user message."""
+        result = self.text.observation(text, results)
+        return result if self.text.turn_complete(text) else self.chat.reply(result.strip())
 
 
 TITLES: Mapping[str, str] = {"simpletir": "SimpleTIR", "retool": "ReTool", "torl": "ToRL", "hermes": "Hermes"}
@@ -78,22 +83,25 @@ ProtocolFactory = Callable[[SimpleTIRSettings, ChatFormat | None, ToolSet], Prot
 def make_protocol(
     settings: SimpleTIRSettings, *, chat: ChatFormat | None = None, tools: ToolSet = NO_TOOLS
 ) -> Protocol:
-    """Raises `EpisodeUsageError` where the protocol needs a chat template and there is none, and `PluginError`."""
+    """Create the protocol ``settings.protocol``.
+
+    Raises EpisodeUsageError if it needs a chat template and ``chat`` is missing, and PluginError for an invalid name.
+    """
     factory: ProtocolFactory = PROTOCOLS[settings.protocol]
     return factory(settings, chat, tools)
 
 
 def in_chat(protocol: Protocol, settings: SimpleTIRSettings | ReasoningSettings, chat: ChatFormat | None) -> Protocol:
-    """A protocol that is text, as ``settings.chat`` says: by itself or in the template ``chat``."""
+    """Return a text protocol as plain text or in the template ``chat``, according to ``settings.chat``."""
     if settings.chat != "always":
         return protocol
     if chat is None:
-        raise EpisodeUsageError("environment.chat=always needs chat=, the template of the model that plays")
+        raise EpisodeUsageError("environment.chat=always needs chat=, the chat template of the policy")
     return ChatProtocol(text=protocol, chat=chat)
 
 
 def simpletir(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:
-    """SimpleTIR: fenced programs, boxed answers."""
+    """SimpleTIR: fenced programs and boxed answers."""
     text = SimpleTIRProtocol(instruction=settings.preamble, observation_limit=settings.observation_limit)
     return in_chat(text, settings, chat)
 
@@ -116,7 +124,7 @@ def hermes(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet)
     if plain:
         chat = plain_format([schema.as_function() for schema in tools.schemas], system=settings.system_prompt)
     if chat is None:
-        raise EpisodeUsageError("protocol hermes needs chat=, the template of the model that plays")
+        raise EpisodeUsageError("protocol hermes needs chat=, the chat template of the policy")
     return (PlainCalls if plain else HermesProtocol)(
         instruction=settings.effective_instruction,
         observation_limit=settings.observation_limit,

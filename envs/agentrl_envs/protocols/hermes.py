@@ -1,16 +1,15 @@
 r"""Tool calls in the model's own chat template.
 
 The model writes one call or several in its family's format (`agentrl_envs.tool_call_formats`) and ends its turn itself,
-with the template's end of turn. The responses come back in the order of the calls, as the template renders
-messages of the role ``tool``, up to where the next turn begins. A turn without a call is the last one; the last
-``\boxed{...}`` in it is the answer.
+with the template's end of turn. The responses follow in the order of the calls, as the template renders messages of the
+role ``tool``. A turn without a call is the last one, and the last ``\boxed{...}`` in it is the answer.
 
-**Thinking.** What stands before the last ``</think>`` is neither call nor answer, and so is what follows a ``<think>``
-that is never closed, be it the model's or the template's. It stays in the conversation, whatever the template would do
-with it later.
+**Reasoning.** Text before the last ``</think>`` is neither call nor answer, and neither is text after an unclosed
+``<think>``, whether the model or the template wrote it. It stays in the conversation, even if the template would remove
+it from later turns.
 
-**Malformed** is a call that is not closed, cannot be read, has no name or no arguments, names no tool that exists, or
-whose arguments the tool does not take. It gets a response that says so; the other calls of the turn are made.
+**Malformed calls.** A call is malformed if it is not closed, cannot be parsed, lacks a name or arguments, names no
+existing tool, or has invalid arguments. Its response is an error message; the other calls of the turn are executed.
 """
 
 from __future__ import annotations
@@ -32,7 +31,10 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HermesProtocol(TextAnswerProtocol):
-    """Tool calls in a chat template. Of one turn ``max_calls`` calls are answered; the rest get one error."""
+    """Tool calls in a chat template.
+
+    A turn's first ``max_calls`` calls are executed; the rest get one error message.
+    """
 
     chat: ChatFormat
     tools: ToolSet
@@ -40,55 +42,55 @@ class HermesProtocol(TextAnswerProtocol):
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """None: the model ends its turns itself, after one call or several."""
+        """No stop strings: the model ends its turn itself, after any number of calls."""
         return ()
 
     def message(self, statement: str) -> str:
-        """Instruction and statement; the tools stand where the template puts them."""
+        """Return instruction and statement. The template writes the tools."""
         return "\n\n".join(part for part in (self.instruction, statement) if part)
 
     def prompt(self, problem: Problem) -> str:
-        """The problem's messages, of which the one that poses it begins with the instruction."""
+        """Return the problem's messages, with the instruction in the last user message."""
         return self.chat.prompt(problem, self.message)
 
     def turn_complete(self, text: str) -> bool:
-        """False: no text ends a turn."""
+        """Return False: no text ends a turn."""
         return False
 
     def parse(self, text: str) -> ParsedTurn:
-        """The calls; where there are none, the answer."""
-        said = self._said(text)
-        calls = [self._request(found) for found in self._found(said)]
+        """Return the calls, or the answer if there are none."""
+        visible = self._visible(text)
+        calls = [self._request(call) for call in self._attempts(visible)]
         if len(calls) > self.max_calls:
             calls[self.max_calls :] = [_error(f"more than {self.max_calls} calls in one turn; these were not made")]
-        return ParsedTurn(program=None, answer=None if calls else last_boxed(said), calls=tuple(calls))
+        return ParsedTurn(program=None, answer=None if calls else last_boxed(visible), calls=tuple(calls))
 
     def observation(self, text: str, results: Sequence[str]) -> str:
-        """The responses in the template's marks; what they say is plain text, whatever it looks like."""
-        return self.chat.responses(results, [found.id for found in self._found(self._said(text))])
+        """Return the responses between template marks. Their content is encoded as plain text."""
+        return self.chat.responses(results, [call.id for call in self._attempts(self._visible(text))])
 
     def reply(self, text: str) -> str:
-        """What an environment says to a turn without a call: a user's message."""
+        """Return an environment's response to a turn without a call, as a user message."""
         return self.chat.reply(text)
 
-    def _said(self, text: str) -> str:
+    def _visible(self, text: str) -> str:
         return after_thinking(text, opened=self.chat.opens_thoughts)
 
-    def _found(self, said: str) -> list[ParsedCall]:
-        return self.chat.calls.find(said, self._parameters)
+    def _attempts(self, visible: str) -> list[ParsedCall]:
+        return self.chat.calls.find(visible, self._parameters)
 
     def _parameters(self, name: str) -> Mapping[str, object] | None:
         schema = self.tools.schema(name)
         return None if schema is None else schema.parameters
 
-    def _request(self, found: ParsedCall) -> ToolRequest | MalformedCall:
-        if found.error:
-            return _error(found.error)
-        schema = self.tools.schema(found.name)
+    def _request(self, call: ParsedCall) -> ToolRequest | MalformedCall:
+        if call.error:
+            return _error(call.error)
+        schema = self.tools.schema(call.name)
         if schema is None:
             known = ", ".join(tool.name for tool in self.tools.schemas)
-            return _error(f"there is no tool {found.name[:64]!r}; there are: {known}")
-        arguments = found.arguments
+            return _error(f"there is no tool {call.name[:64]!r}; there are: {known}")
+        arguments = call.arguments
         if not isinstance(arguments, dict):
             return _error(f'the call of {schema.name} needs "{self.chat.calls.key}", a JSON object')
         if _LONE_SURROGATE.search(json.dumps(arguments, ensure_ascii=False)):
@@ -98,26 +100,26 @@ class HermesProtocol(TextAnswerProtocol):
 
 
 class PlainCalls(HermesProtocol):
-    """Calls in plain text: a turn ends with its first call."""
+    """Tool calls in plain text. A turn ends with its first call."""
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """The end of a call."""
+        """The closing tag of a call."""
         return (_PLAIN_END,)
 
     def turn_complete(self, text: str) -> bool:
-        """True once a call is closed."""
+        """Return whether a call is closed."""
         return _PLAIN_END in text
 
     def parse(self, text: str) -> ParsedTurn:
-        """The first call; what an engine sampled past it is none."""
+        """Return the first call. Text that the engine sampled after it is ignored."""
         return super().parse(text[: text.index(_PLAIN_END) + len(_PLAIN_END)] if self.turn_complete(text) else text)
 
 
 def after_thinking(text: str, *, opened: bool) -> str:
-    """What is said; ``opened``: the template has begun the thoughts, so without an end everything is thought."""
-    _, closed, said = text.rpartition("</think>")
-    return "" if opened and not closed else said.partition("<think>")[0]
+    """Return the text outside of reasoning. ``opened`` is true if the template has written the opening ``<think>``."""
+    _, closed, visible = text.rpartition("</think>")
+    return "" if opened and not closed else visible.partition("<think>")[0]
 
 
 def _error(reason: str) -> MalformedCall:

@@ -1,12 +1,12 @@
 r"""The ReTool protocol: ``<code>`` around a fenced program, ``<interpreter>`` around its output, ``<answer>`` last.
 
-A turn is over at ``</code>`` or ``</answer>``, whichever comes first; what an engine sampled past it is in no program
-and in no answer. Between ``<code>`` and ``</code>`` stands a fence that says ``py``, ``python`` or ``python3``, and the
-program up to the last fence before ``</code>``. The answer is the last ``\boxed{...}`` between ``<answer>`` and
-``</answer>``; of a turn that ends by end of sequence without either tag, the last one in it.
+A turn ends at the first ``</code>`` or ``</answer>``. Text that the engine sampled after it is ignored. ``<code>``
+contains a fence with ``py``, ``python`` or ``python3``; the program ends at the last fence before ``</code>``. The
+answer is the last ``\boxed{...}`` between ``<answer>`` and ``</answer>``, or the last one in a turn that ends without
+either tag.
 
-**Malformed** is ``</code>`` without ``<code>`` before it, a ``<code>`` that is still open at the turn's end, and one
-without a closed fence in it, or with an empty one. The model then reads what was wrong, in the place of the output.
+**Malformed turns.** A turn is malformed if ``</code>`` has no ``<code>`` before it, if ``<code>`` is not closed, or if
+it contains no closed fence or an empty one. The model then reads an error message in place of the output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EMPTY = "CallError: the ```python block is empty"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReToolProtocol(TextAnswerProtocol):
-    """ReTool as text.
+    """ReTool as plain text.
 
     >>> protocol = ReToolProtocol(instruction="", observation_limit=512)
     >>> turn = "<code>\\n```python\\nprint(2+3)\\n```\\n</code>"
@@ -40,23 +40,23 @@ class ReToolProtocol(TextAnswerProtocol):
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """The ends of a program and of an answer."""
+        """The closing tags of a program and of an answer."""
         return (_CLOSE_CODE, _CLOSE_ANSWER)
 
     def message(self, statement: str) -> str:
-        """The instruction, the statement, and the form of the answer; without instruction the statement alone."""
+        """Return instruction, statement and form of the answer. Without an instruction, return the statement alone."""
         return f"{self.instruction}\n\nProblem:\n{statement}{_FORM}" if self.instruction else statement
 
     def prompt(self, problem: Problem) -> str:
-        """The message, ended by an empty line if it has an instruction."""
+        """Return the message, followed by an empty line if it has an instruction."""
         return self.message(problem.statement) + ("\n\n" if self.instruction else "\n")
 
     def turn_complete(self, text: str) -> bool:
-        """True once a program or an answer is closed, opened or not."""
+        """Return whether a closing tag is present, opened or not."""
         return _END.search(text) is not None
 
     def parse(self, text: str) -> ParsedTurn:
-        """What stands before the first closing tag: a program, an answer, or what is malformed."""
+        """Parse the text before the first closing tag: a program, an answer, or a malformed call."""
         end = _END.search(text)
         before = text if end is None else text[: end.start()]
         opened = before.rfind("<code>")
@@ -73,5 +73,5 @@ class ReToolProtocol(TextAnswerProtocol):
         return ParsedTurn(program=program, answer=None) if program.strip() else malformed(_EMPTY)
 
     def observation(self, text: str, results: Sequence[str]) -> str:
-        """The result between its tags, as it was printed: a printed ``</interpreter>`` is text like any other."""
+        """Return the result between its tags, unescaped: a printed ``</interpreter>`` stays as it is."""
         return f"\n\n<interpreter>\n{' '.join(results)}\n</interpreter>\n\n"

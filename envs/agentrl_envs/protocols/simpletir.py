@@ -1,14 +1,14 @@
 r"""The SimpleTIR protocol: Python in fenced blocks, output after ``Code execution result: ``, answers boxed.
 
-**Fences.** Those of `agentrl_envs.protocols.base`, bare ones too. The first Python block that is closed is the
-turn's program. Blocks in other languages are the model's own text.
+**Fences.** Fences follow `agentrl_envs.protocols.base`, bare ones included. The first closed Python block is the turn's
+program. Blocks in other languages are text.
 
-**The turn's end.** The turn is over at the first closed fence; what an engine sampled past it is in no program and in
-no answer. A turn without a program ends at the end of sequence (or a token limit), which is the driver's to see.
+**End of a turn.** A turn ends at the first closed fence. Text that the engine sampled after it is ignored. A turn
+without a program ends at the end of sequence or at a token limit, which the driver handles.
 
-**Whose answer counts.** The program of a turn runs even when the model's own text already boxes an answer. If the
-program prints a complete ``\boxed{...}`` (`final_answer` does), that one counts: it was computed, and it is the last
-in the conversation, which is what published graders read. Otherwise the text's counts.
+**Which answer counts.** A turn's program runs even if the model's text already contains a boxed answer. A complete
+``\boxed{...}`` that the program prints (`final_answer` does) takes precedence: it was computed, and it is the last one
+in the conversation, which published graders read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl_envs.protocols.base import ParsedTurn, first_python_block, last_boxed, shown, with_setup
+from agentrl_envs.protocols.base import ParsedTurn, first_python_block, last_boxed, result_text, with_setup
 from agentrl_envs.types import Ended, Problem
 from agentrl_sandbox.client import Execution
 
@@ -25,7 +25,9 @@ _FINAL_ANSWER = 'def final_answer(answer):\n    print("\\\\boxed{" + str(answer)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimpleTIRProtocol:
-    """SimpleTIR as text. ``instruction`` stands before the statement; observations keep ``observation_limit`` chars.
+    """SimpleTIR as plain text.
+
+    ``instruction`` precedes the statement; outputs are cut to ``observation_limit`` characters.
 
     >>> protocol = SimpleTIRProtocol(instruction="", observation_limit=512)
     >>> protocol.turn_complete("Let me see.\\n```py"), protocol.turn_complete("```py\\nprint(1)\\n```")
@@ -39,29 +41,32 @@ class SimpleTIRProtocol:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """A fence at a line's start, after up to three blanks: a turn that opens with its fence is not interrupted."""
+        """A fence at the start of a line, after up to three spaces.
+
+        The newline is part of the string, so a turn that starts with its opening fence does not stop there.
+        """
         return ("\n```", "\n ```", "\n  ```", "\n   ```")
 
     @property
     def empty_turn(self) -> Ended:
-        """A void turn, whose trajectory is dropped."""
+        """A void turn, whose rollout is dropped."""
         return Ended.VOID_TURN
 
     def message(self, statement: str) -> str:
-        """The instruction, an empty line and the statement."""
+        """Return the instruction, an empty line and the statement."""
         return "\n\n".join(part for part in (self.instruction, statement) if part)
 
     def prompt(self, problem: Problem) -> str:
-        """The message, ended by a newline."""
+        """Return the message, followed by a newline."""
         return self.message(problem.statement) + "\n"
 
     def turn_complete(self, text: str) -> bool:
-        """True once a Python block is closed."""
+        """Return whether a Python block is closed."""
         block = first_python_block(text)
         return block is not None and block.program is not None
 
     def parse(self, text: str) -> ParsedTurn:
-        """The first closed program (None if it is blank) and the last boxed answer before it."""
+        """Return the first closed program (None if it is blank) and the last boxed answer before it."""
         block = first_python_block(text)
         if block is None:
             return ParsedTurn(program=None, answer=last_boxed(text))
@@ -69,20 +74,20 @@ class SimpleTIRProtocol:
         return ParsedTurn(program=program, answer=last_boxed(text[: block.start]))
 
     def runnable(self, problem: Problem, program: str) -> str:
-        """`final_answer`, the problem's setup and the program, one after the other in one module.
+        """Return `final_answer`, the problem's setup and the program as one module.
 
-        So a program's ``from __future__`` import is a syntax error, which the model is shown like any other.
+        A ``from __future__`` import in the program is therefore a syntax error, which the model reads like any other.
         """
         return with_setup(_FINAL_ANSWER, with_setup(problem.setup, program))
 
     def printed_answer(self, stdout: str) -> str | None:
-        r"""The last complete ``\boxed{...}``, however the program ended afterwards."""
+        r"""Return the last complete ``\boxed{...}`` in the output, even if the program failed afterwards."""
         return last_boxed(stdout)
 
     def result(self, execution: Execution) -> str:
-        """The output, or what went wrong, cut to ``observation_limit`` characters."""
-        return shown(execution, self.observation_limit)
+        """Return the output or the error, shortened to ``observation_limit`` characters."""
+        return result_text(execution, self.observation_limit)
 
     def observation(self, text: str, results: Sequence[str]) -> str:
-        """The one result of the turn's program."""
+        """Return the result of the turn's program."""
         return f"\nCode execution result: {' '.join(results)}\n"

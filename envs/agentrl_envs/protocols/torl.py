@@ -1,12 +1,12 @@
-r"""The ToRL protocol: a fenced program, then the model opens an ``output`` fence, which is filled and closed for it.
+r"""The ToRL protocol: a fenced program, followed by an ``output`` fence that the model opens and the environment fills.
 
-A turn is over at ``` ```output ```. The program is the last closed Python block before it; the fence must say
-``py``, ``python`` or ``python3``. What an engine sampled past the word is in no program and in no answer. A turn that
-ends by end of sequence calls nothing: the last ``\boxed{...}`` outside its programs is its answer.
+A turn ends at ``` ```output ```, and text that the engine sampled after it is ignored. The program is the last closed
+Python block before it; its fence must contain ``py``, ``python`` or ``python3``. In a turn that ends with the end of
+sequence, the last ``\boxed{...}`` outside its programs is the answer.
 
-**Malformed** is an ``output`` fence without a program before it, a program whose fence is still open at the turn's
-end, and a closed program whose turn ends with neither an ``output`` fence nor an answer. The model then reads what was
-wrong, in the fence where a result would stand.
+**Malformed turns.** A turn is malformed if it has an ``output`` fence without a program before it, if a program's fence
+is not closed, or if a closed program is followed by neither an ``output`` fence nor an answer. The model then reads an
+error message in place of the output.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NOT_RUN = "CallError: the program was not run: write ```output on the line afte
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToRLProtocol(TextAnswerProtocol):
-    """ToRL as text: a dialogue of user and assistant, written without a chat template.
+    """ToRL as plain text: a dialogue of user and assistant without a chat template.
 
     >>> protocol = ToRLProtocol(instruction="", observation_limit=512)
     >>> turn = "```python\\nprint(2+3)\\n```\\n```output"
@@ -36,27 +36,27 @@ class ToRLProtocol(TextAnswerProtocol):
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """The opening of the fence in which the output is to stand."""
+        """The opening fence of the output."""
         return (_OUTPUT,)
 
     def message(self, statement: str) -> str:
-        """The instruction and the statement, without the names of a dialogue."""
+        """Return instruction and statement, without the names of the dialogue."""
         return "\n\n".join(part for part in (self.instruction, statement) if part)
 
     def prompt(self, problem: Problem) -> str:
-        """The instruction, the statement as the user's words, and the beginning of the assistant's."""
+        """Return the instruction, the statement as the user's message, and the start of the assistant's message."""
         return "\n".join(part for part in (self.instruction, f"User: {problem.statement}", "Assistant:") if part)
 
     def turn_complete(self, text: str) -> bool:
-        """True once an ``output`` fence is opened, be there a program or not."""
+        """Return whether an ``output`` fence is opened, with or without a program."""
         return _OUTPUT in text
 
     def parse(self, text: str) -> ParsedTurn:
-        """The last program before the ``output`` fence; without that fence the answer; else what is malformed."""
-        place = text.find(_OUTPUT)
-        if place >= 0:
-            # The fence of the output may be the one that closes the program.
-            return _called(list(python_blocks(text[: place + 3], bare=False)))
+        """Return the last program before the ``output`` fence; without that fence, the answer or a malformed call."""
+        start = text.find(_OUTPUT)
+        if start >= 0:
+            # Keep the backticks of the output fence: they may be the ones that close the program.
+            return _called(list(python_blocks(text[: start + 3], bare=False)))
         blocks = list(python_blocks(text, bare=False))
         answer = last_boxed(_without(text, blocks))
         if blocks and blocks[-1].program is None:
@@ -66,7 +66,7 @@ class ToRLProtocol(TextAnswerProtocol):
         return ParsedTurn(program=None, answer=answer)
 
     def observation(self, text: str, results: Sequence[str]) -> str:
-        """The rest of the ``output`` block; the whole of it where the model did not open one."""
+        """Return the rest of the ``output`` block, or the whole block if the model did not open it."""
         opened = "" if _OUTPUT in text else ("" if text.endswith("\n") else "\n") + _OUTPUT
         newline = "" if not opened and text.endswith("\n") else "\n"
         return f"{opened}{newline}{' '.join(results)}\n```\n"
@@ -82,7 +82,7 @@ def _called(blocks: list[Block]) -> ParsedTurn:
 
 
 def _without(text: str, blocks: list[Block]) -> str:
-    """The text outside of the blocks."""
+    """Return the text outside of the blocks."""
     kept, position = [], 0
     for block in blocks:
         kept.append(text[position : block.start])

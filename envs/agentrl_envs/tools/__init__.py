@@ -1,6 +1,6 @@
-"""Tools that a model may call: Python in the sandbox, plain functions, and classes with an instance per episode.
+"""Tools that a model may call: Python in the sandbox, functions, and classes with one instance per episode.
 
-A function with types and a docstring is a tool, named ``module:function`` in ``environment.tools``::
+A function with type annotations and a docstring is a tool, named ``module:function`` in ``environment.tools``::
 
     def lookup(constant: str) -> str:
         '''The value of a constant.
@@ -10,7 +10,7 @@ A function with types and a docstring is a tool, named ``module:function`` in ``
         '''
         return CONSTANTS.get(constant, "no such constant")
 
-So are the public methods of a class, whose instance belongs to one episode::
+The public methods of a class are tools of an instance that belongs to one episode::
 
     class Shop:
         def __init__(self, problem):
@@ -18,7 +18,7 @@ So are the public methods of a class, whose instance belongs to one episode::
 
         def query(self, sql: str) -> str: ...
 
-A function, a method or ``__init__`` that asks for ``problem`` or ``sandbox`` by name gets the episode's.
+Parameters named ``problem`` and ``sandbox``, of a function, a method or ``__init__``, receive the episode's objects.
 """
 
 from agentrl_envs.tools.calling import ToolError

@@ -1,13 +1,13 @@
-"""Call a tool: plain functions in threads, ``async`` ones on the event loop, generators to their end.
+"""Execution of a tool call: plain functions in threads, ``async`` ones on the event loop, generators to their end.
 
-What a call can come to:
+A call has one of four outcomes:
 
-- A result: text, or a JSON value, which is written as JSON.
-- An error of the call, which the model reads: any exception that tells of what the arguments ask for (`ValueError`,
-  ``KeyError``, ``sqlite3.OperationalError`` and so on).
-- A bug of the tool, which ends the run: an exception that no arguments explain, since these have been checked (`BUGS`),
-  or a result that is neither text nor JSON.
-- A service that does not answer (`UnavailableError`, ``ConnectionError`` and the like): no data.
+- A result: text, or a JSON value, which is serialized.
+- A call error, which the model reads: an exception that the arguments can cause (`ValueError`, ``KeyError``,
+  ``sqlite3.OperationalError`` and so on).
+- A bug of the tool, which ends the run: an exception that validated arguments cannot cause (`BUGS`), or a result that
+  is neither text nor JSON.
+- An unavailable service (`UnavailableError`, ``ConnectionError`` and similar), which excludes the rollout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BUGS = (
     SystemExit,
     TypeError,
 )
-"""Exceptions that tell of the tool's code, not of its arguments."""
+"""Exceptions that indicate a bug in the tool's code, because its arguments have been validated."""
 
 UNREACHABLE = frozenset(
     {
@@ -46,10 +46,10 @@ UNREACHABLE = frozenset(
         "requests.exceptions.Timeout",
     }
 )
-"""Exceptions of libraries that need not be installed: a service does not answer."""
+"""Exceptions of libraries that may not be installed, which indicate that a service does not respond."""
 
 BLOCKED_SECONDS = 1.0
-"""An ``async`` tool that holds the event loop longer without a pause is reported."""
+"""An ``async`` tool that blocks the event loop for longer than this is reported."""
 
 _reported: set[str] = set()
 
@@ -57,11 +57,13 @@ logger = logging.getLogger(__name__)
 
 
 class ToolError(EnvironmentContractError):
-    """A bug of a user's tool: it raised what no arguments explain, or returned neither text nor JSON."""
+    """A bug of a user's tool: an exception that validated arguments cannot cause, or a result that is neither text nor
+    JSON.
+    """
 
 
 class CallError(Exception):
-    """The call went wrong by what it asked for; the model reads the message."""
+    """The call failed because of its arguments. The model reads the message."""
 
 
 async def call_tool(
@@ -72,9 +74,9 @@ async def call_tool(
     *,
     lenient: bool = False,
 ) -> str:
-    """What the tool answers. ``lenient``: no exception is a bug.
+    """Call the tool and return the text that the model reads. With ``lenient=True``, no exception counts as a bug.
 
-    Raises `CallError`, `ToolError` and `UnavailableError`.
+    Raises CallError, ToolError and UnavailableError.
     """
     try:
         value = await _value(name, function, arguments, threads)
@@ -92,7 +94,7 @@ async def call_tool(
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Whether the error says that a service does not answer."""
+    """Return whether the error means that a service does not respond."""
     if isinstance(error, ConnectionError):
         return True
     return any(f"{kind.__module__}.{kind.__qualname__}" in UNREACHABLE for kind in type(error).__mro__)
@@ -110,7 +112,7 @@ async def _value(
 
 
 def _exhausted(name: str, value: object) -> object:
-    """A generator's pieces as one text."""
+    """Concatenate a generator's items to one text. Other values are returned unchanged."""
     return "".join(_text(name, piece) for piece in value) if inspect.isgenerator(value) else value
 
 
@@ -126,11 +128,13 @@ def _text(name: str, value: object) -> str:
             raise ToolError(
                 f"the tool {name!r} must return text or JSON, not {type(value).__name__} ({error})"
             ) from error
-    return value.encode(errors="replace").decode()  # half of a surrogate pair has no encoding
+    return value.encode(errors="replace").decode()  # a lone surrogate has no encoding
 
 
 class Watched(Generator[object, object, object]):
-    """Awaits a coroutine, and reports once by name one that holds the event loop: all rollouts wait for it."""
+    """Awaits a coroutine and logs a warning, once per tool, if it blocks the event loop, because all rollouts then
+    wait.
+    """
 
     def __init__(self, name: str, work: Coroutine[object, object, object]) -> None:
         self._name = name
@@ -157,7 +161,7 @@ class Watched(Generator[object, object, object]):
             if seconds > BLOCKED_SECONDS and self._name not in _reported:
                 _reported.add(self._name)
                 logger.warning(
-                    "the tool %r held the event loop for %.1f s, and every other rollout waited: make it a plain "
+                    "the tool %r blocked the event loop, and with it all rollouts, for %.1f s. Make it a plain "
                     "function, which runs in a thread, or await what it waits for",
                     self._name,
                     seconds,

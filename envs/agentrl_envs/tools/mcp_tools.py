@@ -1,8 +1,8 @@
-"""Tools of MCP servers: ``mcp:COMMAND`` starts one that speaks over its pipes, ``mcp:URL`` reaches one over HTTP.
+"""Tools of MCP servers: ``mcp:COMMAND`` starts a server that communicates over pipes, ``mcp:URL`` connects over HTTP.
 
-What tools there are is asked once, when the settings are read. Each trajectory then has a connection of its own, opened
-by its first call (a command: a process), or all share one. An error that a tool reports is an error of the call, which
-the model reads; a server that cannot be reached, or is lost during a call, is a service that does not answer.
+The tools are listed once, when the settings are read. Each trajectory then has its own connection (and process, for a
+command), which its first call opens, or all trajectories share one connection. An error that a tool reports is a call
+error, which the model reads. A server that is unreachable, or lost during a call, excludes the rollout.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult
 
 MCP = "mcp:"
-"""Before the command or the address of a server in ``environment.tools``."""
+"""Prefix of a server's command or address in ``environment.tools``."""
 
 OPENING_SECONDS = 60.0
-"""A server that takes longer to answer a new connection is not there."""
+"""Time limit for a server to accept a new connection."""
 
-# What the client says of an answer that is none of the tool's.
+# Messages of the MCP client (mcp 2.3) for errors that do not come from the tool.
 _LOST = ("Session terminated", "Server returned an error response")
 
 
 class McpSession:
-    """A connection to one server, opened by the first call and again after a loss."""
+    """A connection to one server. The first call opens it, also after a loss."""
 
     target = ""
 
@@ -46,14 +46,14 @@ class McpSession:
         self._lost: list[_Connection] = []
 
     async def connect(self) -> _Connection:
-        """The open connection. Raises `UnavailableError`."""
+        """Return the open connection. Raises UnavailableError."""
         if self._current is None or self._current.over:
             self._current = _Connection(self.target)
         await self._current.opened()
         return self._current
 
     async def call(self, tool: str, /, **arguments: object) -> str:
-        """The text that the tool answers. Raises `CallError` and `UnavailableError`."""
+        """Call a tool and return its text. Raises CallError and UnavailableError."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
@@ -63,13 +63,13 @@ class McpSession:
         except MCPError as error:
             if error.code != CONNECTION_CLOSED and error.message not in _LOST:
                 raise CallError(str(error)) from error
-            if self._current is connection:  # the next call opens another one
+            if self._current is connection:  # the next call opens a new connection
                 self._current = None
                 self._lost.append(connection)
             raise UnavailableError(f"the MCP server {self.target!r}: {error}") from error
 
     def fork(self) -> McpSession:
-        """A connection for a copy of the trajectory. Raises `EpisodeUsageError` once there is one to copy."""
+        """Return a session for a copy of the trajectory. Raises EpisodeUsageError if this one is already connected."""
         if self._current is not None:
             raise EpisodeUsageError(
                 f"a trajectory with a connection to the MCP server {self.target!r} cannot branch, because the server's "
@@ -78,7 +78,7 @@ class McpSession:
         return type(self)()
 
     async def close(self) -> None:
-        """Close the connection, and end the server if it was started by it. May be called more than once."""
+        """Close the connection, and stop the server if the session started it. May be called more than once."""
         for connection in (*self._lost, *([self._current] if self._current else [])):
             await connection.close()
         self._current = None
@@ -86,7 +86,7 @@ class McpSession:
 
 
 class _Connection:
-    """A client, held by a task of its own, because it must be closed by the task that has opened it."""
+    """A client in its own task, because the task that opens a client must also close it."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -96,27 +96,27 @@ class _Connection:
 
     @property
     def over(self) -> bool:
-        """Whether it can be used no more."""
+        """True if the connection has ended."""
         return self._held.done()
 
     async def opened(self) -> Client:
-        """The client, as soon as the server has answered. Raises `UnavailableError`."""
+        """Wait for the connection and return the client. Raises UnavailableError."""
         return await asyncio.shield(self._client)
 
     async def call(self, tool: str, arguments: dict[str, object]) -> CallToolResult:
-        """What the server answers. Raises ``MCPError``, and `UnavailableError` if the connection ends before."""
+        """Call a tool of the server. Raises MCPError, and UnavailableError if the connection ends during the call."""
         client = await self.opened()
         answer = asyncio.ensure_future(client.call_tool(tool, arguments))
         try:
             await asyncio.wait({answer, self._held}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                raise UnavailableError(f"the MCP server {self._target!r} was lost during a call of {tool}")
+                raise UnavailableError(f"the MCP server {self._target!r} disconnected during a call of {tool}")
             return answer.result()
         finally:
             answer.cancel()
 
     async def close(self) -> None:
-        """Close the client and end what it has started."""
+        """Close the client and stop the process that it started."""
         self._done.set()
         await asyncio.wait({self._held})
 
@@ -135,18 +135,20 @@ class _Connection:
 
 
 def session_type(target: str) -> type[McpSession]:
-    """The class of the sessions with one server."""
+    """Return a subclass of `McpSession` for one server."""
     return type("McpServer", (McpSession,), {"target": target})
 
 
 @functools.lru_cache(maxsize=64)
 def server_tools(target: str) -> tuple[ToolSchema, ...]:
-    """The tools of a server. Raises `PluginError` if it does not answer, has none, or has one that cannot be told."""
+    """List the tools of a server. Raises PluginError if it does not respond, has no tools, or has an invalid schema."""
     try:
         import mcp  # noqa: F401
     except ImportError as error:
         raise PluginError(f"environment.tools '{MCP}{target}' needs the package mcp: {install_extra('mcp')}") from error
-    with ThreadPoolExecutor(1, thread_name_prefix="mcp") as thread:  # an event loop may run in this one
+    with ThreadPoolExecutor(
+        1, thread_name_prefix="mcp"
+    ) as thread:  # asyncio.run fails if this thread runs an event loop
         try:
             schemas = thread.submit(lambda: asyncio.run(_listed(target))).result()
         except Exception as error:
@@ -159,17 +161,17 @@ def server_tools(target: str) -> tuple[ToolSchema, ...]:
 
 
 async def _listed(target: str) -> tuple[ToolSchema, ...]:
-    found = []
+    tools = []
     async with asyncio.timeout(OPENING_SECONDS), _client(target) as client:
         cursor: str | None = None
         while True:
             page = await client.list_tools(cursor=cursor)
-            found += page.tools
+            tools += page.tools
             cursor = page.next_cursor
             if cursor is None:
                 break
     return tuple(
-        ToolSchema(name=tool.name, description=tool.description or "", parameters=tool.input_schema) for tool in found
+        ToolSchema(name=tool.name, description=tool.description or "", parameters=tool.input_schema) for tool in tools
     )
 
 
@@ -180,13 +182,13 @@ def _client(target: str) -> AbstractAsyncContextManager[Client]:
     if target.startswith(("http://", "https://")):
         return Client(target)
     command, *arguments = shlex.split(target) or [""]
-    # As a shell would start it: with this process's environment.
+    # mcp passes only a few variables by default; a command from a shell inherits all of them.
     parameters = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
     return Client(stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr))
 
 
 def _text(result: CallToolResult) -> str:
-    """What the model reads of a result. Raises `CallError` for one that the tool calls an error."""
+    """Return the text of a result. Raises CallError if the tool reports an error."""
     pieces = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
     if not pieces and result.structured_content is not None:
         pieces = [json.dumps(result.structured_content, ensure_ascii=False)]
@@ -200,5 +202,5 @@ def _no_answer(target: str, error: BaseException) -> str:
     """Why a server could not be reached; of a group of errors, the first."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    reason = f"no answer within {OPENING_SECONDS:g} s" if isinstance(error, TimeoutError) else str(error)
+    reason = f"no response within {OPENING_SECONDS:g} s" if isinstance(error, TimeoutError) else str(error)
     return f"the MCP server {target!r} cannot be reached: {reason or type(error).__name__}"

@@ -1,4 +1,8 @@
-"""What a model is told of a tool, and the check of the arguments that it gives."""
+"""Schemas of tools: derived from a function's signature and docstring, and used to validate the model's arguments.
+
+The schemas equal those of ``transformers.utils.get_json_schema`` for the types that both support. That function is not
+used because it imports torch.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,11 @@ _PARAMETER = re.compile(r"^(?P<name>\w+)[ \t]*(\([^)]*\))?:[ \t]*(?P<text>.*)$")
 
 
 class SignatureError(ValueError):
-    """A signature or a docstring that does not say what a model must be told."""
+    """A signature or docstring that lacks information for the schema."""
 
 
 def described(function: Callable[..., object]) -> tuple[str, Mapping[str, str]]:
-    """The description in a docstring (Google style), and those of its parameters.
+    """Return the description in a docstring (Google style) and those of its parameters.
 
     >>> def f(a):
     ...     '''Adds one.
@@ -49,9 +53,9 @@ def described(function: Callable[..., object]) -> tuple[str, Mapping[str, str]]:
 
 
 def parameters_schema(
-    function: Callable[..., object], parameters: Sequence[inspect.Parameter], said: Mapping[str, str]
+    function: Callable[..., object], parameters: Sequence[inspect.Parameter], descriptions: Mapping[str, str]
 ) -> dict[str, object]:
-    """The JSON schema of these parameters. Raises `SignatureError` for one without a type or a description."""
+    """Return the JSON schema of the parameters. Raises SignatureError for one without a type or a description."""
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:
@@ -60,39 +64,42 @@ def parameters_schema(
     for parameter in parameters:
         name = parameter.name
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise SignatureError(f"its parameter {name!r} cannot be given by name")
+            raise SignatureError(f"its parameter {name!r} cannot be passed by name")
         if name not in hints:
             raise SignatureError(f"its parameter {name!r} has no type")
-        if name not in said:
+        if name not in descriptions:
             raise SignatureError(f"its docstring has no line for the parameter {name!r} under Args:")
-        kind: object = Annotated[hints[name], Field(description=said[name])]
+        kind: object = Annotated[hints[name], Field(description=descriptions[name])]
         fields[name] = kind if parameter.default is parameter.empty else NotRequired[kind]
     made = TypedDict("made", fields)  # type: ignore[misc]
     try:
         schema = TypeAdapter(made).json_schema()
     except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema) as error:
-        raise SignatureError(f"a type of its parameters is none of JSON ({str(error).splitlines()[0]})") from error
+        raise SignatureError(f"a type of its parameters has no JSON schema ({str(error).splitlines()[0]})") from error
     return {"type": "object", "properties": {}} | {
         key: _without_titles(value) for key, value in schema.items() if key != "title"
     }
 
 
 def _parameters(body: str) -> dict[str, str]:
-    """``name: text`` of each parameter; lines that are indented further continue it."""
-    found: dict[str, str] = {}
+    """Parse ``name: text`` for each parameter. Lines that are indented further continue the text."""
+    descriptions: dict[str, str] = {}
     name = ""
     for line in textwrap.dedent(body).strip("\n").splitlines():
         match = _PARAMETER.match(line)
         if match is not None:
             name = match["name"]
-            found[name] = match["text"].strip()
+            descriptions[name] = match["text"].strip()
         elif name and line.strip():
-            found[name] = f"{found[name]} {line.strip()}".strip()
-    return found
+            descriptions[name] = f"{descriptions[name]} {line.strip()}".strip()
+    return descriptions
 
 
 def _without_titles(value: object) -> object:
-    """What pydantic derives from names tells a model nothing. A property may be called title: it has no text."""
+    """Remove the titles that pydantic derives from names.
+
+    A property named ``title`` is kept: its value is not a string.
+    """
     if isinstance(value, dict):
         return {
             key: _without_titles(item) for key, item in value.items() if key != "title" or not isinstance(item, str)
@@ -102,15 +109,15 @@ def _without_titles(value: object) -> object:
 
 PYTHON = "python"
 INJECTED = ("problem", "sandbox")
-"""Parameters that a tool gets from its episode and not from the model."""
+"""Parameters whose arguments come from the episode, not from the model."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
-_SHOWN_CHARACTERS = 300  # of what is wrong with arguments
+_SHOWN_CHARACTERS = 300  # of a validation error; jsonschema repeats the whole value in its message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolSchema:
-    """A tool as the model is told of it. ``closed``: it takes no arguments but those in ``parameters``."""
+    """Name, description and parameters of a tool. ``closed`` rejects arguments that are not in ``parameters``."""
 
     name: str
     description: str
@@ -118,18 +125,18 @@ class ToolSchema:
     closed: bool = False
 
     def as_function(self) -> dict[str, object]:
-        """The form that chat templates take."""
-        own = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
-        return {"type": "function", "function": own}
+        """Return the schema in the form that chat templates expect."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
 
     def refusal(self, arguments: Mapping[str, object]) -> str | None:
-        """Why these arguments cannot be called with; None where they can."""
+        """Return why the arguments are invalid, or None if they are valid."""
         parameters = {**self.parameters, "additionalProperties": False} if self.closed else self.parameters
         error = next(Draft202012Validator(parameters).iter_errors(arguments), None)
         if error is None:
             return None
-        place = f"argument {error.json_path.removeprefix('$.')}" if error.absolute_path else "arguments"
-        return f"{place} of {self.name}: {error.message[:_SHOWN_CHARACTERS]}"
+        location = f"argument {error.json_path.removeprefix('$.')}" if error.absolute_path else "arguments"
+        return f"{location} of {self.name}: {error.message[:_SHOWN_CHARACTERS]}"
 
 
 PYTHON_SCHEMA = ToolSchema(
@@ -149,38 +156,37 @@ SESSION_PYTHON_SCHEMA = ToolSchema(
 
 
 def function_schema(function: Callable[..., object], path: str, *, method: bool = False) -> ToolSchema:
-    """The schema of a plain function, by its signature and its docstring (Google style).
+    """Return the schema of a function from its signature and docstring (Google style), without injected parameters.
 
-    ``problem`` and ``sandbox`` are left out: the episode gives them. Raises `PluginError`, which names ``path``, where
-    a parameter lacks its type or its description.
+    Raises PluginError, which names ``path``, if a parameter lacks a type or a description.
     """
     parameters = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
-    told = [parameter for parameter in parameters if parameter.name not in INJECTED]
+    visible = [parameter for parameter in parameters if parameter.name not in INJECTED]
     try:
-        description, said = described(function)
-        shown = parameters_schema(function, told, said)
+        description, descriptions = described(function)
+        properties = parameters_schema(function, visible, descriptions)
     except SignatureError as error:
         raise PluginError(
             f"{path} cannot be a tool: {error}. A tool has a docstring that describes it and, under Args:, each "
             "parameter, and a type for each parameter"
         ) from error
-    schema = ToolSchema(name=function.__name__, description=description, parameters=shown, closed=True)
+    schema = ToolSchema(name=function.__name__, description=description, parameters=properties, closed=True)
     check_schema(schema, path)
     return schema
 
 
 def check_schema(schema: ToolSchema, path: str) -> None:
-    """Raise `PluginError`, which names ``path``, for a schema that no model can be told."""
+    """Raise PluginError, which names ``path``, if the schema is invalid."""
     problem = _lack(schema)
     if problem is not None:
         raise PluginError(f"{path} cannot be a tool: {problem}")
 
 
 def injected_parameters(function: Callable[..., object], names: Sequence[str] = INJECTED) -> tuple[str, ...]:
-    """Which of the parameters that an episode gives the function asks for, as far as its signature tells."""
+    """Return which of ``names`` are parameters of the function. A signature that cannot be read has none."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of a function in C
+    except ValueError:  # functions in C may have no signature
         return ()
     return tuple(name for name in names if name in signature.parameters)
 

@@ -1,4 +1,4 @@
-"""The tools that ``environment.tools`` names: functions, classes with an instance per episode, and `Tool` objects."""
+"""The tools of ``environment.tools`` (`ToolSet`), and their instances and calls in one episode (`EpisodeTools`)."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from agentrl_envs.tools.schema import (
 from agentrl_envs.types import Problem, ToolCall
 
 RESERVED = frozenset({"close", "fork"})
-"""Methods of a class of tools that are none themselves."""
+"""Public methods of a class that are not tools."""
 
 
 @runtime_checkable
 class Tool(Protocol):
-    """A tool that writes its own schema, where a function's signature cannot say it."""
+    """A tool with a hand-written schema, for parameters that a signature cannot describe."""
 
     @property
     def name(self) -> str: ...
@@ -47,58 +47,58 @@ class Tool(Protocol):
     def parameters(self) -> Mapping[str, object]: ...
 
     async def call(self, arguments: Mapping[str, object]) -> str:
-        """The text that the model reads."""
+        """Return the text that the model reads."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolEntry:
-    """One tool: ``function``, a method of the episode's instance of ``maker``, or of a ``shared`` server.
+    """One tool: a ``function``, a method of the episode's instance of ``maker``, or a tool of a ``shared`` server.
 
-    ``given``: which of ``problem`` and ``sandbox`` it asks for itself.
+    ``injected`` lists which of ``problem`` and ``sandbox`` it takes as parameters.
     """
 
     schema: ToolSchema
     function: Callable[..., object] | None = None
     maker: type | None = None
     shared: McpSession | None = None
-    given: tuple[str, ...] = ()
+    injected: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSet:
-    """The tools of an environment, in their order."""
+    """The tools of an environment, in the order of the settings."""
 
     entries: tuple[ToolEntry, ...]
 
     @property
     def schemas(self) -> tuple[ToolSchema, ...]:
-        """What the model is told of all tools."""
+        """Schemas of all tools."""
         return tuple(entry.schema for entry in self.entries)
 
     @property
     def makers(self) -> tuple[type, ...]:
-        """The classes of which each episode has an instance."""
+        """Classes that are instantiated once per episode."""
         return tuple(dict.fromkeys(entry.maker for entry in self.entries if entry.maker is not None))
 
     @property
     def runs_programs(self) -> bool:
-        """Whether the sandbox is needed."""
-        asks = [entry.given for entry in self.entries] + [injected_parameters(maker) for maker in self.makers]
-        return self.schema(PYTHON) is not None or any("sandbox" in given for given in asks)
+        """True if a tool needs the sandbox."""
+        asks = [entry.injected for entry in self.entries] + [injected_parameters(maker) for maker in self.makers]
+        return self.schema(PYTHON) is not None or any("sandbox" in injected for injected in asks)
 
     async def close(self) -> None:
-        """Close the connections that all episodes share. May be called more than once."""
+        """Close shared connections. May be called more than once."""
         for session in {id(entry.shared): entry.shared for entry in self.entries}.values():
             if session is not None:
                 await session.close()
 
     def entry(self, name: str) -> ToolEntry | None:
-        """The tool of this name."""
+        """Return the tool of this name, or None."""
         return next((entry for entry in self.entries if entry.schema.name == name), None)
 
     def schema(self, name: str) -> ToolSchema | None:
-        """What the model is told of the tool of this name."""
+        """Return the schema of the tool of this name, or None."""
         entry = self.entry(name)
         return None if entry is None else entry.schema
 
@@ -107,12 +107,12 @@ NO_TOOLS = ToolSet(())
 
 
 def load_tools(names: Sequence[str], *, interpreter: str = "fresh", mcp_sessions: str = "trajectory") -> ToolSet:
-    """The tools that ``environment.tools`` names. Raises `PluginError` for what is no tool."""
+    """Load the tools of ``environment.tools``. Raises PluginError for an invalid tool or a repeated name."""
     entries: list[ToolEntry] = []
     for name in names:
         for entry in _of_server(name, mcp_sessions) if name.startswith(MCP) else _entries(name, interpreter):
             if any(entry.schema.name == other.schema.name for other in entries):
-                raise PluginError(f"environment.tools: two tools are called {entry.schema.name!r}")
+                raise PluginError(f"environment.tools: two tools have the name {entry.schema.name!r}")
             entries.append(entry)
     return ToolSet(tuple(entries))
 
@@ -127,7 +127,9 @@ def methods_as_tools(made: type, path: str, reserved: frozenset[str]) -> list[To
     }
     return [
         ToolEntry(
-            schema=function_schema(method, f"{path}.{name}", method=True), maker=made, given=injected_parameters(method)
+            schema=function_schema(method, f"{path}.{name}", method=True),
+            maker=made,
+            injected=injected_parameters(method),
         )
         for name, method in methods.items()
     ]
@@ -161,51 +163,51 @@ def _of_server(name: str, sessions: str) -> list[ToolEntry]:
 def _entries(name: str, interpreter: str) -> list[ToolEntry]:
     if name == PYTHON:
         return [ToolEntry(schema=PYTHON_SCHEMA if interpreter == "fresh" else SESSION_PYTHON_SCHEMA)]
-    found = TOOLS[name]
+    loaded = TOOLS[name]
     path = f"environment.tools {name!r}"
-    if hasattr(found, "parameters") and hasattr(found, "call"):
-        return [_written_by_hand(found() if inspect.isclass(found) else found, path)]
-    if inspect.isclass(found):
-        return _class(found, path)
-    if callable(found):
-        return [ToolEntry(schema=function_schema(found, path), function=found, given=injected_parameters(found))]
-    raise PluginError(f"{path} cannot be a tool: it is a {type(found).__name__}, expected a function or a class")
+    if hasattr(loaded, "parameters") and hasattr(loaded, "call"):
+        return [_written_by_hand(loaded() if inspect.isclass(loaded) else loaded, path)]
+    if inspect.isclass(loaded):
+        return _class(loaded, path)
+    if callable(loaded):
+        return [ToolEntry(schema=function_schema(loaded, path), function=loaded, injected=injected_parameters(loaded))]
+    raise PluginError(f"{path} cannot be a tool: it is a {type(loaded).__name__}, expected a function or a class")
 
 
-def _class(found: type, path: str) -> list[ToolEntry]:
+def _class(loaded: type, path: str) -> list[ToolEntry]:
     unknown = [
         name
-        for name, parameter in inspect.signature(found).parameters.items()
+        for name, parameter in inspect.signature(loaded).parameters.items()
         if name not in INJECTED and parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
     ]
     if unknown:
         raise PluginError(
-            f"{path}: {found.__name__}.__init__ asks for {unknown[0]!r}; it may ask for problem and sandbox"
+            f"{path}: {loaded.__name__}.__init__ takes {unknown[0]!r}; valid parameters: problem, sandbox"
         )
-    entries = methods_as_tools(found, path, RESERVED)
+    entries = methods_as_tools(loaded, path, RESERVED)
     if not entries:
-        raise PluginError(f"{path}: {found.__name__} has no public methods, so it has no tools")
+        raise PluginError(f"{path}: {loaded.__name__} has no public methods, so it has no tools")
     return entries
 
 
 def _written_by_hand(tool: object, path: str) -> ToolEntry:
     missing = [name for name in ("name", "description") if not hasattr(tool, name)]
     if missing:
-        raise PluginError(f"{path} cannot be a tool: it lacks {', '.join(missing)}")
-    own = cast(Tool, tool)
-    schema = ToolSchema(name=own.name, description=own.description, parameters=own.parameters)
+        raise PluginError(f"{path} cannot be a tool: it has no {', '.join(missing)}")
+    custom = cast(Tool, tool)
+    schema = ToolSchema(name=custom.name, description=custom.description, parameters=custom.parameters)
     check_schema(schema, path)
-    if not inspect.iscoroutinefunction(own.call):
+    if not inspect.iscoroutinefunction(custom.call):
         raise PluginError(f"{path} cannot be a tool: its call must be an async function (arguments) -> str")
 
     async def call(**arguments: object) -> str:
-        return await own.call(arguments)
+        return await custom.call(arguments)
 
     return ToolEntry(schema=schema, function=call)
 
 
 class EpisodeTools:
-    """Makes the instances when it is opened; an instance's plain methods all run in one thread of its own."""
+    """The tools of one episode. The synchronous methods of an instance all run in one thread."""
 
     def __init__(
         self,
@@ -218,46 +220,49 @@ class EpisodeTools:
         more: Mapping[str, object] | None = None,
         lenient: bool = False,
     ) -> None:
-        """``more``: what ``__init__`` of a class may ask for beside these; ``lenient``: every exception is shown."""
+        """``more`` contains further arguments for ``__init__`` of classes.
+
+        With ``lenient``, the model reads every exception.
+        """
         self._tools = tools
         self._more = more or {}
         self._lenient = lenient
-        self._given: dict[str, object] = {"problem": problem, "sandbox": sandbox, **self._more}
+        self._injected: dict[str, object] = {"problem": problem, "sandbox": sandbox, **self._more}
         self._threads = threads
         self._timeout = timeout
         self._instances: dict[Callable[..., object], tuple[object, ObjectThread]] = {}
 
     async def open(self) -> None:
-        """Make an instance of each class. Raises `ToolError` where that raises."""
+        """Create an instance of each class. Raises ToolError if a constructor fails."""
         for maker in self._tools.makers:
             await self.adopt(maker)
 
     async def adopt(self, maker: Callable[..., object]) -> None:
-        """Make an instance of one class. Raises `ToolError` where that raises."""
+        """Create an instance of one class. Raises ToolError if the constructor fails."""
         if maker not in self._instances:
-            given = {name: self._given[name] for name in injected_parameters(maker, tuple(self._given))}
-            await self._adopt(maker, functools.partial(maker, **given))
+            injected = {name: self._injected[name] for name in injected_parameters(maker, tuple(self._injected))}
+            await self._adopt(maker, functools.partial(maker, **injected))
 
     def instance(self, maker: Callable[..., object]) -> tuple[object, ObjectThread]:
-        """The instance of a class, and the thread in which its plain methods run."""
+        """Return the instance of a class and the thread of its synchronous methods."""
         return self._instances[maker]
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> tuple[str, ToolCall]:
-        """The text that the model reads, and the call for telemetry. Raises `ToolError` and `UnavailableError`.
+        """Call a tool. Returns the text that the model reads and the telemetry. Raises ToolError and UnavailableError.
 
-        That a call takes too long is the call's fault, as of a program.
+        A call that exceeds its time limit is an error of the call, as for a program.
         """
         entry = self._tools.entry(name)
-        assert entry is not None  # the protocol has checked it
+        assert entry is not None  # checked by the protocol
         function, threads = await self._bound(entry)
         if isinstance(threads, ObjectThread):
-            await threads.recover()  # what an earlier call still takes is not this call's time
-        given = {one: self._given[one] for one in entry.given}
+            await threads.recover()  # the time limit excludes the rest of an earlier call
+        injected = {one: self._injected[one] for one in entry.injected}
         began = time.monotonic()
         outcome = "ok"
         try:
             async with asyncio.timeout(self._timeout) as limit:
-                result = await call_tool(name, function, {**arguments, **given}, threads, lenient=self._lenient)
+                result = await call_tool(name, function, {**arguments, **injected}, threads, lenient=self._lenient)
         except CallError as error:
             result, outcome = str(error), "error"
         except TimeoutError as error:
@@ -268,32 +273,32 @@ class EpisodeTools:
         return result, ToolCall(outcome=outcome, seconds=time.monotonic() - began)
 
     async def fork(self, sandbox: EpisodeSandbox | None) -> EpisodeTools:
-        """Copies of the instances as they are now: by their own ``fork()`` if they have one, else deep copies.
+        """Copy the instances with their ``fork()`` method, or with deepcopy.
 
-        Raises `ToolError` for an instance that cannot be copied.
+        Raises ToolError if an instance cannot be copied.
         """
         twin = EpisodeTools(
             self._tools,
-            self._given["problem"],  # type: ignore[arg-type]
+            self._injected["problem"],  # type: ignore[arg-type]
             sandbox=sandbox,
             threads=self._threads,
             timeout=self._timeout,
             more=self._more,
             lenient=self._lenient,
         )
-        shared = {id(self._given["problem"]): self._given["problem"], id(self._given["sandbox"]): sandbox}
+        shared = {id(self._injected["problem"]): self._injected["problem"], id(self._injected["sandbox"]): sandbox}
         for maker, (instance, _) in self._instances.items():
-            own = getattr(instance, "fork", None)
-            await twin._adopt(maker, own or (lambda instance=instance: copy.deepcopy(instance, dict(shared))))
+            custom = getattr(instance, "fork", None)
+            await twin._adopt(maker, custom or (lambda instance=instance: copy.deepcopy(instance, dict(shared))))
         return twin
 
     async def close(self) -> None:
-        """Close the instances that can be closed. May be called more than once."""
+        """Close the instances that have a ``close`` method. May be called more than once."""
         instances, self._instances = self._instances, {}
         for instance, thread in instances.values():
             close = getattr(instance, "close", None)
             if close is not None and thread.overdue and not inspect.iscoroutinefunction(close):
-                thread.close(close)  # it is not waited for: the call before it may never end
+                thread.close(close)  # not awaited: the call before it may never return
                 continue
             try:
                 if close is not None:
@@ -313,16 +318,16 @@ class EpisodeTools:
             raise
         except Exception as error:
             thread.close()
-            raise ToolError(f"making {_name(maker)} raised {describe_error(error)}") from error
+            raise ToolError(f"creating {_name(maker)} raised {describe_error(error)}") from error
         self._instances[maker] = (instance, thread)
 
     async def _bound(self, entry: ToolEntry) -> tuple[Callable[..., object], BlockingRunner]:
-        """The tool's function and where it runs. Raises `UnavailableError` for a server that cannot be reached."""
+        """Return the tool's function and its runner. Raises UnavailableError if a server is unreachable."""
         if entry.function is not None:
             return entry.function, self._threads
         instance, threads = (entry.shared, self._threads) if entry.maker is None else self._instances[entry.maker]
         if isinstance(instance, McpSession):
-            await instance.connect()  # starting a server is not the call's time
+            await instance.connect()  # the time limit excludes the start of a server
             return functools.partial(instance.call, entry.schema.name), threads
         return getattr(instance, entry.schema.name), threads
 
