@@ -57,7 +57,7 @@ def _in_blocks(entry: EstimatorEntry, record: object, inputs: AdvantageInputs, c
     whole = None
     if at_once:
         whole = entry.function(EstimatorInputs.of(inputs, calls=calls or ONE_CALL, weighted=entry.weighted), record)
-    moments = Moments.nothing(raw)
+    moments = Moments.empty(raw)
     for rows in blocks:
         block = EstimatorInputs.of(take_rows(inputs, rows), rows, weighted=entry.weighted)
         estimate = entry.function(block, record) if whole is None else whole.take(rows)
@@ -138,7 +138,7 @@ class Moments:
         )
 
     @classmethod
-    def nothing(cls, like: Tensor) -> Moments:
+    def empty(cls, like: Tensor) -> Moments:
         """Of no advantages."""
         zero = like.new_zeros(())
         return cls(count=zero, mean=zero, squares=zero)

@@ -126,7 +126,7 @@ class Calls(Protocol):
     """The calls that together hold the groups of a step. All make the same requests in the same order."""
 
     @property
-    def place(self) -> int:
+    def index(self) -> int:
         """The number of this call, from 0."""
 
     def gather(self, values: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class Calls(Protocol):
 class OneCall:
     """All groups of the step are here."""
 
-    place = 0
+    index = 0
 
     def gather(self, values: Tensor) -> Tensor:
         """[1, ...]."""

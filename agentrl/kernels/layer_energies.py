@@ -243,7 +243,7 @@ class LayerEnergies:
             elif site.done or not site.recomputed:
                 return
             site.input = arguments[0].detach()
-            self._settle(site)
+            self._add_energy(site)
 
         return hook
 
@@ -259,12 +259,12 @@ class LayerEnergies:
 
         def arrived(gradient: Tensor) -> None:
             site.gradient = gradient.detach()
-            self._settle(site)
+            self._add_energy(site)
 
         return hook
 
     @torch.no_grad()
-    def _settle(self, site: _Site) -> None:
+    def _add_energy(self, site: _Site) -> None:
         """Once both have come: the energy of this layer, and let go of them."""
         if site.input is None or site.gradient is None:
             return

@@ -109,11 +109,11 @@ def with_head(found: Mapping[str, Checksum]) -> dict[str, Checksum]:
     return {**found, HEAD: found[EMBEDDING]} if tied else dict(found)
 
 
-def say_differing(trainer: Mapping[str, Checksum], engine: Mapping[str, Checksum]) -> str | None:
+def describe_differing(trainer: Mapping[str, Checksum], engine: Mapping[str, Checksum]) -> str | None:
     """Name the parameters that differ between engine and trainer, among those that both know; None if none differs.
 
     >>> two, three = Checksum(values=1, total=2), Checksum(values=1, total=3)
-    >>> say_differing({"a": two, "b": two}, {"a": two, "b": three})
+    >>> describe_differing({"a": two, "b": two}, {"a": two, "b": three})
     "by their checksums 1 of 2 parameters are not the trainer's: b"
     """
     both = [name for name in trainer if name in engine]
@@ -215,22 +215,24 @@ class Verifier:
 
     async def check(self, server: ScoringServer, probe: Probe) -> str | None:
         """Get a server's checksums, if it provides them, and its scores of the probe; return the problem, or None."""
-        told = add_up(await server.checksums()) if server.has_checksums else {}
+        reported = add_up(await server.checksums()) if server.has_checksums else {}
         scores = await server.score(probe.token_ids, salt=f"probe-{secrets.token_hex(8)}")
-        return self.judge(f"the {server.title} server {server.address}", probe, told=told, scores=scores)
+        return self.judge(f"the {server.title} server {server.address}", probe, reported=reported, scores=scores)
 
-    def judge(self, engine: str, probe: Probe, *, told: Mapping[str, Checksum], scores: Sequence[float]) -> str | None:
+    def judge(
+        self, engine: str, probe: Probe, *, reported: Mapping[str, Checksum], scores: Sequence[float]
+    ) -> str | None:
         """The problem with an engine that returns these checksums and scores, or None.
 
-        ``told`` is empty if the engine provides no checksums. The first scores of an engine measure its bound, because
-        the weights are equal by construction then.
+        ``reported`` is empty if the engine provides no checksums. The first scores of an engine measure its bound,
+        because the weights are equal by construction then.
 
         >>> verifier = Verifier("bfloat16")
-        >>> verifier.judge("E", Probe(token_ids=(1, 2, 3), log_probs=(-1.0, -2.0)), told={}, scores=(-1.01, -2.01))
-        >>> verifier.judge("E", Probe(token_ids=(1, 2, 3), log_probs=(-1.1, -2.0)), told={}, scores=(-1.01, -2.03))
+        >>> verifier.judge("E", Probe(token_ids=(1, 2, 3), log_probs=(-1.0, -2.0)), reported={}, scores=(-1.01, -2.01))
+        >>> verifier.judge("E", Probe(token_ids=(1, 2, 3), log_probs=(-1.1, -2.0)), reported={}, scores=(-1.01, -2.03))
         "E: its log-probabilities of the probe differ from the trainer's by 0.06 nats on average (bound 0.04)"
         """
-        problem = say_differing(probe.checksums, told)
+        problem = describe_differing(probe.checksums, reported)
         if problem is not None:
             return f"{engine}: {problem}"
         if len(scores) != len(probe.log_probs):
@@ -247,7 +249,7 @@ class Verifier:
             engine=engine,
             noise=difference if known is None else known.noise,
             bound=noise_bound(difference, floor=self._floor, limit=self._limit) if known is None else bound,
-            compared=len(probe.checksums.keys() & told.keys()),
+            compared=len(probe.checksums.keys() & reported.keys()),
             parameters=len(probe.checksums),
         )
         return None

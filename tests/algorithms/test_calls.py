@@ -25,10 +25,10 @@ class Meeting:
 @dataclass
 class Call:
     meeting: Meeting
-    place: int
+    index: int
 
     def gather(self, values: Tensor) -> Tensor:
-        self.meeting.places[self.place] = values
+        self.meeting.places[self.index] = values
         self.meeting.barrier.wait()
         found = torch.stack([self.meeting.places[place] for place in range(self.meeting.calls)])
         self.meeting.barrier.wait()
@@ -86,9 +86,9 @@ def test_several_calls_are_as_one(name: str, options: dict[str, object], order: 
     expected = compute_advantages(name, together(parts), **options)
     meeting = Meeting(len(parts))
 
-    def compute(place: int) -> Advantages:
+    def compute(index: int) -> Advantages:
         try:
-            return compute_advantages(name, parts[place], calls=Call(meeting, place), **options)
+            return compute_advantages(name, parts[index], calls=Call(meeting, index), **options)
         except BaseException:
             meeting.barrier.abort()
             raise

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch._dynamo.callback import callback_handler
 
-from agentrl.training.engine.heartbeat import Beat, Pulse, Watch
+from agentrl.training.engine.heartbeat import Beat, Heartbeat, Watch
 
 
 class Clock:
@@ -18,7 +18,7 @@ class Clock:
 
 
 def beat(*place: int, allowed: float = 60.0, marks: int = 0, waits: bool = False) -> Beat:
-    return Beat(node="n1", place=(place[0], place[1]), doing="work", allowed=allowed, marks=marks, waits=waits)
+    return Beat(node="n1", position=(place[0], place[1]), doing="work", allowed=allowed, marks=marks, waits=waits)
 
 
 def watched(*beats: Beat, now: float = 0.0) -> Watch:
@@ -39,19 +39,19 @@ def heard(watch: Watch, ranks: dict[int, Beat], *, until: int) -> None:
 
 def test_the_first_step_compiles_and_is_not_measured() -> None:
     clock = Clock()
-    pulse = Pulse(deadline=60.0, slow=1800.0, clock=clock)
+    heartbeat = Heartbeat(deadline=60.0, slow=1800.0, clock=clock)
     allowed = []
-    pulse.train(0)  # no group to train
+    heartbeat.train(0)  # no group to train
     for step, seconds in ((1, 500.0), (2, 2.0), (3, 9.0), (4, 1.0)):
-        pulse.wait(f"the plan of step {step}")
-        allowed.append(pulse.beat.allowed)
-        pulse.train(step)
+        heartbeat.wait(f"the plan of step {step}")
+        allowed.append(heartbeat.beat.allowed)
+        heartbeat.train(step)
         for _ in range(2):  # passes
-            pulse.micro_batch()
-            allowed.append(pulse.beat.allowed)
+            heartbeat.micro_batch()
+            allowed.append(heartbeat.beat.allowed)
             clock.now += seconds
-        pulse.after_micro_batches()
-        allowed.append(pulse.beat.allowed)
+        heartbeat.after_micro_batches()
+        allowed.append(heartbeat.beat.allowed)
         clock.now += 1000.0  # an update, a checkpoint: not a pass
     first, second = [60.0, 1800.0, 1800.0, 1800.0], [60.0, 1800.0, 60.0, 1800.0]
     assert allowed == [*first, *second, 60.0, 60.0, 90.0, 1800.0, 60.0, 90.0, 90.0, 1800.0]
@@ -59,45 +59,45 @@ def test_the_first_step_compiles_and_is_not_measured() -> None:
 
 def test_a_pass_in_which_torch_compiles_has_more_time_and_is_not_measured() -> None:
     clock = Clock()
-    pulse = Pulse(deadline=60.0, slow=1800.0, clock=clock)
+    heartbeat = Heartbeat(deadline=60.0, slow=1800.0, clock=clock)
     for step in (1, 2):
-        pulse.train(step)
-        pulse.micro_batch()
+        heartbeat.train(step)
+        heartbeat.micro_batch()
     clock.now += 7.0
-    pulse.micro_batch()
-    place = pulse.beat.place
-    callback_handler.register_start_callback(pulse.compiling)
+    heartbeat.micro_batch()
+    position = heartbeat.beat.position
+    callback_handler.register_start_callback(heartbeat.compiling)
     try:
         torch.compile(lambda values: values + 1, backend="eager")(torch.zeros(2))
     finally:
-        callback_handler.remove_start_callback(pulse.compiling)
-    assert (pulse.beat.allowed, pulse.beat.place) == (1800.0, place)
+        callback_handler.remove_start_callback(heartbeat.compiling)
+    assert (heartbeat.beat.allowed, heartbeat.beat.position) == (1800.0, position)
     clock.now += 500.0
-    pulse.micro_batch()
-    assert pulse.beat.allowed == 70.0
+    heartbeat.micro_batch()
+    assert heartbeat.beat.allowed == 70.0
 
 
 def test_every_mark_is_at_a_later_place_and_a_wait_repeats_its_own() -> None:
-    pulse = Pulse(deadline=60.0, slow=10.0)
-    beats = [pulse.beat]
-    waits = partial(pulse.wait, "the worker")
-    for mark in (partial(pulse.train, 1), pulse.micro_batch, pulse.after_micro_batches, waits):
+    heartbeat = Heartbeat(deadline=60.0, slow=10.0)
+    beats = [heartbeat.beat]
+    waits = partial(heartbeat.wait, "the worker")
+    for mark in (partial(heartbeat.train, 1), heartbeat.micro_batch, heartbeat.after_micro_batches, waits):
         mark()
-        beats.append(pulse.beat)
-    assert [one.place for one in beats] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]
-    pulse.again()
-    assert (pulse.beat.place, pulse.beat.marks) == ((1, 0), beats[-1].marks + 1)
+        beats.append(heartbeat.beat)
+    assert [one.position for one in beats] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]
+    heartbeat.again()
+    assert (heartbeat.beat.position, heartbeat.beat.marks) == ((1, 0), beats[-1].marks + 1)
     assert {one.allowed for one in beats} == {60.0}  # never less than cluster.deadline
 
 
 def test_a_shorter_allowance_is_reported_at_once() -> None:
-    pulse, reported = Pulse(deadline=60.0, slow=1800.0), list[float]()
-    pulse.shortened = lambda: reported.append(pulse.beat.allowed)
-    pulse.wait("the plan")
-    for mark in (pulse.again, partial(pulse.wait, "more"), partial(pulse.train, 1), pulse.micro_batch):
+    heartbeat, reported = Heartbeat(deadline=60.0, slow=1800.0), list[float]()
+    heartbeat.shortened = lambda: reported.append(heartbeat.beat.allowed)
+    heartbeat.wait("the plan")
+    for mark in (heartbeat.again, partial(heartbeat.wait, "more"), partial(heartbeat.train, 1), heartbeat.micro_batch):
         mark()
         assert reported == [60.0]
-    pulse.wait("the worker")
+    heartbeat.wait("the worker")
     assert reported == [60.0, 60.0]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from agentrl.rollout.engines.vllm.plan import WORKER_EXTENSION
 from agentrl.rollout.engines.vllm.worker_extension import WorkerExtension
 from agentrl.weights.sources import ParameterSource
-from agentrl.weights.verify import Checksum, add_up, checksum, checksums, say_differing, with_head
+from agentrl.weights.verify import Checksum, add_up, checksum, checksums, describe_differing, with_head
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -77,15 +77,17 @@ def test_a_sum_over_several_chunks_is_the_same(monkeypatch: pytest.MonkeyPatch) 
 def test_swapped_matrices_are_named_and_not_all_of_many() -> None:
     generator = torch.Generator().manual_seed(1)
     trainer = checksums((f"p{place:02d}", torch.randn(4, generator=generator)) for place in range(12))
-    assert say_differing(trainer, trainer) is None
+    assert describe_differing(trainer, trainer) is None
     swapped = trainer | {"p03": trainer["p05"], "p05": trainer["p03"]}
-    assert say_differing(trainer, swapped) == "by their checksums 2 of 12 parameters are not the trainer's: p03, p05"
+    assert (
+        describe_differing(trainer, swapped) == "by their checksums 2 of 12 parameters are not the trainer's: p03, p05"
+    )
     other = {name: checksum(torch.ones(4)) for name in trainer}
-    said = say_differing(trainer, other)
+    said = describe_differing(trainer, other)
     assert said is not None
     assert said.startswith("by their checksums 12 of 12 parameters are not the trainer's: p00, p01, ")
     assert said.endswith("p07 and 4 more")
-    assert say_differing(trainer, {}) is None
+    assert describe_differing(trainer, {}) is None
 
 
 def test_a_source_knows_the_checksums_of_what_it_gave_tied_heads_included() -> None:
@@ -162,8 +164,8 @@ def test_fused_and_packed_layers_are_told_by_a_checkpoints_names(packed: bool, d
 def test_a_packed_head_that_kept_its_old_values_is_seen() -> None:
     old, new = matrices((9, 8), (9, 8))
     trainer = {"model.head.weight": checksum(new)}
-    assert say_differing(trainer, told(Served(head=ParallelLMHead(new, new)))) is None
-    assert say_differing(trainer, told(Served(head=ParallelLMHead(new, old)))) is not None
+    assert describe_differing(trainer, told(Served(head=ParallelLMHead(new, new)))) is None
+    assert describe_differing(trainer, told(Served(head=ParallelLMHead(new, old)))) is not None
 
 
 def test_what_has_no_name_in_a_checkpoint_is_not_told() -> None:
@@ -184,9 +186,9 @@ def test_workers_of_one_server_are_added_up() -> None:
         model.model["norm"].weight = nn.Parameter(norm, requires_grad=False)
         shares.append({name: (one.values, one.total) for name, one in told(model).items()})
     trainer = checksums([("model.gate_proj.weight", gate), ("model.up_proj.weight", up), ("model.norm.weight", norm)])
-    assert say_differing(trainer, add_up(shares)) is None
+    assert describe_differing(trainer, add_up(shares)) is None
     swapped = checksums([("model.gate_proj.weight", up), ("model.up_proj.weight", gate), ("model.norm.weight", norm)])
-    assert say_differing(swapped, add_up(shares)) is not None
+    assert describe_differing(swapped, add_up(shares)) is not None
 
 
 def test_servers_are_told_where_the_extension_lies() -> None:

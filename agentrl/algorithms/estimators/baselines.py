@@ -52,9 +52,9 @@ def weighted_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
 
 
 def _proxy(inputs: EstimatorInputs, energy: str) -> Tensor:
-    if inputs.given.token_energy is not None:
+    if inputs.source.token_energy is not None:
         return _read(inputs, "token_energy", energy, negative=False)
-    if inputs.given.log_probs is None and inputs.given.sum_pi_squared is None:
+    if inputs.source.log_probs is None and inputs.source.sum_pi_squared is None:
         raise MissingInputError(
             f"energy={energy!r} needs token_energy (TokenStatistics.energy of the policy's forward), or log_probs and "
             "sum_pi_squared; energy='length' needs none"
@@ -65,7 +65,7 @@ def _proxy(inputs: EstimatorInputs, energy: str) -> Tensor:
 
 
 def _read(inputs: EstimatorInputs, name: str, energy: str, *, negative: bool = True) -> Tensor:
-    if getattr(inputs.given, name) is None:
+    if getattr(inputs.source, name) is None:
         raise MissingInputError(
             f"energy={energy!r} needs {name} (TokenStatistics.{name} of the policy's forward); 'length' needs none"
         )

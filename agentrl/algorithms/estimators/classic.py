@@ -142,7 +142,7 @@ def gae(inputs: EstimatorInputs, options: GaeOptions) -> Advantages:
     values = layout.gather(inputs.read("values"))  # [B, K]
     following = torch.zeros_like(values)
     following[:, :-1] = values[:, 1:]
-    if inputs.given.bootstrap_values is not None:
+    if inputs.source.bootstrap_values is not None:
         after = inputs.read_trajectories("bootstrap_values")
         after = after[layout.rollout] if isinstance(layout, BranchWays) else after
         following.scatter_(-1, layout.valid.sum(-1, keepdim=True) - 1, after.unsqueeze(-1))

@@ -21,7 +21,7 @@ _OTHER_BLOCK_ELEMENTS = 1 << 24
 class EstimatorInputs:
     """Rows of a batch that hold whole groups; all derived tensors are float64, NaN-free and 0 off the model tokens."""
 
-    given: AdvantageInputs
+    source: AdvantageInputs  # as given, unchecked
     groups: Groups
     rows: Tensor  # [B] by which messages name the rows
     calls: Calls = ONE_CALL  # where the step's other groups are
@@ -41,12 +41,12 @@ class EstimatorInputs:
             rows = torch.arange(inputs.groups.numel(), device=inputs.groups.device)
         check_rows(inputs.response_mask, rows)
         check_rewards_placed(inputs.rewards, inputs.response_mask, rows)
-        return cls(given=inputs, groups=Groups.of(inputs.groups), rows=rows, calls=calls, weighted=weighted)
+        return cls(source=inputs, groups=Groups.of(inputs.groups), rows=rows, calls=calls, weighted=weighted)
 
     @property
     def mask(self) -> Tensor:
         """[B, T] bool, True on model tokens."""
-        return self.given.response_mask
+        return self.source.response_mask
 
     @property
     def members(self) -> Tensor:
@@ -79,10 +79,10 @@ class EstimatorInputs:
     @cached_property
     def paths(self) -> BranchPaths | None:
         """The ways from the roots of branched rollouts to their tokens; None if no rollout has branches."""
-        given = self.given
-        if not isinstance(given, MergedInputs) or not bool(given.branched.any()):
+        source = self.source
+        if not isinstance(source, MergedInputs) or not bool(source.branched.any()):
             return None
-        return BranchPaths(self.mask, given.previous)
+        return BranchPaths(self.mask, source.previous)
 
     @property
     def loss_ratio(self) -> Tensor | None:
@@ -98,11 +98,11 @@ class EstimatorInputs:
     @cached_property
     def _loss_ratio(self) -> Tensor | None:
         ratio = None
-        if self.given.importance_weights is not None:
+        if self.source.importance_weights is not None:
             ratio = self.read("importance_weights", negative=False)
-        if self.given.loss_mask is None:
+        if self.source.loss_mask is None:
             return ratio
-        counted = self.mask & self.given.loss_mask
+        counted = self.mask & self.source.loss_mask
         return counted.double() if ratio is None else ratio.masked_fill_(~counted, 0.0)
 
     def returns(self, gamma: float) -> Tensor:
@@ -158,7 +158,7 @@ class EstimatorInputs:
         return values
 
     def _required(self, name: str) -> Tensor:
-        tensor: Tensor | None = getattr(self.given, name)
+        tensor: Tensor | None = getattr(self.source, name)
         if tensor is None:
             raise MissingInputError(f"this estimator needs {name}")
         return tensor

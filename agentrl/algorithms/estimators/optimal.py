@@ -199,7 +199,7 @@ def ogb_pooled(inputs: EstimatorInputs, options: PooledOptions) -> Advantages:
     def expected(terms: Tensor) -> Tensor:
         own = of_others(terms) if options.leave_one_out else terms.sum(-1, keepdim=True)
         here = terms.sum(-1)
-        other_calls = of_others(calls.gather(here.sum()))[calls.place]
+        other_calls = of_others(calls.gather(here.sum()))[calls.index]
         return own + prior * (of_others(here) + other_calls).unsqueeze(-1)
 
     total, moment = expected(weights), expected(weighted)

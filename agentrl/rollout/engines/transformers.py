@@ -336,4 +336,4 @@ class ManagedTransformers:
     async def _compare(self, probe: Probe) -> str | None:
         self._model.eval()
         own = with_head(await asyncio.to_thread(checksums, self._model.named_parameters())) if probe.checksums else {}
-        return self.verifier.judge("the engine", probe, told=own, scores=await self.engine.score(probe.token_ids))
+        return self.verifier.judge("the engine", probe, reported=own, scores=await self.engine.score(probe.token_ids))

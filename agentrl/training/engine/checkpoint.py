@@ -81,7 +81,7 @@ class CheckpointWriter:
     """Writes checkpoints, beside training if the settings say so: then a copy of the state waits in memory.
 
     All methods are collective. A failure to write is a WorldError on every rank, at the latest when the writer is asked
-    to :meth:`settle`. What a process writes when it is killed is never resumed from.
+    to :meth:`finish`. What a process writes when it is killed is never resumed from.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class CheckpointWriter:
 
     def save(self, saved: Mapping[str, Saved], state: RunState) -> None:
         """Write ``root/step-N``, complete or not at all, a folder for each of ``saved``; first end the one before."""
-        self.settle()
+        self.finish()
         folder = self._root / f".step-{state.step:06d}.partial"
         _on_disk(folder, lambda: self._prepare(folder))
         own = {f"{name}/part-{self._rank:05d}.safetensors": item.part() for name, item in saved.items()}
@@ -107,9 +107,9 @@ class CheckpointWriter:
         if asynchronous is None:
             asynchronous = sum(gather_from_ranks(sum(part.size for part in own.values()))) > _LARGE
         if not asynchronous:
-            self.settle()
+            self.finish()
 
-    def settle(self, *, wait: bool = True) -> None:
+    def finish(self, *, wait: bool = True) -> None:
         """Put the checkpoint under way in its place as soon as every rank has written its part; ``wait`` for that."""
         if self._under_way is None:
             return
@@ -132,14 +132,14 @@ class CheckpointWriter:
 
     def _prepare(self, folder: Path) -> None:
         if self._rank == 0:
-            settle(self._root)
+            tidy(self._root)
             folder.mkdir(parents=True)
 
     def _publish(self, write: _Write, parts: list[dict[str, str]]) -> None:
         if self._rank == 0:
             files = {name: digest for part in parts for name, digest in part.items()}
             _write_state(write.folder / _STATE, replace(write.state, files=files))
-            settle(self._root)
+            tidy(self._root)
             prune(self._root, self._settings.keep)
 
 
@@ -158,7 +158,7 @@ def open_newest(root: Path, ranks: Ranked, *, keep: int, warn: Callable[[str], N
 
     def tidied() -> list[str]:
         with world_errors(root, "tidy"):
-            settle(root)
+            tidy(root)
         return [path.name for path in reversed(_complete(root))]
 
     spoiled: dict[str, str] = {}
@@ -193,7 +193,7 @@ def prune(root: Path, keep: int) -> None:
         shutil.rmtree(old)
 
 
-def settle(root: Path) -> None:
+def tidy(root: Path) -> None:
     """Give complete checkpoints their names and remove what a killed process left half written."""
     for left in root.glob(".step-*.partial"):
         if not (left / _STATE).is_file():

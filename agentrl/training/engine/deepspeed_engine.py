@@ -345,7 +345,7 @@ class TrainingEngine(Generic[_Module_co]):
         return values
 
     @property
-    def place(self) -> int:
+    def index(self) -> int:
         """The number of this rank among those with different rows."""
         return self.groups.replica
 

@@ -1,7 +1,7 @@
 """Heartbeats of training ranks, which detect a rank that is alive but stuck, and so closes no connection.
 
-A rank's main thread marks its place in a :class:`Pulse`. Another thread sends the latest mark to the rollout worker
-once a second, and the worker's :class:`Watch` finds the rank that is stuck.
+A rank's main thread marks its progress in a :class:`Heartbeat`. Another thread sends the latest mark to the rollout
+worker once a second, and the worker's :class:`Watch` finds the rank that is stuck.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ INTERVAL = 1.0
 """Seconds between two heartbeats of a rank, and between two checks by the worker."""
 
 # A micro-batch may take this many times as long as the longest one so far, and a process may be silent for this many
-# times `cluster.deadline` in any place: a library that writes a large file can keep Python threads from running.
-_LENIENCE = 10.0
+# times `cluster.deadline` at any point: a library that writes a large file can keep Python threads from running.
+_TOLERANCE = 10.0
 # Seconds. After so long without a heartbeat, a rank's process counts as not responding. After so long without a check,
 # the worker itself was suspended.
 _SILENT = 5.0
@@ -27,20 +27,21 @@ _SILENT = 5.0
 class Beat:
     """The latest mark of a rank's main thread on ``node``.
 
-    ``place`` is the number of worker calls, and of marks since the last call. All ranks make the same ones, so places
-    can be compared. ``allowed`` is the time in seconds until the next mark, unless the rank waits for ranks at the same
-    or an earlier place. ``waits`` is true if the rank waits for the worker only. ``marks`` counts the marks.
+    ``position`` is the number of worker calls, and of marks since the last call. All ranks make the same ones, so
+    positions can be compared. ``allowed`` is the time in seconds until the next mark, unless the rank waits for ranks
+    at the same or an earlier position. ``waits`` is true if the rank waits for the worker only. ``marks`` counts the
+    marks.
     """
 
     node: str
-    place: tuple[int, int]
+    position: tuple[int, int]
     doing: str
     allowed: float
     waits: bool = False
     marks: int = 0
 
 
-class Pulse:
+class Heartbeat:
     """The marks of a rank's main thread. Other threads may read :attr:`beat`.
 
     A mark that shortens the allowance is reported to :attr:`shortened` at once. Otherwise, if the process is stopped
@@ -51,15 +52,15 @@ class Pulse:
     the whole first step with a pass, which loads kernels and is not measured.
 
     >>> now = 0.0
-    >>> pulse = Pulse(deadline=60.0, slow=1800.0, clock=lambda: now)
+    >>> heartbeat = Heartbeat(deadline=60.0, slow=1800.0, clock=lambda: now)
     >>> for now, step in ((0.0, 1), (100.0, 2)):
-    ...     pulse.train(step)
-    ...     pulse.micro_batch()
-    >>> pulse.beat.allowed
+    ...     heartbeat.train(step)
+    ...     heartbeat.micro_batch()
+    >>> heartbeat.beat.allowed
     1800.0
     >>> now = 107.0  # a pass of the second step took 7 s
-    >>> pulse.micro_batch()
-    >>> pulse.beat.doing, pulse.beat.allowed
+    >>> heartbeat.micro_batch()
+    >>> heartbeat.beat.doing, heartbeat.beat.allowed
     ('the training of step 2', 70.0)
     """
 
@@ -73,13 +74,13 @@ class Pulse:
         self._passed = False  # this step had a pass
         self._began: float | None = None  # of the current pass, if it is measured
         self._longest = 0.0
-        self.beat = Beat(node=HERE.node, place=(0, 0), doing="the start", allowed=self._slow)
+        self.beat = Beat(node=HERE.node, position=(0, 0), doing="the start", allowed=self._slow)
         self.shortened: Callable[[], None] = lambda: None
 
     def wait(self, waiting_for: str) -> None:
         """Begin to wait for the worker. Call :meth:`again` while waiting."""
         self._end_pass()
-        calls = self.beat.place[0] + 1
+        calls = self.beat.position[0] + 1
         self._mark((calls, 0), f"waiting for {waiting_for}", self._deadline, waits=True)
 
     def again(self) -> None:
@@ -100,7 +101,7 @@ class Pulse:
     def micro_batch(self) -> None:
         """Begin a forward or backward pass over a micro-batch."""
         self._end_pass()
-        allowed = max(self._deadline, _LENIENCE * self._longest) if self._longest else self._slow
+        allowed = max(self._deadline, _TOLERANCE * self._longest) if self._longest else self._slow
         self._mark(self._next(), self._step, allowed)
         self._began = self._clock() if self._warm else None
         self._passed = True
@@ -120,12 +121,14 @@ class Pulse:
             self._began = None
 
     def _next(self) -> tuple[int, int]:
-        calls, marks = self.beat.place
+        calls, marks = self.beat.position
         return calls, marks + 1
 
-    def _mark(self, place: tuple[int, int], doing: str, allowed: float, *, waits: bool = False) -> None:
+    def _mark(self, position: tuple[int, int], doing: str, allowed: float, *, waits: bool = False) -> None:
         before = self.beat
-        self.beat = Beat(node=HERE.node, place=place, doing=doing, allowed=allowed, waits=waits, marks=before.marks + 1)
+        self.beat = Beat(
+            node=HERE.node, position=position, doing=doing, allowed=allowed, waits=waits, marks=before.marks + 1
+        )
         if allowed < before.allowed:
             self.shortened()
 
@@ -143,9 +146,9 @@ class Watch:
     def __init__(self, ranks: int, *, deadline: float) -> None:
         """``deadline``: ``cluster.deadline``."""
         self._ranks = ranks
-        self._silence = _LENIENCE * deadline
+        self._silence = _TOLERANCE * deadline
         self._heard: dict[int, _Heard] = {}
-        self._looked: float | None = None
+        self._checked: float | None = None
 
     def hear(self, rank: int, beat: Beat, now: float) -> None:
         """Record a heartbeat of a rank. The time in which its process was suspended does not count."""
@@ -157,23 +160,23 @@ class Watch:
         self._heard[rank] = _Heard(beat=beat, since=since, last=now)
 
     def stuck(self, now: float) -> list[int]:
-        """Return the ranks that block the run: the overdue ranks at the earliest place.
+        """Return the ranks that block the run: the overdue ranks at the earliest position.
 
         A rank that waits in a collective is not overdue before the ranks that it may wait for. If the processes of some
         of these ranks do not respond, only those are returned; but a single rank that does not respond blocks no other:
         it was suspended, for example with Ctrl-Z.
         """
-        if self._looked is not None and now - self._looked > _SILENT:
-            self._forgive(now - self._looked, now)  # the worker was suspended, perhaps with all ranks
-        self._looked = now
+        if self._checked is not None and now - self._checked > _SILENT:
+            self._forgive(now - self._checked, now)  # the worker was suspended, perhaps with all ranks
+        self._checked = now
         if len(self._heard) < self._ranks:
             return []
         overdue = {rank for rank, one in self._heard.items() if now > one.since + one.beat.allowed}
-        mute = {rank for rank, one in self._heard.items() if now > one.last + self._silence}
-        blamed = mute | {rank for rank in overdue if not self._excused(rank, overdue)}
+        unresponsive = {rank for rank, one in self._heard.items() if now > one.last + self._silence}
+        blamed = unresponsive | {rank for rank in overdue if not self._excused(rank, overdue)}
         found = {rank: self._heard[rank] for rank in sorted(blamed)}
-        first = min((one.beat.place for one in found.values()), default=None)
-        found = {rank: one for rank, one in found.items() if one.beat.place == first}
+        first = min((one.beat.position for one in found.values()), default=None)
+        found = {rank: one for rank, one in found.items() if one.beat.position == first}
         silent = [rank for rank, one in found.items() if now > one.last + _SILENT]
         if silent and self._ranks == 1:
             return []
@@ -193,8 +196,8 @@ class Watch:
     def _excused(self, rank: int, overdue: set[int]) -> bool:
         """Return whether a rank may be waiting in a collective for a rank that is not overdue."""
         own = self._heard[rank].beat
-        others = (one.beat.place for other, one in self._heard.items() if other not in overdue)
-        return not own.waits and any(place <= own.place for place in others)
+        others = (one.beat.position for other, one in self._heard.items() if other not in overdue)
+        return not own.waits and any(position <= own.position for position in others)
 
     def _forgive(self, seconds: float, now: float) -> None:
         for rank, one in self._heard.items():

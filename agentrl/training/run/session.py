@@ -36,7 +36,7 @@ from agentrl.training.engine.checkpoint import (
     policy_optimizer,
 )
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_policy
-from agentrl.training.engine.heartbeat import Pulse
+from agentrl.training.engine.heartbeat import Heartbeat
 from agentrl.training.engine.memory import MicroBatchBudget
 from agentrl.training.run.outputs import (
     BestPolicy,
@@ -108,7 +108,7 @@ class Session:
         self._trained: list[Metrics] | None = None  # the rows of all steps, from the first step of this process on
         self._held_out: Metrics = {}  # metrics of an evaluation since the last step
         self._checkpoints = settings.run_path / "checkpoints"
-        self._pulse = Pulse(deadline=settings.cluster.deadline, slow=settings.training.collective_deadline)
+        self._heartbeat = Heartbeat(deadline=settings.cluster.deadline, slow=settings.training.collective_deadline)
         with contextlib.ExitStack() as opened:  # closes what is open if a later part cannot be opened
             self._open(opened)
             self._opened = opened.pop_all()
@@ -169,7 +169,7 @@ class Session:
             fidelity_bound=math.inf,  # until start() has measured it
             reference=reference,
             critic=self._critic,
-            pulse=self._pulse,
+            heartbeat=self._heartbeat,
         )
 
     def _open_sender(self) -> WeightSender:
@@ -189,7 +189,9 @@ class Session:
         if self._world > 1 or self._settings.rollout.schedule != "synchronous":
             from agentrl.training.worker.remote import open_remote_service
 
-            return open_remote_service(self._settings, path, rank=self.rank, ranks=self._world, pulse=self._pulse)
+            return open_remote_service(
+                self._settings, path, rank=self.rank, ranks=self._world, heartbeat=self._heartbeat
+            )
         shared = engine_facts(self._settings.rollout).in_process and self._settings.training.zero_stage <= 2
         return LocalService(self._settings, path, trained=self._policy.causal_lm if shared else None)
 
@@ -277,7 +279,7 @@ class Session:
         with span("wait for rollouts"):
             plan = self._service.plan(step, self._budget.tokens)
         planned = time.monotonic()
-        self._pulse.train(step)
+        self._heartbeat.train(step)
         recorder = self._tokens.recorder(step)
         with self._budget.guard(step), span("train"):
             for engine in self._engines.values() if self._moves_state else ():
@@ -317,7 +319,7 @@ class Session:
         if self._run is not None:
             self._run.append_metrics(metrics)
         self._trackers.row(metrics)
-        self._writer.settle(wait=False)
+        self._writer.finish(wait=False)
 
     def _alert(self, metrics: Metrics) -> None:
         """Report the alerts that begin at this step, and stop the run if the settings say so."""
@@ -404,7 +406,7 @@ class Session:
     def _save(self) -> None:
         self._tokens.settle()
         worker = self._service.state_dict()
-        self._pulse.enter(f"the checkpoint of step {self._done.step}")
+        self._heartbeat.enter(f"the checkpoint of step {self._done.step}")
         state = RunState(
             step=self._done.step,
             updates=self._done.updates,
@@ -463,7 +465,7 @@ class Session:
     def _stopped(self) -> int:
         if self._saved != (self._done.step, len(self._done.evaluations)):
             self._save()
-        self._writer.settle()
+        self._writer.finish()
         if self._run is not None:
             repeat_alerts(self._run, self._console)
         self._console.note(
@@ -476,7 +478,7 @@ class Session:
 
     def _finish(self) -> None:
         self._save()
-        self._writer.settle()
+        self._writer.finish()
         export = self._export()
         if self._run is not None:
             finish_run(

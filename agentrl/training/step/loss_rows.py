@@ -367,7 +367,7 @@ def explained_variance(rows: Sequence[LossRows], engine: TrainingEngine[nn.Modul
             for item, part in zip(values, rows, strict=True)
             if bool(part.response_mask.any())
         ]
-        nothing = Moments.nothing(rows[0].estimated.returns.double())
+        nothing = Moments.empty(rows[0].estimated.returns.double())
         return reduce(Moments.merge, every, nothing).over_step(engine).squares
 
     missed = spread([part.estimated.returns - part.values for part in rows if part.values is not None])

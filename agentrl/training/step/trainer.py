@@ -17,7 +17,7 @@ from agentrl.kernels import TokenStatistics
 from agentrl.models.policy import PolicyModel
 from agentrl.training.engine.collectives import Meter
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
-from agentrl.training.engine.heartbeat import Pulse
+from agentrl.training.engine.heartbeat import Heartbeat
 from agentrl.training.engine.memory import in_micro_batch
 from agentrl.training.step.batching import RankPlan, UpdatePlan
 from agentrl.training.step.diagnostics import (
@@ -62,10 +62,10 @@ class Trainer:
         fidelity_bound: float,
         reference: Reference | None = None,
         critic: Critic | None = None,
-        pulse: Pulse | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         """``reference`` and ``critic`` are given if and only if ``settings`` need them. ``fidelity_bound``: see
-        :func:`.diagnostics.check_fidelity`. Each pass over a micro-batch is recorded in ``pulse``.
+        :func:`.diagnostics.check_fidelity`. Each pass over a micro-batch is recorded in ``heartbeat``.
         """
         self._engine = engine
         self._temperature = temperature
@@ -77,7 +77,7 @@ class Trainer:
         self._objective = PolicyObjective(settings)
         self._reference = reference
         self._critic = critic
-        self._pulse = pulse or Pulse(deadline=math.inf, slow=math.inf)
+        self._heartbeat = heartbeat or Heartbeat(deadline=math.inf, slow=math.inf)
         self._kl = kl_controller(settings.kl)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
@@ -164,7 +164,7 @@ class Trainer:
                 self._unit_from_rewards(step, unit, normalizer)
             else:
                 self._unit_from_statistics(step, unit, [next(earlier) for _ in unit[1:]], normalizer)
-        self._pulse.after_micro_batches()
+        self._heartbeat.after_micro_batches()
         self._update(step)
 
     def _unit_from_rewards(self, step: _Step, unit: Sequence[MicroBatch], normalizer: float | None) -> None:
@@ -202,7 +202,7 @@ class Trainer:
         for rows in micro_batches:
             with in_micro_batch(tokens=rows.tokens, trajectories=rows.trajectories):
                 done.append(work(rows))
-        self._pulse.after_micro_batches()
+        self._heartbeat.after_micro_batches()
         return done
 
     def _statistics_pass(self, step: _Step) -> list[list[LossRows]]:
@@ -274,7 +274,7 @@ class Trainer:
         Returns (statistics [B, T], zero off model tokens, connected to the graph; hidden states [N, D] of the model
         tokens, or of this rank's part of them; the reference's log-probabilities [B, T], None if it was not needed).
         """
-        self._pulse.micro_batch()
+        self._heartbeat.micro_batch()
         reference_log_probs = head = None
         if self._reference is not None and self._reference.over_vocabulary:
             reference_log_probs, head = self._reference.read(batch)
@@ -346,7 +346,7 @@ class Trainer:
                 update_log_probs=statistics.log_probs.detach() if update else None,
             )
         step.meter.total("policy/loss", value.detach())
-        self._pulse.micro_batch()
+        self._heartbeat.micro_batch()
         measure(step.meter, "policy", metrics, rows.loss_mask.sum())
         self._engine.backward(value * self._engine.world_size)
 

@@ -30,7 +30,7 @@ from agentrl.cluster.processes import ProcessSpec, set_tcp_timeout
 from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.engines.base import engine_facts
 from agentrl.training.engine.deepspeed_engine import from_rank_zero
-from agentrl.training.engine.heartbeat import INTERVAL, Pulse
+from agentrl.training.engine.heartbeat import INTERVAL, Heartbeat
 from agentrl.training.worker.service import (
     CALLS,
     FOLLOWED,
@@ -59,12 +59,14 @@ _LAST_WORDS = 30.0
 _FEW_WORDS = 5.0
 
 
-def open_remote_service(settings: Settings, policy_path: str, *, rank: int, ranks: int, pulse: Pulse) -> RolloutService:
+def open_remote_service(
+    settings: Settings, policy_path: str, *, rank: int, ranks: int, heartbeat: Heartbeat
+) -> RolloutService:
     """Open a worker in a process of its own. Every rank calls this. Raises WorldError if the worker does not start.
 
-    ``pulse``: the marks of this rank's main thread, which the worker watches.
+    ``heartbeat``: the marks of this rank's main thread, which the worker watches.
     """
-    return cast("RolloutService", RemoteService(settings, policy_path, rank=rank, ranks=ranks, pulse=pulse))
+    return cast("RolloutService", RemoteService(settings, policy_path, rank=rank, ranks=ranks, heartbeat=heartbeat))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +80,9 @@ class _Place:
 class RemoteService:
     """One rank's connections to the worker's process. Use it through :func:`open_remote_service`."""
 
-    def __init__(self, settings: Settings, policy_path: str, *, rank: int, ranks: int, pulse: Pulse) -> None:
+    def __init__(self, settings: Settings, policy_path: str, *, rank: int, ranks: int, heartbeat: Heartbeat) -> None:
         self._rank = rank
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._sending = threading.Lock()  # of the control connection, on which two threads send
         self._seconds = settings.training.worker_timeout
         self._process: LocalProcess | None = None
@@ -102,8 +104,8 @@ class RemoteService:
             silence = settings.cluster.deadline
             self._connection = _connect(place, Caller(rank=rank, control=False), silence)
             self._control = _connect(place, Caller(rank=rank, control=True), silence)
-        pulse.shortened = self._send_beat
-        callback_handler.register_start_callback(pulse.compiling)
+        heartbeat.shortened = self._send_beat
+        callback_handler.register_start_callback(heartbeat.compiling)
         threading.Thread(target=self._beat_and_end_with_worker, daemon=True, name="beat").start()
         self._answer("the rollout worker's set-up", _START + engine_facts(settings.rollout).start_seconds)
 
@@ -123,7 +125,7 @@ class RemoteService:
         """Close this rank's connection, which ends the worker."""
         self._closed.set()  # first: nobody is stuck any more, however long the worker takes to end
         with contextlib.suppress(ValueError):  # torch._dynamo.reset() has removed it
-            callback_handler.remove_start_callback(self._pulse.compiling)
+            callback_handler.remove_start_callback(self._heartbeat.compiling)
         self._connection.close()
         if self._process is not None:
             self._process.end(_END)
@@ -157,14 +159,14 @@ class RemoteService:
         return self._answer(waiting_for, self._seconds, self._interrupted if call.interruptible else None)
 
     def _answer(self, waiting_for: str, seconds: float, stops: threading.Event | None = None) -> object:
-        self._pulse.wait(waiting_for)
+        self._heartbeat.wait(waiting_for)
         try:
             reply: Reply = receive(
-                self._connection, seconds=seconds, waiting_for=waiting_for, stops=stops, waits=self._pulse.again
+                self._connection, seconds=seconds, waiting_for=waiting_for, stops=stops, waits=self._heartbeat.again
             )
         except WorkerLostError as error:
             raise WorkerLostError(f"rollout worker: {error}{self._how_it_ended()}") from error
-        self._pulse.enter(f"the work after {waiting_for}")
+        self._heartbeat.enter(f"the work after {waiting_for}")
         if reply.failure is not None:
             raise _error_of(reply.failure)
         return reply.value
@@ -190,7 +192,7 @@ class RemoteService:
         with contextlib.suppress(OSError), self._sending:  # the worker is gone, but its last message may be unread
             writable.register(self._control.fileno(), select.POLLOUT)
             if writable.poll(0):
-                self._control.send(self._pulse.beat)
+                self._control.send(self._heartbeat.beat)
 
     def _how_it_ended(self) -> str:
         if self._process is None:
