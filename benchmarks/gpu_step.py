@@ -19,8 +19,7 @@ from agentrl.models.attention import choose_attention
 from agentrl.models.loading import checkpoint_layers
 from agentrl.models.policy import PolicyModel, ReferenceHead
 from agentrl.models.settings import ModelSettings
-from agentrl.planning.memory import CONTEXT, ModelShape, TrainingSetup, rank_memory, usable
-from agentrl.planning.shapes import read_shape, shape_of
+from agentrl.planning.memory import CONTEXT, ModelShape, TrainingSetup, rank_memory, read_shape, shape_of, usable
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.engine.memory import MicroBatchMemoryError, in_micro_batch
 from agentrl.training.settings import OptimizerSettings, TrainingSettings

@@ -118,7 +118,7 @@ def write_random_model(folder: Path, device: torch.device) -> None:
 
     from agentrl.models.loading import EOS, train_tokenizer
     from agentrl.models.settings import ModelSettings
-    from agentrl.planning.shapes import config_of
+    from agentrl.planning.memory import config_of
 
     real = device.type == "cuda"
     config = config_of(ModelSettings(path="Qwen/Qwen2.5-0.5B"))

@@ -31,8 +31,7 @@ from agentrl.models.loading import checkpoint_layers, keep_checkpoints_on_host
 from agentrl.models.lora import with_adapter
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import LoRASettings
-from agentrl.planning.memory import ModelShape, Offload, TrainingSetup, rank_memory
-from agentrl.planning.shapes import shape_of
+from agentrl.planning.memory import ModelShape, Offload, TrainingSetup, rank_memory, shape_of
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.engine.groups import rank_groups
 from agentrl.training.settings import OptimizerSettings, TrainingSettings

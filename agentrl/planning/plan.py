@@ -32,10 +32,10 @@ from agentrl.planning.memory import (
     ServerMemory,
     TrainingSetup,
     rank_memory,
+    read_shape,
     server_memory,
     usable,
 )
-from agentrl.planning.shapes import read_shape
 from agentrl.rollout.engines.base import EngineFacts, engine_facts
 from agentrl.rollout.settings import longest_request
 from agentrl_envs.registry import install_extra

@@ -6,9 +6,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from agentrl.planning.memory import ModelShape, TrainingSetup
+from agentrl.planning.memory import ModelShape, TrainingSetup, shape_of
 from agentrl.planning.plan import Hardware, Requirements
-from agentrl.planning.shapes import shape_of
 
 _TINY = {
     "vocab_size": 4000,

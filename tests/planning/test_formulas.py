@@ -15,9 +15,10 @@ from agentrl.planning.memory import (
     activations,
     kv_bytes,
     rank_memory,
+    read_shape,
     server_memory,
+    shipped_shapes,
 )
-from agentrl.planning.shapes import read_shape, shipped_shapes
 
 PUBLISHED = {
     "Qwen/Qwen2.5-0.5B": 494_032_768,

@@ -13,7 +13,7 @@ from planning.support import gpus, required, tiny_shape
 from agentrl.config import load_settings, shipped_configs
 from agentrl.errors import SettingsError
 from agentrl.models.settings import ModelSettings
-from agentrl.planning.memory import ModelShape
+from agentrl.planning.memory import ModelShape, read_shape
 from agentrl.planning.plan import (
     PlanRequest,
     find_plan,
@@ -23,7 +23,6 @@ from agentrl.planning.plan import (
     plan_lines,
     plan_values,
 )
-from agentrl.planning.shapes import read_shape
 from agentrl.training.run.preflight import dry_run
 
 CONFIG: dict[str, object] = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "vocab_size": 99}
@@ -175,6 +174,6 @@ def test_a_model_that_cannot_be_trained_so_ends_the_dry_run_and_the_plan(
 
 
 def test_an_unknown_model_comes_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.planning.shapes.read_config", lambda model: None)
+    monkeypatch.setattr("agentrl.planning.memory.read_config", lambda model: None)
     with pytest.raises(SettingsError, match=r"Qwen/Qwen2\.5-7b.*did you mean.*Qwen/Qwen2\.5-7B"):
         read_shape(ModelSettings(path="Qwen/Qwen2.5-7b"))

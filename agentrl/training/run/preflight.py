@@ -17,8 +17,8 @@ from agentrl.models.attention import attention_obstacle, length_obstacle, sharin
 from agentrl.models.exactness import check_architecture
 from agentrl.models.lora import check_peft
 from agentrl.models.tokenizer import read_tokenizer
+from agentrl.planning.memory import config_of, read_shape, shape_of
 from agentrl.planning.plan import memory_lines
-from agentrl.planning.shapes import config_of, read_shape, shape_of
 from agentrl.problems.settings import BUILTIN, FORMULA
 from agentrl.problems.sources import FILE_KINDS, load_source
 from agentrl.rollout.engines.base import engine_facts, engine_plugin
