@@ -23,7 +23,7 @@ class _SharedRun:
 
 
 class Once:
-    """Runs each key once. Infrastructure failures are not cached, so that a retry can run.
+    """Shares one run between calls with equal keys. Infrastructure failures are not cached, so that a retry can run.
 
     It caches the latest results, up to ``remembered_bytes`` of output and files.
     """
@@ -36,7 +36,7 @@ class Once:
         self._finished: OrderedDict[object, Execution] = OrderedDict()
 
     async def run(self, key: object, start: Callable[[], Coroutine[None, None, Execution]]) -> Execution:
-        """The result of ``start()``, of a running call with this key, or of a cached one.
+        """Return the result of ``start()``, or of a running or cached run with this key.
 
         Cancelling every call that waits cancels the run.
         """
@@ -58,7 +58,7 @@ class Once:
                 shared.task.cancel()
                 del self._running[key]
 
-    async def settle(self) -> None:
+    async def wait_finished(self) -> None:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -90,7 +90,7 @@ _REMEMBERED = 65_536  # live sessions, whose end may have gone unnoticed, and as
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class BookedSession(Generic[_Home, _Key]):
-    """A session at a server or runner, its ``home``, which knows it by ``number``."""
+    """An open session: its server or runner (``home``), and its identifier there (``number``)."""
 
     home: _Home
     number: _Key
@@ -98,7 +98,7 @@ class BookedSession(Generic[_Home, _Key]):
 
 
 class SessionBook(Generic[_Home, _Key]):
-    """The sessions of one client."""
+    """Open and ended sessions of one client, by name."""
 
     def __init__(self) -> None:
         self._live: OrderedDict[str, BookedSession[_Home, _Key]] = OrderedDict()
@@ -119,7 +119,7 @@ class SessionBook(Generic[_Home, _Key]):
         return [session.home for session in self._live.values()]
 
     def find(self, name: str) -> BookedSession[_Home, _Key]:
-        """The live session of that name. Raises UnknownSessionError."""
+        """Return the open session with this name. Raises UnknownSessionError."""
         session = self._live.get(name)
         if session is None:
             raise self.gone(name, "it was never opened")
@@ -136,7 +136,7 @@ class SessionBook(Generic[_Home, _Key]):
             yield self.find(name)  # it may have ended meanwhile
 
     def end(self, name: str, why: str) -> None:
-        """A session has ended; the first reason counts."""
+        """Record that a session has ended. Only the first reason is kept."""
         if self._live.pop(name, None) is None:
             return
         self._ended[name] = why
@@ -144,12 +144,12 @@ class SessionBook(Generic[_Home, _Key]):
             self._ended.popitem(last=False)
 
     def end_at(self, home: _Home, why: str, number: _Key | None = None) -> None:
-        """The session ``number`` of a server or runner has ended, or all of them."""
+        """Record that the session ``number`` at ``home`` has ended, or all sessions there if it is None."""
         for name, session in list(self._live.items()):
             if session.home is home and number in (None, session.number):
                 self.end(name, why)
 
     def gone(self, name: str, why: str) -> UnknownSessionError:
-        """The error for a session that does not exist; of several reasons the first counts."""
+        """Return the error for a session that does not exist. Only the first reason is kept."""
         self.end(name, why)
         return UnknownSessionError(f"no session {name!r}: {self._ended.get(name, why)}")

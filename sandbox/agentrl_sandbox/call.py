@@ -51,7 +51,7 @@ def pack(header: Mapping[str, object], *blobs: bytes) -> bytes:
 
 
 class FrameBuffer(Generic[_Header]):
-    """Cuts a stream of bytes into frames of at most ``limit`` bytes."""
+    """Splits a stream of bytes into frames of at most ``limit`` bytes."""
 
     def __init__(self, limit: int = _MAX_FRAME) -> None:
         self._limit = limit
@@ -94,7 +94,7 @@ def _unpack(body: bytes, header_size: int) -> tuple[Any, list[bytes]]:
 
 
 def fail_all(futures: Iterable[asyncio.Future[Any]], error: Exception) -> None:
-    """Give an error to each future that has no result yet; those without a waiter do not warn."""
+    """Set an exception on all pending futures, without warnings if nothing awaits them."""
     for future in futures:
         if not future.done():
             future.set_exception(error)
@@ -110,7 +110,7 @@ _PAGE = 4096
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raises ValueError for a name that is not a relative path inside the directory, or for too many names."""
+    """Raise ValueError for a name that is not a relative path inside the directory, or for too many names."""
     count = 0
     for name in names:
         count += 1
@@ -122,7 +122,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def check_files(files: Mapping[str, bytes], room: int) -> None:
-    """Raises ValueError for bad names, names that are both file and directory, and more than ``room`` bytes."""
+    """Raise ValueError for invalid names, names that are both file and directory, and more than ``room`` bytes."""
     check_names(files)
     for name in files:
         parts = name.split("/")
@@ -187,7 +187,7 @@ class ExecutionHeader(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """The arguments of ``Sandbox.execute`` without ``request_id``, which describes them."""
+    """Arguments of ``Sandbox.execute`` except ``request_id``."""
 
     program: str
     timeout: float | None = None
@@ -198,7 +198,7 @@ class Call:
     echo: bool = False
 
     def digest(self) -> bytes:
-        """A hash of all arguments, to tell apart calls with the same ``request_id``."""
+        """Return a hash of all arguments, which distinguishes calls with the same ``request_id``."""
         header, blobs = self.frame()
         result = hashlib.sha256()
         for part in (*blobs, json.dumps(header).encode()):
@@ -232,7 +232,7 @@ class Call:
 
 
 class CallSandbox(Sandbox, ABC):
-    """The ``execute`` of ``Sandbox``, for sandboxes that take its arguments as one ``Call``."""
+    """Base of sandboxes that take the arguments of ``execute`` as one ``Call``."""
 
     async def execute(
         self,
@@ -263,7 +263,7 @@ class CallSandbox(Sandbox, ABC):
 
 
 def checked_timeout(seconds: float) -> float:
-    """``seconds``, if a program may run for so long. Raises ValueError."""
+    """Return ``seconds`` if it is a valid timeout of a program. Raises ValueError otherwise."""
     if not 0 < seconds <= 3600:
         raise ValueError(f"timeout must be above 0 and at most 3600 seconds, not {seconds}")
     return seconds
@@ -301,5 +301,5 @@ def read_execution(header: ExecutionHeader, blobs: Sequence[bytes]) -> Execution
 
 
 def to_base64(files: Mapping[str, bytes]) -> dict[str, str]:
-    """The contents of files as JSON carries them."""
+    """Encode the contents of files for JSON."""
     return {name: base64.b64encode(content).decode("ascii") for name, content in files.items()}

@@ -37,7 +37,7 @@ CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
 
 
 class DockerSandbox(RunnerPool):
-    """One container, replaced when it dies. Made by ``open_docker``."""
+    """A sandbox in a container, which is replaced when it exits. Created by ``open_docker``."""
 
     def __init__(self, settings: SandboxSettings, client: docker.DockerClient) -> None:
         self._settings = settings

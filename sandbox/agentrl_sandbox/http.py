@@ -235,7 +235,7 @@ class HttpSandbox(ServiceSandbox):
             raise BusyError(f"{self._settings.url} gave an answer that is not JSON: {error}") from error
 
     def _warn_absent(self, error: AbsentError) -> None:
-        """Warn once, when an outage begins; waiting calls log nothing until their retry deadline."""
+        """Warn once at the start of an outage. Waiting calls log nothing until their retry deadline."""
         if not self._absent and not self._closed:
             self._absent = True
             _log.warning(
@@ -244,7 +244,7 @@ class HttpSandbox(ServiceSandbox):
             )
 
     def _one_connection(self) -> httpx.AsyncHTTPTransport:
-        """A transport for one request at a time, since a pool scans all its connections on every request.
+        """Create a transport for one request at a time. A pool would scan all its connections on every request.
 
         A full client would follow redirects, keep cookies and use this process's proxies, which is not wanted here,
         and takes twice the time.
@@ -285,7 +285,7 @@ class HttpSandbox(ServiceSandbox):
             await asyncio.sleep(random.uniform(0.1, 0.5))
 
     def _check_limits(self, state: JsonObject) -> None:
-        """Limits set here must equal the service's, which clients cannot change."""
+        """Raise StartError unless the limits set here equal the limits of the service, which clients cannot change."""
         for name in self._settings.model_fields_set & set(LIMITS):
             wanted, there = getattr(self._settings, name), state.get("limits", {}).get(name)
             if there is None:
@@ -309,7 +309,7 @@ async def open_http(settings: SandboxSettings) -> HttpSandbox:
 
 
 def run_request(call: Call, request_id: str | None, *, default: float) -> ServiceRequest[Execution]:
-    """The request that runs a program. ``default`` is its timeout. Raises ValueError for an impossible timeout."""
+    """Return the request that runs a program. ``default``: timeout in seconds. Raises ValueError."""
     seconds = checked_timeout(default if call.timeout is None else call.timeout)
     body = {
         "program": call.program,
@@ -332,7 +332,7 @@ def _isolation(state: JsonObject) -> Isolation:
 
 
 def _session(answer: JsonObject) -> str:
-    """Raises BusyError for an invalid answer."""
+    """Parse the name of a session. Raises BusyError for an invalid answer."""
     try:
         return str(answer["session"])
     except (KeyError, TypeError) as error:
@@ -340,7 +340,7 @@ def _session(answer: JsonObject) -> str:
 
 
 def _execution(answer: JsonObject) -> Execution:
-    """Raises BusyError for an invalid answer, as after a broken connection."""
+    """Parse an execution. Raises BusyError for an invalid answer, as after a broken connection."""
     try:
         files = {name: base64.b64decode(content) for name, content in answer["files"].items()}
         outcome, seconds = Outcome(answer["outcome"]), float(answer["seconds"])

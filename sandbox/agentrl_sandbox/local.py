@@ -120,7 +120,7 @@ class ForkServerProcess(asyncio.Protocol):
             raise StartError(await self.fail(str(error))) from error
 
     async def fail(self, what: str) -> str:
-        """Close, and return an error message with the server's last output."""
+        """Close the server, and return an error message with its last output."""
         self._messages.seek(0)
         last = self._messages.read().decode("utf-8", "replace").strip().splitlines()[-1:]
         await self.close()
@@ -132,18 +132,20 @@ class ForkServerProcess(asyncio.Protocol):
         Raises ServerGoneError, TimeoutError and, in a session, ServerRefusedError.
         """
         header, blobs = call.frame()
-        return read_execution(*await self._ask({**header, "op": "run", "number": session}, blobs, call.timeout or 0.0))
+        return read_execution(
+            *await self._request({**header, "op": "run", "number": session}, blobs, call.timeout or 0.0)
+        )
 
-    async def ask(self, operation: str, session: int, **more: int) -> None:
+    async def request(self, operation: str, session: int, **more: int) -> None:
         """Open, fork or close a session. Raises ServerGoneError, TimeoutError and ServerRefusedError."""
-        await self._ask({"op": operation, "number": session, **more}, [], _SESSION_SECONDS)
+        await self._request({"op": operation, "number": session, **more}, [], _SESSION_SECONDS)
 
     def close_session(self, session: int) -> None:
         """End an abandoned session without waiting."""
         if self._transport is not None and not self.gone:
             self._transport.write(pack({"op": "close", "id": 0, "number": session}))
 
-    async def _ask(self, header: Mapping[str, object], blobs: list[bytes], timeout: float) -> Frame[ServerReply]:
+    async def _request(self, header: Mapping[str, object], blobs: list[bytes], timeout: float) -> Frame[ServerReply]:
         """Send one message and wait for the answer.
 
         The grace period is a separate wait: after a long pause of the event loop, answers already in the socket are
@@ -219,7 +221,7 @@ class ForkServerProcess(asyncio.Protocol):
 
 
 def _spawn(config: RunnerConfig) -> tuple[subprocess.Popen[bytes], IO[bytes], socket.socket]:
-    """(the process, the file of its messages, our end of its socket). Raises OSError, and then leaves nothing open."""
+    """Start a server. Returns the process, the file with its messages, and the client's socket. Raises OSError."""
     with contextlib.ExitStack() as opened:
         ours, theirs = socket.socketpair()
         opened.enter_context(ours)
@@ -292,9 +294,9 @@ class LocalSandbox(CallSandbox):
     async def open_session(self) -> str:
         self._check_open()
         try:
-            server = await self._living_server()
+            server = await self._running_server()
             number = next(self._numbers)
-            await self._ask_for_session(server, number, "open", number)
+            await self._request_session(server, number, "open", number)
         except (ServerRefusedError, ServerGoneError, TimeoutError) as error:
             raise SandboxError(f"no session could be opened: {error}") from error
         return self._sessions.add(server, number)
@@ -305,7 +307,7 @@ class LocalSandbox(CallSandbox):
         async with self._sessions.turn(session) as origin:
             number = next(self._numbers)
             try:
-                await self._ask_for_session(origin.home, number, "fork", origin.number, fork=number)
+                await self._request_session(origin.home, number, "fork", origin.number, fork=number)
             except ServerRefusedError as refused:
                 if refused.kind == "fork":
                     raise SessionForkError(f"session {session!r} could not be forked: {refused.why}") from refused
@@ -321,7 +323,7 @@ class LocalSandbox(CallSandbox):
         live = self._sessions.find(session)
         self._sessions.end(session, "it was closed")
         try:
-            await live.home.ask("close", live.number)
+            await live.home.request("close", live.number)
         except ServerGoneError:
             return  # the session ended with it
         except TimeoutError as error:
@@ -333,7 +335,7 @@ class LocalSandbox(CallSandbox):
         self._closed = True
         async with self._restarting:
             await self._server.close()
-        await self._once.settle()
+        await self._once.wait_finished()
 
     async def check(self, reasons: Sequence[str] = ()) -> None:
         """Probe every property. Raises UnisolatedError for one that is missing, unless the settings allow it.
@@ -365,7 +367,7 @@ class LocalSandbox(CallSandbox):
     async def _run_on(self, server: ForkServerProcess | None, session: int | None, call: Call) -> Execution:
         started = time.monotonic()
         try:
-            server = server or await self._living_server()
+            server = server or await self._running_server()
             return await server.run(call, session)
         except (ServerGoneError, StartError) as error:
             return failed_execution(str(error), started)
@@ -374,10 +376,10 @@ class LocalSandbox(CallSandbox):
             await server.close()
             return failed_execution("the sandbox's server did not answer long after the program's deadline", started)
 
-    async def _ask_for_session(self, server: ForkServerProcess, made: int, op: str, session: int, **more: int) -> None:
-        """Have a server make the session ``made``, which is closed again if the caller is cancelled."""
+    async def _request_session(self, server: ForkServerProcess, made: int, op: str, session: int, **more: int) -> None:
+        """Open or fork the session ``made`` at a server, and close it again if the caller is cancelled."""
         try:
-            await server.ask(op, session, **more)
+            await server.request(op, session, **more)
         except ServerRefusedError as refused:
             if refused.kind == "limit":
                 raise SessionLimitError(f"no further session: {refused.why}") from refused
@@ -386,8 +388,8 @@ class LocalSandbox(CallSandbox):
             server.close_session(made)
             raise
 
-    async def _living_server(self) -> ForkServerProcess:
-        """The server, restarted if it is gone. Raises ServerGoneError once the sandbox is closed, and StartError."""
+    async def _running_server(self) -> ForkServerProcess:
+        """Return the server, restarted if it exited. Raises StartError, and ServerGoneError after ``close``."""
         async with self._restarting:
             if self._closed:
                 raise ServerGoneError("the sandbox was closed")
@@ -405,7 +407,7 @@ class LocalSandbox(CallSandbox):
 
 
 async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None = None) -> LocalSandbox:
-    """Start the strongest isolation that this machine allows, and probe it.
+    """Start a server with the strongest isolation that this machine allows, and probe it.
 
     ``modes`` are tried in order: ``root`` and ``user`` namespaces (None: those available to this process).
     Raises UnisolatedError (unless ``allow_unisolated``) and StartError.
@@ -453,7 +455,7 @@ def runner_config(settings: SandboxSettings, mode: str) -> RunnerConfig:
 
 
 def first_user(settings: SandboxSettings) -> int:
-    """The first user that a server's programs run as: the configured one, or one drawn at random.
+    """Return the first user id of a server's programs: the configured id, or a random one.
 
     Raises StartError.
     """
@@ -466,13 +468,13 @@ def first_user(settings: SandboxSettings) -> int:
 
 
 def free_users() -> int:
-    """The first of ``_STEP`` users that most likely nobody else has; drawn at random on each call."""
+    """Draw the first of ``_STEP`` user ids that are most likely unused on this host."""
     numbers = _USERS if _is_mapped(_USERS.stop - 1) else _FEW_USERS
     return random.SystemRandom().randrange(numbers.start, numbers.stop - _STEP, _STEP)
 
 
 def _is_mapped(user: int) -> bool:
-    """Whether the user namespace of this process has such a user (and group: they are mapped alike in practice)."""
+    """Return True if the user namespace of this process maps this user id. Group ids are mapped alike in practice."""
     with open("/proc/self/uid_map", encoding="ascii") as file:
         spans = [tuple(map(int, line.split())) for line in file]
     return any(first <= user < first + length for first, _, length in spans)

@@ -27,7 +27,7 @@ from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, San
 
 
 def layers_of(mode: str, found: Mapping[str, int]) -> dict[str, str]:
-    """For each property the layers that provide it here, the strongest first.
+    """Return the layers that provide each property here, strongest first.
 
     >>> found = {"landlock": 4, "seccomp": 1, "own_users": 0}
     >>> layers_of("none", found)["no_network"]
@@ -210,7 +210,7 @@ Look = Callable[[int], Awaitable[bool]]
 
 
 class InconclusiveProbeError(Exception):
-    """A probe's program ended in a way that proves nothing."""
+    """A probe's program ended in a way that allows no conclusion."""
 
     def __init__(self, ran: Execution) -> None:
         super().__init__(" ".join([ran.outcome.value, *ran.stderr.strip().splitlines()[-1:]]))
@@ -234,38 +234,42 @@ async def probe(sandbox: Sandbox, *, mode: str, layers: Mapping[str, int], setti
         processes = PROCESSES.format(most=settings.max_processes + 8)
         output = OUTPUT.format(size=2 * settings.flood_limit + AHEAD)
         tracing = TRACING.format(pid=pid, start=victim.start)
-        looks: dict[str, Look] = {
+        probes: dict[str, Look] = {
             "no_network": partial(_network, execute),
             "scratch_only_writes": partial(_writes, execute),
             "no_foreign_reads": partial(_reads, execute, victim, settings.concurrency > 1),
             "bounded_memory": partial(_program, execute, memory, _succeeds, (Outcome.MEMORY_LIMIT,)),
             # Either no more can be made, or the program that has them is killed.
-            "bounded_processes": partial(_program, execute, processes, _says_so, (Outcome.OK, Outcome.KILLED)),
+            "bounded_processes": partial(_program, execute, processes, _reported_success, (Outcome.OK, Outcome.KILLED)),
             "bounded_time": partial(_time, execute),
             "bounded_output": partial(_program, execute, output, _succeeds, (Outcome.OUTPUT_LIMIT,)),
             "no_tracing": partial(
-                _program, execute, tracing, lambda ran: _says_so(ran) or victim.rest in ran.stdout, held
+                _program, execute, tracing, lambda ran: _reported_success(ran) or victim.rest in ran.stdout, held
             ),
         }
-        found = dict(zip(looks, await asyncio.gather(*(_settle(*item) for item in looks.items())), strict=True))
+        found = dict(
+            zip(
+                probes, await asyncio.gather(*(_repeat_until_conclusive(*item) for item in probes.items())), strict=True
+            )
+        )
         signals = partial(
             _program,
             execute,
             SIGNALS.format(pid=pid),
-            lambda ran: _says_so(ran) or victim.process.poll() is not None,
+            lambda ran: _reported_success(ran) or victim.process.poll() is not None,
             held,
         )
-        found["no_foreign_signals"] = await _settle("no_foreign_signals", signals)
+        found["no_foreign_signals"] = await _repeat_until_conclusive("no_foreign_signals", signals)
     names = layers_of(mode, layers)
     return Isolation(layers={name: names[name] if found[name] else None for name in PROPERTIES}, mode=mode)
 
 
-async def _settle(name: str, look: Look) -> bool:
+async def _repeat_until_conclusive(name: str, probe_once: Look) -> bool:
     """Repeat a probe until it is conclusive. Raises StartError."""
     endings: list[str] = []
     for slower in _TRIES:
         try:
-            return await look(slower)
+            return await probe_once(slower)
         except InconclusiveProbeError as unclear:
             endings.append(str(unclear))
     raise StartError(
@@ -275,7 +279,7 @@ async def _settle(name: str, look: Look) -> bool:
 
 
 def _judge(ran: Execution, *, broken: bool, held: tuple[Outcome, ...] = (Outcome.OK,)) -> bool:
-    """``broken``: the program got through. ``held``: the outcomes of a program that did not."""
+    """Return True if the property holds. ``broken``: the attack succeeded. ``held``: outcomes of a failed attack."""
     if not broken and ran.outcome not in held:
         raise InconclusiveProbeError(ran)
     return not broken
@@ -307,7 +311,7 @@ def _victim() -> Iterator[_Victim]:
 
 
 async def _network(execute: Execute, slower: int) -> bool:
-    """A TCP and a UDP socket listen here; the program's word must not arrive. Others may call, too."""
+    """Listen on a TCP and a UDP socket. The program's message must not arrive; other processes may connect."""
     word = secrets.token_hex(8)
     with socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
         for listener in (tcp, udp):
@@ -341,7 +345,7 @@ def _open_directory() -> Iterator[str]:
 
 
 async def _writes(execute: Execute, slower: int) -> bool:
-    """Writes to places where this user may write must not appear there; those to scratch must succeed."""
+    """Writes to directories that this user may write to must have no effect there. Writes to scratch must succeed."""
     name = f"agentrl-sandbox-probe-{secrets.token_hex(8)}"
     with _open_directory() as open_to_all:
         untouched = Path(open_to_all, "untouched")
@@ -362,7 +366,7 @@ def _is_untouched(file: Path) -> bool:
 
 
 async def _reads(execute: Execute, victim: _Victim, neighbours: bool, slower: int) -> bool:
-    """Secrets in a file that everyone may read, in another program's files and in a process's open files stay there.
+    """Secrets in a world-readable file, in another program's files and in open files of a process must stay hidden.
 
     ``neighbours``: programs run side by side, so that one that looked for another's files must have met them.
     """
@@ -385,7 +389,7 @@ async def _reads(execute: Execute, victim: _Victim, neighbours: bool, slower: in
 
 
 def _met(neighbour: Execution, reader: Execution) -> bool:
-    """Whether the reader looked everywhere once while the neighbour's file was there. Each line is a span of time."""
+    """Return True if the reader searched all files once while the neighbour's file existed. Lines are time spans."""
     spans = [[float(word) for word in line.split()] for line in neighbour.stdout.splitlines()]
     looks = [[float(word) for word in line.split()] for line in reader.stdout.splitlines()]
     return any(begin <= look[0] and look[1] <= end for begin, end in spans for look in looks)
@@ -394,12 +398,12 @@ def _met(neighbour: Execution, reader: Execution) -> bool:
 async def _program(
     execute: Execute, program: str, got_through: Callable[[Execution], bool], held: tuple[Outcome, ...], slower: int
 ) -> bool:
-    """A program that alone shows whether it got through; ``held`` are the outcomes of one that did not."""
+    """Run an attack whose result shows whether it succeeded. ``held``: outcomes of a failed attack."""
     ran = await execute(program, timeout=slower * _PROBE_TIMEOUT_SECONDS)
     return _judge(ran, broken=got_through(ran), held=held)
 
 
-def _says_so(ran: Execution) -> bool:
+def _reported_success(ran: Execution) -> bool:
     return ran.exit_code == GOT_THROUGH
 
 
@@ -408,7 +412,7 @@ def _succeeds(ran: Execution) -> bool:
 
 
 async def _time(execute: Execute, slower: int) -> bool:
-    """It must have begun to ignore signals when it is ended."""
+    """A program that ignores signals must be ended at its timeout."""
     ran = await execute(TIME, timeout=slower * _PROBE_SECONDS)
     if "spins" not in ran.stdout:
         raise InconclusiveProbeError(ran)

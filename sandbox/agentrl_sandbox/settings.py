@@ -113,7 +113,7 @@ class SandboxSettings(BaseModel):
 
     @property
     def addresses(self) -> list[str]:
-        """The parts of ``url``: of several services the address of each."""
+        """The addresses in ``url``; more than one for a list of services."""
         return self.url.split(",")
 
     @property
@@ -142,11 +142,11 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 class ServiceSettingsError(SandboxError):
-    """A command was given invalid settings; the message names them."""
+    """A command has invalid settings. The message names them."""
 
 
 class GatewaySettings(BaseModel):
-    """Where the gateway listens, whom it admits and how much work it accepts."""
+    """Settings of the gateway: address, authentication and limits."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -179,7 +179,7 @@ class GatewaySettings(BaseModel):
 
     @property
     def hosts(self) -> frozenset[str]:
-        """Every name accepted in a Host header."""
+        """All names accepted in a Host header."""
         more = {name.strip().lower() for name in self.allowed_hosts.split(",") if name.strip()}
         own = set() if self.host in ("0.0.0.0", "::") else {self.host.lower()}
         return frozenset({"127.0.0.1", "localhost", "::1", *own, *more})
@@ -188,7 +188,7 @@ class GatewaySettings(BaseModel):
 def read_settings(
     model: type[_Model], environment: Mapping[str, str], arguments: Iterable[str], *, without: Iterable[str] = ()
 ) -> _Model:
-    """A model from variables ``SANDBOX_NAME`` that are not empty, and arguments ``name=value``, which win.
+    """Read settings from nonempty variables ``SANDBOX_NAME`` and arguments ``name=value``, which take precedence.
 
     The fields ``without`` cannot be set. Raises ServiceSettingsError.
     """

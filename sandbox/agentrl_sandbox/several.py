@@ -187,7 +187,7 @@ class SeveralSandboxes(ServiceSandbox):
             await timer.pause(busy, f"no answer within {self._settings.retry_deadline:g} s")
 
     async def _choose(self, tried: set[_Service], timer: RetryTimer) -> _Service:
-        """The service for the next call, once one is usable. Raises BusyError after the deadline."""
+        """Return the service for the next call, when one is usable. Raises BusyError after the deadline."""
         while not self._closed:
             if usable := [service for service in self._services if service.usable]:
                 homes = self._book.homes()

@@ -43,7 +43,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """One program run.
+    """The result of a program.
 
     ``exit_code`` is the exit status, minus the signal's number when a signal ended the program, and None for
     infrastructure failures. ``seconds`` is wall time. ``truncated``: a stream was longer than
@@ -62,7 +62,7 @@ class Execution:
 
 
 def failed_execution(why: str, started: float) -> Execution:
-    """A run that the sandbox failed to complete; ``started`` is a time of ``time.monotonic``."""
+    """Return the result of a run that the sandbox failed to complete. ``started`` is a time of ``time.monotonic``."""
     return Execution(
         outcome=Outcome.INFRASTRUCTURE_FAILURE,
         stdout="",
@@ -89,7 +89,7 @@ PROPERTIES: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Isolation:
-    """For each of ``PROPERTIES`` the layer that provides it, or None if a probe showed that it is missing.
+    """The layer that provides each of ``PROPERTIES``, or None if a probe showed that it is missing.
 
     >>> Isolation(layers={"no_network": "namespaces", "bounded_time": "server"}, mode="root").describe()
     'no_network, bounded_time (root namespaces)'
@@ -109,7 +109,7 @@ class Isolation:
 
 
 class Sandbox(Protocol):
-    """Runs programs. It belongs to the event loop in which it was opened and cannot be used after ``close``."""
+    """Interface of sandboxes. A sandbox belongs to the event loop that opened it and is unusable after ``close``."""
 
     @property
     def isolation(self) -> Isolation:
@@ -184,11 +184,11 @@ class SessionForkError(SandboxError):
 
 
 class UnknownSessionError(SandboxError):
-    """No such session: it was never opened, was closed, or ended with its interpreter; the message says how."""
+    """The session does not exist: it was never opened, was closed, or ended with its interpreter."""
 
 
 class BusyError(SandboxError):
-    """There is no capacity for a call now; retry it after ``retry_after`` seconds."""
+    """No capacity for a call now. Retry it after ``retry_after`` seconds."""
 
     def __init__(self, message: str, *, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -208,4 +208,4 @@ class AbsentError(BusyError):
 
 
 class RefusedError(SandboxError):
-    """A service rejected a call, for example for its token or size; retrying does not help."""
+    """A service rejected a call, for example because of its token or size. Retrying does not help."""

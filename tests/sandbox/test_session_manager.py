@@ -24,10 +24,10 @@ class Zygote:
     def __init__(self):
         self.sockets = []
 
-    def ask(self, message, descriptors):
+    def request_child(self, message, descriptors):
         self.sockets = [socket.socket(fileno=socket.dup(descriptor)) for descriptor in descriptors]
 
-    def tell(self, operation, identifier):
+    def send_command(self, operation, identifier):
         assert operation == "where"
 
 
@@ -55,7 +55,7 @@ class Server:
 def test_a_program_that_began_before_its_session_init_was_located_gets_its_pid():
     server = Server()
     manager = SessionManager(CONFIG, server)
-    manager.ask({"op": "open", "id": 1, "number": 7, "fork": 0})
+    manager.handle({"op": "open", "id": 1, "number": 7, "fork": 0})
     init, control = server.zygotes.sockets
     init.send(json.dumps({"op": "born", "id": 7, "pid": 2, "error": 0}).encode())
     for handler in list(server.handlers.values()):

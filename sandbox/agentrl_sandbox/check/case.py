@@ -46,7 +46,7 @@ def ends(*outcomes: Outcome) -> Judge:
 
 
 def fails_with(name: str) -> Judge:
-    """An uncaught exception of this name, last in the traceback."""
+    """Judge: the program ended with an uncaught exception of this name."""
 
     def judge(run: Execution) -> bool:
         lines = run.stderr.strip().splitlines()
@@ -56,17 +56,17 @@ def fails_with(name: str) -> Judge:
 
 
 def survives(run: Execution) -> bool:
-    """The sandbox reported the program's end, whatever the program did to itself."""
+    """Judge: the sandbox reported how the program ended."""
     return run.outcome in ENDED
 
 
 def reaches_nothing(run: Execution) -> bool:
-    """All attempts of the program failed, or it was killed for trying."""
+    """Judge: all attempts of the program failed, or it was killed for trying."""
     return run.outcome in ENDED and "reached" not in run.stdout and ("tried" in run.stdout or run.outcome != Outcome.OK)
 
 
 def attempts(guards: str, name: str, body: str, *, prologue: str = "", after: str | None = None) -> Case:
-    """A case of single statements, one per line. A statement that raises no OSError is reported as reached."""
+    """Return a case that tries single statements, one per line. A statement without an OSError counts as reached."""
     lines = [line.strip() for line in body.strip().splitlines()]
     program = (
         f"{_HELPERS}{prologue}\n"

@@ -41,7 +41,7 @@ async def run_case(sandbox: Sandbox, case: Case) -> Finding:
 async def run_suite(
     sandbox: Sandbox, cases: Sequence[Case] = CASES, *, identifiers: bool = True
 ) -> AsyncIterator[Finding]:
-    """Run every case, then those of several programs, even after failures. ``identifiers``: with ``request_id``."""
+    """Run all cases, then those with several programs, even after failures. ``identifiers``: pass ``request_id``."""
     for case in cases:
         yield await run_case(sandbox, case)
     yield await _find(f"{_AT_ONCE} programs at once", "conformance", _answers_are_not_mixed_up(sandbox))
@@ -131,7 +131,7 @@ def line(finding: Finding) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """The number of passed cases of each property.
+    """Return the number of passed cases of each property.
 
     >>> print(summary([Finding(name="a", guards="robust", seconds=0.1)]))
     robust  1 of 1 held

@@ -45,7 +45,7 @@ class ChildLimits:
 
     @classmethod
     def from_config(cls, config: RunnerConfig, generators: tuple[Callable[[], None], ...]) -> ChildLimits:
-        """Call it in the warm zygote: the memory limit is in addition to what the interpreter has mapped."""
+        """Derive the limits in the warm zygote. The memory limit is on top of what the interpreter has mapped."""
         with open("/proc/self/statm", encoding="ascii") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
         size = config.scratch_mb << 20
@@ -64,11 +64,11 @@ class ChildLimits:
         )
 
     def user(self, slot: int) -> int | None:
-        """The user of a slot's programs, or None if they share the server's."""
+        """Return the user id of a slot's programs, or None if they run as the server's user."""
         return None if self.first_user is None else self.first_user + slot
 
     def reseed(self) -> None:
-        """Reseed the generators; otherwise all programs would draw the same numbers."""
+        """Reseed the random generators. Otherwise all programs would draw the same numbers."""
         for seed in self.generators:
             seed()
 

@@ -98,7 +98,7 @@ def _stop_below(roots: list[int], stopped: set[int], own: int) -> set[int]:
 
 
 def _signal(pid: int, number: int, own: int) -> None:
-    """Signal a process with its group, unless that is still the ``own`` one."""
+    """Signal a process, and its process group unless that is still ``own``."""
     with contextlib.suppress(ProcessLookupError):
         group = os.getpgid(pid)
         if group == own:
@@ -114,7 +114,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def is_clean(scratch: str, user: int | None) -> bool:
-    """Whether a program left no files in its scratch directory or, if it has its own user, in shared memory."""
+    """Return True if a program left no files in its scratch directory or, with its own user, in shared memory."""
     with os.scandir(scratch) as entries:
         if any(entries):
             return False

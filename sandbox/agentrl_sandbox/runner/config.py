@@ -1,4 +1,4 @@
-"""The configuration and the messages between client, server and zygotes, and the choice of a zygote."""
+"""Configuration of the fork server, its messages with client and zygotes, and the choice of a zygote."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl_sandbox.call import CallHeader, ExecutionHeader
 
 
 class ServerRequest(CallHeader, total=False):
-    """From the client to the fork server."""
+    """Header of a message from the client to the fork server."""
 
     op: str
     id: int
@@ -25,7 +25,7 @@ class ServerRequest(CallHeader, total=False):
 
 
 class ServerReply(ExecutionHeader, total=False):
-    """From the fork server to the client."""
+    """Header of a message from the fork server to the client."""
 
     number: int
     kind: str
@@ -34,7 +34,7 @@ class ServerReply(ExecutionHeader, total=False):
 
 
 class ProcessMessage(TypedDict, total=False):
-    """Between the fork server and a zygote or a session init."""
+    """Message between the fork server and a zygote or a session init."""
 
     op: str
     id: int
@@ -66,7 +66,7 @@ _IMPORT = re.compile(r"\bimport[ \t]+([^\n;#]*)")
 
 
 def needs_science(program: str) -> bool:
-    """Whether the text imports any module that is not cheap in the bare interpreter.
+    """Return True if the program imports a module that the bare interpreter has not loaded.
 
     >>> needs_science("import math, itertools as it\\nprint(math.pi)")
     False
@@ -129,7 +129,7 @@ SCRATCH_VARIABLE = "AGENTRL_SCRATCH"
 
 
 def python_command(executable: str, module: str, package_path: str, *arguments: str) -> list[str]:
-    """The command line that runs ``module.main`` without site, user or working directory on its path.
+    """Return the command line that runs ``module.main`` without site, user or working directory on ``sys.path``.
 
     ``-I`` would ignore PYTHONHASHSEED, which is fixed so that sets print alike from run to run.
     """

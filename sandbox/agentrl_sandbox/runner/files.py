@@ -25,7 +25,7 @@ _SEALS = 0x1 | 0x2 | 0x4  # no further seal, no shrinking, no growing
 
 
 def create_fetch_file(limit: int, names: Sequence[str]) -> int:
-    """A memory file for at most ``limit`` bytes of content. It uses memory only as it is written."""
+    """Create a memory file for at most ``limit`` bytes of content. It uses memory only as it is written."""
     file = os.memfd_create("files", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, _LENGTH.size + len(names) * _RECORD.size + limit)
     fcntl.fcntl(file, _F_ADD_SEALS, _SEALS)
@@ -33,7 +33,7 @@ def create_fetch_file(limit: int, names: Sequence[str]) -> int:
 
 
 def read_fetch_file(file: int, names: Sequence[str]) -> dict[str, bytes]:
-    """The files that the child wrote; reading stops at the first invalid record."""
+    """Read the files that the child wrote, up to the first invalid record."""
     room = os.fstat(file).st_size - _LENGTH.size
     (length,) = _LENGTH.unpack(os.pread(file, _LENGTH.size, 0))
     data = os.pread(file, min(length, room), _LENGTH.size)
@@ -74,7 +74,7 @@ class Fetched:
         self._left -= size
 
     def seal(self) -> None:
-        """Write the length, which makes the files count."""
+        """Write the length. Until then, the file counts as empty."""
         os.pwrite(self._file, _LENGTH.pack(self._end - _LENGTH.size), 0)
 
 
@@ -84,7 +84,7 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def write_files(scratch: str, source: int, files: Sequence[tuple[str, int]]) -> None:
-    """Write (name, size) after (name, size) from the position of ``source``. Raises OSError."""
+    """Write files of these names and sizes, in order, from the position of ``source``. Raises OSError."""
     for name, size in files:
         with _opened(scratch, name, _WRITE, make=True) as target:
             if not stat.S_ISREG(os.fstat(target).st_mode):
@@ -93,7 +93,7 @@ def write_files(scratch: str, source: int, files: Sequence[tuple[str, int]]) -> 
 
 
 def fetch_files(scratch: str, names: Sequence[str], fetched: Fetched) -> None:
-    """Copy those of ``names`` that are regular files and still fit into ``fetched``."""
+    """Copy the files in ``names`` that are regular and fit into ``fetched``."""
     for index, name in enumerate(names):
         # Missing files, links and what cannot be read are left out.
         with contextlib.suppress(OSError), _opened(scratch, name, _READ, make=False) as file:
@@ -105,7 +105,7 @@ def fetch_files(scratch: str, names: Sequence[str], fetched: Fetched) -> None:
 
 @contextlib.contextmanager
 def _opened(scratch: str, name: str, flags: int, *, make: bool) -> Iterator[int]:
-    """A descriptor of a file; ``make`` creates the directories on its way."""
+    """Open a file. ``make`` creates its parent directories."""
     *directories, last = name.split("/")
     current = os.open(scratch, _DIRECTORY)
     try:

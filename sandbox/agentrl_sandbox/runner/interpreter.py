@@ -44,7 +44,7 @@ _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # no further seal, no shrinking, no growing, no 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """A run, as the server sees it. ``session`` is the server's number."""
+    """A run on the server's side. ``session`` is the server's number."""
 
     identifier: int
     session: int | None
@@ -58,7 +58,7 @@ class Order:
 
 
 def to_memory_file(call: Call) -> int:
-    """A new memory file for the child, positioned at its start. The program cannot write to it."""
+    """Create a memory file for the child, positioned at its start. The program cannot write to it."""
     _, (source, stdin, *contents) = call.frame()
     header = {
         "source": len(source),
@@ -78,7 +78,7 @@ def to_memory_file(call: Call) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A run, as the child sees it; the contents of files stay in the memory file."""
+    """A run on the child's side. The contents of files stay in the memory file."""
 
     source: bytes
     echo: bool
@@ -114,21 +114,21 @@ _KEY_BYTES = 624 * 4
 
 
 def find_generators() -> tuple[Callable[[], None], ...]:
-    """For each generator known to the garbage collector, a function that seeds it from the kernel's randomness.
+    """Return a function for each random generator in memory that seeds it from the kernel's randomness.
 
     The slow work is done here, once: a call into NumPy costs a fresh child most of a millisecond. Call this before
     ``gc.freeze``, which hides objects.
     """
     things = gc.get_objects()
     after_fork = random.seed.__self__  # type: ignore[attr-defined]
-    own = [_python(thing) for thing in things if isinstance(thing, random.Random) and thing is not after_fork]
+    own = [_python(item) for item in things if isinstance(item, random.Random) and item is not after_fork]
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return tuple(own)
-    for thing in things:
-        if isinstance(thing, numpy.random.RandomState):  # it may hold a cached normal number
-            thing.set_state({**thing.get_state(legacy=False), "has_gauss": 0, "gauss": 0.0})
-    return (*own, *(_bits(thing) for thing in things if isinstance(thing, numpy.random.BitGenerator)))
+    for item in things:
+        if isinstance(item, numpy.random.RandomState):  # it may hold a cached normal number
+            item.set_state({**item.get_state(legacy=False), "has_gauss": 0, "gauss": 0.0})
+    return (*own, *(_bits(item) for item in things if isinstance(item, numpy.random.BitGenerator)))
 
 
 def _python(generator: random.Random) -> Callable[[], None]:
@@ -151,13 +151,13 @@ def _bits(generator: Any) -> Callable[[], None]:
 
 
 def _lies_at(address: int, state: dict[str, Any]) -> bool:
-    """Whether the Mersenne Twister's key and position have the memory layout of all NumPy versions so far."""
+    """Return True if the Mersenne Twister's key and position have the memory layout of all NumPy versions so far."""
     key, position = ctypes.string_at(address, _KEY_BYTES), ctypes.c_int.from_address(address + _KEY_BYTES).value
     return (key, position) == (state["key"].tobytes(), state["pos"])
 
 
 def _write_key(address: int) -> None:
-    """Write a random key whose numbers are all used up, so that the next draw generates new ones."""
+    """Write a random key and mark its numbers as used, so that the next draw generates new ones."""
     ctypes.memmove(address, os.urandom(_KEY_BYTES), _KEY_BYTES)
     ctypes.c_int.from_address(address + _KEY_BYTES).value = _KEY_BYTES // 4
 
@@ -175,7 +175,7 @@ _LINES = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n|\Z)")
 
 
 def compile_with_echo(text: str, name: str) -> list[CodeType]:
-    """The code objects to execute in order. Raises what ``compile`` raises, before anything runs."""
+    """Return the code objects to execute in order. Raises the errors of ``compile`` before any code runs."""
     tree = compile(text, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
     assert isinstance(tree, ast.Module)
     last = tree.body[-1] if tree.body else None
@@ -187,7 +187,7 @@ def compile_with_echo(text: str, name: str) -> list[CodeType]:
 
 
 def _is_silenced(text: str, last: ast.Expr) -> bool:
-    """Whether the first token after the last statement is a semicolon."""
+    """Return True if the first token after the last statement is a semicolon."""
     assert last.end_lineno is not None
     assert last.end_col_offset is not None
     lines = _LINES.findall(text.encode("utf-8", "surrogatepass"))[last.end_lineno - 1 :]

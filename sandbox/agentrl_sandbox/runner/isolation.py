@@ -1,4 +1,4 @@
-"""The layers around a program: Landlock, the file system that it sees, and a child's last step before it runs."""
+"""Isolation layers of a program: Landlock, its file system, and the last step before the program runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _PathBeneath(ctypes.Structure):
 
 
 def abi() -> int:
-    """The version of Landlock that this kernel offers; 0 where it offers none."""
+    """Return the Landlock version of this kernel, or 0."""
     return max(0, kernel.system_call(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(_VERSION)))
 
 
@@ -135,7 +135,7 @@ def become_namespace_root(also: int = 0) -> None:
 
 
 def visible(readable: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The files visible to programs: directories and files to read, none inside another, and devices."""
+    """Return the files visible to programs: readable paths, none inside another, and devices."""
     wanted = [path for path in _SYSTEM if not os.path.islink(path)]
     for path in readable:
         wanted += [os.path.abspath(path), os.path.realpath(path)]
@@ -148,7 +148,7 @@ def visible(readable: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _open_sources(readable: Iterable[str]) -> dict[str, tuple[int, bool]]:
-    """Path descriptors of everything to bind, so that the new root may be built over any of it."""
+    """Open path descriptors of all paths to bind, so that the new root may cover any of them."""
     files, devices = visible(readable)
     chosen = files + devices
     return {path: (os.open(path, os.O_PATH | os.O_CLOEXEC), os.path.isdir(path)) for path in chosen}
@@ -191,7 +191,7 @@ _SHARED_MEMORY = "/dev/shm"
 
 
 class Lockdown:
-    """Prepared once in the zygote; ``close`` restricts a child."""
+    """The last restriction of a child. Prepared once in the zygote."""
 
     def __init__(self, config: RunnerConfig) -> None:
         namespaces = config.isolate != "none"
@@ -219,17 +219,17 @@ class Lockdown:
 
 
 def has_own_users(config: RunnerConfig) -> bool:
-    """Whether every slot has its own user."""
+    """Return True if every slot has its own user."""
     return config.isolate != "user" and kernel.may_change_user()
 
 
 def reaches_session_init(config: RunnerConfig) -> bool:
-    """Whether programs can signal other processes of their user, and so kill the init process of their session."""
+    """Return True if programs can signal other processes of their user, including the init process of their session."""
     return config.isolate == "none" and abi() < SCOPES_SINCE
 
 
 def layers(config: RunnerConfig) -> dict[str, int]:
-    """The layers available here: Landlock's version, and 1 or 0 for the others."""
+    """Return the layers available here: the version of Landlock, and 1 or 0 for the others."""
     return {
         "landlock": abi(),
         "seccomp": int(seccomp.available()),

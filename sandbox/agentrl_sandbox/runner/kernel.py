@@ -154,7 +154,7 @@ def drop_capabilities() -> None:
 
 
 def may_change_user() -> bool:
-    """Whether this process may switch to another user, give it files and kill its processes.
+    """Return True if this process may switch to another user, give it files and kill its processes.
 
     That takes CAP_CHOWN, CAP_KILL, CAP_SETGID and CAP_SETUID.
     """

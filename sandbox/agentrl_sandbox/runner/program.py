@@ -1,4 +1,4 @@
-"""A running program, as the server sees it: its output, the watch on its limits, and its outcome."""
+"""A running program on the server's side: its output, limits and outcome, and the zygotes that fork it."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Watch:
         self._first_user = config.first_user if has_own_users(config) else None
 
     def memory_is_over(self, program: Program, used: Usage, beyond: int) -> bool:
-        """Whether it uses more than ``memory_mb``, counting pages that its processes share once."""
+        """Return True if a program uses more than ``memory_mb``. Pages shared by its processes count once."""
         unshared = used.tables + (used.resident if len(used.processes) == 1 else 0)
         if unshared > self._memory:
             return True
@@ -131,11 +131,11 @@ class Watch:
         return kernels.room
 
     def scratch_is_over(self, program: Program) -> bool:
-        """Whether its files exceed ``scratch_mb`` or are too many. With namespaces its mount enforces that."""
+        """Return True if the files exceed ``scratch_mb`` or are too many. With namespaces the mount enforces this."""
         return bool(self._scratch) and self._seldom(program, "scratch", lambda: self._count(program).is_over)
 
     def _seldom(self, program: Program, what: str, look: Callable[[], bool]) -> bool:
-        """Look with the rights of the program's user, if that is due again."""
+        """Run a check with the rights of the program's user, if it is due."""
         started = time.monotonic()
         if started < program.due.get(what, 0.0):
             return False
@@ -186,7 +186,7 @@ class Program:
         return (self.stdout, self.stderr) if self.status is None else (self.stdout, self.stderr, self.status)
 
     def execution(self, ending: Ending) -> Execution:
-        """The run as the client sees it. After a kill it returns no files."""
+        """Return the result for the client. After a kill it contains no files."""
         killed = self.reason is not None or ending.exit_code is None or ending.exit_code < 0
         return Execution(
             outcome=ending.outcome,
@@ -248,7 +248,7 @@ def launch(order: Order, config: RunnerConfig, kind: str, slot: int) -> tuple[Pr
 
 
 def judge(program: Program, status: int, cpu_seconds: float) -> Ending:
-    """The outcome, from the wait status, the limits and the status pipe.
+    """Determine the outcome from the wait status, the limits and the status pipe.
 
     The child writes STARTED to the status pipe once it is isolated and before the program runs, so a program cannot
     fake an infrastructure failure.
@@ -266,7 +266,7 @@ def judge(program: Program, status: int, cpu_seconds: float) -> Ending:
 
 
 def judge_exit(program: Program, exit_code: int, *, out_of_memory: bool) -> Ending:
-    """The outcome, from an exit status (minus a signal's number) and from why the server killed the program.
+    """Determine the outcome from an exit status (negative for a signal) and the reason of a kill by the server.
 
     ``out_of_memory``: the interpreter reported an uncaught MemoryError, which counts only with the exit status of an
     uncaught exception.
@@ -320,17 +320,17 @@ class ZygoteHandle:
         self.ready = True
         self.resident = resident_bytes(self._process.pid)
 
-    def ask(self, message: ProcessMessage, descriptors: list[int]) -> None:
-        """Ask for a child. Raises OSError when the zygote is gone."""
+    def request_child(self, message: ProcessMessage, descriptors: list[int]) -> None:
+        """Request a child process. Raises OSError if the zygote has exited."""
         socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
 
-    def tell(self, operation: str, identifier: int) -> None:
-        """Ask about a child or a slot. The children of a zygote that is gone died with it."""
+    def send_command(self, operation: str, identifier: int) -> None:
+        """Send a command about a child or slot. Ignored if the zygote has exited: its children exited with it."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._socket.send(json.dumps({"op": operation, "id": identifier}).encode())
 
     def receive(self) -> ProcessMessage | None:
-        """The next report; None when the zygote is gone."""
+        """Receive the next report, or None if the zygote has exited."""
         try:
             data = self._socket.recv(_MAX_MESSAGE)
         except ConnectionResetError:

@@ -57,7 +57,7 @@ MACHINES = tuple(_COLUMN)
 
 
 def number(name: str, machine: str) -> int | None:
-    """The number of a call; None if the machine does not have it.
+    """Return the number of a system call, or None if this machine does not have it.
 
     >>> number("ptrace", "x86_64"), number("ptrace", "aarch64"), number("iopl", "aarch64")
     (101, 117, None)
@@ -94,31 +94,31 @@ def fail(errno: int) -> Code:
 
 
 def unless_any_bit(argument: int, bits: int, otherwise: Code) -> Code:
-    """Allow where none of ``bits`` is set in the lower half of an argument."""
+    """Allow the call if none of ``bits`` is set in the lower half of an argument."""
     return [_load(argument), (_IF_ANY_BIT, 1, 0, bits), *allow(), *otherwise]
 
 
 def unless_one_of(argument: int, values: tuple[int, ...], otherwise: Code) -> Code:
-    """Allow where the lower half of an argument is none of ``values``."""
+    """Allow the call if the lower half of an argument is none of ``values``."""
     return [_load(argument), *_jump_over_if_equal(values, allow()), *otherwise]
 
 
 def only_if_one_of(
     argument: int, values: tuple[int, ...], then: Code, otherwise: Code, mask: int = 0xFFFF_FFFF
 ) -> Code:
-    """Go on with ``then`` where the lower half of an argument, under a mask, is one of ``values``."""
+    """Continue with ``then`` if the masked lower half of an argument is one of ``values``."""
     masked = [] if mask == 0xFFFF_FFFF else [(_AND, 0, 0, mask)]
     return [_load(argument), *masked, *_jump_over_if_equal(values, otherwise), *then]
 
 
 def only_if_null(argument: int, otherwise: Code) -> Code:
-    """Allow where a whole argument, a pointer, is 0."""
+    """Allow the call if a pointer argument is null."""
     upper = [_load(argument, upper=True), *_jump_over_if_equal((0,), otherwise), *allow()]
     return [_load(argument), *_jump_over_if_equal((0,), otherwise), *upper]
 
 
 def decide(architecture: int, actions: Mapping[int, Code], highest: int, beyond: Code) -> bytes:
-    """The whole filter. Another architecture kills; an unlisted call passes; one above ``highest`` is ``beyond``."""
+    """Build the filter. Kills other architectures and allows unlisted calls. Above ``highest``, ``beyond`` applies."""
     numbered = [actions.get(number, allow()) for number in range(highest + 1)] + [beyond]
     starts: list[tuple[int, Code]] = []
     for code, run in groupby(enumerate(numbered), key=lambda entry: entry[1]):
@@ -132,13 +132,13 @@ def _load(argument: int, *, upper: bool = False) -> Instruction:
 
 
 def _jump_over_if_equal(values: tuple[int, ...], code: Code) -> Code:
-    """Compare the loaded word with each value; on a match go on behind ``code``."""
+    """Compare the loaded word with each value, and skip ``code`` on a match."""
     tests = [(_IF_EQUAL, len(values) - 1 - index + len(code), 0, value) for index, value in enumerate(values)]
     return [*tests, *code]
 
 
 def _tree(starts: list[tuple[int, Code]]) -> Code:
-    """Each code serves the numbers from its start up to the next start."""
+    """Build a binary search. Each code applies to the numbers from its start up to the next start."""
     if len(starts) == 1:
         return starts[0][1]
     middle = len(starts) // 2
@@ -239,13 +239,13 @@ class Filter:
         self._call = _SYS_SECCOMP[platform.machine()]
 
     def install(self) -> None:
-        """Install it permanently for this process and its children. Needs no_new_privileges. Raises OSError."""
+        """Install the filter for good in this process and its children. Requires no_new_privileges. Raises OSError."""
         mode = ctypes.c_uint(_SET_MODE_FILTER), ctypes.c_uint(_FLAG_SPECULATION_ALLOWED)
         kernel.checked_call("seccomp", self._call, *mode, ctypes.byref(self._program))
 
 
 def available() -> bool:
-    """Whether the kernel supports seccomp and this machine's system call numbers are known."""
+    """Return True if the kernel supports seccomp and the system call numbers of this machine are known."""
     if platform.machine() not in MACHINES:
         return False
     action = ctypes.c_uint32(KILL_PROCESS)
@@ -254,7 +254,7 @@ def available() -> bool:
 
 
 def build(machine: str, *, own_user: bool) -> bytes:
-    """The filter's instructions. ``own_user``: no process or file of anyone else belongs to the program's user."""
+    """Build the instructions of the filter. ``own_user``: only the program uses its user id."""
     groups = DENIED if own_user else DENIED | DENIED_WITHOUT_OWN_USER
     refused = [name for group in groups.values() for name in group]
     by_name: dict[str, Code] = {
@@ -271,7 +271,7 @@ def build(machine: str, *, own_user: bool) -> bytes:
 
 
 def _by_argument() -> dict[str, Code]:
-    """Calls that are denied only for some arguments."""
+    """Return rules for calls that are denied only with some arguments."""
     refuse = fail(errno.EPERM)
     node = (0, 0o100000, 0o010000)  # files and pipes, no devices
     own_process = only_if_one_of(0, (0,), allow(), refuse)

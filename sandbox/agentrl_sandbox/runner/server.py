@@ -165,7 +165,7 @@ class ForkServer:
         elif header["op"] == "cancel":
             self._cancel(header["id"])
         else:
-            self._sessions.ask(header)
+            self._sessions.handle(header)
 
     def _cancel(self, identifier: int) -> None:
         program = self._programs.get(identifier)
@@ -200,7 +200,7 @@ class ForkServer:
         self.add(program)
         try:
             message: ProcessMessage = {"op": "spawn", "id": order.identifier, "slot": program.slot}
-            self._zygotes[kind].ask({**message, "cpu": program.cpu_limit}, descriptors)
+            self._zygotes[kind].request_child({**message, "cpu": program.cpu_limit}, descriptors)
         except OSError as error:
             self._finish(program, Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=str(error)))
         finally:
@@ -243,7 +243,7 @@ class ForkServer:
         if program.session is not None:
             self._sessions.kill(program.session)
         else:
-            self._zygotes[program.zygote].tell("kill", program.identifier)
+            self._zygotes[program.zygote].send_command("kill", program.identifier)
 
     def _on_output(self, program: Program, capture: Capture) -> None:
         if not capture.drain(_BURST):
@@ -259,7 +259,7 @@ class ForkServer:
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def ignore(self, descriptor: int) -> None:
-        """Undo ``listen``; no effect without it."""
+        """Stop listening to a descriptor. No effect if it is not listened to."""
         if self._handlers.pop(descriptor, None) is not None:
             self._epoll.unregister(descriptor)
 
@@ -267,13 +267,13 @@ class ForkServer:
         return self._zygotes[kind]
 
     def release(self, slot: int, kind: str) -> None:
-        """Free a slot. If files were left in it, it becomes free once that zygote has cleaned it."""
+        """Free a slot. A slot with leftover files becomes free after the zygote has cleaned it."""
         if not self._bare or cleanup.is_clean(f"{self._scratch}/{slot}", self._user(slot)):
             self._give_back(slot)
             return
         self._unclean[slot] = kind
         if self._zygotes[kind].ready:
-            self._zygotes[kind].tell("clean", slot)
+            self._zygotes[kind].send_command("clean", slot)
 
     def _user(self, slot: int) -> int | None:
         return self._config.first_user + slot if self._own_users else None
@@ -301,7 +301,7 @@ class ForkServer:
             self.reply({"op": "ready", "kind": zygote.kind})
             for slot, kind in self._unclean.items():
                 if kind == zygote.kind:
-                    zygote.tell("clean", slot)
+                    zygote.send_command("clean", slot)
             self._start_queued()
         elif message["op"] == "clean":
             del self._unclean[message["id"]]
@@ -369,7 +369,7 @@ class ForkServer:
             if program.pid:
                 self._watch_usage(program)
             elif now - program.started > _TICK:
-                self._zygotes[program.zygote].tell("where", program.identifier)
+                self._zygotes[program.zygote].send_command("where", program.identifier)
 
     def _watch_usage(self, program: Program) -> None:
         used = usage(program.pid, self._zygotes[program.zygote].resident)

@@ -72,7 +72,7 @@ def _copy_directory(source: str, target: str) -> None:
 
 
 def _copy_status(source: str, target: str) -> None:
-    """Copy permissions and times, where programs may change them."""
+    """Copy permissions and times, if programs may change them."""
     with contextlib.suppress(PermissionError):
         shutil.copystat(source, target, follow_symlinks=False)
 
@@ -287,7 +287,7 @@ def _take_descriptors(descriptors: list[int]) -> socket.socket:
 
 
 class SessionInit:
-    """The parent of a session's processes, which it knows by the numbers that the server gives them."""
+    """The parent of a session's processes. Their numbers are assigned by the server."""
 
     def __init__(self, server: socket.socket, scratch: str, lockdown: Lockdown) -> None:
         self._server = server
@@ -353,7 +353,7 @@ class SessionInit:
         self._send({"op": "rested", "id": session})
 
     def _stop_resting(self) -> None:
-        """Stop them all: a running session process or the end of a stopped process group may have woken one."""
+        """Stop all resting processes: a running process or the end of a stopped process group may have resumed one."""
         for session, pid in self._pids.items():
             if session not in self._running:
                 _signal(pid, signal.SIGSTOP)
@@ -430,7 +430,7 @@ class SessionInit:
                 raise TimeoutError(f"{len(alive)} processes of a program did not end in {_KILL_SECONDS:g} s")
 
     def _stop_leftovers(self) -> set[int]:
-        """Stop each before its children are listed. Returns them, with those that have ended and are not reaped."""
+        """Stop leftover processes, each before its children are listed. Returns their ids, including unreaped ones."""
         sessions = {pid: session for session, pid in self._pids.items()}
         found: list[int] = []
         for child in children(os.getpid()):

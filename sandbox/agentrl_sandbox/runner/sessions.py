@@ -34,7 +34,7 @@ from agentrl_sandbox.types import Outcome
 
 
 class State(Enum):
-    """Where a session stands."""
+    """State of a session."""
 
     OPENING = "opening"  # its PID is not known yet
     IDLE = "idle"  # stopped
@@ -55,15 +55,15 @@ class SessionFamily:
     given_up: bool = False  # the session init did not respond, so the server killed it
     sessions: dict[int, ServerSession] = field(default_factory=dict)
 
-    def tell(self, operation: str, session: int, descriptors: tuple[int, ...] = ()) -> None:
-        """Send the session init a message. If it is gone, its zygote reports that."""
+    def send_command(self, operation: str, session: int, descriptors: tuple[int, ...] = ()) -> None:
+        """Send a command to the session init. Ignored if it has exited, which its zygote reports."""
         try:
             socket.send_fds(self.init, [json.dumps({"op": operation, "id": session}).encode()], descriptors)
         except OSError:
             return
 
     def usage(self, beyond: int) -> tuple[dict[int, Usage], Usage]:
-        """The usage of each session, and that of stray processes."""
+        """Return the usage of each session, and of stray processes."""
         by_pid = {session.pid: session.identifier for session in self.sessions.values()}
         known: dict[int, Usage] = {}
         stray = Usage()
@@ -79,7 +79,7 @@ class SessionFamily:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Fork:
-    """A requested fork. The session init reports on the new process, the origin on itself."""
+    """A requested fork. The session init reports on the new process, and the origin on itself."""
 
     request: int
     child: ServerSession
@@ -93,7 +93,7 @@ class Fork:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class ServerSession:
-    """One interpreter."""
+    """A session's interpreter, on the server's side."""
 
     identifier: int
     family: SessionFamily
@@ -110,12 +110,12 @@ class ServerSession:
     closers: list[int] = field(default_factory=list)  # requests to close it
 
     def enter(self, state: State, seconds: float) -> None:
-        """Begin a state that may last for ``seconds``."""
+        """Enter a state that may last for ``seconds``."""
         self.state, self.due = state, time.monotonic() + seconds
 
 
 def _inner_pid(pid: int) -> int:
-    """The PID of a process in its own PID namespace; 0 if it is gone."""
+    """Return the PID of a process in its own PID namespace, or 0 if it has exited."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             for line in file:
@@ -156,23 +156,23 @@ class SessionTable:
         self.families: dict[int, SessionFamily] = {}
 
     def drop(self, child: ServerSession, origin: ServerSession) -> None:
-        origin.family.tell("forget", child.identifier)
+        origin.family.send_command("forget", child.identifier)
         if child.pid:
-            origin.family.tell("kill", child.identifier)
+            origin.family.send_command("kill", child.identifier)
         self.leave(child)
 
     def kill(self, number: int) -> None:
-        """Kill an interpreter; the rest follows from its exit."""
+        """Kill an interpreter. Its exit triggers the cleanup."""
         session = self.sessions[number]
         if session.program is not None and session.program.reason is not None and not session.why:
             session.why = f"its program was killed: {session.program.reason.value}"
         if session.pid == 0:
             return  # it is killed once it is born
         session.enter(State.ENDING, END_SECONDS)
-        session.family.tell("kill", number)
+        session.family.send_command("kill", number)
 
     def end(self, session: ServerSession, why: str) -> None:
-        """Kill a session and its program. The first reason counts."""
+        """Kill a session and its program. Only the first reason is kept."""
         if session.why:
             return
         session.why = why
@@ -200,7 +200,7 @@ class SessionTable:
             self.gone(session, session.why or why)
 
     def gone(self, session: ServerSession, why: str) -> None:
-        """A session's process has ended: answer all waiting requests and forget it."""
+        """Remove a session whose process has ended, and answer all waiting requests."""
         if session.fork is not None:
             fork, session.fork = session.fork, None
             self.drop(fork.child, session)
@@ -216,17 +216,17 @@ class SessionTable:
         self.leave(session)
 
     def answer(self, session: ServerSession) -> None:
-        """Send the client the answer that was held until the session was idle."""
+        """Send the client the answer that was delayed until the session was idle."""
         if session.answer is not None:
             header, blobs = session.answer
             session.answer = None
             self._server.reply(header, *blobs)
 
-    def enter(self, session: ServerSession, on_word: Callable[[ServerSession], None]) -> None:
-        """Add a session. ``on_word`` is called when its interpreter sends a message."""
+    def enter(self, session: ServerSession, on_message: Callable[[ServerSession], None]) -> None:
+        """Add a session. ``on_message`` is called when its interpreter sends a message."""
         self.sessions[session.identifier] = session
         session.family.sessions[session.identifier] = session
-        self._server.listen(session.control.fileno(), lambda: on_word(session))
+        self._server.listen(session.control.fileno(), lambda: on_message(session))
 
     def leave(self, session: ServerSession) -> None:
         if self.sessions.pop(session.identifier, None) is not None:
@@ -257,7 +257,7 @@ class SessionManager:
 
     # Requests of the client.
 
-    def ask(self, header: ServerRequest) -> None:
+    def handle(self, header: ServerRequest) -> None:
         request, session = header["id"], header["number"]
         assert session is not None
         if header["op"] == "open":
@@ -268,7 +268,7 @@ class SessionManager:
             self._close(request, session)
 
     def run(self, order: Order) -> None:
-        """Run a program in a session that is idle."""
+        """Run a program in an idle session."""
         assert order.session is not None
         session = self._idle(order.identifier, order.session)
         if session is None:
@@ -278,7 +278,7 @@ class SessionManager:
         self._server.add(program)
         session.program = program
         session.enter(State.RUNNING, math.inf)
-        self._tell(session, {"op": "run"}, descriptors)
+        self._send_to_interpreter(session, {"op": "run"}, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -300,11 +300,11 @@ class SessionManager:
         with theirs, inits:
             try:
                 message: ProcessMessage = {"op": "init", "id": family.identifier, "slot": family.slot}
-                zygote.ask({**message, "session": number}, [inits.fileno(), theirs.fileno()])
+                zygote.request_child({**message, "session": number}, [inits.fileno(), theirs.fileno()])
             except OSError as error:
                 self._table.end_family(family, str(error))
                 return
-        zygote.tell("where", family.identifier)
+        zygote.send_command("where", family.identifier)
 
     def _fork(self, request: int, number: int, fork: int) -> None:
         if self._is_full(request):
@@ -320,8 +320,10 @@ class SessionManager:
         origin.enter(State.FORKING, _FORK_SECONDS)
         with theirs, birth, births:
             birth.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            origin.family.tell("expect", fork, (birth.fileno(),))
-            self._tell(origin, {"op": "fork", "directory": str(fork)}, [theirs.fileno(), births.fileno()])
+            origin.family.send_command("expect", fork, (birth.fileno(),))
+            self._send_to_interpreter(
+                origin, {"op": "fork", "directory": str(fork)}, [theirs.fileno(), births.fileno()]
+            )
 
     def _close(self, request: int, number: int) -> None:
         session = self._table.sessions.get(number)
@@ -341,7 +343,7 @@ class SessionManager:
         return full
 
     def _idle(self, request: int, number: int) -> ServerSession | None:
-        """An idle session, or None after a refusal."""
+        """Return the session if it is idle. Otherwise refuse the request and return None."""
         session = self._table.sessions.get(number)
         if session is None or session.state is not State.IDLE:
             why = "it has ended" if session is None else session.why or f"it is {session.state.value}"
@@ -356,7 +358,9 @@ class SessionManager:
 
     # Messages of session processes.
 
-    def _tell(self, session: ServerSession, message: Mapping[str, object], descriptors: list[int]) -> None:
+    def _send_to_interpreter(
+        self, session: ServerSession, message: Mapping[str, object], descriptors: list[int]
+    ) -> None:
         """Send the interpreter a request and resume it."""
         session.serial = secrets.randbits(64)
         text = json.dumps({**message, "serial": session.serial}).encode()
@@ -365,7 +369,7 @@ class SessionManager:
         except OSError:
             self._table.end(session, "its interpreter closed its socket")
             return
-        session.family.tell("wake", session.identifier)
+        session.family.send_command("wake", session.identifier)
 
     def _on_process(self, session: ServerSession) -> None:
         try:
@@ -393,7 +397,7 @@ class SessionManager:
 
     def _rest(self, session: ServerSession) -> None:
         session.enter(State.RESTING, END_SECONDS)
-        session.family.tell("rest", session.identifier)
+        session.family.send_command("rest", session.identifier)
 
     def _conclude_fork(self, origin: ServerSession, fork: Fork) -> None:
         if not fork.concluded:
@@ -505,7 +509,7 @@ class SessionManager:
                 self._table.end(session, "it did not fork in time")
             else:  # the session init does not answer
                 session.family.given_up = True
-                self._server.zygote(KIND).tell("kill", session.family.identifier)
+                self._server.zygote(KIND).send_command("kill", session.family.identifier)
 
     def watch_usage(self, *, count_tasks: bool) -> None:
         """Kill programs whose session, including its family's stray processes, exceeds a limit."""

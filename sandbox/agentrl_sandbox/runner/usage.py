@@ -58,7 +58,7 @@ class Usage:
 
 
 def usage(pid: int, beyond: int = 0) -> Usage:
-    """The usage of a process tree, counting of each process only memory above ``beyond``. Dead processes count as 0."""
+    """Measure a process tree. Only memory above ``beyond`` bytes counts for each process; dead processes count as 0."""
     processes = tree(pid)
     found = [_resident_and_tables(process) for process in processes]
     return Usage(
@@ -70,7 +70,7 @@ def usage(pid: int, beyond: int = 0) -> Usage:
 
 
 def proportional_bytes(processes: list[int], beyond: int) -> int:
-    """Memory of processes, counting shared pages once, beyond the ``beyond`` bytes they started with.
+    """Measure the memory of processes above ``beyond`` bytes each. Shared pages count once.
 
     The kernel divides a page among the processes that map it. The zygote and possibly other programs also map the
     interpreter's own pages, so the n processes have at most n of n + 1 parts of them.
@@ -80,7 +80,7 @@ def proportional_bytes(processes: list[int], beyond: int) -> int:
 
 
 def _proportional(pid: int) -> int:
-    """One process's proportional memory, or its resident memory if the kernel shows no more."""
+    """Return the proportional memory of a process, or its resident memory if the kernel does not report it."""
     for path in _views(pid, "smaps_rollup"):
         try:
             with open(path, encoding="ascii") as file:
@@ -91,7 +91,7 @@ def _proportional(pid: int) -> int:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of one process; 0 for one that is gone."""
+    """Return the resident memory of a process in bytes, or 0 if it has exited."""
     return _resident_and_tables(pid)[0]
 
 
@@ -175,7 +175,7 @@ class KernelMemory:
 
 
 def children(pid: int) -> list[int]:
-    """The children of a process, of all its threads."""
+    """Return the children of all threads of a process."""
     found: list[int] = []
     for task in tasks(pid):
         try:
@@ -187,7 +187,7 @@ def children(pid: int) -> list[int]:
 
 
 def tree(pid: int, visit: Callable[[int], None] = lambda process: None) -> list[int]:
-    """A process and all its descendants. ``visit`` is called with each before its children are listed.
+    """Return a process and all its descendants. ``visit`` is called with each before its children are listed.
 
     A program may fork as fast as it is looked at, so the list is bounded.
     """
@@ -200,7 +200,7 @@ def tree(pid: int, visit: Callable[[int], None] = lambda process: None) -> list[
 
 
 def is_alive(pid: int) -> bool:
-    """Whether any thread of a process still runs or is stopped; the first one may have ended before the others."""
+    """Return True if any thread of a process is running or stopped. The first thread may end before the others."""
     for task in tasks(pid):
         try:
             with open(f"/proc/{pid}/task/{task}/stat", "rb") as file:
@@ -219,7 +219,7 @@ def tasks(pid: int) -> list[str]:
 
 
 def tasks_of_user(user: int) -> int:
-    """The number of tasks of a user on this host, as far as /proc shows them."""
+    """Return the number of tasks of a user on this host that /proc shows."""
     total = 0
     for name in os.listdir("/proc"):
         try:
@@ -240,7 +240,7 @@ _SPARE = 1 << 20  # bytes for the file system's own block lists
 
 
 class ScratchUse:
-    """The rest of a program's quota. Counting stops when it is used up."""
+    """The remaining quota of a program. Counting stops when it is used up."""
 
     def __init__(self, *, bytes_left: int, inodes_left: int) -> None:
         self._bytes_left = bytes_left + _SPARE
@@ -319,7 +319,7 @@ class ScratchUse:
 
 
 def files_of(user: int, directory: str) -> Iterator[tuple[str, os.stat_result]]:
-    """The paths and states of a user's files in a shared directory, if that exists."""
+    """Yield the paths and stat results of a user's files in a shared directory, if it exists."""
     with contextlib.suppress(FileNotFoundError, PermissionError), os.scandir(directory) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):  # files of others come and go
@@ -329,7 +329,7 @@ def files_of(user: int, directory: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _enter(parent: int, name: str) -> int | None:
-    """Open a directory, even one that denies access to its owner; None if it is gone. Raises OSError."""
+    """Open a directory, even if it denies access to its owner. Returns None if it does not exist. Raises OSError."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         try:
             return os.open(name, _DIRECTORY, dir_fd=parent)

@@ -45,7 +45,7 @@ from agentrl_sandbox.runner.session_process import run_session_init
 
 
 def freeze_refcounts() -> int:
-    """Make all objects that the garbage collector reaches immortal; returns their number.
+    """Make all objects immortal that the garbage collector reaches. Returns their number.
 
     Does nothing and returns 0 if the interpreter has no immortal objects or stores counts differently. Objects that
     exist now are never freed, so use this only in an interpreter that just forks.
@@ -57,12 +57,12 @@ def freeze_refcounts() -> int:
     seen.add(id(seen))
     waiting: list[object] = gc.get_objects()
     while waiting:
-        thing = waiting.pop()
-        if id(thing) not in seen:
-            seen.add(id(thing))
-            waiting += gc.get_referents(thing)
-            if isinstance(thing, CodeType):  # which the collector does not traverse
-                waiting += (thing.co_consts, thing.co_names, thing.co_linetable, thing.co_exceptiontable, thing.co_name)
+        item = waiting.pop()
+        if id(item) not in seen:
+            seen.add(id(item))
+            waiting += gc.get_referents(item)
+            if isinstance(item, CodeType):  # which the collector does not traverse
+                waiting += (item.co_consts, item.co_names, item.co_linetable, item.co_exceptiontable, item.co_name)
     seen.remove(id(seen))
     for address in seen:
         ctypes.c_uint32.from_address(address).value = count
@@ -70,7 +70,7 @@ def freeze_refcounts() -> int:
 
 
 def _immortal_count() -> int | None:
-    """The low half of an immortal object's count: that of None, if it is one."""
+    """Return the low half of the reference count of an immortal object, or None if there are none."""
     if sys.implementation.name != "cpython" or sys.version_info < (3, 12) or sys.maxsize < 1 << 32:
         return None
     if sysconfig.get_config_var("Py_GIL_DISABLED"):

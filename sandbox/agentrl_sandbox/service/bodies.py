@@ -14,7 +14,7 @@ from agentrl_sandbox.types import Execution, Outcome
 
 
 def _any_text(value: object) -> str:
-    """Any JSON string, including lone surrogates, which the program's interpreter handles."""
+    """Accept any JSON string, including lone surrogates, which the program's interpreter handles."""
     if not isinstance(value, str):
         raise ValueError("expected a string")
     return value
@@ -68,7 +68,7 @@ class ProgramRequest(_Body):
 
 
 class BatchRequest(_Body):
-    """Programs to run, each on its own."""
+    """Programs to run independently."""
 
     requests: list[ProgramRequest] = Field(min_length=1)
 

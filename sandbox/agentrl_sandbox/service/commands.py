@@ -194,7 +194,7 @@ async def _serve_gateway(
 
 
 def _raise_start_error(supervising: asyncio.Task[None]) -> NoReturn:
-    """The supervising task ends by itself only when a runner cannot start."""
+    """Raise the error of the supervising task, which ends by itself only if a runner cannot start."""
     try:
         supervising.result()
     except* StartError as errors:

@@ -98,7 +98,7 @@ class Gateway:
 
 
 def build_app(gateway: Gateway) -> FastAPI:
-    """The application; its lifespan opens and closes the pool."""
+    """Create the application. Its lifespan opens and closes the pool."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -158,12 +158,12 @@ def _add_state(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/health", tags=["state"])
     async def health() -> dict[str, str]:
-        """Whether the gateway is up."""
+        """Report that the gateway is up."""
         return {"status": "ok"}
 
     @app.get("/ready", tags=["state"])
     async def ready() -> Response:
-        """Whether programs can run now, how runners isolate them, and the limits they have."""
+        """Report whether programs can run now, how they are isolated, and their limits."""
         able = registry.runners > 0 and not gateway.draining
         isolation = registry.isolation
         state = {
@@ -189,7 +189,7 @@ def _add_programs(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/v1/execute_batch", response_model=BatchAnswer, tags=["programs"])
     async def execute_batch(request: BatchRequest) -> Response:
-        """Run many programs; all of them, or none if the queue lacks room."""
+        """Run many programs, or none of them if the queue has too little room."""
         count = len(request.requests)
         if count > gateway.batch_limit:
             raise ImpossibleCallError(f"a batch has at most {gateway.batch_limit} programs, not {count}")
@@ -320,7 +320,7 @@ def server_config(app: ASGIApp, *, receive_seconds: float, max_body: int) -> uvi
 
 
 class DrainingServer(uvicorn.Server):
-    """On the first signal new calls get 503 while the others finish; on the second it stops at once."""
+    """Server that finishes running calls after a signal and answers new calls with 503. A second signal stops it."""
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway, drain_seconds: float) -> None:
         super().__init__(config)
@@ -391,7 +391,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def kept_token(file: Path | None) -> str:
-    """The token in ``file``, which is created if needed; without a file, a new token, which is logged once.
+    """Read the token from ``file``, which is created if needed. Without a file, return a new token and log it once.
 
     Raises StartError.
     """

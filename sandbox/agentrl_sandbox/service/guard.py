@@ -82,7 +82,7 @@ class Guard:
         self._max_body = max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or the application's lifespan."""
+        """Handle a request or the application's lifespan."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -164,7 +164,7 @@ class Guard:
 
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:
-    """Raises RejectedRequestError if a header that is checked here is repeated."""
+    """Return the headers. Raises RejectedRequestError if a header that is checked here occurs twice."""
     headers: dict[bytes, bytes] = {}
     for name, value in scope["headers"]:
         if name in headers and name in (b"host", b"origin", b"authorization", b"content-type", b"content-length"):
@@ -182,7 +182,7 @@ def _check_content(method: str, headers: dict[bytes, bytes]) -> None:
 
 
 def _without_port(host: str) -> str:
-    """``localhost`` of ``localhost:8080``, ``::1`` of ``[::1]:8080``."""
+    """Return a host without its port: ``localhost`` for ``localhost:8080``, ``::1`` for ``[::1]:8080``."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()

@@ -36,11 +36,11 @@ class RunnerGoneError(ConnectionError):
 
 
 class NotSentError(RunnerGoneError):
-    """The runner was gone before the request was sent, so another one may run it."""
+    """The runner exited before the request was sent, so another runner may take it."""
 
 
 class RunnerLink(asyncio.Protocol):
-    """A connection to one runner, from ``connect`` until it is gone. ``on_change``: it may have capacity."""
+    """A connection to one runner. ``on_change`` is called when the runner may have capacity."""
 
     def __init__(self, name: str, on_change: Callable[[RunnerLink], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -71,11 +71,11 @@ class RunnerLink(asyncio.Protocol):
 
     @property
     def in_flight(self) -> int:
-        """Unanswered requests, including cancelled ones, whose programs may still be ending."""
+        """Number of unanswered requests, including cancelled ones, whose programs may still be exiting."""
         return len(self._waiting)
 
     def has_room_for(self, count: int) -> bool:
-        """Whether it would start ``count`` more programs at once."""
+        """Return True if the runner would start ``count`` more programs immediately."""
         return not self.gone and not self.leaving and self.in_flight + count <= self.hello.result().workers
 
     async def request(self, header: Mapping[str, object], blobs: list[bytes], *, timeout: float) -> Answer:
@@ -139,7 +139,7 @@ class RunnerLink(asyncio.Protocol):
             self.hello.set_result(message)
         elif isinstance(message, Leaving):
             self.leaving = True
-            self._hang_up_if_done()
+            self._disconnect_if_done()
         elif isinstance(message, Ran) and execution is not None:
             self._answer(message.id, execution)
         elif isinstance(message, SessionMessage | RefusedMessage):
@@ -152,11 +152,11 @@ class RunnerLink(asyncio.Protocol):
         self._timers.pop(identifier).cancel()
         if not future.done():
             future.set_result(answer)
-        self._hang_up_if_done()
+        self._disconnect_if_done()
         self._on_change(self)
 
-    def _hang_up_if_done(self) -> None:
-        """A runner that leaves waits for this: until then a request may be on its way to it."""
+    def _disconnect_if_done(self) -> None:
+        """Disconnect from a stopping runner after its last answer. Until then a request may be in transit."""
         if self.leaving and not self._waiting and self._transport is not None:
             self.why_gone = "it left"
             self._transport.close()
@@ -204,14 +204,14 @@ class RunnerRegistry:
 
     @property
     def limits(self) -> dict[str, float]:
-        """For each limit the smallest value of all runners."""
+        """The smallest value of each limit among all runners."""
         hellos = [link.hello.result() for link in self.links.values()]
         names = {name for hello in hellos for name in hello.limits}
         return {name: min(hello.limits.get(name, 0.0) for hello in hellos) for name in sorted(names)}
 
     @property
     def isolation(self) -> Isolation:
-        """The isolation of all runners: a property that one lacks is missing; without runners all are missing."""
+        """The properties that all runners provide. Without runners, all are missing."""
         found = [link.hello.result().isolation for link in self.links.values()]
         layers: dict[str, str | None] = {}
         for name in dict.fromkeys([*PROPERTIES, *(name for isolation in found for name in isolation.layers)]):

@@ -131,7 +131,7 @@ def check_answers_fit(settings: SandboxSettings) -> None:
 
 
 def hello(settings: SandboxSettings, isolation: Isolation) -> dict[str, object]:
-    """The header of a runner's first frame."""
+    """Return the header of a runner's first frame."""
     return {
         "op": "hello",
         "workers": settings.concurrency,

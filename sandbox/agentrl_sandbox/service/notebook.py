@@ -77,7 +77,7 @@ def stop_cell(number: int, frame: object) -> None:
 
 
 def describe(error: BaseException) -> dict[str, object]:
-    """The error in a Jupyter kernel's form."""
+    """Describe an error in the format of a Jupyter kernel."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals is globals():
         frames = frames.tb_next
@@ -86,7 +86,7 @@ def describe(error: BaseException) -> dict[str, object]:
 
 
 def flush(stream: TextIO | None) -> None:
-    """A cell may have closed the stream."""
+    """Flush a stream that a cell may have closed."""
     if stream is not None and not stream.closed:
         stream.flush()
 

@@ -33,7 +33,7 @@ Waiter = tuple[asyncio.Future[RunnerLink], RunnerLink | None]  # with the requir
 
 
 class Queue:
-    """Calls that wait for capacity, first come, first served. ``links`` returns the connected runners."""
+    """FIFO queue of calls that wait for capacity. ``links`` returns the connected runners."""
 
     def __init__(self, links: Callable[[], Iterable[RunnerLink]], *, limit: int, seconds: float) -> None:
         self._links = links
@@ -48,11 +48,11 @@ class Queue:
         return self._length
 
     def check_room(self, count: int = 1) -> None:
-        """Raises QueueFullError unless ``count`` more calls could wait."""
+        """Raise QueueFullError unless ``count`` more calls can wait."""
         if self._length + count > self._limit:
             raise QueueFullError(f"{self._length} calls are waiting; at most {self._limit} may wait")
 
-    async def place(self, only: RunnerLink | None = None) -> RunnerLink:
+    async def acquire(self, only: RunnerLink | None = None) -> RunnerLink:
         """Wait for a runner with capacity. The caller must send its request without awaiting anything else first.
 
         Raises QueueFullError when the queue is full, BusyError when no runner had room for too long, and ClosedError.
@@ -124,7 +124,7 @@ _WORK_SECONDS = 60.0  # for opening, forking and closing a session
 
 
 class PoolSessions:
-    """Sessions by name; ``links`` returns the connected runners."""
+    """The open sessions by name. ``links`` returns the connected runners."""
 
     def __init__(self, links: Callable[[], Iterable[RunnerLink]]) -> None:
         self._links = links
@@ -151,22 +151,22 @@ class PoolSessions:
             raise
 
     async def end(self, session: str) -> None:
-        """No effect if it has ended. Raises UnknownSessionError, and BusyError if its runner fails."""
+        """End a session. No effect if it has ended. Raises UnknownSessionError, and BusyError if its runner fails."""
         if self.book.has_ended(session):
             return
         found = self.book.find(session)
         self.book.end(session, "it was closed")
         with contextlib.suppress(NotSentError):  # it ended with its runner
-            await asyncio.shield(self._in_background(_ask(found.home, "close_session", found.number)))
+            await asyncio.shield(self._in_background(_request(found.home, "close_session", found.number)))
 
     async def _open(self) -> str:
-        """Open one at the runner with the fewest sessions that has capacity."""
+        """Open a session at the runner with capacity that has the fewest sessions."""
         here = Counter(map(id, self.book.homes()))
         links = sorted((link for link in self._links() if not link.leaving), key=lambda link: here[id(link)])
         full: SessionLimitError | None = None
         for link in links:
             try:
-                return self.book.add(link, await _ask(link, "open_session"))
+                return self.book.add(link, await _request(link, "open_session"))
             except SessionLimitError as error:
                 full = error
             except NotSentError:
@@ -176,7 +176,7 @@ class PoolSessions:
     async def _fork(self, session: str) -> str:
         async with self.book.turn(session) as found:
             try:
-                return self.book.add(found.home, await _ask(found.home, "fork_session", found.number))
+                return self.book.add(found.home, await _request(found.home, "fork_session", found.number))
             except (NotSentError, UnknownSessionError) as error:
                 raise self.book.gone(session, str(error)) from error
 
@@ -195,8 +195,8 @@ class PoolSessions:
         return task
 
 
-async def _ask(link: RunnerLink, operation: str, name: str | None = None) -> str:
-    """Raises NotSentError, BusyError if the runner fails, and the error of a refusal."""
+async def _request(link: RunnerLink, operation: str, name: str | None = None) -> str:
+    """Send a session request. Raises NotSentError, BusyError if the runner fails, and the error of a refusal."""
     header = {"op": operation} if name is None else {"op": operation, "session": name}
     try:
         answer = await link.request(header, [], timeout=_WORK_SECONDS)
@@ -240,7 +240,7 @@ class RunnerPool(CallSandbox):
         return self.registry.isolation
 
     def check_room(self, count: int) -> None:
-        """Raises QueueFullError unless ``count`` more calls could start or wait."""
+        """Raise QueueFullError unless ``count`` more calls can start or wait."""
         self.queue.check_room(max(0, count - max(0, self.registry.workers - self.registry.running)))
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
@@ -271,7 +271,7 @@ class RunnerPool(CallSandbox):
         if call.session is not None:
             return await self._run_in_session(call, call.session)
         while True:
-            link = await self.queue.place()
+            link = await self.queue.acquire()
             try:
                 return await _run_at(link, call)
             except NotSentError:
@@ -279,7 +279,7 @@ class RunnerPool(CallSandbox):
 
     async def _run_in_session(self, call: Call, session: str) -> Execution:
         async with self.sessions.book.turn(session) as found:
-            link = await self.queue.place(only=found.home)
+            link = await self.queue.acquire(only=found.home)
             try:
                 return await _run_at(link, replace(call, session=found.number))
             except (NotSentError, UnknownSessionError) as error:
@@ -292,7 +292,7 @@ class RunnerPool(CallSandbox):
 
 
 async def _run_at(link: RunnerLink, call: Call) -> Execution:
-    """Raises NotSentError, UnknownSessionError and ImpossibleCallError."""
+    """Run a program at a runner. Raises NotSentError, UnknownSessionError and ImpossibleCallError."""
     started = time.monotonic()
     header, blobs = call.frame()
     timeout = call.timeout or link.hello.result().limits.get("timeout", 3600.0)

@@ -51,8 +51,8 @@ async def serve_runner(
         with listening(sockets, name) as listener:
             server = await loop.create_unix_server(service.connection, sock=listener)
             _log.info("runner %s is ready: %s", name, sandbox.isolation.describe())
-            lonely = asyncio.create_task(service.lonely(linger))
-            await asyncio.wait((asyncio.create_task(stop.wait()), lonely), return_when=asyncio.FIRST_COMPLETED)
+            unused = asyncio.create_task(service.wait_without_gateways(linger))
+            await asyncio.wait((asyncio.create_task(stop.wait()), unused), return_when=asyncio.FIRST_COMPLETED)
             server.close()
         await service.drain()
     finally:
@@ -61,7 +61,7 @@ async def serve_runner(
 
 @contextmanager
 def listening(directory: Path, name: str) -> Iterator[socket.socket]:
-    """A socket ``NAME.sock`` that only the directory's owner can reach; the file is removed afterwards.
+    """Listen on a socket ``NAME.sock`` that only the directory's owner can reach. The file is removed afterwards.
 
     The file appears once connections are accepted. A directory of another user, such as one mounted into a container,
     belongs to this process for a moment, since root without CAP_DAC_OVERRIDE could not write there. Raises
@@ -126,8 +126,8 @@ class RunnerService:
     def connection(self) -> GatewayConnection:
         return GatewayConnection(self)
 
-    async def lonely(self, seconds: float | None) -> None:
-        """Wait until no gateway has been connected for ``seconds``; forever for None."""
+    async def wait_without_gateways(self, seconds: float | None) -> None:
+        """Wait until no gateway has been connected for ``seconds``, or forever if it is None."""
         while True:
             self.changed.clear()
             timeout = seconds if not self.gateways else None
@@ -137,7 +137,7 @@ class RunnerService:
                 return
 
     async def drain(self) -> None:
-        """Tell the gateways to send nothing more, and wait until they have hung up, after their last answers.
+        """Announce the stop to all gateways, and wait until they have disconnected after their last answers.
 
         Requests that were on their way are answered, too. A gateway that stays silent is hung up on.
         """
