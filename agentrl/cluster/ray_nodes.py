@@ -218,7 +218,7 @@ class RayCluster:
         return sorted(nodes, key=lambda node: node.address)
 
     def _usable(self, address: str, port: int) -> bool:
-        """False if the node was given up or does not respond. Ray reports such a node as alive for another minute."""
+        """False if the node was excluded or does not respond. Ray reports such a node as alive for another minute."""
         if address in self._unreachable and accepts_connections((address, port), _PROBE_SECONDS):
             self._unreachable.discard(address)
         return address not in self._unreachable and address not in self._excluded
@@ -359,7 +359,7 @@ class RayCluster:
         return [reservations[0], *sorted(reservations[1:], key=lambda reservation: reservation.address)]
 
     def _selectors(self, count: int) -> list[dict[str, str]] | None:
-        """Label selectors, one per bundle, that exclude the nodes that were given up."""
+        """Label selectors, one per bundle, that avoid excluded nodes."""
         names = [node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] in self._excluded]
         return [{"ray.io/node-id": f"!in({','.join(names)})"}] * count if names else None
 

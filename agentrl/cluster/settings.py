@@ -1,4 +1,4 @@
-"""Settings of the cluster: who starts the processes of a run, and where."""
+"""Settings of the cluster: which program starts the processes of a run, and on which machines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class ClusterSettings(BaseModel):
-    """Who starts the training ranks, and where; ``cluster=ray`` is short for ``cluster.kind=ray``."""
+    """How training ranks are started, and on which machines. ``cluster=ray`` is short for ``cluster.kind=ray``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -23,16 +23,16 @@ class ClusterSettings(BaseModel):
     cpus_per_rank: float = Field(1.0, gt=0)
     """CPUs that each rank reserves of a Ray node"""
     worker_cpus: float = Field(1.0, ge=0)
-    """CPUs that the rollout worker and what it starts there reserve on the Ray node of rank 0"""
+    """CPUs that the rollout worker and its child processes reserve on the Ray node of rank 0"""
     sandbox_cpus: float = Field(1.0, ge=0)
     """CPUs that a sandbox service reserves on each Ray node with sandbox.url=ray://. It runs twice as many programs at
     once, and at least 4, unless sandbox.workers is set"""
     server_cpus: float = Field(1.0, gt=0)
     """CPUs that a server of the engine reserves on the Ray node that runs it, beside its GPUs"""
     start_deadline: float = Field(300.0, gt=0)
-    """seconds for Ray to give a run its nodes, which others may use, and for these to start processes"""
+    """seconds to wait for Ray to assign nodes to a run, which other jobs may occupy, and to start processes there"""
     deadline: float = Field(60.0, gt=0)
-    """seconds without an answer after which another machine counts as lost, and without progress in a micro-batch or a
+    """seconds without a response after which another machine counts as lost, and without progress in a micro-batch or a
     wait for the rollout worker after which a rank counts as stuck (docs/cluster.md)"""
     restarts: int = Field(0, ge=0)
     """how often a run restarts by itself from its last checkpoint after it lost a rank, its worker or a node, or, with
@@ -40,6 +40,6 @@ class ClusterSettings(BaseModel):
     restart_deadline: float = Field(3600.0, gt=0)
     """seconds that a restart waits for Ray nodes to come back"""
     elastic: bool = False
-    """restart with fewer ranks if lost nodes have not come back by cluster.restart_deadline, or if a rank fails at the
-    same place again before another checkpoint is saved. With several cluster.nodes, all ranks of a node are left out;
-    otherwise one rank, or as many as share rows (training.sequence_parallel)"""
+    """restart with fewer ranks if lost nodes have not come back by cluster.restart_deadline, or if a rank fails on the
+    same GPU or node again before another checkpoint is saved. With several cluster.nodes, all ranks of a node are left
+    out; otherwise one rank, or one sequence-parallel group (training.sequence_parallel)"""

@@ -1,4 +1,4 @@
-"""Ends a command together with its parent: ``python -m agentrl.cluster.supervise PARENT COMMAND...``.
+"""Run a command that ends together with its parent: ``python -m agentrl.cluster.supervise PARENT COMMAND...``.
 
 A vLLM server consists of several processes, and its compute processes outlive the HTTP process if that is killed. The
 supervisor starts the command in a process group of its own and kills the whole group when the command or the process

@@ -62,7 +62,7 @@ Bytes = dict[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The numbers of a model that its memory depends on. No weight is read."""
+    """The dimensions of a model that determine its memory. No weights are read."""
 
     name: str
     config: PreTrainedConfig
@@ -83,7 +83,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """How one rank trains: the settings that decide its memory."""
+    """The settings that determine the memory of a training rank."""
 
     ranks: int
     stage: int  # of ZeRO, as DeepSpeed runs it
@@ -110,13 +110,13 @@ class TrainingSetup:
         return -(-self.tokens // self.sequence_parallel)
 
     def sharded(self, elements: int, *, from_stage: int) -> int:
-        """Elements of one rank, divided from this ZeRO stage on; the last rank's part is padded."""
+        """Return the elements per rank, which are divided from this ZeRO stage on. The last part is padded."""
         return -(-elements // self.ranks) if self.stage >= from_stage else elements
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes of a training rank: the part that stays, and the further bytes of each phase of a step."""
+    """Bytes of a training rank: static memory, and the additional bytes of each phase of a step."""
 
     static: Bytes
     phases: dict[str, Bytes]
@@ -124,7 +124,7 @@ class RankMemory:
 
     @property
     def busiest(self) -> str:
-        """The phase that needs most."""
+        """The phase with the largest memory."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
@@ -133,7 +133,7 @@ class RankMemory:
         return sum(self.parts().values())
 
     def parts(self) -> Bytes:
-        """The parts on the device at the peak, without those of zero bytes."""
+        """Return the nonzero parts on the device at the peak."""
         return {name: size for name, size in (self.static | self.phases[self.busiest]).items() if size}
 
 
@@ -162,7 +162,7 @@ class ServerMemory:
 
 
 def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, context: int = 0) -> RankMemory:
-    """Memory of one rank. ``kv_tokens``: of the transformers engine's cache; ``context``: bytes assumed on a GPU."""
+    """Estimate the memory of a rank. ``kv_tokens``: size of the built-in engine's cache; ``context``: assumed bytes."""
     adapters = setup.lora_rank * shape.adapted  # r (inputs + outputs) of each adapted layer (arXiv 2106.09685)
     trained = adapters or shape.parameters
     largest = 0 if adapters else shape.largest_parameter  # of the trained tensors; an adapter's are small
@@ -222,7 +222,7 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
 
 
 def activations(shape: ModelShape, setup: TrainingSetup) -> Activations:
-    """Bytes that autograd keeps of ``N`` tokens in a decoder with RMS norms, attention and a gated MLP.
+    """Estimate the bytes that autograd keeps for ``N`` tokens in a decoder with RMS norms, attention and a gated MLP.
 
     A layer keeps, for each token:
 
@@ -267,7 +267,7 @@ def activations(shape: ModelShape, setup: TrainingSetup) -> Activations:
 
 
 def head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
-    """The most that the head needs at once, on top of the hidden states of the whole micro-batch.
+    """Peak memory of the head in bytes, in addition to the hidden states of the micro-batch.
 
     A copy of the states of its tokens, their statistics, and in backward gradients of the states [N, D] and of a
     trained weight [V, D], plus the blocks of the backend:
@@ -304,7 +304,7 @@ def kv_bytes(shape: ModelShape, size: int) -> int:
 
 
 def server_memory(shape: ModelShape, *, memory: int, share: float, tensor_parallel: int, size: int = 2) -> ServerMemory:
-    """One GPU of a vLLM server that may use ``share`` of ``memory`` bytes. KV heads fewer than GPUs are held twice."""
+    """Estimate one GPU of a vLLM server that may use ``share`` of ``memory`` bytes. Too few KV heads are copied."""
     weights = -(-shape.parameters * size // tensor_parallel)
     left = max(0, int(share * memory) - weights - SERVER_OVERHEAD)
     divided = min(tensor_parallel, shape.kv_heads)
@@ -318,7 +318,7 @@ def server_memory(shape: ModelShape, *, memory: int, share: float, tensor_parall
 
 
 def usable(memory: int) -> int:
-    """Bytes of a GPU with ``memory`` that a plan may fill."""
+    """Return the bytes that a plan may use of a GPU with ``memory`` bytes."""
     return int(memory * (1 - SLACK))
 
 
@@ -326,7 +326,7 @@ _ALL_LAYERS = LoRASettings()
 
 
 def read_shape(model: ModelSettings) -> ModelShape:
-    """The shape of ``model.path``, or of the embedded tiny policy.
+    """Return the shape of ``model.path``, or of the embedded tiny policy.
 
     Ids whose configuration cannot be read here (no network, nothing cached) are looked up among the shipped ones.
     Raises SettingsError for what is none of these.
@@ -335,7 +335,7 @@ def read_shape(model: ModelSettings) -> ModelShape:
 
 
 def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings = _ALL_LAYERS) -> ModelShape:
-    """Counted on a model without memory, by the code that will also run it. ``lora`` names the adapted layers.
+    """Measure a model on the meta device, so that its own code decides. ``lora`` selects the adapted layers.
 
     Raises SettingsError for a model that cannot be trained, and for adapted layers that it does not have.
     """
@@ -377,7 +377,7 @@ def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings = _ALL_LAYE
 
 
 def config_of(model: ModelSettings) -> PreTrainedConfig:
-    """The configuration of ``model.path``. Raises SettingsError where it cannot be read here."""
+    """Return the configuration of ``model.path``. Raises SettingsError if it cannot be read here."""
     path = model.path
     if path is None:
         found = read_config(model)

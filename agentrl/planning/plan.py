@@ -1,4 +1,4 @@
-"""``agentrl plan``: the cheapest settings under which a model trains on given GPUs, as an overlay; and the dry run.
+"""``agentrl plan``: find the cheapest settings with which a model trains on given GPUs. Also the dry run's estimate.
 
 The candidates are few and their memory is a formula, so every one is tried, cheapest first.
 """
@@ -55,7 +55,7 @@ _SIZES = (80, 48)  # GB of the GPUs that a dry run considers on a machine withou
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """The options of ``agentrl plan``; None for those left out."""
+    """Options of ``agentrl plan``. Omitted options are None."""
 
     gpus: int | None = None
     memory: float | None = None  # GB of each
@@ -78,7 +78,7 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """The settings that a plan keeps, and the means that it may use."""
+    """The settings that a plan must keep, and the adapters that it may use."""
 
     context: int  # tokens of the longest trajectory, prompt and response
     longest_request: int  # tokens that a server must hold, evaluations included
@@ -145,7 +145,7 @@ def find_plan(shape: ModelShape, machine: Hardware, required: Requirements) -> P
 def _candidates(
     shape: ModelShape, machine: Hardware, required: Requirements
 ) -> Iterator[tuple[TrainingSetup, Placement]]:
-    """Every combination that DeepSpeed and the model admit.
+    """Yield every combination that DeepSpeed and the model support.
 
     DeepSpeed frees the GPU for a colocated server at stages 1 and 2 only, and offloads weights at stage 3 only.
     """
@@ -176,7 +176,7 @@ def _candidates(
 
 
 def _cost(candidate: tuple[TrainingSetup, Placement]) -> tuple[bool, float]:
-    """Sort key: adapters last, because they train something else; then the relative time of a step.
+    """Sort key: relative time of a step, with adapters last because they train different parameters.
 
     Recomputing a forward adds one of three parts. Its inputs in host memory cross the bus twice: for 7B 0.4 MB a token,
     16 us at 25 GB/s, beside 150 us of computing. Stage 3 sends half as much again (arXiv 1910.02054, section 7).
@@ -198,12 +198,12 @@ def _cost(candidate: tuple[TrainingSetup, Placement]) -> tuple[bool, float]:
 
 
 def _contexts(placement: str) -> int:
-    """Bytes of the CUDA contexts on a training GPU: a sleeping server keeps its own."""
+    """Return the bytes of the CUDA contexts on a training GPU. A sleeping server keeps its context."""
     return 2 * CONTEXT if placement == "colocated" else CONTEXT
 
 
 def _largest_micro_batch(shape: ModelShape, setup: TrainingSetup, placement: str, memory: int) -> int:
-    """Tokens, a multiple of 1,024 up to 65,536, of the largest micro-batch that fits; 0 if none does."""
+    """Return the tokens of the largest micro-batch that fits, a multiple of 1,024 up to 65,536, or 0."""
     for tokens in range(_MOST_STEPS * _TOKEN_STEP, 0, -_TOKEN_STEP):
         rank = rank_memory(shape, replace(setup, tokens=tokens), context=_contexts(placement))
         if rank.total <= usable(memory):
@@ -212,7 +212,7 @@ def _largest_micro_batch(shape: ModelShape, setup: TrainingSetup, placement: str
 
 
 def _server_share(rank: RankMemory, memory: int) -> float:
-    """Share of a GPU for a server that wakes while the rank keeps only weights, of reference and critic too."""
+    """Return the GPU share of a server that wakes while the rank keeps only weights, including reference and critic."""
     kept = sum(rank.static[name] for name in ("weights", "gathered weights", "reference")) + CONTEXT
     kept += rank.static["weights"] if rank.static["critic"] else 0
     share = min(_LARGEST_SHARE, (usable(memory) - kept) / memory)
@@ -251,7 +251,7 @@ def plan_for(shape: ModelShape, machine: Hardware, required: Requirements) -> Pl
 
 
 def plan_values(plan: Plan) -> Values:
-    """The settings of a plan."""
+    """Return the settings of a plan by dotted key."""
     setup = plan.setup
     values: Values = {
         "model.dtype": "bfloat16" if setup.bfloat16 else "float32",
@@ -272,7 +272,7 @@ def plan_values(plan: Plan) -> Values:
 
 
 def plan_lines(shape: ModelShape, machine: Hardware, plan: Plan) -> Iterator[str]:
-    """Describe a plan, and the memory of each part."""
+    """Describe a plan and the memory of its parts."""
     setup = plan.setup
     words = [f"{setup.ranks} ranks" if setup.ranks > 1 else "1 rank", f"ZeRO {setup.stage}"]
     if setup.checkpointing:
@@ -363,7 +363,7 @@ def plan_command(settings: Settings, request: PlanRequest, *, critic: bool) -> l
 
 
 def _machine(request: PlanRequest, settings: Settings) -> Hardware:
-    """Return the GPUs that are named, else the GPUs of this machine."""
+    """Return the requested GPUs, or by default the GPUs of this machine."""
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = request.gpus if request.gpus is not None else here or settings.training.num_processes
     if gpus < 1:
@@ -384,7 +384,7 @@ def _has_peft() -> bool:
 
 
 def memory_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Iterator[str]:
-    """The estimate of one rank for the dry run; with servers to start, also whether GPUs hold rank and server."""
+    """Describe the estimate of one rank for the dry run, and with servers whether GPUs have room for both."""
     facts = engine_facts(settings.rollout)
     rollout, placement = settings.rollout, _placement_of(facts)
     on_gpus = torch.cuda.is_available() or facts.servers
@@ -407,7 +407,7 @@ def _placement_of(facts: EngineFacts) -> Placement:
 
 
 def _setup_of(settings: Settings, *, backend: Literal["chunked", "triton"], critic: bool) -> TrainingSetup:
-    """How these settings train. ``backend``: the choice of ``training.head_backend=auto`` on the machine planned."""
+    """Return the training setup of these settings. ``backend``: the meaning of ``training.head_backend=auto``."""
     training, bfloat16 = settings.training, settings.model.dtype == "bfloat16"
     return TrainingSetup(
         ranks=training.num_processes,
