@@ -233,4 +233,4 @@ class PortWatch:
             if refused > 1:
                 self.lost = "is gone"
             elif time.monotonic() > last_answer + self._deadline:
-                self.lost = f"has not answered for {self._deadline:g} s"
+                self.lost = f"has not responded for {self._deadline:g} s"

@@ -171,7 +171,7 @@ class RayNode:
             self._codes = _result_of(answer, self.reservation, 0.0)
         elif now > since + self._deadline:
             self._unreachable.add(self.reservation.address)
-            raise NodeLostError(f"{_describe(self.reservation)} has not answered for {self._deadline:g} s")
+            raise NodeLostError(f"{_describe(self.reservation)} has not responded for {self._deadline:g} s")
 
 
 class RayProcess:
@@ -444,7 +444,7 @@ def _result_of(answer: ray.ObjectRef[_Value], reservation: Reservation, seconds:
     try:
         return ray.get(answer, timeout=seconds)
     except GetTimeoutError:
-        raise NodeLostError(f"{_describe(reservation)} has not answered for {seconds:g} s") from None
+        raise NodeLostError(f"{_describe(reservation)} has not responded for {seconds:g} s") from None
     except RayActorError:
         raise NodeLostError(f"{_describe(reservation)} is gone") from None
     except RayTaskError as error:

@@ -313,9 +313,7 @@ def _part(name: str, size: int) -> str:
 def plan_command(settings: Settings, request: PlanRequest, *, critic: bool) -> list[str]:
     """Return the lines that ``agentrl plan`` prints, and write the overlay if asked to."""
     if settings.model.path is None:
-        raise SettingsError(
-            "there is nothing to plan: give --model DIRECTORY, FILE.json or OWNER/NAME, or --config FILE"
-        )
+        raise SettingsError("no model to plan for: give --model DIRECTORY, FILE.json or OWNER/NAME, or --config FILE")
     machine = _machine(request, settings)
     values: Values = {}
     if request.context is not None:
@@ -375,7 +373,9 @@ def _machine(request: PlanRequest, settings: Settings) -> Hardware:
             )
         return Hardware(gpus=gpus, memory=int(request.memory * GB))
     if not here:
-        raise SettingsError("there is no GPU here: say how much memory one has, for example --gpus 8 --memory 80")
+        raise SettingsError(
+            "this machine has no GPU: give the number and memory of the GPUs, for example --gpus 8 --memory 80"
+        )
     return Hardware(gpus=gpus, memory=torch.cuda.get_device_properties(0).total_memory)
 
 

@@ -65,7 +65,7 @@ class FrameBuffer(Generic[_Header]):
         while len(self._data) - position >= _HEAD.size:
             size, header_size = _HEAD.unpack_from(self._data, position)
             if size > self._limit or header_size > size:
-                raise FrameError(f"impossible frame of {size} bytes with a header of {header_size}")
+                raise FrameError(f"invalid frame of {size} bytes with a header of {header_size}")
             end = position + _HEAD.size + size
             if len(self._data) < end:
                 break
@@ -118,7 +118,7 @@ def check_names(names: Iterable[str]) -> None:
         if why:
             raise ValueError(f"bad file name {name!r}: {why}; a name is a relative path such as 'data/points.csv'")
     if count > MOST_FILES:
-        raise ValueError(f"{count} files; at most {MOST_FILES} are taken")
+        raise ValueError(f"{count} files; at most {MOST_FILES} are allowed")
 
 
 def check_files(files: Mapping[str, bytes], room: int) -> None:

@@ -232,7 +232,7 @@ class HttpSandbox(ServiceSandbox):
         try:
             return response.json() if response.content else {}
         except ValueError as error:  # not text, or not JSON
-            raise BusyError(f"{self._settings.url} gave an answer that is not JSON: {error}") from error
+            raise BusyError(f"{self._settings.url} sent a response that is not JSON: {error}") from error
 
     def _warn_absent(self, error: AbsentError) -> None:
         """Warn once at the start of an outage. Waiting calls log nothing until their retry deadline."""
@@ -336,7 +336,7 @@ def _session(answer: JsonObject) -> str:
     try:
         return str(answer["session"])
     except (KeyError, TypeError) as error:
-        raise BusyError(f"the service gave an invalid answer: {error}") from error
+        raise BusyError(f"the service sent an invalid response: {error}") from error
 
 
 def _execution(answer: JsonObject) -> Execution:
@@ -346,4 +346,4 @@ def _execution(answer: JsonObject) -> Execution:
         outcome, seconds = Outcome(answer["outcome"]), float(answer["seconds"])
         return Execution(**{**answer, "outcome": outcome, "seconds": seconds, "files": files})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BusyError(f"the service gave an invalid answer: {error}") from error
+        raise BusyError(f"the service sent an invalid response: {error}") from error

@@ -464,7 +464,7 @@ def first_user(settings: SandboxSettings) -> int:
     try:
         return free_users()
     except OSError as error:
-        raise StartError(f"no users could be drawn for the sandbox's server: {error}") from error
+        raise StartError(f"no user ids for the sandbox's server: {error}") from error
 
 
 def free_users() -> int:

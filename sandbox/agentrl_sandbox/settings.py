@@ -108,7 +108,7 @@ class SandboxSettings(BaseModel):
                 f"unknown sandbox {url!r}; valid: local://, docker://IMAGE, http://HOST:PORT (several with commas), ray://"
             )
         if len(set(addresses)) < len(addresses):
-            raise ValueError(f"an address twice in {url!r}")
+            raise ValueError(f"the same address occurs twice in {url!r}")
         return ",".join(addresses)
 
     @property

@@ -92,7 +92,7 @@ class _Service(HttpSandbox):
         self.error = error
         if self.failing_since is None:
             self.failing_since = time.monotonic()
-            _log.warning("the sandbox at %s gets no calls for now: %s", self.address, error)
+            _log.warning("the sandbox at %s failed and gets no new calls: %s", self.address, error)
 
 
 class SeveralSandboxes(ServiceSandbox):
@@ -199,7 +199,7 @@ class SeveralSandboxes(ServiceSandbox):
                     await self._changed.wait()
             except TimeoutError:
                 seconds = self._settings.retry_deadline
-                raise BusyError(f"no sandbox works, for {seconds:g} s: {self._outages}") from None
+                raise BusyError(f"no sandbox is usable after {seconds:g} s: {self._outages}") from None
         raise ClosedError("the sandbox was closed")
 
     async def _watch(self, service: _Service) -> None:

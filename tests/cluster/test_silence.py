@@ -26,7 +26,7 @@ def test_a_port_that_refuses_is_gone_at_once_and_a_silent_one_after_the_deadline
         address = server.getsockname()
         assert accepts_connections(address, 60.0)
         # Nobody has accepted that one: the system leaves further connections unanswered.
-        assert lost(address, 0.3) == "has not answered for 0.3 s"
+        assert lost(address, 0.3) == "has not responded for 0.3 s"
         assert not accepts_connections(address, 0.1)
     assert lost(address, 600.0) == "is gone"
 

@@ -143,7 +143,7 @@ def test_ranks_start_again_when_a_head_that_was_cut_off_is_back(cluster: RayHost
         both = f"ranks on {cluster.head.address} {cluster.other.address}\n"
         assert process.stdout.readline() == both
         cluster.other.link("down")
-        assert re.search(r"^training rank \d is lost: Ray's head has not answered for 5 s", process.stdout.readline())
+        assert re.search(r"^training rank \d is lost: Ray's head has not responded for 5 s", process.stdout.readline())
         wait_until(lambda: not sleeping(cluster.head), process)
         cluster.other.link("up")
         assert process.stdout.readline() == both

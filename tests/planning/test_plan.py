@@ -128,9 +128,9 @@ def test_the_dry_run_of_a_recipe_shows_that_eight_gpus_hold_it(
     [
         ({"gpus": 8, "memory": -5}, "Qwen/Qwen2.5-7B", r"--memory -5: the memory of one GPU in GB; valid: a number"),
         ({"gpus": 0, "memory": 80}, "Qwen/Qwen2.5-7B", r"--gpus 0: .*valid: 1 and more"),
-        ({"gpus": 8}, "Qwen/Qwen2.5-7B", r"there is no GPU here: say how much memory one has"),
+        ({"gpus": 8}, "Qwen/Qwen2.5-7B", r"this machine has no GPU: give the number and memory"),
         ({"gpus": 8, "memory": 80, "context": 3}, "Qwen/Qwen2.5-7B", r"--context 3: .*valid: 64 and more"),
-        ({"gpus": 8, "memory": 80}, None, r"nothing to plan: give --model"),
+        ({"gpus": 8, "memory": 80}, None, r"no model to plan for: give --model"),
         ({"gpus": 8, "memory": 80}, "none.json", r"no configuration of a model .*No such file"),
     ],
 )

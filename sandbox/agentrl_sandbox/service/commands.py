@@ -73,7 +73,7 @@ async def _keep(command: Sequence[str]) -> None:
             if process.returncode is None:
                 await _stop(process)
         if status == 2:
-            raise StartError("the runner could not start; its own message says why")
+            raise StartError("the runner could not start; see its message above")
         if time.monotonic() - started < _SOON_SECONDS:
             await asyncio.sleep(_PAUSE_SECONDS)
 

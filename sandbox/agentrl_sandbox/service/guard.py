@@ -106,17 +106,15 @@ class Guard:
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         host = _without_port(headers.get(b"host", b"").decode("latin-1"))
         if host not in self._hosts:
-            raise RejectedRequestError(
-                421, f"the host {host!r} is not served here; the setting allowed_hosts can name it"
-            )
+            raise RejectedRequestError(421, f"the host {host!r} is not allowed; add it to the setting allowed_hosts")
 
     def _check_origin(self, headers: dict[bytes, bytes]) -> None:
         origin = headers.get(b"origin")
         own = (b"http://" + headers[b"host"], b"https://" + headers[b"host"])
         if origin is not None and origin.lower() not in (name.lower() for name in own):
-            raise RejectedRequestError(403, "requests from other sites are refused")
+            raise RejectedRequestError(403, "cross-site requests are rejected")
         if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
-            raise RejectedRequestError(403, "requests from other sites are refused")
+            raise RejectedRequestError(403, "cross-site requests are rejected")
 
     def _check_token(self, path: str, headers: dict[bytes, bytes]) -> None:
         if self._expected is None or path in _OPEN_PATHS:
@@ -129,7 +127,7 @@ class Guard:
         """Read the whole body, up to the limit. Raises RejectedRequestError and _ClientLeftError."""
         said = headers.get(b"content-length", b"0")
         if not said.isdigit() or int(said) > self._max_body:
-            raise RejectedRequestError(413, f"a body has at most {self._max_body} bytes")
+            raise RejectedRequestError(413, f"the body exceeds {self._max_body} bytes")
         parts: list[bytes] = []
         size = 0
         while True:
@@ -139,7 +137,7 @@ class Guard:
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > self._max_body:
-                raise RejectedRequestError(413, f"a body has at most {self._max_body} bytes")
+                raise RejectedRequestError(413, f"the body exceeds {self._max_body} bytes")
             if not message.get("more_body", False):
                 return b"".join(parts)
 
@@ -168,7 +166,7 @@ def _headers(scope: Scope) -> dict[bytes, bytes]:
     headers: dict[bytes, bytes] = {}
     for name, value in scope["headers"]:
         if name in headers and name in (b"host", b"origin", b"authorization", b"content-type", b"content-length"):
-            raise RejectedRequestError(400, f"the header {name.decode('latin-1')} comes twice")
+            raise RejectedRequestError(400, f"the header {name.decode('latin-1')} occurs twice")
         headers[name] = value
     if b"host" not in headers:
         raise RejectedRequestError(400, "the header host is missing")

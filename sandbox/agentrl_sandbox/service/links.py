@@ -88,7 +88,7 @@ class RunnerLink(asyncio.Protocol):
         identifier = next(self._identifiers)
         frame = pack({**header, "id": identifier}, *blobs)
         if len(frame) > MAX_FRAME:
-            raise FrameError(f"a request of {len(frame)} bytes; at most {MAX_FRAME} are carried")
+            raise FrameError(f"a request of {len(frame)} bytes exceeds the limit of {MAX_FRAME}")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
         self._waiting[identifier] = future

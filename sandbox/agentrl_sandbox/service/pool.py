@@ -203,11 +203,11 @@ async def _request(link: RunnerLink, operation: str, name: str | None = None) ->
     except NotSentError:
         raise
     except RunnerGoneError as error:
-        raise BusyError(f"the runner was lost while it worked on a session: {error}") from error
+        raise BusyError(f"the runner was lost during a session request: {error}") from error
     if isinstance(answer, SessionMessage):
         return answer.session
     if not isinstance(answer, RefusedMessage):
-        raise BusyError("the runner answered another question")
+        raise BusyError("the runner's answer does not match the request")
     if answer.kind in REFUSALS:
         raise REFUSALS[answer.kind](answer.why)
     raise BusyError(f"the runner failed: {answer.why}")
