@@ -17,31 +17,14 @@ from agentrl.errors import WorldError
 
 ALL_GPUS = "AGENTRL_GPUS"
 """Environment variable with the GPUs that were visible before training ranks were assigned theirs."""
-
-
-def visible_gpus(count: int) -> list[str]:
-    """Return the names of ``count`` visible GPUs: those before a launcher assigned this process a share, if known."""
-    named = os.environ.get(ALL_GPUS) or os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(index) for index in range(count)]
-
-
-def free_port(host: str) -> int:
-    """Return a port that is currently free. Another process may take it before it is used."""
-    with socket.socket() as free:
-        try:
-            free.bind((host, 0))
-        except OSError as error:
-            raise WorldError(f"no server can listen on {host}: {error.strerror}") from error
-        port: int = free.getsockname()[1]
-        return port
-
-
 STARTED_BY = "AGENTRL_STARTED_BY"
 """Environment variable with the id of the process that started this one on the same machine."""
-
-
 STARTED_IN = "AGENTRL_RAY_ADDRESS"
 """Environment variable of a process that a Ray cluster has started, with the address of the cluster."""
+
+# Seconds between two attempts to connect to another machine, and for one attempt.
+_POLL_INTERVAL = 1.0
+_CONNECT_SECONDS = 5.0
 
 # Prefixes of the variables that are copied to processes on other nodes, and those among them that are valid only on the
 # node of a process that a cluster has started.
@@ -181,13 +164,28 @@ class Cluster(Protocol):
         """Release everything and close the cluster."""
 
 
-# Seconds between two attempts to connect, and for one attempt.
-_POLL_INTERVAL = 1.0
-_CONNECT_SECONDS = 5.0
+def visible_gpus(count: int) -> list[str]:
+    """Return the names of ``count`` visible GPUs: those before a launcher assigned this process a share, if known."""
+    named = os.environ.get(ALL_GPUS) or os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(index) for index in range(count)]
+
+
+def free_port(host: str) -> int:
+    """Return a port that is currently free. Another process may take it before it is used."""
+    # The socket cannot be kept and handed over: the port is used by a process that starts later, often on another
+    # machine, and whose program accepts only a port number.
+    with socket.socket() as free:
+        try:
+            free.bind((host, 0))
+        except OSError as error:
+            raise WorldError(f"no server can listen on {host}: {error.strerror}") from error
+        port: int = free.getsockname()[1]
+        return port
 
 
 def set_tcp_timeout(connection: Connection, seconds: float) -> None:
     """Configure a TCP connection to fail if the other machine has not responded for about ``seconds``."""
+    # Keepalive detects a silent peer only while nothing is in flight; TCP_USER_TIMEOUT covers unacknowledged data.
     with socket.socket(fileno=os.dup(connection.fileno())) as copy:
         copy.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         copy.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(seconds / 2)))
