@@ -28,9 +28,11 @@ class Console:
         """``file`` defaults to standard output. ``copy`` also receives all output, in plain lines."""
         self._settings = settings
         self.copy = None if copy is None else Console(settings, copy)
-        probe = RichConsole(file=file, force_jupyter=False)  # plain text, not an HTML block for each line
+        probe = RichConsole(file=file)
         self.live = settings.console == "auto" and probe.is_terminal
-        self._rich = probe if probe.is_terminal else RichConsole(file=file, width=_PLAIN_WIDTH, force_jupyter=False)
+        # In a notebook rich would make an HTML block of each line. A kernel asks for colours, as a terminal would.
+        plain = RichConsole(file=file, width=_PLAIN_WIDTH, force_jupyter=False, force_terminal=False)
+        self._rich = probe if probe.is_terminal else plain
 
     def note(self, text: str) -> None:
         """Print a line, above the progress display if there is one. On a terminal, wrap it between words."""
