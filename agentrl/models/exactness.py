@@ -54,7 +54,7 @@ def check_architecture(name: str, config: PreTrainedConfig) -> None:
             return
         own = random_model(small, attention="eager")
         rows = two_rows(small.get_text_config().vocab_size)
-        wanted = own_log_probs(own, rows)
+        wanted = unpacked_log_probs(own, rows)
     except Exception:  # noqa: BLE001 - a copy of these sizes cannot run, but the model itself may
         return
     if not bool(wanted.isfinite().all()):
@@ -77,7 +77,7 @@ def check_policy(name: str, policy: PolicyModel) -> None:
         found = packed_log_probs(policy, rows)
         model.set_attn_implementation("eager")
         try:
-            wanted = own_log_probs(model, rows)
+            wanted = unpacked_log_probs(model, rows)
         finally:
             use_attention(model)
         _compare((found - wanted).abs().mean(), BOUNDS[model.dtype])
@@ -119,7 +119,7 @@ def two_rows(vocabulary: int) -> list[Tensor]:
     return [torch.cat([prompt, response]) for response in responses]
 
 
-def own_log_probs(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
+def unpacked_log_probs(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
     """Return the log-probabilities [N] of the responses from the model's forward pass, one unpadded row at a time."""
     found = []
     for row in rows:

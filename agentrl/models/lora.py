@@ -89,10 +89,10 @@ def is_factor(name: str) -> bool:
     return name.endswith(_FACTORS)
 
 
-def own_name(name: str) -> str:
+def name_without_adapter(name: str) -> str:
     """Return the name of a parameter without adapters.
 
-    >>> own_name("model.layers.0.mlp.up_proj.base_layer.weight")
+    >>> name_without_adapter("model.layers.0.mlp.up_proj.base_layer.weight")
     'model.layers.0.mlp.up_proj.weight'
     """
     return name.replace(f".{_BASE}", ".")

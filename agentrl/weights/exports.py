@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from agentrl.models.lora import exported_name, factors_of, is_factor, merged, own_name
+from agentrl.models.lora import exported_name, factors_of, is_factor, merged, name_without_adapter
 from agentrl.models.settings import LoRASettings
 from agentrl.weights.sources import ParameterShape, ParameterSource, full_parameters
 from agentrl.weights.verify import EMBEDDING, HEAD, Checksum, checksum, with_head
@@ -133,7 +133,7 @@ def merged_parameters(module: nn.Module, settings: LoRASettings) -> Iterator[tup
         names = factors_of(name)
         if names is not None and names[0] in factors:
             value = merged(value, factors[names[0]], factors[names[1]], settings.alpha / settings.rank)
-        yield own_name(name), value
+        yield name_without_adapter(name), value
 
 
 def policy_parameters(module: nn.Module, settings: LoRASettings) -> Iterator[tuple[str, Tensor]]:
@@ -156,7 +156,7 @@ class MergedSource(ParameterSource):
 
     def shapes(self) -> list[ParameterShape]:
         return [
-            ParameterShape(name=own_name(item.name), dtype=item.dtype, shape=item.shape)
+            ParameterShape(name=name_without_adapter(item.name), dtype=item.dtype, shape=item.shape)
             for item in super().shapes()
             if not is_factor(item.name)
         ]
@@ -185,6 +185,8 @@ class AdapterSource(ParameterSource):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         if self._frozen is None:
             frozen = full_parameters(self._module, wanted=lambda name: not is_factor(name))
-            self._frozen = with_head({own_name(name): checksum(value) for name, value in frozen if self._summed})
+            self._frozen = with_head(
+                {name_without_adapter(name): checksum(value) for name, value in frozen if self._summed}
+            )
         yield from super().__iter__()
         self.checksums = self._frozen | self.checksums

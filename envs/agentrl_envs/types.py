@@ -15,79 +15,6 @@ from enum import StrEnum
 from typing import Any, NoReturn, SupportsFloat, TypedDict
 
 
-class NotJSONError(ValueError):
-    """A value that JSON cannot represent. The message contains its path and its type."""
-
-
-def _refuse(self: object, *_: object, **__: object) -> NoReturn:
-    kind = "dict" if isinstance(self, dict) else "list"
-    raise TypeError(f"this {kind} is read-only: copy it (copy.deepcopy) and change the copy")
-
-
-class _ReadOnlyDict(dict[str, object]):
-    """A dict that cannot be changed. `copy.deepcopy` returns an ordinary dict."""
-
-    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
-    clear = pop = popitem = setdefault = update = _refuse
-
-    def __deepcopy__(self, memo: object) -> dict[str, object]:
-        return {key: thaw(value) for key, value in self.items()}
-
-    def __reduce__(self) -> tuple[type[_ReadOnlyDict], tuple[dict[str, object]]]:
-        return _ReadOnlyDict, (dict(self),)
-
-
-class _ReadOnlyList(list[object]):
-    """A list that cannot be changed. `copy.deepcopy` returns an ordinary list."""
-
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
-    append = clear = extend = insert = pop = remove = reverse = sort = _refuse
-
-    def __deepcopy__(self, memo: object) -> list[object]:
-        return [thaw(value) for value in self]
-
-    def __reduce__(self) -> tuple[type[_ReadOnlyList], tuple[list[object]]]:
-        return _ReadOnlyList, (list(self),)
-
-
-def freeze(value: object, path: str = "") -> object:
-    """Return a JSON value with read-only lists and objects. ``path`` is its name in messages.
-
-    Raises NotJSONError with the path of the first part that is not JSON.
-
-    >>> freeze({"tables": ["a"]})["tables"].append("b")
-    Traceback (most recent call last):
-    TypeError: this list is read-only: copy it (copy.deepcopy) and change the copy
-    """
-    if value is None or isinstance(value, (str, bool, int, _ReadOnlyDict, _ReadOnlyList)):
-        return value
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise NotJSONError(f"{path} is {value}")
-        return value
-    if isinstance(value, Mapping):
-        return _ReadOnlyDict(_items(value, path))
-    if isinstance(value, (list, tuple)):
-        return _ReadOnlyList([freeze(item, f"{path}.{number}") for number, item in enumerate(value)])
-    raise NotJSONError(f"{path} holds {type(value).__name__}")
-
-
-def thaw(value: object) -> object:
-    """Return an ordinary, writable copy of a read-only JSON value."""
-    if isinstance(value, _ReadOnlyDict):
-        return {key: thaw(item) for key, item in value.items()}
-    if isinstance(value, _ReadOnlyList):
-        return [thaw(item) for item in value]
-    return value
-
-
-def _items(value: Mapping[object, object], path: str) -> Iterable[tuple[str, object]]:
-    for key, item in value.items():
-        if not isinstance(key, str):
-            raise NotJSONError(f"{path} has the key {key!r}, which is not text")
-        yield key, freeze(item, f"{path}.{key}" if path else key)
-
-
 class Ended(StrEnum):
     """How a rollout ended. Truncation is not an error, and an error is not a wrong answer."""
 
@@ -226,3 +153,76 @@ class Step:
     verdict: Verdict | None = None
     answer: str | None = None
     tool_calls: tuple[ToolCall, ...] = field(default=())
+
+
+class NotJSONError(ValueError):
+    """A value that JSON cannot represent. The message contains its path and its type."""
+
+
+def _refuse(self: object, *_: object, **__: object) -> NoReturn:
+    kind = "dict" if isinstance(self, dict) else "list"
+    raise TypeError(f"this {kind} is read-only: copy it (copy.deepcopy) and change the copy")
+
+
+class _ReadOnlyDict(dict[str, object]):
+    """A dict that cannot be changed. `copy.deepcopy` returns an ordinary dict."""
+
+    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __deepcopy__(self, memo: object) -> dict[str, object]:
+        return {key: thaw(value) for key, value in self.items()}
+
+    def __reduce__(self) -> tuple[type[_ReadOnlyDict], tuple[dict[str, object]]]:
+        return _ReadOnlyDict, (dict(self),)
+
+
+class _ReadOnlyList(list[object]):
+    """A list that cannot be changed. `copy.deepcopy` returns an ordinary list."""
+
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+    append = clear = extend = insert = pop = remove = reverse = sort = _refuse
+
+    def __deepcopy__(self, memo: object) -> list[object]:
+        return [thaw(value) for value in self]
+
+    def __reduce__(self) -> tuple[type[_ReadOnlyList], tuple[list[object]]]:
+        return _ReadOnlyList, (list(self),)
+
+
+def freeze(value: object, path: str = "") -> object:
+    """Return a JSON value with read-only lists and objects. ``path`` is its name in messages.
+
+    Raises NotJSONError with the path of the first part that is not JSON.
+
+    >>> freeze({"tables": ["a"]})["tables"].append("b")
+    Traceback (most recent call last):
+    TypeError: this list is read-only: copy it (copy.deepcopy) and change the copy
+    """
+    if value is None or isinstance(value, (str, bool, int, _ReadOnlyDict, _ReadOnlyList)):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise NotJSONError(f"{path} is {value}")
+        return value
+    if isinstance(value, Mapping):
+        return _ReadOnlyDict(_items(value, path))
+    if isinstance(value, (list, tuple)):
+        return _ReadOnlyList([freeze(item, f"{path}.{number}") for number, item in enumerate(value)])
+    raise NotJSONError(f"{path} holds {type(value).__name__}")
+
+
+def thaw(value: object) -> object:
+    """Return an ordinary, writable copy of a read-only JSON value."""
+    if isinstance(value, _ReadOnlyDict):
+        return {key: thaw(item) for key, item in value.items()}
+    if isinstance(value, _ReadOnlyList):
+        return [thaw(item) for item in value]
+    return value
+
+
+def _items(value: Mapping[object, object], path: str) -> Iterable[tuple[str, object]]:
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise NotJSONError(f"{path} has the key {key!r}, which is not text")
+        yield key, freeze(item, f"{path}.{key}" if path else key)

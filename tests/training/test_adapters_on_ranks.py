@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import finish, start_ranks
 
-from agentrl.models.lora import is_factor, own_name
+from agentrl.models.lora import is_factor, name_without_adapter
 
 from .energies_on_ranks import batch, make_model
 
@@ -41,7 +41,7 @@ class TestAdapters:
     def test_the_model_under_them_stays_bitwise_as_it_was(
         self, results: dict[int, dict[int, Any]], base: Any, stage: int, ranks: int
     ) -> None:
-        frozen = {own_name(name): value for name, value in results[ranks][stage]["frozen"].items()}
+        frozen = {name_without_adapter(name): value for name, value in results[ranks][stage]["frozen"].items()}
         assert frozen.keys() == dict(base.named_parameters()).keys()
         assert all(torch.equal(frozen[name], value) for name, value in base.named_parameters())
 
