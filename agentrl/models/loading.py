@@ -161,6 +161,7 @@ def prepare_model(model: PreTrainedModel, settings: ModelSettings) -> PreTrained
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
     """Enable gradient checkpointing, also for packed rows."""
+    # context_fn requires use_reentrant=False. It restores the packed row around the recomputation of a layer.
     model.gradient_checkpointing_enable(
         gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": recompute_contexts}
     )

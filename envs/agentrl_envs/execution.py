@@ -137,6 +137,7 @@ class EpisodeSandbox:
                 logger.warning("the interpreter's session could not be closed: %s", error)
 
     async def _open_session(self) -> str:
+        # Several calls of one turn may arrive before there is a session; they must share it.
         async with self._opening:
             if self._session is None:
                 self._session = await self._sandbox.open_session()

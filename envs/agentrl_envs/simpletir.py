@@ -159,6 +159,7 @@ class SimpleTIREpisode:
     async def _call(self, requests: Sequence[ToolRequest | MalformedCall], action: str) -> Step:
         """Make the turn's calls concurrently. An invalid call is answered with an error."""
         made = await asyncio.gather(*(self._answer(request) for request in requests), return_exceptions=True)
+        # Wait for all calls before raising, and prefer a bug of a tool, which ends the run, to an unavailable service.
         failures = [result for result in made if isinstance(result, BaseException)]
         if failures:
             raise next((one for one in failures if not isinstance(one, UnavailableError)), failures[0])

@@ -111,6 +111,7 @@ class GradingProcess:
     async def start(cls, settings: GraderSettings) -> GradingProcess:
         """Start a process and wait until it has imported its libraries. Raises GraderError."""
         errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
+        # -P: a file in the working directory, such as a user's sympy.py, must not shadow a library of the worker.
         command = (sys.executable, "-P", "-m", "agentrl_envs.grading.worker")
         try:
             process = await asyncio.create_subprocess_exec(
