@@ -32,22 +32,22 @@ def main() -> int:
 
 
 def _watch(parent: int, child: subprocess.Popen[bytes]) -> None:
-    asked, told = os.pipe()
+    read_end, write_end = os.pipe()
 
     def stop(number: int, frame: FrameType | None) -> None:
-        os.write(told, b".")
+        os.write(write_end, b".")
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal signals every process; the parent sends SIGTERM
     watched = select.poll()
-    watched.register(asked, select.POLLIN)
+    watched.register(read_end, select.POLLIN)
     watched.register(os.pidfd_open(child.pid), select.POLLIN)
     try:
         watched.register(os.pidfd_open(parent), select.POLLIN)
     except ProcessLookupError:
         return
     ready = [handle for handle, _ in watched.poll()]
-    if ready == [asked]:
+    if ready == [read_end]:
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_GRACE)

@@ -29,17 +29,17 @@ from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, San
 def layers_of(mode: str, found: Mapping[str, int]) -> dict[str, str]:
     """Return the layers that provide each property here, strongest first.
 
-    >>> found = {"landlock": 4, "seccomp": 1, "own_users": 0}
+    >>> found = {"landlock": 4, "seccomp": 1, "separate_users": 0}
     >>> layers_of("none", found)["no_network"]
     'seccomp, Landlock'
     >>> layers_of("none", found)["no_foreign_signals"]
     'nothing here'
     """
     spaces = mode != "none"
-    own_user = bool(found["own_users"])
+    separate_user = bool(found["separate_users"])
     version, filtered = found["landlock"], bool(found["seccomp"])
-    user = ("a user for each slot", own_user)
-    counted = ("a watch on processes and threads", not own_user)
+    user = ("a user for each slot", separate_user)
+    counted = ("a watch on processes and threads", not separate_user)
     return {
         "no_network": _those(("network namespace", spaces), ("seccomp", filtered), ("Landlock", version >= 4)),
         "scratch_only_writes": _those(("mount namespace", spaces), user, ("Landlock", version >= 1)),
@@ -228,7 +228,7 @@ async def probe(sandbox: Sandbox, *, mode: str, layers: Mapping[str, int], setti
             raise StartError(f"the sandbox cannot run programs: {ran.stderr}")
         return ran
 
-    with _victim() as victim:
+    with _victim_process() as victim:
         pid, held = victim.process.pid, (Outcome.OK,)
         memory = MEMORY.format(size=2 * settings.memory_mb << 20)
         processes = PROCESSES.format(most=settings.max_processes + 8)
@@ -295,7 +295,7 @@ class _Victim:
 
 
 @contextmanager
-def _victim() -> Iterator[_Victim]:
+def _victim_process() -> Iterator[_Victim]:
     start, rest = secrets.token_hex(8), secrets.token_hex(8)
     with tempfile.TemporaryFile() as file:
         file.write((start + rest).encode())

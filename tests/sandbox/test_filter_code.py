@@ -8,7 +8,15 @@ import struct
 import pytest
 
 from agentrl_sandbox.runner import seccomp
-from agentrl_sandbox.runner.seccomp import DENIED, DENIED_WITHOUT_OWN_USER, LAST_KNOWN, MACHINES, MISSING, build, number
+from agentrl_sandbox.runner.seccomp import (
+    DENIED,
+    DENIED_WITHOUT_SEPARATE_USER,
+    LAST_KNOWN,
+    MACHINES,
+    MISSING,
+    build,
+    number,
+)
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 REFUSED_WITHOUT_ARGUMENTS = ("personality", "socketpair", "ioprio_set", "prctl")
@@ -18,9 +26,9 @@ PERMISSION, UNKNOWN = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
 class Filter:
     """Gives the verdict on one system call."""
 
-    def __init__(self, machine: str, *, own_user: bool = True) -> None:
+    def __init__(self, machine: str, *, separate_user: bool = True) -> None:
         self.architecture = ARCHITECTURES[machine]
-        self.code = list(struct.iter_unpack("=HBBI", build(machine, own_user=own_user)))
+        self.code = list(struct.iter_unpack("=HBBI", build(machine, separate_user=separate_user)))
 
     def __call__(self, call: int, *arguments: int, architecture: int | None = None) -> int:
         padded = (*arguments, *(0,) * (6 - len(arguments)))
@@ -43,10 +51,10 @@ class Filter:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("own_user", [True, False])
-def test_what_is_listed_is_refused_and_nothing_else(machine, own_user):
-    verdict = Filter(machine, own_user=own_user)
-    groups = DENIED if own_user else DENIED | DENIED_WITHOUT_OWN_USER
+@pytest.mark.parametrize("separate_user", [True, False])
+def test_what_is_listed_is_refused_and_nothing_else(machine, separate_user):
+    verdict = Filter(machine, separate_user=separate_user)
+    groups = DENIED if separate_user else DENIED | DENIED_WITHOUT_SEPARATE_USER
     names = [name for group in groups.values() for name in group]
     refused = {number(name, machine): PERMISSION for name in (*names, *REFUSED_WITHOUT_ARGUMENTS)}
     refused |= {number(name, machine): UNKNOWN for name in MISSING}

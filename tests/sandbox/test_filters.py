@@ -11,7 +11,7 @@ import platform
 import pytest
 
 from agentrl_sandbox.client import Outcome
-from agentrl_sandbox.runner.seccomp import DENIED, DENIED_WITHOUT_OWN_USER, LAST_KNOWN, MACHINES, MISSING, number
+from agentrl_sandbox.runner.seccomp import DENIED, DENIED_WITHOUT_SEPARATE_USER, LAST_KNOWN, MACHINES, MISSING, number
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 MACHINE = platform.machine()
@@ -68,7 +68,7 @@ async def test_calls_that_are_newer_than_the_filter_are_unknown(run):
 @NEEDS_MACHINE
 @pytest.mark.parametrize("everywhere", ["unprivileged"], indirect=True)
 async def test_without_an_own_user_rights_and_times_of_files_stay(run):
-    requests = known((*DENIED_WITHOUT_OWN_USER["rights"], *DENIED_WITHOUT_OWN_USER["times"]))
+    requests = known((*DENIED_WITHOUT_SEPARATE_USER["rights"], *DENIED_WITHOUT_SEPARATE_USER["times"]))
     assert await errors(run, requests) == dict.fromkeys(requests, errno.EPERM)
 
 

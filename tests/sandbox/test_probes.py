@@ -19,7 +19,7 @@ from agentrl_sandbox.probes import probe
 from agentrl_sandbox.types import StartError
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
-NOTHING = {"landlock": 0, "seccomp": 0, "own_users": 1}
+NOTHING = {"landlock": 0, "seccomp": 0, "separate_users": 1}
 CUT_SHORT = {"stdout": "", "stderr": "", "exit_code": -9, "seconds": 20.0, "truncated": False}
 
 

@@ -60,7 +60,7 @@ def survives(run: Execution) -> bool:
     return run.outcome in ENDED
 
 
-def reaches_nothing(run: Execution) -> bool:
+def reaches_no_target(run: Execution) -> bool:
     """Judge: all attempts of the program failed, or it was killed for trying."""
     return run.outcome in ENDED and "reached" not in run.stdout and ("tried" in run.stdout or run.outcome != Outcome.OK)
 
@@ -76,7 +76,7 @@ def attempts(guards: str, name: str, body: str, *, prologue: str = "", after: st
         )
         + "print('tried')\n"
     )
-    return Case(name, program, reaches_nothing, guards, after=after)
+    return Case(name, program, reaches_no_target, guards, after=after)
 
 
 _CALLS = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl_sandbox.check.case import Case, attempts, ends, reaches_nothing, survives
+from agentrl_sandbox.check.case import Case, attempts, ends, reaches_no_target, survives
 from agentrl_sandbox.types import Execution, Outcome
 
 _NETWORK = attempts(
@@ -247,8 +247,8 @@ ESCAPES = (
     Case("shared memory, semaphores and queues", _SHARED, survives, "nothing_left_behind", after=_NOT_SHARED),
     Case("deep tree with odd names", _TREE, survives, "nothing_left_behind", after=_EMPTY),
     Case("poisoned interpreter", _POISON, survives, "nothing_left_behind", after=_NOT_POISONED),
-    Case("raised priority", _PRIORITY, reaches_nothing, "no_privileged_calls"),
-    Case("becoming root", _ROOT, reaches_nothing, "no_privileged_calls"),
+    Case("raised priority", _PRIORITY, reaches_no_target, "no_privileged_calls"),
+    Case("becoming root", _ROOT, reaches_no_target, "no_privileged_calls"),
     Case("exhausting descriptors", _DESCRIPTORS, ends(Outcome.ERROR), "robust"),
 )
 """Attacks by property; after each, ``suite`` checks that the sandbox still works."""

@@ -15,7 +15,7 @@ from typing import NoReturn
 from agentrl_sandbox.runner import interpreter, kernel
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
 from agentrl_sandbox.runner.files import Fetched, fetch_files
-from agentrl_sandbox.runner.isolation import SCRATCH, Lockdown, become_namespace_root, has_own_users, mount_proc
+from agentrl_sandbox.runner.isolation import SCRATCH, Lockdown, become_namespace_root, has_separate_users, mount_proc
 from agentrl_sandbox.runner.usage import INODES, tasks_of_user
 
 FILE_NAME = "<program>"
@@ -50,11 +50,11 @@ class ChildLimits:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
         size = config.scratch_mb << 20
         processes = config.max_processes
-        if config.isolate == "none" and not has_own_users(config):  # the kernel counts all tasks of this user
+        if config.isolate == "none" and not has_separate_users(config):  # the kernel counts all tasks of this user
             processes = tasks_of_user(os.geteuid()) + config.max_processes * config.slots + _OTHER_TASKS
         return cls(
             isolate=config.isolate,
-            first_user=config.first_user if has_own_users(config) else None,
+            first_user=config.first_user if has_separate_users(config) else None,
             lockdown=Lockdown(config),
             address_space=mapped + (config.memory_mb << 20),
             max_processes=processes,

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
-from agentrl_sandbox.runner.isolation import has_own_users
+from agentrl_sandbox.runner.isolation import has_separate_users
 from agentrl_sandbox.runner.usage import children, files_of
 
 # Finds the processes below a process and kills those that a program left behind.
@@ -27,7 +27,7 @@ _KILL_SECONDS = 10.0  # for processes to end after SIGKILL
 _PAUSE_SECONDS = 0.001
 
 
-def kill_strays(keep: Collection[int], user: int | None = None) -> None:
+def kill_leftover_processes(keep: Collection[int], user: int | None = None) -> None:
     """Kill and reap every child of this process except ``keep``, with all descendants.
 
     This process must adopt orphans, so that all leftover processes are its children. If a slot has its own ``user``,
@@ -171,7 +171,7 @@ def _unlink_files(directory: int) -> list[str]:
 
 
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 def fork_server(config: RunnerConfig, descriptor: int) -> None:
@@ -179,18 +179,18 @@ def fork_server(config: RunnerConfig, descriptor: int) -> None:
 
     Raises PermissionError if the programs' users cannot access the interpreter.
     """
-    if has_own_users(config):
+    if has_separate_users(config):
         _check_reach(config)
     directory = _make_scratch(config)
     os.environ[SCRATCH_VARIABLE] = directory
-    kernel.adopt_orphans(needed=not has_own_users(config))
+    kernel.adopt_orphans(needed=not has_separate_users(config))
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     this = os.getpid()
     server = os.fork()
     if server != 0:
         os.close(descriptor)
         _wait_and_clean_up(server, config, directory)
-    kernel.adopt_orphans(needed=not has_own_users(config))
+    kernel.adopt_orphans(needed=not has_separate_users(config))
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # so that the server cleans up after itself
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     kernel.die_with_parent(signal.SIGTERM)
@@ -200,11 +200,11 @@ def fork_server(config: RunnerConfig, descriptor: int) -> None:
 
 def clean_up(config: RunnerConfig, directory: str) -> None:
     """Kill every process below this one and remove the scratch directories of all slots."""
-    kill_strays(())
-    own_users = has_own_users(config)
+    kill_leftover_processes(())
+    separate_users = has_separate_users(config)
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(directory):
-            slot, user = f"{directory}/{name}", config.first_user + int(name) if own_users else None
+            slot, user = f"{directory}/{name}", config.first_user + int(name) if separate_users else None
             if not is_clean(slot, user):
                 run_helper(user, functools.partial(clean, slot, user))
             os.rmdir(slot)
@@ -232,11 +232,11 @@ def _can_list(user: int, path: str) -> bool:
 def _make_scratch(config: RunnerConfig) -> str:
     """Create one directory per slot. Its user may write to it through its group but not change its permissions."""
     directory = tempfile.mkdtemp(prefix="agentrl-sandbox-")
-    own_users = has_own_users(config)
-    os.chmod(directory, 0o711 if own_users else 0o700)
+    separate_users = has_separate_users(config)
+    os.chmod(directory, 0o711 if separate_users else 0o700)
     for slot in range(config.slots):
         os.mkdir(f"{directory}/{slot}", 0o700)
-        if own_users:
+        if separate_users:
             os.chown(f"{directory}/{slot}", -1, config.first_user + slot)
             os.chmod(f"{directory}/{slot}", 0o770)
     return directory
@@ -245,7 +245,7 @@ def _make_scratch(config: RunnerConfig) -> str:
 def _wait_and_clean_up(server: int, config: RunnerConfig, directory: str) -> NoReturn:
     """Wait until the server ends, the client is gone or SIGTERM arrives, then clean up."""
     while os.getppid() == config.client_pid:
-        told = signal.sigtimedwait(_SIGNALS, _LOOK_SECONDS)
+        told = signal.sigtimedwait(_SIGNALS, _POLL_SECONDS)
         if told is not None and (told.si_signo == signal.SIGTERM or os.waitpid(server, os.WNOHANG)[0] == server):
             break
     clean_up(config, directory)

@@ -195,11 +195,11 @@ class Lockdown:
 
     def __init__(self, config: RunnerConfig) -> None:
         namespaces = config.isolate != "none"
-        own_user = has_own_users(config)
+        separate_user = has_separate_users(config)
         version = abi()
         self._filter: seccomp.Filter | None = None
         if seccomp.available():
-            self._filter = seccomp.Filter(seccomp.build(platform.machine(), own_user=own_user or namespaces))
+            self._filter = seccomp.Filter(seccomp.build(platform.machine(), separate_user=separate_user or namespaces))
         self._processes = "/proc" if namespaces else "/proc/self"
         self._rules: Rules | None = None
         if version:
@@ -207,7 +207,7 @@ class Lockdown:
             rights = [(path, READ) for path in files] + [(path, DEVICE) for path in devices]
             if not namespaces:
                 rights += [(path, LOOK) for path in _SYSTEM_STATE]
-                rights += [(_SHARED_MEMORY, OWN_SHARED_MEMORY)] if own_user else []
+                rights += [(_SHARED_MEMORY, OWN_SHARED_MEMORY)] if separate_user else []
             self._rules = Rules(version, rights)
 
     def close(self, scratch: str) -> None:
@@ -218,7 +218,7 @@ class Lockdown:
             self._filter.install()
 
 
-def has_own_users(config: RunnerConfig) -> bool:
+def has_separate_users(config: RunnerConfig) -> bool:
     """Return True if every slot has its own user."""
     return config.isolate != "user" and kernel.may_change_user()
 
@@ -233,5 +233,5 @@ def layers(config: RunnerConfig) -> dict[str, int]:
     return {
         "landlock": abi(),
         "seccomp": int(seccomp.available()),
-        "own_users": int(has_own_users(config)),
+        "separate_users": int(has_separate_users(config)),
     }

@@ -21,7 +21,7 @@ from agentrl_sandbox.runner.cleanup import SHARED_MEMORY
 from agentrl_sandbox.runner.config import ProcessMessage, RunnerConfig, python_command
 from agentrl_sandbox.runner.files import create_fetch_file, read_fetch_file
 from agentrl_sandbox.runner.interpreter import UNCAUGHT, Order, to_memory_file
-from agentrl_sandbox.runner.isolation import has_own_users
+from agentrl_sandbox.runner.isolation import has_separate_users
 from agentrl_sandbox.runner.usage import (
     INODES,
     KernelMemory,
@@ -113,7 +113,7 @@ class Watch:
         except OSError:
             self._socket_bytes = _USUAL_SOCKET_BYTES
         self._scratch_bytes = config.scratch_mb << 20
-        self._first_user = config.first_user if has_own_users(config) else None
+        self._first_user = config.first_user if has_separate_users(config) else None
 
     def memory_is_over(self, program: Program, used: Usage, beyond: int) -> bool:
         """Return True if a program uses more than ``memory_mb``. Pages shared by its processes count once."""
@@ -134,13 +134,13 @@ class Watch:
         """Return True if the files exceed ``scratch_mb`` or are too many. With namespaces the mount enforces this."""
         return bool(self._scratch) and self._seldom(program, "scratch", lambda: self._count(program).is_over)
 
-    def _seldom(self, program: Program, what: str, look: Callable[[], bool]) -> bool:
+    def _seldom(self, program: Program, what: str, poll: Callable[[], bool]) -> bool:
         """Run a check with the rights of the program's user, if it is due."""
         started = time.monotonic()
         if started < program.due.get(what, 0.0):
             return False
         with kernel.files_of(self._user(program)):
-            over = look()
+            over = poll()
         program.due[what] = started + _PERIOD * (time.monotonic() - started)
         return over
 

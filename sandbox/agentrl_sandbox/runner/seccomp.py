@@ -170,7 +170,7 @@ unwatched memory: memfd_create memfd_secret
 filters: seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self
 attributes: setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
 """
-_TEXT_WITHOUT_OWN_USER = """
+_TEXT_WITHOUT_SEPARATE_USER = """
 rights: chmod fchmod fchmodat fchmodat2 chown lchown fchown fchownat
 times: utime utimes futimesat utimensat
 process groups: setpgid setsid
@@ -192,7 +192,7 @@ MISSING = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register", "f
 """Calls that fail with ENOSYS, so that libraries fall back to older calls. ``flock`` on a file of the interpreter would
 lock it for all programs; ``lockf`` works."""
 
-DENIED_WITHOUT_OWN_USER = _groups(_TEXT_WITHOUT_OWN_USER)
+DENIED_WITHOUT_SEPARATE_USER = _groups(_TEXT_WITHOUT_SEPARATE_USER)
 """Also denied if programs share the server's user: changes of files that Landlock does not prevent, and leaving the
 process group, by which a fork bomb is killed."""
 
@@ -253,9 +253,9 @@ def available() -> bool:
     return kernel.system_call(_SYS_SECCOMP[platform.machine()], *query) == 0
 
 
-def build(machine: str, *, own_user: bool) -> bytes:
-    """Build the instructions of the filter. ``own_user``: only the program uses its user id."""
-    groups = DENIED if own_user else DENIED | DENIED_WITHOUT_OWN_USER
+def build(machine: str, *, separate_user: bool) -> bytes:
+    """Build the instructions of the filter. ``separate_user``: only the program uses its user id."""
+    groups = DENIED if separate_user else DENIED | DENIED_WITHOUT_SEPARATE_USER
     refused = [name for group in groups.values() for name in group]
     by_name: dict[str, Code] = {
         **dict.fromkeys(refused, fail(errno.EPERM)),

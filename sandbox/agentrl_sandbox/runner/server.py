@@ -27,7 +27,7 @@ from agentrl_sandbox.call import ExecutionHeader, Frame, FrameBuffer, execution_
 from agentrl_sandbox.runner import cleanup, isolation, kernel
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, ProcessMessage, RunnerConfig, ServerRequest, needs_science
 from agentrl_sandbox.runner.interpreter import Order
-from agentrl_sandbox.runner.isolation import has_own_users, layers
+from agentrl_sandbox.runner.isolation import has_separate_users, layers
 from agentrl_sandbox.runner.program import Capture, Ending, Program, Watch, ZygoteHandle, judge, launch
 from agentrl_sandbox.runner.sessions import KIND, SessionManager
 from agentrl_sandbox.runner.usage import usage
@@ -108,8 +108,8 @@ class ForkServer:
         self._parent = os.getppid()
         self._bare = config.isolate == "none"
         self._scratch = os.environ.get(SCRATCH_VARIABLE, "")
-        self._own_users = has_own_users(config)
-        self._look = Watch(config, self._scratch)
+        self._separate_users = has_separate_users(config)
+        self._poll = Watch(config, self._scratch)
         for kind in _KINDS:
             self._start_zygote(kind)
 
@@ -276,7 +276,7 @@ class ForkServer:
             self._zygotes[kind].send_command("clean", slot)
 
     def _user(self, slot: int) -> int | None:
-        return self._config.first_user + slot if self._own_users else None
+        return self._config.first_user + slot if self._separate_users else None
 
     def _give_back(self, slot: int) -> None:
         if slot < self._config.workers:
@@ -334,7 +334,7 @@ class ForkServer:
         if not zygote.ready:
             raise RuntimeError(f"{why} before it was ready")
         if self._bare:
-            cleanup.kill_strays([other.pid for other in self._zygotes.values() if other is not zygote])
+            cleanup.kill_leftover_processes([other.pid for other in self._zygotes.values() if other is not zygote])
         self._start_zygote(zygote.kind)
         if zygote.kind == KIND:
             self._sessions.end_all(why)
@@ -360,9 +360,9 @@ class ForkServer:
         if not self._programs or now < self._next_tick:
             return
         self._next_tick = now + _TICK
-        self._sessions.watch_usage(count_tasks=not self._own_users)
+        self._sessions.watch_usage(count_tasks=not self._separate_users)
         for program in list(self._programs.values()):
-            if self._look.scratch_is_over(program):
+            if self._poll.scratch_is_over(program):
                 self.kill(program, Outcome.OUTPUT_LIMIT)
             if program.session is not None:
                 continue
@@ -374,7 +374,7 @@ class ForkServer:
     def _watch_usage(self, program: Program) -> None:
         used = usage(program.pid, self._zygotes[program.zygote].resident)
         # Check tasks first: measuring the memory of a fork bomb takes too long.
-        if not self._own_users and used.tasks > self._config.max_processes:
+        if not self._separate_users and used.tasks > self._config.max_processes:
             self.kill(program, Outcome.KILLED)
-        elif self._look.memory_is_over(program, used, self._zygotes[program.zygote].resident):
+        elif self._poll.memory_is_over(program, used, self._zygotes[program.zygote].resident):
             self.kill(program, Outcome.MEMORY_LIMIT)

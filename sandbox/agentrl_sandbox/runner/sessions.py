@@ -248,7 +248,7 @@ class SessionManager:
     def __init__(self, config: RunnerConfig, server: ServerCallbacks) -> None:
         self._config = config
         self._server = server
-        self._look = Watch(config)
+        self._poll = Watch(config)
         self._table = SessionTable(server)
         self._slots = list(range(config.workers, config.slots))
         self._waiting: deque[tuple[int, int]] = deque()  # requests for a session, each with its number
@@ -524,7 +524,7 @@ class SessionManager:
                 assert session.program is not None
                 if count_tasks and used.tasks > self._config.max_processes:
                     self._server.kill(session.program, Outcome.KILLED)
-                elif self._look.memory_is_over(session.program, used, beyond):
+                elif self._poll.memory_is_over(session.program, used, beyond):
                     self._server.kill(session.program, Outcome.MEMORY_LIMIT)
 
 

@@ -60,10 +60,10 @@ class Usage:
 def usage(pid: int, beyond: int = 0) -> Usage:
     """Measure a process tree. Only memory above ``beyond`` bytes counts for each process; dead processes count as 0."""
     processes = tree(pid)
-    found = [_resident_and_tables(process) for process in processes]
+    result = [_resident_and_tables(process) for process in processes]
     return Usage(
-        resident=sum(max(0, resident - beyond) for resident, _ in found),
-        tables=sum(max(0, tables - _INTERPRETERS_TABLES) for _, tables in found),
+        resident=sum(max(0, resident - beyond) for resident, _ in result),
+        tables=sum(max(0, tables - _INTERPRETERS_TABLES) for _, tables in result),
         tasks=sum(len(tasks(process)) for process in processes),
         processes=processes,
     )
@@ -99,11 +99,13 @@ def _resident_and_tables(pid: int) -> tuple[int, int]:
     for path in _views(pid, "status"):
         try:
             with open(path, encoding="ascii", errors="replace") as file:
-                found = {line[:6]: int(line.split()[1]) << 10 for line in file if line.startswith(("VmRSS:", "VmPTE:"))}
+                result = {
+                    line[:6]: int(line.split()[1]) << 10 for line in file if line.startswith(("VmRSS:", "VmPTE:"))
+                }
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if found:
-            return found.get("VmRSS:", 0), found.get("VmPTE:", 0)
+        if result:
+            return result.get("VmRSS:", 0), result.get("VmPTE:", 0)
     return 0, 0
 
 
@@ -176,14 +178,14 @@ class KernelMemory:
 
 def children(pid: int) -> list[int]:
     """Return the children of all threads of a process."""
-    found: list[int] = []
+    result: list[int] = []
     for task in tasks(pid):
         try:
             with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
-                found += map(int, file.read().split())
+                result += map(int, file.read().split())
         except (FileNotFoundError, ProcessLookupError):
             continue
-    return found
+    return result
 
 
 def tree(pid: int, visit: Callable[[int], None] = lambda process: None) -> list[int]:
@@ -191,12 +193,12 @@ def tree(pid: int, visit: Callable[[int], None] = lambda process: None) -> list[
 
     A program may fork as fast as it is looked at, so the list is bounded.
     """
-    found = [pid]
-    for process in found:  # which grows meanwhile
+    result = [pid]
+    for process in result:  # which grows meanwhile
         visit(process)
-        if len(found) < _MOST_PROCESSES:
-            found += children(process)
-    return found
+        if len(result) < _MOST_PROCESSES:
+            result += children(process)
+    return result
 
 
 def is_alive(pid: int) -> bool:

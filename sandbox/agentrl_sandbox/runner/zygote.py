@@ -35,7 +35,7 @@ from agentrl_sandbox.runner import cleanup, kernel
 from agentrl_sandbox.runner.child import ChildLimits, limit_children, run_child
 from agentrl_sandbox.runner.config import BARE_MODULES, SCRATCH_VARIABLE, ProcessMessage, RunnerConfig
 from agentrl_sandbox.runner.interpreter import find_generators
-from agentrl_sandbox.runner.isolation import has_own_users
+from agentrl_sandbox.runner.isolation import has_separate_users
 from agentrl_sandbox.runner.session_process import run_session_init
 
 # Makes the objects of a warm interpreter immortal, so that forks share their memory for longer.
@@ -202,7 +202,7 @@ class Zygote:
         self._bare = config.isolate == "none"
         self._scratch = os.environ.get(SCRATCH_VARIABLE, "")
         if self._bare:
-            kernel.adopt_orphans(needed=not has_own_users(config))
+            kernel.adopt_orphans(needed=not has_separate_users(config))
         self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY) if config.isolate != "none" else -1
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -279,7 +279,7 @@ class Zygote:
             if identifier is not None and slot is not None:
                 del self._pids[identifier]
                 if self._bare:
-                    cleanup.kill_strays(self._slots, self._limits.user(slot))
+                    cleanup.kill_leftover_processes(self._slots, self._limits.user(slot))
                 cpu = usage.ru_utime + usage.ru_stime
                 self._send({"op": "exit", "id": identifier, "status": status, "cpu": cpu})
             elif slot is not None:
@@ -290,7 +290,7 @@ class Zygote:
     def _clean(self, slot: int) -> None:
         """Have a helper remove a slot's files, since removing many files would delay other programs."""
         user, directory = self._limits.user(slot), f"{self._scratch}/{slot}"
-        cleanup.kill_strays(self._slots, user)
+        cleanup.kill_leftover_processes(self._slots, user)
         self._slots[cleanup.run_as(user, functools.partial(cleanup.clean, directory, user))] = slot
 
     def _send(self, message: ProcessMessage) -> None:

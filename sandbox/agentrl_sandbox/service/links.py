@@ -163,7 +163,7 @@ class RunnerLink(asyncio.Protocol):
 
 
 _log = logging.getLogger(__name__)
-_LOOK_SECONDS = 0.2  # between two scans of the directory
+_POLL_SECONDS = 0.2  # between two scans of the directory
 _MOST_RUNNERS = 1024
 
 
@@ -178,7 +178,7 @@ class RunnerRegistry:
         self.links: dict[str, RunnerLink] = {}
 
     def open(self) -> None:
-        self._looking = asyncio.get_running_loop().create_task(self._look())
+        self._looking = asyncio.get_running_loop().create_task(self._poll())
 
     async def close(self) -> None:
         tasks = [*self._connecting.values(), *([self._looking] if self._looking else [])]
@@ -224,15 +224,15 @@ class RunnerRegistry:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not self.runners:
-                    await asyncio.sleep(_LOOK_SECONDS / 4)
+                    await asyncio.sleep(_POLL_SECONDS / 4)
         return self.runners > 0
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         while True:
             for name in self._listed():
                 if name not in self.links and name not in self._connecting:
                     self._connecting[name] = asyncio.get_running_loop().create_task(self._connect(name))
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
 
     def _listed(self) -> list[str]:
         try:
@@ -246,7 +246,7 @@ class RunnerRegistry:
         try:
             link = await RunnerLink.connect(str(self._directory / name), name, self._changed)
         except (OSError, TimeoutError):  # the socket of a killed runner, or a runner that sent no hello
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         else:
             if not link.gone:
                 self.links[name] = link
