@@ -402,7 +402,7 @@ class Driver:
         return branches
 
     async def _attempt(self, request: RolloutRequest, running: _Running) -> tuple[Trajectory, ...]:
-        """The branches of one rollout: several only where an agent plays, or earlier turns are rendered anew."""
+        """Play a rollout once. Returns its branches: several for agents and re-rendered histories."""
         policy = TokenPolicy(
             problem=request.problem,
             settings=self.settings,
@@ -432,7 +432,7 @@ class Driver:
     async def _rewarded(
         self, trajectory: Trajectory, running: _Running, *, earlier: Sequence[Trajectory] = ()
     ) -> Trajectory:
-        """The trajectory with the rewards of ``reward.functions``, if set; no data if those do not answer.
+        """Return the trajectory with the rewards of ``reward.functions``, if set; excluded if a function times out.
 
         ``earlier``: the other sequences of its rollout.
         """
@@ -457,7 +457,7 @@ class Driver:
 async def pooled(
     players: int, player: Callable[[Callable[[_Value], None]], Coroutine[object, object, None]]
 ) -> AsyncGenerator[_Value, None]:
-    """Yield what ``players`` tasks of ``player`` hand over, until all have ended. A crash of one raises here."""
+    """Yield the values from ``players`` tasks of ``player`` until all have ended. Raises if one crashes."""
     handed: asyncio.Queue[Callable[[], _Value | None]] = asyncio.Queue()
     tasks = [asyncio.create_task(player(lambda value: handed.put_nowait(lambda: value))) for _ in range(players)]
     for task in tasks:
@@ -478,7 +478,7 @@ async def pooled(
 
 
 def _trace(request: RolloutRequest, last: Trajectory, began: int) -> None:
-    """The slice of a rollout, on its lane, around those of its turns."""
+    """Trace the time of a rollout, around that of its turns."""
     ids = {"step": request.step, "group": request.index, "sample": request.sample}
     since(began, f"{request.problem.id} {request.sample}", ended=str(last.ended), reward=last.reward, **ids)
 

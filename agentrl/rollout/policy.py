@@ -156,8 +156,8 @@ class TurnPolicy(ABC, Generic[Played]):
         except TimeoutError:
             if not limit.expired():
                 raise  # the environment's own
-            silent = (episode.calling if isinstance(episode, NamesCalls) else "") or "the environment"
-            message = f"{silent} gave no answer within {seconds:g} s (rollout.environment_deadline)"
+            waited_for = (episode.calling if isinstance(episode, NamesCalls) else "") or "the environment"
+            message = f"{waited_for} gave no answer within {seconds:g} s (rollout.environment_deadline)"
             raise UnavailableError(message) from None
 
     async def sample(self, episode: Episode) -> str | None:
@@ -209,7 +209,7 @@ class TurnPolicy(ABC, Generic[Played]):
     def end(self, ended: Ended) -> Played: ...
 
     def close(self) -> None:
-        """Release what the engine holds for the conversation."""
+        """Release the engine's cache of the conversation."""
         return
 
 

@@ -184,7 +184,7 @@ class RolloutSource(ABC):
         return {"time/rollout_idle_s": self._idle.take()}
 
     async def close(self) -> None:
-        """End what runs in the background."""
+        """End background rollouts."""
         return
 
     @abstractmethod

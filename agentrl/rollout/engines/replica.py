@@ -88,7 +88,7 @@ class JSONClient:
         return await self._call("POST", path, body, seconds)
 
     async def command(self, path: str, body: object, *, seconds: float | None) -> None:
-        """As :meth:`post`, for an answer that says nothing but that it worked."""
+        """Post a command whose answer has no content."""
         await self._content("POST", path, body, seconds)
 
     async def content(self, path: str, body: object, *, seconds: float | None) -> bytes:

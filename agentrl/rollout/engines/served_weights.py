@@ -122,7 +122,7 @@ class ServedAdapters(ServedWeights):
         self._names[version] = f"{self._prefix}{version}-{next(self._numbers)}"
 
     async def install(self, replica: Replica) -> None:
-        """Load the current version beside those that requests still name, and unload the others."""
+        """Load the current version and unload the versions that no request uses."""
         name = self._names.get(self.version)
         if name is None:
             return

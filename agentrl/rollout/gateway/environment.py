@@ -83,7 +83,7 @@ def load_program(env: str, options: Mapping[str, object], settings: AgentGateway
 
 
 class _PromptEpisode:
-    """A problem's own words. The conversation is the agent program's: there is nothing to step."""
+    """The prompt of a problem, without further turns: the agent program holds the conversation."""
 
     stop: tuple[str, ...] = ()
 
@@ -107,10 +107,10 @@ class _PromptEpisode:
 
 
 class AgentEnvironment(Environment):
-    """What the rollouts of an agent program share: the program, the gateway and the chat template."""
+    """The program, the gateway and the chat template that all rollouts of an agent program share."""
 
     def __init__(self, program: AgentProgram, settings: AgentGatewaySettings, renderer: ChatRenderer | None) -> None:
-        """Without a ``renderer`` nothing can be played; prompts are plain."""
+        """``renderer``: None for an environment that only returns prompts, in plain text."""
         self._program = program
         if program.trusted:
             settings = settings.model_copy(update={"agent_columns": None, "agent_rewards": True})
@@ -127,7 +127,7 @@ class AgentEnvironment(Environment):
             await self._program.open(self._gateway)
 
     def episode(self, problem: Problem) -> _PromptEpisode:
-        """The problem as a user's message, for its length and for demonstrations."""
+        """Return an episode that only has the problem as a user's message, for demonstrations."""
         return _PromptEpisode(self._prompt(problem))
 
     def _prompt(self, problem: Problem) -> MarkedText:
@@ -144,7 +144,7 @@ class AgentEnvironment(Environment):
         await self._gateway.close()
 
     def describe(self) -> list[str]:
-        """The program and the rules of its sequences."""
+        """Lines for the console: the program, and how its sequences are trained."""
         settings = self._settings
         kept = "as they were sampled" if settings.history == "keep" else "as the chat template writes them"
         return [
@@ -271,7 +271,7 @@ class DeployedHistory(Environment):
         return DeployedHistory(self._environment.with_turns(max_turns), self._renderer, self._tools)
 
     def describe(self) -> list[str]:
-        """The environment, and what the model sees of its earlier turns."""
+        """Lines for the console: the environment, and the form of earlier turns that the model sees."""
         return [*self._environment.describe(), "history: earlier turns are shown as the chat template writes them"]
 
 

@@ -54,31 +54,31 @@ BLOCKED_SECONDS = 1.0
 
 
 class AgentFailureError(Exception):
-    """The agent crashed or gave no reward: its rollout is no data."""
+    """The agent crashed or returned no reward. Its rollout is excluded."""
 
 
 class AgentProgram(ABC):
-    """Plays problems through the gateway; without more it has nothing to prepare, to wait for or to release."""
+    """Plays problems through the gateway. By default there is nothing to prepare, to wait for or to release."""
 
     trusted = False
     """Whether the program reports rewards and gets the whole problem regardless of the gateway's settings."""
 
     async def open(self, server: AgentGateway) -> None:
-        """Get to know the server."""
+        """Prepare to play on ``server``."""
 
     async def ready(self, access: Access) -> None:
-        """Return when the program begins with a rollout, whose deadline counts from then."""
+        """Return when the program starts the rollout. The rollout's deadline counts from then."""
 
     @abstractmethod
     async def run(self, problem: Problem, access: Access) -> float | None:
-        """The reward; None if the program leaves it to others. Raises AgentFailureError. May be cancelled."""
+        """Play one problem. Returns the reward, or None if the program computes none. Raises AgentFailureError."""
 
     @abstractmethod
     def describe(self) -> str:
         """A line for the console."""
 
     async def close(self) -> None:
-        """End what does not end with its rollout."""
+        """End processes and threads that outlive a rollout."""
 
 
 def load_agent(named: str, settings: AgentGatewaySettings) -> AgentProgram:
@@ -96,7 +96,7 @@ def load_agent(named: str, settings: AgentGatewaySettings) -> AgentProgram:
 
 
 def split_command(named: str) -> list[str]:
-    """The words of a command. Raises PluginError for a quotation that is not closed."""
+    """Split a command into words. Raises PluginError for an unclosed quotation."""
     try:
         return shlex.split(named)
     except ValueError as error:
@@ -151,7 +151,7 @@ async def agent_directory() -> AsyncIterator[str]:
 
 
 def kill(process: asyncio.subprocess.Process) -> None:
-    """End a process with what it has started."""
+    """Kill a process and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -174,7 +174,7 @@ def _optional_reward(value: object, source: str) -> float | None:
 
 
 class _FunctionAgent(AgentProgram):
-    """A function of the user's: coroutines in an event loop of their own, beside the server's, others in threads."""
+    """A user's function. Coroutines run in a separate event loop, other functions in threads."""
 
     def __init__(self, name: str, function: Callable[..., object], threads: int) -> None:
         self._name = name
@@ -286,7 +286,7 @@ _STDERR = 2
 
 
 class Workers(AgentProgram):
-    """One worker process for all rollouts; without a command, workers that others start. They post the rewards."""
+    """One worker process for all rollouts, or workers that the user starts. Workers post the rewards."""
 
     def __init__(
         self,
@@ -354,7 +354,7 @@ class Workers(AgentProgram):
                     one.cancel()
 
     async def _started(self) -> asyncio.subprocess.Process:
-        """The worker's process, a new one if it has ended. What it prints goes to stderr."""
+        """Return the worker's process; start it again if it has exited. Its output goes to stderr."""
         async with self._starting:
             if self._process is None or self._process.returncode is not None:
                 server = self._serving()
@@ -371,7 +371,7 @@ class Workers(AgentProgram):
 
 
 def load_worker(named: str, settings: AgentGatewaySettings) -> Workers:
-    """The worker of ``worker:COMMAND``, or those that others start, of ``worker:external``. Raises PluginError."""
+    """Return the worker of ``worker:COMMAND``; for ``worker:external``, the user starts it. Raises PluginError."""
     words = split_command(named)
     if not words:
         raise PluginError("env=worker: write 'worker:COMMAND', or worker:external for workers that you start yourself")

@@ -1,4 +1,4 @@
-"""From an agent's messages to tokens behind place-holders, and from sampled text to a message."""
+"""Render an agent's messages into token ids, and read sampled text as a message."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ChatRenderer:
         return (Mark(end, ends_turn=True), *([Mark(rest)] if rest else []), *text[1:])
 
     def _call_form(self) -> CallForm:
-        """The form in which the template writes calls; that of Hermes if it writes none."""
+        """The format in which the template writes tool calls; Hermes' format if the template has none."""
         name = "look"
         tool = {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
         try:
@@ -80,7 +80,7 @@ class ChatRenderer:
             return HERMES
 
     def read(self, text: str, request: ChatRequest, *, before: str, prefix: str) -> AgentMessage:
-        """The message that a sampled text is. Calls that cannot be read stay in the text; ids begin with ``prefix``."""
+        """Parse sampled text. Unreadable calls stay in the text; the ids of calls begin with ``prefix``."""
         if getattr(self._tokenizer, "response_template", None) is not None:
             return self._parsed(text, request, before=before, prefix=prefix)
         opened = before.rstrip().endswith("<think>")
@@ -94,7 +94,7 @@ class ChatRenderer:
         return _message(content, thoughts if closed or open_again else None, calls, prefix)
 
     def _parsed(self, text: str, request: ChatRequest, *, before: str, prefix: str) -> AgentMessage:
-        """As the tokenizer's response template reads it; a text that it cannot read is the content."""
+        """Parse with the tokenizer's response template. Unreadable text becomes the content."""
         try:
             parsed = self._tokenizer.parse_response(
                 text, prefix=before, tools=[*map(dict, request.tools)] if request.calls_allowed else None
@@ -111,7 +111,7 @@ class ChatRenderer:
         return _message(str(parsed.get("content") or ""), thoughts, calls, prefix)
 
     def _shape(self, message: AgentMessage, index: int, *, sampled: bool) -> dict[str, object]:
-        """A message whose content is its place-holder. The calls of a sampled reply stand in what was sampled."""
+        """Return a message with a placeholder as content. A sampled reply keeps its calls in the sampled text."""
         shape: dict[str, object] = {"role": message.role, "content": slot(index) if message.content or sampled else ""}
         if message.role == "tool":
             shape["tool_call_id"] = _CALL_ID

@@ -27,7 +27,7 @@ _SHORTENED = 4
 
 @dataclass(kw_only=True, eq=False)
 class AgentRollout:
-    """Answers the requests of one agent with what ``policy`` samples, within the limits of ``settings``."""
+    """Answer one agent's requests by sampling from ``policy``, within the limits of ``settings``."""
 
     policy: TokenPolicy
     settings: RolloutSettings
@@ -53,17 +53,17 @@ class AgentRollout:
 
     @property
     def finished(self) -> bool:
-        """Whether it takes no further request."""
+        """True if the rollout accepts no further requests."""
         return self.over.is_set()
 
     def begin(self) -> None:
-        """Start its clock: an agent plays it from now on."""
+        """Start the rollout's clock."""
         self._began = time.monotonic()
 
     async def reply(self, request: ChatRequest, *, body: bytes, retry: bool, key: str | None) -> Generation:
-        """The generation that answers a request; that of an earlier request if this one is marked as its repetition.
+        """Return the generation that answers a request; a marked retry gets the generation of the first request.
 
-        Raises WireError. A caller that goes away does not end the generation: it may ask again.
+        Raises WireError. A disconnected client does not end the generation, because it may retry.
         """
         digest = key or hashlib.sha256(body).hexdigest()
         task = self._known.get(digest) if retry or key is not None else None
@@ -83,7 +83,7 @@ class AgentRollout:
             raise WireError("the rollout is finished", status=409, code="rollout_finished") from None
 
     def delivery(self, generation: Generation, request: ChatRequest) -> Delivery:
-        """What the client of a request is sent."""
+        """Return the reply to the client of a request."""
         completion = generation.completion
         reason = "length" if completion.finish_reason == "length" else "stop"
         return Delivery(
@@ -112,7 +112,7 @@ class AgentRollout:
         generation.delivered = generation.received
 
     async def finish(self) -> None:
-        """Take no further request; end those under way and release the engine's caches."""
+        """Refuse further requests, cancel running ones and release the engine's caches."""
         self.over.set()
         for task in tuple(self._running):
             task.cancel()
@@ -182,7 +182,7 @@ class AgentRollout:
         return generation
 
     def _check_length(self, request: ChatRequest) -> None:
-        """Refuse what is too long whatever its tokens are: to encode megabytes would keep all rollouts waiting."""
+        """Refuse a text that is too long in any tokenization. Encoding megabytes would block all rollouts."""
         characters = sum(len(message.content) for message in request.messages)
         tokens = self.settings.max_prompt_tokens + self.settings.max_response_tokens
         if characters > tokens * self.renderer.longest_token * _SHORTENED:

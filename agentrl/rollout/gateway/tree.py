@@ -50,7 +50,7 @@ class Prompt:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Generation:
-    """One reply, and what it was sampled behind. ``line`` names the sequence whose cache the engine keeps."""
+    """One reply and its prompt. ``line`` names the sequence in the engine's cache."""
 
     id: int
     prompt: Prompt
@@ -98,13 +98,13 @@ class Generation:
 
     @property
     def counts(self) -> bool:
-        """Whether its tokens carry loss."""
+        """True if its tokens are trained."""
         return self.trainable and self.delivered
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Match:
-    """What a request continues (None: nothing), the messages that are new, and why the last reply is not matched."""
+    """The generation that a request continues, if any, its new messages, and why its last reply is unmatched."""
 
     parent: Generation | None
     new: tuple[AgentMessage, ...]
@@ -112,7 +112,7 @@ class Match:
 
 
 class GenerationTree:
-    """The generations of one rollout, found by their messages."""
+    """The generations of one rollout, looked up by their messages."""
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
@@ -121,7 +121,7 @@ class GenerationTree:
         self._digests: set[str] = set()
 
     def add(self, generation: Generation, digest: str) -> None:
-        """Note a finished generation. ``digest``: what its request had beside messages."""
+        """Add a finished generation. ``digest``: of its request's tools and template options."""
         self._digests.add(digest)
         state = 0
         for key in (digest, *(message.key for message in generation.conversation)):
@@ -132,7 +132,7 @@ class GenerationTree:
             generation.parent.children.append(generation)
 
     def match(self, request: ChatRequest) -> Match:
-        """The deepest generation whose path prefixes the request; of several, see :func:`_nearest`."""
+        """Return the deepest generation whose path is a prefix of the request; ties as in :func:`_nearest`."""
         messages = request.messages
         known = list(self._along(request.digest, messages))
         found: Generation | None = None
@@ -188,7 +188,7 @@ class GenerationTree:
 
 
 def _same_thoughts(generation: Generation, messages: Sequence[AgentMessage]) -> bool:
-    """Whether the thoughts in ``messages`` are those of the path; thoughts that were dropped are."""
+    """True if the reasoning in ``messages`` matches the path. Missing reasoning counts as a match."""
     pairs = ((messages[position].reasoning, one.reply.reasoning) for position, one in generation.replies.items())
     return all(sent is None or sent.strip() == (sampled or "").strip() for sent, sampled in pairs)
 
@@ -258,7 +258,7 @@ def _prompt(line: Sequence[Generation]) -> tuple[int, ...]:
 
 
 def _segments(line: Sequence[Generation], reward: float) -> tuple[Segment, ...]:
-    """Sampled tokens and what stands between them; what is not to be trained is observation."""
+    """Sampled tokens and the text between them. Tokens that are not trained are observations."""
     positions = [position for position, one in enumerate(line) if one.counts]
     segments: list[Segment] = []
     waiting: list[tuple[tuple[int, ...], str]] = []

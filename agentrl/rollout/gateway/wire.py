@@ -61,7 +61,7 @@ class WireError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """What an agent needs to reach the policy. ``name`` is the rollout's."""
+    """Address and key with which an agent reaches the policy. ``name`` identifies the rollout."""
 
     name: str
     base_url: str
@@ -70,7 +70,7 @@ class Access:
 
 
 class WireModel(BaseModel):
-    """What is read from JSON. A field that is null counts as absent."""
+    """Base of models read from JSON. A null field counts as absent."""
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
@@ -81,7 +81,7 @@ class WireModel(BaseModel):
 
 
 def _as_text(value: object) -> object:
-    """A content in parts as one text."""
+    """Join the parts of a message's content."""
     if not isinstance(value, list):
         return value
     texts = []
@@ -157,7 +157,7 @@ def _checked_tool(tool: object) -> object:
 
 
 class ChatRequest(WireModel):
-    """A request as the gateway understands it. Fields with one valid value ask for what everybody gets."""
+    """A validated chat request. Some fields have one valid value, which is the gateway's only behaviour."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -183,12 +183,12 @@ class ChatRequest(WireModel):
 
     @property
     def trainable(self) -> bool:
-        """Whether the reply is to be trained."""
+        """True if the reply is trained."""
         return not self.model.endswith(FROZEN)
 
     @property
     def calls_allowed(self) -> bool:
-        """Whether the reply may hold calls."""
+        """True if the reply may contain tool calls."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @cached_property
@@ -198,7 +198,7 @@ class ChatRequest(WireModel):
 
     @cached_property
     def digest(self) -> str:
-        """What must be equal beside the messages for a history to match."""
+        """Digest of tools and template options, which must be equal for a history to match."""
         options = json.dumps(self.chat_template_kwargs, sort_keys=True)
         return hashlib.sha256(f"{self.tools_json}\0{options}".encode()).hexdigest()
 
@@ -235,7 +235,7 @@ def read_request(body: bytes, *, model: str, header_train: str | None = None) ->
 
 
 def _refusal(error: ValidationError) -> WireError:
-    """The first of the faults."""
+    """Return an error for the first invalid field."""
     fault = error.errors(include_url=False, include_context=False)[0]
     path = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in fault["loc"]).removeprefix(".")
     text = json.dumps(fault["input"])
@@ -246,7 +246,7 @@ def _refusal(error: ValidationError) -> WireError:
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """A reply, whole before any of it is sent. ``logprobs`` are those of its tokens if they were asked for."""
+    """A complete reply. ``logprobs``: of its tokens, if requested."""
 
     id: str
     model: str
@@ -292,7 +292,7 @@ class Delivery:
         }
 
     def _reply_fields(self, *, numbered: bool = False) -> dict[str, object]:
-        """Its thoughts, its text and its calls, where it has them. In a stream, calls are numbered."""
+        """Reasoning, text and calls, as far as present. In a stream, calls are numbered."""
         message = self.message
         calls = [
             {

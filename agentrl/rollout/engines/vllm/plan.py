@@ -57,7 +57,7 @@ def served_rank(rank: int) -> int:
 
 
 def adapters_in_use(settings: RolloutSettings) -> int:
-    """How many versions of an adapter requests can use at a time: the newest, and those of older tokens that count."""
+    """Return the number of adapter versions in use at a time: the newest and those of running requests."""
     return settings.staleness_bound + 2
 
 
