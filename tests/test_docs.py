@@ -101,6 +101,19 @@ def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> Non
     assert [pair for pair in parts if not any(pair[1] in piece for piece in code)] == []
 
 
+def test_settings_that_replace_those_of_other_libraries_exist() -> None:
+    text = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    named = re.findall(
+        r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`", "".join(re.findall(r"^\|.*\| (.*) \|$", text, re.MULTILINE))
+    )
+    known = known_keys("simpletir")
+    generic = {re.sub(r"^data\.(?:train|eval)\.0", "data.train.0", key) for key in named}
+    assert len(named) > 80
+    sources = {f"data.train.0.{name}" for name in ProblemSourceSettings.model_fields}
+    pages = {"libraries.md", "estimators.md", "losses.md", "agents.md", "data.md"}
+    assert generic - set(known) - sources - pages == {"data.train_batch_size"}
+
+
 @pytest.mark.slow
 def test_the_gymnasium_example_runs(tmp_path: Path) -> None:
     example = block("protocols.md", "SimpleTIR-v0")
