@@ -39,7 +39,7 @@ def lose(cluster: RayCluster) -> None:
     say(f"{group.end()}")
     cluster.release()
     _, group = started(cluster, bundles)
-    group.insist()
+    group.kill()
     say(f"{group.end()}")
 
 

@@ -98,11 +98,11 @@ def test_ranks_that_end_well_have_no_failure() -> None:
 
 def test_insisting_kills_at_once() -> None:
     group = RankGroup([LocalProcess(spec(0, SLEEP), HERE)])
-    group.insist()
+    group.kill()
     end = group.end()
     assert end is not None
     assert end.code == -signal.SIGKILL
-    assert group.insisted
+    assert group.killed
 
 
 def test_a_process_runs_in_its_folder_with_its_variables_and_its_log(tmp_path: Path) -> None:

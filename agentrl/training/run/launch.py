@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 
-# Seconds for ranks to end by themselves once one has failed, and once one or the worker is lost, when there is
-# nothing left to say; for the cause of a loss to show; and between two looks.
-_LAST_WORDS = 30.0
-_SPEECHLESS = 5.0
-_DOUBT = 3.0
-_LOOK = 0.2
+# Seconds that ranks have to exit by themselves after one has failed; and after one, or the worker, was lost.
+_GRACE = 30.0
+_GRACE_AFTER_LOSS = 5.0
+# Seconds to wait for the cause of a failure that may be a consequence, and between two polls.
+_CAUSE_DELAY = 3.0
+_POLL = 0.2
 
 CRASHED = 1
 """Exit code of a rank that ended by an error that is not one of ours, such as that of a broken GPU."""
@@ -124,12 +124,12 @@ def _attempt(
         full, nodes = settings.training.num_processes, ", ".join(reservation.node for reservation in reservations)
         console.note(f"{len(ranks)} of {full} training ranks start on {nodes} after {time.monotonic() - began:.0f} s")
     group = RankGroup(ranks, lambda end: console.warning(f"{end}; the other ranks end"))
-    with stop_requests(group.ask, group.insist, announce=True):
+    with stop_requests(group.request_stop, group.kill, announce=True):
         try:
             end = group.end(poll)
             poll()
         except BaseException:
-            group.ask()
+            group.request_stop()
             group.end()
             raise
     if sandboxes is not None:
@@ -141,11 +141,11 @@ def _attempt(
 
 def _outcome(group: RankGroup, end: RankEnd | None) -> int:
     code = 0 if end is None else end.code
-    if group.insisted or (group.asked and (code < 0 or code == FOLLOWED)):
+    if group.killed or (group.stop_requested and (code < 0 or code == FOLLOWED)):
         raise KeyboardInterrupt  # forced, or before the ranks handled signals, so no rank has reported it
     if code in _FINAL:
         return code
-    if group.asked:
+    if group.stop_requested:
         raise WorldError(str(end))
     raise (OutOfMemoryError if code == OutOfMemoryError.exit_code else _RanksLostError)(str(end))
 
@@ -286,12 +286,12 @@ class RankEnd:
 
     @property
     def own_fault(self) -> bool:
-        """Whether it was killed, crashed or was stuck, on a node that is there."""
+        """True if the rank was killed, crashed or got stuck on a node that is still available."""
         return self.lost is None and (self.killed or self.code in (CRASHED, STUCK))
 
     @property
-    def gravity(self) -> int:
-        """Of several ends, the gravest is the cause: whoever ends with a peer's connection is not."""
+    def severity(self) -> int:
+        """Rank of the root cause among several ends. Ranks that failed because a peer disconnected rank lowest."""
         if self.lost is not None:
             return 3
         if self.killed:
@@ -319,37 +319,37 @@ class RankGroup:
     """Running ranks."""
 
     def __init__(self, handles: Sequence[ProcessHandle], report: Callable[[RankEnd], None] | None = None) -> None:
-        """``report`` learns of the first failure at once; the other ranks take a while to end."""
+        """``report`` is called with the first failure at once; the other ranks take a while to exit."""
         self._handles = handles
         self._report = report
-        self._asked = threading.Event()
-        self._insisted = threading.Event()
+        self._stop_requested = threading.Event()
+        self._killed = threading.Event()
         self._killing = threading.Event()
         self._ending = False
         self._cause: RankEnd | None = None
-        self._told: RankEnd | None = None
+        self._reported: RankEnd | None = None
         self._found = 0.0
 
     @property
-    def asked(self) -> bool:
-        return self._asked.is_set()
+    def stop_requested(self) -> bool:
+        return self._stop_requested.is_set()
 
     @property
-    def insisted(self) -> bool:
-        return self._insisted.is_set()
+    def killed(self) -> bool:
+        return self._killed.is_set()
 
-    def ask(self) -> None:
-        """Have the ranks stop at the next safe point."""
-        self._asked.set()
+    def request_stop(self) -> None:
+        """Stop the ranks at the next safe point."""
+        self._stop_requested.set()
         _signal(self._handles, signal.SIGTERM)
 
-    def insist(self) -> None:
-        """End the ranks at once."""
-        self._insisted.set()
+    def kill(self) -> None:
+        """Kill the ranks."""
+        self._killed.set()
         _signal(self._handles, signal.SIGKILL)
 
     def end(self, poll: Callable[[], object] = lambda: None) -> RankEnd | None:
-        """Return when all ranks have ended: how the first one failed, or None if none did. Calls ``poll`` meanwhile."""
+        """Return when all ranks have ended: the root cause of a failure, or None. Calls ``poll`` meanwhile."""
         running = list(self._handles)
         while running:
             ends = {index: end for index, one in enumerate(running) if (end := _end_of(one)) is not None}
@@ -357,27 +357,27 @@ class RankGroup:
             for end in ends.values():
                 self._judge(end)
             if self._cause is not None and self._cause.code != INTERRUPTED:
-                self._tell(self._cause, at_once=not running)
+                self._report_once(self._cause, at_once=not running)
                 if not self._ending:
                     self._ending = True
-                    self._end_soon(running, _LAST_WORDS if self._cause.gravity == 1 else _SPEECHLESS)
+                    self._end_soon(running, _GRACE if self._cause.severity == 1 else _GRACE_AFTER_LOSS)
             if running:
                 poll()
-                time.sleep(_LOOK)
+                time.sleep(_POLL)
         return self._cause
 
     def _judge(self, end: RankEnd) -> None:
         if self._killing.is_set() and end.lost is None:
             return  # it was killed here
-        if end.code and (self._cause is None or end.gravity > self._cause.gravity):
+        if end.code and (self._cause is None or end.severity > self._cause.severity):
             self._cause = end
             self._found = time.monotonic()
 
-    def _tell(self, cause: RankEnd, *, at_once: bool) -> None:
-        """Report the cause once; one that only follows from another has a while to turn out so."""
-        sure = at_once or cause.gravity > 0 or time.monotonic() > self._found + _DOUBT
-        if sure and cause is not self._told and not self.asked:
-            self._told = cause
+    def _report_once(self, cause: RankEnd, *, at_once: bool) -> None:
+        """Report the cause once. A possible consequence of another failure is reported after a delay."""
+        sure = at_once or cause.severity > 0 or time.monotonic() > self._found + _CAUSE_DELAY
+        if sure and cause is not self._reported and not self.stop_requested:
+            self._reported = cause
             if self._report is not None:
                 self._report(cause)
 
