@@ -29,7 +29,7 @@ class EvaluationReport:
     overall: Score
     families: dict[str, Score]
     groups: tuple[Group, ...]
-    no_data: int
+    excluded: int
 
     def metrics(self) -> dict[str, float]:
         """Return a row for ``metrics.jsonl``. The interval is the one for these fixed problems."""
@@ -41,7 +41,7 @@ class EvaluationReport:
             f"{prefix}/high": self.overall.this_benchmark.high,
             f"{prefix}/k": self.samples,
             f"{prefix}/problems": self.overall.problems,
-            f"{prefix}/no_data": self.no_data,
+            f"{prefix}/excluded": self.excluded,
         }
         return row | {f"{prefix}/family/{name}": score.mean for name, score in self.families.items()}
 
@@ -96,7 +96,7 @@ def score_groups(groups: Sequence[Group], *, step: int, samples: int, falsified:
         overall=_score(groups),
         families={name: _score(part) for name, part in sorted(families.items()) if _has_data(part)},
         groups=tuple(groups),
-        no_data=sum(item.is_excluded for item in trajectories),
+        excluded=sum(item.is_excluded for item in trajectories),
     )
 
 

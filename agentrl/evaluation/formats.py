@@ -112,7 +112,7 @@ class BenchmarkResults(SetRecord, Conduct, _Pass):
     maj: float | None
     families: dict[str, float]
     kinds: dict[str, int]
-    no_data: dict[str, int]
+    excluded: dict[str, int]
     rollouts: int
     seconds: SecondsRecord
     per_problem: dict[str, ProblemCounts]

@@ -24,7 +24,7 @@ class RolloutSummary:
     """A rollout without its conversation: properties of its :class:`Transcript`."""
 
     correct: bool
-    no_data: bool
+    is_excluded: bool
     kind: str
     ended: Ended
     verdict: Verdict | None
@@ -52,7 +52,7 @@ class RolloutIndex:
         before = self._rollouts.get(transcript.key)
         rollout = self._rollouts[transcript.key] = RolloutSummary(*_read(transcript))
         for one, sign in ((before, -1), (rollout, 1)):
-            if one is not None and not one.no_data:
+            if one is not None and not one.is_excluded:
                 self.data += sign
                 self.correct += sign * one.correct
                 self.turns += sign * one.model_turns
@@ -98,7 +98,7 @@ async def benchmark_results(
     """Compute one benchmark's part of ``results.json``. Raises ValueError if all rollouts are excluded."""
     rollouts = index.by_problem(one.name)
     played = [rollouts.get(problem.id, []) for problem in one.problems]
-    data = [[rollout for rollout in part if not rollout.no_data] for part in played]
+    data = [[rollout for rollout in part if not rollout.is_excluded] for part in played]
     samples, correct = [len(part) for part in data], [sum(rollout.correct for rollout in part) for part in data]
     score = avg_at_k(samples, correct)
     votes = [await tally([(rollout.answer, _vote(rollout)) for rollout in part], grader) for part in data if part]
@@ -116,7 +116,7 @@ async def benchmark_results(
         "families": {name: math.fsum(part) / len(part) for name, part in sorted(families.items()) if name},
         "kinds": {kind: sum(rollout.kind == kind for rollout in everything) for kind in KINDS},
         **_conduct(flat),
-        "no_data": _no_data(everything),
+        "excluded": _excluded(everything),
         "rollouts": len(everything),
         "seconds": {
             "mean": _mean(rollout.seconds for rollout in flat),
@@ -178,12 +178,12 @@ def _conduct(data: Sequence[RolloutSummary]) -> Conduct:
     }
 
 
-def _no_data(rollouts: Sequence[RolloutSummary]) -> dict[str, int]:
+def _excluded(rollouts: Sequence[RolloutSummary]) -> dict[str, int]:
     """Failures outside the policy by kind. ``retried`` counts retries after such failures, successful or not."""
     kinds = Counter(
         rollout.ended.value if rollout.ended.is_excluded else str(rollout.verdict)
         for rollout in rollouts
-        if rollout.no_data
+        if rollout.is_excluded
     )
     return {
         "total": sum(kinds.values()),
@@ -294,7 +294,7 @@ def _kind(one: BenchmarkResults, kind: str) -> str:
 
 
 def _failed(one: BenchmarkResults) -> str:
-    kinds = (f"{kind} {count}" for kind, count in one["no_data"].items() if kind not in ("total", "retried"))
+    kinds = (f"{kind} {count}" for kind, count in one["excluded"].items() if kind not in ("total", "retried"))
     return ", ".join(kinds) or "-"
 
 
@@ -310,7 +310,7 @@ _CONDUCT: Cells = {
 }
 _FAILURES: Cells = {
     "rollouts": lambda one: str(one["rollouts"]),
-    "excluded": lambda one: str(one["no_data"]["total"]),
+    "excluded": lambda one: str(one["excluded"]["total"]),
     "kinds": _failed,
-    "restarts": lambda one: str(one["no_data"]["retried"]),
+    "restarts": lambda one: str(one["excluded"]["retried"]),
 }

@@ -318,7 +318,7 @@ def finish(
 
 def _warn_of_unreadable_golds(results: Results, console: Console) -> None:
     for name, one in results["benchmarks"].items():
-        unreadable = one["no_data"].get(Verdict.UNPARSABLE_GOLD.value, 0)
+        unreadable = one["excluded"].get(Verdict.UNPARSABLE_GOLD.value, 0)
         if unreadable:
             console.warning(
                 f"{name}: {unreadable} rollouts are excluded because their reference answers cannot be parsed, "
@@ -404,7 +404,7 @@ def _figures(one: BenchmarkResults) -> Iterator[tuple[str, float]]:
         yield "maj", one["maj"]
     yield from (("turns_mean", one["turns"]), ("model_tokens_mean", one["tokens"]["model_mean"]))
     yield from (("truncated_share", one["truncated"]["share"]), ("void_share", one["void_share"]))
-    yield "no_data", one["no_data"]["total"]
+    yield "excluded", one["excluded"]["total"]
 
 
 def _cells(one: Transcript) -> tuple[Cell, ...]:

@@ -5,7 +5,7 @@ A transcript is a conversation as text, how it ended, and the grader's verdict:
 >>> turns = (Turn(origin="model", text="So \\boxed{5}.", tokens=6),)
 >>> one = Transcript(benchmark="toy", problem="toy-0", sample=0, turns=turns, ended=Ended.ANSWERED,
 ...                  verdict=Verdict.CORRECT, answer="5", reward=1.0, prompt_tokens=9)
->>> one.correct, one.no_data, one.model_turns, one.tokens
+>>> one.correct, one.is_excluded, one.model_turns, one.tokens
 (True, False, 1, 6)
 >>> Transcript.from_record(one.to_record()) == one
 True
@@ -69,7 +69,7 @@ KINDS = {
     "refused": "refused",
     "truncated": "truncated",
     "void": "void turn",
-    "no_data": "excluded",
+    "excluded": "excluded",
 }
 """Stored name -> displayed name. All kinds except the first and the last count as wrong."""
 
@@ -154,15 +154,15 @@ class Transcript:
         return self.reward >= 1.0 if self.verdict is None else self.verdict is Verdict.CORRECT
 
     @property
-    def no_data(self) -> bool:
+    def is_excluded(self) -> bool:
         """True if it failed for reasons outside the policy. Such rollouts are counted and excluded from averages."""
         return self.ended.is_excluded or (self.verdict is not None and self.verdict.is_excluded)
 
     @property
     def kind(self) -> str:
         """The most informative of ``KINDS``. A verdict takes precedence over how the conversation ended."""
-        if self.no_data:
-            return "no_data"
+        if self.is_excluded:
+            return "excluded"
         if self.correct:
             return "correct"
         if self.verdict is Verdict.ANSWER_TIMEOUT:

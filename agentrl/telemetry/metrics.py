@@ -316,7 +316,7 @@ _EVALUATION = (
     Metric("eval/high", "share", "Upper end of the interval.", "", _EVALUATED),
     Metric("eval/k", "rollouts", "Rollouts per problem.", "`evaluation.samples`", _EVALUATED),
     Metric("eval/problems", "problems", "Number of problems in the score.", "", _EVALUATED),
-    Metric("eval/no_data", "rollouts", "Rollouts that failed for reasons outside the policy.", _ZERO, _EVALUATED),
+    Metric("eval/excluded", "rollouts", "Rollouts that failed for reasons outside the policy.", _ZERO, _EVALUATED),
     Metric("eval/family/{family}", "share", "Score of one family or source of problems.", "", _EVALUATED),
     Metric("eval_falsified/{figure}", "", "As `eval/...`, with falsified observations. A policy that reads its "
            "observations fails.",

@@ -114,7 +114,7 @@ def test_regrading_says_what_changed_and_leaves_the_evaluation(
     ]
     after = record["benchmarks"]["toy"]
     assert after["avg"]["mean"] == pytest.approx(2 / 3)
-    assert after["no_data"]["total"] == 2
+    assert after["excluded"]["total"] == 2
     shown = capsys.readouterr().out
     assert "incorrect -> correct" in shown
     assert "toy: 0.0000 -> 0.6667" in shown

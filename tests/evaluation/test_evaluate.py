@@ -40,7 +40,7 @@ def group(index: int, *rewards: float | None) -> Group:
 def test_failures_outside_the_policy_are_left_out_and_counted() -> None:
     report = score_groups([group(0, 1.0, 0.0), group(1, 1.0, None)], step=3, samples=2)
     assert report.overall.mean == 0.75
-    assert report.no_data == 1
+    assert report.excluded == 1
     assert {name: score.mean for name, score in report.families.items()} == {"family0": 0.5, "family1": 1.0}
     assert report.metrics()["eval/avg_at_k"] == 0.75
 

@@ -53,7 +53,7 @@ async def test_scores_by_hand(tmp_path: Path) -> None:
     assert (one["turns"], one["tool_calls"]) == (1, {"mean": 1, "outcomes": {"ok": 16}})
     assert one["tokens"] == {"prompt_mean": 7, "model_mean": 10, "response_mean": 15, "model_total": 160}
     assert (one["truncated"]["share"], one["void_share"], one["seconds"]) == (0, 0, {"mean": 2, "max": 2})
-    assert one["no_data"] == {"total": 0, "retried": 0}
+    assert one["excluded"] == {"total": 0, "retried": 0}
 
 
 async def test_what_rollouts_came_to_stands_in_columns(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ async def test_what_rollouts_came_to_stands_in_columns(tmp_path: Path) -> None:
         "refused": {"verdict": None, "answer": None, "ended": Ended.VOID_TURN, "refused": True},
         "truncated": {"verdict": None, "answer": None, "ended": Ended.TOKEN_LIMIT},
         "void": {"verdict": None, "answer": None, "ended": Ended.VOID_TURN},
-        "no_data": {"verdict": Verdict.UNPARSABLE_GOLD},
+        "excluded": {"verdict": Verdict.UNPARSABLE_GOLD},
     }
     wrong = {"reward": 0.0}
 
@@ -274,7 +274,7 @@ async def test_slow_answers_are_wrong_and_stay_in_the_average(tmp_path: Path) ->
     one = (await finished(tmp_path, WrittenEngine(write), count=3))["benchmarks"]["toy"]
     assert one["avg"]["mean"] == 0.5
     assert one["verdicts"] == {"answer_timeout": 6, "correct": 6}
-    assert one["no_data"]["total"] == 0
+    assert one["excluded"]["total"] == 0
 
 
 async def test_failures_outside_the_policy_are_played_again_and_else_no_data(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ async def test_failures_outside_the_policy_are_played_again_and_else_no_data(tmp
         "p2": {"samples": 3, "correct": 3},
     }
     assert one["pass"]["4"] == {"value": 1.0, "problems": 1}
-    assert one["no_data"] == {"total": 5, "retried": 1 + 4, "grader_timeout": 1, "infrastructure_failure": 4}
+    assert one["excluded"] == {"total": 5, "retried": 1 + 4, "grader_timeout": 1, "infrastructure_failure": 4}
     again = WrittenEngine(transcript)
     await play(again, tmp_path, [problem_set(3)], "rollout.retries=1")
     assert {(sample.problem.id, sample.attempt) for sample in again.asked} == {("p1", 2)}

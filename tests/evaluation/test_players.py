@@ -132,7 +132,7 @@ async def test_how_text_conversations_end(answers: list[Any], steps: list[Any], 
     environment = ScriptedEnvironment(lambda problem, n: ScriptedEpisode(steps))
     (one,) = await played(text_player(ScriptedText(lambda conversation, n: answers[n]), environment), sample())
     assert one.ended is expected
-    assert one.no_data is (expected is Ended.INFRASTRUCTURE_FAILURE)
+    assert one.is_excluded is (expected is Ended.INFRASTRUCTURE_FAILURE)
     assert (one.failure == "down") is (EngineError in map(type, answers))
 
 
@@ -147,7 +147,7 @@ async def test_waiting_costs_a_conversation_nothing_and_programs_what_they_run()
     assert (await one(ran, ran, answered(), program_seconds=6.0)).ended is Ended.ANSWERED
     assert (await one(ran, ran, answered(), program_seconds=5.9)).ended is Ended.DEADLINE
     silent = await one(asyncio.sleep(60), environment_deadline=0.02)
-    assert (silent.ended, silent.no_data) == (Ended.INFRASTRUCTURE_FAILURE, True)
+    assert (silent.ended, silent.is_excluded) == (Ended.INFRASTRUCTURE_FAILURE, True)
     assert silent.failure == "the environment gave no answer within 0.02 s (rollout.environment_deadline)"
 
 

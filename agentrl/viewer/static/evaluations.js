@@ -79,7 +79,7 @@ function problemTable(id, page, rows, caption) {
   const byProblem = Map.groupBy(rows, (row) => keyOf(row.benchmark, row.problem));
   const rolloutsOf = (problem) => byProblem.get(keyOf(problem.benchmark, problem.id)) ?? [];
   const problems = page.problems.filter((problem) => rolloutsOf(problem).length);
-  const counted = (problem) => rolloutsOf(problem).filter((row) => row.kind !== "no_data");
+  const counted = (problem) => rolloutsOf(problem).filter((row) => row.kind !== "excluded");
   const correct = (problem) => counted(problem).filter((row) => row.kind === "correct").length;
   const share = (problem) => (counted(problem).length ? correct(problem) / counted(problem).length : null);
   const columns = [
@@ -110,7 +110,7 @@ function rolloutTable(id, page, rows, caption) {
 
 const benchmarkColumn = ({ results, problems }, value) => (new Set([...Object.keys(results), ...problems.map((problem) => problem.benchmark)]).size > 1 ? [{ title: "Benchmark", value }] : []);
 
-const outcome = (kind, kinds) => el("span", { class: kind === "correct" ? "tag good" : kind === "no_data" ? "tag" : "tag bad" }, kinds[kind]);
+const outcome = (kind, kinds) => el("span", { class: kind === "correct" ? "tag good" : kind === "excluded" ? "tag" : "tag bad" }, kinds[kind]);
 
 // A choice of another evaluation to compare with, or null if there is none.
 async function comparing(id) {
@@ -214,7 +214,7 @@ function conduct(rows) {
     { title: "Truncated", number: true, fraction: true, value: ([, one]) => one.truncated.share },
     { title: "Void", number: true, fraction: true, value: ([, one]) => one.void_share },
     { title: "Seconds", number: true, fraction: true, value: ([, one]) => one.seconds.mean },
-    { title: "Failed outside the policy", number: true, value: ([, one]) => one.no_data.total },
+    { title: "Failed outside the policy", number: true, value: ([, one]) => one.excluded.total },
   ];
   return table(columns, rows, { caption: "Means per rollout, and shares of rollouts" }).element;
 }
