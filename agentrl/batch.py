@@ -223,7 +223,7 @@ class Batch:
 
     @property
     def prompt_lengths(self) -> Tensor:
-        """[B] int64."""
+        """Number of prompt tokens [B] int64."""
         return self.row.position_ids[0, self.row.prompt_ends] + 1
 
     @cached_property
@@ -239,7 +239,7 @@ class Batch:
 
     @cached_property
     def response_ids(self) -> Tensor:
-        """[B, T] int64, 0 off model tokens."""
+        """Ids of the response tokens [B, T] int64, 0 off model tokens."""
         return scatter_tokens(self.row.tokens(self.rows, self.columns), self.response_mask)
 
 

@@ -75,7 +75,7 @@ def _in_blocks(entry: EstimatorEntry, record: object, inputs: AdvantageInputs, c
 
 
 def _advantages(estimate: Advantages, block: EstimatorInputs, normalize: str | None) -> Tensor:
-    """[b, T] float64, 0 off the mask, all but whitened."""
+    """Check an estimate and normalize it by group: [b, T] float64, 0 off the mask, not yet whitened."""
     mask = block.mask
     advantages = estimate.advantages.masked_fill(~mask, 0.0)
     if normalize == "group_std":
@@ -121,14 +121,14 @@ class Moments:
 
     @classmethod
     def of(cls, advantages: Tensor, mask: Tensor) -> Moments:
-        """Of advantages [b, T] at the True places of the mask, of which there is at least one."""
+        """Return the moments of advantages [b, T] where the mask is True, at least once."""
         count = mask.sum().to(advantages.dtype)
         mean = advantages.masked_fill(~mask, 0.0).sum() / count
         squares = (advantages - mean).masked_fill_(~mask, 0.0).square_().sum()
         return cls(count=count, mean=mean, squares=squares)
 
     def merge(self, other: Moments) -> Moments:
-        """Of both parts together."""
+        """Return the moments of both parts together."""
         count = self.count + other.count
         difference = other.mean - self.mean
         return Moments(
@@ -139,19 +139,19 @@ class Moments:
 
     @classmethod
     def empty(cls, like: Tensor) -> Moments:
-        """Of no advantages."""
+        """Return the moments of no advantages."""
         zero = like.new_zeros(())
         return cls(count=zero, mean=zero, squares=zero)
 
     def over_step(self, calls: Calls) -> Moments:
-        """Of the parts in all calls of the step."""
+        """Return the moments over all calls of the step."""
         count, moment = calls.gather(torch.stack([self.count, self.count * self.mean])).sum(0).unbind()
         mean = moment / count.clamp(min=1)
         squares = calls.gather(self.squares + self.count * (self.mean - mean).square()).sum(0)
         return Moments(count=count, mean=mean, squares=squares)
 
     def whiten(self, advantages: Tensor, mask: Tensor) -> Tensor:
-        """(A - mean) / sqrt(var + 1e-8), var unbiased; fewer than two tokens in all: unchanged. 0 off the mask."""
+        """Compute (A - mean) / sqrt(var + 1e-8), var unbiased, 0 off the mask. Fewer than two tokens stay unchanged."""
         if float(self.count) < 2:
             return advantages.masked_fill(~mask, 0.0)
         spread = (self.squares / (self.count - 1) + 1e-8).sqrt()

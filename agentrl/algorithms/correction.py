@@ -38,7 +38,7 @@ _LOG_LARGEST = math.log(torch.finfo(torch.float64).max) - 1
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionOptions(Options):
-    """Which weights and masks; each is off by default, and all may be combined.
+    """Weights and masks of the rollout correction. Each is off by default, and all may be combined.
 
     `weights`: the ratio of the `token`, of the `sequence` (product over its model tokens) or its `geometric` mean.
     `weight_bound`: `truncate` (TIS) cuts above at `weight_high`; `icepop` puts 0 outside [weight_low, weight_high].
@@ -72,7 +72,7 @@ class CorrectionOptions(Options):
 
     @property
     def step_wide(self) -> bool:
-        """Whether a statistics pass has to come first: the loss mask or the weights' mean are of the whole step."""
+        """True if the loss mask or the weights depend on the log-probabilities of the whole step."""
         return self.self_normalize or self.ratio_mask is not None or self.divergence_mask is not None
 
 
@@ -143,7 +143,7 @@ def correction_sums(
     loss_mask: Tensor | None = None,
     **options: object,
 ) -> Tensor:
-    """[sum of weights, number of weights] (float64) of this part of the step; add them up for `normalizer`."""
+    """Return [sum of weights, number of weights] (float64) of this part of the step, to be summed for `normalizer`."""
     record = correction_options(**options)
     return _correct(train_log_probs, rollout_log_probs, response_mask, loss_mask, record).sums(record)
 
@@ -197,7 +197,7 @@ def _correct(
 
 
 def _weights(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> tuple[Tensor, Tensor]:
-    """(weights, where the bound acted)."""
+    """Return (weights, mask of the weights that the bound changed)."""
     if record.weights is None:
         return model.double(), torch.zeros_like(model)
     ratio = _ratio(log_rho, model, record.weights)

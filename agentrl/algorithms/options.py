@@ -166,7 +166,7 @@ def refuse_first(bad: Tensor, message: str, name: str, tensor: Tensor, rows: Ten
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether it is a number and no truth value."""
+    """Return True for a number that is not a truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -63,7 +63,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Advantages:
-    """What `compute_advantages` returns: each [B, T], detached, 0 off model tokens. An estimator returns float64, one
+    """The result of `compute_advantages`: each [B, T], detached, 0 off model tokens. An estimator returns float64, one
     number a token [B, T] or a trajectory [B, 1]; its values off the model tokens do not matter.
 
     `returns` holds G_k (token estimators), R on every model token (scalar ones) or A + V (gae), `baselines` what was
@@ -75,7 +75,7 @@ class Advantages:
     baselines: Tensor
 
     def take(self, rows: Tensor) -> Advantages:
-        """Some rows."""
+        """Return some rows."""
         return Advantages(advantages=self.advantages[rows], returns=self.returns[rows], baselines=self.baselines[rows])
 
 
@@ -134,12 +134,12 @@ class Calls(Protocol):
 
 
 class OneCall:
-    """All groups of the step are here."""
+    """The only call of a step: all groups are in it."""
 
     index = 0
 
     def gather(self, values: Tensor) -> Tensor:
-        """[1, ...]."""
+        """Return ``values`` as [1, ...]."""
         return values.unsqueeze(0)
 
 
@@ -167,7 +167,7 @@ class Groups:
 
     @classmethod
     def of(cls, ids: Tensor) -> Groups:
-        """From arbitrary group ids [B], equal for the rows of a group."""
+        """Return the groups of arbitrary group ids [B], equal for the rows of a group."""
         unique, labels, sizes = torch.unique(ids, return_inverse=True, return_counts=True)
         largest = int(sizes.max()) if sizes.numel() else 1  # without rows every reduction over a group still works
         order = labels.argsort(stable=True)
@@ -182,11 +182,11 @@ class Groups:
 
     @property
     def members(self) -> Tensor:
-        """[B] how many rows the row's group has."""
+        """Number of rows of the row's group, [B]."""
         return self.sizes[self.labels]
 
     def stack(self, values: Tensor) -> Tensor:
-        """[B, ...] -> [J, N, ...]; an empty place repeats a row of the batch: leave it out by `present`."""
+        """Move [B, ...] to [J, N, ...]. An empty slot repeats a row of the batch; exclude it with `present`."""
         shape = (*self.present.shape, *values.shape[1:])
         if self.in_order:
             return values.reshape(shape)
@@ -195,7 +195,7 @@ class Groups:
         return values[rows].reshape(shape)
 
     def unstack(self, stacked: Tensor) -> Tensor:
-        """[J, N, ...] or, for what the group shares, [J, 1, ...] -> [B, ...]."""
+        """Move [J, N, ...] to [B, ...], or [J, 1, ...] for values that the group shares."""
         if stacked.shape[1] != self.present.shape[1]:
             return stacked.squeeze(1)[self.labels]
         flat = stacked.flatten(0, 1)

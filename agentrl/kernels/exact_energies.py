@@ -114,7 +114,7 @@ def _before(mask: Tensor) -> Tensor:
 
 
 def _forward(parts: Parts, rows: _Rows) -> tuple[Tensor, Tensor]:
-    """(the embedding's output as the graph's leaf, the states after the last norm), both [B, S, D] or [1, L, D]."""
+    """Return (embedding output as the graph's leaf, states after the last norm), both [B, S, D] or [1, L, D]."""
     leaves: list[Tensor] = []
 
     def cut(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def _forward(parts: Parts, rows: _Rows) -> tuple[Tensor, Tensor]:
 
 
 def _gradient_of_states(hidden: Tensor, shares: list[HeadRow], rows: _Rows) -> Tensor:
-    """As hidden: of sum_t rho_t ln p(y_t) with respect to the states after the last norm, in their dtype."""
+    """Return the gradient of sum_t rho_t ln p(y_t) with respect to ``hidden``, the states after the last norm."""
     gradient = torch.zeros_like(hidden, dtype=rows.coefficients.dtype).flatten(0, 1)
     gradient[rows.places[_before(rows.mask)]] = torch.cat([share.hidden_gradient for share in shares])
     return gradient.view(hidden.shape).to(hidden.dtype)
@@ -174,7 +174,7 @@ def _head_shares(parts: Parts, hidden: Tensor, rows: _Rows, temperature: float, 
 
 
 def _outer_energies(parts: Parts, shares: list[HeadRow], rows: _Rows, gradient: Tensor) -> Tensor:
-    """[B]: head and embedding, with the cross term if they are one parameter. gradient [N, D]: the embedding's."""
+    """Return the energies of head and embedding [B], with the cross term if they are one parameter."""
     weights = torch.tensor([share.weight_energy for share in shares], dtype=torch.float64, device=gradient.device)
     biases = torch.tensor([share.bias_energy for share in shares], dtype=torch.float64, device=gradient.device)
     total = torch.zeros_like(weights)
@@ -279,12 +279,12 @@ class _Blocks:
         self._kept: Tensor | None = None
 
     def targets_in(self, start: int, width: int) -> tuple[Tensor, Tensor]:
-        """(which tokens have their target in this block, its column)."""
+        """Return (tokens that have their target in this block, columns of the targets)."""
         at = ((self._targets >= start) & (self._targets < start + width)).nonzero().squeeze(-1)
         return at, self._targets[at] - start
 
     def normalizer(self) -> tuple[Tensor, Tensor]:
-        """(ln sum_v e^z_v, 1 - p(y)), each [K]; the second from the other tokens, so it has no cancellation."""
+        """Return (ln sum_v e^z_v, 1 - p(y)), each [K]; the second from the other tokens, without cancellation."""
         others = self._hidden.new_full(self._hidden.shape[:1], -torch.inf, dtype=self._dtype)
         own = torch.empty_like(others)
         for start, z in self:

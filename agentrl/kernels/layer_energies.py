@@ -57,7 +57,7 @@ class Parts:
 
     @property
     def tied(self) -> bool:
-        """Whether embedding and head are one parameter."""
+        """True if embedding and head are one parameter."""
         return self.embedding.weight is self.head.weight
 
 
@@ -95,7 +95,7 @@ def take_apart(model: Any) -> Parts:
 
 
 def normalized_input(norm: nn.Module, hidden: Tensor) -> Tensor:
-    """What an RMSNorm of `transformers` multiplies by its weight, by the very operations of its forward."""
+    """Compute the input that an RMSNorm of `transformers` multiplies by its weight, as its forward does."""
     epsilon: float = getattr(norm, _NORMS[type(norm).__name__])
     wide = hidden.to(torch.float32)
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(hidden.dtype)
@@ -133,7 +133,7 @@ def _recomputed_modules(model: nn.Module) -> set[nn.Module]:
 
 
 def gram_is_cheaper(tokens: int, inputs: int, outputs: int) -> bool:
-    """Whether two Gram matrices of the tokens cost less than the product [inputs, outputs] itself.
+    """Return True if two Gram matrices of the tokens cost less than the product [inputs, outputs].
 
     2 S^2 (D_in + D_out) against 2 S D_in D_out operations, so S < D_in D_out / (D_in + D_out). A Gram matrix is then
     never larger than a quarter of the weight.
@@ -265,7 +265,7 @@ class LayerEnergies:
 
     @torch.no_grad()
     def _add_energy(self, site: _Site) -> None:
-        """Once both have come: the energy of this layer, and let go of them."""
+        """Add the energy of a layer once its input and its gradient are known, and release both."""
         if site.input is None or site.gradient is None:
             return
         inputs, gradients = site.input.flatten(0, 1), site.gradient.flatten(0, 1)

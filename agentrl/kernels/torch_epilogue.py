@@ -76,6 +76,6 @@ def to_gradient(
 
 
 def _targets_here(targets: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """(whether the row's target is one of these tokens, its column or an arbitrary one) [R, 1]."""
+    """Return (True if the row's target is one of these tokens, its column or an arbitrary one), both [R, 1]."""
     columns = (targets.long() - start).unsqueeze(-1)
     return (columns >= 0) & (columns < width), columns.clamp(0, width - 1)

@@ -87,7 +87,7 @@ def sharded_token_statistics(
 
 
 def _place(head_weight: Tensor, group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """(index of this rank's first token, number of tokens on all ranks)."""
+    """Return (index of this rank's first token, number of tokens on all ranks)."""
     size = head_weight.shape[0] if head_weight.ndim else 0
     sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=head_weight.device)
     sizes[dist.get_rank(group)] = size

@@ -28,7 +28,7 @@ SHARD_BYTES = 256 * 1024 * 1024
 
 
 def untied(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The same tensors; if they include no head, the embedding is repeated as the head's weight.
+    """Yield the tensors and, if they include no head, the embedding again as the head's weight.
 
     >>> import torch
     >>> tied = {"model.embed_tokens.weight": torch.zeros(2, 1), "model.norm.weight": torch.ones(1)}

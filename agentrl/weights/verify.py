@@ -55,7 +55,7 @@ class Checksum:
         return Checksum(values=self.values + other.values, total=(self.total + other.total) % _MODULUS)
 
     def copies_in(self, other: Checksum) -> bool:
-        """Whether ``other`` is one copy of this parameter, or as many as tensor parallelism makes.
+        """Return True if ``other`` is one copy of this parameter, or as many as tensor parallelism makes.
 
         >>> one = Checksum(values=2, total=5)
         >>> one.copies_in(one), one.copies_in(one + one), one.copies_in(Checksum(values=4, total=11))
@@ -104,7 +104,7 @@ def add_up(workers: Iterable[Mapping[str, tuple[int, int]]]) -> dict[str, Checks
 
 
 def with_head(found: Mapping[str, Checksum]) -> dict[str, Checksum]:
-    """The same checksums, with the embedding's as the head's if the two are tied."""
+    """Return the checksums, with the embedding's also as the head's if the two are tied."""
     tied = EMBEDDING in found and HEAD not in found
     return {**found, HEAD: found[EMBEDDING]} if tied else dict(found)
 
@@ -255,5 +255,5 @@ class Verifier:
         return None
 
     def verified(self) -> list[Verified]:
-        """Every engine that has been verified: the parameters compared, and the noise measured at the start."""
+        """Return every verified engine, with the parameters compared and the noise measured at the start."""
         return list(self._verified.values())

@@ -42,7 +42,7 @@ def token_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
 
 
 def weighted_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
-    """(rho_t loss_mask_t)^2 w_t on model tokens, [B, T]; its running sum is the realized energy W_k.
+    """Compute (rho_t loss_mask_t)^2 w_t on model tokens, [B, T]. Its running sum is the realized energy W_k.
 
     The ratio stands inside that sum (arXiv 2602.07078, the line before Eq. 60).
     """
@@ -130,7 +130,7 @@ class _Sums:
         return self.lowest + (self.weights * self.above).sum(1, keepdim=True) / total
 
     def excluding_own(self) -> Tensor:
-        """The same over the other rows, [J, N, C]; meaningless where there is none.
+        """Return the weighted mean over the other rows, [J, N, C]; meaningless where there is none.
 
         Total minus own cancels where own is nearly all of it, so the sums without the heaviest row are formed on
         their own.

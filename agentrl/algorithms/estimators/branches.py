@@ -53,15 +53,15 @@ class Compact:
         return cls(mask=mask, index=index, position=position, valid=valid)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """[B, T] -> [B, K]; entries that do not exist are 0."""
+        """Move [B, T] to [B, K]; entries that do not exist are 0."""
         return tensor.gather(-1, self.position).masked_fill_(~self.valid, 0)
 
     def columns(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of values [B, T] a row's return, weight and existence at every compact index, each [B, K]."""
+        """Return a row's return, weight and existence at every compact index, each [B, K], from values [B, T]."""
         return self.gather(returns), self.gather(weights), self.valid
 
     def scatter(self, tensor: Tensor) -> Tensor:
-        """[B, K] -> [B, T]; 0 off the mask."""
+        """Move [B, K] to [B, T]; 0 off the mask."""
         if not tensor.shape[-1]:
             return tensor.new_zeros(self.mask.shape)
         return tensor.gather(-1, self.index).masked_fill_(~self.mask, 0)
@@ -86,9 +86,9 @@ class BranchPaths:
     previous: Tensor  # [R, W] int64: the token before; -1: none
 
     def sums(self, values: Tensor) -> Tensor:
-        """Of values [R, W], 0 off the mask: the sum over the tokens of the way from the root, the own one included.
+        """Sum values [R, W], 0 off the mask, over the tokens on the way from the root to each token, itself included.
 
-        In each round the stretch over which every token has summed doubles.
+        Each round doubles the number of tokens that every token has summed.
         """
         back = self.previous.masked_fill(~self.mask, -1)
         sums = values.clone()
@@ -100,16 +100,16 @@ class BranchPaths:
 
     @cached_property
     def index(self) -> Tensor:
-        """[R, W] model tokens before each one on its way from the root; 0 off the mask."""
+        """Number of model tokens before each one on its way from the root, [R, W]; 0 off the mask."""
         return (self.sums(self.mask.long()) - 1).clamp_(min=0)
 
     @cached_property
     def ways(self) -> BranchWays:
-        """Every way from a root to a leaf."""
+        """All ways from a root to a leaf."""
         return BranchWays.of(self)
 
     def columns(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of values [R, W] a rollout's return, weight and existence at every index, each [R, C].
+        """Return a rollout's return, weight and existence at every index, each [R, C], from values [R, W].
 
         Where several of its tokens have an index, they count as one with the mean of their weights, and of their
         returns by these weights.
@@ -125,7 +125,7 @@ class BranchPaths:
         return mean, total / count.clamp(min=1), count > 0
 
     def scatter(self, columns: Tensor) -> Tensor:
-        """[R, C] -> [R, W]; 0 off the mask."""
+        """Move [R, C] to [R, W]; 0 off the mask."""
         return columns.gather(-1, self.index).masked_fill_(~self.mask, 0)
 
     def _sums(self, values: Tensor) -> Tensor:
@@ -168,11 +168,11 @@ class BranchWays:
         return cls(mask=paths.mask, rollout=rollout, place=place, valid=column < length)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """[R, W] -> [L, D]; entries that do not exist are 0."""
+        """Move [R, W] to [L, D]; entries that do not exist are 0."""
         return tensor[self.rollout.unsqueeze(-1), self.place].masked_fill_(~self.valid, 0)
 
     def scatter(self, tensor: Tensor) -> Tensor:
-        """[L, D] -> [R, W]: the mean over the ways of a token; 0 off the mask."""
+        """Average [L, D] over the ways of each token: [R, W], 0 off the mask."""
         rows = self.rollout.unsqueeze(-1).expand_as(self.place)[self.valid]
         sums, counts = tensor.new_zeros(2, *self.mask.shape)
         sums.index_put_((rows, self.place[self.valid]), tensor[self.valid], accumulate=True)
@@ -216,7 +216,7 @@ class MergedInputs(AdvantageInputs):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRows:
-    """Where the tokens of B rows stand in the R rows of their rollouts, each W wide."""
+    """Positions of the tokens of B rows in the R rows of their rollouts, each W wide."""
 
     mask: Tensor  # [B, T] the model tokens
     places: Tensor  # [B, T] where each of them stands in its rollout's row
@@ -228,7 +228,7 @@ class RolloutRows:
 
     @classmethod
     def of(cls, inputs: AdvantageInputs) -> RolloutRows | None:
-        """From inputs with boolean masks; None where every rollout is one row."""
+        """Return the positions for inputs with boolean masks; None if every rollout is one row."""
         samples, branches, mask = inputs.samples, inputs.branches, inputs.response_mask
         if samples is None or branches is None or not bool((branches > 0).any()):
             return None
@@ -283,7 +283,7 @@ class RolloutRows:
         return merged
 
     def split(self, made: Advantages) -> Advantages:
-        """From results for rollouts [R, W] to results for the rows [B, T]."""
+        """Convert results for rollouts [R, W] to results for the rows [B, T]."""
         return Advantages(
             advantages=self._apart(made.advantages),
             returns=self._apart(made.returns),
@@ -302,7 +302,7 @@ class RolloutRows:
 
 
 def _parents(inputs: AdvantageInputs, branches: Tensor, rollout: Tensor, order: Tensor) -> Tensor:
-    """[B] the row that each row forks from; -1: none. ``order`` sorts the rows by rollout and branch."""
+    """Return the row [B] that each row forks from; -1: none. ``order`` sorts the rows by rollout and branch."""
     if inputs.parents is None or inputs.forks is None:
         return torch.full_like(branches, -1)
     spread = int(branches.max()) + 1

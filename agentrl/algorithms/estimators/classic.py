@@ -112,7 +112,7 @@ def weighted_means(inputs: EstimatorInputs, weights: Tensor, *, leave_one_out: b
 
 
 def scalar_estimate(totals: Tensor, baselines: Tensor, advantages: Tensor | None = None) -> Advantages:
-    """From values [B]; advantages are totals - baselines unless given."""
+    """Return Advantages from values [B]; advantages default to totals - baselines."""
     if advantages is None:
         advantages = totals - baselines
     return Advantages(

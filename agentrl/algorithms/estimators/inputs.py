@@ -36,7 +36,7 @@ class EstimatorInputs:
         *,
         weighted: bool = True,
     ) -> "EstimatorInputs":
-        """From inputs that `check_shapes` has passed, with boolean masks. Raises InvalidInputError on their values."""
+        """Return inputs that passed `check_shapes`, with boolean masks. Raises InvalidInputError for invalid values."""
         if rows is None:
             rows = torch.arange(inputs.groups.numel(), device=inputs.groups.device)
         check_rows(inputs.response_mask, rows)
@@ -45,12 +45,12 @@ class EstimatorInputs:
 
     @property
     def mask(self) -> Tensor:
-        """[B, T] bool, True on model tokens."""
+        """Response mask [B, T], True on model tokens."""
         return self.source.response_mask
 
     @property
     def members(self) -> Tensor:
-        """[B] trajectories in the row's group."""
+        """Number of trajectories in the row's group, [B]."""
         return self.groups.members
 
     @cached_property
@@ -73,7 +73,7 @@ class EstimatorInputs:
 
     @cached_property
     def layout(self) -> Compact:
-        """Where the model tokens stand."""
+        """Positions of the model tokens."""
         return Compact.of(self.mask)
 
     @cached_property
@@ -165,7 +165,7 @@ class EstimatorInputs:
 
 
 def take_rows(inputs: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
-    """Some rows of the inputs."""
+    """Return some rows of the inputs."""
     given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     return replace(inputs, **{name: tensor[rows] for name, tensor in given.items() if tensor is not None})
 

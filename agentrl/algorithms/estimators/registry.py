@@ -84,7 +84,7 @@ class EstimatorEntry(Entry[EstimatorFunction]):
     by_column: bool = False  # baselines of tokens that branches do not share: branched rollouts get one of the rollout
 
     def needs(self, record: object) -> EstimatorNeeds:
-        """With options as `make_options` gives them."""
+        """Return the requirements with options as `make_options` returns them."""
         inputs = self.requires | _OF_ENERGY.get(getattr(record, "energy", ""), frozenset())
         reason = "" if self.span == "group" else "its rule looks at the groups of the whole step"
         if getattr(record, "normalize", None) == "whiten":
@@ -196,7 +196,7 @@ class ScalarOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class WhitenedOptions(ScalarOptions):
-    """The same for those that are whitened by definition; `normalize=None` leaves the whitening out."""
+    """ScalarOptions of estimators that are whitened by definition; `normalize=None` leaves the whitening out."""
 
     normalize: str | None = option("whiten", check_choice, NORMALIZATIONS)
 

@@ -80,7 +80,7 @@ def step_selection(
     seed: int = 0,
     **options: object,
 ) -> Tensor:
-    """Which tokens a step-wide loss selects, [B, T] bool, from the rows of one *whole* optimizer step.
+    """Select the tokens of a step-wide loss, [B, T] bool, from the rows of one *whole* optimizer step.
 
     A statistics pass computes `log_probs` with the weights that the step starts from; each micro-batch gives its rows
     of the result to `policy_loss(selected=...)`. `keys` [B] int64 (default: the row number) name the trajectories: a
@@ -252,7 +252,7 @@ _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
 def token_draws(keys: Tensor, width: int, seed: int) -> Tensor:
-    """[B, width] int64, uniform over all int64: a function of (seed, keys[row], position) alone. keys [B] int64."""
+    """Draw [B, width] int64, uniform over all int64, as a function of (seed, keys[row], position). keys [B] int64."""
     positions = torch.arange(width, dtype=torch.int64, device=keys.device)
     start = torch.full_like(keys, seed)
     return _mix(_mix(_mix(start) ^ keys).unsqueeze(-1) ^ positions)

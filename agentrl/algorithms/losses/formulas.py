@@ -84,7 +84,7 @@ class GateOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ProbabilityClipOptions(Options):
-    """How far a token's probability may rise (clip_high) or fall (clip_low) before it earns nothing more."""
+    """Limits to which a token's probability may rise (clip_high) or fall (clip_low) before its loss stops."""
 
     clip_low: float = option(0.15, check_range, 0.0, 1.0)
     clip_high: float = option(0.15, check_range, 0.0, 1.0)
@@ -92,7 +92,7 @@ class ProbabilityClipOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class DivergenceClipOptions(Options):
-    """How far, in nats of the binary KL, a token may rise (clip_high) or fall (clip_low) before it earns nothing."""
+    """Limits (nats of the binary KL) to which a token may rise (clip_high) or fall (clip_low) before its loss stops."""
 
     clip_low: float = option(0.05, check_range, 0.0)
     clip_high: float = option(0.05, check_range, 0.0)
@@ -172,7 +172,7 @@ def clipped(ratio: Tensor, advantages: Tensor, options: ClipOptions) -> Tensor:
 
 
 def clipped_sides(ratio: Tensor, advantages: Tensor, options: ClipOptions) -> tuple[Tensor, Tensor]:
-    """Where the lower and where the upper bound of `clipped` counts, so that no gradient flows."""
+    """Return two masks: tokens at the lower and at the upper bound of `clipped`, where no gradient flows."""
     low = (advantages < 0) & (ratio < 1 - options.clip_low)
     return low, (advantages > 0) & (ratio > 1 + options.clip_high)
 
@@ -257,7 +257,7 @@ def _kept(inputs: LossInputs, keep: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def covariance(inputs: LossInputs) -> Tensor:
-    """(A - mean A) (ln p - mean ln p) [B, T] float64, the means over the loss mask; 0 off it."""
+    """Compute (A - mean A) (ln p - mean ln p) [B, T] float64, with means over the loss mask; 0 off it."""
     count = inputs.mask.sum().clamp(min=1)
     advantages, log_probs = inputs.advantages.double(), inputs.log_probs.detach().double()
     product = (advantages - advantages.sum() / count) * (log_probs - log_probs.sum() / count)

@@ -158,7 +158,7 @@ class LossTraits:
 
     @property
     def step_wide(self) -> bool:
-        """Whether tokens are selected over the whole step: a statistics pass has to come first."""
+        """True if tokens are selected over the whole step, which takes a statistics pass first."""
         return self.selection is not None
 
 

@@ -92,7 +92,7 @@ def attend_by_blocks(
 
 @cache
 def _capped_at(cap: float) -> Callable[..., Tensor]:
-    """The same function at every call, or `flex` would be compiled anew."""
+    """Return the function that caps scores; cached, because `flex` compiles anew for a new function."""
 
     def capped(score: Tensor, *_: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
@@ -205,7 +205,7 @@ def torch_varlen(
 
 
 def _rows(states: Tensor, indices: Tensor) -> Tensor:
-    """[1, H, L, E] at indices [n, w]: [n, H, w, E]."""
+    """Select [n, H, w, E] from [1, H, L, E] at indices [n, w]."""
     return states[0].index_select(1, indices.flatten()).unflatten(1, indices.shape).transpose(0, 1)
 
 

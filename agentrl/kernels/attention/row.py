@@ -39,7 +39,7 @@ class SequenceGroup:
         return slice(self.rank * own, (self.rank + 1) * own)
 
     def by_heads(self, states: Tensor) -> Tensor:
-        """From this rank's tokens [1, H, l, E] to all tokens of its heads [1, H / size, L, E]."""
+        """Exchange this rank's tokens [1, H, l, E] for all tokens of its heads [1, H / size, L, E]."""
         received = self._swapped(states[0].unflatten(0, (self.size, -1)))  # [size, H / size, l, E], tokens in order
         return received.transpose(0, 1).flatten(1, 2)[None]
 
@@ -49,7 +49,7 @@ class SequenceGroup:
         return self.by_heads(states.repeat_interleave(copies, 1) if copies > 1 else states)
 
     def by_tokens(self, states: Tensor) -> Tensor:
-        """From all tokens of this rank's heads [1, L, H / size, E] to its tokens [1, l, H, E]."""
+        """Exchange all tokens of this rank's heads [1, L, H / size, E] for its tokens [1, l, H, E]."""
         received = self._swapped(states[0].unflatten(0, (self.size, -1)))  # [size, l, H / size, E], heads in order
         return received.transpose(0, 1).flatten(1, 2)[None]
 
@@ -77,7 +77,7 @@ class SequenceGroup:
 
 
 class _Context(Protocol):
-    """What backward needs."""
+    """Values that the backward pass needs."""
 
     ranks: SequenceGroup
 
@@ -176,12 +176,12 @@ class PackedRow:
 
     @cached_property
     def before(self) -> Tensor:
-        """[S] tokens of the document before each segment: the tokens of the prompt that it continues."""
+        """Tokens of the document before each segment [S], which are those of the prompt that it continues."""
         return _before(self.lengths, self.continued)
 
     @cached_property
     def segment_starts(self) -> Tensor:
-        """[S] index in the row of each segment's first token."""
+        """Index in the row of each segment's first token, [S]."""
         return self.lengths.cumsum(0) - self.lengths
 
     @cached_property
@@ -343,7 +343,7 @@ def pack_padded(
 
 
 def _before(lengths: Tensor, continued: Tensor) -> Tensor:
-    """[S] tokens of the document before each segment."""
+    """Return the number of tokens of the document before each segment, [S]."""
     alone = continued == torch.arange(len(lengths), device="cpu")
     return torch.where(alone, 0, lengths[continued])
 

@@ -56,14 +56,14 @@ class RunState:
 
 
 class Ranked(Protocol):
-    """What knows this process's place among the ranks."""
+    """The rank of this process and the number of ranks."""
 
     rank: int
     world_size: int
 
 
 class Saved(Protocol):
-    """What has a part on every rank."""
+    """A component whose state has a part on every rank."""
 
     def part(self) -> Part: ...
 
@@ -244,7 +244,7 @@ def _write_state(path: Path, state: RunState) -> None:
 
 
 def _damage(checkpoint: Path, part: int, parts: int) -> list[str]:
-    """What is wrong with this rank's part of a checkpoint's files, or with the list of them."""
+    """Return the problems with this rank's part of a checkpoint's files, or with the list of files."""
     try:
         written = json.loads((checkpoint / _STATE).read_bytes())
         body, digest = written["state"], written["sha256"]

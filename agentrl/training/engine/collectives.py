@@ -55,19 +55,19 @@ class Exchange:
         self._their_lengths = self._swap(self._lengths, self._rows_out, self._rows_in)
 
     def there(self, parts: Sequence[_Record]) -> _Record:
-        """As :meth:`column` for every field of a dataclass of tensors; a field is None on all ranks or on none."""
+        """Apply :meth:`column` to every field of a dataclass of tensors. A field is None on all ranks or on none."""
         given = [item.name for item in fields(parts[0]) if getattr(parts[0], item.name) is not None]
         return replace(parts[0], **{name: self.column([getattr(part, name) for part in parts]) for name in given})
 
     def column(self, parts: Sequence[Tensor]) -> Tensor:
-        """From a tensor [b, T] or [b] of each micro-batch: the rows at home here, [R, longest] or [R]."""
+        """Return the rows at home on this rank, [R, longest] or [R], of a tensor [b, T] or [b] of each micro-batch."""
         if parts[0].dim() == 1:
             return self._swap(torch.cat(list(parts))[self._order], self._rows_out, self._rows_in)
         flat = _flat(_stacked(parts)[self._order], self._lengths)
         return _padded(self._swap(flat, self._tokens_out, self._tokens_in), self._their_lengths)
 
     def back(self, values: Tensor) -> list[Tensor]:
-        """From results for the rows at home here [R, longest]: those of this rank's own micro-batches, each [b, T]."""
+        """Return results for this rank's micro-batches, each [b, T], from results for the rows at home [R, longest]."""
         flat = self._swap(_flat(values, self._their_lengths), self._tokens_in, self._tokens_out)
         sent = _padded(flat, self._lengths)
         own = torch.empty_like(sent)
@@ -91,7 +91,7 @@ def _inside(lengths: Tensor, width: int) -> Tensor:
 
 
 def _flat(values: Tensor, lengths: Tensor) -> Tensor:
-    """[B, T] -> the positions inside, row after row."""
+    """Concatenate the positions inside of each row [B, T]."""
     return values[_inside(lengths, values.shape[1])]
 
 
@@ -104,13 +104,13 @@ def _padded(flat: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    """Below one another, as wide as the widest."""
+    """Concatenate along rows, as wide as the widest part."""
     width = max(part.shape[1] for part in parts)
     return torch.cat([_widened(part, width) for part in parts])
 
 
 def _widened(values: Tensor, width: int) -> Tensor:
-    """[b, any] -> [b, width], a new tensor; only padding is cut off."""
+    """Pad or cut [b, any] to [b, width], as a new tensor; only padding is cut off."""
     return torch.nn.functional.pad(values, (0, width - values.shape[1]))
 
 
@@ -167,7 +167,7 @@ class Meter:
         return 0.0 if value == -math.inf else value
 
     def reduce(self, engine: TrainingEngine[nn.Module]) -> dict[str, float]:
-        """Everything over all ranks; a mean of nothing and an extreme of nothing are left out. Collective."""
+        """Reduce everything over all ranks, without means and extremes that have no weight. Collective."""
         sums = self._reduced(self._sums, engine.all_reduce)
         weights = self._reduced(self._weights, engine.all_reduce)
         largest = self._reduced(self._largest, engine.all_reduce_largest)

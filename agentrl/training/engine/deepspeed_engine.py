@@ -80,7 +80,7 @@ def _of_clock() -> Callable[[], Callable[[], float]]:
 
 
 def _of_stream() -> Callable[[], Callable[[], float]]:
-    """Of the current stream, readable once the GPU is that far."""
+    """Start a measurement on the current stream, readable once the GPU has reached its end."""
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     first.record()
 
@@ -203,7 +203,7 @@ def end_distributed() -> None:
 
 
 def gather_from_ranks(value: _Value) -> list[_Value]:
-    """Every rank's ``value``, in the order of ranks. Collective; small things only, they are pickled."""
+    """Return every rank's ``value``, in the order of ranks. Collective. Values are pickled and should be small."""
     values = [value] * torch.distributed.get_world_size()
     if len(values) > 1:
         torch.distributed.all_gather_object(values, value)
@@ -410,12 +410,12 @@ def read_policy(path: str | Path, model: ModelSettings, training: TrainingSettin
 
 
 def _elements(parameter: nn.Parameter) -> int:
-    """Those of the whole parameter."""
+    """Return the number of elements of the whole parameter."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _dimensions(parameter: nn.Parameter) -> int:
-    """Those of the whole parameter; a shard has one."""
+    """Return the number of dimensions of the whole parameter; a shard has one."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 

@@ -49,7 +49,7 @@ def rank_groups(training: TrainingSettings) -> RankGroups:
 
 
 def grouping_obstacle(size: int, *, ranks: int) -> str | None:
-    """Why ``ranks`` cannot share rows in groups of ``size``; None if they can.
+    """Return the reason why ``ranks`` cannot share rows in groups of ``size``, or None.
 
     >>> grouping_obstacle(2, ranks=3)
     'training.sequence_parallel=2 does not divide the 3 training ranks; valid: 1, 3, or training.num_processes=2 or 4'
@@ -68,7 +68,7 @@ def grouping_obstacle(size: int, *, ranks: int) -> str | None:
 
 @cache
 def _made(every: ProcessGroup, size: int, deadline: float) -> RankGroups:
-    """Every rank makes every group, in the same order."""
+    """Make the groups. Every rank makes every group, in the same order."""
     rank, world = every.rank(), every.size()
     wait = timedelta(seconds=deadline)
     shared = [list(range(first, first + size)) for first in range(0, world, size)]

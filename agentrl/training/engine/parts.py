@@ -36,7 +36,7 @@ _FACTS = "agentrl"  # the one key of a file's metadata: safetensors writes sever
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a part tells about itself and about the whole."""
+    """Metadata of a part and of the whole checkpoint."""
 
     starts: dict[str, int]  # of each piece in its flat parameter
     shapes: dict[str, list[int]]  # of all parameters, whole, frozen ones too

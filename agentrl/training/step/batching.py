@@ -217,7 +217,7 @@ def plan_step(
 
 
 def _one_forward_is_slower(shares: Sequence[Sequence[Unit]], scored: int, attention_length: float) -> bool:
-    """Whether groups that stay on one rank keep the others waiting for longer than a statistics pass would take.
+    """Return True if groups that stay on one rank keep others waiting for longer than a statistics pass takes.
 
     A backward pass costs as much as two forwards. A statistics pass lets the trajectories of a group train on any rank.
     """
@@ -247,7 +247,7 @@ def share_out(shares: Sequence[Sequence[Unit]]) -> dict[int, int]:
 
 
 def due(step: int, every: int) -> bool:
-    """Whether an action of every ``every`` steps (0: never) is due at ``step``."""
+    """Return True if an action of every ``every`` steps (0: never) is due at ``step``."""
     return bool(every) and step % every == 0
 
 
@@ -275,7 +275,7 @@ def describe_passes(settings: ObjectiveSettings, *, group_tokens: int, budget: i
 
 
 def statistics_pass_reasons(settings: ObjectiveSettings) -> tuple[str, ...]:
-    """Why a statistics pass comes before training; none: one forward serves both."""
+    """Return the reasons for a statistics pass before training; empty if one forward serves both."""
     return tuple(_reasons(settings))
 
 

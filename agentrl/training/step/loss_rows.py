@@ -59,12 +59,12 @@ class LossRows:
 
     @property
     def log_probs(self) -> Tensor:
-        """[B, T] of the weights before the step's updates."""
+        """Log-probabilities [B, T] by the weights before the step's updates."""
         return self.statistics.log_probs
 
     @property
     def advantages(self) -> Tensor:
-        """[B, T]."""
+        """Advantages [B, T]."""
         return self.estimated.advantages
 
     @property
@@ -75,18 +75,18 @@ class LossRows:
 
     @cached_property
     def response_mask(self) -> Tensor:
-        """[B, T] bool, the model tokens of trajectories that are counted."""
+        """Mask [B, T] of the model tokens of trajectories that are counted."""
         return self.batch.response_mask & self.batch.counted
 
     @cached_property
     def loss_mask(self) -> Tensor:
-        """[B, T] bool, what filters and correction leave of :attr:`response_mask`."""
+        """Mask [B, T]: :attr:`response_mask` without tokens that filters and correction reject."""
         left = self.batch.loss_mask if self.correction is None else self.correction.loss_mask
         return left & self.batch.counted
 
     @property
     def weights(self) -> Tensor | None:
-        """[B, T] of the rollout correction; None if every weight is 1."""
+        """Weights [B, T] of the rollout correction; None if every weight is 1."""
         return None if self.correction is None else self.correction.weights
 
     @property
@@ -303,7 +303,7 @@ class LossRowMaker:
         )
 
     def _reward_inputs(self, batch: Batch, meter: Meter) -> AdvantageInputs:
-        """What is known before a forward."""
+        """Return the inputs that are known before a forward."""
         return AdvantageInputs(
             rewards=self._with_length_penalty(batch, meter),
             response_mask=batch.response_mask,
@@ -349,7 +349,7 @@ class LossRowMaker:
 
 
 def _widened(values: Tensor, width: int) -> Tensor:
-    """[b, T] with zeros up to [b, width]; [b] as it is."""
+    """Pad [b, T] with zeros to [b, width]; [b] is returned as it is."""
     return values if values.dim() == 1 else torch.nn.functional.pad(values, (0, width - values.shape[1]))
 
 

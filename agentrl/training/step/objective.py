@@ -43,7 +43,7 @@ class PolicyObjective:
         return {"token_mean": tokens, "token_sum": None}.get(self._mode, sequences)
 
     def normalizer_over_ranks(self, rows: Sequence[LossRows], engine: TrainingEngine[nn.Module]) -> float | None:
-        """As :meth:`normalizer`, counted. Collective."""
+        """Return :meth:`normalizer` with tokens and sequences counted over all ranks. Collective."""
         modes = ("token_mean", "seq_mean_token_mean")
         own = [sum(float(loss_normalizer(part.loss_mask, mode, part.batch.weights)) for part in rows) for mode in modes]
         tokens, sequences = engine.all_reduce(torch.tensor(own, dtype=torch.float64, device=engine.device)).tolist()
@@ -108,7 +108,7 @@ class PolicyObjective:
     def selection(
         self, log_probs: Sequence[Tensor], rows: Sequence[LossRows], engine: TrainingEngine[nn.Module], *, seed: int
     ) -> list[Tensor]:
-        """Which tokens of one update the loss selects, on rank 0: [B, T] bool for each micro-batch. Collective.
+        """Select the tokens of one update, on rank 0: [B, T] bool for each micro-batch. Collective.
 
         ``log_probs`` are those of the weights that the update starts from.
         """
@@ -139,7 +139,7 @@ class PolicyObjective:
 
 
 def _ratio(log_probs: Tensor, rows: LossRows, *, fresh: bool) -> Tensor | None:
-    """Of the present policy to the one that sampled [B, T], detached; None where every ratio is 1.
+    """Return the ratio of the present policy to the sampling policy [B, T], detached; None if every ratio is 1.
 
     From the policy before the step's updates on it is the rollout correction's weight, bounded as the settings say.
     """

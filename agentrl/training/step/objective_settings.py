@@ -43,7 +43,7 @@ class ObjectiveSettings:
 
     @classmethod
     def of(cls, settings: Settings) -> ObjectiveSettings:
-        """From the settings of a run."""
+        """Return the settings of the objective from those of a run."""
         return cls(
             algorithm=settings.algorithm,
             reward=settings.reward,
@@ -74,7 +74,7 @@ class ObjectiveSettings:
 
     @property
     def drops_zero_variance(self) -> bool:
-        """Whether groups with equal rewards are dropped: as set, or where the estimator gives them no gradient."""
+        """True if groups with equal rewards are dropped, as set or because the estimator gives them no gradient."""
         given = self.algorithm.drop_zero_variance
         return not ESTIMATORS[self.algorithm.estimator].equal_groups if given is None else given
 
@@ -129,7 +129,7 @@ def needs(settings: ObjectiveSettings) -> EstimatorNeeds:
 
 
 def known_before_forward(settings: ObjectiveSettings) -> bool:
-    """Whether advantages follow from rewards alone, without the policy's log-probabilities."""
+    """Return True if advantages follow from rewards alone, without the policy's log-probabilities."""
     needed = needs(settings)
     penalty = settings.kl.coefficient and settings.kl.placement == "reward"
     # The greedy rollout's reward is known beforehand, and the rollout correction changes weighted estimators only.
