@@ -79,17 +79,11 @@ def attention() -> list[Tensor]:
     return [found, *torch.autograd.grad(found.square().sum(), states)]
 
 
-def cross() -> list[Tensor]:
-    draw = torch.Generator(torch.get_default_device()).manual_seed(6)
-    return [cross_energy(torch.randn(20, 12, generator=draw).log_softmax(-1), torch.arange(20) % 3)]
-
-
 def main() -> None:
     set_determinism(TrainingSettings(deterministic=True))
     work: dict[str, Callable[[], list[Tensor]]] = {
         "statistics": statistics,
         "attention": attention,
-        "cross": cross,
         **{name: lambda name=name: advantages(name) for name in ESTIMATORS.names()},  # type: ignore[misc]
     }
     with torch.device(sys.argv[1]):
