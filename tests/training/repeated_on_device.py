@@ -15,7 +15,6 @@ from torch import Tensor
 from agentrl.algorithms import ESTIMATORS, AdvantageInputs, compute_advantages
 from agentrl.kernels import full_kl, token_statistics
 from agentrl.kernels.attention import AttentionPass, attend, lay_out, pack_row
-from agentrl.lab.sample import cross_energy
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.settings import TrainingSettings
 
