@@ -24,27 +24,32 @@ TARGET = Path(__file__).with_name("configuration.md")
 
 HEAD = """# Configuration
 
-Every setting has one default, in the settings model of the package that uses it; this page is generated from those
-models (`make docs`). The defaults are the published values for large models. Without `model.path` the preset
-[`tiny`](../configs/tiny.yaml) lies over them; then come `--config FILE` with its `base` chain (of several `--config`,
-the later one wins), then `key=value` from the command line, the strongest. A mapping is merged key by key, everything
-else is replaced; `data.train.0.weight=2` changes one entry of a list. `agentrl train --dry-run` prints the resolved
-settings.
+Every setting has one default, in the settings model of the package that uses it. This page is generated from those
+models (`make docs`). Settings are applied in this order; later values override earlier ones:
 
-A config file is YAML with the sections below. `base: tiny` lays it over another one (a list: over several),
-`${VARIABLE}` stands for an environment variable. Unknown keys, wrong types and contradictions end with a message and
-exit code 2.
+1. the defaults, which are the published values for large models;
+2. without `model.path`, the preset [`tiny`](../configs/tiny.yaml);
+3. each `--config FILE`, in order, after the files in its `base`;
+4. `key=value` on the command line.
 
-`--resume` continues with the run's own settings. Only settings that leave the mathematics alone may change:
+Mappings are merged key by key; all other values are replaced. `data.train.0.weight=2` changes one entry of a list.
+`agentrl train --dry-run` prints the resolved settings.
+
+A config file is YAML with the sections below. `base: tiny` applies it on top of another config file, or on top of
+several if `base` is a list. `${VARIABLE}` is replaced by the value of an environment variable. Unknown keys, wrong
+types and contradictions end the command with a message and exit code 2.
+
+`--resume` continues with the settings of the run. Only settings that do not affect the problems, the sampling
+distribution or the gradient may change:
 """
 
 NOTES = {
     "environment": (
-        "Of `env: simpletir`; `env: reasoning` has `instruction`, `chat`, `system_prompt` and `template_options`. A "
-        "gymnasium class has the keys `kwargs`, `threads` and `call_deadline`; other environments have keys of their "
-        "own ([environments.md](environments.md))."
+        "These keys apply to `env: simpletir`. `env: reasoning` has `instruction`, `chat`, `system_prompt` and "
+        "`template_options`; a gymnasium class has `kwargs`, `threads` and `call_deadline`. Other environments have "
+        "different keys ([environments.md](environments.md))."
     ),
-    "data": "Both are lists of sources; several sources are mixed by their weights ([data.md](data.md)).",
+    "data": "Problem sources; several sources are sampled in proportion to their weights ([data.md](data.md)).",
 }
 
 

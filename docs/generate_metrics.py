@@ -19,15 +19,15 @@ TARGET = Path(__file__).with_name("metrics.md")
 HEAD = """# Metrics
 
 `metrics.jsonl` has a row for each training step and each evaluation. This page is generated from
-`agentrl/telemetry/metrics.py` (`make docs`), which the console and the plots also use. *Healthy* describes a
-run that learns, and names the [alerts](telemetry.md#alerts) that read the metric. *When* describes the rows that have
-the metric; if it is empty, every training row has it. `{...}` stands for any text.
+`agentrl/telemetry/metrics.py` (`make docs`), which the console and the plots also use. The column *healthy* describes
+the values of a run that learns, and names the [alerts](telemetry.md#alerts) that use the metric. The column *when*
+describes the rows that contain the metric; if it is empty, every training row does. `{...}` in a name matches any text.
 
 A custom loss or estimator adds `policy/NAME` for each metric that it returns.
 
 ## Custom metrics
 
-A [plug-in](environments.md#names-of-your-own) registers a function of a step's trajectories. Its value is written
+A [plug-in](environments.md#short-names) registers a function of a step's trajectories. Its value is written
 to `metrics.jsonl`, and optionally to the progress line and to `plots/`:
 
 ```python
@@ -46,8 +46,8 @@ def searches(trajectories):
     return sum(counts) / len(counts) if counts else None
 ```
 
-The trajectories are described on [the Python page](python.md); greedy and excluded ones are left out. If the function
-raises or returns a value that is not finite, a warning is logged once and the row has no value.
+[Training from Python](python.md) describes the trajectories. Greedy and excluded trajectories are omitted. If the
+function raises or returns a value that is not finite, a warning is logged once and the row has no value.
 """
 
 

@@ -8,38 +8,40 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class ClusterSettings(BaseModel):
-    """How training ranks are started, and on which machines. ``cluster=ray`` is short for ``cluster.kind=ray``."""
+    """Launcher and location of the training ranks; ``cluster=ray`` is short for ``cluster.kind=ray``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kind: Literal["auto", "local", "environment", "ray"] = "auto"
-    """local: this command starts all ranks on this machine; environment: this command is one of the ranks, which
-    torchrun, srun or DeepSpeed's launcher started; ray: this command starts them on the nodes of a Ray cluster; auto:
-    environment where RANK is set, otherwise local"""
+    """local: this command starts all ranks on this machine; environment: this command is one of the ranks, started by
+    torchrun, srun or DeepSpeed's launcher; ray: this command starts the ranks on the nodes of a Ray cluster; auto:
+    environment if the variable RANK is set, otherwise local"""
     address: str = "auto"
-    """of the Ray cluster: HOST:PORT; auto: the one that this machine belongs to; local: start Ray on this machine"""
+    """address of the Ray cluster, HOST:PORT; auto: the cluster of this machine; local: start Ray on this machine"""
     nodes: int = Field(1, ge=1)
-    """number of Ray nodes that share the ranks, training.num_processes / nodes on each"""
+    """number of Ray nodes for the ranks; each node has training.num_processes / nodes ranks"""
     cpus_per_rank: float = Field(1.0, gt=0)
-    """CPUs that each rank reserves of a Ray node"""
+    """CPUs that each rank reserves on its Ray node"""
     worker_cpus: float = Field(1.0, ge=0)
     """CPUs that the rollout worker and its child processes reserve on the Ray node of rank 0"""
     sandbox_cpus: float = Field(1.0, ge=0)
     """CPUs that a sandbox service reserves on each Ray node with sandbox.url=ray://. It runs twice as many programs at
     once, and at least 4, unless sandbox.workers is set"""
     server_cpus: float = Field(1.0, gt=0)
-    """CPUs that a server of the engine reserves on the Ray node that runs it, beside its GPUs"""
+    """CPUs that an engine server reserves on its Ray node, in addition to its GPUs"""
     start_deadline: float = Field(300.0, gt=0)
-    """seconds to wait for Ray to assign nodes to a run, which other jobs may occupy, and to start processes there"""
+    """seconds that Ray may take to reserve nodes for a run, including the wait for other jobs, and to start processes
+    on them"""
     deadline: float = Field(60.0, gt=0)
-    """seconds without a response after which another machine counts as lost, and without progress in a micro-batch or a
-    wait for the rollout worker after which a rank counts as stuck (docs/cluster.md)"""
+    """seconds without a response after which another machine counts as lost, and seconds without progress in a
+    micro-batch or a wait for the rollout worker after which a rank counts as stuck (docs/cluster.md)"""
     restarts: int = Field(0, ge=0)
-    """how often a run restarts by itself from its last checkpoint after it lost a rank, its worker or a node, or, with
-    smaller micro-batches, after it ran out of memory in training. A launcher restarts its ranks itself"""
+    """maximum number of automatic restarts from the last checkpoint after a rank, the worker or a node was lost, or,
+    with smaller micro-batches, after training ran out of memory. Under torchrun or Slurm, restarts are left to the
+    launcher"""
     restart_deadline: float = Field(3600.0, gt=0)
-    """seconds that a restart waits for Ray nodes to come back"""
+    """seconds that a restart waits for lost Ray nodes to return"""
     elastic: bool = False
-    """restart with fewer ranks if lost nodes have not come back by cluster.restart_deadline, or if a rank fails on the
-    same GPU or node again before another checkpoint is saved. With several cluster.nodes, all ranks of a node are left
-    out; otherwise one rank, or one sequence-parallel group (training.sequence_parallel)"""
+    """restart with fewer ranks if lost nodes have not returned after cluster.restart_deadline, or if a rank fails twice
+    on the same GPU or node without a new checkpoint. With several cluster.nodes, all ranks of the node are removed;
+    otherwise one rank, or one sequence-parallel group (training.sequence_parallel)"""

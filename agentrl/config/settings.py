@@ -55,9 +55,9 @@ class Settings(BaseModel):
     )
     plugins: tuple[str, ...] = Field(
         default=(),
-        description="modules or files (ending in .py) that every command and process loads first. Other settings can "
-        "name what they register, such as environments, tools, rewards, estimators and losses. Plug-ins of config "
-        "files and of the command line are concatenated",
+        description="modules or files (ending in .py) that every command and process imports at its start. Other "
+        "settings can refer to the names that they register, such as environments, tools, rewards, "
+        "estimators and losses. Plug-ins of config files and of the command line are combined",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="random seed of problems, sampling, cold start and evaluation")
     runs_dir: str = Field("runs", min_length=1, description="directory for run directories")

@@ -13,17 +13,17 @@ class TinyModelSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     vocabulary_size: int = Field(512, ge=300, le=65536)
-    """tokens of the byte-level BPE, including special ones"""
+    """number of tokens of the byte-level BPE, including special tokens"""
     hidden_size: int = Field(96, ge=16)
     """width of the residual stream; a multiple of heads"""
     layers: int = Field(4, ge=1)
-    """transformer blocks"""
+    """number of transformer blocks"""
     heads: int = Field(4, ge=1)
-    """attention heads"""
+    """number of attention heads"""
     intermediate_size: int = Field(256, ge=16)
     """width inside the feed-forward layers"""
     max_positions: int = Field(1024, ge=64)
-    """maximum length of prompt and response together"""
+    """maximum length of a sequence, prompt and response together"""
 
 
 class LoRASettings(BaseModel):
@@ -32,13 +32,15 @@ class LoRASettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     rank: int = Field(0, ge=0, le=512)
-    """rank of the adapters that are trained in place of the model's weights; 0: no adapters, all weights"""
+    """rank of the adapters that are trained instead of the model's weights; 0: no adapters, train all weights"""
     alpha: int = Field(32, ge=1)
     """scale of an adapter's product, divided by rank"""
     targets: list[str] = []
-    """suffixes of the names of linear layers with an adapter, such as q_proj; empty: all but the head"""
+    """name suffixes of the linear layers that get an adapter, such as q_proj; empty: all linear layers except the
+    head"""
     learning_rate_factor: float = Field(10.0, gt=0)
-    """multiplies optimizer.learning_rate for the policy's adapters, which need about ten times that of all weights"""
+    """factor on optimizer.learning_rate for the policy's adapters, which need about ten times the learning rate of full
+    training"""
 
 
 class ModelSettings(BaseModel):
@@ -51,15 +53,15 @@ class ModelSettings(BaseModel):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """dtype of the weights in training and sampling"""
     gradient_checkpointing: bool = False
-    """recompute activations in the backward pass: less memory, slower; enable if activations do not fit"""
+    """recompute activations in the backward pass, which saves memory but is slower; enable it if activations do not
+    fit"""
     checkpoint_offload: bool = False
-    """keep the inputs of gradient_checkpointing in host memory until the backward pass: less memory on the GPU, slower;
-    without a GPU the memory is the same
-    """
+    """keep the inputs from which gradient_checkpointing recomputes activations in host memory until the backward pass.
+    Saves GPU memory but is slower; without a GPU, it saves no memory"""
     attention: Literal["auto", "sdpa", "flex", "flash"] = "auto"
-    """how training computes attention over packed trajectories: sdpa on any machine; flex on GPUs; flash on GPUs in
-    bfloat16, with the package flash-attn or else torch's varlen_attn, which does not support capped scores; auto: flash
-    if it can run, else flex on GPUs for models with sliding windows or capped scores, else sdpa"""
+    """attention function of training over packed trajectories. sdpa: any machine; flex: GPUs; flash: GPUs in bfloat16,
+    with the package flash-attn or else torch's varlen_attn, which does not support capped scores; auto: flash if it is
+    supported, else flex on GPUs for models with sliding windows or capped scores, else sdpa"""
     lora: LoRASettings = LoRASettings()
     tiny: TinyModelSettings = TinyModelSettings()
 

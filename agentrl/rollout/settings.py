@@ -17,84 +17,85 @@ if TYPE_CHECKING:
 
 
 class RolloutSettings(BaseModel):
-    """One step's rollouts: ``problems_per_step`` groups of ``group_size`` trajectories."""
+    """Rollouts of a step: ``problems_per_step`` groups of ``group_size`` trajectories."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     engine: str = Field(
         "transformers",
-        description="what samples from the policy: transformers in the rollout worker, vllm in servers, or an engine "
-        "of a plug-in by its registered or installed name or as module:Class",
+        description="engine that samples from the policy: transformers (in the rollout worker), vllm (in servers), or"
+        " an engine of a plug-in by its registered name or as module:Class",
     )
     problems_per_step: int = Field(128, ge=1, description="groups (problems) trained per step")
     group_size: int = Field(16, ge=1, description="trajectories per problem")
     oversampling: float = Field(
         1.0,
         ge=1.0,
-        description="groups generated per group trained, before filters. Raise it when filters drop many groups",
+        description="groups generated per group trained, before filters. Raise it if filters drop many groups",
     )
     max_extra_rounds: int = Field(
         0,
         ge=0,
-        description="dynamic sampling: largest number of further rollout rounds in a step while the filters leave "
+        description="dynamic sampling: maximum number of additional rollout rounds in a step while filters leave "
         "fewer than problems_per_step groups",
     )
     schedule: Literal["synchronous", "overlapped", "asynchronous"] = Field(
         "synchronous",
-        description="when rollouts run. synchronous: between training steps; overlapped: the next batch during "
-        "training, one step stale; asynchronous: always, at most max_staleness steps ahead, while "
-        "weights change under them",
+        description="time at which rollouts run. synchronous: between training steps; overlapped: the next batch "
+        "during training, one step stale; asynchronous: continuously, at most max_staleness steps ahead, "
+        "while the weights change",
     )
     max_staleness: int = Field(
         1,
         ge=0,
-        description="with schedule=asynchronous: how many training steps old the weights that sampled a trajectory's "
-        "oldest token may be when it is trained",
+        description="with schedule=asynchronous: maximum age, in training steps, of the weights that sampled a "
+        "trajectory's oldest token when the trajectory is trained",
     )
     kv_on_update: Literal["recomputed", "kept"] = Field(
         "recomputed",
-        description="whether running requests keep their keys and values when the weights change, or recompute them",
+        description="recomputed: running requests recompute their keys and values when the weights change; kept: they"
+        " keep them",
     )
     temperature: float = Field(
-        1.0, gt=0, description="sampling temperature, also of the log-probabilities that are trained"
+        1.0, gt=0, description="sampling temperature, which also applies to the log-probabilities in training"
     )
     max_prompt_tokens: int = Field(
-        2048, ge=1, description="longest prompt in tokens; problems with longer ones are skipped and counted"
+        2048, ge=1, description="maximum prompt length in tokens; problems with longer prompts are skipped and counted"
     )
-    max_turn_tokens: int = Field(8192, ge=1, description="most model tokens in one turn")
+    max_turn_tokens: int = Field(8192, ge=1, description="maximum number of model tokens in one turn")
     max_response_tokens: int = Field(
-        8192, ge=1, description="most tokens of a trajectory after its prompt, those of the model and of observations"
+        8192, ge=1, description="maximum number of tokens of a trajectory after its prompt, including observations"
     )
-    concurrency: int = Field(1024, ge=1, description="most trajectories in flight")
+    concurrency: int = Field(1024, ge=1, description="maximum number of concurrent trajectories")
     kv_high_watermark: float = Field(
         0.9,
         gt=0,
         le=1,
-        description="share of the engine's KV cache above which fewer trajectories are admitted. As many as fit at "
-        "their maximum length are always admitted. Lower it if trajectories are preempted",
+        description="fraction of the engine's KV cache above which fewer trajectories are admitted. Trajectories that"
+        " fit at their maximum length are always admitted. Lower it if trajectories are preempted",
     )
     program_seconds: float | None = Field(
         None,
         gt=0,
-        description="seconds that all programs and tools of a trajectory may run in total; after that it ends as "
-        "deadline. null: only each program's own limit",
+        description="total seconds that the programs and tools of a trajectory may run; then the trajectory ends as "
+        "deadline. null: only the limit of each program applies",
     )
     environment_deadline: float = Field(
         3600.0,
         gt=0,
-        description="seconds an environment may take for one turn, waiting included; after that the trajectory is an "
+        description="seconds that an environment may take for one turn, including waiting; then the trajectory is an "
         "infrastructure failure",
     )
     step_deadline: float = Field(
-        7200.0, gt=0, description="seconds the rollouts of a step may take before the run ends with an error"
+        7200.0, gt=0, description="seconds that the rollouts of a step may take; then the run ends with an error"
     )
     retries: int = Field(
-        2, ge=0, description="how often a trajectory that ended by an infrastructure failure is started afresh"
+        2, ge=0, description="number of times that a trajectory is restarted after an infrastructure failure"
     )
-    max_batch_tokens: int = Field(65536, ge=64, description="tokens per forward of the transformers engine")
+    max_batch_tokens: int = Field(65536, ge=64, description="tokens per forward pass of the transformers engine")
     kv_cache_tokens: int = Field(1_048_576, ge=64, description="size of the transformers engine's KV cache in tokens")
     vllm: VLLMSettings = VLLMSettings()
-    options: dict[str, Any] = Field(default={}, description="settings of an engine that a plug-in adds")
+    options: dict[str, Any] = Field(default={}, description="settings of an engine that is added by a plug-in")
 
     @property
     def staleness_bound(self) -> int:
@@ -103,19 +104,20 @@ class RolloutSettings(BaseModel):
 
 
 class RewardSettings(BaseModel):
-    """A trajectory's reward, and the penalty added to it before advantages. Filters do not see the penalty."""
+    """Reward of a trajectory, and a length penalty that is added after the filters and before advantages."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     functions: dict[Annotated[str, Field(pattern=r"^[^:\s]+(:[^:\s]+)?$")], float] = Field(
         default={},
-        description="functions whose weighted sum is a trajectory's reward: module:function or a registered name, with "
-        "its weight; the name environment stands for the environment's own reward, which is all if there are none",
+        description="functions whose weighted sum is the reward of a trajectory: module:function or a registered "
+        "name, each with its weight. The name environment refers to the environment's reward, which is "
+        "used alone if this is empty",
     )
     deadline: float = Field(
         30.0,
         gt=0,
-        description="seconds each of reward.functions may take; after that the trajectory is no training data",
+        description="seconds that each of reward.functions may take; then the trajectory is an infrastructure failure",
     )
 
     overlong_buffer: int = Field(
@@ -125,7 +127,9 @@ class RewardSettings(BaseModel):
         "linearly to -1 at overlong_limit; 0: no penalty",
     )
     overlong_limit: int | None = Field(
-        None, ge=1, description="model tokens from which the length penalty is full; null: rollout.max_response_tokens"
+        None,
+        ge=1,
+        description="number of model tokens at which the length penalty is complete; null: rollout.max_response_tokens",
     )
     overlong_factor: float = Field(1.0, ge=0, description="factor on the length penalty")
 

@@ -105,33 +105,34 @@ def _check_format(name: str, console: str) -> None:
         raise ValueError(f"metric {name!r}: console={console!r} shows no number; write for example 'searches {{:.1f}}'")
 
 
-_TRAINED = "a group was trained on"
-_DATA = "a rollout is not excluded"
+_TRAINED = "at least one group was trained on"
+_DATA = "at least one rollout is not excluded"
 _CORRECTION = "`correction` is set"
 _CRITIC = "the estimator has a critic"
 _AGENTS = "agent programs"
 _VLLM = "the engine reports its cache (vLLM)"
 _AHEAD = "`rollout.schedule` is `overlapped` or `asynchronous`"
 _HEAD_EXACT = "`algorithm.head_exact_every`"
-_EVALUATED = "evaluations, which have rows of their own"
+_EVALUATED = "rows of evaluations"
 _CLIPPING = "the loss clips"
 _ZERO = "0"
 
 _GENERAL = (
-    Metric("step", "steps", "Completed training steps. The row of an evaluation has the step before it."),
+    Metric("step", "steps", "Number of completed training steps; for an evaluation, the steps before it."),
     Metric("tokens_per_s", "tokens/s", "`rollout/model_tokens / time/step_s`."),
 )
 _REWARD = (
-    Metric("reward/mean", "reward", "Mean reward of the step's rollouts, without greedy and excluded ones.",
+    Metric("reward/mean", "reward", "Mean reward of the step's rollouts, except greedy and excluded rollouts.",
            "rises", _DATA, "reward"),
     Metric("reward/stderr", "reward", "Standard error of `reward/mean` with groups as clusters.", "", "two groups"),
-    Metric("reward/problem_share", "share", "Share of the rewards' variance that is between problems (intraclass "
-           "correlation); near 0 if the reward does not depend on the problem.", "", "two groups of unequal rewards"),
+    Metric("reward/problem_share", "share", "Fraction of the rewards' variance that lies between problems "
+           "(intraclass correlation); near 0 if the reward does not depend on the problem.", "",
+           "two groups of unequal rewards"),
     Metric("reward/count", "rollouts", "Number of rollouts in `reward/mean`.", "problems x group size"),
     Metric("reward/greedy_mean", "reward", "Mean reward of the greedy rollouts.", "", "the estimator uses them"),
     Metric("reward/overlong_penalty", "reward", "Mean penalty for long responses.", "near 0",
            "`reward.overlong_buffer`"),
-    Metric("reward/overlong_share", "share", "Share of the trajectories with a length penalty.", "small",
+    Metric("reward/overlong_share", "share", "Fraction of trajectories with a length penalty.", "small",
            "`reward.overlong_buffer`"),
     Metric("rewards/{function}", "reward", "Mean of one reward function of `reward.functions`, without its weight.", "",
            "`reward.functions`"),
@@ -139,11 +140,11 @@ _REWARD = (
 _POLICY = (
     Metric("policy/entropy", "nats/token", "Mean entropy of the next-token distribution, over model tokens.",
            "falls slowly", _TRAINED, "entropy", "entropy {:.3f}"),
-    Metric("policy/gradient_norm", "", "Norm of the gradient before clipping, mean of the step's updates.",
+    Metric("policy/gradient_norm", "", "Gradient norm before clipping, averaged over the step's updates.",
            "steady; single steps are heavy-tailed", _TRAINED, "gradient norm before clipping"),
     Metric("policy/loss", "", "Loss of the step, summed over its updates.", "has no meaningful trend", _TRAINED),
-    Metric("policy/updates", "updates", "Optimizer steps of this step.", "`algorithm.updates_per_step`"),
-    Metric("policy/tokens", "tokens", "Model tokens that the step trained on.", "above 0"),
+    Metric("policy/updates", "updates", "Number of optimizer updates in this step.", "`algorithm.updates_per_step`"),
+    Metric("policy/tokens", "tokens", "Number of model tokens that the step trained on.", "above 0"),
     Metric("policy/sum_pi_squared", "", "Mean of `sum_v p(v)^2`, the probability that two samples are equal.",
            "below 1", _TRAINED),
     Metric("policy/energy", "",
@@ -153,48 +154,57 @@ _POLICY = (
            "trained version; the run stops above 1e-3 (float32) and 3e-2 (bfloat16).", "below the bound of the dtype",
            _TRAINED, "mean |log-prob difference|"),
     Metric("policy/engine_abs_diff_max", "nats/token",
-           "As above, for the trajectory with the largest mean difference.", "below 1e-3 in float32", _TRAINED),
+           "Mean `|log p_trainer - log p_engine|` of the trajectory with the largest mean.", "below 1e-3 in float32",
+           _TRAINED),
     Metric("policy/kl_engine_k1", "nats/token", "Mean `log p_engine - log p_trainer`.", "near 0", _TRAINED),
     Metric("policy/kl_engine_k3", "nats/token", "Mean `rho - log rho - 1`, `rho = p_trainer / p_engine`.", "near 0",
            _TRAINED, "KL, k3 estimate"),
     Metric("policy/log_ppl_gap", "nats/token", "Mean over trajectories of the difference between the log-perplexities "
            "of trainer and engine.", "near 0", _TRAINED),
     Metric("policy/ratio_mean", "", "Mean ratio `p_now / p_old`.", "near 1; 1 with one update per step", _TRAINED),
-    Metric("policy/ratio_max", "", "Largest ratio.", "1 with one update per step", _TRAINED),
-    Metric("policy/ratio_min", "", "Smallest ratio.", "1 with one update per step", _TRAINED),
-    Metric("policy/approx_kl", "nats/token", "Mean `ratio - 1 - log ratio`: how far the updates moved the policy.",
+    Metric("policy/ratio_max", "", "Largest ratio `p_now / p_old`.", "1 with one update per step", _TRAINED),
+    Metric("policy/ratio_min", "", "Smallest ratio `p_now / p_old`.", "1 with one update per step", _TRAINED),
+    Metric("policy/approx_kl", "nats/token",
+           "Mean `ratio - 1 - log ratio`, a measure of how far the updates moved the policy.",
            "small", _TRAINED),
-    Metric("policy/clip_fraction_low", "share", "Tokens whose ratio is clipped at the lower bound.", "small",
+    Metric("policy/clip_fraction_low", "share", "Fraction of tokens whose ratio is clipped at the lower bound.",
+           "small",
            _CLIPPING),
-    Metric("policy/clip_fraction_high", "share", "Tokens whose ratio is clipped at the upper bound.", "small",
+    Metric("policy/clip_fraction_high", "share", "Fraction of tokens whose ratio is clipped at the upper bound.",
+           "small",
            _CLIPPING),
-    Metric("policy/clip_fraction", "share", "Tokens that the divergence mask excludes.", "small",
+    Metric("policy/clip_fraction", "share", "Fraction of tokens that the divergence mask excludes.", "small",
            "a divergence loss"),
-    Metric("policy/dual_clip_fraction", "share", "Tokens clipped by `algorithm.dual_clip`.", "near 0",
+    Metric("policy/dual_clip_fraction", "share", "Fraction of tokens clipped by `algorithm.dual_clip`.", "near 0",
            "a dual-clip loss"),
-    Metric("policy/selected_fraction", "share", "Tokens selected by their covariance.", "the loss's setting",
+    Metric("policy/selected_fraction", "share", "Fraction of tokens selected by their covariance.",
+           "the loss's setting",
            "`clip_cov` and `kl_cov`"),
 )  # fmt: skip
 _ROLLOUT = (
     Metric("rollout/turns_mean", "turns", "Mean number of turns per rollout.", "", _DATA, "turns", "turns {:.1f}"),
     Metric("rollout/tool_calls_mean", "calls", "Mean number of tool calls per rollout.", "", _DATA, "tool calls"),
-    Metric("rollout/response_tokens_mean", "tokens", "Mean tokens of a rollout after its prompt.",
+    Metric("rollout/response_tokens_mean", "tokens", "Mean number of tokens per rollout after the prompt.",
            "below the limit", _DATA, "with observations"),
-    Metric("rollout/model_tokens_mean", "tokens", "Mean sampled tokens per rollout.", "", _DATA, "model tokens"),
+    Metric("rollout/model_tokens_mean", "tokens", "Mean number of sampled tokens per rollout.", "",
+           _DATA, "model tokens"),
     Metric("rollout/sampled_entropy", "nats/token", "Mean `-log p_engine` of the sampled tokens, an estimate of the "
            "entropy that is also available in steps that train on no group.", "falls slowly", _DATA),
-    Metric("rollout/model_tokens", "tokens", "Sampled tokens of the step.", "", _DATA),
-    Metric("rollout/seconds_max", "s", "Seconds of the slowest rollout.", "", _DATA),
-    Metric("rollout/ended/{ending}", "rollouts", "Rollouts with this ending ([endings](environments.md)).",
+    Metric("rollout/model_tokens", "tokens", "Number of tokens sampled for the step.", "", _DATA),
+    Metric("rollout/seconds_max", "s", "Duration of the slowest rollout.", "", _DATA),
+    Metric("rollout/ended/{ending}", "rollouts",
+           "Number of rollouts with this [ending](environments.md#how-a-trajectory-ends).",
            "mostly answered", "a rollout has this ending"),
-    Metric("rollout/verdict/{verdict}", "rollouts", "Answers with this verdict of the grader.", "",
+    Metric("rollout/verdict/{verdict}", "rollouts", "Number of answers with this verdict of the grader.", "",
            "an answer is graded"),
-    Metric("rollout/tool_outcome/{outcome}", "calls", "Tool calls with this outcome.", "mostly ok", "a tool is called"),
-    Metric("rollout/greedy", "rollouts", "Greedy rollouts for a baseline.", "", "the estimator uses them"),
+    Metric("rollout/tool_outcome/{outcome}", "calls", "Number of tool calls with this outcome.", "mostly ok",
+           "a tool is called"),
+    Metric("rollout/greedy", "rollouts", "Number of greedy rollouts for a baseline.", "", "the estimator uses them"),
     Metric("rollout/concurrency_limit", "trajectories", "Maximum number of concurrent trajectories at the engine.", "",
            _VLLM),
-    Metric("rollout/concurrency_limit_min", "trajectories", "Lowest limit since the last step.", "", _VLLM),
-    Metric("rollout/kv_use_max", "share", "Largest used share of the engine's key-value cache.",
+    Metric("rollout/concurrency_limit_min", "trajectories",
+           "Minimum of `rollout/concurrency_limit` since the last step.", "", _VLLM),
+    Metric("rollout/kv_use_max", "share", "Maximum used fraction of the engine's key-value cache.",
            "below `rollout.kv_high_watermark`", _VLLM),
     Metric("rollout/preemptions", "requests", "Requests that the engine preempted because its cache was full.", _ZERO,
            _VLLM),
@@ -202,25 +212,26 @@ _ROLLOUT = (
 _GROUPS = (
     Metric("groups/issued", "groups", "Groups sampled for this step."),
     Metric("groups/trained", "groups", "Groups that the step trained on.", "`rollout.problems_per_step`"),
-    Metric("groups/surplus", "groups", "Groups with a training signal in excess of those needed.", "small"),
-    Metric("groups/extra_rounds", "rounds", "Additional rounds because filters left too few groups.", _ZERO),
+    Metric("groups/surplus", "groups", "Groups with a training signal that the step did not need.", "small"),
+    Metric("groups/extra_rounds", "rounds", "Additional rollout rounds because filters left too few groups.", _ZERO),
     Metric("groups/skipped_long_prompt", "problems", "Problems whose prompt exceeds `rollout.max_prompt_tokens`.",
            _ZERO),
     Metric("groups/infrastructure_failures", "rollouts", "Rollouts that failed for reasons outside the policy.", _ZERO),
-    Metric("groups/excluded", "trajectories", "Excluded trajectories, without greedy ones.", _ZERO),
+    Metric("groups/excluded", "trajectories", "Excluded trajectories, without greedy trajectories.", _ZERO),
     Metric("groups/void", "trajectories", "Rollouts with a void turn, unless `algorithm.void_turns=train`.", "few"),
     Metric("groups/truncated", "trajectories", "Rollouts that `algorithm.truncated` masks or excludes.", "few"),
     Metric("groups/dropped_empty", "groups", "Groups without a trajectory to train on.", _ZERO),
     Metric("groups/dropped_no_greedy", "groups", "Groups whose greedy rollout failed.", _ZERO),
     Metric("groups/dropped_accuracy", "groups", "Groups outside `algorithm.accuracy_range`."),
     Metric("groups/dropped_zero_variance", "groups", "Groups with equal rewards (`algorithm.drop_zero_variance`).",
-           "under half of those issued"),
+           "less than half of `groups/issued`"),
 )  # fmt: skip
 _STALENESS = (
     Metric("staleness/mean", "steps", "Mean age of the model tokens.",
            "0 if synchronous; at most about 1 if overlapped", _DATA, "mean"),
-    Metric("staleness/max", "steps", "Age of the oldest token.", "at most `rollout.max_staleness`", _DATA, "largest"),
-    Metric("staleness/mixed_share", "share", "Trajectories sampled by several policy versions.",
+    Metric("staleness/max", "steps", "Age of the oldest model token.", "at most `rollout.max_staleness`",
+           _DATA, "largest"),
+    Metric("staleness/mixed_share", "share", "Fraction of trajectories sampled by several policy versions.",
            "0 unless asynchronous", _DATA),
     Metric("queue/finished_groups", "groups", "Finished groups waiting for the trainer.", "", _AHEAD),
     Metric("queue/running_groups", "groups", "Groups being sampled.", "", _AHEAD),
@@ -256,13 +267,17 @@ _CORRECTIONS = (
     Metric("correction/chi2", "", "Mean `rho^2`, minus 1.", "near 0", _CORRECTION),
     Metric("correction/ess", "share", "Effective sample size `(sum rho)^2 / (n sum rho^2)`.", "near 1", _CORRECTION),
     Metric("correction/log_ppl_gap", "nats/token", "Same as `policy/log_ppl_gap`.", "near 0", _CORRECTION),
-    Metric("correction/train_perplexity", "", "Mean perplexity of a trajectory for the trainer.", "", _CORRECTION),
-    Metric("correction/rollout_perplexity", "", "Mean perplexity of a trajectory for the engine.", "as the trainer's",
+    Metric("correction/train_perplexity", "", "Mean perplexity of a trajectory under the trainer's policy.", "",
+           _CORRECTION),
+    Metric("correction/rollout_perplexity", "", "Mean perplexity of a trajectory under the engine's policy.",
+           "near `correction/train_perplexity`",
            _CORRECTION),
     Metric("correction/rho_min", "", "Smallest `rho` of a token.", "near 1", _CORRECTION),
     Metric("correction/rho_max", "", "Largest `rho` of a token.", "near 1", _CORRECTION),
-    Metric("correction/truncated_fraction", "share", "Tokens whose weight is truncated.", "small", _CORRECTION),
-    Metric("correction/masked_fraction", "share", "Tokens that the correction rejects.", "small", _CORRECTION),
+    Metric("correction/truncated_fraction", "share", "Fraction of tokens whose weight is truncated.", "small",
+           _CORRECTION),
+    Metric("correction/masked_fraction", "share", "Fraction of tokens that the correction rejects.", "small",
+           _CORRECTION),
     Metric("correction/weight_mean", "", "Mean weight of the remaining tokens, before normalisation.", "near 1",
            _CORRECTION),
 )  # fmt: skip
@@ -274,7 +289,8 @@ _CRITICS = (
     Metric("critic/value_mean", "reward", "Mean value of a token.", "near `critic/return_mean`", _CRITIC),
     Metric("critic/return_mean", "reward", "Mean return of a token.", "", _CRITIC),
     Metric("critic/return_square_mean", "reward²", "Mean squared return of a token.", "", _CRITIC),
-    Metric("critic/value_clip_fraction", "share", "Tokens whose change in value is clipped.", "small", _CRITIC),
+    Metric("critic/value_clip_fraction", "share", "Fraction of tokens whose change in value is clipped.", "small",
+           _CRITIC),
     Metric("critic/gradient_norm", "", "Norm of the critic's gradient before clipping.", "steady", _CRITIC),
 )  # fmt: skip
 _KL = (
@@ -284,42 +300,46 @@ _KL = (
            "`kl.coefficient` is set"),
 )  # fmt: skip
 _GATEWAY = (
-    Metric("gateway/branches_mean", "trajectories", "Mean number of trajectories per rollout; 1 if its history only "
-           "grows.", "near 1", _AGENTS),
+    Metric("gateway/branches_mean", "trajectories", "Mean number of trajectories per rollout; 1 if no rollout "
+           "branches.", "near 1", _AGENTS),
     Metric("gateway/generations_mean", "requests", "Mean number of replies sampled per rollout.", "", _AGENTS),
-    Metric("gateway/undelivered", "replies", "Replies that no client received.", _ZERO, _AGENTS),
-    Metric("gateway/not_trained_share", "share", "Sampled tokens that are not trained on.", "near 0", _AGENTS),
-    Metric("gateway/replayed", "requests", "Repeated requests answered with the first reply.", _ZERO, _AGENTS),
-    Metric("gateway/miss_{cause}", "requests", "Requests that did not continue the last reply, by cause "
-           "([agents.md](agents.md)).", _ZERO, _AGENTS),
+    Metric("gateway/undelivered", "replies", "Number of replies that no client received.", _ZERO, _AGENTS),
+    Metric("gateway/not_trained_share", "share", "Fraction of sampled tokens that are not trained on.", "near 0",
+           _AGENTS),
+    Metric("gateway/replayed", "requests", "Number of repeated requests that received the first reply.",
+           _ZERO, _AGENTS),
+    Metric("gateway/miss_{cause}", "requests", "Number of requests that did not continue the last reply, by "
+           "cause ([agents.md](agents.md#what-is-trained)).", _ZERO, _AGENTS),
 )  # fmt: skip
 _TIME = (
-    Metric("time/step_s", "s", "Seconds of the whole step."),
-    Metric("time/train_idle_s", "s", "Seconds for which the trainer waited for its batch.",
+    Metric("time/step_s", "s", "Duration of the whole step."),
+    Metric("time/train_idle_s", "s", "Time for which the trainer waited for its batch.",
            "small if `rollout.schedule` runs ahead", label="waiting for rollouts"),
-    Metric("time/train_s", "s", "Seconds of the passes and updates.", label="training"),
+    Metric("time/train_s", "s", "Duration of the forward and backward passes and the updates.", label="training"),
     Metric("time/forward_s", "s", "Part of `time/train_s`: forward passes of policy and critic on rank 0.",
            label="forward"),
     Metric("time/backward_s", "s", "Part of `time/train_s`: backward passes on rank 0, including recomputation.",
            label="backward"),
-    Metric("time/update_s", "s", "Part of `time/train_s`: optimizer on rank 0.", label="optimizer"),
-    Metric("time/transfer_s", "s", "Seconds until the engine had the new weights.", "small",
+    Metric("time/update_s", "s", "Part of `time/train_s`: optimizer updates on rank 0.", label="optimizer"),
+    Metric("time/transfer_s", "s", "Time until the engine had the new weights.", "small",
            label="weights to the engine"),
-    Metric("time/rollout_s", "s", "Seconds for which the worker collected the step's groups."),
-    Metric("time/rollout_idle_s", "s", "Seconds without any rollout in progress."),
-    Metric("optimizer/learning_rate", "", "Learning rate of the next update.", "the schedule's"),
+    Metric("time/rollout_s", "s", "Time for which the worker collected the step's groups."),
+    Metric("time/rollout_idle_s", "s", "Time without any rollout in progress."),
+    Metric("optimizer/learning_rate", "", "Learning rate of the next update.", "follows `optimizer.schedule`"),
 )  # fmt: skip
 _EVALUATION = (
-    Metric("eval/avg_at_k", "share", "Mean share of correct answers on the held-out problems.", "rises", _EVALUATED,
+    Metric("eval/avg_at_k", "share", "Mean fraction of correct answers on the held-out problems.", "rises", _EVALUATED,
            "held-out score"),
-    Metric("eval/low", "share", "Lower end of its 95 % interval for these problems.", "", _EVALUATED),
-    Metric("eval/high", "share", "Upper end of the interval.", "", _EVALUATED),
-    Metric("eval/k", "rollouts", "Rollouts per problem.", "`evaluation.samples`", _EVALUATED),
+    Metric("eval/low", "share", "Lower end of the 95 % interval of `eval/avg_at_k` for these problems.", "",
+           _EVALUATED),
+    Metric("eval/high", "share", "Upper end of the 95 % interval of `eval/avg_at_k` for these problems.", "",
+           _EVALUATED),
+    Metric("eval/k", "rollouts", "Number of rollouts per problem.", "`evaluation.samples`", _EVALUATED),
     Metric("eval/problems", "problems", "Number of problems in the score.", "", _EVALUATED),
     Metric("eval/excluded", "rollouts", "Rollouts that failed for reasons outside the policy.", _ZERO, _EVALUATED),
     Metric("eval/family/{family}", "share", "Score of one family or source of problems.", "", _EVALUATED),
-    Metric("eval_falsified/{figure}", "", "As `eval/...`, with falsified observations. A policy that reads its "
-           "observations fails.",
+    Metric("eval_falsified/{figure}", "", "The metric `eval/{figure}` with falsified observations. A policy that "
+           "uses its observations fails.",
            "a low score", _EVALUATED),
 )  # fmt: skip
 

@@ -20,59 +20,60 @@ class AlgorithmSettings(_Settings):
     """Estimator, loss and filters."""
 
     estimator: str = "tir_otb"
-    """rule that computes advantages, by name (docs/estimators.md lists them); remax plays each problem once more,
-    greedily, and gae trains a critic"""
+    """name of the rule that computes advantages (docs/estimators.md lists them). remax adds one greedy rollout per
+    problem, and gae trains a critic"""
     gamma: float = Field(1.0, gt=0, le=1)
-    """discount of later rewards, per token"""
+    """discount factor per token"""
     lam: float = Field(1.0, ge=0, le=1)
     """lambda of gae: 0 bootstraps from the critic after one token, 1 uses the whole return"""
     leave_one_out: bool = False
     """leave a trajectory out of its own baseline"""
     tail: Literal["zero", "carry", "self"] = "zero"
-    """baseline at positions where all other trajectories of the group have ended: zero, carry the last one on, or the
-    trajectory's own return (self)"""
+    """baseline at positions that only one trajectory of the group reaches. zero: 0; carry: the last baseline of two or
+    more trajectories; self: the trajectory's return"""
     energy: Literal["logit_proxy", "head_exact", "length"] = "logit_proxy"
     """estimate of the per-token squared gradient norm that weights the optimal baselines"""
     normalize: Literal["group_std", "whiten"] | None = None
-    """divide advantages by the group's standard deviation, or whiten them over the batch; null: as the estimator
-    defines it (estimator_options={normalize: null} turns an estimator's whitening off)"""
+    """group_std: divide advantages by the group's standard deviation; whiten: whiten them over the step; null: the
+    estimator's default (estimator_options={normalize: null} turns off whitening that is an estimator's default)"""
     loss: str = "reinforce"
-    """policy loss, by name (docs/losses.md lists them)"""
+    """name of the policy loss (docs/losses.md lists them)"""
     clip_low: float | None = Field(None, ge=0)
     """lower clipping bound of the loss (ppo: clips ratios below 1 - clip_low); null: the loss's default"""
     clip_high: float | None = Field(None, ge=0)
     """upper clipping bound of the loss (ppo: clips ratios above 1 + clip_high); null: the loss's default"""
     dual_clip: float | None = Field(None, gt=1)
-    """bound of the dual_clip loss at negative advantages; null: the loss's default"""
+    """bound of the dual_clip loss for negative advantages; null: the loss's default"""
     estimator_options: dict[str, Option] = {}
-    """further options of the estimator by name, for example {epsilon: 1e-6}"""
+    """additional options of the estimator by name, for example {epsilon: 1e-6}"""
     loss_options: dict[str, Option] = {}
-    """further options of the loss by name"""
+    """additional options of the loss by name"""
     aggregation: Aggregation | None = None
-    """how token losses are reduced to one number; null: as the loss and the estimator define it"""
+    """reduction of token losses to one number; null: the default of the estimator or the loss"""
     norm_length: int | None = Field(None, ge=1)
     """constant L of seq_mean_token_sum_norm, in tokens; null: rollout.max_response_tokens"""
     entropy_coefficient: float = Field(0.0, ge=0)
     """weight of the entropy bonus"""
     updates_per_step: int = Field(1, ge=1)
-    """optimizer updates per step; more than one trains on each step's trajectories off-policy"""
+    """optimizer updates per step. All updates after the first are off-policy"""
     void_turns: Literal["train", "mask", "exclude"] = "exclude"
-    """use of rollouts with a turn that has neither code nor answer, with the values of truncated. exclude: as SimpleTIR
-    describes it; mask: as its published code does it"""
+    """use of rollouts that contain a turn with neither a program nor an answer; the values have the same meaning as for
+    truncated. exclude: as in SimpleTIR's paper; mask: as in its published code"""
     truncated: Literal["train", "mask", "exclude"] = "train"
-    """use of rollouts that a limit of turns, tokens or time ended. train: as any other, with the reward that they have;
-    mask: their tokens leave the loss, their reward stays in the baseline; exclude: they leave their group, and are
-    counted. docs/estimators.md describes the bias of each"""
+    """use of rollouts that ended at a limit of turns, tokens or time. train: like any other rollout; mask: tokens are
+    removed from the loss, but the reward stays in the baseline; exclude: the rollout is removed from its group and
+    counted. docs/estimators.md describes the bias of each value"""
     accuracy_range: tuple[float, float] | None = None
-    """drop groups whose share of correct verdicts is outside this range (SimpleTIR: 0.1, 0.9); null: keep all"""
+    """drop groups whose fraction of correct verdicts is outside this range (SimpleTIR: 0.1, 0.9); null: keep all
+    groups"""
     drop_zero_variance: bool | None = None
-    """drop groups whose rewards are all equal; null: unless the estimator learns from such groups, because its baseline
-    comes from other groups, too (ogb_pooled)"""
+    """drop groups whose rewards are all equal; null: drop them unless the estimator learns from such groups, because
+    its baseline also uses other groups (ogb_pooled)"""
     head_exact_every: int = Field(0, ge=0)
-    """steps between head-exact variance diagnostics; 0: never"""
+    """number of steps between head-exact variance diagnostics; 0: never"""
     fidelity_bound: float | None = Field(None, gt=0)
-    """largest mean |log-prob difference| between engine and trainer before the run stops, in float32 also for each
-    trajectory; null: four times the difference measured at the start, within bounds for the dtype"""
+    """maximum mean |log-prob difference| between engine and trainer, in float32 also for each trajectory; a larger
+    difference ends the run. null: four times the difference measured at the start, within limits for the dtype"""
 
     @field_validator("void_turns", mode="before")
     @classmethod
@@ -90,24 +91,25 @@ class AlgorithmSettings(_Settings):
 
 
 class KLSettings(_Settings):
-    """A penalty for leaving a frozen reference policy."""
+    """Penalty on the divergence from a frozen reference policy."""
 
     coefficient: float = Field(0.0, ge=0)
     """weight of the penalty; with controller=adaptive, its initial value. 0: no reference policy is loaded"""
     placement: Literal["loss", "reward"] = "loss"
-    """add the penalty to the loss, or to each token's reward before advantages"""
+    """loss: add the penalty to the loss; reward: add it to each token's reward before advantages are computed"""
     estimator: Literal["k1", "abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+", "full+"] | None = None
-    """estimator of KL(policy || reference) at a token. full: exact over the vocabulary, at the cost of three more
-    products with it. X+: the value of X with the gradient of k2, for the loss only. null: k1+ in the loss, k1 in the
-    reward"""
+    """estimator of KL(policy || reference) at a token. full: exact over the vocabulary, which costs three more matrix
+    products with the vocabulary; X+: the value of X with the gradient of k2, only in the loss; null: k1+ in the loss,
+    k1 in the reward"""
     controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: raise the coefficient while the mean penalty is above target, lower it while it is below"""
+    """fixed: constant coefficient; adaptive: raise the coefficient while the mean penalty is above target, and lower it
+    while the penalty is below target"""
     target: float = Field(0.1, gt=0)
-    """mean penalty per token at which the adaptive controller aims"""
+    """mean penalty per token that the adaptive controller maintains"""
     horizon: int = Field(10000, ge=1)
-    """trajectories over which the adaptive controller reacts; raise it for slower changes"""
+    """number of trajectories over which the adaptive controller reacts; raise it for slower changes"""
     reference: str | None = None
-    """directory or Hugging Face id of the reference policy; null: the policy that training starts from"""
+    """directory or Hugging Face id of the reference policy; null: the initial policy"""
 
     @property
     def in_loss(self) -> bool:
@@ -136,13 +138,13 @@ class KLSettings(_Settings):
 
 
 class CorrectionSettings(_Settings):
-    """Correcting for tokens that the engine sampled with other probabilities than the trainer computes."""
+    """Correction of differences between the sampling probabilities of the engine and the trainer's probabilities."""
 
     weights: Literal["token", "sequence", "geometric"] | None = None
     """importance weights in the loss: per token, or the product or geometric mean over the sequence; null: no
     weights"""
     weight_bound: Literal["truncate", "icepop"] = "truncate"
-    """truncate: cap weights at weight_high; icepop: set weights outside weight_low to weight_high to 0"""
+    """truncate: cap weights at weight_high; icepop: set weights that are not between weight_low and weight_high to 0"""
     weight_low: float = Field(0.5, ge=0)
     """lower bound of weights with icepop"""
     weight_high: float = Field(2.0, gt=0)
@@ -150,15 +152,15 @@ class CorrectionSettings(_Settings):
     self_normalize: bool = False
     """divide the weights by their mean over the optimizer update"""
     ratio_mask: Literal["token", "sequence", "geometric"] | None = None
-    """mask tokens or sequences whose ratio is outside ratio_low to ratio_high; null: no mask"""
+    """mask tokens or sequences whose ratio is not between ratio_low and ratio_high; null: no mask"""
     ratio_low: float = Field(0.5, ge=0)
     """lower bound of ratio_mask"""
     ratio_high: float = Field(2.0, gt=0)
     """upper bound of ratio_mask"""
     divergence_mask: Literal["k2", "k3"] | None = None
-    """mask tokens whose divergence from the engine, by this estimate, is above divergence_high; null: no mask"""
+    """mask tokens whose divergence from the engine, by this estimator, exceeds divergence_high; null: no mask"""
     divergence_level: Literal["token", "sequence_mean", "sequence_max"] = "token"
-    """divergence that is compared: the token's own, or the mean or maximum of its sequence"""
+    """divergence that is compared with divergence_high: of the token, or the mean or maximum over its sequence"""
     divergence_high: float = Field(0.1, gt=0)
     """upper bound of divergence_mask"""
 
@@ -189,9 +191,9 @@ class CriticSettings(_Settings):
     learning_rate: float = Field(1e-5, gt=0)
     """peak learning rate of the critic; it follows the optimizer's schedule"""
     clip: float = Field(0.5, gt=0)
-    """how far a value may move from its value at rollout time before it is clipped"""
+    """maximum change of a value from its value at rollout time; larger changes are clipped"""
     path: str | None = None
-    """directory or Hugging Face id of the critic's initial transformer; null: the policy that training starts from"""
+    """directory or Hugging Face id of the critic's initial transformer; null: the initial policy"""
 
 
 class OptimizerSettings(_Settings):
@@ -204,52 +206,53 @@ class OptimizerSettings(_Settings):
     epsilon: float = Field(1e-8, gt=0)
     """AdamW's epsilon, added to the root of the second moment"""
     weight_decay: float = Field(0.01, ge=0)
-    """weight decay of matrices; vectors (norms, biases) have none"""
+    """weight decay of matrices; vectors (norms, biases) are not decayed"""
     gradient_clip: float = Field(1.0, gt=0)
-    """largest gradient norm of an update; larger gradients are scaled down"""
+    """maximum gradient norm of an update; larger gradients are scaled down"""
     schedule: Literal["constant", "cosine"] = "constant"
-    """course of the learning rate after the warm-up"""
+    """learning rate schedule after the warm-up"""
     warmup_steps: int = Field(0, ge=0)
-    """optimizer updates of linear warm-up"""
+    """number of optimizer updates of linear warm-up"""
     final_fraction: float = Field(0.0, ge=0, le=1)
     """final learning rate of the cosine schedule, as a fraction of the peak"""
 
 
 class TrainingSettings(_Settings):
-    """How the steps run."""
+    """Steps, processes and memory of training."""
 
     steps: int = Field(300, ge=1)
     """number of training steps"""
     zero_stage: int = Field(2, ge=0, le=3)
-    """DeepSpeed ZeRO stage, which sets what is sharded over the ranks: 0 nothing, 1 optimizer state, 2 also gradients,
-    3 also weights. In bfloat16, stages 0 and 1 run as 2, which accumulates gradients in float32"""
+    """DeepSpeed ZeRO stage: 0 shards nothing over the ranks, 1 the optimizer state, 2 also gradients, 3 also weights.
+    In bfloat16, stages 0 and 1 run as stage 2, which accumulates gradients in float32"""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """what stays in host memory and visits the GPU only in use. optimizer: its state, which is also updated there
-    (zero_stage 1 to 3); all: the weights too (zero_stage=3). Slower; without a GPU the memory is the same"""
+    """state that is kept in host memory. optimizer: the optimizer state, which is also updated on the CPU (zero_stage 1
+    to 3); all: also the weights (zero_stage=3). Slower; without a GPU, it saves no memory"""
     persistence_threshold: int = Field(100_000, ge=0)
-    """at zero_stage=3, parameters with at most this many elements stay whole on every rank"""
+    """with zero_stage=3, parameters with at most this many elements are not sharded"""
     micro_batch_tokens: int = Field(16384, ge=64)
-    """tokens of one micro-batch, in which the prompt of a group counts once; there is no padding. If training
-    runs out of memory, cluster.restarts and --resume continue with less, until this setting changes"""
+    """maximum tokens of a micro-batch, in which the prompt of a group counts once; there is no padding. If training
+    runs out of memory, cluster.restarts and --resume continue with a smaller value until this setting changes"""
     head_backend: Literal["auto", "reference", "chunked", "triton"] = "auto"
-    """how token statistics are computed; chunked and triton (GPUs) never hold all logits in memory"""
+    """implementation of token statistics; chunked and triton (GPUs) never store all logits"""
     num_processes: int = Field(1, ge=1)
     """number of training ranks on this machine"""
     sequence_parallel: int = Field(1, ge=1)
-    """number of consecutive ranks that share the row of a micro-batch, each holding a slice of its tokens (Ulysses):
-    for sequences that do not fit one rank. It must divide the number of ranks and that of the model's query heads; 1:
-    each rank has rows of its own"""
+    """number of consecutive ranks that share a packed micro-batch (Ulysses), each holding a slice of its tokens, for
+    sequences that do not fit one rank. Must divide the number of ranks and the number of query heads; 1: each rank has
+    separate micro-batches"""
     threads: int = Field(0, ge=0)
     """CPU threads per process; 0: the number of cores divided by the number of processes"""
     deterministic: bool = False
-    """make runs bitwise reproducible: turns in rounds, sorted requests, fixed threads. Slower"""
+    """make runs bitwise reproducible: turns are sampled in rounds, requests sorted and threads fixed. Slower"""
     worker_timeout: float = Field(7200.0, gt=0)
-    """seconds a rank waits for an answer of the rollout worker, such as its plan, before the run ends with an error;
-    raise it when the rollouts of one step take longer"""
+    """seconds that a rank waits for a response of the rollout worker, such as its plan; then the run ends with an
+    error. Raise it if the rollouts of one step take longer"""
     collective_deadline: float = Field(1800.0, gt=0)
-    """seconds a rank waits for another one in a collective. Ranks never wait there for rollouts, but while another rank
-    loads kernels, trains longer micro-batches or writes its part of a large checkpoint. A rank without progress for so
-    long in an update, a transfer, a checkpoint or the first step counts as stuck; otherwise cluster.deadline applies"""
+    """seconds that a rank waits for another rank in a collective. Such a wait never includes rollouts, but may include
+    kernel compilation, longer micro-batches or a large checkpoint on another rank. A rank without progress for this
+    time in an update, a transfer, a checkpoint or the first step counts as stuck; in other activities, cluster.deadline
+    applies"""
 
     def stage_that_runs(self, *, bfloat16: bool) -> int:
         """DeepSpeed's stage.
@@ -264,16 +267,16 @@ class TrainingSettings(_Settings):
 
 
 class CheckpointSettings(_Settings):
-    """When state is saved and how much is kept."""
+    """Frequency and number of checkpoints."""
 
     every: int = Field(50, ge=1)
     """steps between checkpoints; the last step is always saved"""
     keep: int = Field(2, ge=1)
     """number of checkpoints to keep; older ones are deleted"""
     asynchronous: bool | None = None
-    """write checkpoints beside training: a step waits only for a copy of the state in the machine's memory, 12 bytes a
-    trained parameter over all ranks. A checkpoint counts at the end of the step in which its files are written. null:
-    only checkpoints of more than 1 GB over all ranks"""
+    """write checkpoints in the background: a step waits only until the state is copied in host memory (12 bytes per
+    trained parameter over all ranks). A checkpoint becomes valid at the end of the step in which its files are
+    complete. null: only checkpoints of more than 1 GB over all ranks"""
     best: bool = True
     """export the policy with the best score on held-out problems to checkpoints/best"""
 
@@ -292,21 +295,21 @@ class ColdstartSettings(_Settings):
     variants: int = Field(4, ge=1)
     """copies of each formula problem, each with other numbers"""
     direct_share: float = Field(0.0, ge=0, le=1)
-    """share of the demonstrations that state the answer at once: in a box, or, where the environment is a class, by
-    their last turn. A policy that imitates them guesses, and reinforcement learning finds that the tool pays. The tiny
-    preset sets it for generated demonstrations only"""
+    """fraction of the demonstrations that state the answer immediately: in a box, or, if the environment is a class, by
+    their last turn. A policy that imitates them guesses, so that reinforcement learning can improve it by using the
+    tool. The tiny preset sets it only for generated demonstrations"""
     direct_turn: Literal["first", "any"] = "first"
-    """where a direct answer stands: `first`, at once; `any`, in a random turn before the last, after observations that
-    do not tell it yet. A policy that imitates the second gives up early, and more often the longer a task is"""
+    """turn of a direct answer. first: the first turn; any: a random turn before the last, after observations that do
+    not yet determine the answer. With any, the policy learns to give up early, and more often in longer tasks"""
     direct_steps: int | None = Field(None, ge=1)
-    """number of final steps that show direct answers; null: all steps"""
+    """number of final steps that include direct answers; null: all steps"""
     steps: int = Field(200, ge=1)
     """number of supervised updates"""
     batch_size: int = Field(48, ge=1)
     """demonstrations per update"""
     learning_rate: float = Field(2e-3, gt=0)
-    """peak learning rate; it follows a cosine after the warm-up"""
+    """peak learning rate, with a cosine schedule after the warm-up"""
     warmup_steps: int = Field(20, ge=0)
-    """updates of linear warm-up"""
+    """number of updates of linear warm-up"""
     seed: int | None = None
     """seed of the cold start; null: the run's seed"""

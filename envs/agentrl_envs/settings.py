@@ -95,12 +95,13 @@ class ChatSettings(BaseModel):
 
     chat: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="auto: protocol hermes and environments whose class provides tools use the model's chat template, "
-        "the other protocols are plain text; always: all use the template; never: all are plain text",
+        description="auto: protocol hermes and environments with custom tools use the model's chat template, and the "
+        "other protocols are plain text; always: all use the template; never: all are plain text",
     )
     system_prompt: str = Field(
         default="",
-        description="text of the system message, for problems without one; plain text begins with it",
+        description="text of the system message, for problems without a system message; in plain text, the prompt "
+        "begins with it",
     )
     template_options: dict[str, object] = Field(
         default_factory=dict, description="variables of the chat template, such as enable_thinking"
@@ -118,8 +119,8 @@ class ToolChatSettings(ChatSettings):
     history: Literal["keep", "template"] = Field(
         default="keep",
         description="form of the model's earlier turns, with tool calls in the chat template. keep: the sampled "
-        "tokens; template: rendered again by the template, as deployed servers do, for example without reasoning; a "
-        "new trajectory starts where the rendered tokens differ",
+        "tokens; template: rendered again by the template, as in deployed servers, for example without "
+        "reasoning. If the rendered tokens differ, a new trajectory starts",
     )
 
 
@@ -133,10 +134,12 @@ class ExecutionSettings(BaseModel):
     )
     interpreter: Literal["fresh", "session"] = Field(
         default="fresh",
-        description="fresh: every program starts in a new interpreter; session: a trajectory's programs share one, "
-        "with its variables and files",
+        description="fresh: every program starts in a new interpreter; session: the programs of a trajectory share "
+        "one interpreter with its variables and files",
     )
-    sandbox_attempts: int = Field(default=4, ge=1, description="attempts per program if the sandbox fails")
+    sandbox_attempts: int = Field(
+        default=4, ge=1, description="maximum number of attempts per program if the sandbox fails"
+    )
     sandbox_deadline: float = Field(default=300.0, gt=0, description="seconds for all attempts, including waits")
     sandbox_retry_wait: float = Field(
         default=0.2, ge=0, description="seconds before the second attempt; later waits grow, with jitter"
@@ -153,7 +156,7 @@ class SimpleTIRSettings(ToolChatSettings, ExecutionSettings):
     )
     max_turns: int = Field(default=10, ge=1, description="maximum model turns in one episode")
     instruction: str | None = Field(
-        default=None, description='text before the problem; null: the default of the protocol, "": none'
+        default=None, description='text before the problem; null: the protocol\'s instruction; "": no instruction'
     )
     observation_limit: int = Field(
         default=512, ge=2, description="maximum characters of a program's output that the model sees"
@@ -167,8 +170,9 @@ class SimpleTIRSettings(ToolChatSettings, ExecutionSettings):
     max_calls: int = Field(default=8, ge=1, description="maximum tool calls answered per turn, with protocol hermes")
     mcp_sessions: Literal["trajectory", "shared"] = Field(
         default="trajectory",
-        description="connections to MCP servers. trajectory: each trajectory opens a connection with its first call, "
-        "and a process for a server that is a command; shared: all trajectories use one connection",
+        description="connections to MCP servers. trajectory: a separate connection for each trajectory, opened at its"
+        " first call, and a separate process if the server is a command; shared: one connection for all "
+        "trajectories",
     )
 
     @property
@@ -196,7 +200,8 @@ class ClassEnvironmentSettings(ToolChatSettings, ExecutionSettings):
     instruction: str = Field(default="", description="text before the problem")
     list_tools: bool = Field(
         default=True,
-        description="begin the prompt with the tools, in plain text; false: demonstrations teach them",
+        description="begin a plain-text prompt with the list of tools; false: omit the list, for a policy that "
+        "learned the tools from demonstrations",
     )
     observation_limit: int = Field(default=2048, ge=2, description="maximum characters of a result that the model sees")
 
@@ -204,7 +209,9 @@ class ClassEnvironmentSettings(ToolChatSettings, ExecutionSettings):
 class ReasoningSettings(ChatSettings):
     """Settings of an episode without tools."""
 
-    instruction: str | None = Field(default=None, description='text before the problem; null: the default, "": none')
+    instruction: str | None = Field(
+        default=None, description='text before the problem; null: the default instruction; "": no instruction'
+    )
 
     @property
     def effective_instruction(self) -> str:
@@ -246,12 +253,18 @@ class OpenEnvSettings(BaseModel):
         "field",
     )
     reset_observation: str | None = Field(
-        default=None, min_length=1, description="field of the first observation; null: as observation"
+        default=None,
+        min_length=1,
+        description="field of the first observation that the model reads; null: as observation",
     )
     instruction: str = Field(default="", description="text before the first observation")
-    stop: tuple[str, ...] = Field(default=(), description="strings that end a turn; empty: only the model ends it")
+    stop: tuple[str, ...] = Field(
+        default=(), description="stop strings that end a turn; empty: the model ends the turn"
+    )
     max_turns: int = Field(default=10, ge=1, description="maximum model turns in one episode")
-    call_deadline: float = Field(default=300.0, gt=0, description="time limit of one reply of the server, in seconds")
+    call_deadline: float = Field(
+        default=300.0, gt=0, description="time limit of one response of the server, in seconds"
+    )
 
 
 class VerifiersSettings(BaseModel):
@@ -260,12 +273,14 @@ class VerifiersSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     python: str | None = Field(
-        default=None, min_length=1, description="Python of the virtual environment that contains verifiers"
+        default=None,
+        min_length=1,
+        description="path of the Python interpreter in the virtual environment with verifiers",
     )
     config: dict[str, object] = Field(
-        default_factory=dict, description="configuration of the environment in verifiers (its section env)"
+        default_factory=dict, description="configuration of the environment for verifiers (its section env)"
     )
-    concurrency: int = Field(default=64, ge=1, description="maximum concurrent rollouts")
+    concurrency: int = Field(default=64, ge=1, description="maximum number of concurrent rollouts of the worker")
 
 
 class NoSettings(BaseModel):
@@ -288,8 +303,8 @@ class GraderSettings(BaseModel):
     function: str | None = Field(
         default=None,
         pattern=r"^[^:]+:[^:]+$",
-        description="module:function called as (answer, problem) for a score from 0 to 1, where 1 is correct; null: "
-        "compare with the reference answer",
+        description="module:function, called as (answer, problem), that returns a score from 0 to 1, where 1 is "
+        "correct; null: compare with the reference answer",
     )
     workers: int = Field(
         default=2, ge=1, description="maximum number of grading processes; each starts when it is first needed"
@@ -299,7 +314,9 @@ class GraderSettings(BaseModel):
         gt=0,
         description="CPU seconds to parse the reference answer, and again to compare an answer with it",
     )
-    start_deadline: float = Field(default=120.0, gt=0, description="CPU seconds for a process to import its libraries")
+    start_deadline: float = Field(
+        default=120.0, gt=0, description="CPU seconds that a process may take to import its libraries"
+    )
     hang_deadline: float = Field(
         default=600.0, gt=0, description="wall-clock seconds without a verdict after which a process is replaced"
     )

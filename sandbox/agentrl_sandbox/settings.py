@@ -24,18 +24,18 @@ LIMITS = (
 
 
 class SandboxSettings(BaseModel):
-    """Where programs run and how much each may use."""
+    """Location and resource limits of programs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str = Field(
         "local://",
-        description="where programs run: local:// starts a fork server on this machine, docker://IMAGE starts a "
-        "container, http://HOST:PORT uses a service, whose own limits apply; several addresses of services, as a "
-        "list or with commas between them, share the programs, and calls of a lost service go to the others; ray:// "
-        "starts a service on every node of the Ray cluster (cluster=ray)",
+        description="sandbox that runs programs. local://: a fork server on this machine; docker://IMAGE: a "
+        "container; http://HOST:PORT: a service, whose limits apply; ray://: a service on every node of "
+        "the Ray cluster (cluster=ray). Programs are distributed over several services, given as a list "
+        "or separated by commas; if a service is lost, its calls are sent to the others",
     )
-    timeout: float = Field(10.0, gt=0, le=3600, description="seconds of wall clock time for each program")
+    timeout: float = Field(10.0, gt=0, le=3600, description="seconds of wall-clock time for each program")
     memory_mb: int = Field(
         512,
         ge=16,
@@ -43,52 +43,54 @@ class SandboxSettings(BaseModel):
         "memory_limit",
     )
     max_processes: int = Field(
-        32, ge=1, le=4096, description="processes and threads that a program may have, including its first"
+        32, ge=1, le=4096, description="maximum number of processes and threads of a program, including the first"
     )
     scratch_mb: int = Field(64, ge=1, description="size of a program's scratch directory in megabytes")
     output_limit: int = Field(
-        65_536, ge=256, description="bytes kept of each output stream: half from its beginning, half from its end"
+        65_536,
+        ge=256,
+        description="bytes of each output stream that are kept: half from the beginning, half from the end",
     )
     flood_limit: int = Field(
-        16_777_216, ge=4096, description="bytes of output after which a program is killed (output_limit)"
+        16_777_216, ge=4096, description="bytes of output after which a program is killed as output_limit"
     )
     fetch_limit: int = Field(
-        16_777_216, ge=0, le=1 << 29, description="bytes of all files that are returned from one program"
+        16_777_216, ge=0, le=1 << 29, description="maximum total bytes of the files that are returned from one program"
     )
-    max_sessions: int = Field(64, ge=0, le=1024, description="sessions that may be open at once, including forks")
+    max_sessions: int = Field(64, ge=0, le=1024, description="maximum number of open sessions, including forks")
     session_idle_timeout: float = Field(
-        600.0, gt=0, description="seconds after which a session that runs no program is closed"
+        600.0, gt=0, description="seconds without a program after which a session is closed"
     )
     workers: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="programs that run at once; unset: two per core and at least 4 (for a service: 256)",
+        description="maximum number of concurrent programs; unset: two per core, but at least 4 (for a service: 256)",
     )
     token: str | None = Field(
         None,
         repr=False,
         exclude=True,
-        description="bearer token of a service, never logged or saved; unset: the variable SANDBOX_TOKEN",
+        description="bearer token of a service, never logged or saved; unset: the environment variable SANDBOX_TOKEN",
     )
     retry_deadline: float = Field(
         300.0,
         gt=0,
-        description="seconds for which a call to a busy or unreachable service is retried, beyond the program's own "
-        "time; then it counts as an infrastructure failure",
+        description="seconds, in addition to the program's time limit, for which a call to a busy or unreachable "
+        "service is retried; then the call is an infrastructure failure",
     )
     service_deadline: float = Field(
         30.0,
         gt=0,
-        description="of several services: seconds without an answer after which one counts as lost; its calls then go "
-        "to the others and its sessions have ended",
+        description="with several services: seconds without a response after which a service counts as lost. Its "
+        "calls are then sent to the other services, and its sessions have ended",
     )
     first_user: int | None = Field(
         None,
         ge=1,
         le=4_000_000_000,
-        description="number of the first user that programs run as, when started by root: one user for each worker and "
-        "session; unset: drawn at random, far above the system's users",
+        description="lowest user id under which programs run if the sandbox is started by root, with one user for "
+        "each worker and session; unset: a random id far above the system's users",
     )
     allow_unisolated: bool = Field(
         False, description="run programs even if an isolation property is missing on this machine"
@@ -156,17 +158,19 @@ class GatewaySettings(BaseModel):
         None,
         min_length=1,
         repr=False,
-        description="bearer token; unset: one is generated; 'none' turns authentication off",
+        description="bearer token; unset: a generated token; 'none': no authentication",
     )
     token_file: Path | None = Field(
         None, description="file in which a generated token is stored; unset: it is logged once"
     )
     allowed_hosts: str = Field(
-        "", description="accepted names in the Host header besides 127.0.0.1 and localhost, comma-separated"
+        "", description="accepted names in the Host header in addition to 127.0.0.1 and localhost, separated by commas"
     )
     max_body_mb: int = Field(32, ge=1, le=60, description="maximum size of a request body in megabytes")
     receive_seconds: float = Field(
-        60.0, gt=0, description="seconds within which the body of a request must arrive; for its headers, 10"
+        60.0,
+        gt=0,
+        description="seconds within which the body of a request must arrive; the limit for headers is 10 seconds",
     )
     queue_limit: int = Field(4096, ge=0, description="calls that may wait for a runner; further calls get 429")
     queue_seconds: float = Field(

@@ -194,20 +194,21 @@ class ServerSettings(BaseModel):
     probe_bound: float | None = Field(
         None,
         gt=0,
-        description="largest mean |log-prob difference| on the probe after a transfer; null: measured at the start",
+        description="maximum mean |log-prob difference| on the probe after a transfer; null: measured at the start",
     )
-    start_deadline: float = Field(900.0, gt=0, description="seconds a server may take to start")
+    start_deadline: float = Field(900.0, gt=0, description="seconds that a server may take to start")
     stall_deadline: float = Field(
         300.0,
         gt=0,
-        description="seconds a server with requests may compute no token before its requests go to another server; "
-        "the duration of a request is not limited. Also the seconds in which nccl and ipc must send another parameter",
+        description="seconds without a computed token after which the requests of a server are sent to another server; "
+        "the duration of a request is not limited. Also the seconds within which nccl and ipc must send the next "
+        "parameter",
     )
     outage_deadline: float = Field(
-        600.0, gt=0, description="seconds without any working server after which the run ends with an error"
+        600.0, gt=0, description="seconds without a working server after which the run ends with an error"
     )
-    request_retries: int = Field(8, ge=0, description="how often a request is sent again after a server failed it")
-    restarts: int = Field(3, ge=0, description="how often each server that the run has started is restarted")
+    request_retries: int = Field(8, ge=0, description="number of times that a failed request is sent again")
+    restarts: int = Field(3, ge=0, description="number of times that each server started by the run is restarted")
 
 
 _Plugin = TypeVar("_Plugin", bound="type[EnginePlugin]")

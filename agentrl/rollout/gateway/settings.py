@@ -31,33 +31,41 @@ def runs_outside(env: str) -> bool:
 
 
 class AgentGatewaySettings(BaseModel):
-    """The OpenAI-compatible server of agent programs and the limits of one rollout behind it."""
+    """OpenAI-compatible server for agent programs, and the limits of their rollouts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    host: str = Field("127.0.0.1", min_length=1, description="address that the server listens on and agents are given")
-    port: int = Field(0, ge=0, le=65535, description="port of the server; 0: a free one")
-    model: str = Field("policy", min_length=1, description="name of the model that agents must ask for")
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="address on which the server listens and which agents receive"
+    )
+    port: int = Field(0, ge=0, le=65535, description="port of the server; 0: any free port")
+    model: str = Field("policy", min_length=1, description="model name that agents must request")
     history: Literal["keep", "template"] = Field(
         "keep",
-        description="what the model sees of its own earlier replies. keep: the tokens it sampled; template: what the "
-        "chat template makes of them, such as replies without thoughts, which starts a new sequence where they differ",
+        description="form in which the model sees its earlier replies. keep: the tokens that it sampled; template: as"
+        " the chat template renders them, for example without reasoning. If this differs from the sampled"
+        " tokens, a new sequence starts",
     )
-    max_generations: int = Field(64, ge=1, description="most generations in one rollout, those of sub-agents included")
-    deadline: float = Field(900.0, gt=0, description="seconds an agent may take for one problem")
-    max_request_bytes: int = Field(4 * 2**20, ge=1024, description="longest body of a request, in bytes")
+    max_generations: int = Field(
+        64, ge=1, description="maximum number of generations in one rollout, including those of sub-agents"
+    )
+    deadline: float = Field(900.0, gt=0, description="seconds that an agent may take for one problem")
+    max_request_bytes: int = Field(4 * 2**20, ge=1024, description="maximum size of a request body in bytes")
     chat_template: str | None = Field(
-        None, min_length=1, description="file with a Jinja chat template; null: the model's own, or a plain one"
+        None,
+        min_length=1,
+        description="file with a Jinja chat template; null: the model's chat template, or plain text if it has none",
     )
     template_options: dict[str, object] = Field({}, description="variables of the chat template")
     agent_columns: list[str] | None = Field(
         [],
-        description="columns of a problem that commands and workers get in addition to id, statement and messages, for "
-        "example the path of a database, or answer; null: all columns. Functions always get the whole problem",
+        description="columns of a problem that commands and workers receive in addition to id, statement and "
+        "messages, for example the path of a database, or answer; null: all columns. Functions always "
+        "receive the whole problem",
     )
     agent_rewards: bool = Field(
         False,
-        description="whether commands and workers report the rewards of rollouts; false: reward.functions compute them "
+        description="true: commands and workers report the rewards of rollouts; false: reward.functions compute them "
         "in the trainer",
     )
     agent_environment: list[str] = Field(
@@ -65,7 +73,7 @@ class AgentGatewaySettings(BaseModel):
         description="environment variables that commands and workers inherit in addition to common ones (PATH, HOME, "
         "LANG, PYTHONPATH and similar), for example the API key of a service",
     )
-    threads: int = Field(256, ge=1, description="most agents that run at once as blocking functions")
+    threads: int = Field(256, ge=1, description="maximum number of agents that run concurrently as blocking functions")
 
     def visible(self, problem: Problem) -> dict[str, object]:
         """Return the part of a problem that programs outside the trainer get.

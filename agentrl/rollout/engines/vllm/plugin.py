@@ -28,28 +28,29 @@ class VLLMSettings(ServerSettings):
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs per server")
     devices: list[int] | None = Field(
         None,
-        description="GPU numbers for the servers; null: those of the training ranks (colocated), else the next free "
-        "ones",
+        description="GPU indices of the servers; null: the GPUs of the training ranks (colocated), else the next free "
+        "GPUs",
     )
     gpu_memory_utilization: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="share of a GPU's memory for a server; null: 0.85, and colocated at most what training leaves "
+        description="fraction of a GPU's memory for a server; null: 0.85, and if colocated at most the memory that is "
         "free when the servers start",
     )
-    extra_args: list[str] = Field([], description="further command-line arguments of vLLM's server")
+    extra_args: list[str] = Field([], description="additional command-line arguments of vLLM's server")
     transfer: Literal["auto", "nccl", "ipc", "file"] = Field(
         "auto",
-        description="how weights are sent to servers; auto: ipc if colocated, nccl to other GPUs, file without GPUs",
+        description="transport of weights to servers; auto: ipc if colocated, nccl to other GPUs, file without GPUs",
     )
     lora: Literal["adapter", "merged"] = Field(
         "adapter",
-        description="what servers are sent of a policy with adapters (model.lora.rank): adapter: the adapters, as "
-        "files under a new name for each version; merged: the model with the adapters merged into it, rounded to its "
-        "dtype",
+        description="form in which servers receive a policy with adapters (model.lora.rank). adapter: the adapters, as "
+        "files with a new name for each version; merged: the model with merged adapters, rounded to its dtype",
     )
-    seeded: bool = Field(True, description="give each request its own seed; makes sampling by vLLM slightly slower")
+    seeded: bool = Field(
+        True, description="use a separate seed for each request, which makes sampling in vLLM slightly slower"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> VLLMSettings:
