@@ -24,15 +24,15 @@ import stamina
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.endpoint_messages import (
-    AgainError,
     MessageDelta,
+    RetryableError,
     error_message,
     first_choice,
     listed_models,
     read_events,
     read_object,
+    reported_usage,
     retry_after,
-    said_usage,
 )
 from agentrl.evaluation.formats import JSONObject
 from agentrl.evaluation.settings import EndpointSettings
@@ -223,12 +223,12 @@ class TextEngine:
                     self.retries += attempt.num > 1
                     try:
                         return await once()
-                    except (AgainError, UnreachableError) as error:
-                        if isinstance(error, AgainError) and error.wait is not None:
+                    except (RetryableError, UnreachableError) as error:
+                        if isinstance(error, RetryableError) and error.wait is not None:
                             self._not_before = max(self._not_before, self._clock() + error.wait)
                         self._log_failure(error)
                         raise
-        except (AgainError, UnreachableError) as error:
+        except (RetryableError, UnreachableError) as error:
             message = str(error) or type(error).__name__
             raise EngineError(
                 f"{message} (retried for evaluation.endpoint.retry_deadline={self._settings.retry_deadline:g} s)"
@@ -277,7 +277,7 @@ class TextEngine:
         await response.aread()
         message = f"{status} {response.reason_phrase}: {error_message(response.text)}"
         if status in _RETRIED:
-            raise AgainError(message, retry_after(response.headers.get("retry-after")))
+            raise RetryableError(message, retry_after(response.headers.get("retry-after")))
         if status in (401, 403):
             variable = self._settings.key_variable
             problem = "rejects the key in" if os.environ.get(variable) else "requires a key in"
@@ -293,7 +293,7 @@ class TextEngine:
         # Not every server accepts stream_options. Without it, token counts are those of the received pieces.
         if self._usage and "stream_options" in text:
             self._usage = False
-            raise AgainError(message, 0.0)
+            raise RetryableError(message, 0.0)
         if any(words in text for words in _CONTEXT):
             raise ContextFullError(message)
         if "max_completion_tokens" in text and self._settings.limit_field == "max_tokens":
@@ -315,7 +315,7 @@ class TextEngine:
         usage: JSONObject = {}
         async for event in events:
             self._remember(event)
-            usage = said_usage(event) or usage
+            usage = reported_usage(event) or usage
             choice = first_choice(event)
             if choice is None:
                 continue
@@ -327,18 +327,18 @@ class TextEngine:
             if cut is not None:
                 return _completion(text[:cut], thought, pieces, usage, "stop")
         if reason is None:
-            raise AgainError("the stream ended early")
+            raise RetryableError("the stream ended early")
         return _completion(text, thought, pieces, usage, _REASONS.get(reason, "eos"))
 
     def _whole(self, answer: JSONObject, sampling: TextSampling) -> TextCompletion:
         self._remember(answer)
         choice = first_choice(answer)
         if choice is None:
-            raise AgainError(f"the response has no choice: {json.dumps(answer)[:200]}")
+            raise RetryableError(f"the response has no choice: {json.dumps(answer)[:200]}")
         delta = MessageDelta.of(choice)
         cut = _complete(delta.text, 0, sampling)
         reason = _REASONS.get(delta.reason or "", "eos") if cut is None else "stop"
-        return _completion(delta.text[:cut], delta.thought, 0, said_usage(answer), reason)
+        return _completion(delta.text[:cut], delta.thought, 0, reported_usage(answer), reason)
 
     def _remember(self, event: JSONObject) -> None:
         fingerprint = event.get("system_fingerprint")
@@ -348,7 +348,7 @@ class TextEngine:
 
 def _backoff(error: Exception) -> bool | float:
     """Decide whether and when to retry. After a ``Retry-After`` retry at once, because `_wait_turn` waits."""
-    if isinstance(error, AgainError):
+    if isinstance(error, RetryableError):
         return True if error.wait is None else 0.0
     return isinstance(error, UnreachableError)
 

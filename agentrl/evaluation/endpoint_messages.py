@@ -15,7 +15,7 @@ from agentrl.evaluation.transcripts import whole_characters
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 
 
-class AgainError(Exception):
+class RetryableError(Exception):
     """A failure that is retried, after ``wait`` seconds if the endpoint specifies a time."""
 
     def __init__(self, message: str, wait: float | None = None) -> None:
@@ -50,7 +50,7 @@ async def read_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[JSONObject]
     """Yield the objects of a stream of server-sent events, up to its ``[DONE]``.
 
     Lines are split only at the line ends of the standard, not at Unicode's further line breaks. A character that is
-    split between two events is returned as halves, which :func:`whole_characters` joins. Raises AgainError if the
+    split between two events is returned as halves, which :func:`whole_characters` joins. Raises RetryableError if the
     stream reports an error.
     """
     rest = b""
@@ -63,26 +63,26 @@ async def read_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[JSONObject]
                     return
                 event = read_object(data)
                 if "error" in event:
-                    raise AgainError(f"the stream reported an error: {error_message(data)}")
+                    raise RetryableError(f"the stream reported an error: {error_message(data)}")
                 yield event
 
 
 def read_object(text: str) -> JSONObject:
-    """Parse a JSON object. Raises AgainError if ``text`` is not one."""
+    """Parse a JSON object. Raises RetryableError if ``text`` is not one."""
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise AgainError(f"the response is not JSON: {text[:200]!r}") from error
+        raise RetryableError(f"the response is not JSON: {text[:200]!r}") from error
     if not isinstance(value, dict):
-        raise AgainError(f"the response is not a JSON object: {text[:200]!r}")
+        raise RetryableError(f"the response is not a JSON object: {text[:200]!r}")
     return value
 
 
 def listed_models(text: str) -> list[dict[str, str]]:
-    """Return ``id`` and, if present, ``root`` of the listed models. Raises AgainError if there is no list of models."""
+    """Return ``id`` and, if present, ``root`` of the listed models. Raises RetryableError if there is no list of models."""
     listed = read_object(text).get("data")
     if not isinstance(listed, list) or not all(isinstance(entry, dict) and "id" in entry for entry in listed):
-        raise AgainError(f"the response is not a list of models: {text[:200]!r}")
+        raise RetryableError(f"the response is not a list of models: {text[:200]!r}")
     return [
         {name: whole_characters(str(entry[name])) for name in ("id", "root") if entry.get(name) is not None}
         for entry in listed
@@ -95,7 +95,7 @@ def first_choice(answer: JSONObject) -> JSONObject | None:
     return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
 
 
-def said_usage(answer: JSONObject) -> JSONObject:
+def reported_usage(answer: JSONObject) -> JSONObject:
     """Return the token counts in a response; empty if there are none."""
     usage = answer.get("usage")
     return usage if isinstance(usage, dict) else {}
