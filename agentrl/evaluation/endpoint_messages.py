@@ -79,7 +79,7 @@ def read_object(text: str) -> JSONObject:
 
 
 def listed_models(text: str) -> list[dict[str, str]]:
-    """Return ``id`` and, if present, ``root`` of the listed models. Raises RetryableError if there is no list of models."""
+    """Return ``id`` and, if present, ``root`` of the listed models. Raises RetryableError if ``text`` lists none."""
     listed = read_object(text).get("data")
     if not isinstance(listed, list) or not all(isinstance(entry, dict) and "id" in entry for entry in listed):
         raise RetryableError(f"the response is not a list of models: {text[:200]!r}")
