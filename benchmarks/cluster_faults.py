@@ -64,7 +64,7 @@ LONGEST = 600.0
 STEPS = 6  # for each fault
 CUT = 60.0
 SMALL_VALUE = 0.01
-ENDS = "; the other ranks end"
+ENDS = "; stopping the other ranks"
 TIMINGS = ("time/", "tokens_per_s", "rollout/seconds")
 SETTINGS = ["checkpoint.every=1", "training.deterministic=true", "training.zero_stage=3", "evaluation.every=1000"]
 SETTINGS += ["training.persistence_threshold=0", "environment.kwargs.seconds=0.1", "telemetry.tokens_every=1000"]

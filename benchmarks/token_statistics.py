@@ -128,7 +128,7 @@ def gpu_obstacle() -> str | None:
     if not torch.cuda.is_available():
         return "torch finds no GPU"
     obstacle = triton_obstacle(torch.device("cuda"))
-    return None if obstacle is None else f"the backend triton {obstacle}"
+    return None if obstacle is None else f"the triton backend {obstacle}"
 
 
 def gpu_times(run: Callable[[], object], repeats: int) -> tuple[float, float]:

@@ -134,7 +134,7 @@ GOOD = {"problem": "What is 1 + 1?", "answer": "2"}
         (["data.train.0.families=[boxes]"], "builtin:horizon: unknown family 'boxes'; valid: "),
         (["data.train.0.split=test"], "builtin:horizon: unknown split 'test'; valid: train, heldout"),
         (["coldstart.demonstrations=gone.jsonl"], "gone.jsonl: no such file"),
-        (["coldstart.demonstrations=null"], "there is no model.path and no coldstart.demonstrations"),
+        (["coldstart.demonstrations=null"], "neither model.path nor coldstart.demonstrations is set"),
         (["--resume"], "--resume: there is no run in runs"),
         (
             ["training.sequence_parallel=3", "training.num_processes=3"],
@@ -375,8 +375,8 @@ def test_a_cold_start_onto_something(refused: Refused) -> None:
     Path("out").mkdir()
     Path("out/thesis.txt").write_text("precious")
     command = ["coldstart", "--demonstrations", "builtin:arithmetic", "--output"]
-    assert "--output out: it exists already; give a new or an empty directory" in refused(*command, "out")
-    assert "--output out/thesis.txt/x: cannot be made: Not a directory" in refused(*command, "out/thesis.txt/x")
+    assert "--output out already exists: choose a new or empty directory" in refused(*command, "out")
+    assert "cannot create --output out/thesis.txt/x: Not a directory" in refused(*command, "out/thesis.txt/x")
     assert Path("out/thesis.txt").read_text() == "precious"
 
 

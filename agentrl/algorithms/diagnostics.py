@@ -55,7 +55,9 @@ class HeadVarianceAccumulator:
         The policy must not change between calls.
         """
         if head_weight.ndim != 2 or not temperature > 0:
-            raise InvalidInputError(f"head_weight must be [V, D], temperature positive; got {temperature}")
+            raise InvalidInputError(
+                f"head_weight must be [V, D] and temperature positive; got temperature {temperature}"
+            )
         self._weight = head_weight.detach()
         self._bias = None if bias is None else bias.detach()
         self._temperature = temperature
@@ -89,7 +91,9 @@ class HeadVarianceAccumulator:
         count = len(targets)
         own = torch.arange(count, device=hidden.device) if held is None else held
         if not (targets.shape == advantages.shape == rows.shape == (count,) and len(own) == len(hidden)):
-            raise InvalidInputError("targets, advantages and rows must all be [N], as hidden [N, D] or held of them")
+            raise InvalidInputError(
+                "targets, advantages and rows must be [N], with a row of hidden [N, D] per token, or per entry of held"
+            )
         _, labels, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
         token_labels = labels[rows]
         scale = advantages.to(self._dtype) / (sizes[token_labels].to(self._dtype) * self._temperature)
@@ -108,7 +112,7 @@ class HeadVarianceAccumulator:
     def result(self) -> HeadVariance:
         """P, S and Var of the groups added so far. InvalidInputError if there are none."""
         if self.groups == 0:
-            raise InvalidInputError("no group was added")
+            raise InvalidInputError("no group was added: call update before result")
         power = float(self.power_sum) / self.groups
         signal = float(self.gradient_sum.double().square().sum()) / self.groups**2
         variance = (power - signal) / (self.groups - 1) if self.groups > 1 else None

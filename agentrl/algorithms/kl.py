@@ -47,7 +47,7 @@ def kl_penalty(
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != log_probs.shape:
             raise InvalidInputError(
-                f"log_probs and {name} differ in shape: {tuple(log_probs.shape)}, {tuple(tensor.shape)}"
+                f"log_probs and {name} must have the same shape; got {tuple(log_probs.shape)} and {tuple(tensor.shape)}"
             )
     if mask is not None:
         mask = as_mask("mask", mask)
@@ -69,8 +69,8 @@ def _value(difference: Tensor, estimator: str, full: Tensor | None) -> Tensor:
     if estimator == "full":
         if full is None:
             raise MissingInputError(
-                "the KL estimator 'full' needs the tensor `full`: agentrl.kernels.full_kl computes it from the hidden "
-                "states and heads of both policies"
+                "the KL estimator 'full' needs the tensor `full`: compute it with agentrl.kernels.full_kl from the "
+                "hidden states and heads of both policies"
             )
         return full
     if estimator == "k1":
@@ -92,7 +92,9 @@ class KLController:
     def update(self, kl: float, trajectories: int) -> None:
         """Take the mean KL of a step's tokens and how many trajectories the step had."""
         if not math.isfinite(kl) or trajectories < 0:
-            raise InvalidInputError(f"kl must be finite and trajectories not negative; got {kl}, {trajectories}")
+            raise InvalidInputError(
+                f"kl must be finite and trajectories must not be negative; got {kl} and {trajectories}"
+            )
 
     def state_dict(self) -> dict[str, float]:
         """The state to keep in a checkpoint: {"beta": ...}."""
@@ -132,7 +134,7 @@ class AdaptiveKL(KLController):
         if factor <= 0:
             raise InvalidInputError(
                 f"a step of {trajectories} trajectories is too large for a KL horizon of {self.horizon:g}: "
-                f"beta would become negative; the horizon must exceed a fifth of a step's trajectories"
+                f"beta would become negative. Set the horizon to more than a fifth of the trajectories per step"
             )
         self.beta *= factor
 

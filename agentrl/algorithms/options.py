@@ -45,7 +45,7 @@ def check_choice(option: str, value: object, choices: Iterable[str | None]) -> N
     if value in known:
         return
     hint = did_you_mean(str(value), [choice for choice in known if choice is not None])
-    raise InvalidOptionError(f"{option}={value!r} is none of {', '.join(map(str, known))}{hint}")
+    raise InvalidOptionError(f"{option}={value!r} is not one of {', '.join(map(str, known))}{hint}")
 
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ def as_mask(name: str, mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return mask
     if mask.is_complex() or not bool(((mask == 0) | (mask == 1)).all()):
-        raise InvalidInputError(f"{name} must be bool or hold only 0 and 1; got {mask.dtype} with other values")
+        raise InvalidInputError(f"{name} must be bool or contain only 0 and 1; got {mask.dtype} with other values")
     return mask.bool()
 
 
@@ -116,7 +116,7 @@ def check_alike(**tensors: Tensor | None) -> None:
     for name, tensor in others:
         if tensor.shape != leader.shape:
             raise InvalidInputError(
-                f"{name} must be [B, T] as {first}; got {tuple(tensor.shape)} and {tuple(leader.shape)}"
+                f"{name} must be [B, T] like {first}; got {tuple(tensor.shape)} and {tuple(leader.shape)}"
             )
 
 
@@ -127,7 +127,7 @@ def as_loss_mask(loss_mask: Tensor | None, response_mask: Tensor) -> Tensor:
     check_alike(response_mask=response_mask, loss_mask=loss_mask)
     mask = as_mask("loss_mask", loss_mask)
     if bool((mask & ~response_mask).any()):
-        raise InvalidInputError("loss_mask holds tokens that response_mask does not")
+        raise InvalidInputError("loss_mask is True at tokens where response_mask is False")
     return mask
 
 
@@ -149,7 +149,7 @@ def check_not_negative(name: str, tensor: Tensor, mask: Tensor, rows: Tensor | N
     """Raise InvalidInputError at the first negative value where the mask is True; `rows` as in `check_finite`."""
     refuse_first(
         mask & (tensor < 0),
-        "{name} is {value} in row {row} at position {position}; it cannot be negative",
+        "{name} is {value} in row {row} at position {position}; it must not be negative",
         name,
         tensor,
         rows,
@@ -173,7 +173,7 @@ def is_number(value: object) -> TypeGuard[float]:
 def check_range(name: str, value: object, low: float, high: float = math.inf) -> None:
     """Raise InvalidOptionError unless value is finite and lies in [low, high]."""
     if not (is_number(value) and math.isfinite(value) and low <= value <= high):
-        where = f"must be at least {low:g} and finite" if high == math.inf else f"lies outside [{low:g}, {high:g}]"
+        where = f"must be at least {low:g} and finite" if high == math.inf else f"must be in [{low:g}, {high:g}]"
         raise InvalidOptionError(f"{name}={value!r} {where}")
 
 
@@ -186,7 +186,7 @@ def check_positive(name: str, value: object) -> None:
 def check_fraction(name: str, value: object) -> None:
     """Raise InvalidOptionError unless 0 < value <= 1."""
     if not (is_number(value) and 0.0 < value <= 1.0):
-        raise InvalidOptionError(f"{name}={value!r} lies outside (0, 1]")
+        raise InvalidOptionError(f"{name}={value!r} must be in (0, 1]")
 
 
 def check_order(low_name: str, low: object, high_name: str, high: object) -> None:

@@ -95,9 +95,9 @@ def check_shapes(inputs: AdvantageInputs) -> None:
             continue
         expected = shape[:1] if field.name in _PER_TRAJECTORY else shape
         if tensor.shape != expected:
-            raise InvalidInputError(f"{field.name} must be {tuple(expected)} as rewards; got {tuple(tensor.shape)}")
+            raise InvalidInputError(f"{field.name} must be {tuple(expected)} like rewards; got {tuple(tensor.shape)}")
         if field.name not in _NOT_FLOATING and not tensor.is_floating_point():
-            raise InvalidInputError(f"{field.name} must be floating; got {tensor.dtype}")
+            raise InvalidInputError(f"{field.name} must be floating-point; got {tensor.dtype}")
     if inputs.groups.dtype not in (torch.int64, torch.int32):
         raise InvalidInputError(f"groups must be int64; got {inputs.groups.dtype}")
 
@@ -107,7 +107,7 @@ def check_rows(mask: Tensor, rows: Tensor) -> None:
     empty = ~mask.any(-1)
     if bool(empty.any()):
         row = int(rows[empty.nonzero()[0]])
-        raise InvalidInputError(f"row {row} has no model token: such a trajectory is a bug where it was made")
+        raise InvalidInputError(f"row {row} has no model token; every trajectory must have at least one")
 
 
 def check_rewards_placed(rewards: Tensor, mask: Tensor, rows: Tensor) -> None:
@@ -116,8 +116,8 @@ def check_rewards_placed(rewards: Tensor, mask: Tensor, rows: Tensor) -> None:
     if float(off.abs().sum()) == 0.0:
         return
     message = (
-        "{name} holds {value} in row {row} at position {position}, which is no model token: a reward stands on the "
-        "last model token of its turn"
+        "{name} is {value} in row {row} at position {position}, which is not a model token: assign each reward to "
+        "the last model token of its turn"
     )
     refuse_first(torch.isfinite(off) & (off != 0), message, "rewards", rewards, rows)
 

@@ -40,7 +40,9 @@ def add_at_last_token(rewards: Tensor, response_mask: Tensor, amounts: Tensor) -
     if amounts.shape != rewards.shape[:1]:
         raise InvalidInputError(f"amounts must be [B] = {tuple(rewards.shape[:1])}; got {tuple(amounts.shape)}")
     if not bool(mask.any(-1).all()):
-        raise InvalidInputError(f"row {int((~mask.any(-1)).nonzero()[0])} has no model token to carry an amount")
+        raise InvalidInputError(
+            f"row {int((~mask.any(-1)).nonzero()[0])} has no model token to which an amount can be added"
+        )
     positions = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, positions, -1).max(-1, keepdim=True).values  # (B, 1)
     return torch.where(positions == last, rewards + amounts.unsqueeze(-1).to(rewards.dtype), rewards)

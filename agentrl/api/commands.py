@@ -108,7 +108,7 @@ def train(
         raise KeyboardInterrupt
     if code:
         failure = SettingsError if code == SettingsError.exit_code else WorldError
-        raise failure(f"the training ranks ended with exit code {code}; they have printed the reason")
+        raise failure(f"the training ranks exited with code {code}; the reason is in their output")
     return Run(resolved.run_path)
 
 

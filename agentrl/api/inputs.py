@@ -93,8 +93,8 @@ class Inputs:
         for name, reason in self.unpickled.items():
             raise SettingsError(
                 f"{name.partition(':')[2]} cannot be passed to the other processes of this run ({reason}). Define it "
-                "in a module, or train in one process: training.num_processes=1, rollout.schedule=synchronous, "
-                "cluster.kind=local and cluster.restarts=0"
+                "in a module, or set training.num_processes=1, rollout.schedule=synchronous, cluster.kind=local and "
+                "cluster.restarts=0 to train in one process"
             )
 
     def problems(self, problems: str | Path | Problems) -> str:
@@ -121,7 +121,7 @@ class Inputs:
             return {"model.path": str(model)}
         if not hasattr(model, "save_pretrained"):
             raise SettingsError(
-                f"model={model!r:.100}: valid is a directory, a Hugging Face id or a transformers model"
+                f"model must be a directory, a Hugging Face id or a transformers model; got {model!r:.100}"
             )
         if tokenizer is None:
             raise SettingsError("a loaded model needs its tokenizer: pass tokenizer=...")
@@ -131,7 +131,7 @@ class Inputs:
         """Add the plug-ins of these objects to the settings."""
         given = settings.get("plugins") or ()
         if not isinstance(given, list | tuple):
-            raise SettingsError(f"plugins={given!r}: valid is a list of modules or files")
+            raise SettingsError(f"plugins must be a list of modules or files; got {given!r}")
         return {**settings, "plugins": [*given, *self.plugins]} if self.plugins else settings
 
 
@@ -144,10 +144,10 @@ def problem_file(problems: Problems, folder: Path) -> Path:
     if pandas is not None and isinstance(problems, pandas.DataFrame):
         problems = problems.to_dict("records")
     if not isinstance(problems, Iterable):
-        raise SettingsError(f"problems={problems!r:.100}: valid is {_VALID_PROBLEMS}")
+        raise SettingsError(f"problems={problems!r:.100} must be {_VALID_PROBLEMS}")
     lines = [_line(number, row) for number, row in enumerate(problems)]
     if not lines:
-        raise SettingsError("problems is empty: nothing to train on")
+        raise SettingsError("problems is empty: pass at least one problem")
     return _write(folder, "{digest}/problems.jsonl", "".join(lines).encode())
 
 
@@ -199,7 +199,7 @@ def check_keywords(call: Callable[..., object], settings: Mapping[str, object]) 
     for name in settings:
         if name.partition(".")[0] not in Settings.model_fields:
             hint = did_you_mean(name, arguments) or f"; the nearest setting is {nearest_key(name, SIMPLETIR)}"
-            raise SettingsError(f"agentrl.{call.__name__} has no argument and no setting {name!r}{hint}")
+            raise SettingsError(f"agentrl.{call.__name__} has no argument or setting {name!r}{hint}")
 
 
 @contextmanager
@@ -231,7 +231,7 @@ def _resolves(module: str, attribute: str, item: object) -> bool:
 
 def _line(number: int, row: object) -> str:
     if not isinstance(row, Mapping | Problem):
-        raise SettingsError(f"problems[{number}] is {row!r:.100}: valid is {_VALID_PROBLEMS}")
+        raise SettingsError(f"problems[{number}] is {row!r:.100}, but problems must be {_VALID_PROBLEMS}")
     values = asdict(row) if isinstance(row, Problem) else dict(row)
     for key, value in values.items():
         try:

@@ -41,7 +41,7 @@ class Playthrough:
         for turn, step in zip(self.turns, self.steps, strict=True):
             said += [("model", turn), ("observation", step.observation)]
         lines = [f"--- {who}\n{text.strip()}" for who, text in said if text]
-        return "\n".join([*lines, f"=== {self.ended or 'goes on'}, reward {self.reward:g}"])
+        return "\n".join([*lines, f"=== {self.ended or 'not ended'}, reward {self.reward:g}"])
 
 
 def play(
@@ -76,7 +76,9 @@ def play(
     from agentrl.rollout.gateway.settings import is_agent
 
     if is_agent(name):
-        raise SettingsError(f"env={name}: an agent program makes its turns itself; agentrl.play cannot make them")
+        raise SettingsError(
+            f"env={name} is an agent program, which generates its own turns: agentrl.play does not support it"
+        )
     with ThreadPoolExecutor(1) as thread:  # a notebook's thread runs a loop already
         return thread.submit(asyncio.run, _played(build_environment(resolved), problem, written)).result()
 
@@ -84,7 +86,7 @@ def play(
 def _own_turns(row: Mapping[str, object]) -> list[str]:
     turns = row.get("turns", ())
     if not isinstance(turns, list | tuple) or not all(isinstance(turn, Mapping) and "model" in turn for turn in turns):
-        raise SettingsError("turns of the row: valid is a list of objects with a text 'model'")
+        raise SettingsError("the row's turns must be a list of objects, each with a string 'model'")
     return [cast(str, turn["model"]) for turn in turns]
 
 

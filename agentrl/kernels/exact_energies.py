@@ -131,7 +131,7 @@ def _forward(parts: Parts, rows: _Rows) -> tuple[Tensor, Tensor]:
     finally:
         handle.remove()
     if len(leaves) != 1:
-        raise KernelInputError(f"the embedding ran {len(leaves)} times in one forward")
+        raise KernelInputError(f"the embedding must be called once per forward; it was called {len(leaves)} times")
     return leaves[0], hidden
 
 
@@ -339,4 +339,7 @@ def _check(
         )
     if weights is not None and not bool(torch.isfinite(torch.where(mask, weights, 0.0)).all()):
         row, position = (mask & ~torch.isfinite(weights)).nonzero()[0].tolist()
-        raise KernelInputError(f"importance_weights is {float(weights[row, position])} in row {row} at {position}")
+        raise KernelInputError(
+            f"importance_weights is {float(weights[row, position])} in row {row} at position {position}; it must be "
+            "finite"
+        )

@@ -69,7 +69,7 @@ def take_apart(model: Any) -> Parts:
     """
     if type(model).__name__ not in MODELS:
         raise KernelInputError(
-            f"exact energies are known for {', '.join(MODELS)} of transformers, not for {type(model).__name__}"
+            f"exact energies support {', '.join(MODELS)} of transformers, not {type(model).__name__}"
         )
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     unknown = [
@@ -119,7 +119,9 @@ def _check_shared(model: nn.Module, embedding: nn.Module, head: nn.Module) -> No
         for parameter in module.parameters(recurse=False):
             first, other = owner.setdefault(id(parameter), (name, module))
             if other is not module and parameter.requires_grad and {other, module} != {embedding, head}:
-                raise KernelInputError(f"{first} and {name} share a parameter: exact energies have no cross term there")
+                raise KernelInputError(
+                    f"{first} and {name} share a parameter, for which exact energies have no cross term"
+                )
 
 
 def _recomputed_modules(model: nn.Module) -> set[nn.Module]:
@@ -232,7 +234,7 @@ class LayerEnergies:
         """Raise KernelInputError if a layer was not heard of in backward."""
         missing = [site.name for site in self._sites if not site.done]
         if missing:
-            raise KernelInputError(f"no gradient came through {', '.join(missing)}: the forward does not use them")
+            raise KernelInputError(f"no gradient reached {', '.join(missing)}: the forward does not use these modules")
 
     def _before(self, site: _Site) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
@@ -253,7 +255,7 @@ class LayerEnergies:
                 return
             if not output.requires_grad:
                 raise KernelInputError(
-                    f"{site.name} ran without a graph: gradient checkpointing must be the kind with use_reentrant=False"
+                    f"{site.name} ran without an autograd graph: set use_reentrant=False for gradient checkpointing"
                 )
             output.register_hook(arrived)
 
@@ -308,7 +310,9 @@ class _Site:
     def count_call(self) -> None:
         """Raise KernelInputError at a second call: its gradients would have to be added to the first one's."""
         if self.called:
-            raise KernelInputError(f"{self.name} runs twice in one forward: exact energies have no cross term there")
+            raise KernelInputError(
+                f"{self.name} is called twice in one forward, for which exact energies have no cross term"
+            )
         self.called = True
 
     def energy(self, inputs: Tensor, gradients: Tensor, dtype: torch.dtype) -> Tensor:

@@ -75,7 +75,9 @@ def check_inputs(
     if bias is not None and bias.shape != head_weight.shape[:1]:
         raise KernelInputError(f"bias must be [V] = [{head_weight.shape[0]}]; got {tuple(bias.shape)}")
     if not hidden.is_floating_point() or not head_weight.is_floating_point():
-        raise KernelInputError(f"hidden and head_weight must be floating; got {hidden.dtype} and {head_weight.dtype}")
+        raise KernelInputError(
+            f"hidden and head_weight must be floating-point; got {hidden.dtype} and {head_weight.dtype}"
+        )
     if targets.dtype not in (torch.int64, torch.int32):
         raise KernelInputError(f"targets must be int64 or int32; got {targets.dtype}")
     if not (math.isfinite(temperature) and temperature > 0):

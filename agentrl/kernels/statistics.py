@@ -75,6 +75,6 @@ def token_statistics(
     check_cap(cap)
     name = automatic_backend(hidden.device) if backend == "auto" else backend
     if name not in BACKENDS:
-        raise KernelInputError(f"unknown backend {backend!r}: one of {', '.join(['auto', *BACKENDS])}")
+        raise KernelInputError(f"unknown backend {backend!r}; valid: {', '.join(['auto', *BACKENDS])}")
     with torch.autocast(hidden.device.type, enabled=False):
         return BACKENDS[name](hidden, head_weight, targets, temperature, bias, cap)

@@ -32,7 +32,7 @@ def triton_statistics(
     """
     obstacle = triton_obstacle(hidden.device)
     if obstacle is not None:
-        raise KernelInputError(f"the backend triton {obstacle}: use the backend chunked")
+        raise KernelInputError(f"the triton backend {obstacle}: select the chunked backend")
     epilogue = _triton_epilogue()
     return sliced_statistics(hidden, head_weight, targets, temperature, bias, epilogue=epilogue, cap=cap)
 

@@ -86,7 +86,7 @@ class AlgorithmSettings(_Settings):
     @model_validator(mode="after")
     def _consistent(self) -> AlgorithmSettings:
         if self.accuracy_range is not None and not 0 <= self.accuracy_range[0] < self.accuracy_range[1] <= 1:
-            raise ValueError(f"accuracy_range={list(self.accuracy_range)} needs 0 <= low < high <= 1")
+            raise ValueError(f"accuracy_range={list(self.accuracy_range)} must satisfy 0 <= low < high <= 1")
         return self
 
 
@@ -129,11 +129,13 @@ class KLSettings(_Settings):
     def _consistent(self) -> KLSettings:
         if self.placement == "reward" and self.resolved_estimator.endswith("+"):
             raise ValueError(
-                f"estimator={self.estimator} differs from {self.resolved_estimator[:-1]} in its gradient "
-                "alone, and placement=reward has none; valid: k1 (the only exact one there), abs, k2, k3, full"
+                f"estimator={self.estimator} differs from {self.resolved_estimator[:-1]} only in its gradient, "
+                "which placement=reward does not use: set k1 (the only exact one for rewards), abs, k2, k3 or full"
             )
         if self.controller == "adaptive" and self.coefficient == 0:
-            raise ValueError("controller=adaptive multiplies coefficient, which is 0: give a first coefficient above 0")
+            raise ValueError(
+                "controller=adaptive scales the coefficient, which is 0: set an initial coefficient above 0"
+            )
         return self
 
 
@@ -282,18 +284,18 @@ class CheckpointSettings(_Settings):
 
 
 class ColdstartSettings(_Settings):
-    """A short supervised start on demonstrations, with the response mask."""
+    """Short supervised fine-tuning on demonstrations before RL, with the response mask."""
 
     demonstrations: str | None = None
     """demonstrations to start from: a JSONL file, builtin:arithmetic, builtin:horizon or formula:FILE; null: no cold
     start"""
     families: list[str] | None = None
-    """problem families of the generated demonstrations; null: all of arithmetic, those of two and four turns
-    of horizon"""
+    """problem families of the generated demonstrations; null: all families of arithmetic, and the horizon
+    families with two and four turns"""
     count: int = Field(8192, ge=1)
     """number of demonstrations drawn from a generator"""
     variants: int = Field(4, ge=1)
-    """copies of each formula problem, each with other numbers"""
+    """number of copies of each formula problem, each with different numbers"""
     direct_share: float = Field(0.0, ge=0, le=1)
     """fraction of the demonstrations that state the answer immediately: in a box, or, if the environment is a class, by
     their last turn. A policy that imitates them guesses, so that reinforcement learning can improve it by using the
@@ -306,7 +308,7 @@ class ColdstartSettings(_Settings):
     steps: int = Field(200, ge=1)
     """number of supervised updates"""
     batch_size: int = Field(48, ge=1)
-    """demonstrations per update"""
+    """number of demonstrations per update"""
     learning_rate: float = Field(2e-3, gt=0)
     """peak learning rate, with a cosine schedule after the warm-up"""
     warmup_steps: int = Field(20, ge=0)

@@ -165,8 +165,8 @@ class NativeTransfer:
             while not (done.done() or self._client.failed.done()):
                 left = self._moved + deadline - time.monotonic()
                 if left <= 0:
-                    reason = f"nothing was sent for {deadline:g} s (rollout.vllm.stall_deadline)"
-                    self._client.fail(TimeoutError(f"{reason}: a server has died or hangs"))
+                    reason = f"no parameter was sent for {deadline:g} s (rollout.vllm.stall_deadline)"
+                    self._client.fail(TimeoutError(f"{reason}; a server has exited or hangs"))
                 wait(futures, timeout=left, return_when=FIRST_COMPLETED)
             if self._client.failed.done():
                 if self._engine is not None:
@@ -213,7 +213,7 @@ def _vllm() -> tuple[Any, Any]:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     except ImportError as error:
         raise SettingsError(
-            f"rollout.vllm.transfer=nccl and ipc need vLLM where the policy trains: {error}. "
+            f"rollout.vllm.transfer=nccl and ipc require vLLM on the training ranks: {error}. "
             f"Install the extra: {install_extra('vllm')}, or set rollout.vllm.transfer=file"
         ) from error
     return WeightTransferTrainerFactory, HTTPVLLMWeightSyncClient

@@ -114,7 +114,7 @@ def describe_differing(trainer: Mapping[str, Checksum], engine: Mapping[str, Che
 
     >>> two, three = Checksum(values=1, total=2), Checksum(values=1, total=3)
     >>> describe_differing({"a": two, "b": two}, {"a": two, "b": three})
-    "by their checksums 1 of 2 parameters are not the trainer's: b"
+    "the checksums of 1 of 2 parameters differ from the trainer's: b"
     """
     both = [name for name in trainer if name in engine]
     wrong = [name for name in both if not trainer[name].copies_in(engine[name])]
@@ -122,7 +122,7 @@ def describe_differing(trainer: Mapping[str, Checksum], engine: Mapping[str, Che
         return None
     more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
     names = ", ".join(wrong[:_SHOWN])
-    return f"by their checksums {len(wrong)} of {len(both)} parameters are not the trainer's: {names}{more}"
+    return f"the checksums of {len(wrong)} of {len(both)} parameters differ from the trainer's: {names}{more}"
 
 
 def _mixed(bits: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class Verified:
     parameters: int
 
     def __str__(self) -> str:
-        difference = f"the two sides' log-probabilities differ by {self.noise:.2g} nats on average"
+        difference = f"log-probabilities of engine and trainer differ by {self.noise:.2g} nats on average"
         if not self.parameters:
             return f"{self.engine} shares the trained weights; with the start policy {difference}"
         checksums = f"checksums of {self.compared} of {self.parameters} parameters"
@@ -236,7 +236,7 @@ class Verifier:
         if problem is not None:
             return f"{engine}: {problem}"
         if len(scores) != len(probe.log_probs):
-            return f"{engine}: it gave {len(scores)} scores for {len(probe.log_probs)} tokens"
+            return f"{engine}: it returned {len(scores)} scores for {len(probe.log_probs)} tokens"
         difference = math.fsum(abs(a - b) for a, b in zip(probe.log_probs, scores, strict=True)) / len(scores)
         known = self._verified.get(engine)
         bound = self._limit if known is None else known.bound

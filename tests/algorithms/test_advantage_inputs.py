@@ -48,24 +48,24 @@ def test_masks_of_zeros_and_ones_are_accepted_in_any_dtype(dtype):
     ("changes", "message"),
     [
         ({"rewards": torch.zeros(2)}, r"rewards must be \[B, T\]; got \(2,\)"),
-        ({"rewards": torch.zeros(2, 3, dtype=torch.int64)}, "rewards must be floating; got torch.int64"),
-        ({"response_mask": torch.ones(2, 4)}, r"response_mask must be \(2, 3\) as rewards; got \(2, 4\)"),
-        ({"response_mask": torch.full((2, 3), 2)}, "response_mask must be bool or hold only 0 and 1"),
-        ({"groups": torch.zeros(3, dtype=torch.int64)}, r"groups must be \(2,\) as rewards; got \(3,\)"),
+        ({"rewards": torch.zeros(2, 3, dtype=torch.int64)}, "rewards must be floating-point; got torch.int64"),
+        ({"response_mask": torch.ones(2, 4)}, r"response_mask must be \(2, 3\) like rewards; got \(2, 4\)"),
+        ({"response_mask": torch.full((2, 3), 2)}, "response_mask must be bool or contain only 0 and 1"),
+        ({"groups": torch.zeros(3, dtype=torch.int64)}, r"groups must be \(2,\) like rewards; got \(3,\)"),
         ({"groups": torch.zeros(2)}, "groups must be int64"),
         ({"response_mask": torch.tensor([[1, 1, 0], [0, 0, 0]])}, "row 1 has no model token"),
-        ({"rewards": at(1, 1, 0.5, 0.0)}, "rewards holds 0.5 in row 1 at position 1, which is no model token"),
+        ({"rewards": at(1, 1, 0.5, 0.0)}, "rewards is 0.5 in row 1 at position 1, which is not a model token"),
         ({"rewards": at(1, 2, torch.nan, 0.0)}, "rewards is nan at a model token: row 1, position 2"),
         ({"token_energy": at(0, 1, torch.inf)}, "token_energy is inf at a model token: row 0, position 1"),
-        ({"token_energy": at(0, 1, -0.5)}, "token_energy is -0.5 in row 0 at position 1; it cannot be negative"),
+        ({"token_energy": at(0, 1, -0.5)}, "token_energy is -0.5 in row 0 at position 1; it must not be negative"),
         ({"importance_weights": at(1, 0, torch.nan)}, "importance_weights is nan at a model token: row 1, position 0"),
         ({"token_energy": torch.ones(2, 2)}, r"token_energy must be \(2, 3\)"),
-        ({"groups": torch.tensor([[0, 0]])}, r"groups must be \(2,\) as rewards; got \(1, 2\)"),
-        ({"loss_mask": torch.full((2, 3), 3)}, "loss_mask must be bool or hold only 0 and 1"),
-        ({"loss_mask": torch.ones(3, 3)}, r"loss_mask must be \(2, 3\) as rewards"),
-        ({"values": torch.ones(2, 3).long()}, "values must be floating; got torch.int64"),
-        ({"greedy_returns": torch.ones(2, 3)}, r"greedy_returns must be \(2,\) as rewards; got \(2, 3\)"),
-        ({"bootstrap_values": torch.ones(3)}, r"bootstrap_values must be \(2,\) as rewards"),
+        ({"groups": torch.tensor([[0, 0]])}, r"groups must be \(2,\) like rewards; got \(1, 2\)"),
+        ({"loss_mask": torch.full((2, 3), 3)}, "loss_mask must be bool or contain only 0 and 1"),
+        ({"loss_mask": torch.ones(3, 3)}, r"loss_mask must be \(2, 3\) like rewards"),
+        ({"values": torch.ones(2, 3).long()}, "values must be floating-point; got torch.int64"),
+        ({"greedy_returns": torch.ones(2, 3)}, r"greedy_returns must be \(2,\) like rewards; got \(2, 3\)"),
+        ({"bootstrap_values": torch.ones(3)}, r"bootstrap_values must be \(2,\) like rewards"),
         ({"importance_weights": at(1, 2, -0.5)}, "importance_weights is -0.5 in row 1 at position 2"),
     ],
 )
@@ -98,9 +98,9 @@ def test_values_that_cannot_be_right_are_named_with_the_place(estimator, changes
 @pytest.mark.parametrize(
     ("estimator", "name", "setting"),
     [
-        ("gae", "values", "algorithm.estimator=gae brings one along"),
-        ("remax", "greedy_returns", "algorithm.estimator=remax samples it"),
-        ("eob", "trajectory_energy", "algorithm.estimator=eob computes them"),
+        ("gae", "values", "training adds with algorithm.estimator=gae"),
+        ("remax", "greedy_returns", "training samples with algorithm.estimator=remax"),
+        ("eob", "trajectory_energy", "training computes with algorithm.estimator=eob"),
         ("otb_cross", "cross_energy", "agentrl variance --estimators otb_cross"),
     ],
 )
@@ -140,18 +140,18 @@ def test_a_missing_input_is_named_with_the_setting(changes, energy, message):
             "unknown option 'gama' of estimator 'tir_otb'; did you mean 'gamma'",
         ),
         ("grpo", {"tail": "zero"}, UnknownNameError, "unknown option 'tail' of estimator 'grpo'"),
-        ("tir_otb", {"tail": "cary"}, InvalidOptionError, "tail='cary' is none of .*; did you mean 'carry'"),
+        ("tir_otb", {"tail": "cary"}, InvalidOptionError, "tail='cary' is not one of .*; did you mean 'carry'"),
         ("tir_otb", {"energy": "head"}, InvalidOptionError, "energy='head' .*; did you mean 'head_exact'"),
-        ("tir_otb", {"normalize": "std"}, InvalidOptionError, "normalize='std' is none of None, group_std, whiten"),
-        ("tir_otb", {"gamma": 1.5}, InvalidOptionError, "gamma=1.5 lies outside"),
+        ("tir_otb", {"normalize": "std"}, InvalidOptionError, "normalize='std' is not one of None, group_std, whiten"),
+        ("tir_otb", {"gamma": 1.5}, InvalidOptionError, "gamma=1.5 must be in"),
         ("tir_otb", {"epsilon": 0.0}, InvalidOptionError, "epsilon=0.0 must be positive"),
         ("tir_otb", {"loss_aggregation": "mean"}, InvalidOptionError, "loss_aggregation='mean'"),
-        ("tir_otb", {"gamma": "0.9"}, InvalidOptionError, "gamma='0.9' lies outside"),
+        ("tir_otb", {"gamma": "0.9"}, InvalidOptionError, "gamma='0.9' must be in"),
         ("opo", {"leave_one_out": "no"}, InvalidOptionError, "leave_one_out='no' must be True or False"),
         ("opo", {"energy": "length"}, UnknownNameError, "unknown option 'energy' of estimator 'opo'"),
         ("otb_cross", {"energy": "length"}, UnknownNameError, "unknown option 'energy' of estimator 'otb_cross'"),
-        ("eob", {"energy": "logit_proxy"}, InvalidOptionError, "energy='logit_proxy' is none of exact"),
-        ("gae", {"lam": float("nan")}, InvalidOptionError, "lam=nan lies outside"),
+        ("eob", {"energy": "logit_proxy"}, InvalidOptionError, "energy='logit_proxy' is not one of exact"),
+        ("gae", {"lam": float("nan")}, InvalidOptionError, "lam=nan must be in"),
         ("gae", {"lambda": 0.9}, UnknownNameError, "unknown option 'lambda' of estimator 'gae'; did you mean 'lam'"),
         ("reinforce_pp", {"normalize": "white"}, InvalidOptionError, "normalize='white' .*; did you mean 'whiten'"),
     ],
@@ -241,7 +241,7 @@ def test_user_code_says_what_its_estimator_needs(own_registries):
     assert compute_advantages(name, apart).advantages.tolist() == [[0.5, 0.5, 0.0], [-0.5, 0.0, -0.5]]
     with pytest.raises(UnknownNameError, match=r"unknown input 'value' of AdvantageInputs, .*; did you mean 'values'"):
         register_estimator("never", requires=("value",))
-    with pytest.raises(InvalidOptionError, match=r"span of estimator 'never'='batch' is none of group, step, ranks"):
+    with pytest.raises(InvalidOptionError, match=r"span of estimator 'never'='batch' is not one of group, step, ranks"):
         register_estimator("never", span="batch")
     with pytest.raises(InvalidOptionError, match=r"aggregation of estimator 'never'='token_meen' .*'token_mean'"):
         register_estimator("never", aggregation="token_meen")

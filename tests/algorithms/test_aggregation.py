@@ -87,10 +87,10 @@ def test_padding_does_not_matter(mode, pad, seed):
 @pytest.mark.parametrize(
     ("mode", "given_options", "message"),
     [
-        ("token_means", {}, "aggregation='token_means' is none of .* did you mean 'token_mean'"),
-        ("seq_mean_token_sum_norm", {}, "needs a constant positive length; got None"),
-        ("seq_mean_token_sum_norm", {"length": 0.0}, "needs a constant positive length; got 0.0"),
-        ("token_mean", {"length": 5.0}, "length is for seq_mean_token_sum_norm, not token_mean"),
+        ("token_means", {}, "aggregation='token_means' is not one of .* did you mean 'token_mean'"),
+        ("seq_mean_token_sum_norm", {}, "needs a positive, finite length; got None"),
+        ("seq_mean_token_sum_norm", {"length": 0.0}, "needs a positive, finite length; got 0.0"),
+        ("token_mean", {"length": 5.0}, "length applies to seq_mean_token_sum_norm only, not to token_mean"),
     ],
 )
 def test_modes_and_lengths_that_do_not_fit(mode, given_options, message):
@@ -99,5 +99,7 @@ def test_modes_and_lengths_that_do_not_fit(mode, given_options, message):
 
 
 def test_shapes_must_agree():
-    with pytest.raises(InvalidInputError, match=r"loss_mask must be \[B, T\] as per_token; got \(2, 1\) and \(1, 2\)"):
+    with pytest.raises(
+        InvalidInputError, match=r"loss_mask must be \[B, T\] like per_token; got \(2, 1\) and \(1, 2\)"
+    ):
         aggregate(torch.zeros(1, 2), torch.ones(2, 1), "token_mean")

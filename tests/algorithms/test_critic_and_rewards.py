@@ -89,7 +89,7 @@ def test_value_loss_refuses_what_makes_no_sense():
         value_loss(zeros, zeros, zeros, old_values=zeros, clip=0)
     with pytest.raises(MissingInputError, match="needs old_values"):
         value_loss(zeros, zeros, zeros)
-    with pytest.raises(InvalidInputError, match=r"returns must be \[B, T\] as values"):
+    with pytest.raises(InvalidInputError, match=r"returns must be \[B, T\] like values"):
         value_loss(zeros, torch.zeros(1, 3), zeros, old_values=zeros)
     with pytest.raises(InvalidInputError, match="old_values is nan at a model token: row 0, position 0"):
         value_loss(zeros, zeros, zeros + 1, old_values=zeros / 0)

@@ -121,13 +121,13 @@ def test_masked_garbage_reaches_no_value_and_no_gradient(estimator):
 
 
 def test_wrong_names_and_shapes():
-    with pytest.raises(InvalidOptionError, match="KL estimator='k4' is none of"):
+    with pytest.raises(InvalidOptionError, match="KL estimator='k4' is not one of"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
-    with pytest.raises(InvalidInputError, match="differ in shape"):
+    with pytest.raises(InvalidInputError, match="must have the same shape"):
         kl_penalty(torch.zeros(1), torch.zeros(2), "k1")
-    with pytest.raises(InvalidInputError, match=r"log_probs and ratio differ in shape: \(1,\), \(3,\)"):
+    with pytest.raises(InvalidInputError, match=r"log_probs and ratio must have the same shape; got \(1,\) and \(3,\)"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "k1", ratio=torch.ones(3))
-    with pytest.raises(MissingInputError, match="'full' needs the tensor `full`: agentrl"):
+    with pytest.raises(MissingInputError, match="'full' needs the tensor `full`: compute it with agentrl"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "full+")
 
 
@@ -205,11 +205,11 @@ def test_in_the_reward_only_k1_has_the_gradient_of_the_trajectories_divergence(e
 
 def test_reward_kl_refuses_what_makes_no_sense():
     zeros = torch.zeros(1, 2)
-    with pytest.raises(InvalidOptionError, match=r"KL estimator in the reward='k3\+' is none of"):
+    with pytest.raises(InvalidOptionError, match=r"KL estimator in the reward='k3\+' is not one of"):
         reward_kl(zeros, zeros, zeros, zeros + 1, beta=0.1, estimator="k3+")
     with pytest.raises(InvalidOptionError, match=r"beta=-0.1 must be at least 0"):
         reward_kl(zeros, zeros, zeros, zeros + 1, beta=-0.1)
-    with pytest.raises(InvalidInputError, match=r"log_probs must be \[B, T\] as rewards"):
+    with pytest.raises(InvalidInputError, match=r"log_probs must be \[B, T\] like rewards"):
         reward_kl(torch.zeros(1, 3), zeros, zeros, zeros + 1, beta=0.1)
     with pytest.raises(InvalidInputError, match="the KL penalty is nan at a model token: row 0, position 1"):
         reward_kl(zeros, torch.tensor([[0.0, torch.nan]]), zeros, zeros + 1, beta=0.1)

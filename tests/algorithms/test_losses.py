@@ -167,20 +167,20 @@ def test_approx_kl_is_k3_of_old_against_new():
         ("gspo", {"clip_low": -1e-4}, InvalidOptionError, "clip_low=-0.0001"),
         ("gmpo", {"clip_high": math.inf}, InvalidOptionError, "clip_high=inf must be at least 0 and finite"),
         ("sapo", {"temperature_negative": 0.0}, InvalidOptionError, "temperature_negative=0.0 must be positive"),
-        ("ppo", {"clip_low": "x"}, InvalidOptionError, r"clip_low='x' lies outside \[0, 1\]"),
+        ("ppo", {"clip_low": "x"}, InvalidOptionError, r"clip_low='x' must be in \[0, 1\]"),
         ("ppo", {"clip_high": True}, InvalidOptionError, "clip_high=True must be at least 0"),
         ("dual_clip", {"dual_clip": None}, InvalidOptionError, "dual_clip=None must be greater than 1"),
-        ("kl_cov", {"covariance_fraction": "x"}, InvalidOptionError, r"covariance_fraction='x' lies outside \(0, 1\]"),
+        ("kl_cov", {"covariance_fraction": "x"}, InvalidOptionError, r"covariance_fraction='x' must be in \(0, 1\]"),
         ("clip_cov", {"covariance_low": "x"}, InvalidOptionError, "covariance_low='x' must be a number"),
         ("sapo", {"temperature_positive": [1]}, InvalidOptionError, r"temperature_positive=\[1\] must be positive"),
-        ("dppo_tv", {"clip_high": 1.1}, InvalidOptionError, r"clip_high=1.1 lies outside \[0, 1\]"),
+        ("dppo_tv", {"clip_high": 1.1}, InvalidOptionError, r"clip_high=1.1 must be in \[0, 1\]"),
         ("dppo_kl", {"clip_low": -0.1}, InvalidOptionError, "clip_low=-0.1"),
         ("clip_cov", {"covariance_low": 6.0}, InvalidOptionError, "covariance_low=6.0 is above covariance_high=5.0"),
         (
             "clip_cov",
             {"covariance_fraction": 0.0},
             InvalidOptionError,
-            r"covariance_fraction=0.0 lies outside \(0, 1\]",
+            r"covariance_fraction=0.0 must be in \(0, 1\]",
         ),
         ("kl_cov", {"kl_coefficient": -1.0}, InvalidOptionError, "kl_coefficient=-1.0"),
         ("kl_cov", {"clip_low": 0.1}, UnknownNameError, "unknown option 'clip_low' of loss 'kl_cov'"),
@@ -198,7 +198,7 @@ TENSORS = ("log_probs", "old_log_probs", "advantages", "loss_mask")
 @pytest.mark.parametrize("which", [*TENSORS[1:], "response_mask", "weights", "selected"])
 def test_shapes_must_agree(which):
     tensors = {name: torch.ones(2, 3) for name in TENSORS}
-    with pytest.raises(InvalidInputError, match=rf"{which} must be \[B, T\] as log_probs; got \(2, 4\)"):
+    with pytest.raises(InvalidInputError, match=rf"{which} must be \[B, T\] like log_probs; got \(2, 4\)"):
         policy_loss("kl_cov", **{**tensors, which: torch.ones(2, 4)})
 
 
@@ -214,10 +214,10 @@ def test_a_value_that_is_not_finite_at_a_token_of_the_loss_is_named(which, value
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"log_probs": torch.ones(2, 3, dtype=torch.int64)}, "log_probs must be .* floating; got .* torch.int64"),
-        ({"log_probs": torch.ones(3)}, r"log_probs must be \[B, T\] floating; got \(3,\)"),
-        ({"loss_mask": torch.full((2, 3), 2)}, "loss_mask must be bool or hold only 0 and 1"),
-        ({"response_mask": torch.zeros(2, 3)}, "loss_mask holds tokens that response_mask does not"),
+        ({"log_probs": torch.ones(2, 3, dtype=torch.int64)}, "log_probs must be .* floating-point; got .* torch.int64"),
+        ({"log_probs": torch.ones(3)}, r"log_probs must be \[B, T\] floating-point; got \(3,\)"),
+        ({"loss_mask": torch.full((2, 3), 2)}, "loss_mask must be bool or contain only 0 and 1"),
+        ({"response_mask": torch.zeros(2, 3)}, "loss_mask is True at tokens where response_mask is False"),
         ({"selected": torch.zeros(2, 3)}, "loss 'ppo' selects no tokens"),
     ],
 )
@@ -351,7 +351,7 @@ def test_the_default_aggregation_of_a_users_estimator_is_its_trait(own_registrie
 @pytest.mark.parametrize("mode", [mode for mode in AGGREGATIONS if mode != "seq_mean_token_mean"])
 def test_losses_on_sequences_admit_one_aggregation(loss, mode):
     with pytest.raises(
-        InvalidOptionError, match=f"aggregation of loss '{loss}'='{mode}' is none of seq_mean_token_mean"
+        InvalidOptionError, match=f"aggregation of loss '{loss}'='{mode}' is not one of seq_mean_token_mean"
     ):
         check_aggregation(loss, mode)
 

@@ -67,5 +67,5 @@ def test_a_missing_log_prob_at_a_model_token_is_an_error(which):
 
 
 def test_shapes_must_agree():
-    with pytest.raises(InvalidInputError, match=r"rollout_log_probs must be \[B, T\] as response_mask"):
+    with pytest.raises(InvalidInputError, match=r"rollout_log_probs must be \[B, T\] like response_mask"):
         mismatch_metrics(torch.zeros(2, 3), torch.zeros(2, 2), torch.tensor(MASK))

@@ -290,15 +290,15 @@ def test_what_needs_a_statistics_pass():
     ("options", "error", "message"),
     [
         ({"weight": "token"}, UnknownNameError, "unknown option 'weight' of the rollout correction; did you mean"),
-        ({"weights": "tokens"}, InvalidOptionError, "weights='tokens' is none of .* did you mean 'token'"),
-        ({"weight_bound": "tis"}, InvalidOptionError, "weight_bound='tis' is none of truncate, icepop"),
+        ({"weights": "tokens"}, InvalidOptionError, "weights='tokens' is not one of .* did you mean 'token'"),
+        ({"weight_bound": "tis"}, InvalidOptionError, "weight_bound='tis' is not one of truncate, icepop"),
         ({"weight_bound": "icepop", "weight_low": 3.0}, InvalidOptionError, "weight_low=3.0 is above weight_high=2.0"),
         ({"weight_high": 0.0}, InvalidOptionError, "weight_high=0.0 must be positive"),
-        ({"ratio_mask": "k2"}, InvalidOptionError, "ratio_mask='k2' is none of"),
+        ({"ratio_mask": "k2"}, InvalidOptionError, "ratio_mask='k2' is not one of"),
         ({"ratio_low": 1.5, "ratio_high": 0.5}, InvalidOptionError, "ratio_low=1.5 is above ratio_high=0.5"),
         ({"ratio_low": -0.5}, InvalidOptionError, "ratio_low=-0.5 must be at least 0"),
-        ({"divergence_mask": "k1"}, InvalidOptionError, "divergence_mask='k1' is none of"),
-        ({"divergence_level": "mean"}, InvalidOptionError, "divergence_level='mean' is none of"),
+        ({"divergence_mask": "k1"}, InvalidOptionError, "divergence_mask='k1' is not one of"),
+        ({"divergence_level": "mean"}, InvalidOptionError, "divergence_level='mean' is not one of"),
         ({"divergence_high": math.nan}, InvalidOptionError, "divergence_high=nan"),
         ({"self_normalize": True}, InvalidOptionError, "self_normalize=True has no weights to normalise"),
     ],
@@ -310,9 +310,9 @@ def test_options_that_make_no_sense(options, error, message):
 
 def test_inputs_that_make_no_sense():
     zeros, ones = torch.zeros(2, 3), torch.ones(2, 3)
-    with pytest.raises(InvalidInputError, match=r"as response_mask; got \(2, 3\) and \(2, 2\)"):
+    with pytest.raises(InvalidInputError, match=r"like response_mask; got \(2, 3\) and \(2, 2\)"):
         rollout_correction(zeros, zeros, torch.ones(2, 2))
-    with pytest.raises(InvalidInputError, match="loss_mask holds tokens that response_mask does not"):
+    with pytest.raises(InvalidInputError, match="loss_mask is True at tokens where response_mask is False"):
         rollout_correction(zeros, zeros, zeros, loss_mask=ones)
     broken = zeros.clone()
     broken[1, 2] = -math.inf

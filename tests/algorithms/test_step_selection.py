@@ -195,9 +195,9 @@ def test_the_draws_are_splitmix64():
 @pytest.mark.parametrize(
     ("name", "more", "error", "message"),
     [
-        ("ppo", {}, AlgorithmError, "loss 'ppo' selects no tokens over the step"),
+        ("ppo", {}, AlgorithmError, "loss 'ppo' selects no tokens"),
         ("kl_cvo", {}, UnknownNameError, "did you mean 'kl_cov'"),
-        ("kl_cov", {"keys": torch.zeros(8, dtype=torch.int64)}, InvalidInputError, "keys must differ"),
+        ("kl_cov", {"keys": torch.zeros(8, dtype=torch.int64)}, InvalidInputError, "keys must be unique"),
         ("kl_cov", {"keys": torch.arange(7)}, InvalidInputError, r"keys must be \[8\] int64; got \(7,\)"),
         ("kl_cov", {"keys": torch.arange(8.0)}, InvalidInputError, "got .* torch.float32"),
         ("kl_cov", {"covariance_fraction": 1.5}, InvalidOptionError, "covariance_fraction=1.5"),

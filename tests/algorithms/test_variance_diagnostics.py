@@ -153,7 +153,7 @@ def test_shapes_must_agree():
         diagonal_proxy(torch.zeros(2, 3), torch.zeros(2, 2), torch.ones(2, 3))
     accumulator = HeadVarianceAccumulator(torch.zeros(5, 2), temperature=1.0)
     three = torch.zeros(3, dtype=torch.int64)
-    with pytest.raises(InvalidInputError, match=r"must all be \[N\]"):
+    with pytest.raises(InvalidInputError, match=r"advantages and rows must be \[N\]"):
         accumulator.update(hidden=torch.zeros(4, 2), targets=three, advantages=three, rows=three, groups=three)
     with pytest.raises(InvalidInputError, match="temperature positive"):
         HeadVarianceAccumulator(torch.zeros(5, 2), temperature=0.0)

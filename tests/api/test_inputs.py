@@ -60,8 +60,8 @@ def test_a_table_of_problems_is_its_rows(tmp_path: Path, table: Any) -> None:
 @pytest.mark.parametrize(
     ("problems", "message"),
     [
-        (5, r"problems=5: valid is a file, or rows such as \{"),
-        ({"train": [{"problem": "?"}]}, r"problems\[0\] is 'train': valid is a file, or rows such as \{"),
+        (5, r"problems=5 must be a file, or rows such as \{"),
+        ({"train": [{"problem": "?"}]}, r"problems\[0\] is 'train', but problems must be a file, or rows such as \{"),
     ],
 )
 def test_what_is_no_row_is_named(tmp_path: Path, problems: Any, message: str) -> None:
@@ -74,12 +74,12 @@ def test_what_is_no_row_is_named(tmp_path: Path, problems: Any, message: str) ->
     [
         (
             {"problem": [{"problem": "?"}]},
-            "agentrl.train has no argument and no setting 'problem'; did you mean 'problems'?",
+            "agentrl.train has no argument or setting 'problem'; did you mean 'problems'?",
         ),
-        ({"callbacks": [print]}, "agentrl.train has no argument and no setting 'callbacks'; the nearest setting is "),
+        ({"callbacks": [print]}, "agentrl.train has no argument or setting 'callbacks'; the nearest setting is "),
         (
             {"lr": 1e-3},
-            "agentrl.train has no argument and no setting 'lr'; the nearest setting is optimizer.learning_rate",
+            "agentrl.train has no argument or setting 'lr'; the nearest setting is optimizer.learning_rate",
         ),
         (
             {"environment": {"kwargs": {"hook": print}}},
@@ -100,9 +100,7 @@ def test_bad_arguments_end_before_a_run_starts(given: Mapping[str, Any], message
 def test_a_missing_benchmark_ends_before_anything_is_loaded() -> None:
     with pytest.raises(SettingsError, match=r"gone/rows\.jsonl: no such file"):
         agentrl.evaluate("some/model", benchmarks=["gone/rows.jsonl"])
-    with pytest.raises(
-        SettingsError, match=r"agentrl.evaluate has no argument and no setting 'benchmark'; did you mean"
-    ):
+    with pytest.raises(SettingsError, match=r"agentrl.evaluate has no argument or setting 'benchmark'; did you mean"):
         agentrl.evaluate("some/model", benchmark=["gone/rows.jsonl"])
 
 
@@ -165,7 +163,9 @@ def test_a_loaded_model_is_saved_once_with_its_tokenizer(tmp_path: Path) -> None
     assert inputs.model({"path": "some/model"}, None) == {"model": {"path": "some/model"}}
     with pytest.raises(SettingsError, match="a loaded model needs its tokenizer"):
         inputs.model(model, None)
-    with pytest.raises(SettingsError, match="model=5: valid is"):
+    with pytest.raises(
+        SettingsError, match="model must be a directory, a Hugging Face id or a transformers model; got 5"
+    ):
         inputs.model(5, None)
 
 
@@ -245,5 +245,5 @@ def test_a_method_from_outside_the_class_body_keeps_its_place() -> None:
 
 
 def test_plugins_are_a_list(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"plugins='mine.py': valid is a list of modules or files"):
+    with pytest.raises(SettingsError, match=r"plugins must be a list of modules or files; got 'mine.py'"):
         Inputs(tmp_path).with_plugins({"plugins": "mine.py"})

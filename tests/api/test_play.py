@@ -55,7 +55,7 @@ async def test_a_row_brings_its_turns_and_a_loop_may_run() -> None:
     await asyncio.sleep(0)
     played = agentrl.play(Boxes, {**ROW, "turns": [{"model": LOOK}]})
     assert (played.turns, played.reward, played.ended) == ((LOOK,), 0.0, None)
-    assert str(played).endswith("=== goes on, reward 0")
+    assert str(played).endswith("=== not ended, reward 0")
 
 
 def test_the_settings_of_a_file_and_an_environment_by_name(tmp_path: Path) -> None:
@@ -69,9 +69,9 @@ def test_the_settings_of_a_file_and_an_environment_by_name(tmp_path: Path) -> No
 def test_what_cannot_be_played_is_said() -> None:
     with pytest.raises(SettingsError, match=r"the conversation ended \(answered\) before turn 2: '9'"):
         agentrl.play(Boxes, ROW, ["8", "9"])
-    with pytest.raises(SettingsError, match="an agent program makes its turns itself"):
+    with pytest.raises(SettingsError, match="an agent program, which generates its own turns"):
         agentrl.play("agent:asyncio:run", ROW, [])
-    with pytest.raises(SettingsError, match="turns of the row: valid is a list of objects"):
+    with pytest.raises(SettingsError, match="the row's turns must be a list of objects"):
         agentrl.play(Boxes, {**ROW, "turns": ["8"]})
     with pytest.raises(ProblemFieldError, match="the row: no field for the problem"):
         agentrl.play(Boxes, {"boxes": {}}, [])

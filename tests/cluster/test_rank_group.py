@@ -45,7 +45,7 @@ def test_a_rank_that_fails_ends_the_others() -> None:
     assert end is not None
     assert reported == [end]
     assert (end.rank.spec.number, end.code, end.killed) == (1, 9, False)
-    assert str(end) == f"training rank 1 on {HERE.node} ended with exit code 9"
+    assert str(end) == f"training rank 1 on {HERE.node} exited with code 9"
     assert ranks[0].wait(0.0) == -signal.SIGTERM
 
 
@@ -74,10 +74,10 @@ class Told:
 def test_whoever_ends_with_the_worker_is_not_the_cause() -> None:
     reported = list[object]()
     end = RankGroup([Told(0, FOLLOWED), Told(1, None, None, -9), Told(2, None, None, None, 1)], reported.append).end()
-    assert str(end) == f"training rank 1 on {HERE.node} was ended by SIGKILL"
+    assert str(end) == f"training rank 1 on {HERE.node} was killed by SIGKILL"
     assert reported == [end]
     alone = RankGroup([Told(0, FOLLOWED), Told(1, None, -signal.SIGTERM)], reported.append).end()
-    assert str(alone) == f"training rank 0 on {HERE.node} has lost the rollout worker"
+    assert str(alone) == f"training rank 0 on {HERE.node} lost the rollout worker"
     assert reported == [end, alone]
     stuck = RankGroup([Told(0, FOLLOWED), Told(1, None, STUCK), Told(2, None, None, 1)]).end()
     assert str(stuck) == f"training rank 1 on {HERE.node} was stuck"
@@ -85,7 +85,7 @@ def test_whoever_ends_with_the_worker_is_not_the_cause() -> None:
 
 @pytest.mark.parametrize(
     ("code", "end"),
-    [(OutOfMemoryError.exit_code, "ran out of memory"), (SettingsError.exit_code, "ended with exit code 2")],
+    [(OutOfMemoryError.exit_code, "ran out of memory"), (SettingsError.exit_code, "exited with code 2")],
 )
 def test_a_rank_that_ended_with_a_message_is_the_cause_of_a_crash_that_is_seen_first(code: int, end: str) -> None:
     found = RankGroup([Told(0, 1), Told(1, None, code)]).end()

@@ -89,7 +89,7 @@ def test_a_run_waits_for_its_size_and_then_takes_what_there_is(tmp_path: Path) -
     run, cluster = sizes(tmp_path, *RAY), Nodes(3)
     assert reserve(run, cluster, 0.0) == (6, 3, [], [0.0])
     cluster.count = 1
-    waits = ["the run needs 1 node with 3 CPUs and 2 nodes with 2 CPUs, found 1 with 8; waiting for at most 5 s"]
+    waits = ["the run needs 1 node with 3 CPUs and 2 nodes with 2 CPUs, found 1 with 8; waiting up to 5 s"]
     assert reserve(run, cluster, 5.0) == (2, 1, waits, [0.0, 5.0, 0.0, 0.0])
     cluster.count = 2  # another loss later: a node has come back, and it is not waited for the third
     assert reserve(run, cluster, 5.0) == (4, 2, [], [0.0, 0.0])

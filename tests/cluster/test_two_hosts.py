@@ -105,7 +105,7 @@ def test_a_rank_on_each_host_trains_like_two_on_one_even_if_one_is_killed(cluste
         process.kill()
         process.communicate()
     assert process.returncode == 0, said
-    assert re.search(r"training rank 1 on \S+ was ended by SIGKILL; the other ranks end", said)
+    assert re.search(r"training rank 1 on \S+ was killed by SIGKILL; stopping the other ranks", said)
     assert "restart 1 of 1 from the last checkpoint: training rank" in said
     assert len(re.findall(r"resumed after step [12]", said)) == 1
     line.run(*arguments, "name=near")
@@ -147,7 +147,7 @@ def test_ranks_start_again_when_a_head_that_was_cut_off_is_back(cluster: RayHost
         wait_until(lambda: not sleeping(cluster.head), process)
         cluster.other.link("up")
         assert process.stdout.readline() == both
-        assert "was ended by SIGKILL" in process.communicate(timeout=DEADLINE)[0]
+        assert "was killed by SIGKILL" in process.communicate(timeout=DEADLINE)[0]
     finally:
         process.kill()
         process.communicate()

@@ -38,9 +38,9 @@ from agentrl.config import (
         (["model.path=/no/such/folder"], "model.path='/no/such/folder' does not exist"),
         (
             ["kl.placement=reward", "kl.estimator=k1+"],
-            "kl (command line): estimator=k1+ differs from k1 in its gradient alone, and placement=reward has none",
+            "kl (command line): estimator=k1+ differs from k1 only in its gradient, which placement=reward",
         ),
-        (["kl.controller=adaptive"], "kl (command line): controller=adaptive multiplies coefficient, which is 0"),
+        (["kl.controller=adaptive"], "kl (command line): controller=adaptive scales the coefficient, which is 0"),
         (["correction.self_normalize=true"], "self_normalize=true has no weights to normalise: set weights"),
         (
             ["training.deterministic=true", "rollout.schedule=overlapped"],

@@ -342,7 +342,9 @@ def test_forms_and_sizes_are_told_in_words() -> None:
     assert 'reward.functions={"a b": 1}' in refused("reward.functions={a b: 1}")
     assert "reward.functions" in refused("reward.function=a:b")
     assert refused("environment.tools=[]").endswith("valid is a list of at least 1 value")
-    assert "accuracy_range=[0.9, 0.1] needs 0 <= low < high <= 1" in refused("algorithm.accuracy_range=[0.9,0.1]")
+    assert "accuracy_range=[0.9, 0.1] must satisfy 0 <= low < high <= 1" in refused(
+        "algorithm.accuracy_range=[0.9,0.1]"
+    )
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,9 @@ async def test_a_server_of_slightly_other_weights_is_refused_by_its_checksums(
     await opened.close()
     name = "model.norm.weight"
     servers[0].checksums = sums | {name: (sums[name][0], sums[name][1] ^ 1)}
-    with pytest.raises(SettingsError, match=rf"1 of \d+ parameters are not the trainer's: {name}: it serves another"):
+    with pytest.raises(
+        SettingsError, match=rf"1 of \d+ parameters differ from the trainer's: {name}: it serves another"
+    ):
         await open_engine(served(model, servers), tmp_path)
 
 

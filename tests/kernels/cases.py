@@ -8,7 +8,7 @@ from agentrl.kernels.triton_backend import triton_obstacle
 FIELDS = ("log_probs", "entropy", "sum_pi_squared", "energy")
 
 obstacle = triton_obstacle(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-needs_triton = pytest.mark.skipif(obstacle is not None, reason=f"here the backend triton {obstacle}")
+needs_triton = pytest.mark.skipif(obstacle is not None, reason=f"here the triton backend {obstacle}")
 """For tests on the device of the mark `on_device`: Triton is installed, and interprets if that is the CPU."""
 
 

@@ -465,7 +465,7 @@ def test_auto_is_triton_on_a_gpu_where_it_is_installed(monkeypatch):
 
 def test_a_machine_without_triton_is_told_so(monkeypatch):
     monkeypatch.setattr(triton_backend, "triton_installed", lambda: False)
-    with pytest.raises(KernelInputError, match=r"requires the package triton, .* use the backend chunked"):
+    with pytest.raises(KernelInputError, match=r"requires the package triton, .* select the chunked backend"):
         token_statistics(*problem(2, 3, 4), backend="triton")
     with pytest.raises(SettingsError, match=r"training\.head_backend=triton requires the package triton"):
         PolicyModel(torch.nn.Module(), backend="triton")

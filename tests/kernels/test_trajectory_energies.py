@@ -367,7 +367,7 @@ def test_unknown_models_and_shared_layers_are_refused() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     other = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=VOCABULARY))
-    with pytest.raises(KernelInputError, match="Gemma2ForCausalLM of transformers, not for GPT2LMHeadModel"):
+    with pytest.raises(KernelInputError, match="Gemma2ForCausalLM of transformers, not GPT2LMHeadModel"):
         energies(other, make_rows())
     model = make_model("qwen2")
     layers = model.model.layers
@@ -376,7 +376,7 @@ def test_unknown_models_and_shared_layers_are_refused() -> None:
         energies(model, make_rows())
     model = make_model("qwen2")
     model.model.layers[1].mlp = model.model.layers[0].mlp
-    with pytest.raises(KernelInputError, match=r"model\.layers\.0\.mlp\.gate_proj runs twice"):
+    with pytest.raises(KernelInputError, match=r"model\.layers\.0\.mlp\.gate_proj is called twice"):
         energies(model, make_rows())
     with pytest.raises(KernelInputError, match="no trainable parameter"):
         energies(make_model("qwen2").requires_grad_(False), make_rows())
@@ -390,7 +390,7 @@ def test_unknown_models_and_shared_layers_are_refused() -> None:
         ({"attention_mask": torch.tensor([[1, 1, 0, 0]])}, "row 0 at position 2, which no state predicts"),
         ({"temperature": 0.0}, "temperature must be positive"),
         ({"importance_weights": torch.ones(1, 3)}, r"importance_weights must be \[B, S\] = \(1, 4\); got \(1, 3\)"),
-        ({"importance_weights": torch.full((1, 4), torch.nan)}, "importance_weights is nan in row 0 at 2"),
+        ({"importance_weights": torch.full((1, 4), torch.nan)}, "importance_weights is nan in row 0 at position 2"),
         ({"input_ids": torch.zeros(4, dtype=torch.int64)}, r"input_ids must be \[B, S\]"),
     ],
 )

@@ -235,7 +235,7 @@ def test_a_model_whose_layers_do_not_ask_for_attention_is_refused(monkeypatch: p
         policy.causal_lm.model.layers[1].self_attn, "forward", lambda hidden_states, **_: (hidden_states, None)
     )
     with pytest.raises(
-        KernelInputError, match=r"Qwen2Model cannot read packed documents: 1 attention modules .* 2 layers"
+        KernelInputError, match=r"Qwen2Model does not support packed documents: 1 attention modules .* 2 layers"
     ):
         policy(batch.row, batch.rows, batch.columns)
 

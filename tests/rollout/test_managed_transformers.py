@@ -92,7 +92,7 @@ async def test_a_step_that_did_not_arrive_is_found_at_once(host: ManagedTransfor
     said = await install(host, tmp_path, policy().named_parameters(), after, 1)
     changed = sum(before.checksums[name] != after.checksums[name] for name in after.checksums)
     assert said is not None
-    assert f"by their checksums {changed} of {len(after.checksums)} parameters are not the trainer's: " in said
+    assert f"the checksums of {changed} of {len(after.checksums)} parameters differ from the trainer's: " in said
 
 
 async def test_one_matrix_that_did_not_arrive_is_named_and_the_probe_alone_is_silent(
@@ -104,7 +104,7 @@ async def test_one_matrix_that_did_not_arrive_is_named_and_the_probe_alone_is_si
     parts = {name: old[name] if name == DOWN else tensor for name, tensor in model.named_parameters()}
     said = await install(host, tmp_path, parts.items(), probe_of(model), 1)
     known = len(probe_of(model).checksums)
-    assert said == f"the engine: by their checksums 1 of {known} parameters are not the trainer's: {DOWN}"
+    assert said == f"the engine: the checksums of 1 of {known} parameters differ from the trainer's: {DOWN}"
     without = {name: tensor for name, tensor in model.named_parameters() if name != DOWN}
     assert await install(host, tmp_path, without.items(), probe_of(model), 1) == said
     assert await install(host, tmp_path, parts.items(), replace(probe_of(model), checksums={}), 1) is None

@@ -108,7 +108,7 @@ async def test_a_part_that_did_not_arrive_is_named_whatever_the_probe_says(polic
         servers[0].checksums = {"a": (3, 11), "b": (2, 7)}
         said = await installed(one, policy, 1, updated)
         assert said == (
-            f"the vLLM server {servers[1].address}: by their checksums 1 of 2 parameters are not the trainer's: a"
+            f"the vLLM server {servers[1].address}: the checksums of 1 of 2 parameters differ from the trainer's: a"
         )
         servers[1].checksums = {"a": (6, 22), "b": (2, 7)}  # twice, as by two workers
         assert await installed(one, policy, 1, updated) is None
@@ -129,7 +129,7 @@ async def test_a_server_that_comes_back_proves_its_checksums(policy: Path) -> No
         await servers[0].start()
         member = one.engine._members[0]
         await eventually(lambda: "after its return the vLLM server" in member.failure)
-        assert member.failure.endswith("by their checksums 1 of 1 parameters are not the trainer's: a")
+        assert member.failure.endswith("the checksums of 1 of 1 parameters differ from the trainer's: a")
         assert not is_up(one.engine, 0)
         servers[0].checksums = {"a": (3, 10)}
         await eventually(lambda: is_up(one.engine, 0))

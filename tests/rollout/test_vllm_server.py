@@ -349,12 +349,12 @@ async def test_what_arrives_wrong_is_named_at_once_and_the_probe_alone_sees_litt
         for damage, names in ((stale, [DOWN]), (perturbed, [DOWN]), (swapped, [GATE, UP]), (missing, [DOWN])):
             assert await transfer(old, before) is None
             said = await transfer(damage(good, old), after)
-            wrong = f"{len(names)} of {len(after.checksums)} parameters are not the trainer's: {', '.join(names)}"
-            assert said == f"the vLLM server {address}: by their checksums {wrong}", damage
+            wrong = f"{len(names)} of {len(after.checksums)} parameters differ from the trainer's: {', '.join(names)}"
+            assert said == f"the vLLM server {address}: the checksums of {wrong}", damage
         assert await transfer(old, before) is None
         said = await transfer(old, after)  # nothing arrived
         assert said is not None
-        assert f"{len(after.checksums)} of {len(after.checksums)} parameters are not the trainer's" in said
+        assert f"{len(after.checksums)} of {len(after.checksums)} parameters differ from the trainer's" in said
         assert await transfer(good, after) is None
 
         alone = replace(after, checksums={})
@@ -433,7 +433,7 @@ def test_a_server_that_new_weights_do_not_reach_ends_the_run(policy: Path, liar:
     )
     said = re.sub(r"\s+", " ", done.stdout)
     assert done.returncode == 1, said
-    unwritten = r"by their checksums \d+ of \d+ parameters are not the trainer's: model.embed_tokens.weight"
+    unwritten = r"the checksums of \d+ of \d+ parameters differ from the trainer's: model.embed_tokens.weight"
     assert re.search(rf"transfer 1 of 2 of version \d: the vLLM server {liar}: {unwritten}", said), said
-    assert re.search(r"error: the weights of version \d did not arrive, sent 2 times by file: ", said), said
+    assert re.search(r"error: the weights of version \d did not arrive in 2 transfers by file: ", said), said
     assert "Traceback" not in said

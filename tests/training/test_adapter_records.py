@@ -17,15 +17,15 @@ WRITTEN = adapter_record(LoRASettings(rank=8, targets=["v_proj", "q_proj"]), bas
 @pytest.mark.parametrize(
     ("written", "now", "said"),
     [
-        (None, WRITTEN, "holds all weights of a model and no adapter: resume with model.lora.rank=0"),
-        (WRITTEN, None, "holds adapters with model.lora.rank=8 and no model: resume with model.lora.rank=8"),
+        (None, WRITTEN, "contains a full model without adapters: set model.lora.rank=0 to resume"),
+        (WRITTEN, None, "contains adapters with model.lora.rank=8 and no full model: set model.lora.rank=8 to resume"),
         (WRITTEN, adapter_record(LoRASettings(rank=4), base="base"), "model.lora.rank=8, model.lora.alpha=32 and mod"),
         (
             WRITTEN,
             adapter_record(LoRASettings(rank=8), base="base"),
-            r"targets=\[q_proj, v_proj\]; resume with the same",
+            r"targets=\[q_proj, v_proj\]: set the same values to resume",
         ),
-        (WRITTEN, adapter_record(LoRASettings(rank=8), base="other"), "on the model base, which would now be other"),
+        (WRITTEN, adapter_record(LoRASettings(rank=8), base="other"), "on the model base, but model.path is now other"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(written: object, now: object, said: str) -> None:

@@ -243,19 +243,19 @@ def test_rewards_of_the_step_that_depend_on_the_policy_take_a_statistics_pass() 
         kl=KLSettings(coefficient=0.1, placement="reward"),
         response_tokens=20,
     )
-    assert statistics_pass_reasons(settings) == ("whitening takes the mean over the whole step",)
+    assert statistics_pass_reasons(settings) == ("whitening needs the mean over the whole step",)
 
 
 @pytest.mark.parametrize(
     ("algorithm", "reason"),
     [
         ({"updates_per_step": 2}, "2 updates on the same trajectories"),
-        ({"normalize": "whiten"}, "whitening takes the mean over the whole step"),
-        ({"estimator": "ogb_pooled"}, "its rule looks at the groups of the whole step"),
-        ({"estimator": "eob"}, "exact energies take a forward and a backward"),
+        ({"normalize": "whiten"}, "whitening needs the mean over the whole step"),
+        ({"estimator": "ogb_pooled"}, "the estimator needs the groups of the whole step"),
+        ({"estimator": "eob"}, "exact energies need a separate forward and backward"),
         ({"loss": "clip_cov"}, "the loss clip_cov selects tokens over the whole step"),
         ({"loss": "kl_cov"}, "the loss kl_cov selects tokens over the whole step"),
-        ({"estimator": "gae", "estimator_options": {"normalize": None}}, "the critic's values are those before"),
+        ({"estimator": "gae", "estimator_options": {"normalize": None}}, "the critic's values must be computed before"),
     ],
 )
 def test_a_statistics_pass_where_an_algorithm_needs_the_step(algorithm: dict[str, Any], reason: str) -> None:
@@ -289,7 +289,7 @@ def test_a_correction_needs_the_step_for_a_divisor(correction: dict[str, Any], a
         ({}, 49, "one forward for statistics, advantages and backward (micro-batches of whole groups)"),
         ({"estimator": "grpo"}, 50, "one forward .*, also for groups that do not fit one micro-batch .* only rewards"),
         ({"estimator": "ogb"}, 50, "one forward .*; a second forward for all but the last micro-batch of groups"),
-        ({"normalize": "whiten"}, 50, "a statistics pass, then the training pass: whitening takes the mean"),
+        ({"normalize": "whiten"}, 50, "a statistics pass, then the training pass: whitening needs the mean"),
     ],
 )
 def test_the_passes_in_words(algorithm: dict[str, Any], tokens: int, said: str) -> None:

@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     name, step, (line,) = opened(root, alone)
     assert (name, step) == ("step-000002", 2)
     assert line.startswith(f"the checkpoint {root / 'step-000003'} is damaged ({file}")
-    assert line.endswith("renamed to step-000003.damaged; step-000002 is used instead")
+    assert line.endswith("renamed to step-000003.damaged; resuming from step-000002")
     assert names(root) == ["step-000001", "step-000002", "step-000003.damaged"]
     assert opened(root, alone) == ("step-000002", 2, [])
 
@@ -107,7 +107,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
 def test_where_none_is_whole_nothing_is_touched(root: Path, alone: Any) -> None:
     for step in (1, 2, 3):
         flip(root / f"step-00000{step}" / MODEL)
-    with pytest.raises(WorldError, match=r"no checkpoint .* is whole \(step-000003: engine/part-00000.*copy"):
+    with pytest.raises(WorldError, match=r"every checkpoint .* is damaged \(step-000003: engine/part-00000.*copy"):
         open_newest(root, alone, keep=1, warn=pytest.fail)
     assert names(root) == ["step-000001", "step-000002", "step-000003"]
 
@@ -226,7 +226,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(command_line: Co
         cut(checkpoints / name / MODEL)
     before = command_line.metrics("hurt")
     said = command_line.run("train", "--resume", "name=hurt", code=1)
-    assert "no checkpoint in runs/hurt/checkpoints is whole" in said
+    assert "every checkpoint in runs/hurt/checkpoints is damaged" in said
     assert "Traceback" not in said
     assert command_line.metrics("hurt") == before
 

@@ -45,7 +45,9 @@ def limited(given: list[str], *overrides: str) -> Settings:
 
 def test_a_run_none_of_whose_prompts_fit_is_refused_before_the_cold_start(given: list[str], tmp_path: Path) -> None:
     settings = limited(given, "rollout.max_prompt_tokens=16")
-    message = r"rollout\.max_prompt_tokens=16: each of 4 prompts of data\.train has more tokens, up to (\d+); valid: at"
+    message = (
+        r"rollout\.max_prompt_tokens=16, but each of the 4 prompts of data\.train is longer, up to (\d+) tokens: set"
+    )
     with pytest.raises(SettingsError, match=message) as measured:
         asyncio.run(measure(settings, measured_problems(settings)))
     steps: list[int] = []
@@ -62,8 +64,10 @@ def test_a_limit_that_cuts_demonstrations_off_is_named(given: list[str], caplog:
     settings = limited(given, "rollout.max_response_tokens=3", "rollout.max_turn_tokens=2")
     asyncio.run(measure(settings, measured_problems(settings)))
     response, turn = caplog.messages
-    assert "rollout.max_response_tokens=3: 4 of 4 demonstrations have longer responses; rollout.max_resp" in response
-    assert "rollout.max_turn_tokens=2: 4 of 4 demonstrations have a longer turn; rollout.max_turn_tokens=" in turn
+    assert (
+        "rollout.max_response_tokens=3: 4 of 4 demonstrations have longer responses; set rollout.max_resp" in response
+    )
+    assert "rollout.max_turn_tokens=2: 4 of 4 demonstrations have a longer turn; set rollout.max_turn_tokens=" in turn
 
 
 def test_a_dry_run_measures_any_file_of_demonstrations(
@@ -90,6 +94,6 @@ def test_a_limit_holds_what_is_as_long(caplog: pytest.LogCaptureFixture) -> None
     assert not caplog.messages
     check_limits(settings, [5, 9], [row])
     assert caplog.messages == [
-        "rollout.max_prompt_tokens=5: 1 of 2 prompts of data.train have more tokens: skipped; "
-        "rollout.max_prompt_tokens=9 holds all of them"
+        "rollout.max_prompt_tokens=5: 1 of 2 prompts of data.train are longer and are skipped; "
+        "set rollout.max_prompt_tokens=9 to fit all of them"
     ]

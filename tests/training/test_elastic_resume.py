@@ -45,7 +45,7 @@ def test_a_run_goes_on_with_other_ranks_and_back(command_line: CommandLine, rand
         how = [f"training.steps={step}", f"training.num_processes={ranks}", f"training.zero_stage={stage}"]
         how.append(f"training.sequence_parallel={shared}")
         said = command_line.run(*(start if step == 1 else ["train", "--resume"]), "name=parts", *how)
-    assert "resumed after step 3, written by 2 ranks, with 1 rank" in said
+    assert "resumed after step 3, from a checkpoint of 2 ranks, on 1 rank" in said
     whole, parts = compared(command_line, "whole"), compared(command_line, "parts")
     assert [row["step"] for row in parts] == [1, 2, 3, 4]
     for one, other in zip(whole, parts, strict=True):
@@ -63,6 +63,6 @@ def test_a_checkpoint_of_another_model_is_one_message(command_line: CommandLine,
     shutil.rmtree(tmp_path / "policy")
     write_random_policy(tmp_path, hidden_size=48)
     said = command_line.run("train", "--resume", "name=one", "training.steps=2", code=2)
-    assert said.count("is of another model: causal_lm.model.embed_tokens.weight has the shape [300, 32] there") == 1
-    assert "and the shape [300, 48] here; resume with the model that the run began with (model.path)" in said
+    assert said.count("belongs to a different model: causal_lm.model.embed_tokens.weight has the shape [300, 32]") == 1
+    assert "and the shape [300, 48] in this model; set model.path to the model that the run started from" in said
     assert "Traceback" not in said

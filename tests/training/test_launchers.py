@@ -57,7 +57,7 @@ def test_a_run_whose_rank_is_killed_goes_on_by_itself_bitwise(command_line: Comm
     rank.kill()
     said = process.communicate(timeout=DEADLINE)[0]
     assert process.returncode == 0, said
-    assert re.search(r"training rank 0 on \S+ was ended by SIGKILL; the other ranks end", said)
+    assert re.search(r"training rank 0 on \S+ was killed by SIGKILL; stopping the other ranks", said)
     assert "restart 1 of 1 from the last checkpoint: training rank" in said
     command_line.run(*arguments, "name=whole")
     assert without_timings(command_line.metrics("killed")) == without_timings(command_line.metrics("whole"))
@@ -68,10 +68,12 @@ def test_a_rank_that_is_killed_at_every_start_is_left_out(command_line: CommandL
     elastic = ["--num-processes", "2", "cluster.elastic=true", "cluster.restarts=2"]
     plugin = f"plugins=[{Path(__file__).with_name('dying_rank.py')}]"
     said = command_line.run(*arguments, "name=dying", *elastic, plugin, "environment.kwargs.seconds=0.05")
-    assert len(re.findall(r"warning: training rank 1 on \S+ was ended by SIGKILL; the other ranks end", said)) == 2
-    counts = re.findall(r"(\d) of 2 training ranks start on \S+ after \d+ s", said)
+    assert (
+        len(re.findall(r"warning: training rank 1 on \S+ was killed by SIGKILL; stopping the other ranks", said)) == 2
+    )
+    counts = re.findall(r"(\d) of 2 training ranks restarted on \S+ after \d+ s", said)
     assert counts == ["2", "1"]
-    assert "written by 2 ranks, with 1 rank" in said
+    assert "from a checkpoint of 2 ranks, on 1 rank" in said
     command_line.run(*arguments, "name=alone")
     dying, alone = (compared(command_line, name) for name in ("dying", "alone"))
     assert [row["step"] for row in dying] == [1, 2, 3]
@@ -92,7 +94,7 @@ def test_a_folder_that_a_rank_does_not_see_is_refused(tmp_path: Path) -> None:
         finish(start_ranks(Path(__file__).with_name("folder_on_ranks.py"), folders), seconds=300)
         said = [(folder / "refused").read_text() for folder in folders if (folder / "refused").exists()]
         found = [
-            re.fullmatch(r"runs_dir: rank 1 on \S+ cannot see the files that rank 0 .* share", text) for text in said
+            re.fullmatch(r"runs_dir: rank 1 on \S+ cannot access the files that rank 0 .* share", text) for text in said
         ]
         assert [one is not None for one in found] == ([] if shared else [True, True])
         assert not [*tmp_path.rglob(".probe-*")]

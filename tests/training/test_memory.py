@@ -70,8 +70,9 @@ def test_the_message_names_the_micro_batch_and_remedies(tmp_path: Path) -> None:
     assert run_out(tmp_path, [500, 400]).startswith(
         "rank 1 ran out of memory while training step 7, in a micro-batch of 900 tokens (2 trajectories): "
         "CUDA out of memory. Tried to allocate 2 GiB.\n"
-        "the run continues from its last checkpoint with micro-batches of 500 tokens instead of 1000: with --resume, "
-        "or by itself up to cluster.restarts times. If that is not enough: model.gradient_checkpointing=true, "
+        "the run continues from its last checkpoint with micro-batches of 500 tokens instead of 1000: "
+        "automatically up to cluster.restarts times, otherwise with --resume. If this is not enough, "
+        "set one of: model.gradient_checkpointing=true, "
     )
 
 
@@ -88,8 +89,8 @@ def test_each_failure_halves_again(tmp_path: Path) -> None:
     said: list[str] = []
     MicroBatchBudget(1000, tmp_path, rank=0).report(said.append)
     assert said == [
-        "training: micro-batches of 250 tokens, since memory ran out; another training.micro_batch_tokens than 1000 "
-        "takes effect again"
+        "training: micro-batches have 250 tokens, because memory ran out with training.micro_batch_tokens=1000: "
+        "change this setting to override the limit"
     ]
 
 

@@ -122,7 +122,10 @@ def test_another_protocol_and_a_reward_of_ones_own(
 ) -> None:
     said = train(random_policy, "environment.protocol=torl", "--reward", "rewards:halves")
     assert "ToRL: up to 2 turns" in said
-    assert "nothing is evaluated: data.eval is empty; to hold out a part of a file, set data.train.0.part=train" in said
+    assert (
+        "nothing is evaluated, because data.eval is empty: to hold out a part of a file, set data.train.0.part=train"
+        in said
+    )
     rows = trajectories(command_line)
     assert len(rows) == 4
     for row in rows:

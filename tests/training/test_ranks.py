@@ -23,7 +23,7 @@ TWO += ["training.zero_stage=3", "training.persistence_threshold=0"]
 SLOW = ["environment.kwargs.seconds=0.05", "rollout.concurrency=2", "training.steps=3"]
 
 CONTINUE = "agentrl train --resume name=two runs_dir=runs"
-ONE_STEP = "1 step is trained, and saved in a checkpoint"
+ONE_STEP = "1 step was completed, all saved in a checkpoint"
 
 
 def family(pid: int) -> dict[str, list[psutil.Process]]:
@@ -71,7 +71,7 @@ def test_two_ranks_go_on_after_every_end(command_line: CommandLine, random_polic
         said = process.communicate(timeout=DEADLINE)[0]
         assert process.returncode == 130, said
         assert "Traceback" not in said, said
-        assert said.endswith(f"stopped on request; no step is trained. To continue: {CONTINUE}\n"), said
+        assert said.endswith(f"stopped on request; no step was completed. To continue: {CONTINUE}\n"), said
         assert_all_end(processes)
         started = ["train", "--resume", "name=two"]
 
@@ -84,8 +84,8 @@ def test_two_ranks_go_on_after_every_end(command_line: CommandLine, random_polic
     processes["worker.process"][0].kill()
     said = process.communicate(timeout=DEADLINE)[0]
     assert process.returncode == 1
-    assert "error: rollout worker: the connection ended while waiting for the plan of step 2" in said
-    assert said.endswith(f"has lost the rollout worker\n{ONE_STEP}. To continue: {CONTINUE}\n"), said
+    assert "error: rollout worker: the connection closed while waiting for the plan of step 2" in said
+    assert said.endswith(f"lost the rollout worker\n{ONE_STEP}. To continue: {CONTINUE}\n"), said
     assert_all_end(processes)
 
     # A rank is killed.
@@ -95,7 +95,7 @@ def test_two_ranks_go_on_after_every_end(command_line: CommandLine, random_polic
     next(one for one in processes["run.rank"] if one.environ()["RANK"] == "1").kill()
     said = process.communicate(timeout=DEADLINE)[0]
     assert process.returncode == 1
-    end = rf"error: training rank 1 on \S+ was ended by SIGKILL\n{ONE_STEP}. To continue: {CONTINUE}\n$"
+    end = rf"error: training rank 1 on \S+ was killed by SIGKILL\n{ONE_STEP}. To continue: {CONTINUE}\n$"
     assert re.search(end, said), said
     assert "stopping at the next safe point" not in said  # nobody has asked for that
     assert_all_end(processes)

@@ -92,5 +92,5 @@ def test_the_run_ends_with_its_worker(command_line: CommandLine, random_policy: 
     worker.kill()
     said = process.communicate(timeout=DEADLINE)[0]
     assert process.returncode == 1, said
-    assert "error: rollout worker: the connection ended while waiting for" in said
+    assert "error: rollout worker: the connection closed while waiting for" in said
     assert "Traceback" not in said, said

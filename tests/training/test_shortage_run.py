@@ -52,7 +52,7 @@ def test_a_run_restarts_from_its_checkpoint(command_line: CommandLine, random_po
     assert "resumed after step 1" in said
     tokens = record(command_line, "short")["tokens"]
     assert tokens < 500
-    assert f"training: micro-batches of {tokens} tokens, since memory ran out" in said
+    assert f"training: micro-batches have {tokens} tokens, because memory ran out" in said
     assert command_line.steps("short") == [1, 2]
 
 
@@ -75,7 +75,7 @@ def test_torchrun_ends_with_the_message_and_resume_reads_the_record(
     assert re.search(rf"exitcode\s*: {OutOfMemoryError.exit_code} ", done.stdout), done.stdout
     assert len(MESSAGE.findall(done.stdout)) == 1, done.stdout
     said = command_line.run("train", "--resume", "name=short", "cluster=local", "--num-processes=1")
-    assert f"training: micro-batches of {record(command_line, 'short')['tokens']} tokens" in said
+    assert f"training: micro-batches have {record(command_line, 'short')['tokens']} tokens" in said
     assert "resumed after step 0" in said
     assert command_line.steps("short") == [1, 2]
 

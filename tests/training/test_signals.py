@@ -170,7 +170,7 @@ def test_a_rank_that_fails_alone_ends_the_others(tmp_path: Path, random_policy: 
     said = ranks.said()
     assert codes == [FOLLOWED, 1], said
     assert "this rank fails alone" in said, said
-    assert "rank 0: the rollout worker or another rank is gone" in said, said
+    assert "rank 0: the rollout worker or another rank has exited" in said, said
 
 
 def test_a_stuck_rank_is_named_and_the_run_goes_on(command_line: CommandLine, random_policy: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_worker_that_does_not_answer_is_not_waited_for_once_the_run_is_to_stop
     here, there = Pipe()
     asked = threading.Event()
     asked.set()
-    with pytest.raises(WorkerLostError, match=r"of waiting for the plan \(0\.1 s of them since it was asked to stop\)"):
+    with pytest.raises(WorkerLostError, match=r"of waiting for the plan \(0\.1 s of them after a request to stop\)"):
         receive(here, seconds=3600.0, waiting_for="the plan", stops=asked, stop_timeout=0.1)
     there.send("the plan")  # asked or not: what comes in time is taken
     assert receive(here, seconds=3600.0, waiting_for="the plan", stops=asked, stop_timeout=60.0) == "the plan"

@@ -80,12 +80,13 @@ def test_swapped_matrices_are_named_and_not_all_of_many() -> None:
     assert describe_differing(trainer, trainer) is None
     swapped = trainer | {"p03": trainer["p05"], "p05": trainer["p03"]}
     assert (
-        describe_differing(trainer, swapped) == "by their checksums 2 of 12 parameters are not the trainer's: p03, p05"
+        describe_differing(trainer, swapped)
+        == "the checksums of 2 of 12 parameters differ from the trainer's: p03, p05"
     )
     other = {name: checksum(torch.ones(4)) for name in trainer}
     said = describe_differing(trainer, other)
     assert said is not None
-    assert said.startswith("by their checksums 12 of 12 parameters are not the trainer's: p00, p01, ")
+    assert said.startswith("the checksums of 12 of 12 parameters differ from the trainer's: p00, p01, ")
     assert said.endswith("p07 and 4 more")
     assert describe_differing(trainer, {}) is None
 

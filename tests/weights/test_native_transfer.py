@@ -149,7 +149,7 @@ class BlockingCommunicator:
 @pytest.mark.parametrize(
     ("dies", "deadline", "message"),
     [
-        (False, 0.3, r"failed: nothing was sent for 0.3 s \(rollout.vllm.stall_deadline\)"),
+        (False, 0.3, r"failed: no parameter was sent for 0.3 s \(rollout.vllm.stall_deadline\)"),
         (True, 600.0, "failed: connection reset"),
     ],
 )

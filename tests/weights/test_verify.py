@@ -112,7 +112,7 @@ def test_a_stale_engine_with_checksums_is_found_at_once() -> None:
     assert verifier.judge("one", before, reported=before.checksums, scores=policy.scores()) is None
     policy.step()
     said = verifier.judge("one", policy.probe(), reported=before.checksums, scores=policy.scores())
-    assert said == "one: by their checksums 1 of 1 parameters are not the trainer's: a"
+    assert said == "one: the checksums of 1 of 1 parameters differ from the trainer's: a"
 
 
 def test_a_verifier_says_what_it_compares_and_what_it_measured() -> None:
@@ -126,7 +126,7 @@ def test_a_verifier_says_what_it_compares_and_what_it_measured() -> None:
     assert "differ by 0.011 nats on average, bound 0.04" in first
     assert second.startswith("two: every transfer is verified by checksums of 0 of 1 parameters and by a probe; ")
     assert verifier.judge("shared", replace(probe, checksums={}), reported={}, scores=policy.scores()) is None
-    assert str(verifier.verified()[2]).startswith("shared shares the trained weights; with the start policy the two ")
+    assert str(verifier.verified()[2]).startswith("shared shares the trained weights; with the start policy log-")
 
 
 def test_checksums_decide_before_the_probe() -> None:
@@ -135,5 +135,5 @@ def test_checksums_decide_before_the_probe() -> None:
     probe = policy.probe()
     wrong = {"a": Checksum(values=1, total=77)}
     said = verifier.judge("one", probe, reported=wrong, scores=policy.scores())
-    assert said == "one: by their checksums 1 of 1 parameters are not the trainer's: a"
+    assert said == "one: the checksums of 1 of 1 parameters differ from the trainer's: a"
     assert verifier.verified() == []

@@ -57,7 +57,7 @@ def _proxy(inputs: EstimatorInputs, energy: str) -> Tensor:
     if inputs.source.log_probs is None and inputs.source.sum_pi_squared is None:
         raise MissingInputError(
             f"energy={energy!r} needs token_energy (TokenStatistics.energy of the policy's forward), or log_probs and "
-            "sum_pi_squared; energy='length' needs none"
+            "sum_pi_squared; energy='length' needs no input"
         )
     log_probs = _read(inputs, "log_probs", energy)
     sum_pi_squared = _read(inputs, "sum_pi_squared", energy)
@@ -67,7 +67,8 @@ def _proxy(inputs: EstimatorInputs, energy: str) -> Tensor:
 def _read(inputs: EstimatorInputs, name: str, energy: str, *, negative: bool = True) -> Tensor:
     if getattr(inputs.source, name) is None:
         raise MissingInputError(
-            f"energy={energy!r} needs {name} (TokenStatistics.{name} of the policy's forward); 'length' needs none"
+            f"energy={energy!r} needs {name} (TokenStatistics.{name} of the policy's forward); energy='length' "
+            "needs no input"
         )
     return inputs.read(name, negative=negative)
 

@@ -153,7 +153,7 @@ class EstimatorInputs:
         bad = ~torch.isfinite(values) if negative else ~(torch.isfinite(values) & (values >= 0))
         if bool(bad.any()):
             row = int(bad.nonzero()[0])
-            reason = "it must be finite" if negative else "it must be finite and cannot be negative"
+            reason = "it must be finite" if negative else "it must be finite and not negative"
             raise InvalidInputError(f"{name} is {float(values[row])} in row {int(self.rows[row])}; {reason}")
         return values
 

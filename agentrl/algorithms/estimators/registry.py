@@ -45,11 +45,11 @@ _OF_ENERGY: Mapping[str, frozenset[str]] = {
     "exact": frozenset({"trajectory_energy"}),
 }
 _PROVIDERS: Mapping[str, str] = {
-    "values": "values [B, T] of a critic: in training the setting algorithm.estimator=gae brings one along (critic.*)",
-    "greedy_returns": "greedy_returns [B], the return of one greedy rollout a problem: in training the setting "
-    "algorithm.estimator=remax samples it",
-    "trajectory_energy": "trajectory_energy [B], the exact energies of agentrl.kernels.trajectory_energies: in "
-    "training the setting algorithm.estimator=eob computes them",
+    "values": "values [B, T] of a critic, which training adds with algorithm.estimator=gae (critic.*)",
+    "greedy_returns": "greedy_returns [B], the return of one greedy rollout per problem, which training samples with "
+    "algorithm.estimator=remax",
+    "trajectory_energy": "trajectory_energy [B], the exact energies of agentrl.kernels.trajectory_energies, "
+    "which training computes with algorithm.estimator=eob",
     "cross_energy": "cross_energy [B, T], which only the laboratory computes: agentrl variance --estimators otb_cross",
 }
 
@@ -86,9 +86,9 @@ class EstimatorEntry(Entry[EstimatorFunction]):
     def needs(self, record: object) -> EstimatorNeeds:
         """Return the requirements with options as `make_options` returns them."""
         inputs = self.requires | _OF_ENERGY.get(getattr(record, "energy", ""), frozenset())
-        reason = "" if self.span == "group" else "its rule looks at the groups of the whole step"
+        reason = "" if self.span == "group" else "the estimator needs the groups of the whole step"
         if getattr(record, "normalize", None) == "whiten":
-            reason = "whitening takes the mean over the whole step"
+            reason = "whitening needs the mean over the whole step"
         return EstimatorNeeds(inputs=inputs, weighted=self.weighted, step_wide=bool(reason), reason=reason)
 
     def check_inputs(self, name: str, inputs: AdvantageInputs) -> None:

@@ -52,7 +52,7 @@ def policy_loss(
     inputs = _loss_inputs(log_probs, old_log_probs, advantages, loss_mask, response_mask)
     if traits.selection is None:
         if selected is not None:
-            raise InvalidInputError(f"loss {name!r} selects no tokens: it takes no `selected`")
+            raise InvalidInputError(f"loss {name!r} selects no tokens: do not pass `selected`")
     else:
         if selected is None:
             selected = traits.selection(inputs, record, _draws(inputs.mask, None, 0))
@@ -90,7 +90,7 @@ def step_selection(
     """
     entry, traits = LOSSES[name], LOSSES.traits(name)
     if traits.selection is None:
-        raise AlgorithmError(f"loss {name!r} selects no tokens over the step")
+        raise AlgorithmError(f"loss {name!r} selects no tokens: call policy_loss without `selected`")
     record = entry.make_options(f"loss {name!r}", options)
     inputs = _loss_inputs(log_probs, old_log_probs, advantages, loss_mask, None)
     return traits.selection(inputs, record, _draws(inputs.mask, keys, seed))
@@ -138,7 +138,7 @@ def _draws(mask: Tensor, keys: Tensor | None, seed: int) -> Tensor:
     if keys.shape != (rows,) or keys.dtype != torch.int64:
         raise InvalidInputError(f"keys must be [{rows}] int64; got {tuple(keys.shape)} {keys.dtype}")
     if keys.unique().numel() != rows:
-        raise InvalidInputError("keys must differ: they name the trajectories of the step")
+        raise InvalidInputError("keys must be unique, because they identify the trajectories of the step")
     return token_draws(keys, width, seed)
 
 
@@ -146,7 +146,9 @@ def _loss_inputs(
     log_probs: Tensor, old: Tensor | None, advantages: Tensor, loss_mask: Tensor, response_mask: Tensor | None
 ) -> LossInputs:
     if log_probs.ndim != 2 or not log_probs.is_floating_point():
-        raise InvalidInputError(f"log_probs must be [B, T] floating; got {tuple(log_probs.shape)} {log_probs.dtype}")
+        raise InvalidInputError(
+            f"log_probs must be [B, T] floating-point; got {tuple(log_probs.shape)} {log_probs.dtype}"
+        )
     check_alike(
         log_probs=log_probs, old_log_probs=old, advantages=advantages, loss_mask=loss_mask, response_mask=response_mask
     )

@@ -303,7 +303,7 @@ def kl_cov(inputs: LossInputs, options: KLCovarianceOptions) -> tuple[Tensor, di
 
 def _selected(inputs: LossInputs) -> Tensor:
     if inputs.selected is None:
-        raise AssertionError("policy_loss fills in the selection of a loss that has one")
+        raise AssertionError("policy_loss must set `selected` for a loss with a selection")
     return inputs.selected
 
 

@@ -107,10 +107,10 @@ def loss_normalizer(loss_mask: Tensor, mode: str, weights: Tensor | None = None)
 def _check_length(mode: str, length: float | None) -> None:
     if mode != "seq_mean_token_sum_norm":
         if length is not None:
-            raise InvalidOptionError(f"length is for seq_mean_token_sum_norm, not {mode}")
+            raise InvalidOptionError(f"length applies to seq_mean_token_sum_norm only, not to {mode}")
         return
     if length is None or not (math.isfinite(length) and length > 0):
-        raise InvalidOptionError(f"seq_mean_token_sum_norm needs a constant positive length; got {length}")
+        raise InvalidOptionError(f"seq_mean_token_sum_norm needs a positive, finite length; got {length}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -186,7 +186,7 @@ def torch_varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     if softcap:
-        raise KernelInputError("torch's varlen_attn caps no scores: set model.attention=flex, or install flash-attn")
+        raise KernelInputError("torch's varlen_attn cannot cap scores: set model.attention=flex, or install flash-attn")
     return cast(
         Tensor,
         varlen_attn(

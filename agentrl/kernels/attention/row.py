@@ -393,8 +393,8 @@ def packed_states(
         )
     if len(now.layers) != layers:
         raise KernelInputError(
-            f"{type(transformer).__name__} cannot read packed documents: {len(now.layers)} attention modules "
-            f"called the attention function that is set, and its configuration has {layers} layers"
+            f"{type(transformer).__name__} does not support packed documents: {len(now.layers)} attention modules "
+            f"called agentrl's attention function, but its configuration has {layers} layers"
         )
     states: Tensor = output.last_hidden_state[0]
     return states

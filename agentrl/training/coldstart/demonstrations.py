@@ -49,8 +49,9 @@ async def with_observations(demonstration: Demonstration, environment: Environme
             step = await episode.step(turn.model)
             if step.ended is not None:
                 raise SettingsError(
-                    f"coldstart.demonstrations: turn {number} of {len(demonstration.turns)} of the demonstration "
-                    f"{demonstration.problem.id!r} ends its episode ({step.ended}): {turn.model!r:.200}"
+                    f"coldstart.demonstrations: turn {number} of {len(demonstration.turns)} of demonstration "
+                    f"{demonstration.problem.id!r} ends the episode ({step.ended}), but only the last turn may end it: "
+                    f"{turn.model!r:.200}"
                 )
             played.append(ShownTurn(model=turn.model, observation=step.observation))
     finally:
@@ -62,8 +63,8 @@ def check_template(settings: Settings, template: object) -> None:
     """Raise SettingsError where a class's calls are in the model's chat template: demonstrations are plain text."""
     if template and environment_tools(settings.env) is not None:
         raise SettingsError(
-            f"coldstart.demonstrations={settings.coldstart.demonstrations} are plain text, but env={settings.env} "
-            f"speaks the chat template of model.path={settings.model.path}: set coldstart.demonstrations=null"
+            f"coldstart.demonstrations={settings.coldstart.demonstrations} is plain text, but env={settings.env} "
+            f"uses the chat template of model.path={settings.model.path}: set coldstart.demonstrations=null"
         )
 
 
@@ -87,15 +88,15 @@ def check_calls(demonstrations: Sequence[Demonstration], settings: Settings) -> 
         for number, call in _calls(item):
             schema = schemas.get(call.name)
             if schema is None:
-                hint = did_you_mean(call.name, schemas) or f"; its tools: {', '.join(schemas) or 'none'}"
+                hint = did_you_mean(call.name, schemas) or f"; available tools: {', '.join(schemas) or 'none'}"
                 raise SettingsError(
-                    f"{place}: turn {number} calls {call.name!r}, which is no tool of env={settings.env}{hint}"
+                    f"{place}: turn {number} calls {call.name!r}, which is not a tool of env={settings.env}{hint}"
                 )
             refusal = schema.refusal(call.arguments if isinstance(call.arguments, dict) else {})
             wrong += [f"{place}: turn {number}: {refusal}"] if refusal else []
     if wrong:
         more = f" (and {len(wrong) - 1} more such calls)" if wrong[1:] else ""
-        logger.warning("%s%s; the model learns this call, and reads the error", wrong[0], more)
+        logger.warning("%s%s; the model is trained on this call, with the error as its observation", wrong[0], more)
 
 
 def _calls(item: Demonstration) -> Iterator[tuple[int, ParsedCall]]:
@@ -133,9 +134,9 @@ def in_protocol(demonstrations: Sequence[Demonstration], settings: Settings) -> 
         return tuple(_answered(item) for item in demonstrations)
     if environment_tools(settings.env) is not None:
         raise SettingsError(
-            f"coldstart.demonstrations={settings.coldstart.demonstrations} shows nothing of the tools of "
-            f"env={settings.env}: name a JSONL file of demonstrations (docs/data.md), or, for a model that calls tools "
-            "by itself, model.path=... and coldstart.demonstrations=null"
+            f"coldstart.demonstrations={settings.coldstart.demonstrations} contains no calls to the tools of "
+            f"env={settings.env}: set a JSONL file of demonstrations (docs/data.md), or, for a model that calls tools "
+            "by itself, set model.path=... and coldstart.demonstrations=null"
         )
     if not isinstance(environment, SimpleTIRSettings) or environment.protocol not in _PROGRAMS:
         return tuple(demonstrations)
@@ -209,10 +210,10 @@ def check_limits(settings: Settings, prompts: Sequence[int], shown: Sequence[Enc
     longest = max(prompts, default=0)
     if min(prompts, default=0) > rollout.max_prompt_tokens:
         raise SettingsError(
-            f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}: each of {len(prompts)} prompts of data.train has "
-            f"more tokens, up to {longest}; valid: at least {longest}"
+            f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}, but each of the {len(prompts)} prompts of "
+            f"data.train is longer, up to {longest} tokens: set it to at least {longest}"
         )
-    _warn("max_prompt_tokens", rollout.max_prompt_tokens, prompts, "prompts of data.train have more tokens: skipped")
+    _warn("max_prompt_tokens", rollout.max_prompt_tokens, prompts, "prompts of data.train are longer and are skipped")
     responses = [len(row.response_ids) for row in shown]
     _warn("max_response_tokens", rollout.max_response_tokens, responses, "demonstrations have longer responses")
     turns = [row.longest_turn for row in shown]
@@ -223,6 +224,6 @@ def _warn(setting: str, limit: int, lengths: Sequence[int], what: str) -> None:
     over = sum(length > limit for length in lengths)
     if over:
         logger.warning(
-            "rollout.%s=%d: %d of %d %s; rollout.%s=%d holds all of them",
+            "rollout.%s=%d: %d of %d %s; set rollout.%s=%d to fit all of them",
             setting, limit, over, len(lengths), what, setting, max(lengths),
         )  # fmt: skip

@@ -83,7 +83,7 @@ class StartScore:
             console.warning(
                 "the policy solves no problem after its cold start, so training has no success to reinforce: double or "
                 "triple coldstart.steps (a loss on a plateau can fall again later), add demonstrations "
-                "(coldstart.count, or more rows), or begin with easier problems (docs/data.md)"
+                "(coldstart.count, or more rows), or start with easier problems (docs/data.md)"
             )
 
 
@@ -126,14 +126,14 @@ def make_policy(settings: Settings, output: Path, console: Console, problems: Se
 
         asyncio.run(cold_start(settings, output, report, problems))
     perplexity = math.exp(min(sum(losses[-10:]) / len(losses[-10:]), 50.0))
-    console.note(f"policy: {output}, made in {time.monotonic() - began:.0f} s, last perplexity {perplexity:.3f}")
+    console.note(f"policy: {output}, trained in {time.monotonic() - began:.0f} s, final perplexity {perplexity:.3f}")
     cold = settings.coldstart
     late = (cold.direct_steps or 0) if cold.direct_share else 0  # the last steps use other demonstrations
     console.note(describe_loss(losses[: max(0, cold.steps - late)] or losses))
     try:
         score = asyncio.run(_play(settings, output, problems))
     except (AgentRLError, UnavailableError) as error:  # the policy is saved; only its score is missing
-        console.warning(f"the policy of the cold start has no score, because it could not be played: {error}")
+        console.warning(f"the cold-start policy has no score, because its rollouts failed: {error}")
         return
     if score is not None:
         score.write(output)
@@ -200,26 +200,26 @@ def describe_loss(losses: Sequence[float]) -> str:
     >>> describe_loss([1.0, 1.2] * 20)
     'cold start: the loss is on a plateau (1.100, before 1.100)'
     >>> describe_loss([1.0 - step / 100 for step in range(40)])
-    'cold start: the loss still falls (0.625, before 0.665): more coldstart.steps would lower it'
+    'cold start: the loss is still falling (0.625, before 0.665): raise coldstart.steps to lower it further'
     >>> describe_loss([0.02 - step / 2000 for step in range(40)])
     'cold start: the loss is near 0 (0.001, before 0.003)'
     """
     count = max(4, len(losses) // 10)
     if len(losses) < 2 * count:
-        return "cold start: too few steps to tell whether the loss still falls"
+        return "cold start: too few steps to determine whether the loss is still falling"
     before, last = losses[-2 * count : -count], losses[-count:]
     error = math.sqrt((statistics.variance(before) + statistics.variance(last)) / count)
     means = f"({statistics.fmean(last):.3f}, before {statistics.fmean(before):.3f})"
     if statistics.fmean(last) < 0.01:  # more steps would repeat the demonstrations from memory
         return f"cold start: the loss is near 0 {means}"
     if statistics.fmean(before) - statistics.fmean(last) > 2 * error:
-        return f"cold start: the loss still falls {means}: more coldstart.steps would lower it"
+        return f"cold start: the loss is still falling {means}: raise coldstart.steps to lower it further"
     return f"cold start: the loss is on a plateau {means}"
 
 
 def _direct_answers(cold: ColdstartSettings) -> str:
     last = "all steps" if cold.direct_steps is None else f"the last {cold.direct_steps} steps"
-    how = "show only their answer" if cold.direct_turn == "first" else "answer too early, in any turn"
+    how = "contain only their answer" if cold.direct_turn == "first" else "answer too early, in a random turn"
     return f"cold start: in {last}, {cold.direct_share:.0%} of the demonstrations {how} (direct_share)"
 
 
@@ -236,11 +236,11 @@ def coldstart_command(settings: Settings, output: Path) -> None:
 
 def _claim(output: Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise SettingsError(f"--output {output}: it exists already; give a new or an empty directory")
+        raise SettingsError(f"--output {output} already exists: choose a new or empty directory")
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SettingsError(f"--output {output}: cannot be made: {error.strerror}") from error
+        raise SettingsError(f"cannot create --output {output}: {error.strerror}") from error
 
 
 def computing_processes(settings: Settings, *, ranks: int) -> int:

@@ -110,7 +110,7 @@ def fine_tune(
     cold = settings.coldstart
     _, world = start_distributed(deadline=settings.training.collective_deadline)
     if world > 1:
-        raise SettingsError("the cold start runs on one process; give training.num_processes=1 or a model.path")
+        raise SettingsError("the cold start supports one process only: set training.num_processes=1 or model.path")
     engine = TrainingEngine(
         PolicyModel(
             model,
@@ -239,8 +239,8 @@ def read_cold_demonstrations(settings: Settings) -> LoadedDemonstrations:
     cold = settings.coldstart
     if cold.demonstrations is None:
         raise SettingsError(
-            "there is no model.path and no coldstart.demonstrations: name a model, or demonstrations to start one from "
-            "(a JSONL file, builtin:arithmetic or formula:FILE)"
+            "neither model.path nor coldstart.demonstrations is set: set model.path to a model, or "
+            "coldstart.demonstrations to a JSONL file, builtin:arithmetic or formula:FILE"
         )
     loaded = load_demonstrations(
         cold.demonstrations, count=cold.count, variants=cold.variants, seed=_seed(settings), families=cold.families

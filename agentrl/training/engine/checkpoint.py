@@ -177,7 +177,8 @@ def open_newest(root: Path, ranks: Ranked, *, keep: int, warn: Callable[[str], N
     if spoiled:
         listed = "; ".join(f"{name}: {problem}" for name, problem in spoiled.items())
         raise WorldError(
-            f"no checkpoint in {root} is whole ({listed}): put back a copy of one, or start again with another name=..."
+            f"every checkpoint in {root} is damaged ({listed}): restore one from a copy, or start a new run with a "
+            "different name=..."
         )
     return None
 
@@ -217,8 +218,8 @@ def check_reference(checkpoint: Path, state: RunState, path: str | None) -> None
     """Raise SettingsError unless ``path`` is the reference policy that the run has had so far."""
     if state.reference != path:
         raise SettingsError(
-            f"the checkpoint {checkpoint} was trained against the reference policy {state.reference}, which would now "
-            f"be {path}: it must stay where it was (kl.reference)"
+            f"the checkpoint {checkpoint} was trained with the reference policy {state.reference}, but the settings "
+            f"now select {path}: move the policy back, or set kl.reference"
         )
 
 
@@ -264,7 +265,7 @@ def _set_aside(root: Path, spoiled: Mapping[str, str], *, used: str, warn: Calla
         aside = root / f"{name.removeprefix('.').removesuffix('.partial')}.damaged"
         shutil.rmtree(aside, ignore_errors=True)
         (root / name).rename(aside)
-        warn(f"the checkpoint {root / name} is damaged ({problem}): renamed to {aside.name}; {used} is used instead")
+        warn(f"the checkpoint {root / name} is damaged ({problem}): renamed to {aside.name}; resuming from {used}")
 
 
 def _step(path: Path) -> int:
@@ -302,16 +303,16 @@ def check_adapter(checkpoint: Path, written: AdapterRecord | None, now: AdapterR
         return
     if written is None:
         raise SettingsError(
-            f"the checkpoint {checkpoint} holds all weights of a model and no adapter: resume with model.lora.rank=0, "
-            "or start a new run (another name=...) with model.path=POLICY"
+            f"the checkpoint {checkpoint} contains a full model without adapters: set model.lora.rank=0 to resume, "
+            "or start a new run (a different name=...) with model.path=POLICY"
         )
-    made = f"the checkpoint {checkpoint} holds adapters with model.lora.rank={written['rank']}"
+    made = f"the checkpoint {checkpoint} contains adapters with model.lora.rank={written['rank']}"
     if now is None:
-        raise SettingsError(f"{made} and no model: resume with model.lora.rank={written['rank']}")
+        raise SettingsError(f"{made} and no full model: set model.lora.rank={written['rank']} to resume")
     if written["base"] != now["base"]:
-        raise SettingsError(f"{made} on the model {written['base']}, which would now be {now['base']}: set model.path")
+        raise SettingsError(f"{made} on the model {written['base']}, but model.path is now {now['base']}: restore it")
     said = f"model.lora.alpha={written['alpha']} and model.lora.targets=[{', '.join(written['targets'])}]"
-    raise SettingsError(f"{made}, {said}; resume with the same")
+    raise SettingsError(f"{made}, {said}: set the same values to resume")
 
 
 def policy_optimizer(settings: OptimizerSettings, lora: LoRASettings) -> OptimizerSettings:
@@ -328,4 +329,4 @@ def describe_size(module: nn.Module) -> str:
     trained = sum(size for size, learns in sizes if learns)
     if trained == total:
         return f"{total / 1e6:.2f}M parameters"
-    return f"adapters of {trained / 1e6:.2f}M parameters on {(total - trained) / 1e6:.2f}M frozen ones"
+    return f"adapters with {trained / 1e6:.2f}M parameters on {(total - trained) / 1e6:.2f}M frozen parameters"

@@ -208,8 +208,8 @@ def check_shared_folder(folder: Path, *, rank: int, visible: float = _VISIBLE) -
     blind = [f"rank {place} on {host}" for place, (host, found) in enumerate(seen) if not found]
     if blind:
         raise SettingsError(
-            f"runs_dir: {', '.join(blind)} cannot see the files that rank 0 on {seen[0][0]} writes to {folder}; give "
-            "a folder that all machines share"
+            f"runs_dir: {', '.join(blind)} cannot access the files that rank 0 on {seen[0][0]} writes to {folder}: "
+            "set a folder that all machines share"
         )
 
 

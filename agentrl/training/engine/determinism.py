@@ -24,8 +24,8 @@ def set_determinism(settings: TrainingSettings) -> None:
     form = os.environ.setdefault(_WORKSPACE, _DETERMINISTIC[0])
     if form not in _DETERMINISTIC:
         raise SettingsError(
-            f"training.deterministic=true with {_WORKSPACE}={form} in the environment, which lets cuBLAS give other "
-            f"digits every time; valid: {', '.join(_DETERMINISTIC)}, or unset it"
+            f"training.deterministic=true, but {_WORKSPACE}={form} in the environment makes cuBLAS nondeterministic: "
+            f"set it to {' or '.join(_DETERMINISTIC)}, or unset it"
         )
     torch.use_deterministic_algorithms(True)
 

@@ -80,8 +80,8 @@ class MicroBatchBudget:
         """Call ``say`` with a message if micro-batches are smaller than configured."""
         if self.tokens < self._record.configured:
             say(
-                f"training: micro-batches of {self.tokens} tokens, since memory ran out; another "
-                f"training.micro_batch_tokens than {self._record.configured} takes effect again"
+                f"training: micro-batches have {self.tokens} tokens, because memory ran out with "
+                f"training.micro_batch_tokens={self._record.configured}: change this setting to override the limit"
             )
 
     @contextmanager
@@ -125,6 +125,6 @@ class MicroBatchBudget:
         atomic_write(self._file, lambda out: out.write(json.dumps(asdict(self._record)).encode()))
         return OutOfMemoryError(
             f"{text}\nthe run continues from its last checkpoint with micro-batches of {less} tokens instead of "
-            f"{before.tokens}: with --resume, or by itself up to cluster.restarts times. If that is not enough: "
-            f"{_REMEDIES}"
+            f"{before.tokens}: automatically up to cluster.restarts times, otherwise with --resume. If this is not "
+            f"enough, set one of: {_REMEDIES}"
         )

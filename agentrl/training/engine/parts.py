@@ -128,7 +128,7 @@ def restore(folder: Path, module: nn.Module, optimizer: Untyped, *, rank: int) -
         ]
         if not files:
             raise SettingsError(
-                f"the checkpoint {folder} has another format, which only the version of agentrl that wrote it can read"
+                f"the checkpoint {folder} has an unsupported format: resume with the version of agentrl that wrote it"
             )
         facts = [Facts(**json.loads(file.metadata()[_FACTS])) for file in files]
         _check_model(folder, facts[0].shapes, _shapes(module))
@@ -158,7 +158,7 @@ class _AllPieces:
                 into[low - piece.start : high - piece.start].copy_(there[low - start : high - start])
                 copied += high - low
         if copied != piece.length:
-            raise RuntimeError(f"the parts hold {copied} of the {piece.length} entries of {kind}/{piece.name}")
+            raise RuntimeError(f"the parts contain {copied} of the {piece.length} entries of {kind}/{piece.name}")
 
 
 def _read_pieces(parts: _AllPieces, module: nn.Module, optimizer: Untyped) -> None:
@@ -196,10 +196,10 @@ def _check_model(folder: Path, there: Mapping[str, list[int]], here: Mapping[str
     for name in [*there, *here]:
         if there.get(name) == here.get(name):
             continue
-        before, now = (f"the shape {shapes[name]}" if name in shapes else "no place" for shapes in (there, here))
+        before, now = (f"the shape {shapes[name]}" if name in shapes else "no entry" for shapes in (there, here))
         raise SettingsError(
-            f"the checkpoint {folder} is of another model: {name} has {before} there and {now} here; resume with "
-            "the model that the run began with (model.path)"
+            f"the checkpoint {folder} belongs to a different model: {name} has {before} in the checkpoint and "
+            f"{now} in this model; set model.path to the model that the run started from"
         )
 
 

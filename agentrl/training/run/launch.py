@@ -122,8 +122,10 @@ def _attempt(
     ranks = start_ranks(cluster, reservations, size, run_path, resume=resume, sandboxes=sandboxes)
     if again:
         full, nodes = settings.training.num_processes, ", ".join(reservation.node for reservation in reservations)
-        console.note(f"{len(ranks)} of {full} training ranks start on {nodes} after {time.monotonic() - began:.0f} s")
-    group = RankGroup(ranks, lambda end: console.warning(f"{end}; the other ranks end"))
+        console.note(
+            f"{len(ranks)} of {full} training ranks restarted on {nodes} after {time.monotonic() - began:.0f} s"
+        )
+    group = RankGroup(ranks, lambda end: console.warning(f"{end}; stopping the other ranks"))
     with stop_requests(group.request_stop, group.kill, announce=True):
         try:
             end = group.end(poll)
@@ -263,8 +265,8 @@ def _check_folder(cluster: Cluster, reservations: Sequence[Reservation], run_pat
     for reservation in reservations:
         if not cluster.can_access(reservation, run_path.absolute() / "config.yaml"):
             raise SettingsError(
-                f"runs_dir: the node {reservation.node} ({reservation.address}) cannot see the files of "
-                f"{run_path.absolute()}; give a folder that all nodes share"
+                f"runs_dir: the node {reservation.node} ({reservation.address}) cannot access "
+                f"{run_path.absolute()}: set a folder that all nodes share"
             )
 
 
@@ -304,14 +306,14 @@ class RankEnd:
         if self.lost is not None:
             return f"training {self.rank.spec.name} is lost: {self.lost}"
         if self.code == FOLLOWED:
-            return f"training {self.rank.spec.name} on {self.rank.reservation.node} has lost the rollout worker"
+            return f"training {self.rank.spec.name} on {self.rank.reservation.node} lost the rollout worker"
         if self.code == STUCK:
             return f"training {self.rank.spec.name} on {self.rank.reservation.node} was stuck"
         if self.code == OutOfMemoryError.exit_code:
             return f"training {self.rank.spec.name} on {self.rank.reservation.node} ran out of memory"
         if self.code == REPORTED:
             return f"training {self.rank.spec.name} on {self.rank.reservation.node} ended with an error"
-        how = f"was ended by {signal.Signals(-self.code).name}" if self.killed else f"ended with exit code {self.code}"
+        how = f"was killed by {signal.Signals(-self.code).name}" if self.killed else f"exited with code {self.code}"
         return f"training {self.rank.spec.name} on {self.rank.reservation.node} {how}"
 
 
@@ -431,7 +433,7 @@ class RunSizes:
         refused: UnplaceableError | None = None
         for number, seconds in attempts:
             if seconds and refused is not None:
-                say(f"{refused}; waiting for at most {seconds:g} s")
+                say(f"{refused}; waiting up to {seconds:g} s")
             size, bundles = self._sizes[number]
             try:
                 reservations = cluster.reserve(bundles, patience=seconds)

@@ -71,7 +71,7 @@ class BestPolicy:
 
     def settle(self, best: EvaluationRecord | None) -> None:
         """Keep the export of ``best``, the best saved evaluation, and remove all others."""
-        with world_errors(self.path, "put the best policy in"):
+        with world_errors(self.path, "move the best policy to"):
             if best is not None and self._waiting(best["step"]).is_dir():
                 shutil.rmtree(self.path, ignore_errors=True)
                 self._waiting(best["step"]).rename(self.path)
@@ -117,17 +117,17 @@ def progress_of(settings: Settings) -> str:
     """Return a sentence on the steps that a run trained and saved, with the command that continues it."""
     run = RunDirectory(settings.run_path)
     if not run.config.is_file():
-        return "no step is trained, and nothing was written"
+        return "no step was completed, and no file was written"
     trained = max((int(row["step"]) for row in run.metrics() if "policy/updates" in row), default=0)
     saved = newest_step(run.checkpoints)
     if not trained:
-        done = "no step is trained"
+        done = "no step was completed"
     else:
-        done = f"{trained} step{' is' if trained == 1 else 's are'} trained, "
+        done = f"{trained} step{' was' if trained == 1 else 's were'} completed, "
         if saved >= trained:
-            done += "and saved in a checkpoint"
+            done += "all saved in a checkpoint"
         else:
-            done += f"the newest checkpoint is of step {saved}" if saved else "none is saved in a checkpoint"
+            done += f"the newest checkpoint is from step {saved}" if saved else "none saved in a checkpoint"
     return f"{done}. To continue: {resume_command(settings)}"
 
 
@@ -229,7 +229,7 @@ def finish_run(
         f"output is in {run.path}: policy/ (transformers format), {plots}metrics.jsonl, trajectories/, tokens/, "
         "checkpoints/, summary.json, config.yaml"
     )
-    console.note(f"curves, trajectories and tokens in the browser: agentrl view {shlex.quote(str(run.path))}")
+    console.note(f"to view curves, trajectories and tokens in the browser: agentrl view {shlex.quote(str(run.path))}")
 
 
 def repeat_alerts(run: RunDirectory, console: Console) -> None:
@@ -292,7 +292,7 @@ class TokenWriter:
 
     def _write(self, facts: TokenFacts, rows: list[TrajectoryTokens]) -> None:
         path = self._run.token_file(facts.step, facts.rank)
-        with world_errors(path.parent, "make"):
+        with world_errors(path.parent, "create"):
             path.parent.mkdir(exist_ok=True)
         write_tokens(path, facts, rows)
 

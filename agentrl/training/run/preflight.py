@@ -158,13 +158,13 @@ def dry_run(settings: Settings) -> None:
     )
     console.note(f"passes: {passes}")
     for problem in machine_problems(settings):
-        console.warning(f"not on this machine: {problem}")
+        console.warning(f"this machine cannot run these settings: {problem}")
     if settings.cluster.kind == "ray":
         show_plan(settings, console)
     try:
         config_of(settings.model)
     except SettingsError as error:
-        console.note(f"memory: not estimated: {error}")
+        console.note(f"memory: cannot be estimated: {error}")
         return
     shape = read_shape(settings.model)  # whose errors are the user's
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -67,8 +67,8 @@ if TYPE_CHECKING:
 _EMPTY_STEPS = 10
 
 _UNEVALUATED = (
-    "nothing is evaluated: data.eval is empty; to hold out a part of a file, set data.train.0.part=train, and "
-    "data.eval.0.path to the file with data.eval.0.part=heldout"
+    "nothing is evaluated, because data.eval is empty: to hold out a part of a file, set data.train.0.part=train, "
+    "data.eval.0.part=heldout and data.eval.0.path to the same file"
 )
 
 
@@ -207,14 +207,14 @@ class Session:
         bound = self._trainer.fidelity_bound = own or fidelity_bound(self._settings.model.dtype, noise)
         reason = "algorithm.fidelity_bound" if own else f"from {noise:.2g} measured at the start"
         self._console.note(
-            "fidelity: the run stops at a step whose log-probabilities differ from the engine's by more than "
+            "fidelity: the run stops if the log-probabilities of a step differ from the engine's by more than "
             f"{bound:.2g} nats on average ({reason})"
         )
         if not own and noise > FIDELITY_FLOORS[self._settings.model.dtype]:
             self._console.warning(
-                f"engine and trainer differ by {noise:.2g} nats with equal weights. Models with experts may, because "
-                "rounding changes which expert computes a token. With any other model, check the server's "
-                "quantization, cache dtype and rope settings, or set algorithm.fidelity_bound"
+                f"log-probabilities of engine and trainer differ by {noise:.2g} nats with equal weights. This is "
+                "expected of mixture-of-experts models, because rounding changes the selected experts. For any other "
+                "model, check the server's quantization, cache dtype and rope settings, or set algorithm.fidelity_bound"
             )
         if resume:
             self._restore()
@@ -338,7 +338,7 @@ class Session:
                 self._console.warning(str(alert))
         self._alerting = {alert.alert for alert in now}
         if stopping := sorted(self._alerting & set(self._settings.telemetry.stop_on)):
-            self._console.warning(f"telemetry.stop_on={', '.join(stopping)}: the run stops")
+            self._console.warning(f"an alert of telemetry.stop_on was raised ({', '.join(stopping)}): stopping the run")
             self.request_stop()
 
     def _warn_of_empty_steps(self, step: int, metrics: Metrics) -> None:
@@ -348,7 +348,7 @@ class Session:
         if self._empty_steps % _EMPTY_STEPS == 0:
             why = {name: metrics.get(f"groups/{name}", 0) for name in _WHY_DROPPED}
             reasons = ", ".join(f"{count:g} {_WHY_DROPPED[name]}" for name, count in why.items() if count)
-            self._console.warning(f"step {step} trains on no group: {reasons or 'none was rolled out'}")
+            self._console.warning(f"step {step} has no group to train on: {reasons or 'no group was rolled out'}")
         self._empty_steps += 1
 
     def _evaluate_if_due(self) -> None:
@@ -371,7 +371,7 @@ class Session:
         if report is None:
             what, of = ("evaluated with falsified observations", " that reveals a value by execution")
             what, of = (what, of) if falsified else ("evaluated", "")
-            self._console.note(f"step {self._done.step}: not {what}, data.eval has no problem{of}")
+            self._console.note(f"step {self._done.step}: not {what}, because data.eval has no problem{of}")
             return
         self._record(report)
         if not falsified and self._settings.checkpoint.best:
@@ -444,7 +444,7 @@ class Session:
             self._saved = (state.step, len(state.evaluations))
             rows = state.rows
             if state.ranks != self._world:
-                others = f", written by {_ranks(state.ranks)}, with {_ranks(self._world)}"
+                others = f", from a checkpoint of {_ranks(state.ranks)}, on {_ranks(self._world)}"
             self._make_room()
             self._sender.send(state.updates)
         if self._run is not None:
@@ -459,7 +459,7 @@ class Session:
             names = ", ".join(path.name for path in found[:5]) + (", ..." if len(found) > 5 else "")
             self._console.warning(
                 f"{len(found)} trajectory files in {found[0].parent} are truncated ({names}): they cannot be viewed or "
-                "graded again; training does not read them"
+                "regraded; training is not affected"
             )
 
     def _stopped(self) -> int:
@@ -513,8 +513,8 @@ class Session:
 
 def _reading(policy: PolicyModel) -> str:
     """How a policy reads its rows."""
-    ranks = "" if policy.sequence is None else f", each shared by {policy.sequence.size} ranks"
-    return f"attention by {policy.attention} over packed trajectories{ranks}"
+    ranks = "" if policy.sequence is None else f", with each row shared by {policy.sequence.size} ranks"
+    return f"{policy.attention} attention over packed trajectories{ranks}"
 
 
 def _own_address() -> str:

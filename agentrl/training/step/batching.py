@@ -283,17 +283,17 @@ def _reasons(settings: ObjectiveSettings) -> Iterator[str]:
     algorithm, correction = settings.algorithm, settings.correction
     needed = needs(settings)
     if algorithm.updates_per_step > 1:
-        yield f"{algorithm.updates_per_step} updates on the same trajectories need the log-probabilities before"
+        yield f"{algorithm.updates_per_step} updates on the same trajectories need log-probabilities from before them"
     if needed.step_wide and not known_before_forward(settings):
         yield needed.reason
     if "values" in needed.inputs:
-        yield "the critic's values are those before its update"
+        yield "the critic's values must be computed before its update"
     if "trajectory_energy" in needed.inputs:
-        yield "exact energies take a forward and a backward of their own"
+        yield "exact energies need a separate forward and backward pass"
     if LOSSES.traits(algorithm.loss).step_wide:
         yield f"the loss {algorithm.loss} selects tokens over the whole step"
     if correction.self_normalize:
-        yield "self-normalised weights take the mean over the whole step (correction.self_normalize)"
+        yield "self-normalised weights need the mean over the whole step (correction.self_normalize)"
     if correction.masks and settings.aggregation != "token_sum":
         yield (
             "the divisor of the loss counts the tokens that correction.ratio_mask and correction.divergence_mask keep "

@@ -162,8 +162,8 @@ def check_fidelity(mean_difference: float, bound: float, *, worst: float | None 
         if difference is not None and not difference <= bound:  # NaN included
             raise FidelityError(
                 f"the training forward and the engine disagree on the log-probability of sampled tokens by "
-                f"{difference:.3g} nats {where} (bound {bound:g}). Possible causes: another temperature, template or "
-                "tokenizer on one side, weights that were not transferred, or another dtype. The step was not applied."
+                f"{difference:.3g} nats {where} (bound {bound:g}). Possible causes: a different temperature, template, "
+                "tokenizer or dtype on one side, or weights that were not transferred. The step was not applied."
             )
 
 

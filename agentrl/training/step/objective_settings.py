@@ -122,8 +122,8 @@ def needs(settings: ObjectiveSettings) -> EstimatorNeeds:
     missing = sorted(found.inputs.intersection(_LABORATORY_INPUTS))
     if missing:
         raise SettingsError(
-            f"algorithm.estimator={name}: it needs {', '.join(missing)}, which training does not compute; use it in "
-            "the variance laboratory only"
+            f"algorithm.estimator={name} needs {', '.join(missing)}, which training does not compute: use it "
+            "only in the variance laboratory"
         )
     return found
 
@@ -154,10 +154,12 @@ def _options(
         if key not in known:
             raise SettingsError(
                 f"algorithm.{key}={value}: the {kind} {name!r} has no such option; "
-                f"it has: {', '.join(sorted(known)) or 'none'}"
+                f"valid options: {', '.join(sorted(known)) or 'none'}"
             )
         if key in further:
-            raise SettingsError(f"algorithm.{key}={value} and algorithm.{kind}_options.{key}={further[key]}: give one")
+            raise SettingsError(
+                f"algorithm.{key}={value} and algorithm.{kind}_options.{key}={further[key]}: set only one"
+            )
     options = changed | further
     try:
         registry[name].make_options(f"{kind} {name!r}", options)

@@ -244,7 +244,7 @@ class LocalService:
     def confirm(self, step: int) -> None:
         """The trajectories are written in the background. Raises WorldError if those before could not be written."""
         if self._batch is None or self._batch.step != step:
-            raise RuntimeError(f"step {step} is confirmed but was not the last one planned")
+            raise RuntimeError(f"step {step} was confirmed, but it is not the last planned step")
         self._writer.settle()
         if due(step, self._settings.telemetry.trajectories_every):
             rows = (item.to_record() for group in self._batch.played for item in group.everyone)

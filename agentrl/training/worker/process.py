@@ -96,7 +96,7 @@ class Server:
                     message = ready.recv()
                 except (EOFError, OSError):
                     rank = {**talks, **controls}[ready]
-                    self._end(f"training rank {rank} is gone")
+                    self._end(f"training rank {rank} disconnected")
                     return
                 if ready in talks:
                     self._requests.put((talks[ready], message))
@@ -168,7 +168,7 @@ class Server:
             if len(waiting) < len(self._connections):
                 continue
             if len({(request.name, request.waiting_for) for request in waiting.values()}) > 1:
-                raise RuntimeError(f"the ranks are not at the same place: {waiting}")
+                raise RuntimeError(f"the ranks made different calls: {waiting}")
             self._carry_out(service, waiting[0])
             waiting.clear()
 

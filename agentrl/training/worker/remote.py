@@ -166,14 +166,14 @@ class RemoteService:
             )
         except WorkerLostError as error:
             raise WorkerLostError(f"rollout worker: {error}{self._how_it_ended()}") from error
-        self._heartbeat.enter(f"the work after {waiting_for}")
+        self._heartbeat.enter(f"the work after waiting for {waiting_for}")
         if reply.failure is not None:
             raise _error_of(reply.failure)
         return reply.value
 
     def _beat_and_end_with_worker(self) -> None:
         """Send a beat every second. End this process soon after the worker: a rank in a collective may not notice."""
-        stuck = StuckRanks(ranks=[], message="the rollout worker or another rank is gone")
+        stuck = StuckRanks(ranks=[], message="the rollout worker or another rank has exited")
         patience, code = _LAST_WORDS, FOLLOWED
         with contextlib.suppress(EOFError, OSError):
             while not self._control.poll(INTERVAL):
@@ -201,8 +201,8 @@ class RemoteService:
         if code is None:
             return ""
         if code >= 0:
-            return f" (it ended with exit code {code})"
-        return f" (it was ended by {signal.Signals(-code).name}, as the system does when memory runs out)"
+            return f" (it exited with code {code})"
+        return f" (it was killed by {signal.Signals(-code).name}, which the system sends when memory runs out)"
 
 
 def _error_of(failure: Failure) -> Exception:

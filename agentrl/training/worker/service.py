@@ -79,7 +79,7 @@ class RolloutService(Protocol):
         A step that was planned but not confirmed is planned again, with the same trajectories.
         """
 
-    @_call("the batch under way (training.worker_timeout)", interruptible=True)
+    @_call("the current batch (training.worker_timeout)", interruptible=True)
     def settle(self) -> None:
         """Return when the weights may change: after a batch of one policy version; at once after a request to stop."""
 
@@ -87,7 +87,7 @@ class RolloutService(Protocol):
     def barrier(self, place: str) -> None:
         """Return when every rank is at ``place``."""
 
-    @_call("the worker to note that step {step} is trained")
+    @_call("the worker to confirm step {step}")
     def confirm(self, step: int) -> None:
         """Note that the step is trained: begin to write its trajectories and remove its groups from the work queue.
 
@@ -109,7 +109,7 @@ class RolloutService(Protocol):
     def load_state_dict(self, state: QueueState) -> None:
         """Continue from a saved position."""
 
-    @_call("where the engine's weights go")
+    @_call("the target of weight transfers")
     def transfer_target(self) -> TransferTarget | None:
         """The destination of weights; None if the engine shares them with the trainer."""
 
@@ -117,7 +117,7 @@ class RolloutService(Protocol):
     def probe_tokens(self) -> tuple[int, ...]:
         """The tokens that both trainer and engine score: the prompts of the first problems."""
 
-    @_call("how transfers are verified")
+    @_call("the verification of transfers")
     def verification(self) -> list[Verified]:
         """How transfers to each engine are verified, and the noise measured for this."""
 
@@ -238,10 +238,10 @@ def receive(
             if stops is not None and stops.is_set() and not stopping:
                 stopping, deadline = True, min(deadline, time.monotonic() + stop_timeout)
             if time.monotonic() >= deadline:
-                told = f" ({stop_timeout:g} s of them since it was asked to stop)" if stopping else ""
+                told = f" ({stop_timeout:g} s of them after a request to stop)" if stopping else ""
                 raise WorkerLostError(
-                    f"no answer after {time.monotonic() - began:.0f} s of waiting for {waiting_for}{told}"
+                    f"no response after {time.monotonic() - began:.0f} s of waiting for {waiting_for}{told}"
                 )
         return connection.recv()
     except (EOFError, OSError) as error:
-        raise WorkerLostError(f"the connection ended while waiting for {waiting_for}") from error
+        raise WorkerLostError(f"the connection closed while waiting for {waiting_for}") from error

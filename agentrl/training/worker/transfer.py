@@ -72,7 +72,9 @@ class WeightSender:
                 pass  # iterating computes the checksums
         problem = self._service.verify(0, self._score())
         if problem is not None and target is None:
-            raise WeightMismatchError(f"trainer and engine compute the same weights differently: {problem}")
+            raise WeightMismatchError(
+                f"trainer and engine compute different log-probabilities from equal weights: {problem}"
+            )
         if problem is not None:
             self.send(0)
         verified = self._service.verification()
@@ -91,10 +93,10 @@ class WeightSender:
             problem = self._once(target, version, probe)
             if problem is None:
                 return
-            self._console.warning(f"transfer {attempt + 1} of {_ATTEMPTS} of version {version}: {problem}")
+            self._console.warning(f"transfer {attempt + 1} of {_ATTEMPTS} of version {version} failed: {problem}")
         raise WeightMismatchError(
-            f"the weights of version {version} did not arrive, sent {_ATTEMPTS} times by {target.backend}: {problem}. "
-            "Trajectories would come from another policy than the one that is trained, so the run ends here."
+            f"the weights of version {version} did not arrive in {_ATTEMPTS} transfers by {target.backend}: {problem}. "
+            "The run stops, because the engine would sample from a different policy than the trained one."
         )
 
     def close(self) -> None:
