@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="agentrl",
-    help="Train language-model agents that solve mathematics by writing Python and seeing what it prints.",
+    help="Train language-model agents that solve mathematics by writing and running Python programs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -44,7 +44,7 @@ def _settings(example: str) -> ArgumentInfo:
 Overrides = Annotated[list[str] | None, _settings("rollout.group_size=8")]
 Config = Annotated[
     list[str] | None,
-    _option("FILE", "YAML file, or the name of a shipped one such as word_problems; of several, the later one wins"),
+    _option("FILE", "YAML file or name of a shipped config such as word_problems; later ones take precedence"),
 ]
 Env = Annotated[
     str | None,
@@ -62,8 +62,8 @@ def train(
     config: Config = None,
     reward: Annotated[str | None, _option("MODULE:NAME", "function (problem, conversation, verdict) -> float")] = None,
     num_processes: Annotated[int | None, _option("N", "training ranks on this machine")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="continue the run of this name, or the newest")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show settings, passes and memory; train nothing")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="resume the run called name, or the newest run")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print settings, passes and memory, then exit")] = False,
 ) -> None:
     """Train a policy. Without model.path=..., train the embedded tiny model on this machine in minutes."""
     rewards = None if reward is None else {reward: 1.0}
@@ -86,13 +86,15 @@ def plan(
         str | None, _option("MODEL", "directory, config.json or Hugging Face id; no weights are read")
     ] = None,
     config: Config = None,
-    gpus: Annotated[int | None, _option("N", "GPUs for training and servers; default: those of this machine")] = None,
-    memory: Annotated[float | None, _option("GB", "memory of one GPU; default: that of this machine's")] = None,
-    context: Annotated[int | None, _option("TOKENS", "longest prompt and response together; default: as set")] = None,
-    lora: Annotated[bool, typer.Option("--lora", help="plan for adapters, instead of all weights")] = False,
-    write: Annotated[Path | None, _option("FILE", "write the overlay there, for agentrl train --config FILE")] = None,
+    gpus: Annotated[
+        int | None, _option("N", "GPUs for training and servers; default: all GPUs of this machine")
+    ] = None,
+    memory: Annotated[float | None, _option("GB", "memory of one GPU; default: memory of this machine's GPU")] = None,
+    context: Annotated[int | None, _option("TOKENS", "maximum tokens of prompt plus response; default: as set")] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="plan to train adapters instead of all weights")] = False,
+    write: Annotated[Path | None, _option("FILE", "write the overlay to FILE, for agentrl train --config FILE")] = None,
 ) -> None:
-    """Estimate the memory of a model on GPUs, and print the cheapest settings that fit as a YAML overlay."""
+    """Estimate the GPU memory of a model, and print the cheapest settings that fit as a YAML overlay."""
     settings = _load("plan", overrides, config=config, options={"model.path": model})
     from agentrl.planning.plan import PlanRequest, plan_command
     from agentrl.training.step.objective_settings import ObjectiveSettings, needs
@@ -112,7 +114,7 @@ def coldstart(
     model: Annotated[str | None, _option("PATH", "model to start from; default: a new tiny model")] = None,
     config: Config = None,
 ) -> None:
-    """Teach a model the protocol by supervised training on demonstrations."""
+    """Teach a model the protocol by supervised fine-tuning on demonstrations."""
     options = {"coldstart.demonstrations": demonstrations, "model.path": model}
     settings = _load("coldstart", overrides, env=env, config=config, options=options)
     from agentrl.training.coldstart.policy import coldstart_command
@@ -125,7 +127,7 @@ def evaluate(
     overrides: Overrides = None,
     env: Env = None,
     model: Annotated[
-        str | None, _option("MODEL", "directory or Hugging Face id; with --base-url, the endpoint's name for it")
+        str | None, _option("MODEL", "directory or Hugging Face id; with --base-url, the model name at the endpoint")
     ] = None,
     base_url: Annotated[str | None, _option("URL", "OpenAI-compatible endpoint to sample from")] = None,
     benchmarks: Annotated[str, _option("NAMES", "names or files, separated by commas; default: data.eval")] = "",
@@ -139,13 +141,14 @@ def evaluate(
     ] = None,
     falsified: Annotated[bool, typer.Option("--falsified", help="also evaluate with falsified observations")] = False,
     check_data: Annotated[
-        bool, typer.Option("--check-data", help="grade every reference answer against itself and stop; needs no model")
+        bool,
+        typer.Option("--check-data", help="grade every reference answer against itself and exit; requires no model"),
     ] = False,
     config: Annotated[
-        list[str] | None, _option("FILE", "YAML file or shipped name; default: that of the model's run")
+        list[str] | None, _option("FILE", "YAML file or name of a shipped config; default: config of the model's run")
     ] = None,
 ) -> None:
-    """Score a model on benchmarks: avg@n with intervals, pass@k, maj@n and every conversation. Resumes by itself."""
+    """Evaluate a model on benchmarks: avg@n with intervals, pass@k, maj@n, conversations. Resumes automatically."""
     from agentrl.config import run_config_of
     from agentrl.evaluation.settings import EvaluationRequest, overrides_of, whole_numbers
 
@@ -174,11 +177,11 @@ def evaluate(
 @app.command()
 def explain(
     run: Annotated[Path, typer.Argument(help="directory of a training run", metavar="RUN")],
-    step: Annotated[int, _option("S", "a step whose trajectories and token statistics are stored")],
-    trajectory: Annotated[int, _option("T", "its number in the step, from 0")],
-    token: Annotated[int, _option("K", "its place in the response, from 0; a token of the model")],
+    step: Annotated[int, _option("S", "step with stored trajectories and token statistics")],
+    trajectory: Annotated[int, _option("T", "index of the trajectory in the step, from 0")],
+    token: Annotated[int, _option("K", "index of a model token in the response, from 0")],
 ) -> None:
-    """Show how a token got its gradient: reward, return, baseline, advantage, correction, clipping, loss weight."""
+    """Explain the gradient of a token: reward, return, baseline, advantage, correction, clipping, loss weight."""
     from agentrl.viewer.explain import explain_command
 
     for line in explain_command(run, step=step, trajectory=trajectory, token=token):
@@ -190,7 +193,7 @@ def compare(
     first: Annotated[Path, typer.Argument(help="directory of an evaluation", metavar="A")],
     second: Annotated[Path, typer.Argument(help="directory of an evaluation", metavar="B")],
 ) -> None:
-    """Compare two evaluations, B against A: the difference of each benchmark, paired by problem."""
+    """Compare evaluation B with evaluation A: the difference on each benchmark, paired by problem."""
     from agentrl.evaluation.compare import compare_command
 
     compare_command(first, second)
@@ -201,13 +204,13 @@ def regrade(
     run: Annotated[Path, typer.Argument(help="directory of an evaluation", metavar="RUN")],
     overrides: Annotated[list[str] | None, _settings("grader.deadline=10")] = None,
     grader: Annotated[
-        str | None, _option("MODULE:NAME", "a function (answer, gold) -> bool; default: the built-in grader")
+        str | None, _option("MODULE:NAME", "function (answer, reference) -> bool; default: the built-in grader")
     ] = None,
     extract: Annotated[
-        bool, typer.Option("--extract", help="first extract the answers again from the stored conversations")
+        bool, typer.Option("--extract", help="extract the answers from the stored conversations again before grading")
     ] = False,
 ) -> None:
-    """Grade the stored answers of an evaluation again, without generating, and show what changed."""
+    """Regrade the stored answers of an evaluation without sampling, and print what changed."""
     settings = _load("regrade", overrides)
     from agentrl.evaluation.regrade import regrade_command
 
@@ -221,17 +224,20 @@ def variance(
         str | None, _option("PATH", "model directory; default: the cold-start policy of the settings")
     ] = None,
     behaviour: Annotated[
-        str | None, _option("PATH", "the policy that plays, if it is an older one: gradients get importance weights")
+        str | None, _option("PATH", "older policy that samples the rollouts; gradients are then importance-weighted")
     ] = None,
     problems: Annotated[str | None, _option("P", "number of problems from data.train, or a problem file")] = None,
-    group_sizes: Annotated[str | None, _option("N,N", "trajectories in a group, separated by commas")] = None,
+    group_sizes: Annotated[str | None, _option("N,N", "group sizes, separated by commas")] = None,
     estimators: Annotated[
-        str | None, _option("NAMES", "names, with options as tir_otb:leave_one_out=true; default: all")
+        str | None,
+        _option("NAMES", "names, with options like tir_otb:leave_one_out=true, comma-separated; default: all"),
     ] = None,
     samples: Annotated[int | None, _option("S", "trajectories sampled per problem")] = None,
-    baseline: Annotated[str | None, _option("NAME", "estimator that noise is compared with; default: rloo")] = None,
-    head: Annotated[bool, typer.Option("--head", help="measure the head's gradient alone, too")] = False,
-    output: Annotated[Path, _option("DIR", "directory of the measurement, which the same command continues")] = Path(
+    baseline: Annotated[
+        str | None, _option("NAME", "reference estimator of the noise comparison; default: rloo")
+    ] = None,
+    head: Annotated[bool, typer.Option("--head", help="also measure the gradient of the head alone")] = False,
+    output: Annotated[Path, _option("DIR", "directory of the measurement; the same command resumes it")] = Path(
         "variance"
     ),
     config: Config = None,
@@ -265,16 +271,16 @@ def variance(
 
 @app.command()
 def study(
-    file: Annotated[Path, typer.Argument(help="study file (YAML), or study.json to report on again", metavar="FILE")],
-    output: Annotated[Path | None, _option("DIR", "directory of runs and report; default: runs/NAME")] = None,
-    jobs: Annotated[int | None, _option("N", "runs at a time; default: as in FILE", low=1)] = None,
+    file: Annotated[Path, typer.Argument(help="study file (YAML), or a study.json to report on", metavar="FILE")],
+    output: Annotated[Path | None, _option("DIR", "directory for the runs and the report; default: runs/NAME")] = None,
+    jobs: Annotated[int | None, _option("N", "number of concurrent runs; default: from FILE", low=1)] = None,
     baseline: Annotated[
-        str | None, _option("VARIANT", "variant that the others are compared with; default: as in FILE")
+        str | None, _option("VARIANT", "variant to compare the others with; default: from FILE")
     ] = None,
-    retry: Annotated[bool, typer.Option("--retry", help="start failed runs again")] = False,
-    report_only: Annotated[bool, typer.Option("--report", help="train nothing; report on what is there")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="restart failed runs")] = False,
+    report_only: Annotated[bool, typer.Option("--report", help="report on the existing runs without training")] = False,
 ) -> None:
-    """Train a grid of settings and seeds, and compare them with intervals. The same command continues a study."""
+    """Train a grid of settings and seeds, and compare them with intervals. The same command resumes a study."""
     from agentrl.lab.study.command import study_command
     from agentrl.training.run.signals import sigterm_as_ctrl_c
 
@@ -331,14 +337,14 @@ def view(
     port: Annotated[
         int | None, _option("N", "port to listen on; default: 8642 or, if taken, a free one", low=1)
     ] = None,
-    no_open: Annotated[bool, typer.Option("--no-open", help="print the address, and open no browser")] = False,
-    export: Annotated[Path | None, _option("FILE", "write one run as a page that opens without this command")] = None,
+    no_open: Annotated[bool, typer.Option("--no-open", help="print the address without opening a browser")] = False,
+    export: Annotated[Path | None, _option("FILE", "write one run as a standalone HTML page")] = None,
     steps: Annotated[
-        str | None, _option("S,S", "steps whose trajectories --export takes along; default: the newest")
+        str | None, _option("S,S", "steps with trajectories in --export; default: the newest step")
     ] = None,
-    groups: Annotated[int | None, _option("N", "groups of each step that --export takes at most", low=1)] = None,
+    groups: Annotated[int | None, _option("N", "maximum number of groups per step in --export", low=1)] = None,
 ) -> None:
-    """Show runs and evaluations in the browser: curves, trajectories, and every token. Reads files only."""
+    """Show runs and evaluations in the browser: curves, trajectories and tokens. Only reads files."""
     from agentrl.evaluation.settings import whole_numbers
     from agentrl.viewer.serve import export_command, view_command
 
@@ -358,7 +364,7 @@ def doctor() -> None:
         typer.echo(line)
 
 
-new = typer.Typer(help="Write the start of something of your own.", no_args_is_help=True)
+new = typer.Typer(help="Generate the skeleton of a package.", no_args_is_help=True)
 app.add_typer(new, name="new")
 
 
@@ -366,14 +372,14 @@ app.add_typer(new, name="new")
 def new_environment(
     name: Annotated[str, typer.Argument(help="name of the folder, the package and the environment", metavar="NAME")],
 ) -> None:
-    """Write a package with an environment, data, a test and settings into the folder NAME, ready to be installed."""
+    """Generate an installable package in the folder NAME: an environment, data, a test and settings."""
     from agentrl.scaffold.package import new_environment_command
 
     for line in new_environment_command(name):
         typer.echo(line)
 
 
-sandbox = typer.Typer(help="The service that runs programs.", no_args_is_help=True)
+sandbox = typer.Typer(help="Serve or test a sandbox for programs.", no_args_is_help=True)
 app.add_typer(sandbox, name="sandbox")
 
 

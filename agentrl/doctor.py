@@ -22,7 +22,7 @@ async def _sandbox() -> str:
     try:
         execution = await sandbox.execute("print(6 * 7)")
         answered = execution.stdout.strip() == "42"
-        works = "runs programs" if answered else f"FAILS a program: {execution.outcome}: {execution.stderr.strip()}"
+        works = "runs programs" if answered else f"FAILED a program: {execution.outcome}: {execution.stderr.strip()}"
         return f"{settings.url} {works}; {sandbox.isolation.describe()}"
     finally:
         await sandbox.close()

@@ -278,7 +278,7 @@ def with_sandboxes(line: CommandLine) -> None:
     with sandbox_service() as (_, first), sandbox_service() as (lost, second):
         both = f"sandbox.url={first},{second}"
         run = Running(line, "one", line.start(*arguments, both, "name=one"))
-        show("sandbox", run.meet(lost.kill, "gets no new calls"))
+        show("sandbox", run.meet(lost.kill, "receives no new calls"))
         run.end()
     line.run(*arguments, "name=all")
     print(f"\none against an undisturbed run with its own sandbox: {difference(line, 'one', 'all')}")

@@ -87,8 +87,8 @@ GOOD = {"problem": "What is 1 + 1?", "answer": "2"}
     ("arguments", "expected"),
     [
         (["rollout.grup_size=8"], "unknown key rollout.grup_size (value 8) (command line); nearest valid key: rollout"),
-        (["rollout.group_size=many"], 'rollout.group_size="many" (command line): valid is a whole number at least 1'),
-        (["training.steps=-1"], "training.steps=-1 (command line): valid is a whole number at least 1"),
+        (["rollout.group_size=many"], 'rollout.group_size="many" (command line): expected a whole number at least 1'),
+        (["training.steps=-1"], "training.steps=-1 (command line): expected a whole number at least 1"),
         (["rollout.max_turn_tokens=999"], "rollout.max_turn_tokens=999 exceeds rollout.max_response_tokens="),
         (["algorithm.estimator=tir_obt"], "algorithm.estimator=tir_obt: unknown estimator 'tir_obt'; did you mean"),
         (["algorithm.loss=pppo"], "algorithm.loss=pppo: unknown loss 'pppo'; did you mean 'ppo'?"),
@@ -135,7 +135,7 @@ GOOD = {"problem": "What is 1 + 1?", "answer": "2"}
         (["data.train.0.split=test"], "builtin:horizon: unknown split 'test'; valid: train, heldout"),
         (["coldstart.demonstrations=gone.jsonl"], "gone.jsonl: no such file"),
         (["coldstart.demonstrations=null"], "neither model.path nor coldstart.demonstrations is set"),
-        (["--resume"], "--resume: there is no run in runs"),
+        (["--resume"], "--resume: no run in runs"),
         (
             ["training.sequence_parallel=3", "training.num_processes=3"],
             "training.sequence_parallel=3 does not divide the model's 4 query heads; valid: 1, 2, 4",
@@ -302,7 +302,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             "unknown",
             [],
-            "no configuration of a model that transformers knows (Unrecognized model identifier: perceptron);",
+            "not a model configuration that transformers supports (Unrecognized model identifier: perceptron);",
         ),
         ("llama", ["model.attention=flash"], "model.attention=flash needs a GPU; or set model.attention=auto"),
         ("llama", ["model.attention=flex"], "model.attention=flex needs a GPU; or set model.attention=auto"),
@@ -319,9 +319,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             "llama",
             ["model.lora.rank=0", "model.lora.targets=[q_proj]"],
-            "with model.lora.rank=0, which trains all weights and no adapter; valid ranks for adapters: 1 to 512",
+            "has no effect with model.lora.rank=0, which trains all weights: set model.lora.rank from 1 to 512",
         ),
-        ("llama", ["model.lora.rank=-1"], "model.lora.rank=-1 (command line): valid is a whole number at least 0"),
+        ("llama", ["model.lora.rank=-1"], "model.lora.rank=-1 (command line): expected a whole number at least 0"),
     ],
 )
 def test_models_and_how_they_are_trained(
@@ -403,7 +403,7 @@ def test_resume_with_other_settings_says_which_and_loses_nothing(refused: Refuse
     agentrl("train", *SHORT, "name=one", code=0, PATH=str(Path("bin").absolute()), CXX="/nowhere/c++")
     before = {path: path.read_bytes() for path in Path("runs/one").rglob("*") if path.is_file()}
     said = refused("train", "--resume", "name=one", "optimizer.learning_rate=0.5", "training.steps=2")
-    assert "runs/one was started with other settings (saved -> requested):" in said
+    assert "runs/one was started with different settings (saved -> requested):" in said
     assert "optimizer.learning_rate: 3e-05" in said
     assert "-> 0.5" in said
     assert "training.steps" not in said.split("omit these")[0]
@@ -454,7 +454,7 @@ def test_a_sandbox_that_cannot_isolate_is_refused_and_its_name_can_be_used_again
     command = [sys.executable, "-c", stripped, "train", *SHORT, "name=one"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "error: the sandbox cannot isolate programs here: missing scratch_only_writes" in done.stderr
+    assert "error: the sandbox cannot isolate programs on this machine: missing scratch_only_writes" in done.stderr
     assert "allow_unisolated=true" in done.stderr
     assert "Traceback" not in done.stderr
     done = subprocess.run([*command, "sandbox.allow_unisolated=true"], capture_output=True, text=True, timeout=300)

@@ -181,15 +181,15 @@ def test_a_bug_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch, work: Recorde
     [
         (["train", "rollout.grup_size=8"], "error: unknown key rollout.grup_size (value 8) (command line); nearest"),
         (["train", "--config", "nowhere.yaml"], "error: no config file 'nowhere.yaml'"),
-        (["train", "--num-processes", "0"], "error: training.num_processes=0 (command line): valid is a whole number"),
+        (["train", "--num-processes", "0"], "error: training.num_processes=0 (command line): expected a whole number"),
         (
             ["train", "--env", "simpletr"],
             "error: env=\"simpletr\": unknown environment 'simpletr'; did you mean 'simpletir'?",
         ),
-        (["train", "--resume"], "error: --resume: there is no run in runs"),
+        (["train", "--resume"], "error: --resume: no run in runs"),
         (["coldstart", "--model", "/nope", "--output", "o"], "error: coldstart.demonstrations is not set"),
         (["eval", "--model", "/nope"], "error: model.path='/nope' does not exist"),
-        (["eval"], "error: no model to evaluate: set --model DIRECTORY or OWNER/NAME, or an endpoint"),
+        (["eval"], "error: no model to evaluate: set --model DIRECTORY or OWNER/NAME, or --base-url URL"),
         (["eval", "--base-url", "localhost:8000"], "error: evaluation.endpoint.url="),
         (["eval", "--model", "a/b", "--preset", "simpletri"], "did you mean 'simpletir'?"),
         (["eval", "--model", "a/b", "--n", "4", "--k", "8"], "error: --k=8 exceeds --n=4"),

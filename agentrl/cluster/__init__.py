@@ -25,7 +25,7 @@ def open_cluster(settings: ClusterSettings, gpus: Sequence[str] | None) -> Clust
     if settings.kind != "ray":
         return LocalCluster(gpus)
     if importlib.util.find_spec("ray") is None:
-        raise SettingsError(f"cluster=ray needs Ray, which is not installed: {install_extra('ray')} on every node")
+        raise SettingsError(f"cluster=ray requires Ray, which is missing: run {install_extra('ray')} on every node")
     # After losing its head node, Ray would end this process within a minute. It reads these variables when imported.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(round(settings.deadline + 60)))
     # Ray prints the end of a dead raylet's log, dozens of lines with "[state-dump]", after our own message.

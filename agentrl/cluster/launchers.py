@@ -69,9 +69,9 @@ def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
     lacking = [name for name in _NEEDED if name not in environment]
     if lacking:
         raise SettingsError(
-            f"cluster.kind=environment: {', '.join(lacking)} not set: start this command with torchrun, DeepSpeed's "
-            "launcher or srun (where the batch script must set MASTER_ADDR and MASTER_PORT, docs/cluster.md), or set "
-            "cluster.kind=local"
+            f"missing environment variables for cluster.kind=environment: {', '.join(lacking)}; start this command "
+            "with torchrun, DeepSpeed's launcher or srun, or set cluster.kind=local (for srun, the batch script must "
+            "set MASTER_ADDR and MASTER_PORT, see docs/cluster.md)"
         )
 
 

@@ -211,8 +211,8 @@ class LocalCluster:
             return [HERE]
         if bundle.gpus > len(self._gpus):
             raise UnplaceableError(
-                f"training.num_processes={bundle.gpus}, but only {len(self._gpus)} GPUs are visible "
-                "and every rank needs one"
+                f"training.num_processes={bundle.gpus} requires one GPU per rank, but only {len(self._gpus)} "
+                "GPUs are visible: lower training.num_processes"
             )
         return [replace(HERE, gpus=tuple(self._gpus[: bundle.gpus]))]
 

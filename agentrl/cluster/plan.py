@@ -44,7 +44,7 @@ def nodes_with_room(
             roomy_nodes.append(node)
     if not roomy_nodes:
         raise UnplaceableError(
-            f"no node has room for {bundle.purpose} ({_amount(bundle.gpus, bundle.cpus)}); left are "
+            f"no node has room for {bundle.purpose} ({_amount(bundle.gpus, bundle.cpus)}); available: "
             + ", ".join(f"{_amount(*_left(node, taken.get(node.address, ())))} on {node.name}" for node in nodes)
         )
     return roomy_nodes
@@ -122,4 +122,4 @@ def _compared(
     )
     available = sorted(Counter(of(node) for node in nodes).items(), reverse=True)
     present = " and ".join(f"{number} with {amount:g}" for amount, number in available) or "none"
-    return f"needs {first}, found {present}"
+    return f"requires {first}, but the cluster has {present}"

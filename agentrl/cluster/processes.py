@@ -229,6 +229,6 @@ class PortWatch:
             except OSError:
                 refused = 0
             if refused > 1:
-                self.lost = "is gone"
+                self.lost = "refuses connections"
             elif time.monotonic() > last_answer + self._deadline:
                 self.lost = f"has not responded for {self._deadline:g} s"

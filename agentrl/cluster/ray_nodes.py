@@ -83,7 +83,7 @@ class NodeHost:
         """Start a process and return its id. Raises SettingsError if this node lacks its folder."""
         if spec.folder is not None and not spec.folder.is_dir():
             raise SettingsError(
-                f"the node {reservation.node} has no folder {spec.folder}: all nodes must share these files"
+                f"the node {reservation.node} has no folder {spec.folder}: use a file system that all nodes share"
             )
         self._last_call = time.monotonic()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # Ray blocks SIGINT, and children inherit the mask
@@ -339,8 +339,8 @@ class RayCluster:
             assign_nodes(bundles, self.nodes())
             if time.monotonic() >= deadline:
                 raise WorldError(
-                    f"Ray did not place {bundles[0].purpose} within cluster.start_deadline={seconds:g} s: other jobs "
-                    f"use the nodes (free in total: {_free()})"
+                    f"Ray did not place {bundles[0].purpose} within cluster.start_deadline={seconds:g} s, because "
+                    f"other jobs use the nodes (free in total: {_free()}): wait for them, or raise the deadline"
                 )
         hosts = [
             self._actor(bundle, PlacementGroupSchedulingStrategy(group, index)) for index, bundle in enumerate(bundles)
@@ -351,7 +351,7 @@ class RayCluster:
             )
         except RayError as error:
             assign_nodes(bundles, self.nodes())
-            raise WorldError(f"a node does not start processes: {str(error).splitlines()[0]}") from error
+            raise WorldError(f"a node failed to start processes: {str(error).splitlines()[0]}") from error
         for host, reservation in zip(hosts, reservations, strict=True):
             self._add(host, reservation)
         self._numbers = itertools.count(len(hosts))
@@ -433,7 +433,7 @@ def _init(settings: ClusterSettings) -> None:
         if not isinstance(error, RuntimeError) and type(error) is not Exception:
             raise
         ray.shutdown()
-        raise WorldError(f"Ray has not started: {str(error).splitlines()[0]}") from error
+        raise WorldError(f"Ray did not start: {str(error).splitlines()[0]}") from error
     finally:
         if in_main:
             signal.signal(signal.SIGTERM, before)  # Ray installs a handler that ends this process without a message
@@ -446,7 +446,7 @@ def _result_of(answer: ray.ObjectRef[_Value], reservation: Reservation, seconds:
     except GetTimeoutError:
         raise NodeLostError(f"{_describe(reservation)} has not responded for {seconds:g} s") from None
     except RayActorError:
-        raise NodeLostError(f"{_describe(reservation)} is gone") from None
+        raise NodeLostError(f"{_describe(reservation)} was lost") from None
     except RayTaskError as error:
         raise error.cause from None
 

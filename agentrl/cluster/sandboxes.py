@@ -68,7 +68,7 @@ class SandboxServices:
             opened = list(pool.map(self._opened, range(len(nodes)), nodes))
         self._services = [service for service in opened if service is not None]
         if not self._services:
-            raise WorldError("no node of the cluster could start a sandbox service (the reasons are above)")
+            raise WorldError("no node of the cluster could start a sandbox service (see the reasons above)")
         self._ended = threading.Event()
         self._keeper = threading.Thread(target=self._keep, daemon=True, name="keep-sandboxes")
         self._keeper.start()
@@ -95,7 +95,7 @@ class SandboxServices:
             )
             self._start(service)
         except WorldError as error:
-            self._say(f"no sandbox service on {node.name} ({node.address}): {error}")
+            self._say(f"no sandbox service started on {node.name} ({node.address}): {error}")
             return None
         return service
 
@@ -130,7 +130,7 @@ class SandboxServices:
         else:
             if code is None:
                 return
-            why = f"it ended with exit code {code}"
+            why = f"it exited with code {code}"
         self._record_loss(service, why)
 
     def _start_again(self, service: _Service) -> None:
@@ -154,8 +154,8 @@ class SandboxServices:
         self._postpone(service)
         if not self._ended.is_set():
             self._say(
-                f"sandbox service {service.number} on {service.reservation.node} is lost: {why}; calls go to "
-                "other services"
+                f"sandbox service {service.number} on {service.reservation.node} was lost: {why}; calls are "
+                "sent to the other services"
             )
 
     def _postpone(self, service: _Service) -> None:

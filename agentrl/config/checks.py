@@ -58,7 +58,7 @@ def _length_contradictions(settings: Settings) -> Iterator[str]:
         )
     limits = {"training.micro_batch_tokens": "a micro-batch must hold a complete trajectory"}
     if settings.model.path is None:
-        limits["model.tiny.max_positions"] = "the tiny policy must be able to read a complete trajectory"
+        limits["model.tiny.max_positions"] = "the tiny policy must accept a complete trajectory"
     if engine_facts(rollout).kv_slots:
         limits["rollout.kv_cache_tokens"] = "the KV cache must hold at least one trajectory"
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
@@ -89,14 +89,14 @@ def _schedule_contradictions(settings: Settings) -> Iterator[str]:
         return
     if settings.training.deterministic:
         yield (
-            f"training.deterministic=true with {schedule}: if sampling and training run concurrently, the contents of "
-            "a batch depend on timing; valid: synchronous"
+            f"training.deterministic=true conflicts with {schedule}, because with concurrent sampling and training the "
+            "contents of a batch depend on timing: set rollout.schedule=synchronous"
         )
     sharing = engine_facts(settings.rollout).shares_gpus
     if sharing:
         yield (
-            f"{schedule} with {sharing}: the engine sleeps while the GPUs train; valid: synchronous, or an engine on "
-            "other GPUs"
+            f"{schedule} conflicts with {sharing}, because the engine sleeps while the GPUs train: set "
+            "rollout.schedule=synchronous, or run the engine on other GPUs"
         )
 
 
@@ -104,11 +104,11 @@ def _missing(settings: Settings, command: Command) -> Iterator[str]:
     endpoint = settings.evaluation.endpoint.url is not None
     if command == "coldstart" and settings.coldstart.demonstrations is None:
         yield (
-            "coldstart.demonstrations is not set, so there is no data to train on; valid: a JSONL file, "
-            "builtin:arithmetic or formula:FILE (--demonstrations)"
+            "coldstart.demonstrations is not set, so there is no data to train on: set --demonstrations "
+            "to a JSONL file, builtin:arithmetic or formula:FILE"
         )
     if command == "eval" and settings.model.path is None and not endpoint:
-        yield "no model to evaluate: set --model DIRECTORY or OWNER/NAME, or an endpoint with --base-url URL"
+        yield "no model to evaluate: set --model DIRECTORY or OWNER/NAME, or --base-url URL for an endpoint"
     if command != "train":
         return
     if not settings.data.train:
@@ -116,8 +116,8 @@ def _missing(settings: Settings, command: Command) -> Iterator[str]:
     updates, problems = "algorithm.updates_per_step", "rollout.problems_per_step"
     if settings.algorithm.updates_per_step > settings.rollout.problems_per_step:
         yield (
-            f"{_pairs(settings, updates)} exceeds {_pairs(settings, problems)}, but every update needs its own group; "
-            f"valid: 1 to {settings.rollout.problems_per_step}"
+            f"{_pairs(settings, updates)} exceeds {_pairs(settings, problems)}, but every update needs a separate "
+            f"group; valid: 1 to {settings.rollout.problems_per_step}"
         )
 
 
@@ -152,8 +152,8 @@ def _adapter_problems(settings: Settings, command: Command) -> Iterator[str]:
         for name in ("alpha", "targets", "learning_rate_factor"):
             if getattr(lora, name) != getattr(off, name):
                 yield (
-                    f"{_pairs(settings, f'model.lora.{name}')} with model.lora.rank=0, which trains all weights and "
-                    "no adapter; valid ranks for adapters: 1 to 512"
+                    f"{_pairs(settings, f'model.lora.{name}')} has no effect with model.lora.rank=0, which trains "
+                    "all weights: set model.lora.rank from 1 to 512 to train adapters"
                 )
 
 
@@ -180,7 +180,7 @@ def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
         )
     shown = isinstance(environment, ToolChatSettings) and environment.history == "template"
     if shown and settings.evaluation.falsified:
-        yield "evaluation.falsified=true is not available with environment.history=template"
+        yield "evaluation.falsified=true is not supported with environment.history=template: reset one of them"
     if command != "eval" and (settings.model.path is None or settings.coldstart.demonstrations is not None):
         yield (
             f"{setting} requires a model {'that supports tool calls' if hermes else 'with a chat template'}: "
@@ -198,12 +198,12 @@ def _unused(environment: ChatSettings, name: str, where: str) -> Iterator[str]:
 def _agent_problems(settings: Settings, command: Command) -> Iterator[str]:
     if command == "eval" and is_agent(settings.env) and settings.evaluation.endpoint.url is not None:
         yield (
-            f"env={settings.env!r} runs through the gateway, which requires a local engine; valid: --model without "
-            "--base-url"
+            f"env={settings.env!r} runs through the gateway, which requires a local engine: set --model and leave "
+            "out --base-url"
         )
     if runs_outside(settings.env) and not (settings.gateway.agent_rewards or settings.reward.functions):
         yield (
-            f"env={settings.env!r} has no reward: set a function that computes it with --reward module:function, or "
+            f"env={settings.env!r} has no reward: set a reward function with --reward module:function, or "
             "set gateway.agent_rewards=true to accept rewards from the program (docs/agents.md describes the risks)"
         )
 
@@ -211,22 +211,22 @@ def _agent_problems(settings: Settings, command: Command) -> Iterator[str]:
 def _cluster_problems(settings: Settings) -> Iterator[str]:
     cluster, ranks = settings.cluster, settings.training.num_processes
     if cluster.kind != "ray" and cluster.nodes > 1:
-        yield f"{_pairs(settings, 'cluster.nodes')} with {_pairs(settings, 'cluster.kind')}: only Ray has several nodes"
+        yield f"{_pairs(settings, 'cluster.nodes')} requires cluster.kind=ray; got {_pairs(settings, 'cluster.kind')}"
     elif ranks % cluster.nodes:
         yield (
             f"{_pairs(settings, 'training.num_processes')} cannot be divided evenly among "
             f"{_pairs(settings, 'cluster.nodes')}; valid: a multiple of {cluster.nodes}"
         )
     if cluster.kind == "environment" and cluster.restarts:
-        yield f"{_pairs(settings, 'cluster.restarts')} with cluster.kind=environment, where the launcher restarts ranks"
+        yield f"{_pairs(settings, 'cluster.restarts')} conflicts with cluster.kind=environment: set it in the launcher"
     if settings.sandbox.scheme == "ray" and cluster.kind != "ray":
-        yield f"sandbox.url=ray:// with {_pairs(settings, 'cluster.kind')}: only Ray starts them; valid: cluster=ray"
+        yield f"sandbox.url=ray:// requires cluster.kind=ray; got {_pairs(settings, 'cluster.kind')}"
     yield from _elastic_problems(settings)
     sharing = engine_facts(settings.rollout).shares_gpus
     if cluster.nodes > 1 and sharing:
         yield (
-            f"{sharing} with {_pairs(settings, 'cluster.nodes')}: servers start on the node of rank 0; valid: an "
-            "engine on other GPUs, or the addresses of servers on other nodes"
+            f"{sharing} conflicts with {_pairs(settings, 'cluster.nodes')}, because servers start on the node of rank "
+            "0: run the engine on other GPUs, or set the addresses of servers on other nodes"
         )
 
 
@@ -235,12 +235,12 @@ def _elastic_problems(settings: Settings) -> Iterator[str]:
     if not cluster.elastic:
         return
     if not cluster.restarts:
-        yield "cluster.elastic=true with cluster.restarts=0, so ranks are never restarted; valid: cluster.restarts >= 1"
+        yield "cluster.elastic=true has no effect with cluster.restarts=0: set cluster.restarts to at least 1"
     if cluster.nodes > 1 and ranks // cluster.nodes % shared:
         yield (
             f"cluster.elastic=true with {_pairs(settings, 'training.sequence_parallel')} and {ranks // cluster.nodes} "
-            "ranks per node: without one node, the remaining ranks may not form complete sequence-parallel groups; "
-            f"valid: a divisor of {ranks // cluster.nodes}"
+            "ranks per node: after the loss of a node, the remaining ranks may not form complete sequence-parallel "
+            f"groups; valid: a divisor of {ranks // cluster.nodes}"
         )
 
 
@@ -249,7 +249,7 @@ def _session_problems(settings: Settings) -> Iterator[str]:
     if isinstance(environment, SimpleTIRSettings) and environment.interpreter == "session" and concurrency > most:
         yield (
             f"environment.interpreter=session with rollout.concurrency={concurrency} and sandbox.max_sessions={most}: "
-            "every active trajectory may hold a session; lower the former or raise the latter"
+            "every active trajectory may hold a session; lower rollout.concurrency or raise sandbox.max_sessions"
         )
 
 
@@ -260,13 +260,13 @@ def _engine_problems(settings: Settings, command: Command) -> Iterator[str]:
     facts = plugin.facts(settings.rollout)
     if command != "eval" and settings.training.deterministic and not facts.reproducible:
         yield (
-            "training.deterministic=true requires rollout.engine=transformers: servers batch requests in the order of "
-            "arrival, which affects the last digits of their log-probabilities"
+            "training.deterministic=true requires rollout.engine=transformers, because servers batch requests in the "
+            "order of arrival, which affects the last digits of their log-probabilities"
         )
     if command != "eval" and facts.shares_gpus and settings.training.zero_stage not in (1, 2):
         yield (
-            f"{facts.shares_gpus} with {_pairs(settings, 'training.zero_stage')}: DeepSpeed moves the optimizer state "
-            "off the GPU at stages 1 and 2 only; valid: 1, 2, or an engine on other GPUs"
+            f"{facts.shares_gpus} conflicts with {_pairs(settings, 'training.zero_stage')}, because DeepSpeed moves "
+            "the optimizer state off the GPU only at stages 1 and 2: set 1 or 2, or run the engine on other GPUs"
         )
 
 
@@ -294,10 +294,10 @@ def _group_warnings(settings: Settings) -> Iterator[str]:
     if not of_groups and not drops:
         return
     estimator = f" with the group estimator algorithm.estimator={name}" if of_groups else ""
-    effect = "its baseline is 0 and its advantages are the plain rewards"
+    effect = "so the baseline is 0 and the advantages are the plain rewards"
     if drops:
-        effect = "it has no variance, so algorithm.drop_zero_variance drops it and no group is trained on"
-    yield f"rollout.group_size=1{estimator}: every group is a single trajectory; {effect}; usual sizes are 8 or 16"
+        effect = "which has no variance, so algorithm.drop_zero_variance drops all groups and nothing is trained"
+    yield f"rollout.group_size=1{estimator}: every group is a single trajectory, {effect}; typical sizes are 8 and 16"
 
 
 def _branch_warnings(settings: Settings) -> Iterator[str]:
@@ -309,9 +309,9 @@ def _branch_warnings(settings: Settings) -> Iterator[str]:
 
     if name in ESTIMATORS.names() and ESTIMATORS[name].by_column:
         yield (
-            f"algorithm.estimator={name}: its baselines are not defined over the branches of a rollout, so groups with "
-            "a branched rollout get one baseline per rollout. algorithm.estimator=tir_otb has token baselines there as "
-            "well"
+            f"algorithm.estimator={name} does not define baselines across the branches of a rollout, so groups with a "
+            "branched rollout use one baseline per rollout; algorithm.estimator=tir_otb supports token baselines for "
+            "them"
         )
 
 

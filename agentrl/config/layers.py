@@ -161,8 +161,8 @@ def _resumed(run: Path, files: list[Layer], top: list[Override]) -> Settings:
     if conflicts:
         changes = "\n".join(f"  {line}" for line in conflicts)
         raise SettingsError(
-            f"--resume: {run} was started with other settings (saved -> requested):\n{changes}\n"
-            "omit these to continue with the saved settings, or start a new run without --resume; resuming may change: "
+            f"--resume: {run} was started with different settings (saved -> requested):\n{changes}\n"
+            "omit these to continue with the saved settings, or start a new run without --resume; --resume may change: "
             + ", ".join(key + "*" if key.endswith(".") else key for key in RESUME_MAY_CHANGE)
         )
     return settings
@@ -192,7 +192,7 @@ def _updated(layer: Layer) -> Layer:
                 renewed = renewed.setdefault(section, {})
             renewed.setdefault(last, CONVERTED.get(key, lambda same: same)(value))
     if dropped:
-        _log.warning("%s: ignored, because these settings were removed: %s", layer.origin, ", ".join(dropped))
+        _log.warning("%s: ignored settings that were removed: %s", layer.origin, ", ".join(dropped))
     return replace(layer, values=values)
 
 
@@ -203,7 +203,7 @@ def find_run(merged: Mapping[str, object]) -> Path:
     name = merged.get("name")
     if name is None:
         if not directories:
-            raise SettingsError(f"--resume: there is no run in {runs} (a run has a config.yaml)")
+            raise SettingsError(f"--resume: no run in {runs} (no folder there has a config.yaml)")
         return max(directories, key=lambda path: ((path / "config.yaml").stat().st_mtime_ns, path.name))
     if runs / str(name) not in directories:
         names = sorted(path.name for path in directories)
@@ -291,7 +291,7 @@ def _merge(below: dict[str, object], above: Mapping[str, object]) -> dict[str, o
 def _override(text: str) -> Override:
     key, equals, value = text.partition("=")
     if not equals or not key or not all(key.split(".")):
-        raise SettingsError(f"{text!r}: settings are written key=value, for example rollout.group_size=8")
+        raise SettingsError(f"{text!r} is not a setting: use key=value, for example rollout.group_size=8")
     parsed = parse_yaml(value, f"{key}={value!r}") if value else ""
     short = in_short(key, parsed)
     return [*key.split("."), *([] if short is None else [short])], parsed

@@ -40,7 +40,7 @@ CONVERTED: dict[str, Callable[[Any], object]] = {
 }
 """For renamed settings whose values changed too: the new value of an old one."""
 REMOVED = {
-    "sandbox.standby": "a server that died is replaced by a new one",
+    "sandbox.standby": "a server that exits is restarted automatically",
 }
 """Removed settings: old name -> what applies instead. Rejected, except in the config.yaml of an old run."""
 _KINDS = {"number": "a number", "integer": "a whole number", "string": "text", "boolean": "true or false"}
@@ -130,19 +130,19 @@ def _describe(detail: ErrorDetails, env: str, layers: Sequence[Layer]) -> str:
     if detail["type"] == "value_error":
         reason = detail["msg"].removeprefix("Value error, ")
         return f"{key}{suffix}: {reason}" if key else reason
-    return f"{key}={show(value)}{suffix}: valid is {_valid(schema, node) or detail['msg']}"
+    return f"{key}={show(value)}{suffix}: expected {_valid(schema, node) or detail['msg']}"
 
 
 def unknown_key(key: str, value: object, env: str, suffix: str = "") -> str:
     """Return the message for an unknown, renamed or removed key."""
     if key in REMOVED:
-        return f"{key} (value {show(value)}){suffix} was removed: {REMOVED[key]}; leave it out"
+        return f"{key} (value {show(value)}){suffix} was removed: {REMOVED[key]}; delete it"
     if key in RENAMED:
-        return f"{key} (value {show(value)}){suffix} has a new name: {RENAMED[key]}"
+        return f"{key} (value {show(value)}){suffix} was renamed to {RENAMED[key]}"
     schema = _schema(env)
     known, node = _follow(schema, key.split(".")[:-1])
     section = ".".join(known)
-    keys = ", ".join(_properties(schema, node)) or "none, because it is a value"
+    keys = ", ".join(_properties(schema, node)) or "none, because it is not a section"
     where = f"valid keys in {section}" if section else "valid sections and keys"
     return (
         f"unknown key {key} (value {show(value)}){suffix}; nearest valid key: {nearest_key(key, env)}; {where}: {keys}"

@@ -41,9 +41,9 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is not text", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is not a string", key_node.start_mark)
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is repeated", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
@@ -102,7 +102,7 @@ def find_config(name: str) -> Path:
         return file
     shipped = list(shipped_configs())
     hint = did_you_mean(path.stem, shipped)
-    raise SettingsError(f"no config file {name!r}{hint} (shipped: {', '.join(shipped)}; or the path of a YAML file)")
+    raise SettingsError(f"no config file {name!r}{hint} (shipped configs: {', '.join(shipped)})")
 
 
 def overlay_chain(name: str, _seen: tuple[Path, ...] = ()) -> list[Layer]:
@@ -117,7 +117,7 @@ def overlay_chain(name: str, _seen: tuple[Path, ...] = ()) -> list[Layer]:
     values = parse_yaml(text, str(path))
     values = {} if values is None else values
     if not isinstance(values, dict):
-        raise SettingsError(f"{path}: a config file must be a mapping of sections, but is a {type(values).__name__}")
+        raise SettingsError(f"{path}: a config file must be a mapping of sections, not a {type(values).__name__}")
     base = values.pop("base", None)
     overlay = Layer(origin=str(path), values={key: _in_full(key, value) for key, value in values.items()})
     bases = [] if base is None else base if isinstance(base, list) else [base]
@@ -137,8 +137,8 @@ def interpolate(values: object, environment: Mapping[str, str] = os.environ, pat
     for variable in _VARIABLE.findall(values):
         if variable not in environment:
             raise SettingsError(
-                f"{path}={values!r} requires the environment variable {variable}, which is not set; "
-                f"set it (export {variable}=...) or set the key itself ({path}=...)"
+                f"{path}={values!r} requires the environment variable {variable}, which is not set: "
+                f"set the variable (export {variable}=...) or the key ({path}=...)"
             )
     return _VARIABLE.sub(lambda match: environment[match.group(1)], values)
 

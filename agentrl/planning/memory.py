@@ -391,7 +391,7 @@ def config_of(model: ModelSettings) -> PreTrainedConfig:
     if found is None:
         known = sorted(shipped_shapes())
         raise SettingsError(
-            f"model.path={path!r}: its configuration cannot be read here{did_you_mean(path, known)}; valid: a model "
+            f"model.path={path!r}: the configuration cannot be read{did_you_mean(path, known)}; valid: a model "
             f"directory, the path of a config.json, or one of {', '.join(known)}"
         )
     return found
@@ -411,8 +411,8 @@ def _from_file(path: Path) -> PreTrainedConfig:
             else " ".join(str(error).split()).partition(". Should contain one of")[0][:200]
         )
         raise SettingsError(
-            f"model.path={str(path)!r}: no configuration of a model that transformers knows ({why}); valid: a "
-            "config.json in Hugging Face format, with its model_type, or the directory that holds one"
+            f"model.path={str(path)!r}: not a model configuration that transformers supports ({why}); valid: a "
+            "config.json in Hugging Face format, with a model_type, or its directory"
         ) from error
 
 

@@ -226,10 +226,10 @@ def plan_for(shape: ModelShape, machine: Hardware, required: Requirements) -> Pl
         return found
     options = []
     more = (machine.gpus * 2**power for power in range(1, 8))
-    options += [f"{n} GPUs of this memory" for n in more if find_plan(shape, replace(machine, gpus=n), required)][:1]
+    options += [f"{n} GPUs with this memory" for n in more if find_plan(shape, replace(machine, gpus=n), required)][:1]
     larger = (size * GB for size in (16, 24, 32, 40, 48, 80, 96, 141, 192, 288) if size * GB > machine.memory)
     options += [
-        f"{size / GB:g} GB a GPU" for size in larger if find_plan(shape, replace(machine, memory=size), required)
+        f"{size / GB:g} GB per GPU" for size in larger if find_plan(shape, replace(machine, memory=size), required)
     ][:1]
     context = required.context // 2
     while context >= _TOKEN_STEP:
@@ -238,13 +238,13 @@ def plan_for(shape: ModelShape, machine: Hardware, required: Requirements) -> Pl
             options.append(f"a context of {context} tokens")
             break
         context //= 2
-    would = f"what would fit: {', or '.join(options)}" if options else "no number of GPUs up to 128 times as large fits"
+    would = f"would fit: {', or '.join(options)}" if options else "even 128 times as many GPUs do not suffice"
     need = min(
         rank_memory(shape, setup, context=_contexts(placement)).total
         for setup, placement in _candidates(shape, machine, required)
     )
     raise SettingsError(
-        f"no setting trains {shape.name} ({shape.parameters / 1e9:,.2f}B parameters) with {required.context} tokens on "
+        f"no settings train {shape.name} ({shape.parameters / 1e9:,.2f}B parameters) with {required.context} tokens on "
         f"{machine}: a rank needs at least {need / GB:,.1f} GB, and a server must hold {required.longest_request} "
         f"tokens; {would}"
     )
@@ -276,25 +276,25 @@ def plan_lines(shape: ModelShape, machine: Hardware, plan: Plan) -> Iterator[str
     setup = plan.setup
     words = [f"{setup.ranks} ranks" if setup.ranks > 1 else "1 rank", f"ZeRO {setup.stage}"]
     if setup.checkpointing:
-        words.append("gradient checkpointing" + " in the host's memory" * setup.checkpoint_offload)
+        words.append("gradient checkpointing" + " in host memory" * setup.checkpoint_offload)
     if setup.offload != "none":
-        words.append("the optimizer offloaded" if setup.offload == "optimizer" else "optimizer and weights offloaded")
+        words.append("optimizer offloaded" if setup.offload == "optimizer" else "optimizer and weights offloaded")
     if setup.sequence_parallel > 1:
-        words.append(f"each row shared by {setup.sequence_parallel} ranks")
+        words.append(f"sequence-parallel groups of {setup.sequence_parallel} ranks")
     if setup.lora_rank:
         words.append(f"adapters of rank {setup.lora_rank}")
     words.append(f"vLLM {plan.placement}")
     yield f"model: {shape.name}, {shape.parameters / 1e6:,.2f}M parameters"
     yield f"on {machine}: {', '.join(words)}; micro-batches of {setup.tokens:,} tokens"
     may = usable(machine.memory)
-    yield f"one rank, estimated ({plan.rank.total / GB:.1f} of {may / GB:.1f} GB that may be filled):"
+    yield f"one rank, estimated ({plan.rank.total / GB:.1f} of {may / GB:.1f} usable GB):"
     yield from _rank_lines(plan.rank)
     servers = "1 server" if plan.replicas == 1 else f"{plan.replicas} servers"
-    yield f"one GPU of {servers} of {plan.tensor_parallel}, estimated:"
+    yield f"one GPU of {servers} (tensor parallel size {plan.tensor_parallel}), estimated:"
     server = plan.server
     yield _part("weights", server.weights)
     yield _part("overhead (assumed)", server.overhead)
-    yield f"{_part('KV cache', server.kv_cache)}, {server.kv_tokens:,} tokens a server"
+    yield f"{_part('KV cache', server.kv_cache)}, {server.kv_tokens:,} tokens per server"
     yield _part(f"total, {server.share:g} of the GPU", server.total)
 
 
@@ -303,7 +303,7 @@ def _rank_lines(rank: RankMemory) -> Iterator[str]:
         yield _part(name, size)
     yield _part(f"total, at the {rank.busiest}", rank.total)
     if rank.host:
-        yield _part("in the host's memory", rank.host)
+        yield _part("in host memory", rank.host)
 
 
 def _part(name: str, size: int) -> str:
@@ -313,14 +313,14 @@ def _part(name: str, size: int) -> str:
 def plan_command(settings: Settings, request: PlanRequest, *, critic: bool) -> list[str]:
     """Return the lines that ``agentrl plan`` prints, and write the overlay if asked to."""
     if settings.model.path is None:
-        raise SettingsError("no model to plan for: give --model DIRECTORY, FILE.json or OWNER/NAME, or --config FILE")
+        raise SettingsError("no model to plan for: set --model DIRECTORY, FILE.json or OWNER/NAME, or --config FILE")
     machine = _machine(request, settings)
     values: Values = {}
     if request.context is not None:
         context, rollout = request.context, settings.rollout
         if context < _SHORTEST:
             raise SettingsError(
-                f"--context {context}: tokens of prompt and response together; valid: {_SHORTEST} and more"
+                f"--context {context} is too short for a prompt and a response: set at least {_SHORTEST} tokens"
             )
         prompt = min(rollout.max_prompt_tokens, context // 2)
         limits = {"max_prompt_tokens": prompt, "max_response_tokens": context - prompt}
@@ -331,7 +331,8 @@ def plan_command(settings: Settings, request: PlanRequest, *, critic: bool) -> l
     required = Requirements.of(settings, critic=critic, only_adapt=request.lora)
     if 0 not in required.lora_ranks and not _has_peft():
         raise SettingsError(
-            f"adapters need the package peft: {install_extra('lora')}; or leave out --lora, and set model.lora.rank=0"
+            f"adapters require the package peft: run {install_extra('lora')}, or leave out --lora and set "
+            "model.lora.rank=0"
         )
     obstacle = length_obstacle(shape.config, required.longest_request)
     if obstacle is not None:
@@ -354,9 +355,7 @@ def plan_command(settings: Settings, request: PlanRequest, *, critic: bool) -> l
     try:
         request.write.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise SettingsError(
-            f"--write {request.write}: {error.strerror}; valid: a file in a folder that exists"
-        ) from error
+        raise SettingsError(f"--write {request.write}: {error.strerror}; set a file in an existing folder") from error
     return [*lines, f"# written to {request.write}: agentrl train --config {request.write}"]
 
 
@@ -365,16 +364,16 @@ def _machine(request: PlanRequest, settings: Settings) -> Hardware:
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = request.gpus if request.gpus is not None else here or settings.training.num_processes
     if gpus < 1:
-        raise SettingsError(f"--gpus {gpus}: the number of GPUs of the run; valid: 1 and more, for example 8")
+        raise SettingsError(f"--gpus {gpus} is not a number of GPUs: set at least 1, for example 8")
     if request.memory is not None:
         if not 0 < request.memory < 10_000:
             raise SettingsError(
-                f"--memory {request.memory:g}: the memory of one GPU in GB; valid: a number above 0, for example 80"
+                f"--memory {request.memory:g} is not the memory of a GPU: set GB between 0 and 10000, for example 80"
             )
         return Hardware(gpus=gpus, memory=int(request.memory * GB))
     if not here:
         raise SettingsError(
-            "this machine has no GPU: give the number and memory of the GPUs, for example --gpus 8 --memory 80"
+            "this machine has no GPU: set the number and memory of the GPUs, for example --gpus 8 --memory 80"
         )
     return Hardware(gpus=gpus, memory=torch.cuda.get_device_properties(0).total_memory)
 
@@ -448,7 +447,7 @@ def _verdict(
     lack = lack if trains else "the rank's peak"
     found = find_plan(shape, machine, required)
     if found is None:
-        return f"  on {machine}: does not fit ({lack}), and no other settings do: see agentrl plan"
+        return f"  on {machine}: does not fit ({lack}), and no other settings do: run agentrl plan for alternatives"
     changes = [
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
         for key, value in plan_values(found).items()

@@ -11,7 +11,7 @@ Names of files that are written to or fetched from a scratch directory are relat
 >>> check_names(["data/points.csv", "notes"])
 >>> check_names(["../secret"])
 Traceback (most recent call last):
-ValueError: bad file name '../secret': a component is '..'; a name is a relative path such as 'data/points.csv'
+ValueError: invalid file name '../secret': a component is '..'; a name is a relative path such as 'data/points.csv'
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def _unpack(body: bytes, header_size: int) -> tuple[Any, list[bytes]]:
         raise FrameError(f"a frame's header is not JSON: {error}") from error
     sizes = header.pop("blobs", []) if isinstance(header, dict) else None
     if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
-        raise FrameError("a frame's header is not an object, or its sizes are invalid")
+        raise FrameError("a frame's header is not an object with valid blob sizes")
     if sum(sizes) != len(body) - header_size:
-        raise FrameError("a frame's sizes do not add up")
+        raise FrameError("a frame's blob sizes do not add up to its length")
     blobs: list[bytes] = []
     position = header_size
     for size in sizes:
@@ -116,7 +116,7 @@ def check_names(names: Iterable[str]) -> None:
         count += 1
         why = _fault(name)
         if why:
-            raise ValueError(f"bad file name {name!r}: {why}; a name is a relative path such as 'data/points.csv'")
+            raise ValueError(f"invalid file name {name!r}: {why}; a name is a relative path such as 'data/points.csv'")
     if count > MOST_FILES:
         raise ValueError(f"{count} files; at most {MOST_FILES} are allowed")
 
@@ -128,24 +128,24 @@ def check_files(files: Mapping[str, bytes], room: int) -> None:
         parts = name.split("/")
         for end in range(1, len(parts)):
             if "/".join(parts[:end]) in files:
-                raise ValueError(f"bad file name {name!r}: {'/'.join(parts[:end])!r} is a file, not a directory")
+                raise ValueError(f"invalid file name {name!r}: {'/'.join(parts[:end])!r} is a file, not a directory")
     needed = sum(-(-len(content) // _PAGE) * _PAGE for content in files.values())
     if needed > room:
-        raise ValueError(f"the files take {needed} bytes; the scratch directory has {room} (see scratch_mb)")
+        raise ValueError(f"the files take {needed} bytes, but the scratch directory has {room}: raise scratch_mb")
 
 
 def _fault(name: str) -> str:
     if not name:
         return "it is empty"
     if "\0" in name:
-        return "it holds a NUL"
+        return "it contains a NUL"
     if name.startswith("/"):
         return "it is absolute"
     if len(name) > LONGEST_NAME:
         return f"it is longer than {LONGEST_NAME} characters"
     parts = name.split("/")
     if len(parts) > _DEEPEST:
-        return f"it is deeper than {_DEEPEST}"
+        return f"it has more than {_DEEPEST} components"
     for part in parts:
         if part in ("", ".", ".."):
             return f"a component is {part!r}"
@@ -265,7 +265,7 @@ class CallSandbox(Sandbox, ABC):
 def checked_timeout(seconds: float) -> float:
     """Return ``seconds`` if it is a valid timeout of a program. Raises ValueError otherwise."""
     if not 0 < seconds <= 3600:
-        raise ValueError(f"timeout must be above 0 and at most 3600 seconds, not {seconds}")
+        raise ValueError(f"timeout must be above 0 and at most 3600 seconds; got {seconds}")
     return seconds
 
 

@@ -59,8 +59,8 @@ async def open_sandbox(settings: SandboxSettings) -> Sandbox:
         return await open_docker(settings)
     if settings.scheme == "ray":
         raise StartError(
-            "ray:// is started by `agentrl train cluster=ray`, on the nodes of its cluster; elsewhere name services by "
-            "their addresses, http://HOST:PORT"
+            "url=ray:// is supported only by `agentrl train cluster=ray`, which starts the services: set url to the "
+            "addresses of services, http://HOST:PORT"
         )
     if len(settings.addresses) > 1:
         from agentrl_sandbox.several import open_several

@@ -60,11 +60,11 @@ class DockerSandbox(RunnerPool):
         try:
             await asyncio.wait((waiting, ending), return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done() or not waiting.result():
-                why = ending.result() if ending.done() else f"it did not report for {_START_SECONDS:g} s"
+                why = ending.result() if ending.done() else f"its runner did not connect within {_START_SECONDS:g} s"
                 raise StartError(f"the container of {self._image} did not start: {why}")
             missing = self.isolation.missing
             if missing and not self._settings.allow_unisolated:
-                why = "Set allow_unisolated=true to run programs without them"
+                why = "Set allow_unisolated=true to run programs without these properties"
                 raise UnisolatedError(f"{self._image} does not isolate programs", missing, why)
         except BaseException:
             ending.cancel()  # its thread ends with the container
@@ -139,7 +139,7 @@ class DockerSandbox(RunnerPool):
                 raise
             self._container = container
         except ImageNotFound as error:
-            why = f"there is no image {self._image!r}; build it: docker build -t {self._image} sandbox"
+            why = f"no image {self._image!r}: build it with docker build -t {self._image} sandbox"
             raise StartError(why) from error
         except DockerException as error:
             raise StartError(f"Docker did not start {self._image!r}: {error}") from error
@@ -164,7 +164,7 @@ async def open_docker(settings: SandboxSettings) -> DockerSandbox:
     try:
         client = await asyncio.to_thread(docker.from_env)
     except DockerException as error:
-        raise StartError(f"Docker does not respond: {error}. Fix: start it, or set url=local://") from error
+        raise StartError(f"Docker does not respond ({error}): start Docker, or set url=local://") from error
     sandbox = DockerSandbox(settings, client)
     try:
         await sandbox.start()

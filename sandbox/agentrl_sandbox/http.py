@@ -160,7 +160,7 @@ class HttpSandbox(ServiceSandbox):
         self._isolation = _isolation(state)
         missing = self._isolation.missing
         if missing and not self._settings.allow_unisolated:
-            why = "Fix it there, or set allow_unisolated=true to run programs without them"
+            why = "Fix the service's machine, or set allow_unisolated=true to run programs without these properties"
             raise UnisolatedError(f"the sandbox at {self._settings.url} does not isolate programs", missing, why)
         self._check_limits(state)
         if (first := await self.execute("pass")).outcome is not Outcome.OK:
@@ -175,7 +175,7 @@ class HttpSandbox(ServiceSandbox):
     async def once(self, request: ServiceRequest[_T]) -> _T:
         """Send a request without retries. Raises BusyError if a retry may help: AbsentError if there was no answer."""
         if asyncio.get_running_loop() is not self._loop:
-            raise RuntimeError("a sandbox belongs to the event loop it was opened in; open another in this one")
+            raise RuntimeError("a sandbox belongs to the event loop that opened it: open another sandbox in this loop")
         async with self._room:
             return request.read(await self._send(request))
 
@@ -196,7 +196,7 @@ class HttpSandbox(ServiceSandbox):
                 busy: BusyError = error
             except BusyError as error:
                 busy = error
-            await timer.pause(busy, f"{self._settings.url} did not answer within {self._settings.retry_deadline:g} s")
+            await timer.pause(busy, f"{self._settings.url} did not respond within {self._settings.retry_deadline:g} s")
 
     async def _send(self, request: ServiceRequest[_T]) -> JsonObject:
         """Send one request. Raises BusyError if a retry may help."""
@@ -239,7 +239,7 @@ class HttpSandbox(ServiceSandbox):
         if not self._absent and not self._closed:
             self._absent = True
             _log.warning(
-                "the sandbox at %s does not answer (%s); calls are retried for up to %g s. Restart it if it stays down",
+                "the sandbox at %s does not respond (%s); calls are retried for up to %g s. Restart it if it is down",
                 *(self._settings.url, error, self._settings.retry_deadline),
             )
 
@@ -270,7 +270,7 @@ class HttpSandbox(ServiceSandbox):
         if response.status_code == 422:
             return ValueError(why)
         if response.status_code == 401:
-            why += "; set token or the variable SANDBOX_TOKEN"
+            why += ": set token or the environment variable SANDBOX_TOKEN"
         return RefusedError(why)
 
     async def _ready(self) -> JsonObject:
@@ -292,8 +292,8 @@ class HttpSandbox(ServiceSandbox):
                 raise StartError(f"the sandbox at {self._settings.url} does not report {name}, which must be {wanted}")
             if there != wanted:
                 raise StartError(
-                    f"the sandbox at {self._settings.url} has {name}={there:g}, not {wanted}: limits are set where the "
-                    "service runs"
+                    f"the sandbox at {self._settings.url} has {name}={there:g}, not {wanted}: change the limit where "
+                    "the service runs"
                 )
 
 

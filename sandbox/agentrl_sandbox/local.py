@@ -152,7 +152,7 @@ class ForkServerProcess(asyncio.Protocol):
         read before the server counts as hung.
         """
         if self._transport is None or self.gone:
-            raise ServerGoneError("the sandbox's server is gone")
+            raise ServerGoneError("the sandbox's server has exited")
         identifier = next(self._identifiers)
         future: asyncio.Future[Frame[ServerReply]] = asyncio.get_running_loop().create_future()
         self._waiting[identifier] = future
@@ -198,7 +198,7 @@ class ForkServerProcess(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.gone = True
-        fail_all((self.hello, self.ready, *self._waiting.values()), ServerGoneError("the sandbox's server ended"))
+        fail_all((self.hello, self.ready, *self._waiting.values()), ServerGoneError("the sandbox's server exited"))
         if not self._closed.done():
             self._closed.set_result(None)
         self.on_gone()
@@ -251,7 +251,7 @@ _STEP = 2048  # the most workers and sessions that a runner has
 _FIX = (
     "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, and where AppArmor "
     "restricts them kernel.apparmor_restrict_unprivileged_userns=0), or use a kernel with seccomp and Landlock (Linux "
-    "6.12 or newer has all of it), or set allow_unisolated=true to run the programs without it"
+    "6.12 or newer has all layers), or set allow_unisolated=true to run programs without these properties"
 )
 
 
@@ -298,7 +298,7 @@ class LocalSandbox(CallSandbox):
             number = next(self._numbers)
             await self._request_session(server, number, "open", number)
         except (ServerRefusedError, ServerGoneError, TimeoutError) as error:
-            raise SandboxError(f"no session could be opened: {error}") from error
+            raise SandboxError(f"cannot open a session: {error}") from error
         return self._sessions.add(server, number)
 
     async def fork_session(self, session: str) -> str:
@@ -345,14 +345,14 @@ class LocalSandbox(CallSandbox):
         mode, layers = self._config.isolate, self._server.layers
         self._isolation = await probe(self, mode=mode, layers=layers, settings=self._settings)
         if self._isolation.missing and not self._settings.allow_unisolated:
-            why = f"{'; '.join(('a probe program got through', *reasons))}. Fix: {_FIX}"
-            raise UnisolatedError("the sandbox cannot isolate programs here", self._isolation.missing, why)
+            why = f"{'; '.join(('the attack of a probe succeeded', *reasons))}. Fix: {_FIX}"
+            raise UnisolatedError("the sandbox cannot isolate programs on this machine", self._isolation.missing, why)
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the sandbox was closed")
         if asyncio.get_running_loop() is not self._loop:
-            raise RuntimeError("a sandbox belongs to the event loop it was opened in; open another in this one")
+            raise RuntimeError("a sandbox belongs to the event loop that opened it: open another sandbox in this loop")
 
     async def _run(self, call: Call) -> Execution:
         if call.session is None:
@@ -374,7 +374,7 @@ class LocalSandbox(CallSandbox):
         except TimeoutError:
             assert server is not None
             await server.close()
-            return failed_execution("the sandbox's server did not answer long after the program's deadline", started)
+            return failed_execution("the sandbox's server did not respond after the program's deadline", started)
 
     async def _request_session(self, server: ForkServerProcess, made: int, op: str, session: int, **more: int) -> None:
         """Open or fork the session ``made`` at a server, and close it again if the caller is cancelled."""
@@ -382,7 +382,7 @@ class LocalSandbox(CallSandbox):
             await server.request(op, session, **more)
         except ServerRefusedError as refused:
             if refused.kind == "limit":
-                raise SessionLimitError(f"no further session: {refused.why}") from refused
+                raise SessionLimitError(f"cannot open another session: {refused.why}") from refused
             raise
         except asyncio.CancelledError:
             server.close_session(made)
@@ -403,7 +403,7 @@ class LocalSandbox(CallSandbox):
 
     def _follow(self, server: ForkServerProcess) -> None:
         server.on_session_ended = lambda number, why: self._sessions.end_at(server, why, number)
-        server.on_gone = functools.partial(self._sessions.end_at, server, "the sandbox's server ended")
+        server.on_gone = functools.partial(self._sessions.end_at, server, "the sandbox's server exited")
 
 
 async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None = None) -> LocalSandbox:
@@ -464,7 +464,7 @@ def first_user(settings: SandboxSettings) -> int:
     try:
         return free_users()
     except OSError as error:
-        raise StartError(f"no user ids for the sandbox's server: {error}") from error
+        raise StartError(f"cannot choose user ids for the sandbox's server: {error}") from error
 
 
 def free_users() -> int:

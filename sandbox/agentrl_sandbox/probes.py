@@ -273,8 +273,8 @@ async def _repeat_until_conclusive(name: str, probe_once: Look) -> bool:
         except InconclusiveProbeError as unclear:
             endings.append(str(unclear))
     raise StartError(
-        f"the probe of {name} was inconclusive: its program ended as {', then '.join(endings)}. "
-        "Is this machine overloaded?"
+        f"the probe of {name} was inconclusive: its program ended as {', then '.join(endings)}; "
+        "the machine may be overloaded"
     )
 
 

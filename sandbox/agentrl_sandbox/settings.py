@@ -107,7 +107,7 @@ class SandboxSettings(BaseModel):
         addresses = [part.strip() for part in url.split(",")]
         if not _PLACE.fullmatch(url) and not all(map(_SERVICE.fullmatch, addresses)):
             raise ValueError(
-                f"unknown sandbox {url!r}; valid: local://, docker://IMAGE, http://HOST:PORT (several with commas), ray://"
+                f"unknown sandbox {url!r}; valid: local://, docker://IMAGE, http://HOST:PORT (comma-separated), ray://"
             )
         if len(set(addresses)) < len(addresses):
             raise ValueError(f"the same address occurs twice in {url!r}")
@@ -138,7 +138,7 @@ class SandboxSettings(BaseModel):
 
 NO_TOKEN = "none"
 _RENAMED = {"patience": "retry_deadline"}
-_REMOVED = {"standby": "a fork server that died is replaced by a new one"}
+_REMOVED = {"standby": "a fork server that exits is restarted automatically"}
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -200,9 +200,9 @@ def read_settings(
     given = {argument.partition("=")[0] for argument in arguments}
     for old, new in _RENAMED.items():
         if environment.get(f"SANDBOX_{old.upper()}"):
-            raise ServiceSettingsError(f"SANDBOX_{old.upper()} has a new name: SANDBOX_{new.upper()}")
+            raise ServiceSettingsError(f"SANDBOX_{old.upper()} was renamed to SANDBOX_{new.upper()}")
         if old in given:
-            raise ServiceSettingsError(f"the setting {old} has a new name: {new}")
+            raise ServiceSettingsError(f"the setting {old} was renamed to {new}")
     for old, why in _REMOVED.items():
         if old in given or environment.get(f"SANDBOX_{old.upper()}"):
             raise ServiceSettingsError(f"the setting {old} was removed: {why}")

@@ -67,7 +67,7 @@ class _Service(HttpSandbox):
                 finally:
                     self.calls.discard(limit)
         except TimeoutError:
-            raise AbsentError(f"{self.address} is lost: {self.error}", begun=True) from None
+            raise AbsentError(f"{self.address} was lost: {self.error}", begun=True) from None
         except AbsentError as error:
             self.fail(error)
             raise
@@ -84,7 +84,7 @@ class _Service(HttpSandbox):
             raise AbsentError("no answer", begun=False) from None
         self.workers = max(1, int(state.get("workers", 1)))
         if self.failing_since is not None:
-            _log.warning("the sandbox at %s works again", self.address)
+            _log.warning("the sandbox at %s has recovered", self.address)
         self.verified, self.failing_since = True, None
 
     def fail(self, error: SandboxError) -> None:
@@ -92,7 +92,7 @@ class _Service(HttpSandbox):
         self.error = error
         if self.failing_since is None:
             self.failing_since = time.monotonic()
-            _log.warning("the sandbox at %s failed and gets no new calls: %s", self.address, error)
+            _log.warning("the sandbox at %s failed and receives no new calls: %s", self.address, error)
 
 
 class SeveralSandboxes(ServiceSandbox):
@@ -177,14 +177,16 @@ class SeveralSandboxes(ServiceSandbox):
                 losses += isinstance(busy, AbsentError) and busy.begun
                 # Without isolation a program can end the service itself, so it gets no second one.
                 if losses and (losses > _MOST_LOSSES or self.isolation.missing):
-                    raise BusyError(f"given up after {losses} services were lost while it ran: {busy}") from busy
+                    raise BusyError(
+                        f"gave up after {losses} services were lost while running the program: {busy}"
+                    ) from busy
                 tried.add(service)
                 if not tried.issuperset(one for one in self._services if one.usable):
                     continue
                 tried.clear()
             if isinstance(busy, SessionLimitError):
                 raise busy
-            await timer.pause(busy, f"no answer within {self._settings.retry_deadline:g} s")
+            await timer.pause(busy, f"no response within {self._settings.retry_deadline:g} s")
 
     async def _choose(self, tried: set[_Service], timer: RetryTimer) -> _Service:
         """Return the service for the next call, when one is usable. Raises BusyError after the deadline."""
@@ -217,7 +219,7 @@ class SeveralSandboxes(ServiceSandbox):
             service.fail(error)
             failing = time.monotonic() - (service.failing_since or 0.0)
             if service.verified and failing >= service.deadline:
-                _log.warning("the sandbox at %s is lost, with its sessions: %s", service.address, error)
+                _log.warning("the sandbox at %s and its sessions were lost: %s", service.address, error)
                 service.verified = False
                 self._book.end_at(service, f"its service, {service.address}, was lost: {error}")
                 for limit in service.calls:

@@ -87,7 +87,7 @@ def test_what_is_no_row_is_named(tmp_path: Path, problems: Any, message: str) ->
         ),
         ({"problems": "gone/rows.jsonl"}, "gone/rows.jsonl: no such file; there is no folder gone"),
         ({"data": {"eval": [{"path": "gone/rows.jsonl"}]}}, "gone/rows.jsonl: no such file; there is no folder gone"),
-        ({"training": {"steps": -1}}, "training.steps=-1: valid is a whole number at least 1"),
+        ({"training": {"steps": -1}}, "training.steps=-1: expected a whole number at least 1"),
     ],
 )
 def test_bad_arguments_end_before_a_run_starts(given: Mapping[str, Any], message: str, tmp_path: Path) -> None:

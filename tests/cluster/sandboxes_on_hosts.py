@@ -54,7 +54,7 @@ async def main() -> None:
 
     def note(text: str) -> None:
         say(text)
-        if "is lost" in text:
+        if "was lost" in text:
             loop.call_soon_threadsafe(lost.set)
 
     bundle = Bundle(purpose="sandbox", cpus=1)

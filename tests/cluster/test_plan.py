@@ -34,11 +34,23 @@ def test_each_bundle_gets_the_tightest_node_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("needed", "there", "message"),
     [
-        (bundles((9, 8), (8, 8)), nodes((64, 8), (64, 4)), "needs 2 nodes with 8 GPUs, found 1 with 8 and 1 with 4"),
-        (bundles((9, 10), (8, 8)), nodes((64, 8), (64, 8)), "1 node with 10 GPUs and 1 node with 8 GPUs, found 2 with"),
-        (bundles((2, 0), (1, 0), (1, 0)), nodes((4, 0), (4, 0)), "1 node with 2 CPUs and 2 nodes with 1 CPU, found 2"),
-        (bundles((9, 8)), nodes((8, 8)), "needs 1 node with 9 CPUs, found 1 with 8"),
-        (bundles((1, 0)), [], "needs 1 node with 1 CPU, found none"),
+        (
+            bundles((9, 8), (8, 8)),
+            nodes((64, 8), (64, 4)),
+            "requires 2 nodes with 8 GPUs, but the cluster has 1 with 8 and 1 with 4",
+        ),
+        (
+            bundles((9, 10), (8, 8)),
+            nodes((64, 8), (64, 8)),
+            "1 node with 10 GPUs and 1 node with 8 GPUs, but the cluster has 2 with",
+        ),
+        (
+            bundles((2, 0), (1, 0), (1, 0)),
+            nodes((4, 0), (4, 0)),
+            "1 node with 2 CPUs and 2 nodes with 1 CPU, but the cluster has 2",
+        ),
+        (bundles((9, 8)), nodes((8, 8)), "requires 1 node with 9 CPUs, but the cluster has 1 with 8"),
+        (bundles((1, 0)), [], "requires 1 node with 1 CPU, but the cluster has none"),
     ],
 )
 def test_what_cannot_be_placed_is_named(needed: list[Bundle], there: list[ClusterNode], message: str) -> None:
@@ -93,8 +105,14 @@ def test_servers_go_where_there_is_room_for_their_gpus() -> None:
             ["cluster=ray", "cluster.nodes=2", "training.num_processes=3"],
             "cannot be divided evenly among cluster.nodes=2",
         ),
-        (["cluster.nodes=2", "training.num_processes=2"], "cluster.nodes=2 with cluster.kind=auto"),
-        (["cluster=environment", "cluster.restarts=1"], "where the launcher restarts ranks"),
+        (
+            ["cluster.nodes=2", "training.num_processes=2"],
+            "cluster.nodes=2 requires cluster.kind=ray; got cluster.kind=auto",
+        ),
+        (
+            ["cluster=environment", "cluster.restarts=1"],
+            "conflicts with cluster.kind=environment: set it in the launcher",
+        ),
         (["cluster=slurm"], 'cluster.kind="slurm"'),
     ],
 )

@@ -56,8 +56,8 @@ def test_a_start_that_is_too_slow_is_tried_again(machine: Ray, caplog: pytest.Lo
     assert machine.attempts == 3
     said = [record.getMessage() for record in caplog.records]
     assert said == [
-        "Ray has not started: Failed to start the raylet; retrying for 300 s",
-        f"Ray has not started: {SLOW}; retrying for 300 s",
+        "Ray did not start: Failed to start the raylet; retrying for 300 s",
+        f"Ray did not start: {SLOW}; retrying for 300 s",
     ]
 
 
@@ -65,7 +65,7 @@ def test_a_start_is_tried_again_for_a_while_only(machine: Ray) -> None:
     from agentrl.cluster.ray_nodes import RayCluster
 
     machine.failures = [Exception(SLOW)] * 9
-    with pytest.raises(WorldError, match=f"Ray has not started: {SLOW}"):
+    with pytest.raises(WorldError, match=f"Ray did not start: {SLOW}"):
         RayCluster(ClusterSettings(kind="ray", start_deadline=1e-9))
     assert machine.attempts == 1
 

@@ -37,13 +37,13 @@ def test_every_node_with_room_gets_one_and_the_table_shows_it() -> None:
     ]
     taken = {"10.0.0.1": [Bundle(purpose="rank 0", cpus=2)]}
     with pytest.raises(
-        UnplaceableError, match=r"no node has room for sandbox \(0 GPUs, 1 CPU\); left are 0 GPUs, 0 CPUs on n1"
+        UnplaceableError, match=r"no node has room for sandbox \(0 GPUs, 1 CPU\); available: 0 GPUs, 0 CPUs on n1"
     ):
         nodes_with_room(SANDBOX, [node(1, 2)], taken)
 
 
 def test_only_ray_starts_services() -> None:
-    with pytest.raises(SettingsError, match=r"sandbox\.url=ray:// with cluster\.kind=auto.*valid: cluster=ray"):
+    with pytest.raises(SettingsError, match=r"sandbox\.url=ray:// requires cluster\.kind=ray; got cluster\.kind=auto"):
         load_settings(overrides=["sandbox=ray://"])
     settings = load_settings(overrides=["sandbox=ray://", "cluster=ray", "cluster.sandbox_cpus=3"])
     assert sandbox_bundle(settings) == Bundle(purpose="sandbox", cpus=3)
@@ -101,7 +101,7 @@ async def test_a_service_that_is_killed_comes_back_at_its_address(cluster: Nodes
         await sandbox.close()
         services.close()
     lost, back = said
-    assert lost.startswith(f"sandbox service 0 on {HERE.node} is lost: it ended with exit code")
+    assert lost.startswith(f"sandbox service 0 on {HERE.node} was lost: it exited with code")
     assert back == f"sandbox service 0 on {HERE.node} was restarted"
     assert sorted(log.name for log in (tmp_path / "logs").iterdir()) == [
         f"{HERE.node}-sandbox-{number}.log" for number in (0, 1)
@@ -113,7 +113,7 @@ def test_a_node_that_gives_no_place_is_told_and_done_without(cluster: NodesHere,
     cluster.refused = {"n1"}
     services = started(cluster, tmp_path, said.append)
     assert len(services.addresses) == 1
-    assert said == ["no sandbox service on n1 (10.0.0.1): other jobs use it"]
+    assert said == ["no sandbox service started on n1 (10.0.0.1): other jobs use it"]
     services.close()
     cluster.refused = {"n1", "n2"}
     with pytest.raises(WorldError, match="no node of the cluster could start a sandbox service"):

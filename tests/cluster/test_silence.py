@@ -28,7 +28,7 @@ def test_a_port_that_refuses_is_gone_at_once_and_a_silent_one_after_the_deadline
         # Nobody has accepted that one: the system leaves further connections unanswered.
         assert lost(address, 0.3) == "has not responded for 0.3 s"
         assert not accepts_connections(address, 0.1)
-    assert lost(address, 600.0) == "is gone"
+    assert lost(address, 600.0) == "refuses connections"
 
 
 def test_the_system_is_told_when_to_end_a_connection() -> None:

@@ -89,18 +89,20 @@ def test_a_run_waits_for_its_size_and_then_takes_what_there_is(tmp_path: Path) -
     run, cluster = sizes(tmp_path, *RAY), Nodes(3)
     assert reserve(run, cluster, 0.0) == (6, 3, [], [0.0])
     cluster.count = 1
-    waits = ["the run needs 1 node with 3 CPUs and 2 nodes with 2 CPUs, found 1 with 8; waiting up to 5 s"]
+    waits = [
+        "the run requires 1 node with 3 CPUs and 2 nodes with 2 CPUs, but the cluster has 1 with 8; waiting up to 5 s"
+    ]
     assert reserve(run, cluster, 5.0) == (2, 1, waits, [0.0, 5.0, 0.0, 0.0])
     cluster.count = 2  # another loss later: a node has come back, and it is not waited for the third
     assert reserve(run, cluster, 5.0) == (4, 2, [], [0.0, 0.0])
     cluster.count = 0
-    with pytest.raises(UnplaceableError, match="needs 1 node with 3 CPUs, found none"):
+    with pytest.raises(UnplaceableError, match="requires 1 node with 3 CPUs, but the cluster has none"):
         run.reserve(cluster, patience=5.0, say=waits.append)
 
 
 def test_without_elastic_it_waits_for_its_size_alone(tmp_path: Path) -> None:
     run, cluster = sizes(tmp_path, *RAY[:-1]), Nodes(2)
-    with pytest.raises(UnplaceableError, match="found 2 with 8"):
+    with pytest.raises(UnplaceableError, match="the cluster has 2 with 8"):
         run.reserve(cluster, patience=5.0, say=lambda text: None)
     assert cluster.waited == [0.0, 5.0]
 
@@ -143,11 +145,11 @@ def test_on_one_machine_the_gpu_is_given_up_or_else_a_rank(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cluster.elastic=true"], "cluster.elastic=true with cluster.restarts=0, so ranks are never restarted"),
+        (["cluster.elastic=true"], "cluster.elastic=true has no effect with cluster.restarts=0"),
         (
             [*RAY, "training.sequence_parallel=3"],
-            "training.sequence_parallel=3 and 2 ranks per node: without one node, the remaining ranks may not form "
-            "complete sequence-parallel groups; valid: a divisor of 2",
+            "training.sequence_parallel=3 and 2 ranks per node: after the loss of a node, the remaining ranks may not "
+            "form complete sequence-parallel groups; valid: a divisor of 2",
         ),
     ],
 )

@@ -125,14 +125,14 @@ def test_what_the_hosts_cannot_hold_ends_at_once(cluster: RayHosts, line: Comman
     process = cluster.start(line, *arguments)
     said = process.communicate(timeout=DEADLINE)[0]
     assert process.returncode == 2, said
-    assert "error: the run needs 1 node with 2 CPUs and 2 nodes with 1 CPU, found 2 with 4" in said
+    assert "error: the run requires 1 node with 2 CPUs and 2 nodes with 1 CPU, but the cluster has 2 with 4" in said
 
 
 def test_a_node_that_is_given_up_gets_no_rank_though_it_answers(cluster: RayHosts) -> None:
     process = cluster.ranks_that_sleep(cluster.head, "given-up")
     *started, last = process.communicate(timeout=DEADLINE)[0].splitlines()
     assert sorted(started) == [f"ranks on {host.address}" for host in (cluster.head, cluster.other)]
-    assert last == "the run needs 1 node with 1 CPU, found none"
+    assert last == "the run requires 1 node with 1 CPU, but the cluster has none"
 
 
 def test_ranks_start_again_when_a_head_that_was_cut_off_is_back(cluster: RayHosts) -> None:
@@ -184,5 +184,5 @@ def test_a_sandbox_on_each_host_loses_no_program_with_one_of_them(cluster: RayHo
     finally:
         process.kill()
         process.communicate()
-    assert re.search(r"sandbox service \d on \S+ is lost: the node", said[-1])
+    assert re.search(r"sandbox service \d on \S+ was lost: the node", said[-1])
     assert re.search(r"ended \{'right': \d+\}", said[-1])

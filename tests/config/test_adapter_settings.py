@@ -11,8 +11,8 @@ from agentrl.config import load_settings
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["model.lora.alpha=8"], "model.lora.alpha=8 with model.lora.rank=0, which trains all weights"),
-        (["model.lora.targets=[q_proj]"], 'model.lora.targets=["q_proj"] with model.lora.rank=0'),
+        (["model.lora.alpha=8"], "model.lora.alpha=8 has no effect with model.lora.rank=0, which trains all weights"),
+        (["model.lora.targets=[q_proj]"], 'model.lora.targets=["q_proj"] has no effect with model.lora.rank=0'),
         (
             ["rollout.engine=vllm", "rollout.vllm.lora=merged"],
             "rollout.vllm.lora=merged with model.lora.rank=0, which trains without an adapter",

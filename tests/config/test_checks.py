@@ -22,7 +22,7 @@ from agentrl.config import (
         ),
         (
             ["algorithm.updates_per_step=33"],
-            "algorithm.updates_per_step=33 exceeds rollout.problems_per_step=32, but every update needs its own group",
+            "algorithm.updates_per_step=33 exceeds rollout.problems_per_step=32, but every update needs",
         ),
         (
             ["rollout.max_prompt_tokens=1000"],
@@ -44,17 +44,17 @@ from agentrl.config import (
         (["correction.self_normalize=true"], "self_normalize=true has no weights to normalise: set weights"),
         (
             ["training.deterministic=true", "rollout.schedule=overlapped"],
-            "training.deterministic=true with rollout.schedule=overlapped: if sampling and training run concurrently",
+            "training.deterministic=true conflicts with rollout.schedule=overlapped, because with concurrent sampling",
         ),
         (
             ["rollout.schedule=asynchronous", "rollout.engine=vllm", "rollout.vllm.placement=colocated"],
-            "rollout.schedule=asynchronous with rollout.vllm.placement=colocated: the engine sleeps while",
+            "rollout.schedule=asynchronous conflicts with rollout.vllm.placement=colocated, because the engine sleeps",
         ),
         (["algorithm.void_turns=loss_only"], "algorithm.void_turns (command line): loss_only has a new name: mask"),
         (["algorithm.void_turns=remove"], "algorithm.void_turns (command line): remove has a new name: exclude"),
         (
             ["algorithm.truncated=drop"],
-            'algorithm.truncated="drop" (command line): valid is one of train, mask, exclude',
+            'algorithm.truncated="drop" (command line): expected one of train, mask, exclude',
         ),
         (["correction.ratio_low=3"], "correction (command line): ratio_low=3.0 is above ratio_high=2.0"),
         (
@@ -69,7 +69,7 @@ from agentrl.config import (
         ),
         (
             ["correction.weights=tokn"],
-            'correction.weights="tokn" (command line): valid is one of token, sequence, geom',
+            'correction.weights="tokn" (command line): expected one of token, sequence, geom',
         ),
     ],
 )
@@ -102,9 +102,9 @@ def test_commands_ask_only_for_what_they_need() -> None:
 def test_a_group_of_one_is_a_warning_that_says_what_happens() -> None:
     (dropped,) = settings_warnings(load_settings(overrides=["rollout.group_size=1"]))
     assert "rollout.group_size=1 with the group estimator algorithm.estimator=tir_otb" in dropped
-    assert "drops it and no group is trained on" in dropped
+    assert "drops all groups and nothing is trained" in dropped
     kept = load_settings(overrides=["rollout.group_size=1", "algorithm.drop_zero_variance=false"])
-    assert "its baseline is 0 and its advantages are the plain rewards" in settings_warnings(kept)[0]
+    assert "so the baseline is 0 and the advantages are the plain rewards" in settings_warnings(kept)[0]
     assert settings_warnings(load_settings()) == []
 
 
@@ -112,13 +112,13 @@ def test_a_group_of_one_with_a_baseline_of_the_other_groups_is_nothing_special()
     pooled = ["rollout.group_size=1", "algorithm.estimator=ogb_pooled"]
     assert settings_warnings(load_settings(overrides=pooled)) == []
     (said,) = settings_warnings(load_settings(overrides=[*pooled, "algorithm.drop_zero_variance=true"]))
-    assert "drops it and no group is trained on" in said
+    assert "drops all groups and nothing is trained" in said
 
 
 def test_a_group_of_one_without_a_baseline_of_its_group() -> None:
     one = ["rollout.group_size=1", "algorithm.estimator=gae"]
     (said,) = settings_warnings(load_settings(overrides=one))
-    assert said.startswith("rollout.group_size=1: every group is a single trajectory; it has no variance")
+    assert said.startswith("rollout.group_size=1: every group is a single trajectory, which has no variance")
     assert settings_warnings(load_settings(overrides=[*one, "algorithm.drop_zero_variance=false"])) == []
     assert settings_warnings(load_settings(overrides=["rollout.group_size=1", "algorithm.estimator=remax"])) == []
 
@@ -135,14 +135,14 @@ DEPLOYED = [
 @pytest.mark.parametrize("env", [["env=agent:true", "gateway.agent_rewards=true"], DEPLOYED])
 def test_a_baseline_that_branches_do_not_have_is_said(env: list[str]) -> None:
     (said,) = settings_warnings(load_settings(overrides=[*env, "algorithm.estimator=otb"]))
-    assert "algorithm.estimator=otb: its baselines are not defined over the branches" in said
+    assert "algorithm.estimator=otb does not define baselines across the branches" in said
     assert settings_warnings(load_settings(overrides=[*env, "algorithm.estimator=tir_otb"])) == []
     assert settings_warnings(load_settings(overrides=["algorithm.estimator=otb"])) == []
 
 
 @pytest.mark.parametrize("env", ["agent:true", "worker:python work.py"])
 def test_a_program_outside_the_trainer_needs_a_reward(env: str) -> None:
-    assert f"env='{env}' has no reward: set a function" in refused(f"env={env}")
+    assert f"env='{env}' has no reward: set a reward function" in refused(f"env={env}")
     load_settings(overrides=[f"env={env}", "gateway.agent_rewards=true"])
     load_settings(overrides=[f"env={env}", "reward.functions={rewards:shorter: 1.0}"])
 

@@ -268,10 +268,10 @@ def test_an_unknown_key_of_a_file_names_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_a_renamed_key_is_refused_with_its_new_name(old: str, new: str, tmp_path: Path) -> None:
-    assert refused(f"{old}=1") == f"{old} (value 1) (command line) has a new name: {new}"
+    assert refused(f"{old}=1") == f"{old} (value 1) (command line) was renamed to {new}"
     sections = old.split(".")
     file = overlay(tmp_path / "mine.yaml", ": {".join(sections) + ": 1" + "}" * (len(sections) - 1) + "\n")
-    assert refused(config_file=file) == f"{old} (value 1) ({file}) has a new name: {new}"
+    assert refused(config_file=file) == f"{old} (value 1) ({file}) was renamed to {new}"
     assert new in known_keys("simpletir")
 
 
@@ -300,26 +300,26 @@ def test_every_known_key_is_its_own_nearest() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("rollout.group_size=many", 'rollout.group_size="many" (command line): valid is a whole number at least 1'),
-        ("rollout.group_size=-1", "rollout.group_size=-1 (command line): valid is a whole number at least 1"),
-        ("rollout.group_size=8.0", "rollout.group_size=8.0 (command line): valid is a whole number at least 1"),
-        ("rollout.group_size=true", "rollout.group_size=true (command line): valid is a whole number at least 1"),
-        ("rollout.group_size='8'", 'rollout.group_size="8" (command line): valid is a whole number at least 1'),
-        ("rollout.temperature=0", "rollout.temperature=0 (command line): valid is a number above 0"),
-        ("training.steps=", 'training.steps="" (command line): valid is a whole number at least 1'),
-        ("model.dtype=fp8", 'model.dtype="fp8" (command line): valid is one of float32, bfloat16'),
-        ("training.deterministic=1", "training.deterministic=1 (command line): valid is true or false"),
-        ("optimizer.betas=[1]", "optimizer.betas=[1] (command line): valid is a list of 2 values"),
-        ("optimizer.betas=[0.9, x]", 'optimizer.betas=[0.9, "x"] (command line): valid is a list of 2 values'),
-        ("rollout=3", "rollout=3 (command line): valid is a section with the keys engine, problems_per_step"),
-        ("data.train.0.weight=heavy", 'data.train.0.weight="heavy" (command line): valid is a number above 0'),
+        ("rollout.group_size=many", 'rollout.group_size="many" (command line): expected a whole number at least 1'),
+        ("rollout.group_size=-1", "rollout.group_size=-1 (command line): expected a whole number at least 1"),
+        ("rollout.group_size=8.0", "rollout.group_size=8.0 (command line): expected a whole number at least 1"),
+        ("rollout.group_size=true", "rollout.group_size=true (command line): expected a whole number at least 1"),
+        ("rollout.group_size='8'", 'rollout.group_size="8" (command line): expected a whole number at least 1'),
+        ("rollout.temperature=0", "rollout.temperature=0 (command line): expected a number above 0"),
+        ("training.steps=", 'training.steps="" (command line): expected a whole number at least 1'),
+        ("model.dtype=fp8", 'model.dtype="fp8" (command line): expected one of float32, bfloat16'),
+        ("training.deterministic=1", "training.deterministic=1 (command line): expected true or false"),
+        ("optimizer.betas=[1]", "optimizer.betas=[1] (command line): expected a list of 2 values"),
+        ("optimizer.betas=[0.9, x]", 'optimizer.betas=[0.9, "x"] (command line): expected a list of 2 values'),
+        ("rollout=3", "rollout=3 (command line): expected a section with the keys engine, problems_per_step"),
+        ("data.train.0.weight=heavy", 'data.train.0.weight="heavy" (command line): expected a number above 0'),
         ("data.train=[{split: train}]", "data.train.0.path is missing (command line) and has no default; valid: text"),
         ("data.train.9.path=x", 'data.train.9.path="x": data.train has 1 entries; valid indices: 0 to 1'),
-        ("name=a/b", 'name="a/b" (command line): valid is text matching'),
+        ("name=a/b", 'name="a/b" (command line): expected text matching'),
         ("seed.x=3", "unknown key seed.x (value 3) (command line); nearest valid key: seed;"),
-        ("rollout", "'rollout': settings are written key=value, for example rollout.group_size=8"),
-        ("=3", "'=3': settings are written key=value"),
-        ("rollout..x=3", "'rollout..x=3': settings are written key=value"),
+        ("rollout", "'rollout' is not a setting: use key=value, for example rollout.group_size=8"),
+        ("=3", "'=3' is not a setting: use key=value"),
+        ("rollout..x=3", "'rollout..x=3' is not a setting: use key=value"),
         ("rollout.temperature=[1", "rollout.temperature='[1', line 1, column 3: not valid YAML"),
         ("env=simpletr", "env=\"simpletr\": unknown environment 'simpletr'; did you mean 'simpletir'? (valid: "),
         (
@@ -341,7 +341,7 @@ def test_everything_wrong_is_said_at_once() -> None:
 def test_forms_and_sizes_are_told_in_words() -> None:
     assert 'reward.functions={"a b": 1}' in refused("reward.functions={a b: 1}")
     assert "reward.functions" in refused("reward.function=a:b")
-    assert refused("environment.tools=[]").endswith("valid is a list of at least 1 value")
+    assert refused("environment.tools=[]").endswith("expected a list of at least 1 value")
     assert "accuracy_range=[0.9, 0.1] must satisfy 0 <= low < high <= 1" in refused(
         "algorithm.accuracy_range=[0.9,0.1]"
     )
@@ -351,9 +351,9 @@ def test_forms_and_sizes_are_told_in_words() -> None:
     ("text", "expected"),
     [
         ("rollout: {a: 1\n", "mine.yaml, line 2, column 1: not valid YAML"),
-        ("seed: 1\nseed: 2\n", "mine.yaml, line 2, column 1: not valid YAML: key 'seed' is repeated"),
-        ("- 1\n", "a config file must be a mapping of sections, but is a list"),
-        ("1: 2\n", "key 1 is not text"),
+        ("seed: 1\nseed: 2\n", "mine.yaml, line 2, column 1: not valid YAML: duplicate key 'seed'"),
+        ("- 1\n", "a config file must be a mapping of sections, not a list"),
+        ("1: 2\n", "key 1 is not a string"),
         ("base: 3\n", "base=3 must be the name of a shipped config, a path, or a list of these"),
         ("base: nothing\n", "no config file 'nothing'"),
         ("seed: !!python/object:os.system x\n", "not valid YAML"),
@@ -482,12 +482,12 @@ def test_resume_lets_the_allowed_keys_change_and_names_the_others() -> None:
     assert "  seed: 0 -> 8" in message
     assert "  rollout.group_size: 8 -> 3" in message
     assert "training.steps: " not in message
-    assert "resuming may change: name, runs_dir, model.gradient_checkpointing, " in message
+    assert "--resume may change: name, runs_dir, model.gradient_checkpointing, " in message
 
 
 @pytest.mark.parametrize("key", REMOVED)
 def test_a_removed_key_is_refused_but_dropped_from_an_old_run(key: str, caplog: pytest.LogCaptureFixture) -> None:
-    message = f"was removed: {REMOVED[key]}; leave it out"
+    message = f"was removed: {REMOVED[key]}; delete it"
     assert refused(f"{key}=1") == f"{key} (value 1) (command line) {message}"
     saved = saved_run(name="old")
     file = Path("runs/old/config.yaml")
@@ -532,7 +532,7 @@ def test_old_values_of_renamed_keys_are_converted() -> None:
 
 
 def test_resume_of_nothing() -> None:
-    assert "there is no run in runs" in refused(resume=True)
+    assert "no run in runs" in refused(resume=True)
     saved_run(name="first")
     assert "name='frist' is not a run in runs; did you mean 'first'?" in refused("name=frist", resume=True)
 

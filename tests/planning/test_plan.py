@@ -62,7 +62,7 @@ def test_ranks_share_rows_where_a_context_does_not_fit_one(seven: ModelShape) ->
     assert long is not None
     assert (short.setup.sequence_parallel, long.setup.sequence_parallel) == (1, 2)
     assert plan_values(long)["training.sequence_parallel"] == 2
-    assert "each row shared by 2 ranks" in "".join(plan_lines(seven, gpus(8, 80), long))
+    assert "sequence-parallel groups of 2 ranks" in "".join(plan_lines(seven, gpus(8, 80), long))
     odd = tiny_shape(num_attention_heads=3, num_key_value_heads=3, hidden_size=48)  # no number of ranks divides them
     plan = find_plan(odd, gpus(8, 24), required(4096))
     assert plan is not None
@@ -73,8 +73,8 @@ def test_a_plan_that_cannot_fit_says_what_would(seven: ModelShape) -> None:
     with pytest.raises(SettingsError) as failure:
         plan_for(seven, gpus(1, 40), required(8192))
     said = str(failure.value)
-    assert "no setting trains Qwen/Qwen2.5-7B (7.62B parameters) with 8192 tokens on 1 GPU of 40 GB" in said
-    assert "what would fit: 4 GPUs of this memory, or 80 GB a GPU" in said
+    assert "no settings train Qwen/Qwen2.5-7B (7.62B parameters) with 8192 tokens on 1 GPU of 40 GB" in said
+    assert "would fit: 4 GPUs with this memory, or 80 GB per GPU" in said
 
 
 def test_the_overlay_holds_settings_that_exist_and_loads(tmp_path: Path) -> None:
@@ -126,12 +126,16 @@ def test_the_dry_run_of_a_recipe_shows_that_eight_gpus_hold_it(
 @pytest.mark.parametrize(
     ("request_", "path", "message"),
     [
-        ({"gpus": 8, "memory": -5}, "Qwen/Qwen2.5-7B", r"--memory -5: the memory of one GPU in GB; valid: a number"),
-        ({"gpus": 0, "memory": 80}, "Qwen/Qwen2.5-7B", r"--gpus 0: .*valid: 1 and more"),
-        ({"gpus": 8}, "Qwen/Qwen2.5-7B", r"this machine has no GPU: give the number and memory"),
-        ({"gpus": 8, "memory": 80, "context": 3}, "Qwen/Qwen2.5-7B", r"--context 3: .*valid: 64 and more"),
-        ({"gpus": 8, "memory": 80}, None, r"no model to plan for: give --model"),
-        ({"gpus": 8, "memory": 80}, "none.json", r"no configuration of a model .*No such file"),
+        ({"gpus": 8, "memory": -5}, "Qwen/Qwen2.5-7B", r"--memory -5 is not the memory of a GPU: set GB between"),
+        ({"gpus": 0, "memory": 80}, "Qwen/Qwen2.5-7B", r"--gpus 0 is not a number of GPUs: set at least 1"),
+        ({"gpus": 8}, "Qwen/Qwen2.5-7B", r"this machine has no GPU: set the number and memory"),
+        (
+            {"gpus": 8, "memory": 80, "context": 3},
+            "Qwen/Qwen2.5-7B",
+            r"--context 3 is too short .*: set at least 64 tokens",
+        ),
+        ({"gpus": 8, "memory": 80}, None, r"no model to plan for: set --model"),
+        ({"gpus": 8, "memory": 80}, "none.json", r"not a model configuration .*No such file"),
     ],
 )
 def test_bad_input_is_one_message_that_says_what_works(

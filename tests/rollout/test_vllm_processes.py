@@ -163,7 +163,7 @@ def test_settings_that_contradict_one_another(settings: dict[str, Any], message:
         (["rollout.vllm.addresses=[localhost:8000]"], "'localhost:8000' is not an address; valid: http://HOST:PORT"),
         (
             ["rollout.vllm.placement=colocated", "rollout.vllm.addresses=[]", "training.zero_stage=3"],
-            "off the GPU at stages 1 and 2 only",
+            "off the GPU only at stages 1 and 2",
         ),
     ],
 )

@@ -65,7 +65,7 @@ class Careless:
 
 HARMLESS = (
     "prints",
-    "forgets files",
+    "removes files between programs",
     "runs as __main__",
     "tracing others",
     "secrets of the host",
@@ -80,7 +80,7 @@ async def test_a_careless_sandbox_is_found_out(tmp_path, monkeypatch) -> None:
     assert len(chosen) == len(HARMLESS)
     findings = {case.name: await run_case(Careless(), case) for case in chosen}
     assert {name for name, finding in findings.items() if finding.held} == {"prints", "runs as __main__"}
-    assert findings["forgets files"].why == "afterwards: ok: dirty"
+    assert findings["removes files between programs"].why == "afterwards: ok: dirty"
     assert line(findings["prints"]).startswith("ok")
     assert "reached" in line(findings["secrets of the host"])
     assert "conformance       2 of 3 held" in summary(list(findings.values()))

@@ -61,9 +61,9 @@ BAD.append("/".join(["x" * 255] * 17))
 
 @pytest.mark.parametrize("name", BAD)
 async def test_bad_names_are_the_callers_error(run, name):
-    with pytest.raises(ValueError, match="bad file name"):
+    with pytest.raises(ValueError, match="invalid file name"):
         await run("print('ran')", files={name: b""})
-    with pytest.raises(ValueError, match="bad file name"):
+    with pytest.raises(ValueError, match="invalid file name"):
         await run("print('ran')", fetch_files=[name])
 
 
@@ -89,7 +89,7 @@ async def test_files_that_exhaust_inodes_are_the_programs_error(sandbox, in_sess
     session = await sandbox.open_session() if in_session else None
     done = await sandbox.execute("print('ran')", files=deep, fetch_files=list(deep), session=session)
     assert (done.outcome, done.stdout, done.session_ended) == (Outcome.ERROR, "", False)
-    assert done.stderr.startswith("the files cannot be written: [Errno 28] No space left on device")
+    assert done.stderr.startswith("cannot write the files: [Errno 28] No space left on device")
     if session is not None:
         await sandbox.close_session(session)
 

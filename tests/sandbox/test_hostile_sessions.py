@@ -161,5 +161,5 @@ async def test_a_killed_session_init_is_a_failure_of_the_sandbox(sandbox):
     os.kill(session_init, signal.SIGKILL)
     assert (await call).outcome is Outcome.INFRASTRUCTURE_FAILURE
     for name in (session, fork):
-        assert "session init ended" in await ended(sandbox, name)
+        assert "session init exited" in await ended(sandbox, name)
     assert (await sandbox.execute("print(1)")).outcome is Outcome.OK

@@ -146,7 +146,7 @@ async def test_a_killed_server_ends_its_sessions_and_the_next_one_opens_new_ones
     os.kill(server_of(sandbox), signal.SIGKILL)
     assert (await call).outcome is Outcome.INFRASTRUCTURE_FAILURE
     for name in (session, fork):
-        assert "server ended" in await ended(sandbox, name)
+        assert "server exited" in await ended(sandbox, name)
     assert await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
     again = await sandbox.open_session()
     assert (await sandbox.execute("print(1)", session=again)).stdout == "1\n"

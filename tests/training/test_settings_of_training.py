@@ -191,7 +191,9 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     settings = load_settings(overrides=["training.num_processes=2"])
-    with pytest.raises(SettingsError, match=r"training\.num_processes=2, but only 1 GPUs are visible"):
+    with pytest.raises(
+        SettingsError, match=r"training\.num_processes=2 requires one GPU per rank, but only 1 GPUs are visible"
+    ):
         launch(settings, tmp_path, resume=False)
 
 

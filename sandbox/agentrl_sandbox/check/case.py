@@ -125,7 +125,7 @@ class FusionSandbox(HttpSandbox):
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
         """Run a program. The interface ignores ``request_id``. Raises SandboxError for sessions and echo."""
         if call.session is not None or call.echo:
-            raise SandboxError("SandboxFusion's interface has neither sessions nor echo")
+            raise SandboxError("SandboxFusion's interface does not support sessions or echo")
         seconds = self._settings.timeout if call.timeout is None else call.timeout
         body = {
             "code": call.program,
@@ -196,7 +196,7 @@ CONFORMANCE = (
     Case("prints Unicode", "print('∑ π ≈ 3.14159 🙂')", prints("∑ π ≈ 3.14159 🙂\n")),
     Case("runs as __main__", "print(__name__)", prints("__main__\n")),
     Case("reads stdin to its end", "import sys\nprint(len(sys.stdin.read()))", prints("3\n"), stdin="abc"),
-    Case("stdin ends where none is given", "import sys\nprint(repr(sys.stdin.read()))", prints("''\n")),
+    Case("stdin is empty by default", "import sys\nprint(repr(sys.stdin.read()))", prints("''\n")),
     Case("reports an exception", "print('before')\n1 / 0", fails_with("ZeroDivisionError")),
     Case("reports a syntax error", "print('before'", fails_with("SyntaxError")),
     Case(
@@ -204,23 +204,23 @@ CONFORMANCE = (
         "import sys\nsys.exit(3)",
         lambda run: run.outcome is Outcome.ERROR and run.exit_code == 3,
     ),
-    Case("takes exit status 0 for success", "import sys\nprint(1)\nsys.exit()", prints("1\n")),
+    Case("treats exit status 0 as success", "import sys\nprint(1)\nsys.exit()", prints("1\n")),
     Case(
-        "keeps standard error apart",
+        "separates standard error",
         "import sys\nprint('out')\nprint('err', file=sys.stderr)",
         lambda run: (run.outcome, run.stdout, run.stderr) == (Outcome.OK, "out\n", "err\n"),
     ),
     Case("ends an endless loop", "while True:\n    pass", ends(Outcome.TIMEOUT), timeout=1.0),
     Case("ends a long sleep", "import time\ntime.sleep(60)", ends(Outcome.TIMEOUT), timeout=1.0),
     Case(
-        "keeps what was printed before a timeout",
+        "keeps output from before a timeout",
         "print('early', flush=True)\nwhile True:\n    pass",
         lambda run: run.outcome is Outcome.TIMEOUT and run.stdout == "early\n",
         timeout=1.0,
     ),
     Case("trims long output", f"print('head' + 'x' * {_LONG} + 'tail')", _keeps_head_and_tail),
     Case("replaces bytes that are not UTF-8", "import os\nos.write(1, b'a\\xffb\\n')", prints("a\ufffdb\n")),
-    Case("says that memory ran out", "x = bytearray(1 << 40)", ends(Outcome.MEMORY_LIMIT)),
+    Case("reports that memory ran out", "x = bytearray(1 << 40)", ends(Outcome.MEMORY_LIMIT)),
     Case("has the scientific libraries", f"import {_LIBRARIES}\nprint('all')", prints("all\n"), timeout=60.0),
     Case(
         "solves with SymPy",
@@ -229,7 +229,7 @@ CONFORMANCE = (
     ),
     Case("computes with NumPy", "import numpy as np\nprint(np.linalg.det(np.eye(50)))", prints("1.0\n")),
     Case(
-        "runs processes of a program's own",
+        "runs child processes",
         "import multiprocessing as m\nwith m.get_context('fork').Pool(2) as p:\n    print(p.map(abs, [-1, -2]))",
         prints("[1, 2]\n"),
     ),
@@ -240,13 +240,13 @@ CONFORMANCE = (
     ),
     Case("writes and reads files", "open('f', 'w').write('kept')\nprint(open('f').read())", prints("kept\n")),
     Case(
-        "forgets files",
+        "removes files between programs",
         "open('left-behind', 'w').close()",
         ends(Outcome.OK),
         after="import os\nprint('dirty' if os.path.exists('left-behind') else 'clean')",
     ),
     Case(
-        "forgets variables and imports",
+        "isolates variables and imports",
         "import sys\nsys.modules['left'] = sys\nleft = 1",
         ends(Outcome.OK),
         after="import sys\nprint('dirty' if 'left' in globals() or 'left' in sys.modules else 'clean')",

@@ -65,7 +65,7 @@ def run_helper(user: int | None, action: Callable[[], None]) -> None:
     """``run_as``, and wait for it. Raises OSError if it failed."""
     _, status = os.waitpid(run_as(user, action), 0)
     if status != 0:
-        raise OSError(f"a helper ended with status {os.waitstatus_to_exitcode(status)}")
+        raise OSError(f"a helper process exited with status {os.waitstatus_to_exitcode(status)}")
 
 
 def _end_trees(roots: Collection[int]) -> None:

@@ -219,7 +219,7 @@ def take_task(scratch: str, on_out_of_memory: Callable[[], None]) -> Task | None
         task = read_task(0)
         write_files(scratch, 0, task.files)
     except OSError as error:
-        print(f"the files cannot be written: {error}", file=sys.stderr, flush=True)
+        print(f"cannot write the files: {error}", file=sys.stderr, flush=True)
         return None
     except MemoryError:
         print("MemoryError: the program and its files need more than memory_mb", file=sys.stderr, flush=True)

@@ -258,7 +258,10 @@ def judge(program: Program, status: int, cpu_seconds: float) -> Ending:
     report = program.status.text()
     if program.reason is None:
         if not report.startswith(STARTED):
-            why = report.decode("utf-8", "replace") or f"the child ended with status {exit_code} before it began"
+            why = (
+                report.decode("utf-8", "replace")
+                or f"the child exited with status {exit_code} before the program started"
+            )
             return Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why)
         if exit_code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu_seconds >= program.cpu_limit:
             return Ending(outcome=Outcome.TIMEOUT, exit_code=exit_code)

@@ -330,7 +330,7 @@ class ForkServer:
         self._epoll.unregister(zygote.fileno())
         del self._by_descriptor[zygote.fileno()]
         status = zygote.close()
-        why = f"the {zygote.kind} interpreter ended with status {status}"
+        why = f"the {zygote.kind} interpreter exited with status {status}"
         if not zygote.ready:
             raise RuntimeError(f"{why} before it was ready")
         if self._bare:

@@ -338,7 +338,7 @@ class SessionManager:
         count = len(self._table.sessions) + len(self._waiting)
         full = count >= self._config.max_sessions
         if full:
-            why = f"{count} sessions are open, max_sessions={self._config.max_sessions}"
+            why = f"{count} sessions are open; max_sessions={self._config.max_sessions}"
             self._server.reply({"op": "refused", "id": request, "kind": "limit", "why": why})
         return full
 
@@ -367,7 +367,7 @@ class SessionManager:
         try:
             socket.send_fds(session.control, [text], descriptors)
         except OSError:
-            self._table.end(session, "its interpreter closed its socket")
+            self._table.end(session, "its interpreter closed the socket")
             return
         session.family.send_command("wake", session.identifier)
 
@@ -406,7 +406,7 @@ class SessionManager:
         code = fork.origin_error or fork.error
         if code or fork.child.why or fork.child.identifier not in self._table.sessions:
             self._table.drop(fork.child, origin)
-            why = os.strerror(code) if code is not None and code in errno.errorcode else "it ended at once"
+            why = os.strerror(code) if code is not None and code in errno.errorcode else "it exited immediately"
             origin.answer = {"op": "refused", "id": fork.request, "kind": "fork", "why": why}, []
         else:
             fork.child.enter(State.IDLE, self._config.session_idle_timeout)
@@ -460,7 +460,7 @@ class SessionManager:
         if program is not None:
             self._server.drain(program)
             session.answer = self._server.report(program, judge_exit(program, exit_code, out_of_memory=False))
-        self._table.gone(session, session.why or f"its interpreter ended with {how}")
+        self._table.gone(session, session.why or f"its interpreter exited with {how}")
 
     def on_zygote(self, message: ProcessMessage) -> None:
         """Handle a report about a session init."""
@@ -476,7 +476,7 @@ class SessionManager:
             while family.identifier in self._table.families and self._has_news(family):
                 self._on_init(family)
             killed = self._init_is_reached and not family.given_up and os.WIFSIGNALED(message.get("status", 0))
-            why = message.get("why", "its session init ended")
+            why = message.get("why", "its session init exited")
             self._table.end_family(family, why, killed=killed)
 
     def _has_news(self, family: SessionFamily) -> bool:

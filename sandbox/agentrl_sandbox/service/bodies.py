@@ -48,19 +48,19 @@ class _Body(BaseModel):
 class ProgramRequest(_Body):
     """A program to run."""
 
-    program: Text = Field(description="Python")
+    program: Text = Field(description="Python source code")
     timeout: float | None = Field(
-        None, gt=0, le=3600, description="seconds of wall clock time; null: the runner's setting"
+        None, gt=0, le=3600, description="seconds of wall-clock time; null: the runner's setting"
     )
     stdin: Text = Field("", description="standard input")
     request_id: str | None = Field(
-        None, min_length=1, max_length=256, description="identical requests with the same id share one run"
+        None, min_length=1, max_length=256, description="equal requests with the same id share one run"
     )
     files: dict[Path, Content] = Field(
         {}, max_length=1024, description="base64 contents by path in the scratch directory"
     )
     fetch_files: list[Path] = Field([], max_length=1024, description="paths to return after the program has ended")
-    echo: bool = Field(False, description="print the value of a last expression, as in a notebook")
+    echo: bool = Field(False, description="print the value of the last expression, as in a notebook")
 
     def call(self, session: str | None = None) -> Call:
         fields = {name: getattr(self, name) for name in ("program", "timeout", "stdin", "files", "echo")}
@@ -74,37 +74,37 @@ class BatchRequest(_Body):
 
 
 class ExecutionAnswer(BaseModel):
-    """How a program ended."""
+    """Result of a program."""
 
     outcome: Outcome
     stdout: str
     stderr: str
     exit_code: int | None = Field(
-        description="minus the signal's number if a signal ended it; null if the sandbox failed"
+        description="exit status; minus the signal number after a signal; null if the sandbox failed"
     )
     seconds: float
-    truncated: bool = Field(description="whether the middle of an output was dropped")
-    files: dict[str, str] = Field(description="base64 contents of those fetch_files that exist")
-    session_ended: bool = Field(description="whether the session ended together with this program")
+    truncated: bool = Field(description="true if the middle of an output stream was dropped")
+    files: dict[str, str] = Field(description="base64 contents of the existing fetch_files")
+    session_ended: bool = Field(description="true if the session ended with this program")
 
 
 class BatchAnswer(BaseModel):
-    """In the order of the requests."""
+    """Results in the order of the requests."""
 
     executions: list[ExecutionAnswer]
 
 
 class SessionAnswer(BaseModel):
-    """The name of a session."""
+    """Name of a session."""
 
     session: str
 
 
 class ErrorAnswer(BaseModel):
-    """Why a request was not carried out."""
+    """Reason for a rejected request."""
 
     detail: object
-    error: str | None = Field(None, description="the name of the client's error class")
+    error: str | None = Field(None, description="name of the client's exception class")
 
 
 def execution_json(execution: Execution) -> dict[str, object]:

@@ -73,7 +73,7 @@ async def _keep(command: Sequence[str]) -> None:
             if process.returncode is None:
                 await _stop(process)
         if status == 2:
-            raise StartError("the runner could not start; see its message above")
+            raise StartError("the runner could not start (see its message above)")
         if time.monotonic() - started < _SOON_SECONDS:
             await asyncio.sleep(_PAUSE_SECONDS)
 
@@ -89,7 +89,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 _OF_CLIENTS = ("url", "token", "retry_deadline", "service_deadline")  # settings that do not apply to a runner
 _WARNING = (
-    "The attacks are real: without isolation they kill processes and write files. They stop by themselves at "
+    "The attacks are real: without isolation they kill processes and write files. They stop on their own at "
     "3000 processes, 3 GB of memory or disk and 100 MB of output."
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -109,27 +109,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="agentrl-sandbox", description="Runs Python programs, isolated, over HTTP.")
+    parser = argparse.ArgumentParser(prog="agentrl-sandbox", description="Run Python programs in isolation, over HTTP.")
     commands = parser.add_subparsers(dest="command", required=True)
     of_runners = ", ".join(name for name in SandboxSettings.model_fields if name not in _OF_CLIENTS)
     of_gateway = ", ".join(GatewaySettings.model_fields)
-    epilog = f"Settings of runners: {of_runners}; of the gateway: {of_gateway}. Also as variables SANDBOX_NAME."
-    serve = commands.add_parser("serve", help="answer HTTP requests", epilog=epilog)
+    epilog = f"Settings of runners: {of_runners}; of the gateway: {of_gateway}. Or set variables SANDBOX_NAME."
+    serve = commands.add_parser("serve", help="serve HTTP requests", epilog=epilog)
     serve.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     serve.add_argument("--port", help="port (default 8080); 0 picks a free one")
-    serve.add_argument("--no-token", action="store_true", help="turn authentication off")
+    serve.add_argument("--no-token", action="store_true", help="disable authentication")
     serve.add_argument("--sockets", type=Path, help="directory of the runners' sockets (default: start runners here)")
-    serve.add_argument("--runners", type=int, default=1, help="how many runners to start here")
+    serve.add_argument("--runners", type=int, default=1, help="number of runners to start here")
     runner = commands.add_parser("runner", help="run programs for a gateway", epilog=f"Settings: {of_runners}.")
-    runner.add_argument("--sockets", type=Path, required=True, help="directory to listen in")
+    runner.add_argument("--sockets", type=Path, required=True, help="directory of the runner's socket")
     runner.add_argument("--name", default=socket.gethostname(), help="name of the socket (default: the host name)")
     runner.add_argument("--linger", type=float, help="seconds without a gateway after which the runner exits")
-    runner.add_argument("--parent", type=int, help="process with which the runner exits")
+    runner.add_argument("--parent", type=int, help="process id; the runner exits when this process exits")
     check = commands.add_parser(
         "check", help="run programs that a sandbox must support and attacks that it must withstand", epilog=_WARNING
     )
     check.add_argument("url", nargs="?", default="local://", help="local://, docker://IMAGE or http://HOST:PORT")
-    check.add_argument("--fusion", action="store_true", help="speak SandboxFusion's /run_code, for other sandboxes")
+    check.add_argument("--fusion", action="store_true", help="use SandboxFusion's /run_code, to check other sandboxes")
     for command in (serve, runner, check):
         command.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings, for example memory_mb=1024")
     return parser
@@ -139,7 +139,9 @@ def _runner(options: argparse.Namespace) -> int:
     from agentrl_sandbox.service.runner import serve_runner
 
     if not _NAME.fullmatch(options.name):
-        raise SandboxError(f"{options.name!r} is not a valid socket name; use letters, digits, dots and dashes")
+        raise SandboxError(
+            f"{options.name!r} is not a valid socket name: use letters, digits, dots, underscores and dashes"
+        )
     settings = read_settings(SandboxSettings, os.environ, options.settings, without=_OF_CLIENTS)
     ends = {"linger": options.linger, "parent": options.parent}
     asyncio.run(serve_runner(settings, options.sockets, options.name, **ends))
@@ -164,7 +166,9 @@ def _serve(options: argparse.Namespace) -> int:
     of_a_runner = read_settings(SandboxSettings, os.environ, of_runners, without=_OF_CLIENTS)
     check_answers_fit(of_a_runner)  # fail here, not in a child
     if options.sockets is not None and of_runners:
-        raise SandboxError(f"{of_runners[0]!r} is a setting of runners, which --sockets does not start")
+        raise SandboxError(
+            f"{of_runners[0]!r} is a setting of runners, but --sockets starts none: set it where they start"
+        )
     settings = read_settings(GatewaySettings, os.environ, of_gateway)
     import uvloop
 

@@ -24,8 +24,8 @@ _CELLS, _RESULTS = ".agentrl-cells.json", ".agentrl-results.json"  # as in noteb
 
 
 class _FusionRequest(BaseModel):
-    memory_limit_MB: int = Field(-1, description="the runner's own limit applies")
-    files: dict[Path, str | None] = Field({}, description="base64 by path")
+    memory_limit_MB: int = Field(-1, description="ignored: the runner's limit applies")
+    files: dict[Path, str | None] = Field({}, description="base64 contents by path")
     fetch_files: list[Path] = []
 
     def contents(self) -> dict[str, bytes]:
@@ -34,26 +34,26 @@ class _FusionRequest(BaseModel):
 
 
 class RunCodeRequest(_FusionRequest):
-    """A program."""
+    """A program to run."""
 
     code: Text
     language: Literal["python"]
-    compile_timeout: float = Field(10, description="no effect on Python")
+    compile_timeout: float = Field(10, description="ignored for Python")
     run_timeout: float = Field(10, gt=0, le=3600, description="seconds")
     stdin: Text | None = None
 
 
 class RunJupyterRequest(_FusionRequest):
-    """The cells of a notebook."""
+    """The cells of a notebook to run."""
 
     cells: list[Text]
-    cell_timeout: float = Field(0, ge=0, le=3600, description="seconds for each cell; 0: only the total limit applies")
-    total_timeout: float = Field(45, gt=0, le=3600, description="seconds for all of them")
+    cell_timeout: float = Field(0, ge=0, le=3600, description="seconds for each cell; 0: only total_timeout applies")
+    total_timeout: float = Field(45, gt=0, le=3600, description="seconds for all cells")
     kernel: Literal["python3"] = "python3"
 
 
 class CommandRunResult(BaseModel):
-    """How a process ended."""
+    """Result of a process."""
 
     status: Literal["Finished", "Error", "TimeLimitExceeded"]
     execution_time: float | None = None
@@ -63,7 +63,7 @@ class CommandRunResult(BaseModel):
 
 
 class CellRunResult(BaseModel):
-    """The output of a cell. It comes from the program itself and is untrusted."""
+    """Output of a cell. Untrusted, because the program itself writes it."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -55,11 +55,11 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
     for status, meaning in {
         401: "the token is missing or wrong",
         404: "no such session",
-        409: "max_sessions sessions are open, or a session cannot be forked",
-        415: "not JSON",
+        409: "max_sessions sessions are open, or the session cannot be forked",
+        415: "the body is not JSON",
         422: "invalid arguments",
         429: "the queue is full; retry after the seconds in Retry-After",
-        503: "no runner had room, or the service is stopping; retry after the seconds in Retry-After",
+        503: "no runner had capacity, or the service is stopping; retry after the seconds in Retry-After",
     }.items()
 }
 
@@ -75,7 +75,7 @@ class Gateway:
         self.calls = 0
         gauge, registry = self.metrics.gauge, pool.registry
         gauge("queue_length", "calls waiting for a runner", lambda: pool.queue.length)
-        gauge("running", "requests being run", lambda: registry.running)
+        gauge("running", "requests in progress", lambda: registry.running)
         gauge("runners", "runners that accept programs", lambda: registry.runners)
         gauge("workers", "programs that can run at once", lambda: registry.workers)
         gauge("sessions", "open sessions", lambda: len(pool.sessions.book))
@@ -158,7 +158,7 @@ def _add_state(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/health", tags=["state"])
     async def health() -> dict[str, str]:
-        """Report that the gateway is up."""
+        """Report that the gateway is running."""
         return {"status": "ok"}
 
     @app.get("/ready", tags=["state"])
@@ -177,7 +177,7 @@ def _add_state(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/metrics", tags=["state"])
     async def metrics() -> Response:
-        """Prometheus metrics."""
+        """Return Prometheus metrics."""
         return Response(gateway.metrics.text(), media_type=CONTENT_TYPE)
 
 
@@ -189,10 +189,10 @@ def _add_programs(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/v1/execute_batch", response_model=BatchAnswer, tags=["programs"])
     async def execute_batch(request: BatchRequest) -> Response:
-        """Run many programs, or none of them if the queue has too little room."""
+        """Run several programs, or none if the queue lacks room for all."""
         count = len(request.requests)
         if count > gateway.batch_limit:
-            raise ImpossibleCallError(f"a batch has at most {gateway.batch_limit} programs, not {count}")
+            raise ImpossibleCallError(f"a batch may contain at most {gateway.batch_limit} programs; got {count}")
         gateway.check_open()
         gateway.pool.check_room(count)
         tasks = [asyncio.ensure_future(gateway.run(one.call(), one.request_id)) for one in request.requests]
@@ -215,7 +215,7 @@ def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/v1/sessions/{session}/execute", response_model=ExecutionAnswer, tags=["sessions"])
     async def execute_in_session(session: str, request: ProgramRequest) -> Response:
-        """Run a program in a session; programs of one session run one after the other."""
+        """Run a program in a session. The programs of a session run one at a time."""
         return _json(execution_json(await gateway.run(request.call(session), request.request_id)))
 
     @app.post(
@@ -397,7 +397,7 @@ def kept_token(file: Path | None) -> str:
     """
     if file is None:
         token = secrets.token_urlsafe(32)
-        _log.warning("token: %s (set SANDBOX_TOKEN to choose one, --no-token to turn authentication off)", token)
+        _log.warning("token: %s (set SANDBOX_TOKEN to choose it, or --no-token to disable authentication)", token)
         return token
     try:
         if not file.exists():
@@ -406,8 +406,8 @@ def kept_token(file: Path | None) -> str:
                 opened.write(secrets.token_urlsafe(32) + "\n")
         token = file.read_text("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise StartError(f"cannot store the token in {file}: {error}") from error
+        raise StartError(f"cannot read or store the token in {file}: {error}") from error
     if not token:
-        raise StartError(f"{file} contains no token; remove the file")
+        raise StartError(f"{file} contains no token: delete the file to generate one")
     _log.info("the token is in %s", file)
     return token

@@ -33,7 +33,7 @@ class Metrics:
         self._outcomes = Counter("agentrl_sandbox_executions", counted, ["outcome"], registry=registry)
         for outcome in Outcome:
             self._outcomes.labels(outcome.value)
-        program, name = "wall clock time of programs", "agentrl_sandbox_execution_seconds"
+        program, name = "wall-clock time of programs", "agentrl_sandbox_execution_seconds"
         self._seconds = Histogram(name, program, buckets=_SECONDS, registry=registry)
         answer, name = "time from a call's arrival to its answer, including the queue", "agentrl_sandbox_answer_seconds"
         self._answer_seconds = Histogram(name, answer, buckets=_SECONDS, registry=registry)
@@ -88,7 +88,7 @@ class Guard:
             return
         try:
             if scope["type"] != "http":
-                raise RejectedRequestError(400, "only HTTP requests are answered")
+                raise RejectedRequestError(400, "only HTTP requests are supported")
             headers = _headers(scope)
             self._check_host(headers)
             self._check_origin(headers)
@@ -106,7 +106,7 @@ class Guard:
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         host = _without_port(headers.get(b"host", b"").decode("latin-1"))
         if host not in self._hosts:
-            raise RejectedRequestError(421, f"the host {host!r} is not allowed; add it to the setting allowed_hosts")
+            raise RejectedRequestError(421, f"the host {host!r} is not allowed: add it to the setting allowed_hosts")
 
     def _check_origin(self, headers: dict[bytes, bytes]) -> None:
         origin = headers.get(b"origin")

@@ -134,7 +134,7 @@ class RunnerLink(asyncio.Protocol):
     def _on_frame(self, frame: Frame[dict[str, object]]) -> None:
         message, execution = read(frame)
         if isinstance(message, Hello) != (not self.hello.done()):
-            raise FrameError("hello must be the first message, and sent once")
+            raise FrameError("hello must be sent exactly once, as the first message")
         if isinstance(message, Hello):
             self.hello.set_result(message)
         elif isinstance(message, Leaving):

@@ -126,7 +126,7 @@ def check_answers_fit(settings: SandboxSettings) -> None:
     if largest > MAX_ANSWER:
         raise StartError(
             f"fetch_limit={settings.fetch_limit} and output_limit={settings.output_limit} allow answers of {largest} "
-            f"bytes (bad bytes of output become {_LONGEST_ENCODING}); a service carries {MAX_ANSWER}"
+            f"bytes (an invalid byte becomes {_LONGEST_ENCODING}), but the maximum is {MAX_ANSWER}: lower one of them"
         )
 
 

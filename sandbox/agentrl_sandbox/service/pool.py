@@ -71,7 +71,7 @@ class Queue:
                 promised = await future
                 return promised
         except TimeoutError as error:
-            raise BusyError(f"no runner had room for {self._seconds:g} s", retry_after=5) from error
+            raise BusyError(f"no runner had capacity for {self._seconds:g} s", retry_after=5) from error
         finally:
             self._length -= 1
             if future.cancelled():
@@ -311,5 +311,5 @@ async def _run_at(link: RunnerLink, call: Call) -> Execution:
     if isinstance(answer, RefusedMessage) and answer.kind == "unknown_session":
         raise UnknownSessionError(answer.why)
     return failed_execution(
-        answer.why if isinstance(answer, RefusedMessage) else "an answer to another question", started
+        answer.why if isinstance(answer, RefusedMessage) else "the runner's answer does not match the request", started
     )

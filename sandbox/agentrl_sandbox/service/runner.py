@@ -110,7 +110,7 @@ def _refuse_a_living(path: Path) -> None:
             probe.connect(str(path))
         except (FileNotFoundError, ConnectionRefusedError, PermissionError):
             return
-    raise StartError(f"another runner listens at {path}; choose another name for this one")
+    raise StartError(f"another runner listens at {path}: choose a different name for this runner")
 
 
 class RunnerService:
@@ -192,7 +192,7 @@ class GatewayConnection(asyncio.Protocol):
         try:
             frames = self._frames.feed(data)
         except FrameError as error:
-            _log.error("a gateway broke the protocol: %s", error)
+            _log.error("a gateway violated the protocol: %s", error)
             self.close()
             return
         for header, blobs in frames:
@@ -220,7 +220,7 @@ class GatewayConnection(asyncio.Protocol):
             if task.cancelled():  # before its first step
                 self.send(_refused(identifier, "cancelled", "cancelled"))
             elif (bug := task.exception()) is not None:  # without an answer the gateway would drop this runner
-                _log.error("a request could not be answered", exc_info=bug)
+                _log.error("cannot answer a request", exc_info=bug)
                 self.send(_refused(identifier, "failed", f"{type(bug).__name__}: {bug}"))
 
         return forget
@@ -236,7 +236,7 @@ class GatewayConnection(asyncio.Protocol):
             known = [name for name, refusal in messages.REFUSALS.items() if isinstance(error, refusal)]
             answer, out = _refused(identifier, [*known, kind][0], str(error)), []
         if sum(map(len, out)) > messages.MAX_ANSWER:
-            answer, out = _refused(identifier, "failed", "the output and files are too large to be sent"), []
+            answer, out = _refused(identifier, "failed", "the output and files are too large to send"), []
         self.send(answer, *out)
 
     async def _carry_out(

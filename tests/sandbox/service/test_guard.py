@@ -225,9 +225,9 @@ def test_wrong_settings_are_named(argument):
 
 
 def test_the_old_name_of_a_setting_is_refused_with_the_new_one():
-    with pytest.raises(ServiceSettingsError, match="patience has a new name: retry_deadline"):
+    with pytest.raises(ServiceSettingsError, match="patience was renamed to retry_deadline"):
         read_settings(SandboxSettings, {}, ["patience=1"])
     with pytest.raises(ServiceSettingsError, match="standby was removed"):
         read_settings(SandboxSettings, {"SANDBOX_STANDBY": "true"}, [])
-    with pytest.raises(ServiceSettingsError, match="SANDBOX_PATIENCE has a new name: SANDBOX_RETRY_DEADLINE"):
+    with pytest.raises(ServiceSettingsError, match="SANDBOX_PATIENCE was renamed to SANDBOX_RETRY_DEADLINE"):
         read_settings(SandboxSettings, {"SANDBOX_PATIENCE": "1"}, [])

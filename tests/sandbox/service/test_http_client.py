@@ -147,7 +147,7 @@ async def test_an_absent_service_is_named_at_once_and_once(sockets, runner, runn
     assert [call.done() for call in calls] == [False] * 5
     await sandbox.close()
     assert {(await call).outcome for call in calls} == {Outcome.INFRASTRUCTURE_FAILURE}
-    assert [f"{gateway.url} does not answer" in text for text in said()] == [True]
+    assert [f"{gateway.url} does not respond" in text for text in said()] == [True]
 
 
 async def test_calls_survive_a_gateway_that_is_replaced(sockets, runner, running_gateway, until):

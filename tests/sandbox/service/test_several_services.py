@@ -162,11 +162,11 @@ async def test_a_service_that_came_back_is_proved_and_used_again(places, until, 
     first, second = places
     async with opened(places) as sandbox:
         await first.kill()
-        await until(lambda: f"the sandbox at {first.url} is lost" in caplog.text)
+        await until(lambda: f"the sandbox at {first.url} and its sessions were lost" in caplog.text)
         await sandbox.execute("alone")
         assert "alone" in ran(second)
         await first.start()
-        await until(lambda: f"the sandbox at {first.url} works again" in caplog.text)
+        await until(lambda: f"the sandbox at {first.url} has recovered" in caplog.text)
         assert first.runner.sandbox.started.count("pass") == 2
         held = [asyncio.ensure_future(sandbox.execute(f"wait{i}")) for i in range(8)]
         await until(lambda: len(ran(first)) == 2)
@@ -261,7 +261,7 @@ async def test_a_program_that_services_die_of_is_given_up(places, until):
             await place.start()
         done = await call
         assert done.outcome is Outcome.INFRASTRUCTURE_FAILURE
-        assert "given up after 3 services were lost while it ran" in done.stderr
+        assert "gave up after 3 services were lost while running the program" in done.stderr
         assert (await sandbox.execute("p")).stdout == "p"
 
 
