@@ -193,7 +193,10 @@ def test_a_bug_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch, work: Recorde
         (["eval", "--base-url", "localhost:8000"], "error: evaluation.endpoint.url="),
         (["eval", "--model", "a/b", "--preset", "simpletri"], "did you mean 'simpletir'?"),
         (["eval", "--model", "a/b", "--n", "4", "--k", "8"], "error: --k=8 exceeds --n=4"),
-        (["eval", "--model", "a/b", "--k", "one"], "error: --k=one: expected positive whole numbers"),
+        (
+            ["eval", "--model", "a/b", "--k", "one"],
+            "error: --k must be positive whole numbers separated by commas; got 'one'",
+        ),
         (["eval", "--model", "a/b", "--benchmarks", "aime42"], "error: unknown benchmark 'aime42'; valid: aime24"),
         (
             ["eval", "--model", "a/b", "--benchmarks", "aime24", "--data-dir", "gone"],

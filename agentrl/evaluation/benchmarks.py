@@ -265,7 +265,7 @@ def problem_sets(settings: EvaluationSections, names: Sequence[str], data_dir: P
     """
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:
-        raise SettingsError(f"--benchmarks names {', '.join(sorted(repeated))} more than once")
+        raise SettingsError(f"--benchmarks lists {', '.join(sorted(repeated))} more than once: list each name once")
     answered = compares_answers(settings)
     sets = [_benchmark(name, data_dir, answered=answered) for name in names] if names else _held_out(settings)
     if not any(one.problems for one in sets):
@@ -343,7 +343,7 @@ def check_data_command(settings: EvaluationSections, request: EvaluationRequest)
     wrong = {check.name: len(check.errors) + len(check.timeouts) for check in checks}
     if any(wrong.values()):
         named = ", ".join(f"{name} {count}" for name, count in wrong.items() if count)
-        raise SettingsError(f"data errors, listed above: {named}")
+        raise SettingsError(f"the data has errors, which are listed above: {named}")
     return checks
 
 

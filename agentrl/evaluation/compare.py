@@ -56,11 +56,12 @@ def compare(first: Results, second: Results) -> dict[str, Difference]:
     changed = differences(first["provenance"], second["provenance"], but=COMPARABLE)
     if changed:
         lines = "\n".join(f"  {key}: {before!r} in A, {after!r} in B" for key, before, after in changed)
-        raise SettingsError(f"these results come from different protocols and cannot be compared:\n{lines}")
+        raise SettingsError(f"A and B cannot be compared, because their protocols differ:\n{lines}")
     common = [name for name in first["benchmarks"] if name in second["benchmarks"]]
     if not common:
         raise SettingsError(
-            f"no benchmark is in both: A has {', '.join(first['benchmarks'])}; B has {', '.join(second['benchmarks'])}"
+            f"A and B have no benchmark in common: A has {', '.join(first['benchmarks'])}; "
+            f"B has {', '.join(second['benchmarks'])}"
         )
     for name in common:
         one, other = (results["benchmarks"][name]["sha256"] for results in (first, second))
@@ -84,10 +85,10 @@ def comparison_notes(first: Results, second: Results) -> list[str]:
     notes = []
     n1, n2 = (results["provenance"]["sampling"]["n"] for results in (first, second))
     if n1 != n2:
-        notes.append(f"A has {n1} samples per problem and B has {n2}: both averages are unbiased")
+        notes.append(f"A has {n1} samples per problem and B has {n2}, but both averages are unbiased")
     fingerprints = [flat(results["provenance"]["model"])["fingerprint"] for results in (first, second)]
     if fingerprints[0] == fingerprints[1]:
-        notes.append(f"both have the model fingerprint {fingerprints[0]!r}")
+        notes.append(f"A and B have the same model fingerprint, {fingerprints[0]!r}")
     for label, results, other in (("A", first, second), ("B", second, first)):
         alone = [name for name in results["benchmarks"] if name not in other["benchmarks"]]
         notes += [f"only {label} has {', '.join(alone)}"] if alone else []
@@ -110,11 +111,11 @@ def paired_difference(
     n2, c2 = counts_of(*second)
     if n1.shape != n2.shape:
         raise ValueError(
-            f"the runs have {len(n1)} and {len(n2)} problems; pass those that both have, in the same order"
+            f"both runs must have the same problems in the same order; got {len(n1)} and {len(n2)} problems"
         )
     kept = (n1 > 0) & (n2 > 0)
     if not kept.any():
-        raise ValueError("no problem has samples in both runs, so they cannot be compared")
+        raise ValueError("the runs cannot be compared, because no problem has samples in both")
     n1, c1, n2, c2 = n1[kept], c1[kept], n2[kept], c2[kept]
     gain_P = c2 / n2 - c1 / n1
     rng = np.random.default_rng(seed)

@@ -49,7 +49,7 @@ class EvaluationDirectory:
         """Open an existing evaluation. Raises SettingsError if there is none."""
         directory = cls(path)
         if not directory._provenance.is_file():
-            raise SettingsError(f"{path} is not an evaluation (it has no {directory._provenance.name})")
+            raise SettingsError(f"{path} is not an evaluation, because it has no {directory._provenance.name}")
         return directory
 
     @classmethod
@@ -64,7 +64,7 @@ class EvaluationDirectory:
             path.mkdir(parents=True, exist_ok=True)
             directory._lock = take_lock(path / "lock", f"another process is using {path}", deadline=LOCK_DEADLINE)
         except OSError as error:
-            raise SettingsError(f"cannot write to {path}: {error.strerror}; choose another --output") from error
+            raise SettingsError(f"cannot write to {path} ({error.strerror}): choose another --output") from error
         try:
             directory._prepare(provenance, problems)
         except BaseException:
@@ -83,7 +83,7 @@ class EvaluationDirectory:
     def results(self) -> Results:
         """Return ``results.json``. Raises SettingsError if the evaluation is not finished."""
         if not self.results_file.is_file():
-            raise SettingsError(f"{self.path} is not finished: continue it with the command that started it")
+            raise SettingsError(f"{self.path} is not finished: run the command that started it again")
         return cast(Results, self._json(self.results_file))
 
     def problem_sets(self) -> list[ProblemSet]:
@@ -123,7 +123,7 @@ class EvaluationDirectory:
             return
         foreign = sorted(entry.name for entry in self.path.iterdir() if not _is_debris(entry.name))
         if foreign:
-            raise SettingsError(f"{self.path} contains other files ({', '.join(foreign[:5])}); choose another --output")
+            raise SettingsError(f"{self.path} contains other files ({', '.join(foreign[:5])}): choose another --output")
         self._write(self._problems, lambda out: out.writelines(json_line(row) for row in problems))
         # Last, because this file marks the directory as an evaluation that can be continued.
         self.write_json(self._provenance, provenance)
@@ -156,9 +156,9 @@ def _object(text: str, location: str) -> JSONObject:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise WorldError(f"{location}: damaged, not JSON ({error})") from error
+        raise WorldError(f"{location} is damaged: invalid JSON ({error})") from error
     if not isinstance(value, dict):
-        raise WorldError(f"{location}: damaged, not an object")
+        raise WorldError(f"{location} is damaged: not a JSON object")
     return value
 
 

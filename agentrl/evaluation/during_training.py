@@ -73,7 +73,7 @@ async def evaluate_policy(
     failed = [group.problem.id for group in groups if any(item.is_excluded for item in group.rollouts)]
     if failed and driver.last_failure:
         logger.warning(
-            "evaluation at step %d: %d problems have excluded rollouts, the first is %s; the last failure: %s",
+            "evaluation at step %d: %d problems have excluded rollouts, such as %s; the last failure was: %s",
             step, len(failed), failed[0], driver.last_failure,
         )  # fmt: skip
     return score_groups(groups, step=step, samples=samples, falsified=falsified)

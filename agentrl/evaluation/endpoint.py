@@ -102,7 +102,7 @@ class TextEngine:
     ) -> None:
         """``transport``, ``sleep`` and ``clock`` are for tests. Raises SettingsError without ``settings.url``."""
         if settings.url is None:
-            raise SettingsError("evaluation.endpoint.url is not set, so there is no endpoint: set it with --base-url")
+            raise SettingsError("evaluation.endpoint.url is not set: set it with --base-url")
         key = os.environ.get(settings.key_variable)
         self._settings = settings
         self._client = StreamClient(
@@ -245,7 +245,7 @@ class TextEngine:
             "the endpoint %s: %s; retrying%s, each request for up to %g s (evaluation.endpoint.retry_deadline)",
             self._settings.url,
             str(error) or type(error).__name__,
-            f" in {wait:.0f} s, as it requested" if wait >= 1 else "",
+            f" in {wait:.0f} s, as the endpoint requested" if wait >= 1 else "",
             self._settings.retry_deadline,
         )
 
@@ -284,8 +284,9 @@ class TextEngine:
             raise SettingsError(f"the endpoint {self._settings.url} {problem} ${variable}: {message}")
         if status == 404:
             raise SettingsError(
-                f"the endpoint {self._settings.url} has no such address or model: {message}; --base-url is its "
-                f"address, usually up to /v1, and --model is the model's name there (now {self._model or 'not set'})"
+                f"the endpoint {self._settings.url} does not have this path or model: {message}; set --base-url to its "
+                f"address, usually ending in /v1, and --model to the name of the model there (now "
+                f"{self._model or 'not set'})"
             )
         self._refuse(response.text.lower(), message)
 

@@ -368,7 +368,7 @@ class OpenedModel:
         unfit = {problem: count for problem, count in tokens.items() if most is not None and count > most}
         if len(unfit) == len(tokens):
             shortest = min(tokens, key=tokens.__getitem__)
-            self._refuse(shortest, tokens[shortest], "the positions of the model", self.positions or 0)
+            self._refuse(shortest, tokens[shortest], "the number of positions of the model", self.positions or 0)
         problem = max(tokens.keys() - unfit.keys(), key=tokens.__getitem__)
         longest = tokens[problem]
         facts = engine_facts(rollout)
@@ -389,7 +389,7 @@ class OpenedModel:
             valid.append(f"evaluation.max_response_tokens of at most {limit - prompt}")
         raise SettingsError(
             f"{_named(problem)}: its prompt has {prompt} tokens and evaluation.max_response_tokens (or, without it, "
-            f"rollout.max_response_tokens) allows {more} more, which exceeds {name}, {limit}; valid: "
+            f"rollout.max_response_tokens) allows {more} more, which exceeds {name} ({limit}); valid: "
             + (", or ".join(valid) or "shorter prompts")
         )
 

@@ -39,13 +39,13 @@ def protocol_of(provenance: Provenance) -> Protocol:
         return ReasoningProtocol(instruction=recorded["instruction"])
     if recorded["env"] != "simpletir":
         raise SettingsError(
-            f"--extract: the evaluation used the environment {recorded['env']!r}, which extracts answers itself; "
-            "answers can be extracted again for simpletir and reasoning"
+            "--extract supports the environments simpletir and reasoning, but the evaluation used "
+            f"{recorded['env']!r}, which extracts answers itself"
         )
     if recorded["protocol"] == "hermes":
         raise SettingsError(
-            "--extract: the evaluation used the protocol hermes, whose calls can be parsed only with the model's chat "
-            "template and its tools; answers can be extracted again for the other protocols"
+            "--extract does not support the protocol hermes, because parsing its calls requires the model's chat "
+            "template and tools"
         )
     return make_protocol(
         SimpleTIRSettings(
@@ -108,7 +108,7 @@ class FunctionGrader:
         function = import_attribute(path, "--grader")
         if not callable(function):
             raise PluginError(
-                f"--grader {path!r} is a {type(function).__name__}, but must be a function (answer, gold) -> bool"
+                f"--grader must be a function (answer, reference) -> bool; {path!r} is a {type(function).__name__}"
             )
         self._function: Callable[[str, str], object] = function
 
@@ -138,7 +138,7 @@ def regrade_command(run: Path, settings: EvaluationSections, grader: str | None,
     if answers:
         _show_answers(console, answers)
     elif extract:
-        console.note("no answer changed: extraction gives the stored answers")
+        console.note("no answer changed: extraction returned the stored answers")
     if verdicts:
         _show_verdicts(console, verdicts)
     else:
@@ -156,7 +156,7 @@ def regrade_command(run: Path, settings: EvaluationSections, grader: str | None,
     }
     directory.write_json(directory.path / "regraded.json", record)
     also = f"{len(answers)} changed answers, " if extract else ""
-    console.note(f"{also}{len(verdicts)} changed verdicts and the new scores are in {directory.path / 'regraded.json'}")
+    console.note(f"{also}{len(verdicts)} changed verdicts and the new scores: {directory.path / 'regraded.json'}")
     return record
 
 
@@ -229,7 +229,7 @@ def _show_verdicts(console: Console, changes: list[Change]) -> None:
         (change["before"], change["after"], change["answer"] == change["answer_before"]) for change in changes
     )
     rows = tuple(
-        (f"{old} -> {new}", "the same" if same else "another", str(count))
+        (f"{old} -> {new}", "unchanged" if same else "changed", str(count))
         for (old, new, same), count in kinds.most_common()
     )
     console.table("Verdicts that changed", ("verdict", "answer", "rollouts"), rows)
@@ -248,8 +248,8 @@ def _show_answers(console: Console, changes: list[Change]) -> None:
 
 def _kind_of_answer(change: Change) -> str:
     if change["answer_before"] is None:
-        return "extracted only now"
-    return "no longer extracted" if change["answer"] is None else "another one"
+        return "newly extracted"
+    return "no longer extracted" if change["answer"] is None else "different"
 
 
 def _show_examples(

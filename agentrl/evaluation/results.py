@@ -210,8 +210,8 @@ async def make_results(
             benchmarks[one.name] = await benchmark_results(one, index, ks=ks, grader=grader)
         except ValueError as error:
             raise WorldError(
-                f"{one.name}: every rollout failed for reasons outside the policy, so there is no score; run the same "
-                f"command to repeat them ({error})"
+                f"{one.name}: every rollout failed for reasons outside the policy, so there is no score: run the same "
+                f"command again to retry them ({error})"
             ) from error
     return {
         "format": FORMAT,

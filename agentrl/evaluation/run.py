@@ -66,7 +66,7 @@ def evaluate_command(settings: EvaluationSections, request: EvaluationRequest, *
         try:
             directory = runner.run(Evaluation(settings, sets, request, output, console, engine=endpoint).play())
         except KeyboardInterrupt:
-            console.note(f"stopped; finished rollouts are in {output}, and the same command continues")
+            console.note(f"stopped: {output} contains the finished rollouts; run the same command to continue")
             raise
     return finish(directory, settings, sets, request, console, write_report)
 
@@ -184,7 +184,7 @@ class Evaluation:
             index.add(transcript)
         self.console.warning(
             f"{len(unfit)} problems ({_first_named(unfit)}) have prompts of up to {max(unfit.values())} tokens, which "
-            f"leave the model no room for {self.settings.rollout.max_response_tokens} more "
+            f"leave no room for a response of {self.settings.rollout.max_response_tokens} tokens "
             "(evaluation.max_response_tokens): their rollouts are not sampled and count as truncated and wrong"
         )
 
@@ -249,9 +249,9 @@ class _FailureLimit:
         self._failures = self._failures + 1 if transcript.ended is Ended.INFRASTRUCTURE_FAILURE else 0
         if self._failures >= self._most:
             raise WorldError(
-                f"{self._failures} consecutive rollouts failed for reasons outside the policy, the last one: "
+                f"{self._failures} consecutive rollouts failed for reasons outside the policy, the last one with: "
                 f"{transcript.failure or 'a failure of the sandbox or grader, see the log above'}; finished rollouts "
-                f"are kept in {self._path}, and the same command continues"
+                f"are kept in {self._path}: run the same command to continue"
             )
 
 

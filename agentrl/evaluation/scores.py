@@ -101,10 +101,10 @@ def counts_of(samples: ArrayLike, correct: ArrayLike) -> tuple[Floats, Floats]:
     """Convert both to float vectors. Raises ValueError for impossible counts."""
     n, c = np.asarray(samples, dtype=np.float64), np.asarray(correct, dtype=np.float64)
     if n.ndim != 1 or n.shape != c.shape:
-        raise ValueError(f"samples and correct must be vectors of equal length, got shapes {n.shape} and {c.shape}")
+        raise ValueError(f"samples and correct must be vectors of equal length; got shapes {n.shape} and {c.shape}")
     whole = np.isfinite(n).all() and np.isfinite(c).all() and (n == np.floor(n)).all() and (c == np.floor(c)).all()
     if not whole or (c < 0).any() or (c > n).any():
-        raise ValueError("counts must be whole, with 0 <= correct <= samples for every problem")
+        raise ValueError("counts must be whole numbers with 0 <= correct <= samples for every problem")
     return n, c
 
 
@@ -158,7 +158,7 @@ def student_quantile(degrees: int) -> float:
     2.045
     """
     if degrees < 1:
-        raise ValueError(f"degrees of freedom must be at least 1, got {degrees}")
+        raise ValueError(f"degrees of freedom must be at least 1; got {degrees}")
     upper = 0.5 + LEVEL / 2
     if degrees == 1:
         return math.tan(math.pi * (upper - 0.5))

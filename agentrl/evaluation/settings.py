@@ -83,7 +83,7 @@ class EndpointSettings(BaseModel):
             raise ValueError("system_prompt and limit_field=max_completion_tokens require api=chat")
         taken = sorted(_RESERVED_FIELDS & self.extra_body.keys())
         if taken:
-            raise ValueError(f"extra_body sets {', '.join(taken)}, which other settings or the protocol control")
+            raise ValueError(f"extra_body must not contain {', '.join(taken)}: other settings or the protocol set them")
         return self
 
 
@@ -117,7 +117,7 @@ class EvaluationSettings(BaseModel):
         if turn is not None and whole is not None and turn > whole:
             raise ValueError(
                 f"max_turn_tokens={turn} exceeds max_response_tokens={whole}, but a turn cannot be longer than its "
-                "conversation"
+                "conversation: lower max_turn_tokens"
             )
         return self
 
@@ -186,7 +186,7 @@ def overrides_of(
     if preset is not None:
         if preset not in PRESETS:
             hint = did_you_mean(preset, PRESETS)
-            raise SettingsError(f"--preset {preset}: unknown preset; valid: {', '.join(PRESETS)}{hint}")
+            raise SettingsError(f"unknown --preset {preset!r}; valid: {', '.join(PRESETS)}{hint}")
         overrides += [f"{key}={value}" for key, value in PRESETS[preset].items()]
     if base_url is not None:
         overrides.append(quoted("evaluation.endpoint.url", base_url))
@@ -205,7 +205,7 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise SettingsError(f"{option}={text}: expected positive whole numbers, separated by commas")
+        raise SettingsError(f"{option} must be positive whole numbers separated by commas; got {text!r}")
     return tuple(sorted({int(part) for part in parts}))
 
 

@@ -241,7 +241,7 @@ class RolloutLog:
             try:
                 written = os.write(self._file, frame)
                 if written < len(frame):
-                    raise OSError(f"{written} of {len(frame)} bytes written, the disk is full")
+                    raise OSError(f"only {written} of {len(frame)} bytes were written: the disk is full")
             except OSError:
                 os.ftruncate(self._file, end)
                 raise
@@ -278,7 +278,7 @@ def read_rollouts(path: Path) -> Iterator[Transcript]:
         try:
             yield Transcript.from_record(json.loads(frame))
         except (ValueError, KeyError, TypeError) as error:
-            raise WorldError(f"{path}, byte {position}: damaged, not a rollout ({error})") from error
+            raise WorldError(f"{path} is damaged at byte {position}: not a rollout ({error})") from error
 
 
 def repair_frames(path: Path) -> int:
@@ -311,7 +311,7 @@ def _frames(path: Path, *, ends: bool = False) -> Iterator[tuple[int, bytes]]:
             try:
                 parts.append(frame.decompress(data))
             except zstandard.ZstdError as error:
-                raise WorldError(f"{path}, byte {begin}: damaged ({error})") from error
+                raise WorldError(f"{path} is damaged at byte {begin}: {error}") from error
             pending = frame.unused_data if frame.eof else b""
             position += len(data) - len(pending)
             if frame.eof:

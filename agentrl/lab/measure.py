@@ -210,7 +210,7 @@ def covariance_product(returns: Tensor, products: Tensor) -> Tensor:
     """
     count = len(returns)
     if count < LEAST:
-        raise ValueError(f"{count} trajectories: a product of two covariances needs at least {LEAST}")
+        raise ValueError(f"a product of two covariances needs at least {LEAST} trajectories; got {count}")
     rewards = returns.double()
     cross = products.double() * (1 - torch.eye(count, dtype=torch.float64))
     total, squares = rewards.sum(), rewards.square().sum()

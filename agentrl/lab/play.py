@@ -58,7 +58,8 @@ def lab_problems(settings: LabSections, lab: LabSettings, selection: str | None)
         lab = lab.model_copy(update={"problems": int(selection)})
     if not settings.data.train:
         raise SettingsError(
-            "data.train is empty, so there are no problems: use --problems FILE or data.train.0.path=FILE"
+            "there are no problems to measure, because data.train is empty: use --problems FILE or "
+            "data.train.0.path=FILE"
         )
     most = lab.problems * _MORE_PROBLEMS
     answered = needs_answers(settings)

@@ -147,7 +147,7 @@ def _advantages(shown: Sequence[Shown]) -> Figure | None:
             axes.step(
                 range(1, len(values) + 1), values, where="mid", **line_options(index), linewidth=1.2, label=label,
             )  # fmt: skip
-    for axes, title in zip(panels, ("A rewarded trajectory", "One without reward, same group"), strict=True):
+    for axes, title in zip(panels, ("Rewarded trajectory", "Unrewarded trajectory, same group"), strict=True):
         _style_axes(axes, title, "advantage")
         axes.axhline(0.0, color=GREY, linewidth=0.8)
         axes.set_xlabel("model token k")
@@ -223,8 +223,8 @@ def _counted(lines: Sequence[ProblemLine], lab: LabSettings, console: Console) -
     left_out = f"; left out: {', '.join(reasons)}" if reasons else ""
     if measured < 2:
         raise WorldError(
-            f"only {measured} of {len(kept)} problems could be measured{left_out}; at least 2 are needed: use another "
-            "model, other problems or more samples"
+            f"only {measured} of {len(kept)} problems could be measured{left_out}; a report needs at least 2: use "
+            "another model, other problems or more samples"
         )
     console.note(f"measured: {measured} of {len(kept)} problems{left_out}")
     return kept

@@ -160,11 +160,12 @@ class MeasurementFiles:
             for name in {**asked, **before}:
                 if name not in _PATHS and before.get(name) != asked.get(name):
                     raise SettingsError(
-                        f"--output {self.folder} contains problems measured with {name}={_short(before.get(name))}, "
-                        f"now with {_short(asked.get(name))}: use another --output, or the same settings to continue"
+                        f"--output {self.folder} contains a measurement with {name}={_short(before.get(name))}, but "
+                        f"{name} is now {_short(asked.get(name))}: use another --output, or the same settings to "
+                        "continue"
                     )
         else:
-            with world_errors(self.folder, "make"):
+            with world_errors(self.folder, "create"):
                 self.folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps(asked, indent=1, ensure_ascii=False) + "\n"
             atomic_write(file, lambda out: out.write(text.encode()))

@@ -68,7 +68,7 @@ def variance_command(
     done = {line["number"] for line in lines}
     kept = sum(line["outcome"] == MEASURED for line in lines)
     if lines:
-        console.note(f"continuing: {len(lines)} problems are already sampled, {kept} of them measured")
+        console.note(f"continuing a measurement of {len(lines)} sampled problems, of which {kept} are measured")
     numbered = list(enumerate(problems))
     with bench.player() as player, console.progress(lab.problems, min(kept, lab.problems), "problem") as progress:
         for start in range(0, len(numbered), lab.batch):
@@ -101,7 +101,7 @@ class _Bench:
         self._settings, self._lab, self._choices = settings, lab, choices
         tokenizer = read_tokenizer(model)
         if behaviour is not None and read_tokenizer(behaviour).get_vocab() != tokenizer.get_vocab():
-            raise SettingsError(f"--behaviour {behaviour}: its vocabulary differs from that of {model}")
+            raise SettingsError(f"--behaviour {behaviour} must have the same vocabulary as {model}")
         causal_lm = with_adapter(read_model(model, settings.model).eval(), settings.model.lora)
         playing = causal_lm if behaviour is None else read_model(behaviour, settings.model).eval()
         self._weighing = self._correction(behaviour)

@@ -48,7 +48,7 @@ def read_choices(texts: Sequence[str]) -> tuple[Choice, ...]:
     chosen = list(texts) or measurable()
     twice = sorted({text for text in chosen if chosen.count(text) > 1})
     if twice:
-        raise SettingsError(f"--estimators: {', '.join(twice)} is listed twice")
+        raise SettingsError(f"--estimators lists {', '.join(twice)} twice: list each estimator once")
     return tuple(_read(text) for text in chosen)
 
 
@@ -63,7 +63,7 @@ def _read(text: str) -> Choice:
     for part in parts:
         option, equals, value = part.partition("=")
         if not equals:
-            raise SettingsError(f"--estimators: {text}: options are written option=value, for example tail=carry")
+            raise SettingsError(f"--estimators: options of {text} must be written option=value, such as tail=carry")
         options[option] = _value(value)
     try:
         entry = ESTIMATORS[name]
@@ -158,7 +158,7 @@ class LabSettings(BaseModel):
     estimators: tuple[str, ...] = Field(
         (), description="estimator names, with options as in tir_otb:leave_one_out=true; default: all"
     )
-    baseline: str | None = Field(None, description="estimator to whose noise the noise of the others is compared")
+    baseline: str | None = Field(None, description="estimator whose noise is the reference for the noise of the others")
     partitions: int = Field(1, ge=1, description="random divisions of the samples into groups for each group size")
     bootstrap: int = Field(2000, ge=100, description="bootstrap resamples of problems for the 95 % intervals")
     drop_zero_variance: bool = Field(
@@ -195,13 +195,13 @@ def lab_settings(request: LabRequest) -> LabSettings:
         values["group_sizes"] = sizes = [part.strip() for part in request.group_sizes.split(",")]
         wrong = [part for part in sizes if not part.isdigit()]
         if wrong:
-            raise SettingsError(f"--group-sizes: {wrong[0]!r} is not a whole number; write sizes as in 4,8,16")
+            raise SettingsError(f"--group-sizes must be whole numbers, such as 4,8,16; got {wrong[0]!r}")
     if request.estimators is not None:
         values["estimators"] = [part.strip() for part in request.estimators.split(",") if part.strip()]
     if request.samples is not None:
         values["samples"] = request.samples
         if request.samples < 4:
-            raise SettingsError(f"--samples {request.samples}: at least 4 are needed, for two groups of two")
+            raise SettingsError(f"--samples must be at least 4, for two groups of two; got {request.samples}")
     return LabSettings.model_validate(values)
 
 
@@ -209,7 +209,7 @@ def check_lab(lab: LabSettings) -> tuple[Choice, ...]:
     """Parse the estimators and check group sizes and baseline. Raises SettingsError."""
     if not lab.group_sizes or len(set(lab.group_sizes)) < len(lab.group_sizes):
         raise SettingsError(
-            f"--group-sizes {','.join(map(str, lab.group_sizes))}: list different sizes, such as 4,8,16"
+            f"--group-sizes must be different sizes, such as 4,8,16; got {','.join(map(str, lab.group_sizes))}"
         )
     wrong = [size for size in lab.group_sizes if not 2 <= size <= lab.samples // 2]
     if wrong:
@@ -221,7 +221,7 @@ def check_lab(lab: LabSettings) -> tuple[Choice, ...]:
     choices = read_choices(lab.estimators)
     labels = [choice.label for choice in choices]
     if lab.baseline is not None and lab.baseline not in labels:
-        raise SettingsError(f"--baseline {lab.baseline}: not among the measured estimators: {', '.join(labels)}")
+        raise SettingsError(f"--baseline {lab.baseline} is not a measured estimator; valid: {', '.join(labels)}")
     return choices
 
 

@@ -105,12 +105,12 @@ def verdicts(lines: Sequence[Line]) -> list[str]:
         ranked = [line for line in lines if line.group_size == size]
         best, rest = ranked[0], ranked[1:]
         if not math.isfinite(best.noise.value):
-            messages.append(f"N={size}: noise hides all gradients; use more problems or samples")
+            messages.append(f"N={size}: no gradient can be distinguished from noise; use more problems or samples")
             continue
         close = [line.estimator for line in rest if line.to_best.low <= 1.0]
         text = f"N={size}: {best.estimator} has the least noise ({best.noise})"
         if close:
-            text += f"; the difference is within the interval for {', '.join(close)}"
+            text += f"; the differences from {', '.join(close)} are within the interval"
         tokens = [line for line in ranked if is_token_baseline(line.estimator)]
         if tokens:
             text += ". " + _verdict_on_tokens(tokens[0], best)
@@ -126,9 +126,9 @@ def is_token_baseline(label: str) -> bool:
 
 def _verdict_on_tokens(line: Line, best: Line) -> str:
     if line is best:
-        return f"The token baseline {line.estimator} wins here"
-    how = "a difference within the interval" if line.to_best.low <= 1.0 else "it does not win here"
-    return f"The best token baseline is {line.estimator}, with {line.to_best} times that noise: {how}"
+        return f"The token baseline {line.estimator} is the best"
+    how = "within" if line.to_best.low <= 1.0 else "outside"
+    return f"The best token baseline is {line.estimator}, with {line.to_best} times that noise, {how} the interval"
 
 
 def energy_correlations(energies: Sequence[Energies]) -> dict[str, dict[str, float]]:

@@ -136,8 +136,8 @@ def is_worse(reward: ChangeRecord | None, held_out: ChangeRecord | None) -> bool
 
 @_rule(
     metrics=("groups/infrastructure_failures",),
-    fires="more than 10 % of the rollouts of 5 steps failed outside the policy",
-    advice="check the sandbox and the servers (agentrl doctor); the errors are in the run's console output",
+    fires="more than 10 % of the rollouts of 5 steps failed for reasons outside the policy",
+    advice="run agentrl doctor to check the sandbox and the servers; the run's console output contains the errors",
 )
 def infrastructure(rows: Sequence[Metrics]) -> str | None:
     recent = rows[-_RECENT:]
@@ -145,7 +145,7 @@ def infrastructure(rows: Sequence[Metrics]) -> str | None:
     whole = failed + sum(row.get("reward/count", 0.0) for row in recent)
     if len(recent) < _RECENT or failed <= 0.1 * whole:
         return None
-    return f"{failed / whole:.0%} of the rollouts failed outside the policy"
+    return f"{failed / whole:.0%} of the rollouts failed for reasons outside the policy"
 
 
 @_rule(
@@ -157,13 +157,13 @@ def engine_difference(rows: Sequence[Metrics]) -> str | None:
     first, last = _first_and_last(rows, "policy/engine_abs_diff")
     if last is None or first is None or last <= 5 * first or last <= 0.005:
         return None
-    return f"log-probabilities of engine and trainer differ by {last:.3g} nats per token, at first by {first:.3g}"
+    return f"log-probabilities of engine and trainer differ by {last:.3g} nats per token (first steps: {first:.3g})"
 
 
 @_rule(
     metrics=("policy/log_ppl_gap",),
     fires="5-step mean of `policy/log_ppl_gap` above 0.1 nats per token",
-    advice="lower the staleness (rollout.schedule) or mask trajectories that are far off "
+    advice="lower the staleness (rollout.schedule), or mask trajectories with a large gap "
     "(correction.ratio_mask=geometric)",
 )
 def perplexity_gap(rows: Sequence[Metrics]) -> str | None:
@@ -187,7 +187,7 @@ def staleness(rows: Sequence[Metrics]) -> str | None:
     "the first steps, by more than 4 standard errors; its 5-step mean is below its best by more than 5 of the largest "
     "standard errors and half of the range; `eval/avg_at_k` is below its value before training by more than 4 standard "
     "errors",
-    advice="lower optimizer.learning_rate and start again, or go back to a checkpoint from before the fall; if the "
+    advice="lower optimizer.learning_rate and start again, or resume from a checkpoint before the fall; if the "
     "learning rate is not the cause, read the trajectories of those steps",
 )
 def reward_collapse(rows: Sequence[Metrics]) -> str | None:
@@ -211,7 +211,7 @@ def _below_the_start(rows: Sequence[Metrics]) -> str | None:
         if groups < _GROUPS or change["end"] > 0.5 * change["start"] or _errors(change) <= _FALL:
             continue
         updates = sum(row.get("policy/updates", 0.0) for row in scored[:-count])
-        early = "; this early, the usual cause is an optimizer.learning_rate that is too large"
+        early = "; a fall this early is usually caused by a high optimizer.learning_rate"
         cause = early if updates <= _EARLY else ""
         return (
             f"the reward fell from {change['start']:.3g} ({_steps(first)}) to {change['end']:.3g} ({_steps(last)}), by "
@@ -264,7 +264,7 @@ def tool_failures(rows: Sequence[Metrics]) -> str | None:
     if len(shares) < 2 * _RECENT:
         return None
     first, last = statistics.fmean(shares[:_RECENT]), statistics.fmean(shares[-_RECENT:])
-    return None if last <= max(0.5, 2 * first) else f"{last:.0%} of the tool calls fail, at first {first:.0%}"
+    return None if last <= max(0.5, 2 * first) else f"{last:.0%} of the tool calls fail (first steps: {first:.0%})"
 
 
 @_rule(
@@ -285,8 +285,8 @@ def never_correct(rows: Sequence[Metrics]) -> str | None:
 @_rule(
     metrics=("reward/mean", "reward/stderr"),
     fires="all rollouts of 5 steps have the same reward, which is above 0 or comes with a correct verdict",
-    advice="if the problems are solved, end the run or use harder problems; otherwise the reward does not distinguish "
-    "rollouts: test it on a correct and on a wrong answer",
+    advice="if the problems are solved, stop the run or use harder problems; otherwise test the reward on a correct "
+    "and a wrong answer, because it does not distinguish rollouts",
     symptom_of=("reward_collapse",),
 )
 def constant_reward(rows: Sequence[Metrics]) -> str | None:
@@ -302,10 +302,10 @@ def constant_reward(rows: Sequence[Metrics]) -> str | None:
 
 @_rule(
     metrics=("reward/mean", "reward/problem_share"),
-    fires="less than 5 % of the variance of rewards lies between problems (40 steps, by 2 standard errors), and "
+    fires="less than 5 % of the variance of rewards is between problems (40 steps, by 2 standard errors), and "
     "`reward/mean` over the last 20 steps is within 2.5 standard errors of the first 20",
-    advice="test the reward on a correct and on a wrong answer to one problem; check that it grades the answer of its "
-    "own rollout; if it is right, the policy does not learn: raise optimizer.learning_rate",
+    advice="test the reward on a correct and a wrong answer to one problem, and check that each rollout is graded by "
+    "the answer that it contains; if the reward is right, raise optimizer.learning_rate",
 )
 def random_reward(rows: Sequence[Metrics]) -> str | None:
     # Problems that are all equally hard look the same, until training improves the reward.
@@ -319,8 +319,8 @@ def random_reward(rows: Sequence[Metrics]) -> str | None:
         return None
     first, last = statistics.fmean(values[:_PAST]), statistics.fmean(values[-_PAST:])
     return (
-        f"the reward looks random: {max(share, 0.0):.0%} of its variance lies between problems, and training does not "
-        f"change it ({first:.3g} at first, {last:.3g} now)"
+        f"the reward appears to be random: {max(share, 0.0):.0%} of its variance is between problems, and training "
+        f"does not change it ({first:.3g} in the first steps, {last:.3g} now)"
     )
 
 
@@ -346,7 +346,7 @@ def entropy_collapse(rows: Sequence[Metrics]) -> str | None:
     metrics=("policy/gradient_norm",),
     fires="5-step median of `policy/gradient_norm` above 10 times the median of the 20 steps before, and above every "
     "earlier value",
-    advice="find the tokens with the largest share of the step's gradient (agentrl explain); lower "
+    advice="run agentrl explain to inspect the tokens with the largest share of the step's gradient; lower "
     "optimizer.gradient_clip",
     symptom_of=("reward_collapse",),
 )
@@ -388,7 +388,7 @@ def no_signal(rows: Sequence[Metrics]) -> str | None:
     recent = rows[-_RECENT:]
     if len(recent) < _RECENT or any(row.get("groups/trained", 1) for row in recent):
         return None
-    return f"no group gave a training signal for {_RECENT} steps"
+    return f"no group had a training signal in the last {_RECENT} steps"
 
 
 @_rule(

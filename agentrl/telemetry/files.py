@@ -40,7 +40,7 @@ def wrong_shape(where: str) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise WorldError(f"{where}: damaged ({type(error).__name__}: {error})") from error
+        raise WorldError(f"{where} is damaged ({type(error).__name__}: {error})") from error
 
 
 def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -101,11 +101,11 @@ def contained(path: Path, folder: Path) -> Path:
         resolved, root = path.resolve(), folder.resolve()
         if not resolved.is_relative_to(root):
             raise WorldError(
-                f"{path} is a link that leads out of {folder}, so it is not read: replace it with the file itself"
+                f"{path} was not read because it links to a file outside {folder}: replace the link with the file"
             )
         # Reading a pipe or a device could block or never end.
         if resolved.exists() and not stat.S_ISREG(resolved.stat().st_mode):
-            raise WorldError(f"{path} is not a regular file, so it is not read")
+            raise WorldError(f"{path} was not read because it is not a regular file")
     return resolved
 
 

@@ -38,7 +38,7 @@ class Machine:
             f"machine: {self.cores} cores, {memory} memory, GPU: {', '.join(self.gpus) or 'none'}",
             f"system: {self.system}, Python {self.python}",
             "libraries: " + ", ".join(f"{name} {version_text}" for name, version_text in self.libraries.items()),
-            f"compiler: {self.compiler or 'none found (training on a CPU needs none)'}",
+            f"compiler: {self.compiler or 'not found (not required for training on a CPU)'}",
         ]
 
 

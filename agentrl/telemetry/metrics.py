@@ -65,7 +65,7 @@ def register_metric(
     no value.
     """
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)+", name):
-        raise ValueError(f"metric {name!r}: a name must have a group and a slash, such as search/calls_mean")
+        raise ValueError(f"metric {name!r}: the name must contain a group and a slash, such as search/calls_mean")
     _check_format(name, console)
 
     def add(measure: Measure) -> Measure:
@@ -82,12 +82,12 @@ def user_metrics(trajectories: Sequence[object], taken: Container[str]) -> dict[
     for name in USER_METRICS.names():
         try:
             if name in taken:
-                raise ValueError("a metric with this name exists")
+                raise ValueError("this name is already in use: register the metric under a different name")
             value = USER_METRICS[name].measure(trajectories)
             if value is None:
                 continue
             if not math.isfinite(value):
-                raise ValueError(f"{value!r} is not finite")
+                raise ValueError(f"the value must be finite; got {value!r}")
             values[name] = float(value)
         except Exception as error:  # noqa: BLE001 - user code: a missing value must not end a run
             if name not in _FAILED:
@@ -102,7 +102,7 @@ def _check_format(name: str, console: str) -> None:
     except (ValueError, IndexError, KeyError) as error:
         raise ValueError(f"metric {name!r}: console={console!r} cannot format a number ({error})") from error
     if not any(sign.isdigit() for sign in shown):
-        raise ValueError(f"metric {name!r}: console={console!r} shows no number; write for example 'searches {{:.1f}}'")
+        raise ValueError(f"metric {name!r}: console={console!r} displays no number; write for example 'turns {{:.1f}}'")
 
 
 _TRAINED = "at least one group was trained on"

@@ -19,7 +19,7 @@ from agentrl_envs.registry import describe_error
 COLUMNS = ("problem", "group", "sample", "reward", "ended", "verdict", "turns", "model tokens", "conversation")
 LONGEST_CELL = 20_000  # characters of a conversation
 _LONGEST_QUEUE = 1000  # messages: the rows and tables of hundreds of steps
-_ELSEWHERE = "the run continues, and its directory has all data"
+_ELSEWHERE = "the run continues, and its directory contains all data"
 
 Message = Callable[[Tracker], object]
 
@@ -61,7 +61,7 @@ class TrackerThread:
             self._dropped += full
             first = full and self._dropped == 1
         if first:
-            self._warn(f"tracker {self._name} is too slow: messages are dropped; {_ELSEWHERE}")
+            self._warn(f"tracker {self._name} is too slow, so messages are dropped; {_ELSEWHERE}")
 
     def close(self, deadline: float) -> None:
         """End the thread once the queue is empty, at the latest at ``deadline`` (monotonic)."""
@@ -73,16 +73,18 @@ class TrackerThread:
             lost, self._over = self._dropped + len(self._waiting), True
             self._waiting.clear()
         if self._thread.is_alive():
-            self._warn(f"tracker {self._name} did not end in time: {lost} messages did not reach it")
+            self._warn(
+                f"tracker {self._name} did not finish within telemetry.tracker_deadline: {lost} messages were lost"
+            )
         elif lost or self._failed:
-            self._warn(f"tracker {self._name}: {lost} messages were dropped, {self._failed} failed")
+            self._warn(f"tracker {self._name}: {lost} messages were dropped and {self._failed} failed")
 
     def _run(self) -> None:
         try:
             tracker = self._opening()
             self._say(f"tracker {self._name}: {tracker.location}")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - others' code, which must not end a run
-            self._warn(f"tracker {self._name} cannot be opened: {describe_error(error)}; {_ELSEWHERE}")
+            self._warn(f"tracker {self._name} could not be opened: {describe_error(error)}; {_ELSEWHERE}")
             with self._changed:
                 self._over = True
                 self._waiting.clear()

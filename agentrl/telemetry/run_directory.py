@@ -58,7 +58,7 @@ class RunDirectory:
         """
         run = cls(path)
         if run.path.exists() and not run.path.is_dir():
-            raise SettingsError(f"the run directory {run.path} is a file; choose another name=... or runs_dir=...")
+            raise SettingsError(f"the run directory {run.path} is a file: choose another name=... or runs_dir=...")
         try:
             run.path.mkdir(parents=True, exist_ok=True)
             used = sorted(entry.name for entry in run.path.iterdir() if not _is_debris(entry.name))
@@ -70,7 +70,7 @@ class RunDirectory:
             run._take_lock()
         except OSError as error:
             raise SettingsError(
-                f"cannot write to the run directory {run.path}: {error.strerror}; choose another runs_dir=..."
+                f"cannot write to the run directory {run.path} ({error.strerror}): choose another runs_dir=..."
             ) from error
         run.write_text("config.yaml", config)  # first, because --resume requires this file
         run._complete()
@@ -84,7 +84,7 @@ class RunDirectory:
         """
         run = cls(path)
         if not run.config.is_file():
-            raise SettingsError(f"--resume: {run.path} is not a run directory (it has no config.yaml)")
+            raise SettingsError(f"--resume: {run.path} is not a run directory, because it has no config.yaml")
         try:
             run._take_lock()
         except OSError as error:
@@ -115,7 +115,7 @@ class RunDirectory:
     def append_metrics(self, row: Mapping[str, float]) -> None:
         """Append one row, which is on disk when this returns. Raises ValueError without an integer ``step``."""
         if not isinstance(row.get("step"), int):
-            raise ValueError(f"a metrics row needs an integer 'step': {dict(row)!r}")
+            raise ValueError(f"a metrics row must have an integer 'step'; got {dict(row)!r}")
         append_line(self.metrics_file, json_line(row))
 
     def metrics(self) -> Iterator[Metrics]:
@@ -171,7 +171,7 @@ class RunDirectory:
         steps = self.trajectory_steps()
         if step not in steps:
             self.check_trajectory_format()
-            stored = f"stored: steps {steps[0]} to {steps[-1]}" if steps else "none are stored"
+            stored = f"stored steps: {steps[0]} to {steps[-1]}" if steps else "no step is stored"
             raise SettingsError(f"{self.path} has no trajectories of step {step}; {stored}")
 
     def check_trajectory_format(self) -> None:
@@ -203,13 +203,13 @@ class RunDirectory:
 
     def truncate_after(self, step: int, *, rows: int) -> None:
         """Keep ``rows`` rows of metrics and the files up to ``step``, because a resumed run writes the rest again."""
-        with world_errors(self.metrics_file, "cut"):
+        with world_errors(self.metrics_file, "truncate"):
             kept = list(itertools.islice(self.metrics(), rows))
         atomic_write(self.metrics_file, lambda out: out.writelines(json_line(row) for row in kept))
         alerts = [alert for alert in self.alerts() if alert.step <= step]
         if self.alerts_file.exists():
             atomic_write(self.alerts_file, lambda out: out.writelines(json_line(asdict(alert)) for alert in alerts))
-        with world_errors(self.trajectories, "cut"):
+        with world_errors(self.trajectories, "truncate"):
             for folder in (self.trajectories, self.tokens):
                 for file in folder.glob("*"):
                     if any(later > step for later in _steps([file])):
@@ -257,7 +257,7 @@ def _row(line: bytes, location: str) -> JsonRecord:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise WorldError(f"{location}: damaged, not JSON ({error})") from error
+        raise WorldError(f"{location} is damaged: invalid JSON ({error})") from error
     if not isinstance(row, dict):
-        raise WorldError(f"{location}: damaged, not an object")
+        raise WorldError(f"{location} is damaged: not a JSON object")
     return row

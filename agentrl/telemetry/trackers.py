@@ -109,7 +109,7 @@ def check_trackers(names: Iterable[str]) -> None:
     """Raise SettingsError for a tracker whose package is missing, PluginError for one that cannot be imported."""
     for name in names:
         if name in TRACKERS.builtin and importlib.util.find_spec(name) is None:
-            raise SettingsError(f"telemetry.trackers: {name} needs a package: {install_extra(name)}")
+            raise SettingsError(f"telemetry.trackers: {name} is not installed: run {install_extra(name)}")
         TRACKERS[name]
 
 

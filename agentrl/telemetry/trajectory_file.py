@@ -75,14 +75,14 @@ def read_trajectories(path: Path, wanted: Callable[[int, bytes], bool]) -> Itera
         with pq.ParquetFile(path) as file:
             columns = [(field.name, field.type) for field in file.schema_arrow]
             if file.schema_arrow.names != _COLUMNS or columns[0][1] != pa.binary():
-                raise WorldError(f"{path}: damaged, its columns are {columns}")
+                raise WorldError(f"{path} is damaged: its columns are {columns}")
             start = 0
             for block in range(file.num_row_groups):
                 if file.metadata.row_group(block).total_byte_size > _LARGEST_BLOCK:
-                    raise WorldError(f"{path}, line {start + 1}: damaged, over {_LARGEST_BLOCK >> 20} MB")
+                    raise WorldError(f"{path}, line {start + 1} is damaged: larger than {_LARGEST_BLOCK >> 20} MB")
                 lines = file.read_row_group(block, columns=["record"])["record"].to_pylist()
                 if None in lines:
-                    raise WorldError(f"{path}, line {start + lines.index(None) + 1}: damaged, it has no record")
+                    raise WorldError(f"{path}, line {start + lines.index(None) + 1} is damaged: the record is missing")
                 chosen = [row for row, line in enumerate(lines) if wanted(start + row, line)]
                 if chosen:
                     numbers = file.read_row_group(block, columns=["token_ids", "log_probs"]).take(chosen)
@@ -151,7 +151,10 @@ def _joined(line: bytes, ids: list[int], log_probs: list[float]) -> JsonRecord:
             else:
                 item[name] = ids[used : (used := used + item[name])]
     if (used, scored) != (len(ids), len(log_probs)):
-        raise ValueError(f"{used} token ids and {scored} log-probabilities of {len(ids)} and {len(log_probs)}")
+        raise ValueError(
+            f"the record has {used} token ids and {scored} log-probabilities, but the columns have {len(ids)} and "
+            f"{len(log_probs)}"
+        )
     return dict(record)
 
 

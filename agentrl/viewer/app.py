@@ -76,7 +76,7 @@ def asked_steps(stored: list[int], query: Query) -> list[int]:
 def position_of(text: str) -> tuple[int, int]:
     step, _, number = text.partition(":")
     if not (step.isdigit() and number.isdigit()):
-        raise QueryError(f"after={text!r} is not STEP:NUMBER")
+        raise QueryError(f"after must be STEP:NUMBER; got {text!r}")
     return int(step), int(number)
 
 
@@ -90,7 +90,7 @@ def number(query: Query, name: str) -> float | None:
     try:
         return float(text) if text else None
     except ValueError as error:
-        raise QueryError(f"{name}={text!r} is not a number") from error
+        raise QueryError(f"{name} must be a number; got {text!r}") from error
 
 
 def what_if_question(query: Query) -> dict[str, object]:
@@ -98,9 +98,9 @@ def what_if_question(query: Query) -> dict[str, object]:
     try:
         options = json.loads(query.get("options", "{}"))
     except ValueError as error:
-        raise QueryError(f"options={query['options']!r} is not JSON") from error
+        raise QueryError(f"options must be JSON; got {query['options']!r}") from error
     if not isinstance(options, dict):
-        raise QueryError(f"options={query['options']!r} is not a JSON object")
+        raise QueryError(f"options must be a JSON object; got {query['options']!r}")
     return {
         "ask": "what_if",
         "estimator": query.get("estimator", ""),
@@ -253,7 +253,7 @@ def _endpoint(answer: Answer, token: str) -> Callable[[Request], Response]:
         token_sent = request.headers.get("authorization", "").removeprefix("Bearer ")
         # In constant time, so that response times do not reveal the token.
         if not secrets.compare_digest(token_sent.encode(), token.encode()):
-            return _json({"error": "the address has no valid token: open the address that `agentrl view` printed"}, 401)
+            return _json({"error": "the token is invalid: open the address that `agentrl view` printed"}, 401)
         try:
             return _json(answer(request), 200)
         except SettingsError as error:

@@ -186,7 +186,7 @@ def _searchable(problem: JSONObject) -> str:
 def _finished(path: Path) -> Results:
     results = read_object(path / "results.json")
     if not results:
-        raise SettingsError(f"{path} is not finished: continue it with the command that started it")
+        raise SettingsError(f"{path} is not finished: run the command that started it again")
     return cast(Results, results)
 
 
@@ -204,7 +204,7 @@ def read_object(path: Path) -> JSONObject:
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:
-        raise WorldError(f"{path}: damaged, not JSON ({error})") from error
+        raise WorldError(f"{path} is damaged: invalid JSON ({error})") from error
     return value if isinstance(value, dict) else {}
 
 
@@ -220,7 +220,7 @@ def rollout_records(path: Path) -> Iterator[JSONObject]:
             while piece := reader.read(1 << 20):
                 *lines, rest = (rest + piece).split(b"\n")
                 if len(rest) > _LONGEST_LINE:
-                    raise WorldError(f"{file}: damaged, a line over {_LONGEST_LINE >> 20} MB")
+                    raise WorldError(f"{file} is damaged: it has a line larger than {_LONGEST_LINE >> 20} MB")
                 with wrong_shape(str(file)):
                     yield from (json.loads(line) for line in lines)
         except zstandard.ZstdError:

@@ -57,7 +57,7 @@ class Explanation:
         number = self.trajectory.number
         yield f"step {self.step.step}, trajectory {number}: group {key.group}, sample {key.sample}{branch}"
         reward = record.get("reward_elsewhere", 0.0) + sum(item["reward"] for item in record["segments"])
-        yield f"  it ended {record['ended']} with reward {reward:.9g}"
+        yield f"  ending {record['ended']}, reward {reward:.9g}"
         yield (
             f"token {self.position} of the response: model token {self.index} of {len(self.tokens)}, "
             f"turn {columns['turn'][self.index]}, id {columns['token_id'][self.index]}{self._text()}"
@@ -95,9 +95,9 @@ class Explanation:
         yield from self._tail(facts)
         weights = baseline_weights(self.step, self.trajectory, self.index)
         if not ESTIMATORS[facts.estimator].group_based:
-            yield "  b does not come from the returns of the group, so no trajectory has a weight in it"
+            yield "  no weights: b is not computed from the returns of the group"
         elif not weights:
-            yield "  b is not a weighted mean of the group's returns, so no trajectory has a weight in it"
+            yield "  no weights: b is not a weighted mean of the group's returns"
         for sibling, weight in weights.items():
             other = next(item for item in self.step.siblings(self.trajectory) if item.key == sibling)
             assert other.tokens is not None
@@ -110,8 +110,8 @@ class Explanation:
         made = self.at(recomputed(self.step, self.step.siblings(self.trajectory))[key]["advantages"])
         normalized = "" if np.isclose(advantage, returned - baseline, rtol=1e-5, atol=1e-7) else ", then normalized"
         yield f"advantage: A = {advantage:.9g} (G - b = {returned - baseline:.9g}{normalized})"
-        same = "the same" if made == advantage else f"{made:.9g}, which differs by {abs(made - advantage):.3g}"
-        yield f"  compute_advantages on the stored statistics gives {same}"
+        same = "the same value" if made == advantage else f"{made:.9g}, a difference of {abs(made - advantage):.3g}"
+        yield f"  compute_advantages on the stored statistics returns {same}"
 
     def _tail(self, facts: TokenFacts) -> Iterator[str]:
         """Explain the baseline of a token at an index that no other trajectory of the group reaches."""
@@ -133,11 +133,11 @@ class Explanation:
         tokens = self.tokens
         kept = bool(tokens.loss_mask[self.index])
         weight = "none" if tokens.weights is None else f"weight {self.at(tokens.weights):.9g}"
-        yield f"rollout correction: {weight}; " + ("in the loss" if kept else "rejected, so it is not in the loss")
+        yield f"rollout correction: {weight}; " + ("in the loss" if kept else "rejected and not in the loss")
         yield f"update {tokens.update}: ratio to the policy before the step {self.at(tokens.ratios):.9g}"
         factors = loss_factors(facts, tokens)
         if factors is None:
-            yield f"loss: {facts.loss} selects tokens over the whole step, which is not stored"
+            yield f"loss: {facts.loss} selects tokens over the whole step, and this selection is not stored"
         else:
             factor = self.at(factors)
             clipped = " (clipped: no gradient)" if kept and not factor and self.at(tokens.advantages) else ""
@@ -145,7 +145,7 @@ class Explanation:
         yield f"loss weight: {tokens.loss_weight:.9g} by {facts.aggregation}"
         power, total = self.at(tokens.gradient_power), self.step.gradient_power
         share = f"{power / total:.3g}" if total else "0"
-        yield f"share of the gradient's power: {share} of the step (w (factor A)^2, without terms between tokens)"
+        yield f"share of the step's gradient power: {share} (w (factor A)^2, without cross terms between tokens)"
 
 
 def explain(run: RunDirectory, *, step: int, trajectory: int, token: int) -> Explanation:
@@ -180,7 +180,7 @@ def explain(run: RunDirectory, *, step: int, trajectory: int, token: int) -> Exp
 def explain_command(path: Path, *, step: int, trajectory: int, token: int) -> list[str]:
     """Return the lines of ``agentrl explain``, with the estimators and losses of the run's plug-ins."""
     if not (path / "config.yaml").is_file():
-        raise SettingsError(f"{path} is not a run directory (it has no config.yaml)")
+        raise SettingsError(f"{path} is not a run directory, because it has no config.yaml")
     run = RunDirectory(path)
     problems = load_run_plugins(run)
     try:

@@ -66,7 +66,7 @@ def export_run(run: RunDirectory, out: Path, *, steps: Sequence[int] = (), group
             written += file.write(part.encode())
             if written > _LARGEST_RUN:
                 raise SettingsError(
-                    f"--export: the page is over {_LARGEST_RUN // 1_000_000} MB: choose fewer steps (--steps) or "
+                    f"--export: the page exceeds {_LARGEST_RUN // 1_000_000} MB; choose fewer steps (--steps) or "
                     "groups (--groups)"
                 )
 
@@ -191,7 +191,7 @@ def bundle(folder: Path, entry: str) -> str:
         names = ", ".join(_EXPORT.findall(source))
         body = _EXPORT.sub("", _IMPORT.sub(r'const { \1 } = modules["\2"];', source))
         if re.search(r"^(import|export)\b", body, re.MULTILINE):
-            raise ValueError(f"{name} imports or exports in a way that cannot be bundled")
+            raise ValueError(f"{name} has an import or export that cannot be bundled")
         parts.append(f'modules["{name}"] = (() => {{\n{body}\nreturn {{ {names} }};\n}})();')
 
     add(entry)

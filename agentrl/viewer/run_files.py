@@ -66,18 +66,18 @@ def run_settings(run: RunDirectory) -> Mapping[str, object]:
     with world_errors(run.config, "read"), contained(run.config, run.path).open("rb") as file:
         content = file.read(_LARGEST_CONFIG + 1)
     if len(content) > _LARGEST_CONFIG:
-        raise WorldError(f"{run.config}: damaged, over {_LARGEST_CONFIG >> 20} MB")
+        raise WorldError(f"{run.config} is damaged: larger than {_LARGEST_CONFIG >> 20} MB")
     try:
         depth = 0
         for event in yaml.parse(content, Loader=_LOADER):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
-                raise WorldError(f"{run.config}: damaged, it has aliases or is nested deeper than {_DEEPEST} levels")
+                raise WorldError(f"{run.config} is damaged: it has aliases or more than {_DEEPEST} levels")
         settings = yaml.load(content, Loader=_LOADER)
     except (ValueError, yaml.YAMLError) as error:
-        raise WorldError(f"{run.config}: damaged, not valid YAML ({error})") from error
+        raise WorldError(f"{run.config} is damaged: invalid YAML ({error})") from error
     if not isinstance(settings, Mapping):
-        raise WorldError(f"{run.config}: damaged, not a mapping of settings")
+        raise WorldError(f"{run.config} is damaged: not a mapping of settings")
     return settings
 
 
@@ -95,7 +95,7 @@ def load_run_plugins(run: RunDirectory) -> list[str]:
     problems = []
     for name in map(str, named if isinstance(named, list) else []):
         if Path(name).expanduser().resolve().is_relative_to(folder):
-            problems.append(f"plugins {name!r}: not loaded, because it is inside the run directory")
+            problems.append(f"the plug-in {name!r} was not loaded, because it is inside the run directory")
             continue
         try:
             load_plugins([name])
@@ -149,9 +149,9 @@ def _open_tokenizer(path: Path, folder: Path, _changed: int) -> TokenText:
     try:
         path = contained(path, folder)
         if path.stat().st_size > _LARGEST_TOKENIZER:
-            return TokenText(None, f"{path}: damaged, over {_LARGEST_TOKENIZER >> 20} MB")
+            return TokenText(None, f"{path} is damaged: larger than {_LARGEST_TOKENIZER >> 20} MB")
         return TokenText(Tokenizer.from_file(str(path)))
     except (WorldError, OSError) as error:
         return TokenText(None, str(error))
     except Exception as error:  # noqa: BLE001  (tokenizers raises a plain Exception for a damaged file)
-        return TokenText(None, f"{path}: damaged, not a tokenizer ({error})")
+        return TokenText(None, f"{path} is damaged: not a tokenizer ({error})")

@@ -44,12 +44,12 @@ class Library:
         for path in self._paths:
             if not path.exists():
                 raise SettingsError(
-                    f"{path} does not exist; use the directory of a run, an evaluation, or a parent of these"
+                    f"{path} does not exist: pass the directory of a run or evaluation, or a parent directory"
                 )
             if next(_below(path, _DEPTH), None) is None:
                 raise SettingsError(
                     f"{path} contains no run (a directory with config.yaml and metrics.jsonl) and no evaluation (a "
-                    f"directory with provenance.json) within {_DEPTH} levels; training writes runs to runs/NAME"
+                    f"directory with provenance.json) within {_DEPTH} levels: pass a directory such as runs/NAME"
                 )
 
     def folders(self) -> list[ViewedFolder]:
@@ -77,7 +77,7 @@ class Library:
         folder = self._known.get(folder_id)
         if folder is not None and folder.kind == kind == _kind(folder.path):
             return folder.path
-        raise SettingsError(f"there is no {kind} {folder_id}: it was moved or deleted")
+        raise SettingsError(f"the {kind} {folder_id} does not exist: it was moved or deleted")
 
 
 def _below(folder: Path, depth: int) -> Iterator[tuple[Kind, Path]]:

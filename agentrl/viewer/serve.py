@@ -49,7 +49,7 @@ class Calculator:
                 answer = json.loads(_answer(process, json.dumps(question).encode() + b"\n"))
             except (OSError, ValueError) as error:
                 self._end()
-                raise WorldError(f"the process that computes for {run} has ended: {error or 'no response'}") from error
+                raise WorldError(f"the calculation process of {run} failed: {error or 'no response'}") from error
         if "error" in answer:
             raise SettingsError(str(answer["error"]))
         return answer["answer"]
@@ -117,7 +117,7 @@ def view_command(paths: Sequence[Path], *, port: int | None, browse: bool, echo:
     address = f"http://{HOST}:{at}/?token={token}"
     echo(
         f"{address}\nfrom another machine: run ssh -L {at}:{HOST}:{at} {getpass.getuser()}@{platform.node()} there and "
-        "open the same address\nCtrl-C ends the viewer"
+        "open the same address\npress Ctrl-C to stop the viewer"
     )
     if browse:
         webbrowser.open(address)
@@ -134,9 +134,9 @@ def export_command(
     if out is None:
         raise SettingsError("--steps and --groups apply only to --export FILE: add --export")
     if len(paths) != 1 or not (paths[0] / "config.yaml").is_file():
-        raise SettingsError("--export writes one run: pass the run's directory, for example runs/NAME")
+        raise SettingsError("--export requires exactly one run: pass its directory, for example runs/NAME")
     export_run(RunDirectory(paths[0]), out, steps=steps, groups=groups)
-    echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB, opens in any browser without network access")
+    echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB, can be opened in any browser without network access")
 
 
 def listen(port: int | None) -> socket.socket:

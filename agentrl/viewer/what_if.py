@@ -42,7 +42,7 @@ def recomputed(
 def facts_of(step: StoredStep) -> TokenFacts:
     """Return how the step computed its advantages. Raises SettingsError if its token statistics are not stored."""
     if step.facts is None:
-        reasons = "; ".join(step.problems) or "telemetry.tokens_every skips it, or no trajectory of it was trained on"
+        reasons = "; ".join(step.problems) or "telemetry.tokens_every skips it, or it trained on no trajectory"
         raise SettingsError(f"step {step.step} has no token statistics: {reasons}")
     return step.facts
 
@@ -164,7 +164,7 @@ def _first_rollouts(
     if size is None:
         return siblings
     if not 1 <= size <= len(samples):
-        raise SettingsError(f"the step trained on {len(samples)} rollouts of this group; valid N: 1 to {len(samples)}")
+        raise SettingsError(f"N must be 1 to {len(samples)}, the number of trained rollouts of this group; got {size}")
     return [item for item in siblings if item.key.sample in samples[:size]]
 
 

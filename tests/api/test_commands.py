@@ -107,7 +107,7 @@ def test_trajectories_come_one_by_one(run: Run) -> None:
     assert len(list(run.trajectories(2))) == 4
     assert {one.problem.statement for one in found} <= {row["problem"] for row in ROWS}
     assert {one.reward for one in found} == {0.75}
-    with pytest.raises(SettingsError, match="no trajectories of step 9; stored: steps 1 to 2"):
+    with pytest.raises(SettingsError, match="no trajectories of step 9; stored steps: 1 to 2"):
         next(run.trajectories(9))
 
 

@@ -47,7 +47,7 @@ def test_seeds_models_and_numbers_of_samples_may_differ(tmp_path: Path, capsys: 
     assert compare_command(tmp_path / "a", tmp_path / "b")["toy"].mean == 0.0
     shown = capsys.readouterr().out
     assert "A has 4 samples per problem and B has 2" in shown
-    assert "both have the model fingerprint 'f1'" in shown
+    assert "A and B have the same model fingerprint, 'f1'" in shown
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="toy: the problems of A and B differ"):
         compare(first, other)
     other["benchmarks"] = {"else": other["benchmarks"]["toy"]}
-    with pytest.raises(SettingsError, match="no benchmark is in both: A has toy; B has else"):
+    with pytest.raises(SettingsError, match="A and B have no benchmark in common: A has toy; B has else"):
         compare(first, other)
     (tmp_path / "a" / "results.json").unlink()
-    with pytest.raises(SettingsError, match="is not finished: continue it with the command that started it"):
+    with pytest.raises(SettingsError, match="is not finished: run the command that started it again"):
         compare_command(tmp_path / "a", tmp_path / "a")
     with pytest.raises(SettingsError, match="is not an evaluation"):
         compare_command(tmp_path, tmp_path / "a")
@@ -138,7 +138,7 @@ def test_an_own_grader_and_unchanged_verdicts(
     [
         ("strict", "is not of the form module:attribute"),
         ("nowhere_at_all:f", "there is no module 'nowhere_at_all'"),
-        ("json:__name__", "--grader 'json:__name__' is a str, but must be a function"),
+        ("json:__name__", "--grader must be a function (answer, reference) -> bool; 'json:__name__' is a str"),
         ("json:nothing", r"module 'json' \(.*\) has no 'nothing'"),
     ],
 )

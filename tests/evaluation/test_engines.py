@@ -72,7 +72,7 @@ async def test_a_model_that_is_read_here(tmp_path: Path) -> None:
         assert opened.model() == {"name": str(tmp_path), "fingerprint": opened.engine.fingerprint()}
         assert opened.concurrency == 3
         assert isinstance(opened.player(None), TokenPlayer)  # type: ignore[arg-type]
-        said = r"^problem 0 of toy: .* exceeds the positions of the model, 1024; valid: .*_tokens of at most 1019$"
+        said = r"^problem 0 of toy: .* exceeds the number of positions of the model \(1024\); valid: .* at most 1019$"
         with pytest.raises(SettingsError, match=said):
             opened.without_room(prompts("short", "p" * 10))
         with pytest.raises(SettingsError, match=r"^problem 0 of toy: .* of the model, 1024; valid: shorter prompts$"):

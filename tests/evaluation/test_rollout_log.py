@@ -87,9 +87,9 @@ def test_damage_elsewhere_is_named_and_nothing_is_cut(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[30] ^= 0xFF
     path.write_bytes(data)
-    with pytest.raises(WorldError, match=r"rollouts\.jsonl\.zst, byte 0: damaged"):
+    with pytest.raises(WorldError, match=r"rollouts\.jsonl\.zst is damaged at byte 0: "):
         RolloutLog(path)
     assert path.read_bytes() == data
     path.write_bytes(zstandard.ZstdCompressor().compress(b'{"benchmark": "toy"}\n'))
-    with pytest.raises(WorldError, match="byte 0: damaged, not a rollout"):
+    with pytest.raises(WorldError, match="damaged at byte 0: not a rollout"):
         list(read_rollouts(path))

@@ -261,7 +261,7 @@ async def test_trouble_is_told_once_in_a_while(caplog: pytest.LogCaptureFixture)
     name = "the endpoint http://host/v1"
     assert told == [
         f"{name}: 503 Service Unavailable: busy; retrying, {deadline}",
-        f"{name}: 429 Too Many Requests: slow down; retrying in 40 s, as it requested, {deadline}",
+        f"{name}: 429 Too Many Requests: slow down; retrying in 40 s, as the endpoint requested, {deadline}",
     ]
 
 
@@ -326,7 +326,7 @@ async def test_the_other_refusals_are_typed() -> None:
         await Endpoint(refused(401, "missing key")).ask()
     with pytest.raises(SettingsError, match=r"limit_field=max_completion_tokens"):
         await Endpoint(refused(400, "'max_tokens' is not supported: use 'max_completion_tokens' instead")).ask()
-    with pytest.raises(SettingsError, match=r"has no such address or model: 404 .* and --model .* \(now m\)"):
+    with pytest.raises(SettingsError, match=r"does not have this path or model: 404 .* and --model .* \(now m\)"):
         await Endpoint(refused(404, "model x")).ask()
 
 

@@ -84,7 +84,9 @@ def test_another_file_of_problems_is_another_measurement(tmp_path: Path) -> None
     files = MeasurementFiles(tmp_path / "kept")
     conditions = [lab.model_dump(mode="json", exclude={"problems"}) for lab in labs]
     assert files.open(conditions[0]) == files.open(conditions[0]) == []
-    with pytest.raises(SettingsError, match=r"contains problems measured with problem_file=\"\w{16}\", now with"):
+    with pytest.raises(
+        SettingsError, match=r"contains a measurement with problem_file=\"\w{16}\", but problem_file is now"
+    ):
         files.open(conditions[1])
     counted = [lab_problems(settings, lab_settings(LabRequest()), number)[0].problem_file for number in ("2", "3")]
     assert counted == [None, None]

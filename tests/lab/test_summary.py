@@ -91,7 +91,7 @@ def test_a_gradient_against_the_true_one_is_no_signal() -> None:
 def test_a_gradient_lost_in_noise_is_said_to_be(recwarn: pytest.WarningsRecorder) -> None:
     lost = {2: {name: make_moments(reference_squared=-1.0, along_squared=-1.0) for name in ("rloo", "grpo")}}
     lines = summarise([lost, lost], resamples=100, seed=0, baseline="rloo")
-    assert verdicts(lines) == ["N=2: noise hides all gradients; use more problems or samples"]
+    assert verdicts(lines) == ["N=2: no gradient can be distinguished from noise; use more problems or samples"]
     assert as_records(lines)[0]["noise"] == {"value": None, "low": None, "high": None}
     assert not recwarn.list
 
@@ -105,12 +105,12 @@ def make_line(name: str, ratio: float, low: float) -> Line:
 
 def test_verdicts_say_where_the_optimal_baseline_does_not_win() -> None:
     (won,) = verdicts([make_line("tir_otb", 1.0, 1.0), make_line("rloo", 1.5, 1.2)])
-    assert won.endswith("The token baseline tir_otb wins here")
+    assert won.endswith("The token baseline tir_otb is the best")
     (lost,) = verdicts([make_line("rloo", 1.0, 1.0), make_line("tir_otb:tail=carry", 1.5, 1.2)])
-    assert lost.endswith("tir_otb:tail=carry, with 1.5 [1.2, 1.5] times that noise: it does not win here")
+    assert lost.endswith("tir_otb:tail=carry, with 1.5 [1.2, 1.5] times that noise, outside the interval")
     (close,) = verdicts([make_line("rloo", 1.0, 1.0), make_line("otb", 1.1, 0.9)])
-    assert "the difference is within the interval for otb" in close
-    assert close.endswith("a difference within the interval")
+    assert "the differences from otb are within the interval" in close
+    assert close.endswith("times that noise, within the interval")
 
 
 @pytest.mark.parametrize(
@@ -118,14 +118,14 @@ def test_verdicts_say_where_the_optimal_baseline_does_not_win() -> None:
     [
         ({"estimators": "tir_obt"}, "--estimators: tir_obt: unknown estimator 'tir_obt'; did you mean 'tir_otb'"),
         ({"estimators": "tir_otb:tial=carry"}, "did you mean 'tail'"),
-        ({"estimators": "tir_otb:tail"}, "options are written option=value"),
+        ({"estimators": "tir_otb:tail"}, "options of tir_otb:tail must be written option=value"),
         ({"estimators": "rloo,grpo,rloo"}, "rloo is listed twice"),
         ({"estimators": "gae"}, "gae cannot be measured here: it needs a critic that was trained for this policy"),
         ({"group_sizes": "4,64"}, "--group-sizes 64: a group must have 2 to 32 trajectories, because"),
-        ({"group_sizes": "4,x"}, "--group-sizes: 'x' is not a whole number"),
+        ({"group_sizes": "4,x"}, "--group-sizes must be whole numbers, such as 4,8,16; got 'x'"),
         ({"group_sizes": "4,4"}, "list different sizes"),
         ({"samples": 3}, "--samples 3: at least 4"),
-        ({"baseline": "rlo"}, "--baseline rlo: not among the measured estimators: "),
+        ({"baseline": "rlo"}, "--baseline rlo is not a measured estimator; valid: "),
     ],
 )
 def test_bad_input_is_named(texts: dict[str, Any], message: str) -> None:

@@ -153,7 +153,7 @@ def test_a_policy_broken_by_its_first_update_is_a_collapse_at_step_3() -> None:
     assert alert.alert == "reward_collapse"
     assert alert.message == (
         "the reward fell from 0.41 (step 1) to 0 (steps 2 to 3), by 6.8 standard errors, after 1 update; this early, "
-        "the usual cause is an optimizer.learning_rate that is too large"
+        "a fall this early is usually caused by a high optimizer.learning_rate"
     )
     assert alert.advice.startswith("lower optimizer.learning_rate")
     late = scored(*[(0.41, 0.06)] * 12, *[(0.0, 0.0)] * 5)
@@ -269,8 +269,8 @@ def test_a_reward_is_random_where_neither_problem_nor_training_matter() -> None:
 
     # Standard errors: 0.04 / sqrt(39) = 0.0064 of the share, 0.013 of the reward's change.
     assert messages(rows(0.036, 0.0)) == {
-        "random_reward": "the reward looks random: 4% of its variance lies between problems, and training does not "
-        "change it (0.5 at first, 0.5 now)"
+        "random_reward": "the reward appears to be random: 4% of its variance is between problems, and training "
+        "does not change it (0.5 in the first steps, 0.5 now)"
     }
     assert messages(rows(0.038, 0.0)) == messages(rows(0.0, 0.04)) == messages(rows(0.0, 0.0)[:39]) == {}
 

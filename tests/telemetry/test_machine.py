@@ -61,7 +61,7 @@ def test_lines() -> None:
         "machine: 2 cores, 3.0 GiB memory, GPU: H (8 GiB)",
         "system: Linux, Python 3.11.7",
         "libraries: torch 2.13.0",
-        "compiler: none found (training on a CPU needs none)",
+        "compiler: not found (not required for training on a CPU)",
     ]
 
 

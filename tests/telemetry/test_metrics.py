@@ -89,9 +89,9 @@ def test_a_metric_that_fails_is_left_out_and_named_once(caplog: pytest.LogCaptur
 @pytest.mark.parametrize(
     ("name", "console", "problem"),
     [
-        ("length", "", "a name must have a group and a slash"),
+        ("length", "", "the name must contain a group and a slash"),
         ("own/length", "{:.1f} {}", "cannot format a number"),
-        ("own/length", "calls", "shows no number"),
+        ("own/length", "calls", "displays no number"),
     ],
 )
 def test_a_wrong_registration_says_what_is_wrong(name: str, console: str, problem: str) -> None:

@@ -148,10 +148,10 @@ def test_a_torn_last_line_is_left_out_and_cut_on_resume(run: RunDirectory) -> No
 
 def test_damage_elsewhere_is_named(run: RunDirectory) -> None:
     run.metrics_file.write_bytes(b'{"step": 1}\nrubbish\n{"step": 3}\n')
-    with pytest.raises(WorldError, match=r"metrics.jsonl, line 2: damaged"):
+    with pytest.raises(WorldError, match=r"metrics.jsonl, line 2 is damaged: invalid JSON"):
         list(run.metrics())
     run.metrics_file.write_bytes(b"[1]\n")
-    with pytest.raises(WorldError, match=r"line 1: damaged, not an object"):
+    with pytest.raises(WorldError, match=r"line 1 is damaged: not a JSON object"):
         list(run.metrics())
 
 
@@ -241,9 +241,9 @@ def test_numbers_that_cannot_be_stored_are_refused(run: RunDirectory, numbers: d
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        (pa.array(["{}"]), "damaged, its columns are "),
-        (pa.array([None], pa.binary()), "line 1: damaged, it has no record"),
-        (pa.array([b'{"prompt_ids": 2, "token_ids": -1}']), "line 1: damaged "),
+        (pa.array(["{}"]), "damaged: its columns are "),
+        (pa.array([None], pa.binary()), "line 1 is damaged: the record is missing"),
+        (pa.array([b'{"prompt_ids": 2, "token_ids": -1}']), "line 1 is damaged "),
     ],
 )
 def test_trajectories_of_another_shape_are_named(run: RunDirectory, record: pa.Array, said: str) -> None:

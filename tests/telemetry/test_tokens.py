@@ -148,7 +148,7 @@ def test_torn_and_missing_files_are_named_and_the_rest_is_read(run: RunDirectory
 
 def test_a_step_without_statistics_and_one_that_is_not_stored(run: RunDirectory) -> None:
     assert read_step(run, 3).facts is None
-    with pytest.raises(SettingsError, match="no trajectories of step 7; stored: steps 3 to 3"):
+    with pytest.raises(SettingsError, match="no trajectories of step 7; stored steps: 3 to 3"):
         read_step(run, 7)
 
 

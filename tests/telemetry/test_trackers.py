@@ -121,8 +121,8 @@ def test_a_tracker_that_cannot_be_opened_is_said_once() -> None:
         thread.put(lambda tracker: tracker.metrics(1, {}))
     thread.close(soon())
     assert len(said) == 1
-    assert said[0].startswith("tracker mine cannot be opened: ConnectionError: no route (")
-    assert said[0].endswith("; the run continues, and its directory has all data")
+    assert said[0].startswith("tracker mine could not be opened: ConnectionError: no route (")
+    assert said[0].endswith("; the run continues, and its directory contains all data")
 
 
 def test_a_tracker_that_raises_is_said_once_and_told_the_rest() -> None:
@@ -137,7 +137,7 @@ def test_a_tracker_that_raises_is_said_once_and_told_the_rest() -> None:
     thread.close(soon())
     assert tracker.told == [(3, {}), "closed"]
     assert said[1].startswith("tracker mine failed: ZeroDivisionError")
-    assert said[2:] == ["tracker mine: 0 messages were dropped, 2 failed"]
+    assert said[2:] == ["tracker mine: 0 messages were dropped and 2 failed"]
 
 
 def test_a_tracker_that_blocks_for_ever_costs_nothing_and_ends_with_the_deadline() -> None:
@@ -154,8 +154,8 @@ def test_a_tracker_that_blocks_for_ever_costs_nothing_and_ends_with_the_deadline
     thread.close(time.monotonic())
     assert said == [
         "tracker mine: nowhere",
-        "tracker mine is too slow: messages are dropped; the run continues, and its directory has all data",
-        "tracker mine did not end in time: 100 messages did not reach it",
+        "tracker mine is too slow, so messages are dropped; the run continues, and its directory contains all data",
+        "tracker mine did not finish within telemetry.tracker_deadline: 100 messages were lost",
     ]
     held.set()
     thread._thread.join(DEADLINE)
@@ -184,7 +184,7 @@ def test_a_name_that_is_none_and_a_package_that_is_missing_end_with_one_message(
     with pytest.raises(ValueError, match=r"unknown tracker 'wandbb'; did you mean 'wandb'\? \(valid: mlflow, tensor"):
         TelemetrySettings(trackers=("wandbb",))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match=r"wandb needs a package: pip install 'agentrl-trainer\[wandb\]'"):
+    with pytest.raises(SettingsError, match=r"wandb is not installed: run pip install 'agentrl-trainer\[wandb\]'"):
         check_trackers(["wandb"])
     check_trackers([])
 

@@ -25,7 +25,7 @@ def test_an_alert_is_shown_recorded_and_stops_the_run(command_line: CommandLine,
     said = command_line.run(
         *command_line.counting(random_policy, *failing, "name=failing", "telemetry.stop_on=[no_signal]"), code=130
     )
-    assert "alert no_signal at step 5: no group gave a training signal for 5 steps. Try: mix in" in said
+    assert "alert no_signal at step 5: no group had a training signal in the last 5 steps. Try: mix in" in said
     assert said.count("warning: alert no_signal at step 5") == 2  # as it begins, and at the end
     assert "stopped after step 5; checkpoint saved" in said
     run = RunDirectory(command_line.folder / "runs" / "failing")

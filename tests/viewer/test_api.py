@@ -159,11 +159,13 @@ def test_notes_are_shown_and_searched(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_said_in_one_message(client: TestClient) -> None:
     own = run_id(client)
-    assert "no trajectories of step 9; stored: steps 1 to 3" in get(client, f"/runs/{own}/steps/9/0", 404)["error"]
+    assert "no trajectories of step 9; stored steps: 1 to 3" in get(client, f"/runs/{own}/steps/9/0", 404)["error"]
     assert "no trajectories of step 9" in get(client, f"/runs/{own}/trajectories?first=9&last=9", 404)["error"]
     assert "no trajectory 8 at step 1; valid: 0 to 7" in get(client, f"/runs/{own}/steps/1/8", 404)["error"]
-    assert "there is no run gone" in get(client, "/runs/gone", 404)["error"]
-    assert "least_turns='x' is not a number" in get(client, f"/runs/{own}/trajectories?least_turns=x", 400)["error"]
+    assert "the run gone does not exist" in get(client, "/runs/gone", 404)["error"]
+    assert (
+        "least_turns must be a number; got 'x'" in get(client, f"/runs/{own}/trajectories?least_turns=x", 400)["error"]
+    )
 
 
 def test_only_the_token_and_this_host_open_the_data(client: TestClient) -> None:
@@ -215,8 +217,8 @@ def test_a_process_of_its_own_computes_what_if_and_explains(run: RunDirectory) -
         exact = recomputed(stored, group, estimator="tir_otb", options={"tail": "self"})[group[1].key]
         np.testing.assert_array_equal(np.float32(found["fields"]["what_if_advantages"]), exact["advantages"])
         assert [sibling["number"] for sibling in found["siblings"]] == [0, 1]
-        assert "valid N: 1 to 3" in get(client, f"{path}/what_if?estimator=rloo&size=9", 404)["error"]
-        assert "is not JSON" in get(client, f"{path}/what_if?estimator=rloo&options=x", 400)["error"]
+        assert "N must be 1 to 3" in get(client, f"{path}/what_if?estimator=rloo&size=9", 404)["error"]
+        assert "options must be JSON" in get(client, f"{path}/what_if?estimator=rloo&options=x", 400)["error"]
         assert get(client, f"{path}/tokens/3") == explain_command(run.path, step=2, trajectory=1, token=3)
         assert "tail" in str(get(client, f"/runs/{run_id(client)}/estimators")["estimators"]["tir_otb"])
     finally:

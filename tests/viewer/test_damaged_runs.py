@@ -70,9 +70,9 @@ def pipe(run: Path) -> None:
         pytest.param(replace("config.yaml", BOMB.encode()), "has aliases", id="aliases"),
         pytest.param(replace("config.yaml", DEEP), "nest", id="deep settings"),
         pytest.param(replace("config.yaml", b"2024-01-01: 2024-01-01\na: .nan\n"), "", id="dates and NaN as settings"),
-        pytest.param(link("config.yaml"), "leads out of", id="settings elsewhere"),
-        pytest.param(link("metrics.jsonl"), "leads out of", id="metrics elsewhere"),
-        pytest.param(link("notes.md"), "leads out of", id="notes elsewhere"),
+        pytest.param(link("config.yaml"), "links to a file outside", id="settings elsewhere"),
+        pytest.param(link("metrics.jsonl"), "links to a file outside", id="metrics elsewhere"),
+        pytest.param(link("notes.md"), "links to a file outside", id="notes elsewhere"),
         pytest.param(pipe, "not a regular file", id="a pipe"),
         pytest.param(append("trajectories/x.parquet", b""), "", id="a file without a step"),
     ],
@@ -94,13 +94,17 @@ def test_a_damaged_run_is_its_own_notice(tmp_path: Path, damage: Callable[[Path]
     [
         pytest.param(
             trajectories(b'{"step":1,"group":1,"sample":0,"prompt_ids":1,"log_probs":1}'),
-            "line 1: damaged (KeyError",
+            "line 1 is damaged (KeyError",
             id="no segments",
         ),
-        pytest.param(trajectories(b'{"a":' + DEEP + b"}\n"), "line 1: damaged (RecursionError", id="a deep line"),
-        pytest.param(trajectories(b'{"prompt_ids":2}'), "line 1: damaged (ValueError: 2 token ids", id="lost tokens"),
-        pytest.param(trajectories(b"x" * (1 << 29)), "line 1: damaged, over 256 MB", id="a huge line"),
-        pytest.param(link("trajectories/00000001.parquet"), "leads out of", id="trajectories elsewhere"),
+        pytest.param(trajectories(b'{"a":' + DEEP + b"}\n"), "line 1 is damaged (RecursionError", id="a deep line"),
+        pytest.param(
+            trajectories(b'{"prompt_ids":2}'),
+            "line 1 is damaged (ValueError: the record has 2 token ids",
+            id="lost tokens",
+        ),
+        pytest.param(trajectories(b"x" * (1 << 29)), "line 1 is damaged: larger than 256 MB", id="a huge line"),
+        pytest.param(link("trajectories/00000001.parquet"), "links to a file outside", id="trajectories elsewhere"),
         pytest.param(replace("tokenizer.json", b'{"model":'), "", id="tokenizer"),
         pytest.param(replace("tokens/00000001.0.parquet", b"PAR1"), "", id="token statistics"),
     ],
@@ -125,7 +129,7 @@ def test_an_export_holds_no_file_from_outside_the_run(tmp_path: Path) -> None:
     facts = client_of(run.path).get("/api/library").json()["runs"][0]
     assert (facts["notes"], len(facts["problems"])) == ("", 1)
     link("trajectories/00000001.parquet")(run.path)
-    with pytest.raises(WorldError, match="leads out of"):
+    with pytest.raises(WorldError, match="links to a file outside"):
         export_run(run, tmp_path / "page.html")
 
 

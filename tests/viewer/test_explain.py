@@ -113,7 +113,7 @@ def test_the_chain_agrees_with_compute_advantages(run: RunDirectory) -> None:
         said = "\n".join(found.lines())
         assert f"A = {float(made.advantages[0, position]):.9g}" in said
         assert f"b = {float(made.baselines[0, position]):.9g}" in said
-        assert "compute_advantages on the stored statistics gives the same" in said
+        assert "compute_advantages on the stored statistics returns the same value" in said
         assert f"d loss / d log p = {-float(made.advantages[0, position]):.9g}" in said
 
 
@@ -186,13 +186,13 @@ def test_a_baseline_that_is_not_a_weighted_mean_is_said_to_be_none(tmp_path: Pat
 
     made = make_run(tmp_path / "best", "best")
     lines = list(explain(made, step=3, trajectory=0, token=0).lines())
-    assert "  b is not a weighted mean of the group's returns, so no trajectory has a weight in it" in lines
+    assert "  no weights: b is not a weighted mean of the group's returns" in lines
     assert not any(line.startswith("  weight ") for line in lines)
 
 
 def test_an_estimator_without_a_group_says_why_it_lists_no_weights(tmp_path: Path) -> None:
     lines = list(explain(make_run(tmp_path / "x", "reinforce_pp"), step=3, trajectory=0, token=0).lines())
-    assert "  b does not come from the returns of the group, so no trajectory has a weight in it" in lines
+    assert "  no weights: b is not computed from the returns of the group" in lines
     assert not any(line.startswith("  weight ") for line in lines)
 
 
@@ -206,7 +206,7 @@ def test_weights_on_returns_make_the_stored_baseline(tmp_path: Path, own_registr
         return Advantages(advantages=totals - mean, returns=totals, baselines=mean)
 
     lines = list(explain(make_run(tmp_path / "x", "squares"), step=3, trajectory=0, token=0).lines())
-    assert "  b is not a weighted mean of the group's returns, so no trajectory has a weight in it" in lines
+    assert "  no weights: b is not a weighted mean of the group's returns" in lines
 
 
 @pytest.mark.filterwarnings("error")
@@ -236,7 +236,7 @@ def test_a_clipped_token_has_no_gradient(run: RunDirectory) -> None:
 @pytest.mark.parametrize(
     ("step", "trajectory", "token", "message"),
     [
-        (9, 0, 0, "has no trajectories of step 9; stored: steps 3 to 3"),
+        (9, 0, 0, "has no trajectories of step 9; stored steps: 3 to 3"),
         (3, 5, 0, "step 3 has no trajectory 5; valid: 0 to 2"),
         (3, 0, 5, "trajectory 0 has no token 5; valid: 0 to 4"),
         (3, 0, 2, "token 2 of trajectory 0 belongs to an observation .* the nearest model token is 1"),

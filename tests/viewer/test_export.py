@@ -41,14 +41,14 @@ def test_what_cannot_be_exported_is_said_in_one_message(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "page.html"
-    with pytest.raises(SettingsError, match=r"no trajectories of step 9; stored: steps 1 to 3"):
+    with pytest.raises(SettingsError, match=r"no trajectories of step 9; stored steps: 1 to 3"):
         export_run(run, out, steps=[9])
-    with pytest.raises(SettingsError, match="--export writes one run"):
+    with pytest.raises(SettingsError, match="--export requires exactly one run"):
         export_command([run.path.parent], out, steps=[], groups=None, echo=print)
     with pytest.raises(SettingsError, match="add --export"):
         export_command([run.path], None, steps=[1], groups=None, echo=print)
     monkeypatch.setattr("agentrl.viewer.export._LARGEST_RUN", 50_000)
-    with pytest.raises(SettingsError, match="the page is over 0 MB: choose fewer steps"):
+    with pytest.raises(SettingsError, match="the page exceeds 0 MB; choose fewer steps"):
         export_run(run, out)
     assert not list(tmp_path.iterdir())
 

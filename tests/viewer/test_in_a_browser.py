@@ -138,7 +138,7 @@ def test_a_run_shows_its_panels_and_alerts_and_a_point_opens_its_step(page: Page
     for title in ("Reward", "Entropy", "Gradient norm", "How trajectories ended", "Time per step"):
         expect(page.get_by_role("heading", name=title, exact=True)).to_be_visible()
     entropy = page.locator(".card", has=page.get_by_role("heading", name="Entropy", exact=True))
-    entropy.get_by_text("What it shows").click()
+    entropy.get_by_text("Definition").click()
     expect(entropy.get_by_text(METRICS["policy/entropy"].meaning)).to_contain_text("Healthy: falls slowly.")
     expect(entropy.locator("svg .unit").first).to_have_text("nats/token")
     expect(page.locator(".alert", has_text="entropy collapse · step 2")).to_be_visible()
@@ -175,7 +175,7 @@ def test_rows_that_are_no_data_and_dropped_ones_say_why(page: Page, address: str
     page.get_by_role("link", name="first").click()
     page.get_by_role("link", name="all 3 steps").click()
     page.get_by_text("More filters").click()
-    page.get_by_label("Not trained: why").select_option("void turn")
+    page.get_by_label("Not trained because").select_option("void turn")
     page.get_by_role("button", name="Search", exact=True).click()
     expect(page.locator("tbody tr")).to_have_count(6)
     page.get_by_role("link", name="1 / 2", exact=True).click()
@@ -223,8 +223,10 @@ def test_another_estimator_is_computed_on_the_spot(page: Page, address: str, run
     page.locator("[data-index='4']").hover()
     shown = page.locator("[data-field=what_if_advantages] td").get_attribute("title")
     assert float(shown) == float(found.columns[step.trajectories[0].key]["advantages"][4])
-    page.get_by_role("button", name="Explain its gradient").click()
-    expect(page.locator(".panel pre")).to_contain_text("compute_advantages on the stored statistics gives the same")
+    page.get_by_role("button", name="Explain the gradient").click()
+    expect(page.locator(".panel pre")).to_contain_text(
+        "compute_advantages on the stored statistics returns the same value"
+    )
 
 
 def test_an_exported_page_works_from_a_file_without_a_network(page: Page, run: RunDirectory, tmp_path: Path) -> None:
@@ -362,7 +364,7 @@ def test_a_line_of_a_hundred_thousand_characters_is_shown(page: Page, tmp_path: 
 
 def test_what_went_wrong_is_one_message(page: Page, address: str) -> None:
     page.goto(address.partition("?")[0] + "?token=" + TOKEN + "#/run/gone")
-    expect(page.get_by_role("alert")).to_have_text("there is no run gone: it was moved or deleted")
+    expect(page.get_by_role("alert")).to_have_text("the run gone does not exist: it was moved or deleted")
 
 
 def test_a_constant_advantage_is_coloured_and_the_page_opens_with_a_field_that_varies(
@@ -493,9 +495,7 @@ def test_a_deleted_run_and_an_ended_viewer_are_said(page: Page, run: RunDirector
         page.get_by_role("link", name="Runs").click()
         expect(page.get_by_role("heading", name="Runs", exact=True)).to_be_visible()
         expect(page.locator("#trouble")).to_be_hidden()
-    expect(page.locator("#trouble")).to_contain_text(
-        "The viewer does not respond: `agentrl view` has ended. Start it again."
-    )
+    expect(page.locator("#trouble")).to_contain_text("The viewer does not respond: start `agentrl view` again.")
 
 
 def test_a_phone_sees_scores_and_no_panel_covers_text(phone: Page, run: RunDirectory, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_the_runs_own_estimator_changes_nothing(step: StoredStep) -> None:
 def test_what_cannot_be_computed_says_why(step: StoredStep) -> None:
     with pytest.raises(SettingsError, match="the step did not train on trajectory 2"):
         what_if(step, step.trajectories[2], estimator="rloo")
-    with pytest.raises(SettingsError, match="valid N: 1 to 6"):
+    with pytest.raises(SettingsError, match="N must be 1 to 6"):
         what_if(step, step.trajectories[0], estimator="rloo", size=7)
 
 

@@ -58,10 +58,10 @@ def study_command(
     missing = [run for run in runs if run.folder not in kept]
     if not report_only:
         check_variants(study, missing, check)
-    with world_errors(home, "make"):
+    with world_errors(home, "create"):
         home.mkdir(parents=True, exist_ok=True)
     if not report_only:
-        counts = [f"{len(kept)} ended according to {home / RECORD}"] if kept else []
+        counts = [f"{len(kept)} stored in {home / RECORD}"] if kept else []
         counts += [f"{count} {status}" for status, count in count_by_status(missing).items() if count]
         echo(
             f"study {study.name}: {len(runs)} runs, {', '.join(counts)}; {study.jobs} at a time; logs: {home / 'logs'}"
@@ -98,7 +98,7 @@ def check_same_study(study: StudySettings, before: StudyRecord, home: Path) -> N
     now = study.all_variants()
     for variant, values in before.study.all_variants().items():
         if variant in now and now[variant] != values:
-            raise SettingsError(f"{home}: variant {variant!r} had other settings; use another name for this variant")
+            raise SettingsError(f"{home} contains variant {variant!r} with other settings: rename this variant")
 
 
 def check_none_lost(runs: Sequence[StudyRun], before: StudyRecord, home: Path) -> None:

@@ -36,7 +36,7 @@ def markdown(record: StudyRecord) -> str:
     lines += ["", *_differences(record, "Area", lambda run: run.area)]
     left = [run for run in record.runs if run.status != "finished"]
     if left:
-        lines += ["", "## Not finished", "", "| run | seed | state | why |", "|---|---|---|---|"]
+        lines += ["", "## Not finished", "", "| run | seed | status | reason |", "|---|---|---|---|"]
         lines += [f"| {run.variant} | {run.seed} | {run.status} | {_one_line(run.message)} |" for run in left]
     return "\n".join(lines) + "\n"
 
@@ -93,7 +93,7 @@ def _costs(record: StudyRecord, target: float) -> list[str]:
     lines = [
         f"## Cost of a held-out score of {target:g}",
         "",
-        "Median over the runs that reached it, up to the first evaluation with this score.",
+        "Median over the runs that reached this score, up to the first evaluation that did.",
         "",
         "| variant | reached | sampled tokens | trajectories |",
         "|---|---|---|---|",
@@ -114,7 +114,7 @@ def _differences(record: StudyRecord, what: str, of: Callable[[RunCurve], float 
     }
     differences = paired_differences(values, record.study.compared_with)
     lines = [
-        f"## {what} minus that of {record.study.compared_with}, seed by seed",
+        f"## {what}: difference from {record.study.compared_with}, paired by seed",
         "",
         "Intervals: 95 %, Student's t. p: sign-flip test, exact up to 20 seeds; adjusted by Holm's method over the "
         "rows of this table.",
@@ -128,7 +128,7 @@ def _differences(record: StudyRecord, what: str, of: Callable[[RunCurve], float 
         f"| {item.adjusted_p:.3f} |"
         for item in differences
     ]
-    return lines if differences else [*lines[:2], "No other variant has two finished seeds in common with it."]
+    return lines if differences else [*lines[:2], "No variant has two finished seeds in common with the baseline."]
 
 
 def _cell(values: Sequence[float], summary: Callable[..., Estimated]) -> str:

@@ -47,15 +47,15 @@ class StudySettings(BaseModel):
         keys = [*self.settings, *self.grid, *(key for values in self.variants.values() for key in values)]
         for key in keys:
             if key in _RESERVED:
-                raise ValueError(f"{key} is set by the study: list seeds under seeds; name determines the run names")
+                raise ValueError(f"{key} must not be set here, because the study sets it: use seeds and name")
         if len(set(self.seeds)) != len(self.seeds):
-            raise ValueError(f"seeds {self.seeds}: list each seed once")
+            raise ValueError(f"seeds must be different; got {self.seeds}")
         empty = [key for key, values in self.grid.items() if not values]
         if empty:
-            raise ValueError(f"grid.{empty[0]} has no values")
+            raise ValueError(f"grid.{empty[0]} must have at least one value")
         for key, values in self.grid.items():
             if len({repr(value) for value in values}) != len(values):
-                raise ValueError(f"grid.{key} {values}: list each value once")
+                raise ValueError(f"grid.{key} must have different values; got {values}")
         names = list(self.all_variants())
         folders = {file_name(name): name for name in reversed(names)}
         for name in names:
@@ -65,7 +65,7 @@ class StudySettings(BaseModel):
                     "other letters, digits, '.', '_' or '-' in their names"
                 )
         if self.baseline is not None and self.baseline not in names:
-            raise ValueError(f"baseline {self.baseline!r} is not a variant; variants: {', '.join(names)}")
+            raise ValueError(f"baseline {self.baseline!r} is not a variant; valid: {', '.join(names)}")
         return self
 
     @property

@@ -19,7 +19,7 @@ export async function ask(path, query = {}) {
   try {
     answer = await fetch(`/api${path}${tail}`, { headers: { Authorization: `Bearer ${token}` } });
   } catch {
-    throw new Error("The viewer does not respond: `agentrl view` has ended. Start it again.");
+    throw new Error("The viewer does not respond: start `agentrl view` again.");
   }
   const body = await answer.json();
   if (!answer.ok) throw new Error(body.error);
@@ -65,7 +65,7 @@ async function answerFromPage(path, query) {
 
 async function unpacked(path) {
   const script = held.get(path);
-  if (!script) throw new Error("This exported page does not contain this part.");
+  if (!script) throw new Error("The exported page does not contain these data.");
   const bytes = Uint8Array.from(atob(script.textContent), (letter) => letter.charCodeAt(0));
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
 }
@@ -238,7 +238,7 @@ export function meanings(names) {
   const known = [...new Map(names.map(metricOf).filter((metric) => metric.meaning).map((metric) => [metric.name, metric])).values()];
   if (!known.length) return null;
   const lines = known.map(({ name, meaning, healthy }) => el("p", { class: "hint" }, el("code", {}, name), ` ${plain(meaning)}${healthy ? ` Healthy: ${plain(healthy)}.` : ""}`));
-  return el("details", {}, el("summary", {}, "What it shows"), ...lines);
+  return el("details", {}, el("summary", {}, "Definition"), ...lines);
 }
 
 // Markdown without the marks of code and links.

@@ -146,7 +146,7 @@ export async function rolloutScreen({ parts: [id, index], query, remember }) {
     factList(pairs),
     ...notices(rollout.failure ? [rollout.failure] : []),
     el("p", { class: "hint cells" }, el("span", {}, "Samples of this problem"), siblings.map((each) => cell(id, page, each, row))),
-    section("Conversation", el("p", { class: "hint" }, el("label", {}, toggle, " Show the source of Markdown and formulas")), conversation),
+    section("Conversation", el("p", { class: "hint" }, el("label", {}, toggle, " Show Markdown and formulas as source")), conversation),
     columnsOf(problem),
   ];
   return { title, trail: [["Runs", "#/"], [page.path.split("/").at(-1), `#/evaluation/${id}`]], content };
@@ -171,12 +171,12 @@ function columnsOf({ info = {} }) {
   const names = Object.keys(info);
   if (!names.length) return null;
   const lines = names.map((name) => `${name}: ${typeof info[name] === "string" ? info[name] : JSON.stringify(info[name])}`);
-  return el("details", { class: "card" }, el("summary", {}, "Columns of the problem"), el("pre", { class: "source" }, visible(lines.join("\n"))));
+  return el("details", { class: "card" }, el("summary", {}, "Additional columns of the problem"), el("pre", { class: "source" }, visible(lines.join("\n"))));
 }
 
 function scoreSections(results, outcomes) {
   const rows = Object.entries(results);
-  if (!rows.length) return [section("Scores", el("p", { class: "quiet" }, "The evaluation has not finished."))];
+  if (!rows.length) return [section("Scores", el("p", { class: "quiet" }, "The evaluation is not finished."))];
   return [section("Scores", means(rows)), section("pass@k", ...passes(rows)), section("Rollouts of each benchmark", conduct(rows), kinds(rows, outcomes))];
 }
 
@@ -202,7 +202,7 @@ function passes(rows) {
   });
   if (ks.length > 1) draw(chart, { series, x: { title: "k", log: true, ticks: ks.map(Number) }, y: { title: "pass@k, unbiased", zero: true } });
   const columns = [{ title: "Benchmark", value: ([name]) => name }, ...ks.map((k) => ({ title: `pass@${k}`, number: true, fraction: true, value: ([, one]) => one.pass[k]?.value }))];
-  return [...(ks.length > 1 ? [chart] : []), table(columns, rows, { caption: "The chance that at least one of k samples is correct" }).element];
+  return [...(ks.length > 1 ? [chart] : []), table(columns, rows, { caption: "Probability that at least one of k samples is correct" }).element];
 }
 
 function conduct(rows) {
@@ -216,7 +216,7 @@ function conduct(rows) {
     { title: "Seconds", number: true, fraction: true, value: ([, one]) => one.seconds.mean },
     { title: "Failed outside the policy", number: true, value: ([, one]) => one.excluded.total },
   ];
-  return table(columns, rows, { caption: "Means per rollout, and shares of rollouts" }).element;
+  return table(columns, rows, { caption: "Means per rollout and shares of rollouts" }).element;
 }
 
 function kinds(rows, outcomes) {

@@ -12,7 +12,7 @@ const FIELDS = [
   ["ended", "Ended", ["answered", "stopped", "void_turn", "turn_limit", "token_limit", "deadline", "cancelled", "infrastructure_failure"]],
   ["verdict", "Verdict", ["correct", "incorrect", "no_answer", "unparsable_answer", "answer_timeout", "unparsable_gold", "grader_timeout"]],
   ["tool", "Tool outcome", ["ok", "error", "timeout", "memory_limit", "output_limit", "killed", "infrastructure_failure", "malformed"]],
-  ["dropped", "Not trained: why", ["excluded", "void turn", "equal rewards", "filtered"]],
+  ["dropped", "Not trained because", ["excluded", "void turn", "equal rewards", "filtered"]],
   ["least_reward", "Reward from", "number"],
   ["most_reward", "Reward to", "number"],
   ["least_turns", "Turns from", "number"],
@@ -116,7 +116,7 @@ function filters(id, asked) {
     event.preventDefault();
     go(id, Object.fromEntries(new FormData(event.target)));
   };
-  const buttons = [el("button", { class: "act", type: "submit" }, "Search"), el("a", { href: `#/run/${id}/trajectories` }, "clear")];
+  const buttons = [el("button", { class: "act", type: "submit" }, "Search"), el("a", { href: `#/run/${id}/trajectories` }, "Clear")];
   return el("form", { class: "card search", onsubmit: submit, role: "search" }, el("div", { class: "bar" }, inputs.slice(0, ALWAYS), buttons), more);
 }
 
@@ -132,7 +132,7 @@ function columnsOf(id) {
     { title: "Turns", number: true, value: (row) => row.turns },
     { title: "Tokens", number: true, value: (row) => row.tokens },
     { title: "Tools", value: tools, cell: tools },
-    { title: "Stale", number: true, value: (row) => row.staleness },
+    { title: "Staleness", number: true, value: (row) => row.staleness },
     { title: "Not trained", value: (row) => row.dropped, cell: (row) => row.dropped },
     { title: "Share of gradient", number: true, value: (row) => row.gradient_share },
     { title: "Seconds", number: true, value: (row) => row.seconds },

@@ -16,7 +16,7 @@ export async function trajectoryScreen({ parts: [id, step, trajectory], query, r
   const label = (name) => `${fieldName(name)}${isConstant(fields[name]) ? " (constant)" : ""}`;
   const asked = known().find((name) => name === query.get("field"));
   const state = { field: asked ?? known().find((name) => !isConstant(fields[name])) ?? known()[0], rank: 0, down: true };
-  const panel = el("aside", { class: "card panel idle", "aria-live": "off" }, el("p", { class: "quiet" }, "Point at a token, or move with the arrow keys."));
+  const panel = el("aside", { class: "card panel idle", "aria-live": "off" }, el("p", { class: "quiet" }, "Point at a token, or move between tokens with the arrow keys."));
   const legend = el("div", { class: "scale" });
   const explain = explainer(page, `/runs/${id}/steps/${step}/${trajectory}`);
   const view = new TokenView((index, token, passing) => {
@@ -50,7 +50,7 @@ export async function trajectoryScreen({ parts: [id, step, trajectory], query, r
   const controls = el("div", { class: "bar" }, fieldChoice, button("Largest", true), button("Smallest", false), legend);
   if (state.field) colour(state.field);
 
-  const unknown = page.tokenizer ? [] : ["The run has no tokenizer, so tokens are shown by their ids."];
+  const unknown = page.tokenizer ? [] : ["The run has no tokenizer, so token ids are shown instead of text."];
   const without = page.fields.advantages || page.problems.length ? [] : [reasonFor(row)];
   const title = `${step} / ${trajectory}`;
   const content = [
@@ -58,9 +58,9 @@ export async function trajectoryScreen({ parts: [id, step, trajectory], query, r
     aboutTrajectory(page, id),
     ...notices([...page.problems, ...unknown, ...without]),
     el("div", { class: "reading" }, section("Conversation", controls, conversation), panel),
-    section("Siblings along their tokens", ...siblingCharts(page, trajectory)),
+    section("Siblings, token by token", ...siblingCharts(page, trajectory)),
     whatIf(page, { id, step, number: trajectory }, take),
-    section("The group side by side", siblingCards(page, id, step, trajectory)),
+    section("Trajectories of the group", siblingCards(page, id, step, trajectory)),
   ];
   const ready = () => query.get("token") && view.choose(Number(query.get("token")), { scroll: "center" });
   return { title, trail: [["Runs", "#/"], [page.run, `#/run/${id}`], [`Step ${step}`, `#/run/${id}/trajectories?first=${step}&last=${step}`]], content, ready };
@@ -68,7 +68,7 @@ export async function trajectoryScreen({ parts: [id, step, trajectory], query, r
 
 function reasonFor(row) {
   if (row.dropped) return `The step did not train on this trajectory: ${row.dropped}.`;
-  return "The step has no statistics of this trajectory's tokens (telemetry.tokens_every).";
+  return "The step has no token statistics of this trajectory (telemetry.tokens_every).";
 }
 
 function aboutTrajectory({ row, problem, facts }, id) {
@@ -94,7 +94,7 @@ function conversationOf(page, view) {
     const heading = segment.origin === "model" ? `model, turn ${turn++}` : segment.origin;
     const count = `${number(segment.token_ids.length)} tokens`;
     const call = segment.origin === "observation" ? calls.shift() : undefined;
-    const tool = call ? [" · ", el("span", { class: call.outcome === "ok" ? "tag good" : "tag bad" }, words(call.outcome)), ` ${number(call.seconds)} s${exitStatus(call.exit_code)}${call.truncated ? ", trimmed" : ""}`] : [];
+    const tool = call ? [" · ", el("span", { class: call.outcome === "ok" ? "tag good" : "tag bad" }, words(call.outcome)), ` ${number(call.seconds)} s${exitStatus(call.exit_code)}${call.truncated ? ", truncated" : ""}`] : [];
     const body = segment.origin === "model" ? view.segment(segment) : el("pre", { class: "source" }, visible(textOf(segment)));
     return el("article", { class: `segment ${segment.origin}` }, el("h3", {}, `${heading} · ${count}`, ...tool), body);
   });
@@ -102,7 +102,7 @@ function conversationOf(page, view) {
 
 function exitStatus(code) {
   if (!code) return "";
-  return code < 0 ? `, ended by signal ${-code}` : `, exit status ${code}`;
+  return code < 0 ? `, killed by signal ${-code}` : `, exit status ${code}`;
 }
 
 function textOf({ text, pieces, token_ids: ids }) {
@@ -129,7 +129,7 @@ function explainer(page, address) {
         output.replaceChildren(...notices([error.message]));
       }
     };
-    return el("div", {}, el("button", { class: "act", type: "button", onclick: show }, "Explain its gradient"), output);
+    return el("div", {}, el("button", { class: "act", type: "button", onclick: show }, "Explain the gradient"), output);
   };
 }
 
@@ -141,7 +141,7 @@ function describe(panel, page, state, index, token, explain) {
     const text = value === null ? "not finite" : typeof value === "number" ? number(value, TOKEN_FIELDS[name][2] === "least" ? [value] : [0.5]) : String(value);
     return el("tr", { class: name === state.field ? "chosen" : "", "data-field": name }, label, el("td", { class: "number", title: String(value) }, text));
   });
-  const kind = token.special ? "special token" : token.past ? "token past the stop" : "token";
+  const kind = token.special ? "special token" : token.past ? "token after the stop" : "token";
   const title = el("h2", {}, `${kind} ${index}: `, el("code", {}, JSON.stringify(visible(token.piece ?? ""))));
   const close = el("button", { class: "close", type: "button", "aria-label": "Close", onclick: () => panel.classList.add("idle") }, "×");
   const formula = el("p", { class: "hint" }, `${fieldName(state.field)}: ${TOKEN_FIELDS[state.field]?.[1] ?? ""}`);
@@ -153,7 +153,7 @@ function scaleLegend(legend, scale, constant) {
   const bar = el("b");
   bar.style.background = gradientOf(scale);
   const ends = [scale.low, scale.high];
-  legend.replaceChildren(el("span", {}, number(scale.low, ends)), bar, el("span", {}, number(scale.high, ends)), ...(constant ? [el("span", {}, "the same for all tokens")] : []));
+  legend.replaceChildren(el("span", {}, number(scale.low, ends)), bar, el("span", {}, number(scale.high, ends)), ...(constant ? [el("span", {}, "equal for all tokens")] : []));
 }
 
 const CURVES = [

@@ -15,7 +15,7 @@ const TRAINED = lineStyle(2).dash; // dots
 // `onfound` is called with the values of the trajectory's tokens by field, named as in TOKEN_FIELDS.
 export function whatIf(page, { id, step, number: trajectory }, onfound) {
   if (!page.fields.advantages || isExported) return null;
-  const body = el("div", {}, el("p", { class: "hint" }, "The first computation takes some seconds: it loads torch and the run's plug-ins."));
+  const body = el("div", {}, el("p", { class: "hint" }, "The first computation takes several seconds, because it loads torch and the run's plug-ins."));
   const button = el("button", { class: "act", type: "button", onclick: () => open() }, "Choose an estimator");
   body.append(button);
 
@@ -56,7 +56,7 @@ export function whatIf(page, { id, step, number: trajectory }, onfound) {
     return el("form", { onsubmit: submit }, el("div", { class: "bar" }, estimator, rollouts), options, el("button", { class: "act", type: "submit" }, "Compute"), result);
   }
 
-  return section("What if: the group under another estimator", body);
+  return section("What if: the group with another estimator", body);
 }
 
 function inputOf({ name, default: standard, choices }, ofRun) {
@@ -105,6 +105,6 @@ function shown(page, answer, trajectory) {
     { title: "Mean advantage in training", number: true, fraction: true, value: (sibling) => before.get(sibling.number).mean_advantage },
     { title: `Mean advantage by ${answer.estimator}`, number: true, fraction: true, value: (sibling) => sibling.mean },
   ];
-  const power = `Gradient power of these trajectories: ${number(answer.power)}, in training ${number(answer.power_before)} (the diagonal proxy of the variance). Solid: ${withOptions(answer.estimator, answer.options)}; dotted: training.${fewer}`;
-  return [el("p", { class: "hint", "data-power": answer.power }, power), ...charts, table(columns, answer.siblings, { caption: "The group under both estimators" }).element];
+  const power = `Gradient power of these trajectories: ${number(answer.power)}, in training ${number(answer.power_before)} (diagonal proxy of the variance). Solid: ${withOptions(answer.estimator, answer.options)}; dotted: training.${fewer}`;
+  return [el("p", { class: "hint", "data-power": answer.power }, power), ...charts, table(columns, answer.siblings, { caption: "The group with both estimators" }).element];
 }

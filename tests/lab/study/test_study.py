@@ -63,15 +63,18 @@ def test_variants_are_the_product_of_named_sets_and_grid():
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"settings": {"seed": 3}}, "seed is set by the study"),
-        ({"grid": {"name": ["a"]}}, "name is set by the study"),
-        ({"seeds": [1, 1]}, "list each seed once"),
+        ({"settings": {"seed": 3}}, "seed must not be set here, because the study sets it"),
+        ({"grid": {"name": ["a"]}}, "name must not be set here, because the study sets it"),
+        ({"seeds": [1, 1]}, "seeds must be different; got"),
         ({"grid": {"rollout.group_size": []}}, "grid.rollout.group_size has no values"),
-        ({"grid": GRID, "baseline": "grpo"}, "not a variant; variants: grpo group_size=4, grpo group_size=16"),
+        ({"grid": GRID, "baseline": "grpo"}, "not a variant; valid: grpo group_size=4, grpo group_size=16"),
         ({"sedes": [1]}, "Extra inputs"),
         ({"name": "a/../../b c"}, "String should match pattern"),
         ({"name": ".."}, "String should match pattern"),
-        ({"grid": {"rollout.group_size": [4, 8, 4]}}, r"grid.rollout.group_size \[4, 8, 4\]: list each value once"),
+        (
+            {"grid": {"rollout.group_size": [4, 8, 4]}},
+            r"grid.rollout.group_size must have different values; got \[4, 8, 4\]",
+        ),
         ({"variants": {"lr+": {}, "lr-": {}}}, "variants 'lr\\+' and 'lr-' share the directory lr-: use other"),
         ({"variants": {"größer": {}, "gr-er": {}}}, "share the directory gr-er"),
     ],
@@ -148,10 +151,10 @@ def test_a_study_keeps_failures_goes_on_and_reports_from_its_record(tmp_path: Pa
     assert "| grpo | 1 | failed | exit status 1 error: the machine is on fire |" in report
     assert (home / "curves.png").stat().st_size > 10_000
     other = "\n".join(run_study(home / RECORD, tmp_path / "other", baseline="grpo"))
-    assert "## Final score minus that of tir_otb" in report
-    assert "## Final score minus that of grpo" in other
-    assert "## Area minus that of grpo" in other
-    with pytest.raises(SettingsError, match=r"^--baseline: baseline 'gpro' is not a variant; variants: tir_otb, grpo$"):
+    assert "## Final score: difference from tir_otb, paired by seed" in report
+    assert "## Final score: difference from grpo" in other
+    assert "## Area: difference from grpo" in other
+    with pytest.raises(SettingsError, match=r"^--baseline: baseline 'gpro' is not a variant; valid: tir_otb, grpo$"):
         run_study(home / RECORD, None, baseline="gpro")
 
     assert not [line for line in run_study(file, home) if line.endswith("starts")]  # nothing twice, not failures either
@@ -386,7 +389,7 @@ def test_a_report_without_any_finished_run_says_so():
     record = StudyRecord(agentrl="1", study=study(grid=GRID), runs=(curve("grpo group_size=4", 0, status="waiting"),))
     text = markdown(record)
     assert "0 of 1 runs finished" in text
-    assert "No other variant has two finished seeds in common with it." in text
+    assert "No variant has two finished seeds in common with the baseline." in text
     assert "| grpo group_size=4 | 0 | waiting |  |" in text
 
 
