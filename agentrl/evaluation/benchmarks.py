@@ -1,7 +1,7 @@
-"""Benchmarks of an evaluation: where their problems are read, how many to expect, and checks of their data.
+"""Benchmarks of an evaluation: sources of their problems, expected counts, and checks of their data.
 
-A wrong number of problems, a repeated problem or a problem without an answer would make every score wrong. Each is
-therefore an error. Benchmarks are not pinned to a Hugging Face commit; results record a hash of the problems instead.
+A wrong number of problems, a repeated problem or a problem without an answer would distort every score, so each is an
+error. Benchmarks are not pinned to a Hugging Face commit; results record a hash of the problems instead.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ class Benchmark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedBenchmark:
-    """Problems in the order of the data, their locations, and all data errors except unreadable answers.
+    """Problems of a benchmark in the order of the data, with their locations and data errors.
 
-    A location is a file and line, or a data set and row. Every error starts with its location.
+    ``errors`` does not include reference answers that cannot be parsed. A location is a file and line, or a data set
+    and row. Every error starts with its location.
     """
 
     name: str
@@ -63,7 +64,7 @@ class LoadedBenchmark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataCheck:
-    """All errors in a benchmark's data. ``timeouts`` lists reference answers whose grading timed out."""
+    """Errors in the data of a benchmark. ``timeouts`` lists reference answers whose grading timed out."""
 
     name: str
     problems: int
@@ -132,9 +133,9 @@ def load_benchmark(name: str, *, data_dir: str | Path | None = None) -> list[Pro
 
 
 def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBenchmark:
-    """Load a benchmark like `load_benchmark`, but list errors in single rows and leave out rows without an answer.
+    """Load a benchmark and collect the errors in single rows. Rows without an answer are left out.
 
-    Raises ProblemError if the data cannot be read: unknown name, missing or broken file, missing fields.
+    Raises ProblemError if the data cannot be read (unknown name, missing or broken file, missing fields).
     """
     benchmark = BENCHMARKS.get(name)
     settings = _source_of_file(name) if benchmark is None else _source(benchmark, data_dir)
@@ -168,7 +169,7 @@ def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBe
 
 
 async def check_benchmark(name: str, grader: Grader, *, data_dir: str | Path | None = None) -> DataCheck:
-    """Collect all errors in a benchmark's data, including reference answers that are not graded equal to themselves."""
+    """Collect all errors in a benchmark's data, including reference answers that fail grading against themselves."""
     loaded = read_benchmark(name, data_dir=data_dir)
     answers = [str(problem.answer) for problem in loaded.problems]
     verdicts = await asyncio.gather(*(grader.check_reference(answer) for answer in answers))
@@ -193,7 +194,7 @@ def _source(benchmark: Benchmark, data_dir: str | Path | None) -> ProblemSourceS
             fields=dict(benchmark.fields),
             skip_unanswered=True,
         )
-    # Copies in a data folder usually have `problem` and `answer`, whatever the field names of the original.
+    # Copies in a data folder usually have the fields `problem` and `answer`, regardless of the original's field names.
     files = [Path(data_dir) / (benchmark.file + kind) for kind in FILE_KINDS]
     existing = next((file for file in files if file.exists()), files[0])
     return ProblemSourceSettings(path=str(existing), skip_unanswered=True)
@@ -217,7 +218,7 @@ def _miscounted(name: str, path: str, rows: int, expected: int | None) -> list[s
 
 
 def _repeated(locations: Sequence[str], keys: Iterable[str], what: str) -> list[str]:
-    """One error for each key that several rows share, with the location of the second row."""
+    """Return an error for each key shared by several rows, with the location of the second row."""
     rows: dict[str, list[int]] = defaultdict(list)
     for row, key in enumerate(keys):
         rows[key].append(row)
@@ -233,7 +234,7 @@ FALSIFIED = " (observations falsified)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProblemSet:
-    """Problems that are scored together. Their ids are unique, which the code that loads them ensures.
+    """Problems that are scored together. The loaders ensure that their ids are unique.
 
     ``sha256`` is a hash of ids, statements, answers and setups in order, and of messages and other columns if there are
     any.
@@ -260,7 +261,7 @@ class ProblemSet:
 def problem_sets(settings: EvaluationSections, names: Sequence[str], data_dir: Path | None) -> list[ProblemSet]:
     """Load the benchmarks in ``names``, or by default the sources in ``data.eval``.
 
-    ``evaluation.falsified`` adds a falsified copy of each. Raises SettingsError if there are no problems, a name is
+    ``evaluation.falsified`` adds a falsified copy of each set. Raises SettingsError if there are no problems, a name is
     repeated, or a benchmark has data errors.
     """
     repeated = {name for name in names if names.count(name) > 1}
@@ -270,7 +271,7 @@ def problem_sets(settings: EvaluationSections, names: Sequence[str], data_dir: P
     sets = [_benchmark(name, data_dir, answered=answered) for name in names] if names else _held_out(settings)
     if not any(one.problems for one in sets):
         raise SettingsError("no problems to evaluate on: use --benchmarks (such as aime24,math500) or set data.eval")
-    # The tools of an agent answer it directly, so their output cannot be falsified here.
+    # An agent program receives the output of its tools directly, so the output cannot be falsified here.
     falsified = settings.evaluation.falsified and not is_agent(settings.env)
     return sets + (_falsified(sets) if falsified else [])
 
@@ -281,7 +282,7 @@ def held_out_problems(settings: EvaluationSections) -> list[Problem]:
 
 
 def _held_out(settings: EvaluationSections) -> list[ProblemSet]:
-    """One set for each source in ``data.eval``, with its name. Repeated names are numbered."""
+    """Load a set for each source in ``data.eval``, named after the source. Repeated names are numbered."""
     sets: dict[str, ProblemSet] = {}
     for entry in settings.data.eval:
         source = load_source(entry, seed=settings.seed, answered=compares_answers(settings)).source
@@ -293,7 +294,7 @@ def _held_out(settings: EvaluationSections) -> list[ProblemSet]:
 
 
 def problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], str]) -> list[ProblemRow]:
-    """Build one record per problem for the evaluation directory, to read and regrade rollouts without the data."""
+    """Build one record per problem, so that rollouts can be read and regraded without the data files."""
     return [
         cast(
             ProblemRow,
@@ -307,7 +308,7 @@ def problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], s
 
 
 def _benchmark(name: str, data_dir: Path | None, *, answered: bool) -> ProblemSet:
-    """One benchmark, or a file with its stem as name. Rows need answers only if answers are compared."""
+    """Load a benchmark, or a file as a set named after its stem. Rows of a file need answers only if ``answered``."""
     if not answered and name.lower().endswith(FILE_KINDS):
         source = load_source(ProblemSourceSettings(path=name), answered=False).source
         problems = tuple(evaluation_set(source, source.size or 0))
@@ -320,7 +321,7 @@ def _benchmark(name: str, data_dir: Path | None, *, answered: bool) -> ProblemSe
 
 
 def _falsified(sets: Sequence[ProblemSet]) -> list[ProblemSet]:
-    """Copies of the problems that reveal a value by execution. Their rollouts receive false numbers."""
+    """Return falsified copies of the sets, limited to problems that reveal a value by execution."""
     revealing = [(one, tuple(problem for problem in one.problems if problem.setup)) for one in sets]
     return [
         ProblemSet(name=one.name + FALSIFIED, problems=problems, revision=one.revision, falsified=True)
@@ -330,9 +331,10 @@ def _falsified(sets: Sequence[ProblemSet]) -> list[ProblemSet]:
 
 
 def check_data_command(settings: EvaluationSections, request: EvaluationRequest) -> list[DataCheck]:
-    """Print the data errors of each benchmark: counts, repeats, ids, and reference answers that cannot be graded.
+    """Print the errors in the data of each benchmark.
 
-    Raises SettingsError if there is any error.
+    Checks the number of problems, repeated statements and ids, and reference answers. Raises SettingsError if there is
+    an error.
     """
     if not request.benchmarks:
         raise SettingsError("--check-data requires --benchmarks with names, or with files (.jsonl or .parquet)")
@@ -357,7 +359,7 @@ async def _check(settings: EvaluationSections, request: EvaluationRequest) -> li
 
 @dataclass(frozen=True)
 class FalsifiedEnvironment(Environment):
-    """Wrapper that replaces all numbers in the observations of an environment.
+    """Environment wrapper that replaces all numbers in observations.
 
     The owner of the wrapped environment opens and closes it.
     """

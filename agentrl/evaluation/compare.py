@@ -1,8 +1,8 @@
 """``agentrl compare A B``: difference of two runs on the same problems, paired by problem, with intervals and p-values.
 
 As for the score of one run, there are two questions: *this benchmark* (fixed problems, new samples) and *problems like
-these* (new problems). Each has an interval and a p-value. They come from different tests, so near p = 0.05 one may
-exclude a difference of 0 and the other not. ``benchmarks/coverage.py`` measures the coverage of both intervals.
+these* (new problems). Each has an interval and a p-value, which come from different tests. Near p = 0.05, only one of
+the two may exclude a difference of 0. ``benchmarks/coverage.py`` measures the coverage of both intervals.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _CHUNK = 2_000  # relabellings in memory at once
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Second run minus first run. Intervals are within [-1, 1]. ``won``, ``lost`` and ``tied`` count problems."""
+    """Difference of mean scores, second run minus first run, with intervals within [-1, 1].
+
+    ``won``, ``lost`` and ``tied`` count problems. ``unpaired`` counts problems without a sample in one of the runs.
+    """
 
     mean: float
     this_benchmark: Interval
@@ -48,10 +51,10 @@ class Difference:
 
 
 def compare(first: Results, second: Results) -> dict[str, Difference]:
-    """Compute the difference, second minus first, on each benchmark in both ``results.json``.
+    """Compute the difference, second minus first, on each benchmark that both runs have.
 
-    Raises SettingsError if the protocols differ (with every differing setting), if the problems of a benchmark differ,
-    and if no benchmark is in both.
+    Raises SettingsError if the protocols differ (listing the settings), if the problems of a benchmark differ, or if
+    the runs have no benchmark in common.
     """
     changed = differences(first["provenance"], second["provenance"], but=COMPARABLE)
     if changed:
@@ -73,7 +76,7 @@ def compare(first: Results, second: Results) -> dict[str, Difference]:
 def _counts(
     first: BenchmarkResults, second: BenchmarkResults
 ) -> tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]]:
-    """Numbers of samples and of correct samples of each problem, in the same order."""
+    """Return (samples, correct samples) per problem for each run, with problems in the same order."""
     problems = list(first["per_problem"])
     parts = [[one["per_problem"][key] for key in problems] for one in (first, second)]
     one, two = (([part["samples"] for part in run], [part["correct"] for part in run]) for run in parts)
@@ -81,7 +84,7 @@ def _counts(
 
 
 def comparison_notes(first: Results, second: Results) -> list[str]:
-    """List differences that do not change what is measured, and benchmarks that only one of the two has."""
+    """List differences that do not affect the comparison, and benchmarks that only one run has."""
     notes = []
     n1, n2 = (results["provenance"]["sampling"]["n"] for results in (first, second))
     if n1 != n2:
@@ -100,8 +103,9 @@ def paired_difference(
 ) -> Difference:
     """Compare two runs, each ``(samples, correct)`` with one entry per problem, in the same order.
 
-    Problems without a sample in one of the runs are left out and counted as unpaired. ``seed`` is for the p-values.
-    Raises ValueError for impossible counts, for runs of different lengths, and if no problem is left.
+    Problems without a sample in one of the runs are left out and counted as unpaired. ``seed`` determines the random
+    draws of the p-values. Raises ValueError for invalid counts, for runs of different lengths, and if no problem is
+    left.
 
     >>> result = paired_difference(([4, 4, 4], [1, 2, 4]), ([4, 4, 4], [3, 2, 3]))
     >>> round(result.mean, 3), result.won, result.lost, result.tied
@@ -135,7 +139,7 @@ def paired_difference(
 
 
 def difference_on_this_benchmark(n1: Floats, c1: Floats, n2: Floats, c2: Floats) -> Interval:
-    """Combine the intervals of both runs (Zou and Donner 2008): given the problems, their samples are independent."""
+    """Combine the intervals of both runs (Zou and Donner 2008), whose samples are independent given the problems."""
     mean1, mean2 = float((c1 / n1).mean()), float((c2 / n2).mean())
     one, two = this_benchmark_interval(n1, c1), this_benchmark_interval(n2, c2)
     below = math.hypot(mean2 - two.low, one.high - mean1)
@@ -146,10 +150,10 @@ def difference_on_this_benchmark(n1: Floats, c1: Floats, n2: Floats, c2: Floats)
 def difference_on_problems_like_these(n1: Floats, c1: Floats, n2: Floats, c2: Floats) -> Interval:
     """Return Student's t interval over problems, widened by four pseudo-problems: two gains and two equal losses.
 
-    They add to the variance only; the mean is unchanged. Their size is the root mean square of the nonzero gains, or 1
-    if all gains are 0. If few problems change, a sample often contains none or few of them, so Student's interval alone
-    is too narrow (``benchmarks/coverage.py``). Agresti and Coull (1998) add two successes and two failures to a
-    proportion for the same reason.
+    The pseudo-problems increase the variance and leave the mean unchanged. Their size is the root mean square of the
+    nonzero gains, or 1 if all gains are 0. If few problems change, a sample often contains few or none of these
+    problems, so Student's interval alone is too narrow (``benchmarks/coverage.py``). Agresti and Coull (1998) add two
+    successes and two failures to a proportion for the same reason.
     """
     problems = len(n1)
     if problems == 1:
@@ -164,7 +168,7 @@ def difference_on_problems_like_these(n1: Floats, c1: Floats, n2: Floats, c2: Fl
 
 
 def _swapped_samples(n1: Floats, c1: Floats, n2: Floats, c2: Floats, rng: np.random.Generator) -> float:
-    """Two-sided p-value of "on every problem both runs are equally often right". Randomly reassigns samples to runs."""
+    """Compute the two-sided p-value for equal success rates on every problem by reassigning samples to runs."""
     right, wrong = (c1 + c2).astype(np.int64), (n1 + n2 - c1 - c2).astype(np.int64)
     taken = n1.astype(np.int64)
 
@@ -176,7 +180,7 @@ def _swapped_samples(n1: Floats, c1: Floats, n2: Floats, c2: Floats, rng: np.ran
 
 
 def _swapped_problems(gain_P: Floats, rng: np.random.Generator) -> float:
-    """Two-sided p-value of "on a random problem either run is equally likely to be better". Flips signs of gains."""
+    """Compute the two-sided p-value for gains that are symmetric around 0 by flipping their signs."""
 
     def relabelled(draws: int) -> Floats:
         signs = rng.integers(0, 2, size=(draws, len(gain_P))) * 2 - 1
@@ -191,7 +195,7 @@ def _share_as_far(observed: float, relabelled: Callable[[int], Floats]) -> float
 
 
 def compare_command(first: Path, second: Path) -> dict[str, Difference]:
-    """Print the differences, B minus A. Returns them by benchmark."""
+    """Print and return the differences by benchmark, B minus A."""
     console = Console(TelemetrySettings())
     before, after = (EvaluationDirectory.existing(path).results() for path in (first, second))
     by_benchmark = compare(before, after)
@@ -205,7 +209,7 @@ def compare_command(first: Path, second: Path) -> dict[str, Difference]:
 
 
 def difference_tables(first: Results, second: Results, by_benchmark: Mapping[str, Difference]) -> list[Table]:
-    """Build tables with a row per benchmark: scores, differences with intervals and p-values, won and lost problems."""
+    """Build a table of scores and differences and a table of won and lost problems, with a row per benchmark."""
     columns = ("benchmark", "A", "B", "B - A", "95 % this benchmark", "p", "95 % problems like these", "p like these")
     rows = []
     for name, one in by_benchmark.items():

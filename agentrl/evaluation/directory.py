@@ -3,11 +3,11 @@
 ::
 
     evaluations/NAME/
-      provenance.json        provenance of the results; the same command continues, a different one is rejected
+      provenance.json        provenance of the results; only the same command can continue the evaluation
       problems.jsonl         statements, reference answers and prompts
       rollouts.jsonl.zst     every rollout, appended as it ends
       results.json  table.md  plots/  report.html
-      logs/                  logs of the vLLM servers that it started
+      logs/                  logs of the vLLM servers that the evaluation started
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FIELDS = tuple(field.name for field in fields(Problem))
 
 
 class EvaluationDirectory:
-    """Files of one evaluation. The constructor only reads; :meth:`begin` returns a writable one."""
+    """Files of one evaluation. Use :meth:`begin` to write; the constructor suffices for reading."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -46,7 +46,7 @@ class EvaluationDirectory:
 
     @classmethod
     def existing(cls, path: str | Path) -> EvaluationDirectory:
-        """Open an existing evaluation. Raises SettingsError if there is none."""
+        """Open an existing evaluation. Raises SettingsError if ``path`` is not an evaluation."""
         directory = cls(path)
         if not directory._provenance.is_file():
             raise SettingsError(f"{path} is not an evaluation, because it has no {directory._provenance.name}")
@@ -54,10 +54,10 @@ class EvaluationDirectory:
 
     @classmethod
     def begin(cls, path: Path, provenance: Provenance, problems: Sequence[ProblemRow]) -> EvaluationDirectory:
-        """Start an evaluation, or continue one that the same command started. The directory is locked until closed.
+        """Start an evaluation, or continue an evaluation with the same provenance. Locks the directory until closed.
 
-        Raises SettingsError if settings differ (with every difference), if the directory contains other files, if it
-        cannot be written, and if it is in use.
+        Raises SettingsError if the provenance differs (listing every difference), or if the directory contains other
+        files, cannot be written or is in use.
         """
         directory = cls(path)
         try:
@@ -87,7 +87,7 @@ class EvaluationDirectory:
         return cast(Results, self._json(self.results_file))
 
     def problem_sets(self) -> list[ProblemSet]:
-        """Return the problems of the evaluation, which are read without their data files."""
+        """Return the problems stored in the directory, without reading the original data files."""
         problems_of: dict[tuple[str, bool], list[Problem]] = {}
         for row in self._rows():
             problem = Problem(**{name: row[name] for name in _FIELDS})  # type: ignore[literal-required]
@@ -125,7 +125,7 @@ class EvaluationDirectory:
         if foreign:
             raise SettingsError(f"{self.path} contains other files ({', '.join(foreign[:5])}): choose another --output")
         self._write(self._problems, lambda out: out.writelines(json_line(row) for row in problems))
-        # Last, because this file marks the directory as an evaluation that can be continued.
+        # Written last, because this file marks the directory as an evaluation that can be continued.
         self.write_json(self._provenance, provenance)
 
     def _write(self, path: Path, write: Callable[[IO[bytes]], None]) -> None:
@@ -163,5 +163,5 @@ def _object(text: str, location: str) -> JSONObject:
 
 
 def _is_debris(name: str) -> bool:
-    """True for files of an evaluation that was killed before it wrote its provenance."""
+    """Return True for a file that an evaluation leaves if it is killed before it writes its provenance."""
     return name in ("lock", "problems.jsonl", _LOGS) or (name.startswith(".") and name.endswith(".partial"))

@@ -1,4 +1,4 @@
-"""Evaluation of a policy on held-out problems with the driver of training: avg@k with its 95 % interval."""
+"""Evaluation during training: avg@k of the policy on held-out problems, with a 95 % interval."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationReport:
-    """avg@k over all problems and by family. ``groups`` contains every trajectory."""
+    """Result of one evaluation: avg@k over all problems and by family, and the groups with every trajectory."""
 
     step: int
     samples: int
@@ -32,7 +32,7 @@ class EvaluationReport:
     excluded: int
 
     def metrics(self) -> dict[str, float]:
-        """Return a row for ``metrics.jsonl``. The interval is the one for these fixed problems."""
+        """Return a row for ``metrics.jsonl``, with the interval for these fixed problems."""
         prefix = "eval_falsified" if self.falsified else "eval"
         row: dict[str, float] = {
             "step": self.step,
@@ -60,7 +60,7 @@ async def evaluate_policy(
     """Sample ``samples`` rollouts of each problem and score them.
 
     ``falsified`` replaces the numbers in observations and uses only the problems that reveal a value by execution
-    (``Problem.setup``). A policy that reads its observations must fail on them.
+    (``Problem.setup``). A policy that uses its observations must fail on these problems.
     """
     if falsified:
         problems = [problem for problem in problems if problem.setup]
@@ -80,7 +80,7 @@ async def evaluate_policy(
 
 
 def score_groups(groups: Sequence[Group], *, step: int, samples: int, falsified: bool = False) -> EvaluationReport:
-    """Score finished groups. Excluded rollouts are only counted. Raises WorldError if all rollouts are excluded."""
+    """Score finished groups, counting excluded rollouts separately. Raises WorldError if all rollouts are excluded."""
     if not _has_data(groups):
         raise WorldError(
             f"evaluation at step {step}: every rollout of {len(groups)} problems failed for reasons outside the policy"

@@ -1,10 +1,10 @@
 """Client of an OpenAI-compatible endpoint that plays rollouts as text.
 
-Turns are streamed, and the connection is closed as soon as the protocol regards the turn as complete, which no list of
-stop strings can express. Requests are retried for ``retry_deadline`` while the endpoint is down, busy or broken.
+Turns are streamed. The connection is closed as soon as the protocol considers the turn complete, a condition that stop
+strings cannot express. Failed requests are retried for ``retry_deadline`` seconds.
 
-Not guaranteed: exact token counts. They are the endpoint's if the turn was not cut and the endpoint reports usage.
-Otherwise they are the number of received pieces, which is too low if a piece contains several tokens.
+Not guaranteed: exact token counts. If the turn was not cut and the endpoint reports usage, its counts are used.
+Otherwise the received pieces are counted, and a piece may contain several tokens.
 
 The module imports no heavy library, so that a wrong endpoint is reported within a second.
 """
@@ -43,7 +43,7 @@ from agentrl.rollout.engines.replica import Response, StreamClient, Transport, U
 _RETRIED = frozenset({408, 409, 425, 429, *range(500, 600)})
 _LONGEST_WAIT = 60.0
 _LOG_EVERY = 30.0  # seconds
-# Endpoints have no common error code for a full context or a missing chat template, only these words in messages.
+# Endpoints share no error codes for a full context or a missing chat template, so their messages are searched.
 _CONTEXT = ("context length", "context_length", "maximum context", "max_model_len", "longest sequence")
 FinishReason = Literal["eos", "stop", "length", "refused"]
 _REASONS: Mapping[str, FinishReason] = {"length": "length", "content_filter": "refused"}
@@ -55,19 +55,20 @@ Sleep = Callable[[float], Awaitable[object]]
 
 
 class ContextFullError(EngineError):
-    """The conversation exceeds the context of the endpoint's model."""
+    """Raised if the conversation exceeds the context of the endpoint's model."""
 
 
 class RequestRefusedError(EngineError):
-    """The endpoint rejects this request, and retries would not help."""
+    """Raised if the endpoint rejects a request for a reason that a retry would not change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextCompletion:
-    """One turn: ``eos`` if the model ended it, ``stop`` if it is complete for the protocol, ``length`` at the limit.
+    """One sampled turn.
 
-    ``refused``: the endpoint's content filter ended it, or the model refused in words. ``reasoning`` is the text that
-    the endpoint reports separately as reasoning. Surrogate halves in both texts are joined or replaced.
+    ``finish_reason`` is ``eos`` if the model ended the turn, ``stop`` if the protocol considers it complete, ``length``
+    at the token limit, and ``refused`` if a content filter ended the turn or the model refused. ``reasoning`` is the
+    text that the endpoint reports separately. Surrogate halves in both texts are joined or replaced.
     """
 
     text: str
@@ -79,7 +80,7 @@ class TextCompletion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSampling:
-    """Sampling options and end of a turn: ``complete`` is called after each of the strings in ``stop``."""
+    """Sampling options of a turn. After each string in ``stop``, ``complete`` decides whether the turn ends."""
 
     max_tokens: int
     temperature: float
@@ -90,7 +91,7 @@ class TextSampling:
 
 
 class TextEngine:
-    """Client of one endpoint. Supports thousands of concurrent calls; the caller limits their number."""
+    """Client of one endpoint. Supports thousands of concurrent calls, which the caller must limit."""
 
     def __init__(
         self,
@@ -100,7 +101,10 @@ class TextEngine:
         sleep: Sleep = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``transport``, ``sleep`` and ``clock`` are for tests. Raises SettingsError without ``settings.url``."""
+        """Create a client without connecting. Raises SettingsError if ``settings.url`` is not set.
+
+        ``transport``, ``sleep`` and ``clock`` are replaced in tests.
+        """
         if settings.url is None:
             raise SettingsError("evaluation.endpoint.url is not set: set it with --base-url")
         key = os.environ.get(settings.key_variable)
@@ -121,9 +125,10 @@ class TextEngine:
         self.retries = 0
 
     async def open(self) -> None:
-        """Choose the model and sample one token. Raises SettingsError for wrong settings, WorldError if it is down.
+        """Choose the model and sample one token as a test.
 
-        An endpoint without a list of models needs ``evaluation.endpoint.model``.
+        ``evaluation.endpoint.model`` is required if the endpoint does not list its models. Raises SettingsError for
+        invalid settings and WorldError if the endpoint is not available.
         """
         try:
             await self._find_model()
@@ -143,16 +148,17 @@ class TextEngine:
         return self._model
 
     def fingerprint(self) -> str:
-        """Return what the endpoint reports about its weights. It rarely distinguishes two versions."""
+        """Return the identity of the weights that the endpoint reports, which rarely distinguishes two versions."""
         reported = [f"system_fingerprint {name}" for name in sorted(self._fingerprints)]
         root = self._served.get("root")
         reported += [f"root {root}"] if root is not None and root != self._model else []
         return ", ".join(reported) or "not reported by the endpoint"
 
     async def generate(self, conversation: Sequence[str], sampling: TextSampling) -> TextCompletion:
-        """Sample one turn after ``conversation``: the prompt, a turn, its observation, a turn, its observation ...
+        """Sample the next turn of ``conversation``: the prompt, then alternating turns and observations.
 
-        Raises ContextFullError, RequestRefusedError, SettingsError, and EngineError after ``retry_deadline``.
+        Raises ContextFullError, RequestRefusedError or SettingsError if the endpoint rejects the request, and
+        EngineError if retries fail for ``retry_deadline`` seconds.
         """
         body = self._body(conversation, sampling)
         return await self._retried(lambda: self._stream(body, sampling))
@@ -236,7 +242,7 @@ class TextEngine:
         raise AssertionError("a retry neither succeeded nor failed")
 
     def _log_failure(self, error: Exception) -> None:
-        """Log an endpoint failure, at most once per interval, because thousands of requests may fail alike."""
+        """Log an endpoint failure, at most once per interval, because thousands of requests may fail together."""
         if self._clock() < self._quiet_until:
             return
         self._quiet_until = self._clock() + _LOG_EVERY
@@ -270,7 +276,7 @@ class TextEngine:
             return await self._pieces(read_events(response.aiter_bytes()), sampling)
 
     async def _check(self, response: Response) -> None:
-        """Raise the exception that corresponds to the status."""
+        """Raise the exception for the status of a response, unless it is 200."""
         status = response.status_code
         if status == 200:
             return
@@ -291,7 +297,7 @@ class TextEngine:
         self._refuse(response.text.lower(), message)
 
     def _refuse(self, text: str, message: str) -> NoReturn:
-        # Not every server accepts stream_options. Without it, token counts are those of the received pieces.
+        # Some servers reject stream_options. Without usage, the received pieces are counted instead of tokens.
         if self._usage and "stream_options" in text:
             self._usage = False
             raise RetryableError(message, 0.0)
@@ -348,16 +354,16 @@ class TextEngine:
 
 
 def _backoff(error: Exception) -> bool | float:
-    """Decide whether and when to retry. After a ``Retry-After`` retry at once, because `_wait_turn` waits."""
+    """Return whether to retry, or the delay. After a ``Retry-After`` the delay is 0, because `_wait_turn` waits."""
     if isinstance(error, RetryableError):
         return True if error.wait is None else 0.0
     return isinstance(error, UnreachableError)
 
 
 def _complete(text: str, before: int, sampling: TextSampling) -> int | None:
-    """Position at which the turn is complete, or None. Only text after ``before`` can complete it."""
+    """Return the position at which the turn is complete, or None. The position is after ``before``."""
     longest = max(map(len, sampling.stop), default=0)
-    # A stop string may begin in the text that was searched before.
+    # A stop string may begin in text that was searched earlier.
     start = max(0, before - longest + 1)
     ends = set()
     for stop in sampling.stop:

@@ -1,4 +1,4 @@
-"""Parsing of the responses of an OpenAI-compatible endpoint: event streams, choices and error messages."""
+"""Parsers for responses of an OpenAI-compatible endpoint: event streams, choices and error messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LINE_END = re.compile(rb"\r\n|\r|\n")
 
 
 class RetryableError(Exception):
-    """A failure that is retried, after ``wait`` seconds if the endpoint specifies a time."""
+    """Raised for a failure that is retried. ``wait`` is the delay in seconds if the endpoint specifies it."""
 
     def __init__(self, message: str, wait: float | None = None) -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ class RetryableError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageDelta:
-    """A piece of a turn: its text, and its reasoning if the endpoint separates the two."""
+    """A piece of a turn: its text, its reasoning if the endpoint separates them, and its finish reason."""
 
     text: str
     thought: str
@@ -33,7 +33,7 @@ class MessageDelta:
 
     @classmethod
     def of(cls, choice: JSONObject) -> MessageDelta:
-        """Read a choice, streamed or complete. If a refusal is the only content, it becomes the text."""
+        """Parse a choice, streamed or complete. A refusal is used as text if there is no other content."""
         part = choice.get("delta") or choice.get("message")
         message = part if isinstance(part, dict) else choice
         text = message.get("content") if "content" in message else message.get("text")
@@ -47,10 +47,10 @@ class MessageDelta:
 
 
 async def read_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[JSONObject]:
-    """Yield the objects of a stream of server-sent events, up to its ``[DONE]``.
+    """Yield the JSON objects of a server-sent event stream until ``[DONE]``.
 
-    Lines are split only at the line ends of the standard, not at Unicode's further line breaks. A character that is
-    split between two events is returned as halves, which :func:`whole_characters` joins. Raises RetryableError if the
+    Lines end only at the standard's line ends, not at other Unicode line breaks. A character that is split between two
+    events is returned as halves, which :func:`whole_characters` joins. Raises RetryableError if the
     stream reports an error.
     """
     rest = b""
@@ -68,7 +68,7 @@ async def read_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[JSONObject]
 
 
 def read_object(text: str) -> JSONObject:
-    """Parse a JSON object. Raises RetryableError if ``text`` is not one."""
+    """Parse a JSON object. Raises RetryableError if ``text`` is not a JSON object."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -79,7 +79,7 @@ def read_object(text: str) -> JSONObject:
 
 
 def listed_models(text: str) -> list[dict[str, str]]:
-    """Return ``id`` and, if present, ``root`` of the listed models. Raises RetryableError if ``text`` lists none."""
+    """Parse a list of models into ``id`` and, if present, ``root``. Raises RetryableError if ``text`` is not a list."""
     listed = read_object(text).get("data")
     if not isinstance(listed, list) or not all(isinstance(entry, dict) and "id" in entry for entry in listed):
         raise RetryableError(f"the response is not a list of models: {text[:200]!r}")
@@ -90,13 +90,13 @@ def listed_models(text: str) -> list[dict[str, str]]:
 
 
 def first_choice(answer: JSONObject) -> JSONObject | None:
-    """Return the first choice of a response, or None."""
+    """Return the first choice of a response, or None if it has no choice."""
     choices = answer.get("choices")
     return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
 
 
 def reported_usage(answer: JSONObject) -> JSONObject:
-    """Return the token counts in a response; empty if there are none."""
+    """Return the token counts in a response, or an empty object."""
     usage = answer.get("usage")
     return usage if isinstance(usage, dict) else {}
 
@@ -113,7 +113,7 @@ def error_message(text: str) -> str:
 
 
 def retry_after(value: str | None) -> float | None:
-    """Return the seconds to wait from a number or a date, or None if ``value`` is neither.
+    """Parse a ``Retry-After`` header into seconds. Returns None if ``value`` is neither a number nor a date.
 
     >>> retry_after("1.5"), retry_after("soon"), retry_after("Wed, 21 Oct 2015 07:28:00 GMT")
     (1.5, None, 0.0)

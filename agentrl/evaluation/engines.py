@@ -1,6 +1,6 @@
-"""Engines with a local model: opening, verification of their weights, and the players that sample rollouts.
+"""Engines with a local model, verification of their weights, and the players that sample rollouts.
 
-Players do not retry. Their caller decides whether to repeat rollouts that failed for reasons outside the policy.
+Players do not retry. Their caller decides whether to retry rollouts that failed for reasons outside the policy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from agentrl.weights.verify import Probe, checksums, with_head
 from agentrl_envs.episode import Environment, Episode
 from agentrl_envs.types import Ended
 
-# Text that servers and model score for the comparison. It resembles evaluation text, but is from no benchmark.
+# Text that both the servers and this process score. It resembles evaluation text, but is not from a benchmark.
 PROBE = """A farmer has 12 boxes with 25 apples each. He sells 30 % of all apples and gives a quarter of the rest away.
 How many apples are left? First there are 12 * 25 = 300 apples. After the sale 300 * (1 - 0.3) = 210 remain, and after
 the gift 210 * 3 / 4 = 157.5, so the story cannot be about whole apples. Let $f(x) = x^2 - 4x + 1$; then
@@ -59,7 +59,7 @@ async def open_verified(managed: ManagedEngine, settings: EvaluationSections, co
     """Open the engine, verify its weights and return the fingerprint of the model in ``model.path``.
 
     While the servers start, this process loads the model on the CPU. Every server must have the same weight checksums
-    and give the probe the same scores. Raises SettingsError and WorldError.
+    and return the same scores for the probe. Raises SettingsError or WorldError.
     """
     try:
         reading = asyncio.to_thread(_read_reference, settings, codec)
@@ -87,14 +87,14 @@ def _read_reference(settings: EvaluationSections, codec: TextCodec) -> _Referenc
 
 
 class Player(Protocol):
-    """Plays samples concurrently, in no particular order."""
+    """Plays samples concurrently and yields their transcripts in no particular order."""
 
     def play(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPlayer:
-    """Samples with the driver of training. Each sample is a separate group, returned when its conversation ends.
+    """Player that uses the driver of training. Each sample is a separate group and is yielded when it ends.
 
     Randomness depends on the seed, the benchmark, the problem's id, the sample's number and the attempt. Adding samples
     or benchmarks therefore changes no existing rollout.
@@ -129,7 +129,7 @@ class TokenPlayer:
 
 @dataclass(frozen=True, kw_only=True)
 class TextPlayer:
-    """Runs up to ``concurrency`` conversations with an endpoint. Token counts are as exact as the endpoint's."""
+    """Player that runs up to ``concurrency`` conversations with an endpoint."""
 
     environment: Environment
     engine: TextEngine
@@ -165,7 +165,7 @@ class TextPlayer:
 
 @dataclass(kw_only=True, eq=False)
 class _TextPolicy(TurnPolicy[Transcript]):
-    """A conversation as text. ``conversation`` alternates between texts for the model and its turns."""
+    """Policy of a conversation in text. ``conversation`` alternates between inputs and turns of the model."""
 
     sample_of: Sample
     engine: TextEngine
@@ -215,7 +215,7 @@ class _TextPolicy(TurnPolicy[Transcript]):
         self.reward += reward
 
     def _append(self, observation: str, most: int) -> bool:
-        """Append an observation of any length. Its tokens are estimated as characters / 4."""
+        """Append an observation of any length, with its tokens estimated as characters / 4."""
         self.conversation.append(observation)
         if observation:
             self.turns.append(Turn(origin="observation", text=observation, tokens=-(-len(observation) // 4)))
@@ -241,7 +241,7 @@ class _TextPolicy(TurnPolicy[Transcript]):
 
 
 def _index(sample: Sample) -> int:
-    """Number of a sample for the driver: 63 bits of a hash, which depend on nothing else."""
+    """Return a number for the driver: 63 bits of a hash of the sample's identity."""
     name = f"{sample.benchmark}\0{sample.problem.id}\0{sample.number}\0{sample.attempt}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -259,19 +259,19 @@ class OpenedEngine(Protocol):
         ...
 
     def model(self) -> Mapping[str, object]:
-        """The record that identifies the model in results."""
+        """Return the record that identifies the model in results."""
         ...
 
     def sampler(self) -> Mapping[str, object]:
-        """The record that identifies the engine in results."""
+        """Return the record that identifies the engine in results."""
         ...
 
     def player(self, environment: Environment) -> Player: ...
 
     def without_room(self, prompts: Mapping[ProblemKey, str]) -> Mapping[ProblemKey, int]:
-        """Return the problems whose prompts leave no room for a complete response, with the prompts' token counts.
+        """Return the problems whose prompts leave no room for a complete response, with their prompt lengths.
 
-        Raises SettingsError if this holds for all prompts, and if a length exceeds the limit of a setting.
+        Raises SettingsError if no prompt leaves room, and if a length exceeds the limit of a setting.
         """
         ...
 
@@ -281,7 +281,7 @@ class OpenedEngine(Protocol):
 async def open_engine(settings: EvaluationSections, folder: Path) -> OpenedEngine:
     """Open ``rollout.engine`` with the model in ``model.path``. Raises SettingsError or WorldError.
 
-    ``settings`` contain the limits of evaluation. Logs of servers are written to the evaluation's ``folder``.
+    ``settings`` must contain the limits of evaluation. Server logs are written to the evaluation's ``folder``.
     """
     path = str(settings.model.path)
     tokenizer = read_tokenizer(path)
@@ -315,14 +315,14 @@ def _read_model(settings: ModelSettings, path: str) -> Any:
 
 
 def _positions(config: Any | None) -> int | None:
-    """Maximum sequence length of a model with ``config``, or None if ``config`` does not contain it."""
+    """Return the maximum sequence length in a model's ``config``, or None if it is not specified."""
     return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def environment_of(settings: EvaluationSections) -> Environment:
     """Build the environment of an evaluation without opening it.
 
-    Prompts get a chat format only if the protocol needs one and no endpoint applies its own template.
+    A chat format is applied only if the protocol requires it and no endpoint applies a chat template.
     """
     path = settings.model.path
     if path is None or settings.evaluation.endpoint.url is not None or not needs_chat_format(settings):
@@ -382,7 +382,7 @@ class OpenedModel:
         return unfit
 
     def _refuse(self, problem: ProblemKey, prompt: int, name: str, limit: int) -> NoReturn:
-        """Raise SettingsError because prompt and response exceed the limit ``limit`` of ``name``."""
+        """Raise SettingsError because prompt and response together exceed ``limit``, the value of ``name``."""
         more = self.settings.rollout.max_response_tokens
         valid = [f"{name} of at least {prompt + more}"] if "." in name else []
         if limit > prompt:

@@ -1,4 +1,4 @@
-"""JSON objects that an evaluation writes: ``provenance.json``, ``results.json`` and ``regraded.json``."""
+"""Types of the JSON files of an evaluation: ``provenance.json``, ``results.json`` and ``regraded.json``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SetRecord(TypedDict):
 
 
 class Provenance(TypedDict):
-    """Origin of results: everything needed to repeat them. Built by ``agentrl.evaluation.provenance``."""
+    """Content of ``provenance.json``: everything needed to repeat the evaluation."""
 
     model: JSONObject
     engine: JSONObject
@@ -96,7 +96,7 @@ class SecondsRecord(TypedDict):
 
 
 class ProblemCounts(TypedDict):
-    """Number of a problem's samples that are not excluded, and number of correct ones."""
+    """Numbers of samples of a problem that are not excluded and that are correct."""
 
     samples: int
     correct: int
@@ -106,7 +106,7 @@ _Pass = TypedDict("_Pass", {"pass": dict[str, PassRecord | None]})  # ``pass`` i
 
 
 class BenchmarkResults(SetRecord, Conduct, _Pass):
-    """One benchmark's part of ``results.json``."""
+    """Results of one benchmark in ``results.json``."""
 
     avg: ScoreRecord
     maj: float | None
@@ -119,7 +119,7 @@ class BenchmarkResults(SetRecord, Conduct, _Pass):
 
 
 class Results(TypedDict):
-    """``results.json``."""
+    """Content of ``results.json``."""
 
     format: int
     agentrl: str
@@ -141,7 +141,7 @@ class Change(TypedDict):
 
 
 class Regraded(Results):
-    """``regraded.json``."""
+    """Content of ``regraded.json``."""
 
     changed: list[Change]
     changed_answers: list[Change]

@@ -1,4 +1,4 @@
-"""Plots of an evaluation: scores with both intervals, pass@k, solved share of each problem, and how rollouts ended."""
+"""Plots of an evaluation: scores with both intervals, pass@k, solved fraction by problem, and endings of rollouts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def draw_results(results: Results, folder: Path) -> list[Path]:
-    """Draw ``scores``, ``pass_at_k``, ``problems`` and ``endings`` as PNG files into ``folder``. Returns the files."""
+    """Draw ``scores``, ``pass_at_k``, ``problems`` and ``endings`` into ``folder``. Returns the PNG files."""
     benchmarks = results["benchmarks"]
     n = results["provenance"]["sampling"]["n"]
     panels: dict[str, tuple[str, Callable[[Axes], None]]] = {

@@ -1,4 +1,4 @@
-"""Provenance of results: everything that can change them, and the differences between two provenances."""
+"""Provenance of results: everything that can affect them, and the differences between two provenances."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ COMPARABLE = (
     "environment.sandbox",
     "sandbox.url",
 )
-"""Keys, or prefixes of keys, in which two comparable runs may differ. All other keys are the protocol."""
+"""Keys, or prefixes of keys, in which two comparable runs may differ. All other keys form the protocol."""
 
 
 def differences(
     first: Mapping[str, object], second: Mapping[str, object], *, but: Sequence[str] = ()
 ) -> list[tuple[str, object, object]]:
-    """List (dotted key, first value, second value) of every difference, except in the keys or prefixes in ``but``."""
+    """List every difference as (dotted key, first value, second value), except in keys or prefixes in ``but``."""
     before, after = flat(first), flat(second)
     return [
         (key, before.get(key, "(absent)"), after.get(key, "(absent)"))
@@ -74,7 +74,10 @@ def provenance(
     engine: Mapping[str, object],
     environment: Sequence[str],
 ) -> Provenance:
-    """Build a JSON-serializable record. ``settings`` have evaluation's limits; ``environment`` is its description."""
+    """Build the provenance of an evaluation. ``environment`` is the output of ``Environment.describe``.
+
+    ``settings`` must contain the limits of evaluation. The record is JSON-serializable.
+    """
     evaluation = settings.evaluation
     return {
         "model": dict(model),
@@ -106,13 +109,13 @@ def provenance(
 
 
 def grader_record(settings: EvaluationSections) -> JSONObject:
-    """Return the grader's version and the settings that can change a verdict, without the number of processes."""
+    """Return the grader's version and the settings that can change a verdict."""
     limits = settings.grader.model_dump(mode="json", include={"deadline", "memory_mb", "max_length", "max_depth"})
     return {"math_verify": _version("math-verify"), **limits}
 
 
 def _instruction(settings: EvaluationSections) -> dict[str, str]:
-    """The instruction in the prompt, unless the protocol has none."""
+    """Return the instruction in the prompt, or an empty mapping if the environment has no instruction."""
     environment = settings.environment
     if isinstance(environment, SimpleTIRSettings | ReasoningSettings):
         return {"instruction": environment.effective_instruction}
@@ -120,9 +123,9 @@ def _instruction(settings: EvaluationSections) -> dict[str, str]:
 
 
 def _request(endpoint: EndpointSettings) -> JSONObject:
-    """Request settings of the endpoint that differ from their defaults.
+    """Return the request settings of the endpoint that differ from their defaults.
 
-    Defaults are left out, so that evaluations that were started before a setting existed can be continued.
+    Defaults are left out, so that an evaluation can be continued after a new setting is introduced.
     """
     return endpoint.model_dump(mode="json", include=set(REQUEST_FIELDS), exclude_defaults=True)
 
@@ -140,7 +143,7 @@ def _prompt_format(settings: EvaluationSections) -> str:
 
 
 def chosen_engine(settings: EvaluationSections) -> JSONObject:
-    """Return the engine in ``settings``, with everything that the settings determine."""
+    """Return the record of the engine as far as ``settings`` determine it."""
     endpoint = settings.evaluation.endpoint
     if endpoint.url is not None:
         return {"name": "endpoint", "url": endpoint.url, "api": endpoint.api}

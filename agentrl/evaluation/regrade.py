@@ -1,6 +1,6 @@
 """``agentrl regrade``: grade the stored answers of an evaluation again, without sampling or running code.
 
-With ``--extract``, the answers are first extracted again from the stored conversations.
+``--extract`` first extracts the answers again from the stored conversations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from agentrl_envs.types import Ended, Verdict
 
 
 def protocol_of(provenance: Provenance) -> Protocol:
-    """Return the protocol of an evaluation. Raises SettingsError if its environment has none."""
+    """Return the protocol of an evaluation. Raises SettingsError if its answers cannot be extracted again."""
     recorded = provenance["protocol"]
     if recorded["env"] == "reasoning":
         return ReasoningProtocol(instruction=recorded["instruction"])
@@ -57,9 +57,9 @@ def protocol_of(provenance: Provenance) -> Protocol:
 
 
 def extracted(transcript: Transcript, protocol: Protocol) -> Transcript:
-    """Replace the answer by the one that the protocol extracts now. A changed answer has no verdict.
+    """Extract the answer again. A rollout with a changed answer loses its verdict.
 
-    Excluded rollouts are unchanged, except those with an answer, whose grader failed.
+    Excluded rollouts are unchanged, except rollouts with an answer whose grader failed.
     """
     if transcript.ended.is_excluded and transcript.answer is None:
         return transcript
@@ -75,7 +75,7 @@ def extracted(transcript: Transcript, protocol: Protocol) -> Transcript:
 
 
 def _answer(transcript: Transcript, protocol: Protocol) -> str | None:
-    """The first answer, in the order of an episode: in each turn a program's answer precedes one in the text."""
+    """Return the first answer in the order of an episode. In a turn, a program's answer precedes an answer in text."""
     calls = iter(transcript.tool_calls)
     turns = [turn.text for turn in transcript.turns if turn.origin == "model"]
     for text in turns:
@@ -96,15 +96,15 @@ def _answer(transcript: Transcript, protocol: Protocol) -> str | None:
 
 
 _SHOWN = 20
-# Rollouts are graded in batches, so that an evaluation need not fit into memory.
+# Rollouts are graded in batches to limit memory.
 _AT_ONCE = 256
 
 
 class FunctionGrader:
-    """Uses a custom ``function(answer, gold) -> bool`` (or a Verdict, or a coroutine of either) as a grader."""
+    """Grader that calls a custom ``function(answer, reference)``, which returns a bool, a Verdict or an awaitable."""
 
     def __init__(self, path: str) -> None:
-        """``path`` is ``module:name``. Raises PluginError if it is not the name of a function."""
+        """Import the function ``path``, written ``module:name``. Raises PluginError if it is not a function."""
         function = import_attribute(path, "--grader")
         if not callable(function):
             raise PluginError(
@@ -113,7 +113,7 @@ class FunctionGrader:
         self._function: Callable[[str, str], object] = function
 
     async def grade(self, answer: str | None, reference: str) -> Verdict:
-        """Return the function's verdict. The function is not called without an answer."""
+        """Return the function's verdict, or NO_ANSWER for an empty answer without calling the function."""
         if answer is None or not answer.strip():
             return Verdict.NO_ANSWER
         verdict = self._function(answer, reference)
@@ -123,11 +123,14 @@ class FunctionGrader:
         return Verdict.CORRECT if verdict else Verdict.INCORRECT
 
     async def close(self) -> None:
-        """Do nothing: a function holds no resources."""
+        """Do nothing, because a function holds no resources."""
 
 
 def regrade_command(run: Path, settings: EvaluationSections, grader: str | None, *, extract: bool = False) -> Regraded:
-    """Extract answers if requested, grade them, print the changes and write ``regraded.json``. Returns its content."""
+    """Grade all answers again, print the changes and write ``regraded.json``. Returns its content.
+
+    ``extract`` first extracts the answers again.
+    """
     directory = EvaluationDirectory.existing(run)
     before = directory.results()
     console = Console(settings.telemetry)
@@ -196,11 +199,10 @@ async def _regrade(
 
 
 async def _graded(old: Transcript, new: Transcript, reference: str | None, grader: Grades) -> Transcript:
-    """``new`` with the new verdict.
+    """Grade ``new`` if it has an answer and a reference answer.
 
-    A rollout that was not graded before (no answer, a failed sandbox) is not graded now, nor is one without a reference
-    answer. A rollout whose grader failed has an answer and no verdict; after grading it is no longer excluded. The same
-    holds for a rollout whose answer is extracted only now.
+    A rollout that was not graded before is not graded now either, unless its grader failed or its answer changed.
+    After grading, a rollout whose grader had failed counts as answered.
     """
     ungraded = old.verdict is None and not old.ended.is_excluded and new.answer == old.answer
     if new.answer is None or reference is None or ungraded:
@@ -224,7 +226,7 @@ def _change(old: Transcript, new: Transcript, reference: str | None) -> Change:
 
 
 def _show_verdicts(console: Console, changes: list[Change]) -> None:
-    """Show the changed verdicts by kind of change, separately for changed and unchanged answers."""
+    """Print counts of changed verdicts by kind of change, and examples."""
     kinds = Counter(
         (change["before"], change["after"], change["answer"] == change["answer_before"]) for change in changes
     )
@@ -259,7 +261,7 @@ def _show_examples(
     changes: Sequence[Mapping[str, object]],
     keys: tuple[str, ...],
 ) -> None:
-    """Show the first example of each distinct change."""
+    """Print the first example of each distinct change."""
     different = {(one["benchmark"], one["problem"], *(one[key] for key in keys)): one for one in reversed(changes)}
     rows = tuple(
         (

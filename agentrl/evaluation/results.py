@@ -1,4 +1,4 @@
-"""Results of an evaluation: the index of its rollouts, ``results.json``, and tables for terminal and Markdown."""
+"""Results of an evaluation: index of its rollouts, ``results.json``, and tables for the terminal and Markdown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agentrl_envs.types import Ended, Verdict
 
 @dataclass(frozen=True, slots=True)
 class RolloutSummary:
-    """A rollout without its conversation: properties of its :class:`Transcript`."""
+    """Properties of a rollout's :class:`Transcript`, without the conversation."""
 
     correct: bool
     is_excluded: bool
@@ -58,7 +58,7 @@ class RolloutIndex:
                 self.turns += sign * one.model_turns
 
     def by_problem(self, benchmark: str) -> dict[str, list[RolloutSummary]]:
-        """Return the rollouts of every problem, sorted by number."""
+        """Return the rollouts of a benchmark by problem, sorted by sample number."""
         rollouts: dict[str, list[tuple[int, RolloutSummary]]] = defaultdict(list)
         for (name, problem, number), rollout in self._rollouts.items():
             if name == benchmark:
@@ -74,9 +74,9 @@ class RolloutIndex:
         return sum(rollout.ended is not Ended.INFRASTRUCTURE_FAILURE for rollout in self._rollouts.values())
 
     def missing(self, sets: Iterable[ProblemSet], n: int) -> list[Sample]:
-        """Return the samples still to run: new ones, and retries of those that failed for reasons outside the policy.
+        """Return the samples still to run: new samples, and retries of infrastructure failures.
 
-        Ordered by sample, not by problem, so that an interrupted evaluation covers all problems evenly.
+        Samples are ordered by number, not by problem, so that an interrupted evaluation covers all problems evenly.
         """
         chosen = list(sets)
         missing = []
@@ -95,7 +95,7 @@ class RolloutIndex:
 async def benchmark_results(
     one: ProblemSet, index: RolloutIndex, *, ks: Sequence[int], grader: Grades
 ) -> BenchmarkResults:
-    """Compute one benchmark's part of ``results.json``. Raises ValueError if all rollouts are excluded."""
+    """Compute the results of one benchmark. Raises ValueError if all rollouts are excluded."""
     rollouts = index.by_problem(one.name)
     played = [rollouts.get(problem.id, []) for problem in one.problems]
     data = [[rollout for rollout in part if not rollout.is_excluded] for part in played]
@@ -130,7 +130,7 @@ async def benchmark_results(
 
 
 def default_ks(n: int) -> tuple[int, ...]:
-    """Return 1, 2, 4 .. and n itself.
+    """Return the default values of k for pass@k: powers of two below n, and n.
 
     >>> default_ks(8), default_ks(12)
     ((1, 2, 4, 8), (1, 2, 4, 8, 12))
@@ -140,7 +140,7 @@ def default_ks(n: int) -> tuple[int, ...]:
 
 
 def _pass_at_k(samples: Sequence[int], correct: Sequence[int], k: int) -> PassRecord | None:
-    """pass@k over the problems with at least k samples, or None if there is no such problem."""
+    """Compute pass@k over the problems with at least k samples, or None if there is no such problem."""
     enough = [(n, c) for n, c in zip(samples, correct, strict=True) if n >= k]
     if not enough:
         return None
@@ -148,7 +148,7 @@ def _pass_at_k(samples: Sequence[int], correct: Sequence[int], k: int) -> PassRe
 
 
 def _vote(rollout: RolloutSummary) -> Verdict:
-    """Verdict for voting. If the environment does not grade, the reward decides."""
+    """Return the verdict for voting, derived from the reward if the environment does not grade."""
     if rollout.verdict is not None:
         return rollout.verdict
     return Verdict.CORRECT if rollout.correct else Verdict.INCORRECT
@@ -179,7 +179,7 @@ def _conduct(data: Sequence[RolloutSummary]) -> Conduct:
 
 
 def _excluded(rollouts: Sequence[RolloutSummary]) -> dict[str, int]:
-    """Failures outside the policy by kind. ``retried`` counts retries after such failures, successful or not."""
+    """Count excluded rollouts by kind. ``retried`` counts all retries after infrastructure failures."""
     kinds = Counter(
         rollout.ended.value if rollout.ended.is_excluded else str(rollout.verdict)
         for rollout in rollouts
@@ -222,7 +222,7 @@ async def make_results(
 
 
 Cells = Mapping[str, Callable[[BenchmarkResults], str]]
-"""Columns of a table: name -> text for a benchmark."""
+"""Columns of a table, by name: functions that format the cell of a benchmark."""
 
 
 @dataclass(frozen=True, kw_only=True)

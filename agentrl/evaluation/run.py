@@ -1,4 +1,4 @@
-"""``agentrl eval``: sample every rollout of every problem, store each when it ends, and report the results."""
+"""``agentrl eval``: sample the rollouts of all problems, store each rollout when it ends, and report the results."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ _NAMED = 3  # maximum number of problems named in a warning
 
 
 class WriteReport(Protocol):
-    """Writes the page ``out`` about the evaluation in ``path``: :func:`agentrl.viewer.export.export_evaluation`."""
+    """Function that writes the page of an evaluation, such as :func:`agentrl.viewer.export.export_evaluation`."""
 
     def __call__(self, path: Path, out: Path, *, conversations: int | None) -> None: ...
 
 
 def evaluate_command(settings: EvaluationSections, request: EvaluationRequest, *, write_report: WriteReport) -> Results:
-    """Evaluate, print the tables and return ``results.json``. After Ctrl-C, the same command continues."""
+    """Run an evaluation, print its tables and return its results. After Ctrl-C, the same command continues it."""
     n = settings.evaluation.samples
     for k in request.ks:
         if k > n:
@@ -73,7 +73,7 @@ def evaluate_command(settings: EvaluationSections, request: EvaluationRequest, *
 
 @contextmanager
 def _endpoint(settings: EvaluationSections, runner: asyncio.Runner) -> Iterator[OpenedEndpoint | None]:
-    """Open the endpoint, if one is set, before problems are read and heavy libraries are imported."""
+    """Open the endpoint, if it is set, before problems are read and heavy libraries are imported."""
     if settings.evaluation.endpoint.url is None:
         yield None
         return
@@ -87,7 +87,7 @@ def _endpoint(settings: EvaluationSections, runner: asyncio.Runner) -> Iterator[
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedEndpoint:
-    """An endpoint that has responded; an `OpenedEngine` without a local model."""
+    """An `OpenedEngine` that samples from an endpoint, without a local model."""
 
     engine: TextEngine
     settings: EvaluationSections
@@ -124,7 +124,7 @@ class OpenedEndpoint:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation, with its limits in ``settings``. ``engine`` and ``environment`` are closed by the caller."""
+    """One evaluation, with its limits in ``settings``. The caller closes ``engine`` and ``environment``."""
 
     settings: EvaluationSections
     sets: Sequence[ProblemSet]
@@ -136,7 +136,7 @@ class Evaluation:
     environment: Environment | None = None
 
     async def play(self) -> EvaluationDirectory:
-        """Sample the missing rollouts. Returns the directory, complete and closed."""
+        """Sample the missing rollouts. Returns the complete, closed directory."""
         async with AsyncExitStack() as stack:
             environment = await self._open_environment(stack)
             engine = await self._open_engine(stack)
@@ -164,7 +164,7 @@ class Evaluation:
         return directory
 
     def _end_without_room(self, unfit: Mapping[tuple[str, str], int], log: RolloutLog, index: RolloutIndex) -> None:
-        """Record samples whose prompts leave no room for a complete response as truncated before their first token."""
+        """Record the samples of problems in ``unfit`` as truncated before their first token."""
         if not unfit:
             return
         for sample in index.missing(self.sets, self.settings.evaluation.samples):
@@ -210,20 +210,20 @@ class Evaluation:
     async def _play_missing(
         self, engine: OpenedEngine, environment: Environment, log: RolloutLog, index: RolloutIndex
     ) -> None:
-        """Sample every rollout, then repeat those that failed outside the policy, up to ``rollout.retries`` times."""
+        """Sample the missing rollouts, and retry infrastructure failures up to ``rollout.retries`` times."""
         n = self.settings.evaluation.samples
         total = n * sum(len(one.problems) for one in self.sets)
         display = _Display(self.console, index, total)
-        # Above the concurrency, because one failure of a server can end all rollouts in flight.
+        # The limit exceeds the concurrency, because one server failure can end all rollouts in flight.
         failure_limit = _FailureLimit(max(_FAILURES_IN_A_ROW, 2 * engine.concurrency), log.path)
         falsified = {one.name for one in self.sets if one.falsified}
         with display:
             for attempt in range(self.settings.rollout.retries + 1):
                 missing = index.missing(self.sets, n)
                 if attempt and missing:
-                    # Time for a failed sandbox or server to recover.
+                    # Wait for a failed sandbox or server to recover.
                     await asyncio.sleep(min(2.0 ** (attempt - 1), 30.0))
-                # Falsified problems need another environment, so they are sampled separately.
+                # Falsified problems need a different environment, so they are sampled separately.
                 for falsify in (False, True):
                     part = [sample for sample in missing if (sample.benchmark in falsified) is falsify]
                     if not part:
@@ -238,7 +238,7 @@ class Evaluation:
 
 
 class _FailureLimit:
-    """Stops an evaluation after too many consecutive failures, which suggest that the sandbox or engine is down."""
+    """Stops an evaluation after many consecutive failures, because the sandbox or engine is probably down."""
 
     def __init__(self, most: int, path: Path) -> None:
         self._most = most
@@ -256,7 +256,7 @@ class _FailureLimit:
 
 
 class _Display:
-    """Progress bar with the remaining time, updated at intervals."""
+    """Progress display of an evaluation, updated at intervals."""
 
     def __init__(self, console: Console, index: RolloutIndex, total: int) -> None:
         self._index = index
@@ -295,7 +295,7 @@ def finish(
     console: Console,
     write_report: WriteReport,
 ) -> Results:
-    """Write and print the results of a complete directory. Returns ``results.json``."""
+    """Compute, write and print the results of a complete evaluation."""
     index = RolloutIndex()
     for transcript in directory.transcripts():
         index.add(transcript)
@@ -341,9 +341,9 @@ async def _results(
 
 
 def default_output(settings: EvaluationSections, sets: Sequence[ProblemSet]) -> Path:
-    """Return ``evaluations/MODEL-DIGEST``. The digest depends on everything that affects the results.
+    """Return ``evaluations/MODEL-DIGEST`` with a digest of everything that affects the results.
 
-    The same command therefore continues the same directory, and a different command uses a new one.
+    The same command therefore continues in the same directory, and a different command uses a new directory.
     """
     endpoint = settings.evaluation.endpoint
     named = endpoint.model or "endpoint" if endpoint.url is not None else str(settings.model.path)
@@ -374,7 +374,7 @@ def track_results(
 ) -> None:
     """Log provenance, scores, a sample of rollouts and the plots to every tracker, as a separate run.
 
-    If the same evaluation is finished again, the same run is updated.
+    Finishing the same evaluation again updates the same run.
     """
     if not telemetry.trackers:
         return
@@ -388,7 +388,7 @@ def track_results(
 
 
 def tracked_metrics(results: Results) -> dict[str, float]:
-    """Return the figures of every benchmark, named ``eval/BENCHMARK/FIGURE``."""
+    """Return the figures of every benchmark as metrics named ``eval/BENCHMARK/FIGURE``."""
     metrics: dict[str, float] = {}
     for benchmark, one in results["benchmarks"].items():
         name = re.sub(r"[^\w.-]", "_", benchmark)  # trackers accept few other characters in names

@@ -1,19 +1,19 @@
-"""avg@k with two intervals, pass@k and maj@n, from the numbers of samples and of correct samples per problem.
+"""avg@k with two intervals, pass@k and maj@n, from counts of samples and correct samples per problem.
 
 Dimensions: P problems, n[p] samples of problem p, c[p] correct ones. Infrastructure failures and grader timeouts are
 already excluded from n and c. A problem without any sample is excluded from the score and counted.
 
-Two 95 % intervals answer two questions. *This benchmark*: the same P problems with new samples. *Problems like these*:
-new problems from the same distribution. Both are Wilson's score interval with an effective number of samples
+Two 95 % intervals answer two questions. *This benchmark* refers to the same P problems with new samples, *problems like
+these* to new problems from the same distribution. Both are Wilson's score interval with an effective number of samples
 ``mean (1 - mean) / variance``, so they neither leave [0, 1] nor have zero width at 0 and 1.
 
 ``benchmarks/coverage.py`` measures their coverage; ``docs/grading.md`` has its table. With n = 1 the variance within a
 problem cannot be estimated and is bounded instead: *this benchmark* then covers more than 95 %, up to 100 %.
 
 maj@n is the correctness of the most frequent answer. Answers are grouped by mathematical equality. Samples without an
-answer and excluded samples do not vote. An answer whose comparison times out counts as a vote for its own spelling.
+answer and excluded samples do not vote. An answer whose comparison times out is grouped only with identical text.
 Ties are split evenly, so that a problem's score is a fraction and not a random draw. All correct answers form one
-group; the grader decides which of the others are equal.
+group. The grader decides which of the other answers are equal.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """avg@k with both intervals. ``mean`` is the mean over problems of the share of correct samples."""
+    """avg@k with both intervals. ``mean`` is the fraction of correct samples, averaged over problems."""
 
     mean: float
     this_benchmark: Interval
@@ -98,7 +98,7 @@ def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> float:
 
 
 def counts_of(samples: ArrayLike, correct: ArrayLike) -> tuple[Floats, Floats]:
-    """Convert both to float vectors. Raises ValueError for impossible counts."""
+    """Convert samples and correct samples to float vectors. Raises ValueError for invalid counts."""
     n, c = np.asarray(samples, dtype=np.float64), np.asarray(correct, dtype=np.float64)
     if n.ndim != 1 or n.shape != c.shape:
         raise ValueError(f"samples and correct must be vectors of equal length; got shapes {n.shape} and {c.shape}")
@@ -109,12 +109,12 @@ def counts_of(samples: ArrayLike, correct: ArrayLike) -> tuple[Floats, Floats]:
 
 
 def this_benchmark_interval(n_P: Floats, c_P: Floats) -> Interval:
-    """Compute the interval for problems that all have samples: binomial within each problem.
+    """Compute the interval for these problems, with a binomial variance within each problem.
 
-    The unbiased variance of the mean, ``sum p(1-p)/(n-1) / P^2``, is zero when every problem is always or never solved,
-    and on average too small when few problems are in between. Half a disagreeing sample is therefore added, and one
-    disagreeing sample is the minimum. A problem with a single sample has no estimate of its variance, which
-    ``mean (1 - mean)`` bounds on average.
+    Every problem must have samples. The unbiased variance of the mean, ``sum p(1-p)/(n-1) / P^2``, is zero if every
+    problem is always or never solved, and on average too small if few problems are in between. Half a disagreeing
+    sample is therefore added, and the minimum is one disagreeing sample. The variance of a problem with a single sample
+    cannot be estimated and is replaced by ``mean (1 - mean)``, which bounds it on average.
     """
     problems, per_problem = len(n_P), float(n_P.mean())
     share = c_P / n_P
@@ -129,7 +129,7 @@ def this_benchmark_interval(n_P: Floats, c_P: Floats) -> Interval:
 
 
 def _problems_like_these(n_P: Floats, c_P: Floats, mean: float) -> Interval:
-    """Interval with problems as clusters: variance between problems, Student's t with P - 1 degrees of freedom."""
+    """Compute the interval from the variance between problems, with Student's t and P - 1 degrees of freedom."""
     problems = len(n_P)
     if problems == 1:
         return Interval(low=0.0, high=1.0)  # one problem gives no information about others
@@ -141,11 +141,11 @@ def _problems_like_these(n_P: Floats, c_P: Floats, mean: float) -> Interval:
 
 
 def _wilson(mean: float, samples: float, quantile: float) -> Interval:
-    """Wilson's interval (1927): the rates that a two-sided score test at ``mean`` of ``samples`` does not reject."""
+    """Compute Wilson's interval (1927) for a rate ``mean`` of ``samples``."""
     spread = quantile**2 / samples
     centre = (mean + spread / 2) / (1 + spread)
     half = quantile / (1 + spread) * math.sqrt(mean * (1 - mean) / samples + spread / (4 * samples))
-    # Rounding may put a bound at a mean of 0 or 1 on the wrong side by 7e-18; an interval must contain its mean.
+    # For a mean of 0 or 1, rounding may move a bound past the mean by 7e-18, but an interval must contain its mean.
     return Interval(low=min(max(centre - half, 0.0), mean), high=max(min(centre + half, 1.0), mean))
 
 
@@ -173,14 +173,14 @@ def student_quantile(degrees: int) -> float:
 
 
 class Grades(Protocol):
-    """Grading of one answer, the only method of a grader that is needed here."""
+    """Interface of a grader as far as scores need it."""
 
     async def grade(self, answer: str | None, reference: str) -> Verdict: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tally:
-    """Votes on one problem: for the correct answer, for each distinct wrong one (most votes first), and for none.
+    """Votes on one problem: for the correct answer, for each distinct wrong answer (most votes first), and abstentions.
 
     >>> Tally(correct=3, wrong=(3, 1), silent=1).majority
     0.5
@@ -192,7 +192,7 @@ class Tally:
 
     @property
     def majority(self) -> float:
-        """1 if the correct answer has the most votes, a fraction of 1 if it is tied for the most, otherwise 0."""
+        """1 if the correct answer has the most votes, 1 / (number of tied answers) for a tie, otherwise 0."""
         most = max((self.correct, *self.wrong))
         if self.correct == 0 or self.correct < most:
             return 0.0
@@ -221,7 +221,7 @@ async def tally(samples: Sequence[tuple[str | None, Verdict]], grader: Grades) -
 
 
 def maj_at_n(tallies: Sequence[Tally]) -> float:
-    """Return the mean of `Tally.majority` over problems. Raises ValueError if there is no problem.
+    """Compute the mean of `Tally.majority` over problems. Raises ValueError if there is no problem.
 
     >>> maj_at_n([Tally(correct=2, wrong=(1,)), Tally(correct=1, wrong=(1,)), Tally(correct=0, wrong=(), silent=3)])
     0.5

@@ -1,4 +1,4 @@
-"""Settings of evaluation, presets, and conversion of the options of ``agentrl eval``. Imports no heavy library."""
+"""Settings and presets of evaluation, and conversion of ``agentrl eval`` options. Imports no heavy library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 REQUEST_FIELDS = ("system_prompt", "top_k", "min_p", "limit_field", "extra_body")
-"""Settings that change an endpoint's requests, in addition to the sampling settings of every engine."""
+"""Settings that change requests to an endpoint, in addition to the sampling settings of every engine."""
 
 _RESERVED_FIELDS = frozenset(
     {"model", "messages", "prompt", "stream", "stream_options", "n", "stop", "seed", "temperature", "top_p"}
@@ -123,7 +123,7 @@ class EvaluationSettings(BaseModel):
 
 
 PRESETS: Mapping[str, Mapping[str, str]] = {
-    # SimpleTIR's published evaluation: ten turns, 12000 tokens per turn, 36000 in total, the whole distribution.
+    # SimpleTIR's published evaluation: ten turns, 12000 tokens per turn, 36000 in total, top_p 1.
     "simpletir": {
         "evaluation.samples": "32",
         "evaluation.temperature": "1.0",
@@ -132,8 +132,8 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
         "evaluation.max_turn_tokens": "12000",
         "evaluation.max_response_tokens": "36000",
     },
-    # The optimal-token-baseline paper (section 6, appendix F.1): avg@32 at temperature 1 and top_p 0.95. It states
-    # turns and tokens only for training; the evaluation is assumed to use the same.
+    # The optimal-token-baseline paper (section 6, appendix F.1) reports avg@32 at temperature 1 and top_p 0.95. It
+    # specifies turns and tokens for training only. The same limits are assumed for evaluation.
     "otb-paper": {
         "evaluation.samples": "32",
         "evaluation.temperature": "1.0",
@@ -161,10 +161,10 @@ class EvaluationSections(EnvironmentSections, EngineSections, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """Options that are not settings.
+    """Command-line options that are not settings.
 
-    ``ks`` is empty for 1, 2, 4 .. n. ``conversations`` limits the conversations per problem in the report; None stands
-    for as many as fit into 10 MB.
+    Empty ``ks`` means 1, 2, 4 .. n. ``conversations`` limits the conversations per problem in the report. With None,
+    the report contains as many as fit into 10 MB.
     """
 
     benchmarks: tuple[str, ...] = ()
@@ -177,7 +177,7 @@ class EvaluationRequest:
 def overrides_of(
     *, model: str | None, base_url: str | None, preset: str | None, n: int | None, falsified: bool
 ) -> list[str]:
-    """Convert the options to ``key=value``, in increasing precedence. Raises SettingsError for an unknown preset.
+    """Convert options to ``key=value`` overrides in increasing precedence. Raises SettingsError for an unknown preset.
 
     >>> overrides_of(model="it's", base_url=None, preset=None, n=4, falsified=True)
     ["model.path='it''s'", 'evaluation.samples=4', 'evaluation.falsified=true']
@@ -198,7 +198,7 @@ def overrides_of(
 
 
 def whole_numbers(option: str, text: str) -> tuple[int, ...]:
-    """Parse positive integers separated by commas into a sorted tuple without duplicates. Raises SettingsError.
+    """Parse comma-separated positive integers into a sorted tuple without duplicates. Raises SettingsError.
 
     >>> whole_numbers("--k", "8, 1,8")
     (1, 8)
@@ -210,13 +210,13 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def quoted(key: str, text: str) -> str:
-    """Format ``key=text``, quoted so that YAML reads exactly this text."""
+    """Format ``key=text`` with the text quoted for YAML."""
     escaped = text.replace("'", "''")
     return f"{key}='{escaped}'"
 
 
 def evaluation_rollout(settings: EvaluationSections) -> RolloutSettings:
-    """Copy of ``settings.rollout`` with the token limits and the temperature of evaluation."""
+    """Return ``settings.rollout`` with the token limits and the temperature of evaluation."""
     evaluation = settings.evaluation
     rollout = settings.rollout
     whole = rollout.max_response_tokens if evaluation.max_response_tokens is None else evaluation.max_response_tokens
@@ -231,9 +231,9 @@ def evaluation_rollout(settings: EvaluationSections) -> RolloutSettings:
 
 
 def evaluation_settings(settings: EvaluationSections) -> EvaluationSections:
-    """Copy of ``settings`` with the limits of evaluation for environment and rollouts.
+    """Return ``settings`` with the limits of evaluation for environment and rollouts.
 
-    ``evaluation.max_turns`` applies to episodes with tools; other environments have their own limit.
+    ``evaluation.max_turns`` applies to episodes with tools. Other environments have a separate limit.
     """
     update: dict[str, object] = {"rollout": evaluation_rollout(settings)}
     turns = settings.evaluation.max_turns
@@ -243,6 +243,6 @@ def evaluation_settings(settings: EvaluationSections) -> EvaluationSections:
 
 
 def evaluation_environment(environment: Environment, settings: EvaluationSections) -> Environment:
-    """Return an open ``environment`` with evaluation's turn limit. The original must still be closed."""
+    """Return an open ``environment`` with the turn limit of evaluation. The original must still be closed."""
     turns = settings.evaluation.max_turns
     return environment if turns is None else environment.with_turns(turns)

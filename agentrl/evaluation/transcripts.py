@@ -1,6 +1,6 @@
-"""Transcripts: the record of one rollout of an evaluation, and the file that contains all of them.
+"""Transcripts: records of the rollouts of an evaluation, and the file that contains them.
 
-A transcript is a conversation as text, how it ended, and the grader's verdict:
+A transcript contains a conversation as text, its ending, and the grader's verdict:
 
 >>> turns = (Turn(origin="model", text="So \\boxed{5}.", tokens=6),)
 >>> one = Transcript(benchmark="toy", problem="toy-0", sample=0, turns=turns, ended=Ended.ANSWERED,
@@ -10,8 +10,8 @@ A transcript is a conversation as text, how it ended, and the grader's verdict:
 >>> Transcript.from_record(one.to_record()) == one
 True
 
-In the file, every rollout is a separate zstd frame with a checksum, written by one system call as soon as the rollout
-ends. SIGKILL loses only the rollouts in flight. A power failure may also lose the last few seconds.
+In the file, every rollout is a separate zstd frame with a checksum, written by one system call when the rollout ends.
+SIGKILL loses only the rollouts in flight. A power failure may also lose rollouts of the last few seconds.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _LOWEST_BYTE, _HIGHEST_BYTE = 0xDC80, 0xDCFF  # Python's "surrogateescape" codes
 
 
 def whole_characters(text: str) -> str:
-    """Return ``text`` in a form that UTF-8 can encode.
+    """Join surrogate halves in ``text`` and replace those that remain, so that UTF-8 can encode the result.
 
     A JSON escape may be half a character (``\\\\ud83d``) whose other half arrives in the next piece or never. A UTF-8
-    byte that was alone in its piece must be passed as ``surrogateescape`` decodes it.
+    byte that is alone in its piece must be decoded with ``surrogateescape``.
 
     >>> whole_characters("\\ud83d" + "\\ude00"), whole_characters("a\\ud83d b")
     ('😀', 'a\ufffd b')
@@ -71,12 +71,12 @@ KINDS = {
     "void": "void turn",
     "excluded": "excluded",
 }
-"""Stored name -> displayed name. All kinds except the first and the last count as wrong."""
+"""Displayed names of the kinds, by stored name. All kinds except the first and the last count as wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One rollout to sample: number ``number`` of a problem of a benchmark. ``attempt`` counts retries from 0."""
+    """One rollout to sample: the problem, the number of the sample, and the attempt, which counts retries from 0."""
 
     benchmark: str
     problem: Problem
@@ -90,7 +90,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """One turn of the model, or one text that was added to its context. ``tokens`` are counted by the engine.
+    """One turn of the model, or one observation. ``tokens`` is the engine's count.
 
     ``reasoning`` is the model's reasoning if an endpoint reports it separately. It is not added to the context.
     """
@@ -103,9 +103,10 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transcript:
-    """One finished rollout. ``problem`` is the problem's id; statements and reference answers are stored once per run.
+    """One finished rollout.
 
-    ``refused``: the endpoint's content filter ended a turn, or the model refused in words.
+    ``problem`` is the problem's id. Statements and reference answers are stored once per evaluation. ``refused`` is
+    true if a content filter ended a turn or the model refused.
     """
 
     benchmark: str
@@ -150,17 +151,17 @@ class Transcript:
 
     @property
     def correct(self) -> bool:
-        """True for a correct verdict or, if the environment does not grade answers, for a reward of at least 1."""
+        """True for a correct verdict. Without a verdict, true for a reward of at least 1."""
         return self.reward >= 1.0 if self.verdict is None else self.verdict is Verdict.CORRECT
 
     @property
     def is_excluded(self) -> bool:
-        """True if it failed for reasons outside the policy. Such rollouts are counted and excluded from averages."""
+        """True if the rollout failed for reasons outside the policy and is excluded from averages."""
         return self.ended.is_excluded or (self.verdict is not None and self.verdict.is_excluded)
 
     @property
     def kind(self) -> str:
-        """The most informative of ``KINDS``. A verdict takes precedence over how the conversation ended."""
+        """Kind of the rollout, one of ``KINDS``. A verdict takes precedence over the ending."""
         if self.is_excluded:
             return "excluded"
         if self.correct:
@@ -192,7 +193,7 @@ class Transcript:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole response, including observations."""
+        """Number of tokens of the response, including observations."""
         return sum(turn.tokens for turn in self.turns)
 
     def to_record(self) -> JSONObject:
@@ -223,7 +224,7 @@ _SYNC_EVERY = 5.0  # seconds
 
 
 class RolloutLog:
-    """Appends rollouts to one file, which is repaired when opened. The lock on the directory excludes other writers."""
+    """Appends rollouts to a file, which is repaired when opened. The lock of the directory excludes other writers."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -234,7 +235,7 @@ class RolloutLog:
         self._synced = time.monotonic()
 
     def append(self, transcript: Transcript) -> None:
-        """Write one rollout. If the write fails, remove the partly written frame and raise WorldError."""
+        """Write one rollout. Raises WorldError if the write fails, after removing the incomplete frame."""
         frame = self._packer.compress(json_line(transcript.to_record()))
         with world_errors(self.path, "append to"):
             end = os.fstat(self._file).st_size
@@ -249,7 +250,7 @@ class RolloutLog:
                 self._sync()
 
     def close(self) -> None:
-        """Sync everything to disk and close. May be called more than once."""
+        """Sync the file to disk and close it. May be called more than once."""
         if self._file >= 0:
             with world_errors(self.path, "close"):
                 self._sync()
@@ -268,9 +269,9 @@ class RolloutLog:
 
 
 def read_rollouts(path: Path) -> Iterator[Transcript]:
-    """Yield the rollouts in the order written, one in memory at a time. An incomplete last frame is skipped.
+    """Yield the rollouts in the order written, one in memory at a time, without an incomplete last frame.
 
-    Raises WorldError with the file and the position for any other damage.
+    Raises WorldError with the file and position if any other frame is damaged.
     """
     if not path.exists():
         return
@@ -282,7 +283,7 @@ def read_rollouts(path: Path) -> Iterator[Transcript]:
 
 
 def repair_frames(path: Path) -> int:
-    """Remove an incomplete frame at the end. Returns the number of bytes removed."""
+    """Remove an incomplete last frame. Returns the number of removed bytes."""
     if not path.exists():
         return 0
     with world_errors(path, "repair"):
@@ -298,7 +299,7 @@ def repair_frames(path: Path) -> int:
 
 
 def _frames(path: Path, *, ends: bool = False) -> Iterator[tuple[int, bytes]]:
-    """Yield the start (or, with ``ends``, the end) and the content of each complete frame."""
+    """Yield the position and the content of each complete frame. The position is its start, or its end if ``ends``."""
     unpacker = zstandard.ZstdDecompressor()
     with world_errors(path, "read"), path.open("rb") as file:
         begin = position = 0

@@ -2,8 +2,9 @@
 
 For group size N, g_m is the gradient of group m: the mean over its N trajectories of sum_t A_t grad ln p_t. The
 trajectories of a problem are divided into M disjoint groups, several times. Products are taken only between independent
-trajectories: g_m with g_m', and g_m with the scores of trajectories outside the group. They are therefore unbiased for
-the products of the expectations. A reference gradient that contained the group's trajectories would share its noise.
+trajectories: g_m with g_m', and g_m with the scores of trajectories outside the group. These products are therefore
+unbiased estimates of the products of expectations. A reference gradient from the group's trajectories would share its
+noise.
 
 The gradients of single trajectories, the scores s_i = sum_t rho_t grad ln p(y_it), are kept in memory, one for each
 distinct trajectory. If the advantages are constant over each trajectory, the gradient of a group is a combination of
@@ -17,7 +18,7 @@ trajectories (i, j, k, l) of
 
 and needs only inner products of scores.
 
-Problems are measured one after another, and only their moments are kept.
+Problems are measured one at a time, and only their moments are kept.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from agentrl.models.policy import PolicyModel
 
 @dataclass(frozen=True, kw_only=True)
 class GroupProducts:
-    """Inner products of the gradients g_m of M disjoint groups of a problem with S trajectories. float64."""
+    """Inner products (float64) of the gradients g_m of M disjoint groups of a problem with S trajectories."""
 
     with_scores: Tensor  # [M, S] <g_m, s_i>
     squared: Tensor  # [M] ||g_m||^2
@@ -47,13 +48,13 @@ class GroupProducts:
 
     @property
     def variance(self) -> float:
-        """Variance of one group's gradient, summed over parameters. Unbiased."""
+        """Unbiased variance of one group's gradient, summed over parameters."""
         count = len(self.squared)
         return float(self.squared.sum() - self.sum_squared / count) / (count - 1)
 
     @property
     def mean_squared(self) -> float:
-        """Squared norm of the expected gradient. Unbiased: the mean of <g_m, g_m'> over m != m'."""
+        """Unbiased squared norm of the expected gradient: the mean of <g_m, g_m'> over m != m'."""
         count = len(self.squared)
         return float(self.sum_squared - self.squared.sum()) / (count * (count - 1))
 
@@ -62,7 +63,10 @@ class Gradients:
     """Gradients [P] of one problem's trajectories. The policy must not change during the lifetime of this object."""
 
     def __init__(self, policy: PolicyModel, sample: ProblemSample, *, temperature: float, memory: int) -> None:
-        """Raises SettingsError if the scores, P numbers for each distinct trajectory, exceed ``memory`` bytes."""
+        """Compute the scores, P numbers for each distinct trajectory.
+
+        Raises SettingsError if the scores exceed ``memory`` bytes.
+        """
         self._policy = policy
         self._sample = sample
         self._temperature = temperature
@@ -86,7 +90,7 @@ class Gradients:
         self.gram = (self._scores @ self._scores.T).double()[self._distinct_index][:, self._distinct_index]  # [S, S]
 
     def products(self, rows: Tensor, advantages: Sequence[Tensor]) -> list[GroupProducts]:
-        """Inner products for each A [M, N, T] in ``advantages``, over the groups ``rows`` [M, N].
+        """Compute inner products for each A [M, N, T] in ``advantages``, over the groups ``rows`` [M, N].
 
         The gradient of a group is (1/N) sum_i sum_t A_it rho_it grad ln p_it.
         """
@@ -107,21 +111,21 @@ class Gradients:
         return [item.result(self._with_scores) for item in sums]
 
     def hidden(self, rows: Tensor) -> Tensor:
-        """Hidden states [n, D] of the model tokens of ``rows``, in row-major order."""
+        """Compute the hidden states [n, D] of the model tokens of ``rows``, in row-major order."""
         with torch.no_grad():
             _, states = self._forward(rows, keep_hidden=True)
         assert states is not None  # because of keep_hidden
         return states
 
     def _with_scores(self, gradient: Tensor) -> Tensor:
-        """[S] <g, s_i>."""
+        """Compute <g, s_i> [S]."""
         return (self._scores @ gradient).double()[self._distinct_index]
 
     def _token_gradients(
         self, rows: Tensor, advantages: dict[int, Tensor], mask: Tensor
     ) -> list[tuple[list[int], Tensor]]:
-        """Pairs of (keys of ``advantages`` with equal values, their gradient)."""
-        # Estimators often agree on a group; equal advantages share a backward pass.
+        """Return pairs of (keys of ``advantages`` with equal values, their gradient)."""
+        # Estimators often agree on a group, so equal advantages share a backward pass.
         different: list[tuple[list[int], Tensor]] = []
         for index, values in advantages.items():
             masked = values.masked_fill(~mask, 0.0)
@@ -140,7 +144,7 @@ class Gradients:
         return statistics.log_probs, hidden
 
     def _backward(self, rows: Tensor, advantages: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients for each of ``advantages``: one forward pass over the distinct rows, one backward pass each."""
+        """Compute the gradient for each of ``advantages``, with one forward pass and one backward pass each."""
         distinct, inverse = self._sample.alike[rows].unique(return_inverse=True)
         mask = self._sample.batch.response_mask[distinct]
         log_probs, _ = self._forward(distinct, keep_hidden=False)
@@ -157,7 +161,7 @@ class Gradients:
 
 
 class _RunningProducts:
-    """Accumulates the products of groups, each added as a vector or as coefficients of scores."""
+    """Accumulator of products. Gradients of groups are added as vectors or as coefficients of scores."""
 
     def __init__(self, gram: Tensor) -> None:
         self._gram = gram
@@ -189,7 +193,7 @@ class _RunningProducts:
 
 
 def _constant_by_row(values: Tensor, mask: Tensor) -> Tensor | None:
-    """The value [N] of each row if ``values`` [N, T] are constant over the model tokens of every row, else None."""
+    """Return the value of each row [N] if ``values`` [N, T] are constant over its model tokens, else None."""
     high = torch.where(mask, values, -torch.inf).amax(-1)
     low = torch.where(mask, values, torch.inf).amin(-1)
     return high if torch.equal(high, low) else None
@@ -200,10 +204,10 @@ LEAST = 4
 
 
 def covariance_product(returns: Tensor, products: Tensor) -> Tensor:
-    """Unbiased <Cov(R, a), Cov(R, b)> [...] from n independent trajectories, with R [n] and <a_i, b_k> [..., n, n].
+    """Estimate <Cov(R, a), Cov(R, b)> [...] without bias from n trajectories, with R [n] and <a_i, b_k> [..., n, n].
 
-    Closed form of the mean over all different i, j, k, l. Products of the form y_i z_k give the product of two scalar
-    covariances.
+    The trajectories must be independent. Uses the closed form of the mean over all different i, j, k, l. Products of
+    the form y_i z_k yield the product of two scalar covariances.
 
     >>> covariance_product(torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.ones(4, 4)).item()
     0.0
@@ -224,7 +228,7 @@ def covariance_product(returns: Tensor, products: Tensor) -> Tensor:
 
 
 def leave_one_out(returns: Tensor, rows: Tensor) -> Tensor:
-    """Coefficients [S] of the scores s_i in (1/n) sum_i (R_i - mean of the other returns) s_i over ``rows`` [n]."""
+    """Return the coefficients [S] of s_i in (1/n) sum_i (R_i - mean of the other returns) s_i over ``rows`` [n]."""
     rewards = returns[rows].double()
     coefficients = torch.zeros(len(returns), dtype=torch.float64)
     coefficients[rows] = (rewards - rewards.mean()) / (len(rows) - 1)
@@ -235,23 +239,23 @@ class TrueGradient:
     """Inner products of group gradients with the true gradient."""
 
     def __init__(self, returns: Tensor, gram: Tensor) -> None:
-        """``returns`` [S]; ``gram`` [S, S], the Gram matrix of the scores."""
+        """Estimate ||g*||^2 from ``returns`` [S] and the Gram matrix ``gram`` [S, S] of the scores."""
         self._returns = returns.double()
         self._gram = gram
         self.squared = float(covariance_product(self._returns, gram))  # ||g*||^2
 
     def along(self, rows: Tensor, with_scores: Tensor) -> tuple[Tensor, float]:
-        """Mean of <g_m, g*> over the groups ``rows`` [M, N], from <g_m, s_i> [E, M, S].
+        """Compute the mean of <g_m, g*> over the groups ``rows`` [M, N], from <g_m, s_i> [E, M, S].
 
-        Returns it for each estimator [E], and for the leave-one-out gradient. All trajectories together give a more
-        precise value of the latter, so its error on these groups corrects the errors of the estimators.
+        Returns the mean for each estimator [E], and for the leave-one-out gradient. All trajectories together yield a
+        more precise value for leave-one-out, so its error on these groups corrects the errors of the estimators.
         """
         same = torch.stack([leave_one_out(self._returns, group) for group in rows]) @ self._gram  # [M, S]
         outside = torch.stack([leave_one_out(self._returns, self._others(group)) for group in rows])
         return (with_scores * outside).sum(-1).mean(-1), float((same * outside).sum(-1).mean())
 
     def along_moments(self, rows: Tensor, with_scores: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return (Var <g, g*>, <E g, g*>^2), each [E], from <g_m, s_i> [E, M, S] of E estimators.
+        """Compute (Var <g, g*>, <E g, g*>^2), each [E], from <g_m, s_i> [E, M, S] of E estimators.
 
         Returns None if too few trajectories are outside two groups.
         """
@@ -268,13 +272,13 @@ class TrueGradient:
         return torch.stack(squares).mean(0) - apart, apart
 
     def _product(self, first: Tensor, second: Tensor, without: Tensor) -> Tensor:
-        """Unbiased <a, g*> <b, g*> from <a, s_i> and <b, s_i> [E, S]. Uses trajectories that are in neither a nor b."""
+        """Estimate <a, g*> <b, g*> [E] from <a, s_i> and <b, s_i> [E, S], using no trajectory in ``without``."""
         outside = self._others(without)
         products = first[:, outside, None] * second[:, None, outside]
         return covariance_product(self._returns[outside], products)
 
     def _others(self, rows: Tensor) -> Tensor:
-        """Indices of the trajectories that are not in ``rows``."""
+        """Return the indices of the trajectories that are not in ``rows``."""
         kept = torch.ones(len(self._returns), dtype=torch.bool)
         kept[rows] = False
         return kept.nonzero().squeeze(-1)
@@ -282,7 +286,7 @@ class TrueGradient:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMoments:
-    """Moments of one estimator's gradient on one problem at one group size, averaged over the divisions."""
+    """Moments of an estimator's gradient on one problem at one group size, averaged over divisions into groups."""
 
     variance: float  # of one group's gradient: sum_m ||g_m - mean g||^2 / (M - 1)
     mean_squared: float  # squared norm of the expected gradient: mean <g_m, g_m'>, m != m'
@@ -318,8 +322,8 @@ def measure(
 ) -> Iterator[tuple[int, ProblemMoments]]:
     """Yield (index, moments) for each problem, with the moments of every choice at every group size.
 
-    ``numbers`` identify the problems; together with ``seed`` they determine the division into groups. Problems in
-    ``skip`` are not measured, but belong to the step of estimators that span the step.
+    ``numbers`` identify the problems and, with ``seed``, determine the division into groups. Problems in ``skip`` are
+    not measured, but are part of the step of estimators that span the step.
     """
     rows = {
         (size, division): [
@@ -377,7 +381,7 @@ def _of_groups(
     products: Sequence[GroupProducts],
     heads: Sequence[float | None],
 ) -> Iterator[GradientMoments]:
-    """Moments of each estimator from one division into groups ``rows`` [M, N]."""
+    """Yield the moments of each estimator from one division into groups ``rows`` [M, N]."""
     with_scores = torch.stack([item.with_scores for item in products])
     along, paired = truth.along(rows, with_scores)
     directional = truth.along_moments(rows, with_scores)
@@ -419,9 +423,9 @@ def head_variance(
     advantages: Tensor,
     temperature: float,
 ) -> float:
-    """Variance of a group's gradient with respect to the head's weight.
+    """Compute the variance of a group's gradient with respect to the head's weight.
 
-    ``hidden`` contains, for each trajectory, the states [K, D] that predict its model tokens.
+    ``hidden`` contains the states [K, D] that predict the model tokens of each trajectory.
     """
     count, size = rows.shape
     head, logit_map = policy.head, policy.head.logit_map

@@ -1,4 +1,4 @@
-"""Problems of a measurement and their rollouts. More problems extend the order and never change it."""
+"""Problems of a measurement and their rollouts. Requesting more problems keeps the order of the first ones."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from agentrl.models.tokenizer import TextCodec
     from agentrl_envs.episode import Environment
 
-# A temperature at which sampling almost always returns the most likely token.
+# At this temperature, sampling almost always returns the most likely token.
 _GREEDY = 1e-4
-# Trajectories to sample for each one needed, because some are excluded. A problem with too few gets more rounds.
+# Ratio of sampled to required trajectories, because some are excluded. More rounds are sampled if too few remain.
 _MORE_SAMPLES = 1.2
 _ROUNDS = 4
 _DATA = FilterRules(void_turns="exclude", truncated="train", accuracy_range=None, drop_zero_variance=False)
-# Problems to try for each one needed, because some are always or never solved.
+# Ratio of sampled to required problems, because some are always or never solved.
 _MORE_PROBLEMS = 8
 
 
 def lab_problems(settings: LabSections, lab: LabSettings, selection: str | None) -> tuple[LabSettings, list[Problem]]:
-    """Problems that ``--problems`` selects, in the order in which they are sampled.
+    """Load the problems that ``--problems`` selects, in sampling order, and update the settings.
 
-    ``selection`` is a number of problems from data.train (default: the setting) or a file, which is used completely.
+    ``selection`` is a number of problems from data.train (default: the setting) or a file, whose problems are all used.
     """
     if selection is not None and not selection.isdigit():
         source = load_source(ProblemSourceSettings(path=selection), answered=needs_answers(settings)).source
@@ -92,7 +92,7 @@ class Played:
 
 
 class SamplePlayer:
-    """Samples rollouts of problems as training does. A context manager that owns the environment and an event loop."""
+    """Context manager that samples rollouts as training does. Owns the environment and an event loop."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class SamplePlayer:
         samples: int,
         greedy: bool,
     ) -> None:
-        """If ``greedy``, each problem gets one additional greedy rollout."""
+        """Create a player that samples one additional greedy rollout per problem if ``greedy``."""
         self._environment = environment
         self._engine = TransformersEngine(causal_lm, codec, settings.rollout)
         self._rewards = build_rewards(settings)
@@ -135,7 +135,7 @@ class SamplePlayer:
         self._runner.close()
 
     def play(self, problems: Sequence[tuple[int, Problem]]) -> list[Played]:
-        """Rollouts of numbered problems, in order of their numbers; see `play_enough`."""
+        """Sample numbered problems with `play_enough`. Returns their rollouts, ordered by number."""
         return self._runner.run(self._play(problems))
 
     async def _play(self, problems: Sequence[tuple[int, Problem]]) -> list[Played]:
@@ -165,7 +165,7 @@ async def play_enough(driver: Driver, requests: Sequence[RolloutRequest], *, sam
     """Sample until each request has ``samples`` usable trajectories or the last round ends. Returns groups by index.
 
     Trajectories with a void turn are excluded, as in training. Dropping problems with many void turns instead would
-    select problems by how certain the policy is about them.
+    bias the selection towards problems on which the policy is certain.
     """
     groups = {item.index: Group(problem=item.problem, index=item.index, trajectories=()) for item in requests}
     for step in range(_ROUNDS):

@@ -1,4 +1,4 @@
-"""Report of a measurement from its stored moments: a table, a JSON record and plots."""
+"""Report of a measurement from stored moments: a table, a JSON record and plots."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MARKERS = "osD^vPX"  # their number differs from the number of colours, so comb
 
 
 def draw_all(folder: Path, lines: Sequence[Line], problems: Sequence[ProblemLine]) -> list[Path]:
-    """Draw every plot for which there are numbers into ``folder``. Returns the files."""
+    """Draw every plot that has data into ``folder``. Returns the files."""
     energies = [line["energies"] for line in problems if line["energies"] is not None]
     shown = [(line["energies"], line["shown"]) for line in problems]
     pairs = [(energy, tokens) for energy, tokens in shown if energy is not None and tokens is not None]
@@ -66,7 +66,7 @@ def _noise(lines: Sequence[Line]) -> Figure:
     )
     for index, name in enumerate(names):
         of_estimator = sorted((line for line in lines if line.estimator == name), key=lambda line: line.group_size)
-        # Shift each estimator sideways, because intervals at the same position hide each other.
+        # Shift the estimators horizontally, because intervals at the same position would overlap.
         sizes = np.array([line.group_size for line in of_estimator]) * 1.035 ** (index - len(names) / 2)
         for axes, of in zip(panels, draws, strict=True):
             estimates = [of(line) for line in of_estimator]
@@ -133,7 +133,7 @@ def _energy(energies: Sequence[Energies], shown: Sequence[tuple[Energies, Shown]
 
 
 def _advantages(shown: Sequence[Shown]) -> Figure | None:
-    """Plot the advantage of every token of a rewarded and an unrewarded trajectory, from the longest available pair."""
+    """Plot the token advantages of the longest pair of a rewarded and an unrewarded trajectory."""
     from matplotlib.ticker import MaxNLocator
 
     both = [item["advantages"] for item in shown if item["advantages"]]
@@ -212,7 +212,7 @@ def report(results: MeasurementFiles, lab: LabSettings, console: Console, *, see
 
 
 def _counted(lines: Sequence[ProblemLine], lab: LabSettings, console: Console) -> list[ProblemLine]:
-    """Lines up to the last requested problem. Prints how many were measured and why others were left out."""
+    """Return the lines up to the last requested problem. Prints counts of measured and omitted problems."""
     kept: list[ProblemLine] = []
     for line in lines:
         if sum(item["outcome"] == MEASURED for item in kept) < lab.problems:

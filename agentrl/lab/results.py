@@ -1,4 +1,4 @@
-"""Files of a measurement: its settings, and one line per problem with everything that tables and plots need."""
+"""Files of a measurement: its settings, and one line per problem with the data of tables and plots."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Shown(TypedDict):
 
 
 class ProblemLine(TypedDict):
-    """Results of one problem; ``moments``, ``energies`` and ``shown`` are None if it could not be measured."""
+    """Results of one problem. ``moments``, ``energies`` and ``shown`` are None if it could not be measured."""
 
     number: int  # index among the problems
     problem: str
@@ -67,7 +67,7 @@ class Measured:
 
 
 def written(moments: ProblemMoments) -> dict[str, dict[str, list[float | None]]]:
-    """Moments in the form in which a line stores them."""
+    """Convert moments to the format of a line."""
     return {
         str(size): {label: [rounded(getattr(item, name)) for name in COLUMNS] for label, item in by_label.items()}
         for size, by_label in moments.items()
@@ -86,7 +86,7 @@ def line_of(
     moments: ProblemMoments | None,
     shown: Sequence[Choice],
 ) -> ProblemLine:
-    """Build the line of one problem. Contains token values if ``shown`` names estimators."""
+    """Build the line of one problem, with token values if ``shown`` contains estimators."""
     count = max(1, len(group.trajectories))
 
     def mean(values: Iterable[float]) -> float:
@@ -117,9 +117,9 @@ def _energies(sample: ProblemSample) -> Energies:
 
 
 def _shown(sample: ProblemSample, choices: Sequence[Choice]) -> Shown:
-    """Realized energies, and advantages within a group of up to 8 that has a right and a wrong trajectory.
+    """Collect realized energies of up to 8 trajectories, and advantages of a right and a wrong trajectory.
 
-    The right and the wrong trajectory are the longest of their kind.
+    The right and the wrong trajectory are the longest of their kind, in a group of up to 8 trajectories.
     """
     order = sample.lengths.argsort(descending=True, stable=True).tolist()
     first = [next(row for row in order if (sample.returns[row] > 0) == right) for right in (True, False)
@@ -143,15 +143,15 @@ def _numbers(values: Tensor) -> list[float]:
 
 
 class MeasurementFiles:
-    """Directory of a measurement. A later call continues it."""
+    """Directory of a measurement, which a later call can continue."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def open(self, settings: Mapping[str, object]) -> list[ProblemLine]:
-        """Return the stored lines, without a last line that an interrupted write left incomplete.
+        """Start or continue a measurement. Returns the stored lines, after removing an incomplete last line.
 
-        Raises SettingsError if they were measured with other ``settings``.
+        Raises SettingsError if the stored measurement has different ``settings``.
         """
         file = self.folder / SETTINGS
         asked: dict[str, object] = json.loads(json.dumps(settings))
@@ -173,11 +173,11 @@ class MeasurementFiles:
         return self.lines()
 
     def settings(self) -> dict[str, object]:
-        """The settings of the measurement. Raises SettingsError if the directory contains no measurement."""
+        """Return the settings of the measurement. Raises SettingsError if the directory contains no measurement."""
         return _read_object(self.folder / SETTINGS)
 
     def lines(self) -> list[ProblemLine]:
-        """Lines of all problems sampled so far, ordered by number."""
+        """Return the lines of all problems sampled so far, ordered by number."""
         path = self.folder / PROBLEMS
         if not path.is_file():
             return []
@@ -186,12 +186,12 @@ class MeasurementFiles:
         return sorted(lines, key=lambda line: line["number"])
 
     def add(self, line: ProblemLine) -> None:
-        """Append one problem. The line is on disk when this method returns."""
+        """Append the line of one problem, which is on disk when this method returns."""
         append_line(self.folder / PROBLEMS, json_line(line))
 
 
 def measured_of(lines: Sequence[ProblemLine]) -> list[Measured]:
-    """The problems that could be measured, with their moments."""
+    """Return the measured problems with their moments."""
     measured = []
     for line in lines:
         if line["moments"] is not None:

@@ -1,4 +1,4 @@
-"""``agentrl variance``: sample rollouts of problems, measure all estimators on each problem, then report and plot."""
+"""``agentrl variance``: sample rollouts, measure all estimators on each problem, and report the results."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 _SHOWN = 4  # number of problems whose token values are kept for plots
 _MAY_DIFFER = {"problems", "bootstrap", "baseline", "micro_batch_tokens", "score_memory"}
-"""Settings of the laboratory that may change between calls that continue the same measurement."""
+"""Settings that may change when a measurement is continued."""
 
 
 def prepare(settings: LabSections, request: LabRequest) -> tuple[LabSettings, list[Problem]]:
-    """Read settings and problems, and check them before a model is loaded.
+    """Read and check settings and problems before a model is loaded.
 
     Raises SettingsError, ProblemError or PluginError.
     """
@@ -56,9 +56,9 @@ def variance_command(
     *,
     head_backend: Backend,
 ) -> list[Line]:
-    """Measure the policy in ``model`` on rollouts of ``problems``, sampled by itself or by the policy in ``behaviour``.
+    """Measure the policy in ``model`` on rollouts of ``problems``, sampled by it or by the policy in ``behaviour``.
 
-    Moments, results and plots are written to ``output``. An existing measurement there is continued.
+    Moments, results and plots are written to ``output``. An existing measurement is continued.
     """
     choices = check_lab(lab)
     console = Console(settings.telemetry)
@@ -73,8 +73,8 @@ def variance_command(
     with bench.player() as player, console.progress(lab.problems, min(kept, lab.problems), "problem") as progress:
         for start in range(0, len(numbered), lab.batch):
             batch = numbered[start : start + lab.batch]
-            # If one problem of a batch is missing, the whole batch is sampled again: estimators that span the step need
-            # all of its problems.
+            # If one problem of a batch is missing, the whole batch is sampled again, because estimators that span the
+            # step need all problems of the batch.
             if kept >= lab.problems or all(number in done for number, _ in batch):
                 continue
             for line in bench.lines(player.play(batch), done, shown=_SHOWN - kept):
@@ -87,7 +87,7 @@ def variance_command(
 
 
 class _Bench:
-    """The policy that is measured, and the policy that samples: the same, or an older one."""
+    """The measured policy, and the policy that samples: the same policy or an older one."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class _Bench:
         self._environment, self._codec = environment_and_codec(settings, tokenizer, model)
 
     def _correction(self, behaviour: str | None) -> dict[str, object] | None:
-        """Options of `rollout_correction`, with weights per token if the settings specify none."""
+        """Return the options of `rollout_correction`, with weights per token if the settings specify no weights."""
         if behaviour is None:
             return None
         options = self._settings.correction.model_dump()
@@ -138,7 +138,7 @@ class _Bench:
         )
 
     def lines(self, played: Sequence[Played], done: Set[int], *, shown: int) -> Iterator[ProblemLine]:
-        """Yield the line of each problem that is not in ``done``. The first ``shown`` lines contain token values."""
+        """Yield the line of each problem that is not in ``done``, the first ``shown`` of them with token values."""
         chosen: list[tuple[Group, ProblemSample]] = []
         for item in played:
             reason = unusable(item.group, size=self._lab.samples)
@@ -180,7 +180,7 @@ class _Bench:
 
 
 def _conditions(settings: LabSections, lab: LabSettings, choices: Sequence[Choice]) -> dict[str, object]:
-    """Everything except the policies that affects a measurement. Must match when a measurement is continued."""
+    """Collect everything except the policies that affects a measurement and must match when it is continued."""
     rollout = settings.rollout
     return {
         "lora": settings.model.lora.model_dump(mode="json") if settings.model.lora.rank else None,

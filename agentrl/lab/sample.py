@@ -1,4 +1,4 @@
-"""Token statistics and exact energies of many trajectories of a problem, and estimator inputs drawn from them."""
+"""Token statistics and exact energies of trajectories of a problem, and estimator inputs built from them."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class ProblemSample:
 
     @property
     def lengths(self) -> Tensor:
-        """Numbers of model tokens [S]."""
+        """Numbers of model tokens [S] of the trajectories."""
         return self.batch.response_mask.sum(-1)
 
 
 def unusable(group: Group, *, size: int) -> str | None:
-    """Reason why a problem cannot be measured with ``size`` trajectories, or None."""
+    """Return the reason why a problem cannot be measured with ``size`` trajectories, or None."""
     if len(group.trajectories) < size:
         return "too few usable trajectories"
     if len({item.reward for item in group.trajectories[:size]}) < 2:
@@ -71,8 +71,8 @@ def look_at(
 ) -> ProblemSample:
     """Compute statistics and exact energies of a group's trajectories, in micro-batches of at most ``budget`` tokens.
 
-    ``correction`` holds options of `rollout_correction`, for trajectories that another policy sampled. The importance
-    weights are then a factor of every energy.
+    ``correction`` contains options of `rollout_correction` if another policy sampled the trajectories. Every energy is
+    then multiplied by the importance weights.
     """
     batch = Batch.of(MicroBatch.of(group.trajectories))
     alike = _alike(batch, weighted=correction is not None)
@@ -108,10 +108,13 @@ def look_at(
 
 
 def _alike(batch: Batch, *, weighted: bool) -> Tensor:
-    """First row [S] with the same tokens and origins, and if ``weighted`` the same sampling probabilities."""
+    """Return for each row [S] the first row with the same tokens and origins.
+
+    If ``weighted``, the sampling probabilities must be equal too.
+    """
     parts = [batch.prompt_lengths.unsqueeze(-1), batch.input_ids, batch.response_mask]
     if weighted:
-        # Bitwise, so that they can be compared together with the integer columns.
+        # Viewed as integers, so that the columns can be compared bitwise together with the integer columns.
         parts.append(batch.rollout_log_probs.view(torch.int32))
     names, number = torch.cat([part.long() for part in parts], dim=-1).unique(dim=0, return_inverse=True)
     rows = torch.arange(len(number))
@@ -128,7 +131,7 @@ def _statistics(
 
 
 def _energies(policy: PolicyModel, batch: Batch, rows: slice, temperature: float, ratios: Tensor | None) -> Tensor:
-    """Squared norms ||grad sum_t rho_t ln p(y_t)||^2 [b] of gradients with respect to the trainable parameters."""
+    """Compute ||grad sum_t rho_t ln p(y_t)||^2 [b] with respect to the trainable parameters."""
     if all(item.requires_grad for item in policy.parameters()):
         return policy.trajectory_energies(
             batch.input_ids[rows],
@@ -137,7 +140,7 @@ def _energies(policy: PolicyModel, batch: Batch, rows: slice, temperature: float
             importance_weights=None if ratios is None else ratios[rows],
             temperature=temperature,
         ).float()
-    # The closed form covers models whose parameters all train; adapters take a backward pass for each trajectory.
+    # The closed form requires that all parameters train. Adapters need a backward pass for each trajectory.
     learning = [item for item in policy.parameters() if item.requires_grad]
     energies = []
     for row in range(rows.start, rows.stop):
@@ -152,7 +155,7 @@ def _energies(policy: PolicyModel, batch: Batch, rows: slice, temperature: float
 
 
 def inputs_of(samples: Sequence[ProblemSample], rows: Sequence[Tensor]) -> AdvantageInputs:
-    """Estimator inputs of one step: the groups ``rows[j]`` [M, N] of every problem j, problem by problem."""
+    """Build the estimator inputs of one step from the groups ``rows[j]`` [M, N] of every problem j, in order."""
     width = max(sample.batch.rewards.shape[1] for sample in samples)
 
     def gather(name: str) -> Tensor:
@@ -179,7 +182,7 @@ def inputs_of(samples: Sequence[ProblemSample], rows: Sequence[Tensor]) -> Advan
 
 
 def row_blocks(batch: Batch, budget: int) -> Iterator[slice]:
-    """Slices of consecutive rows with at most ``budget`` tokens without padding, or with a single longer row."""
+    """Yield slices of consecutive rows with at most ``budget`` tokens without padding, or with a single longer row."""
     start = tokens = 0
     for row, length in enumerate((batch.prompt_lengths + batch.response_lengths).tolist()):
         if row > start and tokens + length > budget:
@@ -192,7 +195,7 @@ def row_blocks(batch: Batch, budget: int) -> Iterator[slice]:
 def _cross_energies(
     policy: PolicyModel, batch: Batch, rows: slice, temperature: float, ratios: Tensor | None
 ) -> Tensor:
-    """Cross energies sum_{k <= t} rho_k rho_t max(0, <delta_k, delta_t>) [b, T], one row at a time."""
+    """Compute sum_{k <= t} rho_k rho_t max(0, <delta_k, delta_t>) [b, T], one row at a time."""
     mask, ids = batch.response_mask[rows], batch.response_ids[rows]
     with torch.no_grad():
         _, hidden = _statistics(policy, batch, rows, temperature)
@@ -217,7 +220,7 @@ def cross_energy(
     ``log_p`` [K, V] are the log-probabilities of the whole vocabulary, ``targets`` [K] the sampled tokens, and
     ``importance_weights`` [K] the truncated rho times the loss mask (default: 1). delta = e_y - p (arXiv 2602.07078,
     Eq. 46 and 48), multiplied by ``slope`` [K, V], the derivative of capped logits. Memory and time grow as K^2 + K V,
-    so only the laboratory computes it.
+    so only the laboratory computes cross energies.
 
     >>> both = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()
     >>> [round(value, 6) for value in cross_energy(both, torch.tensor([0, 1])).tolist()]

@@ -25,12 +25,12 @@ from agentrl.rollout.settings import EngineSections, EnvironmentSections, Reward
 from agentrl.telemetry.settings import TelemetrySettings
 
 _UNAVAILABLE = {"values": "it needs a critic that was trained for this policy"}
-"""Inputs that rollouts of a policy alone do not have, with the reason that a message gives."""
+"""Inputs that rollouts alone do not provide, with the reason for the error message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """An estimator with its options; ``label`` is the text that the user wrote."""
+    """An estimator with its options. ``label`` is the text on the command line."""
 
     label: str
     name: str
@@ -38,9 +38,10 @@ class Choice:
 
 
 def read_choices(texts: Sequence[str]) -> tuple[Choice, ...]:
-    """Parse estimators written as ``name`` or ``name:option=value:option=value``. Default: all that can be measured.
+    """Parse estimators written as ``name`` or ``name:option=value:option=value``.
 
-    Raises SettingsError with the nearest known name or option.
+    Empty ``texts`` selects all estimators that can be measured. Raises SettingsError with the nearest known name or
+    option.
 
     >>> read_choices(["tir_otb:leave_one_out=true"])[0].options
     {'leave_one_out': True}
@@ -53,7 +54,7 @@ def read_choices(texts: Sequence[str]) -> tuple[Choice, ...]:
 
 
 def measurable() -> list[str]:
-    """Registered estimators whose inputs the rollouts of a policy have."""
+    """Return the registered estimators whose inputs rollouts provide."""
     return [name for name in ESTIMATORS.names() if not ESTIMATORS[name].requires & _UNAVAILABLE.keys()]
 
 
@@ -90,8 +91,8 @@ def draw_groups(samples: int, group_size: int, *, most: int, seed: int, problem:
 
     Disjoint groups are independent draws, so the variance over them is an unbiased estimate.
     """
-    # Each combination gets its own seed while division and group size are below 1,009, so groups do not depend on
-    # which other problems and sizes are measured.
+    # Seeds are distinct while division and group size are below 1,009, so groups do not depend on which other problems
+    # and sizes are measured.
     key = ((seed * 1_000_003 + problem) * 1_009 + division) * 1_009 + group_size
     draw = torch.Generator().manual_seed(key % (1 << 63))
     groups = min(most, samples // group_size)
@@ -101,9 +102,9 @@ def draw_groups(samples: int, group_size: int, *, most: int, seed: int, problem:
 def advantages_in(
     samples: Sequence[ProblemSample], rows: Sequence[Tensor], choice: Choice, *, drop_zero_variance: bool
 ) -> list[Tensor]:
-    """Advantages [M, N, T_j] of each problem j with the groups ``rows[j]`` [M, N].
+    """Compute the advantages [M, N, T_j] of each problem j with the groups ``rows[j]`` [M, N].
 
-    For an estimator that spans the step (for example one that whitens), a step holds one group of each problem. As in
+    For an estimator that spans the step (for example by whitening), a step contains one group of each problem. As in
     training, ``drop_zero_variance`` removes groups with equal rewards from the step. Raises SettingsError if the
     estimator needs an input that rollouts alone do not provide.
     """
@@ -135,11 +136,11 @@ def advantages_in(
 
 
 def _equal(sample: ProblemSample, rows: Tensor, greedy: bool) -> Tensor:
-    """Mask [M] of groups with equal rewards; ``greedy`` includes the reward of the greedy rollout."""
+    """Return a mask [M] of groups with equal rewards, including the greedy rollout's reward if ``greedy``."""
     returns = sample.returns[rows]  # [M, N]
     if greedy:
         returns = torch.nn.functional.pad(returns, (0, 1), value=sample.greedy_return)
-    # The tolerance of the filter of groups in training.
+    # Same tolerance as the filter of groups in training.
     return returns.amax(-1) - returns.amin(-1) <= 1e-8
 
 
@@ -178,7 +179,7 @@ class LabSettings(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class LabRequest:
-    """Arguments of the command line; None if omitted."""
+    """Command-line arguments. Omitted arguments are None."""
 
     problems: str | None = None
     group_sizes: str | None = None
@@ -189,7 +190,7 @@ class LabRequest:
 
 
 def lab_settings(request: LabRequest) -> LabSettings:
-    """Settings from command line arguments, with defaults for omitted ones. Raises SettingsError."""
+    """Build settings from command-line arguments. Raises SettingsError for invalid arguments."""
     values: dict[str, object] = {"baseline": request.baseline, "head": request.head}
     if request.group_sizes is not None:
         values["group_sizes"] = sizes = [part.strip() for part in request.group_sizes.split(",")]
@@ -206,7 +207,7 @@ def lab_settings(request: LabRequest) -> LabSettings:
 
 
 def check_lab(lab: LabSettings) -> tuple[Choice, ...]:
-    """Parse the estimators and check group sizes and baseline. Raises SettingsError."""
+    """Parse the estimators and check group sizes and baseline. Raises SettingsError if one is invalid."""
     if not lab.group_sizes or len(set(lab.group_sizes)) < len(lab.group_sizes):
         raise SettingsError(
             f"--group-sizes must be different sizes, such as 4,8,16; got {','.join(map(str, lab.group_sizes))}"

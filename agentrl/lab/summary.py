@@ -14,12 +14,12 @@ from agentrl.lab.measure import GradientMoments, ProblemMoments
 from agentrl.lab.results import Energies
 
 Floats = NDArray[np.float64]
-_LEAST_FITTED = 8  # problems below which `_columns` fits nothing
+_LEAST_FITTED = 8  # minimum number of problems for the fit in `_columns`
 
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalEstimate:
-    """A number and its 95 % interval. Infinite if the signal may be 0 or have the wrong sign."""
+    """A number and its 95 % interval, infinite if the signal may be 0 or have the wrong sign."""
 
     value: float
     low: float
@@ -98,8 +98,10 @@ def _at_one_size(
 
 
 def verdicts(lines: Sequence[Line]) -> list[str]:
-    """One sentence per group size: the least noisy estimator, those within its interval, and the best token
-    baseline, whether it wins or not."""
+    """Describe the results of each group size in a sentence.
+
+    Names the least noisy estimator, the estimators within its interval, and the best token baseline.
+    """
     messages = []
     for size in sorted({line.group_size for line in lines}):
         ranked = [line for line in lines if line.group_size == size]
@@ -119,7 +121,7 @@ def verdicts(lines: Sequence[Line]) -> list[str]:
 
 
 def is_token_baseline(label: str) -> bool:
-    """Whether an estimator, with or without options, has a baseline for every token from its group."""
+    """Return True if an estimator, with or without options, computes a baseline for every token from its group."""
     name = label.split(":")[0]
     return name in ESTIMATORS.names() and ESTIMATORS[name].group_based and ESTIMATORS[name].per_token
 
@@ -132,8 +134,11 @@ def _verdict_on_tokens(line: Line, best: Line) -> str:
 
 
 def energy_correlations(energies: Sequence[Energies]) -> dict[str, dict[str, float]]:
-    """Correlations of cheap energies with the exact energy: Pearson and Spearman over all trajectories, and Pearson
-    within problems (after subtracting each problem's means)."""
+    """Compute the correlations of cheap energies with the exact energy.
+
+    Returns Pearson and Spearman over all trajectories, and Pearson within problems, after subtracting the means of each
+    problem.
+    """
     exact = [np.array(item["exact"]) for item in energies]
     result = {}
     for name, proxy in proxy_energies(energies).items():
@@ -148,7 +153,7 @@ def energy_correlations(energies: Sequence[Energies]) -> dict[str, dict[str, flo
 
 
 def proxy_energies(energies: Sequence[Energies]) -> dict[str, list[Floats]]:
-    """Cheap energies of the trajectories, by name and problem."""
+    """Return the cheap energies of the trajectories, by name and problem."""
     return {
         "logit_proxy": [np.array(item["logit_proxy"]) for item in energies],
         "head_exact": [np.array(item["head_exact"]) for item in energies],
@@ -157,7 +162,7 @@ def proxy_energies(energies: Sequence[Energies]) -> dict[str, list[Floats]]:
 
 
 def as_records(lines: Sequence[Line]) -> list[dict[str, object]]:
-    """Convert lines to JSON values. Numbers that are not finite (for example if the scale is 0) become null."""
+    """Convert lines to JSON values. Non-finite numbers become null."""
     return [{key: _finite(value) for key, value in asdict(line).items()} for line in lines]
 
 
@@ -168,13 +173,13 @@ def _finite(value: object) -> object:
 
 
 def _columns(moments: Sequence[GradientMoments]) -> dict[str, Floats]:
-    """Moments as columns over problems. Unmeasured values are nan, and ``along`` is corrected for the drawn groups.
+    """Return moments as columns over problems, with ``along`` corrected for the drawn groups. Missing values are nan.
 
-    x = reference_along - reference_squared has expectation 0: it is the error of having drawn these groups. A least
-    squares fit of ``along`` on reference_squared and x shows how much of this error an estimator shares, and that part
-    is subtracted. Leave-one-out shares all of it, so its scale becomes exactly 1; an estimator with little noise shares
-    little. With fewer than eight problems the two fitted coefficients would leave too few degrees of freedom for the
-    intervals, and ``along`` is not corrected.
+    x = reference_along - reference_squared has expectation 0: it is the error due to the drawn groups. A least-squares
+    fit of ``along`` on reference_squared and x estimates the part of this error that an estimator shares, and this part
+    is subtracted. Leave-one-out shares the whole error, so its scale becomes exactly 1. An estimator with little noise
+    shares little. With fewer than eight problems, the two fitted coefficients would leave too few degrees of freedom
+    for the intervals, and ``along`` is not corrected.
     """
     records = [asdict(item) for item in moments]
     columns = {name: np.array([record[name] for record in records], dtype=float) for name in records[0]}
@@ -190,7 +195,7 @@ def _ratio(above: Floats, below: Floats) -> Floats:
 
 
 def _relative(noise: Floats, best: Floats) -> Floats:
-    """Ratio of two noises; nan if both are infinite or both 0."""
+    """Compute the ratio of two noises, which is nan if both are infinite or both are 0."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return noise / best
 
@@ -222,8 +227,8 @@ def _bias(columns: dict[str, Floats], weights: Floats) -> Floats:
 
 
 def _interval(values: Floats) -> IntervalEstimate:
-    # The first value belongs to the sample itself, the others to bootstrap resamples. Quantiles are not interpolated,
-    # because values may be infinite.
+    # The first value is from the sample itself, the others are from bootstrap resamples. Quantiles are not
+    # interpolated, because values may be infinite.
     known = values[1:][~np.isnan(values[1:])]
     low = np.quantile(known, 0.025, method="lower") if known.size else math.nan
     high = np.quantile(known, 0.975, method="higher") if known.size else math.nan
@@ -237,7 +242,7 @@ def _correlation(x: Floats, y: Floats) -> float:
 
 
 def _ranks(values: Floats) -> Floats:
-    """Ranks; ties get their mean rank."""
+    """Return the ranks of values. Ties have their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = counts.cumsum()
     return (ends - (counts - 1) / 2.0)[inverse]

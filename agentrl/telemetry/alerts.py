@@ -1,7 +1,7 @@
 """Alerts over the metrics of a run: pure functions of the training rows so far, in order of steps.
 
-A rule returns a sentence that describes the fault, or None. Rules are ordered with causes before symptoms. If a symptom
-and its cause both fire, only the cause has advice.
+A rule returns a sentence that describes the problem, or None. Causes are defined before symptoms. If a symptom and its
+cause both fire, only the cause has advice.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ Rule = Callable[[Sequence[Metrics]], str | None]
 
 @dataclass(frozen=True, kw_only=True)
 class AlertRule:
-    """A rule, the metrics that it reads, and what to try when it fires."""
+    """A rule, the metrics that it reads, and advice for the user."""
 
     name: str
     metrics: tuple[str, ...]  # names in the catalogue of the metrics that the rule reads
     fires: str  # the condition, with its threshold
     advice: str
     rule: Rule
-    symptom_of: tuple[str, ...] = ()  # rules whose alerts explain this one
+    symptom_of: tuple[str, ...] = ()  # rules whose alerts explain an alert of this rule
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alert:
-    """An alert that began at a step.
+    """An alert that fired at a step.
 
-    ``alert`` is the name of its rule. ``advice`` is empty if another alert explains this one.
+    ``alert`` is the name of the rule. ``advice`` is empty if another alert explains this alert.
     """
 
     step: int
@@ -55,13 +55,13 @@ class Alert:
 
 
 RULES: list[AlertRule] = []
-"""All rules, causes before symptoms: in the order of their definitions below."""
+"""All rules in the order of their definitions, causes before symptoms."""
 
 
 def _rule(
     *, metrics: tuple[str, ...], fires: str, advice: str, symptom_of: tuple[str, ...] = ()
 ) -> Callable[[Rule], Rule]:
-    """Add a function to :data:`RULES` under its name."""
+    """Add the decorated function to :data:`RULES` under its name."""
 
     def add(rule: Rule) -> Rule:
         RULES.append(
@@ -86,7 +86,7 @@ def training_rows(rows: Iterable[Metrics]) -> list[Metrics]:
 
 
 def alerts(rows: Sequence[Metrics]) -> list[Alert]:
-    """Return the alerts that fire after the last of these :func:`training_rows`, causes before symptoms."""
+    """Return the alerts that fire after the last of ``rows`` (:func:`training_rows`), causes before symptoms."""
     fired = ((rule, rule.rule(rows)) for rule in RULES) if rows else ()
     return explained(
         Alert(step=int(rows[-1]["step"]), alert=rule.name, message=message, advice=rule.advice)
@@ -109,16 +109,16 @@ def explained(fired: Iterable[Alert]) -> list[Alert]:
 
 
 def reward_change(rows: Sequence[Metrics]) -> ChangeRecord | None:
-    """Compare the mean reward of the first and last steps, up to five each. Returns None for fewer than two steps."""
+    """Compare the mean rewards of the first and last steps, up to five each. Returns None for fewer than two steps."""
     scored = [row for row in rows if "reward/stderr" in row]
     count = min(_RECENT, len(scored) // 2)
     return _compared(scored[:count], scored[-count:]) if count else None
 
 
 def held_out_change(rows: Sequence[Metrics]) -> ChangeRecord | None:
-    """Compare the held-out score before training with the newest one. Returns None unless there are both.
+    """Compare the held-out score before training with the newest score. Returns None for fewer than two scores.
 
-    Both evaluations play the same problems, so the standard errors are those of the interval for this benchmark.
+    Both evaluations use the same problems, so the standard errors are taken from the interval for this benchmark.
     """
     scored = [row for row in rows if "eval/avg_at_k" in row]
     if len(scored) < 2:
@@ -129,7 +129,7 @@ def held_out_change(rows: Sequence[Metrics]) -> ChangeRecord | None:
 
 
 def is_worse(reward: ChangeRecord | None, held_out: ChangeRecord | None) -> bool:
-    """Return whether the held-out score, or without one the reward, fell by at least three standard errors."""
+    """Return True if the held-out score fell by at least three standard errors. Without a score, use the reward."""
     change = held_out or reward
     return change is not None and change["end"] < change["start"] and _errors(change) >= _WORSE
 
@@ -204,7 +204,7 @@ def _below_the_start(rows: Sequence[Metrics]) -> str | None:
         return None
     count = max(2, min(_RECENT, len(scored) // 2))
     last = scored[-count:]
-    # A policy that collapses at once has few good steps. Comparing with later steps too would hide the fall.
+    # A policy that collapses early has few good steps. Averaging them with later steps would hide the fall.
     for first in (scored[:number] for number in range(1, min(_RECENT, len(scored) - count) + 1)):
         change = _compared(first, last)
         groups = sum(row.get("groups/issued", 0.0) for row in first)
@@ -308,7 +308,7 @@ def constant_reward(rows: Sequence[Metrics]) -> str | None:
     "the answer that it contains; if the reward is right, raise optimizer.learning_rate",
 )
 def random_reward(rows: Sequence[Metrics]) -> str | None:
-    # Problems that are all equally hard look the same, until training improves the reward.
+    # Rewards of equally hard problems also vary little between problems, until training improves the reward.
     shares = _series(rows, "reward/problem_share")[-2 * _PAST :]
     values = _series(rows, "reward/mean")
     change = _change(values)
@@ -331,8 +331,8 @@ def random_reward(rows: Sequence[Metrics]) -> str | None:
     advice="lower optimizer.learning_rate, raise algorithm.clip_high, or set algorithm.entropy_coefficient",
 )
 def entropy_collapse(rows: Sequence[Metrics]) -> str | None:
-    # A policy that solves nearly every problem has a low entropy too: healthy runs end below 0.01 nats at a reward of
-    # 0.97. `policy/entropy` is missing in steps that train no group, as after a collapse.
+    # A policy that solves nearly every problem also has low entropy: healthy runs end below 0.01 nats at a reward of
+    # 0.97. `policy/entropy` cannot be used, because steps that train no group, as after a collapse, lack it.
     first, last = _first_and_last(rows, "rollout/sampled_entropy")
     if last is None or first is None or last >= 0.05 * first or last >= 0.01:
         return None
@@ -351,7 +351,7 @@ def entropy_collapse(rows: Sequence[Metrics]) -> str | None:
     symptom_of=("reward_collapse",),
 )
 def gradient_spike(rows: Sequence[Metrics]) -> str | None:
-    # Norms of single steps are heavy-tailed, and return to early values when few groups have a signal.
+    # Norms of single steps are heavy-tailed, and return to their early values when few groups have a signal.
     values = _series(rows, "policy/gradient_norm")
     if len(values) < _PAST + _RECENT:
         return None
@@ -444,7 +444,7 @@ def memory(rows: Sequence[Metrics]) -> str | None:
 
 
 MACHINE_METRICS = (DISK_FREE, MEMORY_FREE)
-"""Added to the rows by :func:`agentrl.telemetry.machine.free_room` for the rules only. No file contains them."""
+"""Metrics that :func:`agentrl.telemetry.machine.free_room` adds to rows for the rules. No file contains them."""
 
 NAMES = tuple(rule.name for rule in RULES)
 
@@ -454,7 +454,7 @@ def _series(rows: Sequence[Metrics], key: str) -> list[float]:
 
 
 def _first_and_last(rows: Sequence[Metrics], key: str) -> tuple[float | None, float | None]:
-    """Return the means of the first and of the last five values, or None for both while they overlap."""
+    """Return the means of the first and the last five values, or None for both if these values overlap."""
     values = _series(rows, key)
     if len(values) < 2 * _RECENT:
         return None, None
@@ -462,7 +462,7 @@ def _first_and_last(rows: Sequence[Metrics], key: str) -> tuple[float | None, fl
 
 
 def _constant(rows: Sequence[Metrics]) -> float | None:
-    """Return the reward of all rollouts of the rows if it is one value, otherwise None."""
+    """Return the reward of all rollouts of the rows if their rewards are equal, otherwise None."""
     values = {row.get("reward/mean") for row in rows}
     alike = len(values) == 1 and all(row.get("reward/stderr") == 0 for row in rows)
     return values.pop() if alike else None
@@ -471,9 +471,9 @@ def _constant(rows: Sequence[Metrics]) -> float | None:
 def _compared(first: Sequence[Metrics], last: Sequence[Metrics]) -> ChangeRecord:
     """Compare the mean reward of the first and last rows.
 
-    The variance of the first rows is raised to that of the last rows if it is smaller, because the means of a few
-    groups may be equal by chance. The variance of the last rows is never raised: after a collapse rewards no longer
-    vary, and a larger variance would hide the collapse.
+    The variance of the first rows is raised to the variance of the last rows if it is smaller, because the means of a
+    few groups may be equal by chance. The variance of the last rows is never raised, because rewards no longer vary
+    after a collapse, and a larger variance would hide it.
     """
     start, end = (statistics.fmean(row["reward/mean"] for row in part) for part in (first, last))
     noises = [statistics.fmean(row["reward/stderr"] ** 2 for row in part) for part in (first, last)]
@@ -486,7 +486,7 @@ def _change_record(start: float, end: float, error: float) -> ChangeRecord:
 
 
 def _errors(change: ChangeRecord) -> float:
-    """Return by how many standard errors the end is below the start."""
+    """Return the fall from start to end in standard errors."""
     if change["standard_errors"] is None:
         return math.inf if change["end"] < change["start"] else 0.0
     return -change["standard_errors"]
@@ -498,7 +498,10 @@ def _steps(rows: Sequence[Metrics]) -> str:
 
 
 def _change(values: Sequence[float]) -> float | None:
-    """Return the distance of the means of the first and last 20 values in standard errors, None for too few values."""
+    """Return the distance between the means of the first and last 20 values in standard errors.
+
+    Returns None for fewer than 40 values.
+    """
     if len(values) < 2 * _PAST:
         return None
     first, last = values[:_PAST], values[-_PAST:]

@@ -1,4 +1,4 @@
-"""Console output of a run: notes, tables and progress, live on a terminal and in plain lines elsewhere."""
+"""Console output of a run: notes, tables and progress. The display is live on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from rich.text import Text
 from agentrl.telemetry.metrics import METRICS, USER_METRICS
 from agentrl.telemetry.settings import TelemetrySettings
 
-_RECENT = 20  # steps of the running average and of the estimated time left
+_RECENT = 20  # steps in the running average and in the estimate of the remaining time
 _PLAIN_WIDTH = 160
 
 
 class Console:
-    """Terminal output of a run. Nothing else writes to the terminal while it is active."""
+    """Terminal output of a run. Nothing else may write to the terminal while a console is active."""
 
     def __init__(self, settings: TelemetrySettings, file: TextIO | None = None, copy: TextIO | None = None) -> None:
-        """``file`` defaults to standard output. ``copy`` also receives all output, in plain lines."""
+        """Write to ``file``, by default standard output. ``copy`` also receives all output, as plain lines."""
         self._settings = settings
         self.copy = None if copy is None else Console(settings, copy)
         probe = RichConsole(file=file)
         self.live = settings.console == "auto" and probe.is_terminal
-        # In a notebook rich would make an HTML block of each line. A kernel asks for colours, as a terminal would.
+        # In a notebook, rich would render each line as an HTML block, and kernels request colours like a terminal.
         plain = RichConsole(file=file, width=_PLAIN_WIDTH, force_jupyter=False, force_terminal=False)
         self._rich = probe if probe.is_terminal else plain
 
     def note(self, text: str) -> None:
-        """Print a line, above the progress display if there is one. On a terminal, wrap it between words."""
+        """Print a line, above an active progress display. On a terminal, the line is wrapped between words."""
         self._print(Text(text))
 
     def warning(self, text: str) -> None:
@@ -52,15 +52,15 @@ class Console:
         self._print(table)
 
     def _print(self, content: Text | Table) -> None:
-        # Log lines are not wrapped. On a terminal, rich wraps between words; the terminal itself would break words.
+        # Log lines are not wrapped. On a terminal, rich wraps between words, because the terminal would break words.
         self._rich.print(content, soft_wrap=isinstance(content, Text) and not self._rich.is_terminal)
         if self.copy is not None:
             self.copy._print(content)
 
     def progress(self, total: int, done: int = 0, unit: str = "step", lines: int | None = None) -> RunProgress:
-        """Return a context manager that shows the progress over ``total`` steps, of which ``done`` are complete.
+        """Return a context manager that displays progress over ``total`` steps, of which ``done`` are complete.
 
-        Without a live display, about ``lines`` lines are printed at most.
+        Without a live display, at most about ``lines`` lines are printed.
         """
         every = None if self._settings.console == "off" else self._settings.plain_every
         if every is not None and lines is not None:
@@ -69,12 +69,12 @@ class Console:
 
 
 class RunProgress:
-    """Progress of one loop. Call ``update`` after each step, and ``close`` (or leave the context) at the end."""
+    """Progress display of a loop. Call ``update`` after each step, and ``close`` (or exit the context) at the end."""
 
     def __init__(
         self, console: Console, bar: Progress | None, unit: str, total: int, done: int, every: int | None
     ) -> None:
-        """Without a ``bar``, print a line every ``every`` steps, or none if it is None."""
+        """Display progress in ``bar``. If ``bar`` is None, print a line every ``every`` steps instead."""
         self._bar, self._unit = bar, unit
         self._plain = console if bar is None else console.copy
         self._total, self._every = total, every
@@ -91,7 +91,7 @@ class RunProgress:
         self.close()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that ``step`` steps are complete; ``metrics`` is the step's row of ``metrics.jsonl``."""
+        """Set the number of complete steps to ``step`` and display ``metrics``, the step's row of ``metrics.jsonl``."""
         self._times.append((time.monotonic(), step))
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
@@ -103,7 +103,7 @@ class RunProgress:
             self._plain.note(f"{self._unit} {step}/{self._total}  {figures}  {left}")
 
     def close(self) -> None:
-        """End the display. Its last state stays visible."""
+        """Stop the display, whose last state remains visible."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -115,7 +115,7 @@ class RunProgress:
 
 
 class _Figures(ProgressColumn):
-    """Metrics of the latest step, wrapped to as many lines as needed. No metric is cut or split between lines."""
+    """Column with the metrics of the latest step, wrapped between metrics."""
 
     def render(self, task: Task) -> Columns:
         return Columns([Text(part) for part in task.fields["figures"].split("  ")], padding=(0, 2))
@@ -135,7 +135,7 @@ def _bar(rich: RichConsole) -> Progress:
 
 
 def describe(metrics: Mapping[str, float], average_reward: float | None) -> str:
-    """Format the figures of one step, without missing ones.
+    """Format the figures of one step. Missing metrics are left out.
 
     >>> describe({"reward/mean": 0.5, "tokens_per_s": 5210.0, "policy/entropy": 0.31}, 0.4)
     'reward 0.500 (avg 0.400)  entropy 0.310  5.2k tokens/s'

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, and appended files whose incomplete last line can be repaired."""
+"""Atomic writes, appended files with repair of an incomplete last line, locks and checksums."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from safetensors import SafetensorError
 from agentrl.errors import SettingsError, WorldError
 
 _BLOCK = 1 << 16
-LOCK_DEADLINE = 10.0  # seconds; children of a killed run may hold a lock for a moment
+LOCK_DEADLINE = 10.0  # seconds; children of a killed run may briefly hold a lock
 
 
 @contextmanager
 def world_errors(path: Path, doing: str) -> Iterator[None]:
-    """Convert errors of the disk (full, missing, read-only) to a WorldError with the name of the file."""
+    """Convert file-system errors to a WorldError with the name of the file."""
     try:
         yield
     except OSError as error:
@@ -36,7 +36,7 @@ def world_errors(path: Path, doing: str) -> Iterator[None]:
 
 @contextmanager
 def wrong_shape(where: str) -> Iterator[None]:
-    """Convert errors from values of unexpected shape (a missing field, a string for a number) to a WorldError."""
+    """Convert errors from malformed content (a missing field, a string for a number) to a WorldError."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -46,14 +46,14 @@ def wrong_shape(where: str) -> Iterator[None]:
 def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write a file atomically and durably: ``write`` fills a temporary file, which is then renamed to ``path``.
 
-    A device or a pipe, such as ``/dev/null``, is written in place: a rename would replace it.
+    A device or a pipe, such as ``/dev/null``, is written in place, because a rename would replace it.
     """
     if path.exists() and not path.is_file():
         with world_errors(path, "write"), path.open("wb") as out:
             write(out)
         return
-    # In the same directory, because a rename is atomic only within a file system. The process id keeps two writers of
-    # the same file apart.
+    # The temporary file is in the same directory, because a rename is atomic only within a file system. The process id
+    # separates concurrent writers of the same file.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with world_errors(path, "write"):
         try:
@@ -69,33 +69,33 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 class BackgroundWriter:
-    """Writes files in a background thread, one at a time. Submitting a file waits for the previous one."""
+    """Writes files in a background thread, one at a time."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._current: Future[object] | None = None
 
     def submit(self, write: Callable[[], object]) -> None:
-        """Wait until the previous file is written, then start ``write``. Raises the error of the previous file."""
+        """Wait until the previous file is written, then start ``write``. Raises the error of the previous write."""
         self.settle()
         self._current = self._thread.submit(write)
 
     def settle(self) -> None:
-        """Wait until the current file is written. Raises the error of writing it."""
+        """Wait until the current file is written. Raises the error of this write."""
         current, self._current = self._current, None
         if current is not None:
             current.result()
 
     def close(self) -> None:
-        """Wait for the current file, ignore its error, and end the thread."""
+        """Wait for the current file and stop the thread. Ignores the error of the write."""
         self._thread.shutdown()
 
 
 def contained(path: Path, folder: Path) -> Path:
     """Return ``path`` with links resolved. Raises WorldError if it is outside ``folder`` or is not a regular file.
 
-    Directories of runs and evaluations are shared between people, so a link inside one must not expose files of the
-    reader's machine. A missing file is not an error here; opening it raises FileNotFoundError.
+    Directories of runs and evaluations are shared between users, so a link in a directory must not expose files of the
+    reader's machine. A missing file is not an error, because opening it raises FileNotFoundError.
     """
     with world_errors(path, "read"):
         resolved, root = path.resolve(), folder.resolve()
@@ -103,18 +103,18 @@ def contained(path: Path, folder: Path) -> Path:
             raise WorldError(
                 f"{path} was not read because it links to a file outside {folder}: replace the link with the file"
             )
-        # Reading a pipe or a device could block or never end.
+        # Reading a pipe or a device could block forever.
         if resolved.exists() and not stat.S_ISREG(resolved.stat().st_mode):
             raise WorldError(f"{path} was not read because it is not a regular file")
     return resolved
 
 
 def take_lock(path: Path, busy: str, *, deadline: float) -> int:
-    """Lock the file ``path``, which is created if missing. Returns the open handle; closing it releases the lock.
+    """Create and lock the file ``path``. Returns the open handle, which releases the lock when closed.
 
-    Writes the identity of this machine into the file, for :func:`lock_is_held`. Raises SettingsError with the message
-    ``busy`` after ``deadline`` seconds, and OSError if the file cannot be created. Gives no protection on file systems
-    without ``flock``.
+    Writes the identity of this machine into the file for :func:`lock_is_held`. Raises SettingsError with the message
+    ``busy`` after ``deadline`` seconds, and OSError if the file cannot be created. Not guaranteed: protection on file
+    systems without ``flock``.
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     end = time.monotonic() + deadline
@@ -133,13 +133,13 @@ def take_lock(path: Path, busy: str, *, deadline: float) -> int:
 
 
 def lock_is_held(path: Path) -> bool | None:
-    """Return True while a process holds the lock ``path``, False if none does, None if that cannot be determined.
+    """Return True if a process holds the lock ``path``, False if it is free, and None if the state is unknown.
 
-    Some network file systems do not share locks between machines, so a free lock means something only if this machine
-    was the last to take it.
+    Some network file systems do not share locks between machines. A lock therefore counts as free only if this machine
+    was the last to acquire it.
     """
     try:
-        # The directory may come from someone else, so do not follow links or block on a pipe.
+        # The directory may be from another user, so do not follow links or block on a pipe.
         lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
@@ -163,7 +163,7 @@ def _machine() -> str:
 
 
 def json_line(row: Mapping[str, object]) -> bytes:
-    """Return one JSON object and a newline. Raises ValueError for values outside JSON (NaN, infinity, objects)."""
+    """Encode ``row`` as a line of JSON. Raises ValueError for values that JSON cannot express, such as NaN."""
     return json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
@@ -176,7 +176,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def repair_torn_line(path: Path) -> int:
-    """Remove an incomplete last line, left by a kill or a full disk. Returns the number of removed bytes."""
+    """Remove an incomplete last line after a crash or a full disk. Returns the number of removed bytes."""
     if not path.exists():
         return 0
     with world_errors(path, "repair"), path.open("rb+") as file:
@@ -202,13 +202,16 @@ def _sync_folder(folder: Path) -> None:
 
 
 def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file. Raises OSError if it cannot be read."""
+    """Compute the SHA-256 of a file. Raises OSError if the file cannot be read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def damaged(folder: Path, expected: Mapping[str, str], *, part: int = 0, parts: int = 1) -> list[str]:
-    """Return a message for each damaged file of ``expected``, checking every ``parts``-th file from ``part`` on."""
+    """Compare files with their ``expected`` checksums. Returns a message for each damaged file.
+
+    Checks every ``parts``-th file, starting with number ``part``.
+    """
     messages = []
     for name in sorted(expected)[part::parts]:
         try:

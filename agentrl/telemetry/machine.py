@@ -21,7 +21,7 @@ MEMORY_FREE = "machine/memory_free_share"
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Description of a machine. ``cores`` and ``memory_bytes`` respect the process's affinity and control group."""
+    """Description of a machine. ``cores`` and ``memory_bytes`` are limited by CPU affinity and control group."""
 
     system: str
     python: str
@@ -32,7 +32,7 @@ class Machine:
     compiler: str | None
 
     def lines(self) -> list[str]:
-        """Return lines for the console."""
+        """Format the description as lines for the console."""
         memory = f"{self.memory_bytes / _GIB:.1f} GiB"
         return [
             f"machine: {self.cores} cores, {memory} memory, GPU: {', '.join(self.gpus) or 'none'}",
@@ -43,7 +43,7 @@ class Machine:
 
 
 def describe_machine() -> Machine:
-    """Describe this machine. Imports torch to list the GPUs, which takes seconds."""
+    """Describe this machine. Imports torch, which takes seconds, to list the GPUs."""
     return Machine(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
@@ -56,7 +56,7 @@ def describe_machine() -> Machine:
 
 
 def usable_cores() -> int:
-    """Return the number of cores of this process: its affinity, limited by its control group's quota (rounded up)."""
+    """Return the number of cores that this process may use: its affinity, limited by its control group's quota."""
     cores = len(os.sched_getaffinity(0))
     return min(cores, _quota_cores(_read("/sys/fs/cgroup/cpu.max")) or cores)
 
@@ -69,7 +69,7 @@ def usable_memory() -> int:
 
 
 def free_room(folder: Path) -> dict[str, float]:
-    """Return the free bytes on the disk of ``folder`` and the free share of usable memory, for alerts."""
+    """Return the free bytes on the disk of ``folder`` and the free fraction of usable memory, for alerts."""
     metrics = {MEMORY_FREE: free_memory() / usable_memory()}
     with contextlib.suppress(OSError):  # an unavailable disk has no value
         metrics[DISK_FREE] = float(shutil.disk_usage(folder).free)
@@ -77,7 +77,7 @@ def free_room(folder: Path) -> dict[str, float]:
 
 
 def free_memory() -> int:
-    """Return the available memory in bytes, limited by what the control group has left without its cache."""
+    """Return the available memory in bytes, limited by the free memory of the control group without its cache."""
     machine = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
     free = int(machine[1]) * 1024 if machine else usable_memory()
     limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
@@ -88,12 +88,12 @@ def free_memory() -> int:
 
 
 def find_compiler() -> str | None:
-    """Return the C++ compiler that PyTorch's extension builder uses, ``$CXX`` or ``c++``, or None if it is missing."""
+    """Return the path of the compiler that PyTorch uses to build extensions (``$CXX`` or ``c++``), or None."""
     return shutil.which(os.environ.get("CXX") or "c++")
 
 
 def _quota_cores(text: str) -> int | None:
-    """Number of cores in the text of ``cpu.max``, such as ``150000 100000`` (2) or ``max 100000`` (None)."""
+    """Parse ``cpu.max`` into a number of cores: ``150000 100000`` is 2, ``max 100000`` is None."""
     parts = text.split()
     if len(parts) != 2 or not all(part.isdigit() for part in parts):
         return None

@@ -1,6 +1,6 @@
-"""Metrics of ``metrics.jsonl``: definition, registration by users, and the catalogue of the built-in ones.
+"""Metrics of ``metrics.jsonl``: registration of custom metrics, and the catalogue of the built-in metrics.
 
-Console, plots, viewer and docs/metrics.md read name, unit, meaning and healthy range from here.
+Console, plots, viewer and docs/metrics.md use the names, units, meanings and healthy ranges in this module.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 Measure = TypeVar("Measure", bound="Callable[[Sequence[Any]], float | None]")
 
 EVERY_STEP = ""
-"""Value of ``when`` for metrics that every training row has."""
+"""Value of ``when`` for metrics of every training row."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A number in ``metrics.jsonl``, or a family of numbers: ``{...}`` in the name stands for any text."""
+    """A number in ``metrics.jsonl``, or a family of numbers, in whose name ``{...}`` matches any text."""
 
     name: str
     unit: str
@@ -43,7 +43,7 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class UserMetric:
-    """A metric of a plug-in, computed from a step's trajectories without greedy and excluded ones."""
+    """A metric of a plug-in, computed from a step's trajectories except greedy and excluded trajectories."""
 
     metric: Metric
     measure: Callable[[Sequence[Any]], float | None]
@@ -77,7 +77,7 @@ def register_metric(
 
 
 def user_metrics(trajectories: Sequence[object], taken: Container[str]) -> dict[str, float]:
-    """Compute the metrics of plug-ins over a step's trajectories, except those whose name is in ``taken``."""
+    """Compute the metrics of plug-ins over a step's trajectories, except metrics with a name in ``taken``."""
     values = {}
     for name in USER_METRICS.names():
         try:
@@ -363,7 +363,7 @@ _FAMILIES = tuple(metric for metric in METRICS.values() if "{" in metric.name)
 
 
 def metric_of(key: str) -> Metric | None:
-    """Return the metric of a key in ``metrics.jsonl``, including plug-ins' metrics, or None for an unknown key.
+    """Return the built-in or custom metric of a key in ``metrics.jsonl``, or None for an unknown key.
 
     >>> metric_of("rollout/ended/answered").unit
     'rollouts'

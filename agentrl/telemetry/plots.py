@@ -1,11 +1,11 @@
 """Plots of a run from its ``metrics.jsonl``: one PNG per subject and one overview. Subjects without values are omitted.
 
-Rows with ``reward/...`` and similar names are training steps, rows with ``eval/...`` are evaluations. Shaded bands and
-error bars are 95 % intervals (``reward/mean`` +- 1.96 ``reward/stderr``; ``eval/low`` to ``eval/high``). Every plot has
-a twin for dark pages, ``NAME-dark.png``. Evaluations, studies and measurements style their figures with this module.
+Shaded bands and error bars are 95 % intervals: ``reward/mean`` +- 1.96 ``reward/stderr``, and ``eval/low`` to
+``eval/high``. Every plot has a version for dark pages, ``NAME-dark.png``. Evaluations, studies and measurements style
+their figures with this module.
 
 Plots, viewer and reports share the palette. Any two of its colours differ by at least 20 in CIELAB, also under
-simulated deuteranopia (tests/telemetry/test_palette.py). Dashes distinguish lines in addition.
+simulated deuteranopia (tests/telemetry/test_palette.py). Lines also differ in their dashes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _WINDOW = 15  # steps of the running mean
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One subject: its file, and the function that draws it, which returns False if there are no values."""
+    """A plot of one subject. ``draw`` returns False if there are no values."""
 
     file: str
     title: str
@@ -77,7 +77,7 @@ class Panel:
 def draw_plots(rows: Iterable[Row], folder: Path, title: str) -> list[Path]:
     """Draw every panel that has values, and an ``overview.png`` of them, into ``folder``. Returns the files.
 
-    ``title`` is written on each plot: the name of the run, its seed, the size of its steps.
+    ``title`` is printed on each plot, such as the name, the seed and the step size of the run.
     """
     measured = list(rows)
     drawn: list[Panel] = []
@@ -102,7 +102,7 @@ def series(rows: Iterable[Row], key: str) -> tuple[list[float], list[float]]:
 
 
 def running_mean(values: Sequence[float], window: int = _WINDOW) -> list[float]:
-    """Return the mean of each value and its neighbours, over ``window`` (odd) values or fewer at the ends.
+    """Compute the moving average over ``window`` (odd) values, or fewer at the ends.
 
     >>> running_mean([1.0, 3.0, 8.0, 1.0], window=3)
     [2.0, 4.0, 4.0, 4.5]
@@ -141,12 +141,12 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def caption(figure: Figure, text: str) -> None:
-    """Write above a figure which run or measurement it shows and what its intervals are."""
+    """Add a caption above a figure."""
     figure.suptitle(text, x=0.01, ha="left", fontsize=9)
 
 
 def style_axes(axes: Axes, title: str) -> None:
-    """Add a title and horizontal grid lines to axes, and remove their frame."""
+    """Add a title and horizontal grid lines to axes, and remove the frame."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.grid(axis="y", color="#e3e5e8", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -155,7 +155,7 @@ def style_axes(axes: Axes, title: str) -> None:
 
 
 def legend_below(axes: Axes, columns: int = 2) -> None:
-    """Add the legend below the label of the x axis, where it covers no line."""
+    """Add a legend below the label of the x axis, where it does not cover lines."""
     from matplotlib.transforms import ScaledTranslation
 
     if not axes.get_legend_handles_labels()[1]:
@@ -166,13 +166,13 @@ def legend_below(axes: Axes, columns: int = 2) -> None:
 
 
 def line_options(index: int) -> dict[str, Any]:
-    """Return colour and dashes of the n-th line of a plot as arguments of matplotlib."""
+    """Return the colour and dashes of the n-th line of a plot as matplotlib arguments."""
     colour, dashes = line_style(index)
     return {"color": LIGHT[colour], "linestyle": (0, dashes) if dashes else "-"}
 
 
 def save_themes(figure: Figure, path: Path) -> list[Path]:
-    """Write the figure for light pages to ``path`` and for dark pages to ``NAME-dark.png``. Returns both files."""
+    """Write a figure for light pages to ``path`` and for dark pages to ``NAME-dark.png``. Returns both files."""
     dark = path.with_name(f"{path.stem}-dark.png")
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, lambda out: figure.savefig(out, format="png"))
@@ -182,7 +182,7 @@ def save_themes(figure: Figure, path: Path) -> list[Path]:
 
 
 def _darken(figure: Figure) -> None:
-    """Replace the colours of a figure by those for dark pages. Greys, white and black become their counterparts."""
+    """Replace the colours of a figure by their counterparts for dark pages."""
     from matplotlib.collections import Collection
     from matplotlib.colors import to_hex, to_rgba
     from matplotlib.lines import Line2D
@@ -205,7 +205,7 @@ def _darken(figure: Figure) -> None:
     for item in figure.findobj():
         if isinstance(item, Text):
             item.set_color(dark(item.get_color()))
-        elif isinstance(item, Line2D):  # caps of error bars have edge colours that do not follow the line's
+        elif isinstance(item, Line2D):  # caps of error bars have separate edge colours
             face, edge = dark(item.get_markerfacecolor()), dark(item.get_markeredgecolor())
             item.set(color=dark(item.get_color()), markerfacecolor=face, markeredgecolor=edge)
         elif isinstance(item, Patch):
@@ -217,7 +217,7 @@ def _darken(figure: Figure) -> None:
 
 
 def _line(axes: Axes, rows: Sequence[Row], key: str, label: str | None, index: int = 0) -> bool:
-    """Draw the n-th line: steps pale and their running mean bold, or only the steps if there are few."""
+    """Draw the n-th line: pale steps with a bold running mean, or only the steps if there are few."""
     steps, values = series(rows, key)
     if not steps:
         return False
@@ -254,7 +254,7 @@ def _evaluation(axes: Axes, rows: Sequence[Row]) -> bool:
         axes.plot(steps, values, **line_options(index), linewidth=1.0, marker=".",
                   label=name if len(families) <= 7 else None)  # fmt: skip
     steps, means = series(evaluations, "eval/avg_at_k")
-    # In rows of older versions, a rounding error may put a bound on the wrong side of its mean.
+    # In rows of older versions, rounding may have moved a bound past its mean.
     below = [max(mean - row.get("eval/low", mean), 0.0) for mean, row in zip(means, evaluations, strict=True)]
     above = [max(row.get("eval/high", mean) - mean, 0.0) for mean, row in zip(means, evaluations, strict=True)]
     last = evaluations[-1]
@@ -268,7 +268,7 @@ def _evaluation(axes: Axes, rows: Sequence[Row]) -> bool:
 
 
 def _lines(label: str, *names: str, logarithmic: bool = False) -> Draw:
-    """Build a function that draws metrics by name, optionally on a logarithmic axis if a value is above zero."""
+    """Build a function that draws the metrics ``names``, on a logarithmic axis if requested and possible."""
 
     def draw(axes: Axes, rows: Sequence[Row]) -> bool:
         drawn = [key for index, key in enumerate(names) if _line(axes, rows, key, METRICS[key].label, index)]

@@ -1,4 +1,4 @@
-"""JSON records of a run in checkpoints, ``metrics.jsonl`` and ``summary.json``."""
+"""Types of the JSON records in checkpoints, ``metrics.jsonl`` and ``summary.json``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ class BestRecord(EvaluationRecord):
 
 
 class ChangeRecord(TypedDict):
-    """A mean before and after training. ``standard_errors`` is the rise in standard errors, or None if these are 0."""
+    """Means at the start and the end of training.
+
+    ``standard_errors`` is the rise in standard errors, or None if the standard error is 0.
+    """
 
     start: float
     end: float
@@ -50,8 +53,9 @@ class ChangeRecord(TypedDict):
 class Summary(TypedDict):
     """Content of ``summary.json``.
 
-    ``evaluations`` contains the evaluations' rows of ``metrics.jsonl``, ``scores`` their records. ``worse_than_start``
-    is true if the held-out score, or without one the reward, fell by at least three standard errors. ``alerts``
+    ``evaluations`` contains the rows of evaluations in ``metrics.jsonl``, and ``scores`` their records.
+    ``worse_than_start`` is true if the held-out score (or the reward, without evaluations) fell by at least three
+    standard errors. ``alerts``
     contains the first alert of each rule in ``alerts.jsonl``, causes before symptoms.
     """
 

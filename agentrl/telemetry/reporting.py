@@ -1,4 +1,4 @@
-"""Transfer of a run to its experiment trackers, in threads that training never waits for before its end."""
+"""Transfer of a run to experiment trackers in background threads. Training waits for them only at its end."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Message = Callable[[Tracker], object]
 
 
 class TrackerThread:
-    """Open a tracker in a separate thread and pass it messages in order, from a bounded queue.
+    """Thread that opens a tracker and processes messages in order, from a bounded queue.
 
-    ``say`` and ``warn`` print a line and are called from that thread. The first failure and the first dropped message
-    are printed; a last line counts them.
+    ``say`` and ``warn`` print a line. Only the first failure and the first dropped message are printed, and their
+    counts at the end.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class TrackerThread:
         self._thread.start()
 
     def put(self, message: Message) -> None:
-        """Queue a message; returns at once. It is dropped if the queue is full, or the tracker could not be opened."""
+        """Queue a message without waiting. Drops it if the queue is full or the tracker could not be opened."""
         with self._changed:
             if self._over:
                 return
@@ -64,7 +64,7 @@ class TrackerThread:
             self._warn(f"tracker {self._name} is too slow, so messages are dropped; {_ELSEWHERE}")
 
     def close(self, deadline: float) -> None:
-        """End the thread once the queue is empty, at the latest at ``deadline`` (monotonic)."""
+        """Wait until the queue is empty and stop the thread, at the latest at ``deadline`` (monotonic)."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -108,7 +108,7 @@ class TrackerThread:
 
 
 class Trackers:
-    """The trackers of one run. Only :meth:`close` waits for them."""
+    """Experiment trackers of one run. Only :meth:`close` waits for them."""
 
     def __init__(
         self,
@@ -118,13 +118,13 @@ class Trackers:
         say: Callable[[str], object],
         warn: Callable[[str], object],
     ) -> None:
-        """``run`` is None on ranks other than 0, which have no trackers."""
+        """Create the trackers of ``run``, which is None on ranks other than 0."""
         self._telemetry, self._run, self._say, self._warn = telemetry, run, say, warn
         self._threads: list[TrackerThread] = []
         self._due: int | None = None  # step whose sample is sent next
 
     def begin(self, settings: Mapping[str, object], *, step: int, resumed: bool) -> None:
-        """Open the trackers after ``step`` completed steps. A ``resumed`` run continues the runs at the trackers."""
+        """Open the trackers after ``step`` completed steps. If ``resumed``, continue the existing tracker runs."""
         run = self._run
         if run is None:
             return
@@ -133,7 +133,7 @@ class Trackers:
             self._threads.append(TrackerThread(name, opening, say=self._say, warn=self._warn))
 
     def row(self, row: Metrics) -> None:
-        """Send a row of ``metrics.jsonl``, and a sample of the previous step's trajectories if it is due.
+        """Send a row of ``metrics.jsonl`` and, if due, a sample of the previous step's trajectories.
 
         The sample is sent one step later, because the trajectories of a step are written during the next one.
         """
@@ -147,11 +147,11 @@ class Trackers:
             self._due = step
 
     def table(self, table: SampleTable) -> None:
-        """Send a table that the caller has filled."""
+        """Send a table of trajectories."""
         self._send(lambda tracker: tracker.trajectories(table))
 
     def plots(self) -> None:
-        """Send the plots that the run directory contains."""
+        """Send the plots in the run directory."""
         if self._run is not None:
             files = sorted(file for file in self._run.plots.glob("*.png") if not file.stem.endswith("-dark"))
             self._send(lambda tracker: tracker.plots(files))
@@ -200,7 +200,7 @@ class Trackers:
 
 
 def flat(settings: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the settings with dotted keys.
+    """Yield nested settings with dotted keys.
 
     >>> dict(flat({"seed": 1, "model": {"path": None, "tiny": {"layers": 2}}}))
     {'seed': 1, 'model.path': None, 'model.tiny.layers': 2}
@@ -213,7 +213,7 @@ def flat(settings: Mapping[str, object], path: str = "") -> Iterator[tuple[str, 
 
 
 def table_row(record: JsonRecord) -> tuple[Cell, ...]:
-    """Return the cells of a stored trajectory in the order of :data:`COLUMNS`."""
+    """Return the cells of a trajectory's record in the order of :data:`COLUMNS`."""
     segments = record["segments"]
     model = [segment for segment in segments if segment["origin"] == "model"]
     parts = [

@@ -1,7 +1,7 @@
-"""Directory of one run; README.md lists its files. ``step`` counts completed optimizer steps, from 0 before training.
+"""Directory of one run, whose files README.md lists. ``step`` counts completed optimizer steps, 0 before training.
 
-One process at a time uses a run directory, ensured by a lock that is released when the process ends. Not guaranteed:
-protection on file systems without ``flock``, and against other programs that write there.
+A lock ensures that one process at a time uses a run directory, and is released when the process ends. Not guaranteed:
+protection on file systems without ``flock``, and against other programs that write to the directory.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class RunDirectory:
     def create(cls, path: str | Path, config: str) -> RunDirectory:
         """Start a run: create the directory and write ``config``, the resolved settings as YAML.
 
-        Raises SettingsError if the directory is not empty, cannot be written or is not a directory. A run that ended
-        before writing a row (because of a mistake in its settings) may be replaced.
+        Replaces a run that ended before it wrote a row. Raises SettingsError if ``path`` contains other files, cannot
+        be written or is not a directory.
         """
         run = cls(path)
         if run.path.exists() and not run.path.is_dir():
@@ -78,9 +78,9 @@ class RunDirectory:
 
     @classmethod
     def resume(cls, path: str | Path) -> RunDirectory:
-        """Open a run to continue it. An incomplete last line of its metrics is removed.
+        """Open a run to continue it. Removes an incomplete last line of its metrics.
 
-        Raises SettingsError if it is not a run, cannot be written or is used by another process.
+        Raises SettingsError if ``path`` is not a run, cannot be written or is used by another process.
         """
         run = cls(path)
         if not run.config.is_file():
@@ -95,13 +95,13 @@ class RunDirectory:
         return run
 
     def close(self) -> None:
-        """Release the lock. It is also released when the process ends or this object is deleted."""
+        """Release the lock, which is also released when the process ends or this object is deleted."""
         if self._unlock is not None:
             self._unlock()
             self._unlock = None
 
     def in_use(self) -> bool | None:
-        """Return True while a process continues the run, False if none does, None if that cannot be determined."""
+        """Return True if a process uses the run, False if no process uses it, and None if the state is unknown."""
         return lock_is_held(self.path / "lock")
 
     def write_text(self, name: str, text: str) -> None:
@@ -113,7 +113,7 @@ class RunDirectory:
         self.write_text("summary.json", json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
     def append_metrics(self, row: Mapping[str, float]) -> None:
-        """Append one row, which is on disk when this returns. Raises ValueError without an integer ``step``."""
+        """Append a row, which is on disk when this method returns. Raises ValueError without an integer ``step``."""
         if not isinstance(row.get("step"), int):
             raise ValueError(f"a metrics row must have an integer 'step'; got {dict(row)!r}")
         append_line(self.metrics_file, json_line(row))
@@ -131,7 +131,7 @@ class RunDirectory:
                     yield _row(line, f"{self.metrics_file}, line {number}")
 
     def append_alert(self, alert: Alert) -> None:
-        """Append an alert to ``alerts.jsonl``, which is on disk when this returns."""
+        """Append an alert to ``alerts.jsonl``. The alert is on disk when this method returns."""
         append_line(self.alerts_file, json_line(asdict(alert)))
 
     def alerts(self) -> list[Alert]:
@@ -146,19 +146,19 @@ class RunDirectory:
         return self.trajectories / f"{step:08d}.parquet"
 
     def write_trajectories(self, step: int, rows: Iterable[Mapping[str, object]]) -> Path:
-        """Write the trajectories of one step to a file, atomically."""
+        """Write the trajectories of ``step`` atomically. Returns the file."""
         path = self.trajectory_file(step)
         write_trajectories(path, rows)
         return path
 
     def read_trajectories(self, step: int) -> Iterator[JsonRecord]:
-        """Yield the rows that were written for ``step``. Raises WorldError for a missing or damaged file."""
+        """Yield the trajectories of ``step``. Raises WorldError if their file is missing or damaged."""
         return (record for _, record in self.chosen_trajectories(step, lambda _number, _line: True))
 
     def chosen_trajectories(self, step: int, wanted: Callable[[int, bytes], bool]) -> Iterator[tuple[int, JsonRecord]]:
         """Yield the index (from 0) and the row of each trajectory for which ``wanted(index, its JSON)`` is true.
 
-        The JSON does not contain token ids and log-probabilities. Raises WorldError as :meth:`read_trajectories` does.
+        The JSON contains neither token ids nor log-probabilities. Raises WorldError if the file is missing or damaged.
         """
         return read_trajectories(contained(self.trajectory_file(step), self.path), wanted)
 
@@ -196,13 +196,13 @@ class RunDirectory:
         return _steps(self.tokens.glob("*.parquet"))
 
     def damaged_trajectories(self) -> list[Path]:
-        """Return the truncated trajectory files."""
+        """Return the trajectory files that are truncated."""
         with world_errors(self.trajectories, "read"):
             files = map(self.trajectory_file, self.trajectory_steps())
             return [path for path in files if not is_whole(path)]
 
     def truncate_after(self, step: int, *, rows: int) -> None:
-        """Keep ``rows`` rows of metrics and the files up to ``step``, because a resumed run writes the rest again."""
+        """Remove metrics after the first ``rows`` rows and files after ``step``, which a resumed run writes again."""
         with world_errors(self.metrics_file, "truncate"):
             kept = list(itertools.islice(self.metrics(), rows))
         atomic_write(self.metrics_file, lambda out: out.writelines(json_line(row) for row in kept))
@@ -216,7 +216,7 @@ class RunDirectory:
                         file.unlink()
 
     def _never_began(self, names: Iterable[str]) -> bool:
-        """True if ``names``, all entries of the directory, are files that a run creates before its first row."""
+        """Return True if ``names``, the entries of the directory, belong to a run that wrote no row."""
         folders = (self.trajectories, self.checkpoints, self.plots)
         begun = (self.config, self.metrics_file, self.logs, self.trackers, self.trace, self.path / "tokenizer.json")
         expected = {path.name for path in (*begun, *folders)}
@@ -239,12 +239,12 @@ class RunDirectory:
         lock = take_lock(
             self.path / "lock", f"another process is using the run directory {self.path}", deadline=LOCK_DEADLINE
         )
-        # A finalizer releases the lock of an object that is dropped without `close`.
+        # The finalizer releases the lock of an object that is deleted without `close`.
         self._unlock = weakref.finalize(self, os.close, lock)
 
 
 def _is_debris(name: str) -> bool:
-    """True for files that a run may leave if it is killed before it starts."""
+    """Return True for a file that a run may leave if it is killed before it starts."""
     return name == "lock" or (name.startswith(".") and name.endswith(".partial"))
 
 

@@ -1,4 +1,4 @@
-"""Settings of telemetry: what a run displays and records."""
+"""Settings of telemetry: output and recorded files of a run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Token statistics of a step: in memory, in files, and joined with the step's trajectories. Imports no torch.
 
-The training step records a :class:`TrajectoryTokens` for every trajectory that it trained on. Each rank writes its
-records to one Parquet file (:func:`write_tokens`). :func:`read_step` joins the files of all ranks with trajectories.
+The training step records :class:`TrajectoryTokens` for every trajectory that it trained on. Each rank writes its
+records to one Parquet file (:func:`write_tokens`). :func:`read_step` joins the files of all ranks with the step's
+trajectories.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TokenColumns = dict[str, np.ndarray]
 
 
 class RowKey(NamedTuple):
-    """Identity of a trajectory in a run: its group, its rollout in the group, its branch of the rollout."""
+    """Identity of a trajectory in a run: its group, its rollout in the group, and its branch of the rollout."""
 
     group: int
     sample: int
@@ -43,12 +44,12 @@ class RowKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryTokens:
-    """One trajectory that a step trained on. Arrays have one value for each of its ``K`` model tokens, in order.
+    """Token statistics of one trajectory that a step trained on. Arrays have a value for each of its K model tokens.
 
-    ``log_probs``, ``entropy`` and ``energy`` belong to the policy before the step's updates, at the temperature of the
-    rollout. ``rewards`` include penalties for length and KL. ``advantages``, ``returns`` and ``baselines`` are those of
-    the estimator. Optional fields are None if the step did not need them: without a rollout correction, a critic, a
-    reference policy, or an estimator that uses the energy of the head's gradient.
+    ``log_probs``, ``entropy`` and ``energy`` are computed under the policy before the step's updates, at the
+    temperature of the rollout. ``rewards`` include penalties for length and KL. ``advantages``, ``returns`` and
+    ``baselines`` are outputs of the estimator. Optional fields are None if the step did not need them: without a rollout
+    correction, a critic, a reference policy, or an estimator that uses the energy of the head's gradient.
 
     ``loss_weight`` is the factor of each token of ``loss_mask`` in the step's loss, before ``weights``: the loss is the
     sum of ``loss_weight * weights * loss of the token`` over the tokens of all trajectories, plus entropy and KL terms.
@@ -87,7 +88,7 @@ class TrajectoryTokens:
         return len(self.log_probs)
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return the arrays that are not None by name, and ``update`` and ``loss_weight`` repeated for each token."""
+        """Return the arrays that are not None, and ``update`` and ``loss_weight`` repeated for each token, by name."""
         arrays = {name: getattr(self, name) for name in LISTS}
         numbers = {name: np.full(len(self), getattr(self, name)) for name in ("update", "loss_weight")}
         return {name: values for name, values in arrays.items() if values is not None} | numbers
@@ -111,19 +112,19 @@ class TrajectoryTokens:
     def gradient_power(self) -> np.ndarray:
         """Gradient power [K] float64: w_k times the squared factor of grad log p in the loss, at the first update.
 
-        Its sum over the step is the diagonal proxy of the gradient's variance (docs/formulas.md 7), which omits the
+        The sum over the step is the diagonal proxy of the gradient's variance (docs/formulas.md 7), which omits the
         cross terms between tokens.
         """
         return power_of(self.energy, self.loss_weight, self.advantages, self._kept)
 
     @property
     def _kept(self) -> np.ndarray:
-        """Weights of the correction [K] float64, 0 for tokens that are not in the loss."""
+        """Correction weights [K] float64, 0 for tokens that are not in the loss."""
         return kept_of(self.loss_mask, self.weights)
 
 
 def kept_of(loss_mask: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-    """Return the weights of the correction [K] float64, 0 for tokens that are not in the loss."""
+    """Return the correction weights [K] float64, 0 for tokens that are not in the loss."""
     mask = loss_mask.astype(np.float64)
     return mask if weights is None else mask * weights
 
@@ -143,7 +144,7 @@ NUMBERS = tuple(item.name for item in fields(TrajectoryTokens) if item.name not 
 def realized_energies(rows: Iterable[TrajectoryTokens]) -> Mapping[RowKey, np.ndarray]:
     """Compute W_k [K] float64 of each row: the sum of the weighted energies from the start of the rollout to token k.
 
-    A branch starts with the energy of its parent's tokens before the fork, if the parent is in ``rows``.
+    The sum of a branch includes its parent's tokens before the fork, if the parent is in ``rows``.
     """
     by_key = {row.key: row for row in rows}
     energies: dict[RowKey, np.ndarray] = {}
@@ -177,14 +178,14 @@ class TokenFacts:
 
 
 def write_tokens(path: Path, facts: TokenFacts, rows: Sequence[TrajectoryTokens]) -> None:
-    """Write the rows of one rank atomically. Raises WorldError."""
+    """Write the rows of one rank atomically. Raises WorldError if the file cannot be written."""
     import pyarrow.parquet as pq
 
     table = _table(rows).replace_schema_metadata({_FACTS: json.dumps(asdict(facts))})
     floats = [f"{name}.list.element" for name in LISTS if name in table.column_names and name != "loss_mask"]
 
     def write(out: IO[bytes]) -> None:
-        # Grouping the bytes of floating-point numbers by significance makes the compressed columns a quarter smaller.
+        # Grouping the bytes of floating-point numbers by significance reduces the compressed columns by a quarter.
         with pq.ParquetWriter(
             out,
             table.schema,
@@ -201,7 +202,7 @@ def write_tokens(path: Path, facts: TokenFacts, rows: Sequence[TrajectoryTokens]
 
 
 class TokenFile:
-    """Reads the file of one rank. Raises WorldError if it is damaged, SettingsError if a newer version wrote it."""
+    """Reader of one rank's file. Raises WorldError if it is damaged, SettingsError if a newer version wrote it."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa
@@ -223,11 +224,11 @@ class TokenFile:
             self.facts = TokenFacts(**content)
 
     def stored_keys(self) -> list[RowKey]:
-        """Return the keys of the trajectories in the file, in order."""
+        """Return the keys of the file's trajectories, in order."""
         return [RowKey(*key) for block in range(self._file.num_row_groups) for key in self._keys(block)]
 
     def rows(self, keys: Collection[RowKey] | None = None) -> Iterator[TrajectoryTokens]:
-        """Yield the rows, or those in ``keys``, in the order of the file. Reads only blocks with such rows."""
+        """Yield the rows in the order of the file. With ``keys``, only these rows and their blocks are read."""
         import pyarrow as pa
 
         for block in range(self._file.num_row_groups):
@@ -242,7 +243,7 @@ class TokenFile:
                     yield row
 
     def gradient_powers(self) -> Iterator[tuple[RowKey, float]]:
-        """Yield the key and the sum of ``gradient_power`` of every trajectory. Reads only the necessary columns."""
+        """Yield the key and the total ``gradient_power`` of every trajectory. Reads only the required columns."""
         import pyarrow as pa
 
         names = [*_KEY, "loss_weight", "energy", "advantages", "loss_mask", "weights"]
@@ -266,7 +267,7 @@ class TokenFile:
 
 
 def _blocks(rows: Sequence[TrajectoryTokens]) -> Iterator[tuple[int, int]]:
-    """First row and number of rows of every block."""
+    """Yield the first row and the number of rows of every block."""
     start, tokens = 0, 0
     for index, row in enumerate(rows):
         tokens += len(row)
@@ -297,7 +298,7 @@ def _table(rows: Sequence[TrajectoryTokens]) -> pa.Table:
 
 
 def _rows(table: pa.Table) -> Iterator[TrajectoryTokens]:
-    """Rows of a block. Their arrays are views of its columns."""
+    """Yield the rows of a block, whose arrays are views of its columns."""
     numbers = {name: table[name].to_pylist() for name in NUMBERS if name in table.column_names}
     lists = {name: _arrays(table[name].combine_chunks()) for name in LISTS if name in table.column_names}
     for row in range(table.num_rows):
@@ -314,7 +315,7 @@ def _arrays(column: pa.ListArray) -> list[np.ndarray | None]:
 
 
 def _array(values: pa.Array) -> np.ndarray:
-    """Convert values, of which none is missing. ``to_numpy`` would import pandas, which takes half a second."""
+    """Convert values without nulls. ``to_numpy`` would import pandas, which takes half a second."""
     import pyarrow as pa
 
     if pa.types.is_boolean(values.type):
@@ -324,7 +325,7 @@ def _array(values: pa.Array) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTrajectory:
-    """A trajectory of a step. ``tokens`` is None if the step did not train on it or its statistics are not stored."""
+    """A trajectory of a step. ``tokens`` is None if the step did not train on it or no statistics are stored."""
 
     number: int  # index in the step's file
     record: JsonRecord  # as returned by Trajectory.to_record()
@@ -347,10 +348,10 @@ class StoredTrajectory:
         return np.repeat([segment["origin"] == "model" for segment in segments], lengths)
 
     def columns(self) -> TokenColumns:
-        """Return one value per model token: what the engine sampled and, with :attr:`tokens`, values of training.
+        """Return columns with a value per model token, from the engine and, if available, from training.
 
-        Columns: ``position`` in the response, ``index`` among the model tokens, ``turn``, ``token_id``,
-        ``engine_log_probs``, ``policy_version``, and the fields of :class:`TrajectoryTokens`.
+        The columns are ``position`` in the response, ``index`` among the model tokens, ``turn``, ``token_id``,
+        ``engine_log_probs``, ``policy_version``, and the fields of :attr:`tokens`.
         """
         segments = [item for item in self.record["segments"] if item["origin"] == "model"]
         lengths = [len(item["token_ids"]) for item in segments]
@@ -370,10 +371,11 @@ class StoredTrajectory:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredStep:
-    """The trajectories of a step in the order of their file. ``facts`` is None without token statistics.
+    """Trajectories of a step in the order of their file, with token statistics.
 
-    ``rows`` are the statistics of all trajectories that the step trained on, in the order of training. ``problems`` are
-    messages about files of token statistics that could not be read; their trajectories have no statistics.
+    ``facts`` is None if no token statistics are stored. ``rows`` contains the statistics of all trajectories that the
+    step trained on, in the order of training. ``problems`` contains messages about missing and unreadable files of
+    token statistics, whose trajectories have no statistics.
     """
 
     step: int
@@ -383,7 +385,7 @@ class StoredStep:
     problems: tuple[str, ...] = ()
 
     def siblings(self, trajectory: StoredTrajectory) -> list[StoredTrajectory]:
-        """Return the group's trajectories that the step trained on, including this one, in the order of training."""
+        """Return the trained trajectories of ``trajectory``'s group, including itself, in the order of training."""
         by_key = {item.key: item for item in self.trajectories}
         return [by_key[key] for key in self.rows if key.group == trajectory.key.group and key in by_key]
 
@@ -402,7 +404,7 @@ def read_step(run: RunDirectory, step: int, *, groups: Collection[int] | None = 
     """Read a step from its files, or only the trajectories of ``groups``.
 
     Damaged and missing files of token statistics are listed in ``problems``. Raises SettingsError if the trajectories
-    of the step are not stored or a newer version wrote them, WorldError if they cannot be read.
+    are not stored or a newer version wrote them, and WorldError if they cannot be read.
     """
     run.check_stored(step)
     facts, rows, problems = _tokens(run, step, groups)
@@ -420,14 +422,17 @@ def read_step(run: RunDirectory, step: int, *, groups: Collection[int] | None = 
 
 
 def key_of(record: JsonRecord) -> RowKey:
-    """Return the key of a trajectory's record. A greedy rollout has a key that no trained trajectory has."""
+    """Return the key of a trajectory's record. Keys of greedy rollouts differ from those of trained trajectories."""
     return RowKey(record["group"], record["sample"], record.get("branch", 0))
 
 
 def _tokens(
     run: RunDirectory, step: int, groups: Collection[int] | None
 ) -> tuple[TokenFacts | None, dict[RowKey, TrajectoryTokens], list[str]]:
-    """Facts, rows and problems of the files of all ranks. Ranks of a sequence-parallel group store the same rows."""
+    """Read facts, rows and problems from the files of all ranks.
+
+    Ranks of a sequence-parallel group store the same rows.
+    """
     facts: TokenFacts | None = None
     rows: dict[RowKey, TrajectoryTokens] = {}
     problems = []

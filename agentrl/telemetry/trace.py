@@ -1,7 +1,7 @@
-"""Trace of how a run spends its time, in the JSON format of Perfetto and Chrome: ``telemetry.trace=true``.
+"""Timeline of a run in the JSON format of Perfetto and Chrome: ``telemetry.trace=true``.
 
 All processes of a run append events to one file, one per line. The JSON array is never closed, which the format allows,
-so the file stays valid whenever a process is killed. Without a trace, all functions here return immediately.
+so the file remains valid if a process is killed. Without a trace, all functions return immediately.
 
 Not guaranteed: complete lines from processes on several machines over a file system without atomic appends (NFS).
 """
@@ -27,14 +27,14 @@ _LONGEST_WAIT = 1_000_000_000  # nanoseconds between two writes of a busy proces
 
 logger = logging.getLogger(__name__)
 
-Lane = tuple[int, int]  # numbers of a group of lanes (a "process" of the format) and of a lane (a "thread")
+Lane = tuple[int, int]  # number of a group of lanes (a "process" in the format) and of a lane (a "thread")
 Fact = str | int | float | None
 
 _HERE: ContextVar[Lane | None] = ContextVar("lane", default=None)
 
 
 class Trace:
-    """Writer of one process. ``main`` is the group name of the lane for events of no other lane."""
+    """Trace writer of one process. ``main`` is the group name of the default lane."""
 
     def __init__(self, path: Path, main: str) -> None:
         with world_errors(path, "write"):
@@ -44,7 +44,7 @@ class Trace:
         self._lock = threading.Lock()
         self._buffer = bytearray()
         self._written = time.monotonic_ns()
-        # Slices are measured with the monotonic clock. The offset puts the slices of all processes on one time axis.
+        # Slices are measured with the monotonic clock. The offset aligns the time axes of all processes.
         self._to_wall = time.time_ns() - time.monotonic_ns()
         self._free: dict[str, list[int]] = {}
         self._used: dict[str, int] = {}
@@ -57,14 +57,14 @@ class Trace:
             lane = heapq.heappop(free) if free else self._used.get(group, 0)
             known = self._used.get(group, 0)
             self._used[group] = max(known, lane + 1)
-        # Not `hash`, which differs between processes, because all processes write the numbers of groups to one file.
+        # `hash` differs between processes, but all processes write the numbers of groups to one file.
         number = zlib.crc32(group.encode()) & 0x7FFFFFFF
         if lane == known:
             self._name(group, number, lane)
         return number, lane + 1
 
     def give_back(self, group: str, lane: Lane) -> None:
-        """Release a lane, so that other slices can use it."""
+        """Release a lane for other slices."""
         with self._lock:
             heapq.heappush(self._free[group], lane[1] - 1)
 
@@ -102,7 +102,7 @@ class Trace:
         if not self._failed:
             try:
                 os.write(self._file, self._buffer)
-            except OSError as error:  # a full disk must not end the run, which may have enough room for itself
+            except OSError as error:  # a full disk must not end the run
                 self._failed = True
                 logger.warning("cannot write to %s, so tracing stops here: %s", self._path, error.strerror)
         self._buffer.clear()
@@ -112,7 +112,7 @@ _current: Trace | None = None
 
 
 def start_trace(path: Path, main: str) -> None:
-    """Start tracing this process into ``path``. Has no effect if it is traced already."""
+    """Start tracing this process into ``path``, unless it is already traced."""
     global _current
     if _current is None:
         _current = Trace(path, main)
@@ -128,7 +128,7 @@ def stop_trace() -> None:
 
 @contextlib.contextmanager
 def span(name: str, **facts: Fact) -> Iterator[dict[str, Fact]]:
-    """Trace the block as a slice on the lane of this task or process. Facts may be added to the yielded mapping."""
+    """Trace the block as a slice on the lane of this task or process. The yielded mapping accepts further facts."""
     trace = _current
     if trace is None:
         yield facts
@@ -142,7 +142,7 @@ def span(name: str, **facts: Fact) -> Iterator[dict[str, Fact]]:
 
 @contextlib.contextmanager
 def on_lane(group: str) -> Iterator[None]:
-    """Use a separate lane of ``group`` for the spans of this task inside the block."""
+    """Reserve a lane of ``group`` for the spans of this task inside the block."""
     trace = _current
     if trace is None:
         yield
@@ -158,7 +158,7 @@ def on_lane(group: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def call(group: str, name: str, **facts: Fact) -> Iterator[None]:
-    """Trace the block on this task's lane, if it has one, and on a lane of the service that executes it."""
+    """Trace the block on the lane of the task, if any, and on a lane of ``group``, the service that executes it."""
     task_span = contextlib.nullcontext() if _HERE.get() is None else span(name, **facts)
     with task_span, on_lane(group), span(name, **facts):
         yield
@@ -170,18 +170,18 @@ def now() -> int:
 
 
 def since(began: int, name: str, **facts: Fact) -> None:
-    """Add a slice from ``began`` until now, where a ``with`` block is not possible."""
+    """Add a slice from ``began`` until now, for code without a ``with`` block."""
     if _current is not None:
         _current.slice(name, _HERE.get() or _current.main, began, facts)
 
 
 def _begin_file(path: Path) -> None:
-    """Create the file with its first line, unless another process has created it."""
+    """Create the file with its first line, unless it exists."""
     if path.exists():
         return
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_bytes(b"[\n")
-    # Unlike a rename, a link fails if the file exists, so that no process overwrites another one's events.
+    # Unlike a rename, a link fails if the file exists, so that no process overwrites the events of another process.
     try:
         with contextlib.suppress(FileExistsError):
             os.link(partial, path)

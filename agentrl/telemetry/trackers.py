@@ -1,7 +1,7 @@
-"""Experiment trackers: their protocol, their registry, and adapters for wandb, trackio, TensorBoard and MLflow.
+"""Experiment trackers: protocol, registry, and adapters for wandb, trackio, TensorBoard and MLflow.
 
-A tracker's package is imported when the tracker is opened. The package's environment variables (WANDB_MODE,
-TRACKIO_DIR, MLFLOW_TRACKING_URI and so on) keep their usual meaning.
+A tracker's package is imported when the tracker is opened. Environment variables of the package (WANDB_MODE,
+TRACKIO_DIR, MLFLOW_TRACKING_URI and so on) have their usual meaning.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class TrackedRun:
     """Arguments of a tracker's factory.
 
     ``settings`` has dotted keys. ``folder`` is inside the run directory and used by this tracker only. ``continued`` is
-    the tracker's id of the run that ``--resume`` continues. ``step`` is the number of completed steps; rows of later
-    steps may be sent again. Opening and closing should give up after ``patience`` seconds.
+    the tracker's id of the run that ``--resume`` continues. ``step`` is the number of completed steps. Rows of later
+    steps may be sent again. Opening and closing should fail after ``patience`` seconds.
     """
 
     name: str
@@ -55,15 +55,15 @@ class SampleTable:
 
 
 class Tracker(Protocol):
-    """One run at a tracker. All calls come from a thread of this tracker, in which they may block and raise."""
+    """A run at an experiment tracker. All methods are called from a separate thread, and may block and raise."""
 
     @property
     def id(self) -> str:
-        """Identifier that continues this run when it is passed as ``TrackedRun.continued``."""
+        """Identifier for ``TrackedRun.continued``, with which a later tracker continues this run."""
 
     @property
     def location(self) -> str:
-        """Address or folder of the run, to print."""
+        """Address or folder of the run, for display."""
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None:
         """Log a row of ``metrics.jsonl`` without ``step``, for a training step or an evaluation (``eval/...``)."""
@@ -72,10 +72,10 @@ class Tracker(Protocol):
         """Log a sample of a step's trajectories."""
 
     def plots(self, files: Sequence[Path]) -> None:
-        """Log the plots (PNG) at the end of the run."""
+        """Log the plots (PNG files) at the end of the run."""
 
     def close(self) -> None:
-        """Send everything that is pending. Called when the run has ended or was stopped."""
+        """Send all pending data. Called when the run has ended or was stopped."""
 
 
 TrackerFactory = Callable[[TrackedRun], Tracker]
@@ -106,7 +106,7 @@ def register_tracker(name: str) -> Callable[[Factory], Factory]:
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Raise SettingsError for a tracker whose package is missing, PluginError for one that cannot be imported."""
+    """Raise SettingsError if a tracker's package is missing, and PluginError if a tracker cannot be imported."""
     for name in names:
         if name in TRACKERS.builtin and importlib.util.find_spec(name) is None:
             raise SettingsError(f"telemetry.trackers: {name} is not installed: run {install_extra(name)}")
@@ -120,7 +120,7 @@ _PARAMETERS = 100  # of one request to MLflow
 class WandbTracker:
     """A run at Weights & Biases, or in ``trackers/wandb/`` offline; ``wandb sync`` uploads an offline run.
 
-    Without a connection at the start it records offline.
+    The run is recorded offline if there is no connection at the start.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -131,7 +131,7 @@ class WandbTracker:
         try:
             self._run = self._begin(run, mode=None)
         except (wandb.errors.CommError, TimeoutError):
-            wandb.teardown()  # its service keeps the run's id otherwise
+            wandb.teardown()  # otherwise the service keeps the run's id
             self._run = self._begin(run, mode="offline")
         self.location = str(run.folder) if self._run.offline else str(self._run.url)
 
@@ -170,13 +170,13 @@ class WandbTracker:
 
 
 class TrackioTracker:
-    """A run in Trackio's local database, which ``trackio show`` draws, or in the user's Space."""
+    """A run in Trackio's local database, which ``trackio show`` displays, or in the user's Space."""
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio
 
         self._trackio = trackio
-        self.id = run.continued or f"{run.name}-{uuid.uuid4().hex[:6]}"  # runs are known by their names
+        self.id = run.continued or f"{run.name}-{uuid.uuid4().hex[:6]}"  # trackio identifies runs by name
         self.location = f"trackio show --project {run.project}"
         settings = {key: value for key, value in run.settings.items() if not key.startswith("_")}
         resume = "must" if run.continued else "never"
@@ -199,12 +199,12 @@ class TrackioTracker:
 
 
 class TensorboardTracker:
-    """Event files, read by ``tensorboard --logdir RUNS``. A resumed run adds a file, which replaces later steps."""
+    """Event files for ``tensorboard --logdir RUNS``. The file of a resumed run replaces later steps."""
 
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard shows a run's path below --logdir as its name: NAME, not NAME/trackers/tensorboard.
+        # TensorBoard uses the path below --logdir as the run's name, which should not end in trackers/tensorboard.
         self.id = self.location = str(run.folder.parents[1])
         self._step = run.step
         self._writer = SummaryWriter(self.location, purge_step=run.step + 1 if run.continued else None)
@@ -233,14 +233,14 @@ class TensorboardTracker:
 
 
 class MlflowTracker:
-    """A run of the experiment ``telemetry.tracker_project``. A resumed run keeps the settings that it began with."""
+    """A run of the experiment ``telemetry.tracker_project``. A resumed run keeps its initial settings."""
 
     def __init__(self, run: TrackedRun) -> None:
         from mlflow import MlflowClient
 
         self.location = os.environ.get("MLFLOW_TRACKING_URI") or (run.folder / "store").absolute().as_uri()
         if self.location.startswith("file:"):
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise it asks for a database
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise MLflow requires a database
         self._client = MlflowClient(tracking_uri=self.location)
         self.id = run.continued or self._create(run)
         if run.continued:

@@ -1,7 +1,7 @@
 """Files with the trajectories of one step: Parquet with Zstandard, one row per trajectory.
 
-Token ids and log-probabilities are columns of numbers. The column ``record`` contains the rest as JSON, in which each
-list of numbers is replaced by its length:
+Token ids and log-probabilities are columns of numbers. The column ``record`` contains the remaining data as JSON, in
+which each list of numbers is replaced by its length:
 
 >>> _split({"prompt_ids": [7, 8], "segments": [{"token_ids": [1], "log_probs": [-0.5], "text": "a"}]})
 ({'prompt_ids': 2, 'segments': [{'token_ids': 1, 'log_probs': 1, 'text': 'a'}]}, [[7, 8], [1]], [[-0.5]])
@@ -35,8 +35,8 @@ _NUMBERS = ("prompt_ids", "token_ids", _LOG_PROBS)
 def write_trajectories(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Write the records of :meth:`~agentrl.trajectory.Trajectory.to_record` to one file, atomically.
 
-    Raises WorldError if the file cannot be written, and ValueError if JSON cannot express a record. Most of the time is
-    spent in compression, which releases the GIL.
+    Most of the time is spent in compression, which releases the GIL. Raises WorldError if the file cannot be written,
+    and ValueError if JSON cannot express a record.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -51,7 +51,7 @@ def write_trajectories(path: Path, records: Iterable[Mapping[str, Any]]) -> None
             compression="zstd",
             compression_level=1,
             use_dictionary=False,
-            # Most log-probabilities are float32 values, so grouping bytes by position yields zeros that compress well.
+            # Most log-probabilities are float32 values, so grouping bytes by position produces compressible zeros.
             use_byte_stream_split=["token_ids.list.element", "log_probs.list.element"],
             write_statistics=False,
         ) as writer:
@@ -66,7 +66,7 @@ def write_trajectories(path: Path, records: Iterable[Mapping[str, Any]]) -> None
 def read_trajectories(path: Path, wanted: Callable[[int, bytes], bool]) -> Iterator[tuple[int, JsonRecord]]:
     """Yield the index (from 0) and the record of each row for which ``wanted(index, JSON of the record)`` is true.
 
-    The JSON does not contain token ids and log-probabilities. Raises WorldError if the file is missing or damaged.
+    The JSON contains neither token ids nor log-probabilities. Raises WorldError if the file is missing or damaged.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -121,7 +121,7 @@ def _blocks(records: Iterable[Mapping[str, Any]]) -> Iterator[list[_Row]]:
 
 
 def _split(record: Mapping[str, Any]) -> tuple[JsonRecord, list[Sequence[int]], list[Sequence[float]]]:
-    """Return a record with lengths in place of lists of numbers, the lists of token ids, and of log-probabilities."""
+    """Split a record into its JSON part, the lists of token ids, and the lists of log-probabilities."""
     ids: list[Sequence[int]] = []
     log_probs: list[Sequence[float]] = []
 
@@ -139,7 +139,7 @@ def _split(record: Mapping[str, Any]) -> tuple[JsonRecord, list[Sequence[int]], 
 
 
 def _joined(line: bytes, ids: list[int], log_probs: list[float]) -> JsonRecord:
-    """Inverse of :func:`_split`. Raises ValueError if the lengths do not add up."""
+    """Join the parts that :func:`_split` returns. Raises ValueError if their lengths do not match."""
     record = json.loads(line)
     used, scored = 0, 0
     for item in (record, *record.get("segments", ())):
@@ -159,7 +159,7 @@ def _joined(line: bytes, ids: list[int], log_probs: list[float]) -> JsonRecord:
 
 
 def _lists(rows: Sequence[Sequence[Sequence[float]]], code: Literal["i", "d"]) -> pa.ListArray:
-    """Return one list of C ints or doubles per row. struct converts twice as fast as NumPy."""
+    """Build an array with a list of C ints or doubles per row. struct is twice as fast as NumPy."""
     import pyarrow as pa
 
     lengths = [sum(map(len, parts)) for parts in rows]

@@ -62,7 +62,7 @@ def test_seeds_models_and_numbers_of_samples_may_differ(tmp_path: Path, capsys: 
 def test_different_protocols_are_refused_by_name(tmp_path: Path, override: str, named: str) -> None:
     run(tmp_path / "a", (4, 2))
     run(tmp_path / "b", (4, 2), override)
-    with pytest.raises(SettingsError, match="different protocols") as refused:
+    with pytest.raises(SettingsError, match="because their protocols differ") as refused:
         compare_command(tmp_path / "a", tmp_path / "b")
     assert [line.strip() for line in str(refused.value).splitlines()[1:]] == [named]
 
@@ -138,7 +138,7 @@ def test_an_own_grader_and_unchanged_verdicts(
     [
         ("strict", "is not of the form module:attribute"),
         ("nowhere_at_all:f", "there is no module 'nowhere_at_all'"),
-        ("json:__name__", "--grader must be a function (answer, reference) -> bool; 'json:__name__' is a str"),
+        ("json:__name__", "--grader must be a function .*; 'json:__name__' is a str"),
         ("json:nothing", r"module 'json' \(.*\) has no 'nothing'"),
     ],
 )

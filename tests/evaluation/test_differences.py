@@ -147,7 +147,9 @@ def test_one_problem_says_nothing_of_others():
 
 
 def test_what_cannot_be_compared_is_refused():
-    with pytest.raises(ValueError, match="the runs have 2 and 1 problems"):
+    with pytest.raises(
+        ValueError, match="both runs must have the same problems in the same order; got 2 and 1 problems"
+    ):
         paired_difference(([4, 4], [1, 1]), ([4], [1]))
     with pytest.raises(ValueError, match="no problem has samples in both"):
         paired_difference(([4, 0], [1, 0]), ([0, 4], [0, 1]))

@@ -75,7 +75,9 @@ async def test_a_model_that_is_read_here(tmp_path: Path) -> None:
         said = r"^problem 0 of toy: .* exceeds the number of positions of the model \(1024\); valid: .* at most 1019$"
         with pytest.raises(SettingsError, match=said):
             opened.without_room(prompts("short", "p" * 10))
-        with pytest.raises(SettingsError, match=r"^problem 0 of toy: .* of the model, 1024; valid: shorter prompts$"):
+        with pytest.raises(
+            SettingsError, match=r"^problem 0 of toy: .* of the model \(1024\); valid: shorter prompts$"
+        ):
             opened.without_room(prompts("p" * 100_000))
     finally:
         await opened.close()
@@ -91,7 +93,9 @@ async def test_what_fits_is_accepted_and_the_cache_counts_too(tmp_path: Path) ->
         record={},
     )
     assert opened.without_room(prompts("p" * 10)) == {}
-    said = r"exceeds rollout\.kv_cache_tokens, 100; valid: rollout\.kv_cache_tokens of at least 101, or .* at most 89$"
+    said = (
+        r"exceeds rollout\.kv_cache_tokens \(100\); valid: rollout\.kv_cache_tokens of at least 101, or .* at most 89$"
+    )
     with pytest.raises(SettingsError, match=said):
         opened.without_room(prompts("p" * 11))
     with pytest.raises(

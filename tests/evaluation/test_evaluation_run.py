@@ -262,7 +262,7 @@ async def test_another_model_or_other_problems_are_refused(tmp_path: Path) -> No
 
 async def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(SettingsError, match=r"contains other files \(thesis.tex\); choose another --output"):
+    with pytest.raises(SettingsError, match=r"contains other files \(thesis.tex\): choose another --output"):
         await play(WrittenEngine(transcript), tmp_path, [problem_set()])
 
 
@@ -306,7 +306,7 @@ async def test_failures_outside_the_policy_are_played_again_and_else_no_data(tmp
 async def test_nothing_but_failures_ends_with_the_reason(tmp_path: Path) -> None:
     engine = WrittenEngine(failed)
     with pytest.raises(
-        WorldError, match=r"100 consecutive rollouts failed .* the engine is down; .* same command continues"
+        WorldError, match=r"100 consecutive rollouts failed .* the engine is down; .*: run the same command to continue"
     ):
         await play(engine, tmp_path, [problem_set(60)])
     assert len(engine.asked) == 100
@@ -342,7 +342,7 @@ def test_bad_requests(tmp_path: Path) -> None:
         evaluate_command(settings(), EvaluationRequest(ks=(2, 8)), write_report=export_evaluation)
     with pytest.raises(SettingsError, match="no problems to evaluate on: use --benchmarks"):
         evaluate_command(settings(), EvaluationRequest(), write_report=export_evaluation)
-    with pytest.raises(SettingsError, match="names aime24 more than once"):
+    with pytest.raises(SettingsError, match="lists aime24 more than once"):
         evaluate_command(settings(), EvaluationRequest(benchmarks=("aime24", "aime24")), write_report=export_evaluation)
     with pytest.raises(SettingsError, match="is not an evaluation"):
         EvaluationDirectory.existing(tmp_path)

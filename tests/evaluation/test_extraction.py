@@ -174,11 +174,11 @@ def test_regrading_with_extraction_shows_answers_and_verdicts_apart(
     assert record["benchmarks"]["toy"]["avg"]["mean"] == 1.0
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     for row in (
-        "another one 1",
-        "extracted only now 1",
-        "incorrect -> correct the same 1",
-        "incorrect -> correct another 1",
-        "none -> correct another 1",
+        "different 1",
+        "newly extracted 1",
+        "incorrect -> correct unchanged 1",
+        "incorrect -> correct changed 1",
+        "none -> correct changed 1",
     ):
         assert any(row in line for line in lines), (row, shown)
     assert "2 changed answers, 3 changed verdicts" in shown
@@ -190,7 +190,7 @@ def test_regrading_with_extraction_shows_answers_and_verdicts_apart(
 
 
 def test_environments_that_find_answers_themselves_are_refused() -> None:
-    with pytest.raises(SettingsError, match=r"--extract: .* environment 'mine:Env'"):
+    with pytest.raises(SettingsError, match=r"--extract supports .* used 'mine:Env'"):
         protocol_of({"protocol": {"env": "mine:Env"}})
     recorded = {"env": "simpletir", "instruction": "", "observation_limit": 64}
     with pytest.raises(SettingsError, match=r"--extract: .* protocol hermes"):

@@ -242,7 +242,7 @@ async def test_what_an_endpoint_is_asked_beside_the_usual() -> None:
         ({"url": None, "top_k": 5}, r"top_k requires an endpoint"),
         ({"api": "completions", "system_prompt": "x"}, r"system_prompt and .* require api=chat"),
         ({"api": "completions", "limit_field": "max_completion_tokens"}, r"require api=chat"),
-        ({"extra_body": {"messages": [], "n": 2}}, r"extra_body sets messages, n, which other settings"),
+        ({"extra_body": {"messages": [], "n": 2}}, r"extra_body must not contain messages, n: other settings"),
     ],
 )
 def test_requests_that_make_no_sense(values: dict[str, Any], message: str) -> None:

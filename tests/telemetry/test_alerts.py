@@ -152,7 +152,7 @@ def test_a_policy_broken_by_its_first_update_is_a_collapse_at_step_3() -> None:
     (alert,) = alerts(rows)
     assert alert.alert == "reward_collapse"
     assert alert.message == (
-        "the reward fell from 0.41 (step 1) to 0 (steps 2 to 3), by 6.8 standard errors, after 1 update; this early, "
+        "the reward fell from 0.41 (step 1) to 0 (steps 2 to 3), by 6.8 standard errors, after 1 update; "
         "a fall this early is usually caused by a high optimizer.learning_rate"
     )
     assert alert.advice.startswith("lower optimizer.learning_rate")

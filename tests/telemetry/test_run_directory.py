@@ -88,13 +88,13 @@ def test_a_run_that_left_anything_else_keeps_its_directory(tmp_path: Path, left:
 
 def test_a_file_in_the_place_of_the_directory(tmp_path: Path) -> None:
     (tmp_path / "x").touch()
-    with pytest.raises(SettingsError, match="is a file; choose another name"):
+    with pytest.raises(SettingsError, match="is a file: choose another name"):
         RunDirectory.create(tmp_path / "x", CONFIG)
 
 
 def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()  # a file where a folder must be: refused for every user, root included
-    with pytest.raises(SettingsError, match=r"cannot write to the run directory .*runs/x: Not a directory"):
+    with pytest.raises(SettingsError, match=r"cannot write to the run directory .*runs/x \(Not a directory\): choose"):
         RunDirectory.create(tmp_path / "runs" / "x", CONFIG)
 
 

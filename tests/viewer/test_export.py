@@ -60,5 +60,5 @@ def test_modules_are_put_in_order_and_others_refused(tmp_path: Path) -> None:
     assert made.index('modules["b.js"]') < made.index('modules["a.js"]')
     assert "return { c, b };" in made
     (tmp_path / "b.js").write_text("export default 1;\n")
-    with pytest.raises(ValueError, match=r"b\.js imports or exports"):
+    with pytest.raises(ValueError, match=r"b\.js has an import or export"):
         bundle(tmp_path, "a.js")

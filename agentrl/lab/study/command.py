@@ -1,4 +1,4 @@
-"""``agentrl study``: execute a grid of runs and report the results, or report a stored record again."""
+"""``agentrl study``: execute a grid of runs and report the results, or report a stored record."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def study_command(
     check: Check,
     echo: Callable[[str], None],
 ) -> None:
-    """Execute the missing runs of the study in ``file`` and report. A record (``.json``) is only reported.
+    """Execute the missing runs of the study in ``file`` and report the results. A record (``.json``) is only reported.
 
-    Runs and report are stored in ``folder``, by default ``runs/NAME``. A run that has ended according to the record
-    there is not repeated, even if its directory was deleted. Raises SettingsError or WorldError.
+    Runs and report are stored in ``folder``, by default ``runs/NAME``. A run that has ended according to the stored
+    record is not repeated, even if its directory was deleted. Raises SettingsError or WorldError.
     """
     require_package("scipy", extra="lab", purpose="agentrl study")  # before hours of runs, not at their report
     if file.suffix == ".json":
@@ -66,7 +66,7 @@ def study_command(
         echo(
             f"study {study.name}: {len(runs)} runs, {', '.join(counts)}; {study.jobs} at a time; logs: {home / 'logs'}"
         )
-        # Before the first run, so that an interrupted study can be recognized by its settings.
+        # Written before the first run, so that an interrupted study can be identified by its settings.
         _keep(_record_now(study, runs, kept), home)
     try:
         if not report_only:
@@ -78,7 +78,7 @@ def study_command(
 
 
 def check_variants(study: StudySettings, runs: Sequence[StudyRun], check: Check) -> None:
-    """Check the settings of every variant before the first run. The SettingsError that it raises names the variant."""
+    """Check the settings of every variant before the first run. Raises SettingsError with the variant's name."""
     first = {run.variant: run for run in reversed(runs)}
     for variant, run in first.items():
         try:
@@ -88,7 +88,7 @@ def check_variants(study: StudySettings, runs: Sequence[StudyRun], check: Check)
 
 
 def check_same_study(study: StudySettings, before: StudyRecord, home: Path) -> None:
-    """Check that the stored record has the same settings and variants. Raises SettingsError."""
+    """Raise SettingsError if the stored record has different settings, or a variant with different values."""
     for what in ("env", "config", "settings"):
         if getattr(before.study, what) != getattr(study, what):
             raise SettingsError(
@@ -102,7 +102,7 @@ def check_same_study(study: StudySettings, before: StudyRecord, home: Path) -> N
 
 
 def check_none_lost(runs: Sequence[StudyRun], before: StudyRecord, home: Path) -> None:
-    """Check that a new record would contain every run that is stored in the old record only. Raises SettingsError."""
+    """Raise SettingsError if a new record would lose a run that exists only in the old record."""
     listed = {(run.variant, run.seed) for run in runs}
     for curve in before.runs:
         gone = curve.status in _ENDED and not run_folder(home, curve.variant, curve.seed).is_dir()
@@ -114,7 +114,10 @@ def check_none_lost(runs: Sequence[StudyRun], before: StudyRecord, home: Path) -
 
 
 def kept_curves(runs: Sequence[StudyRun], before: StudyRecord, *, retry: bool) -> dict[Path, RunCurve]:
-    """Curves of ended runs that have no run directory, by directory; with ``retry`` only of finished runs."""
+    """Return the stored curves of ended runs without a run directory, by directory.
+
+    With ``retry``, only finished runs are included.
+    """
     curves = {(curve.variant, curve.seed): curve for curve in before.runs}
     ended = {run.folder: curves.get((run.variant, run.seed)) for run in runs if run.status == "waiting"}
     wanted = ("finished",) if retry else _ENDED
@@ -122,7 +125,7 @@ def kept_curves(runs: Sequence[StudyRun], before: StudyRecord, *, retry: bool) -
 
 
 def read_record(path: Path) -> StudyRecord:
-    """Read a ``study.json``. Raises SettingsError."""
+    """Read a ``study.json``. Raises SettingsError if it is not a record of a study."""
     try:
         return StudyRecord.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValidationError) as error:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def markdown(record: StudyRecord) -> str:
-    """Render the report: scores, cost of reaching a score, collapses, paired differences and unfinished runs."""
+    """Render the report as Markdown: scores, costs, collapses, paired differences and unfinished runs."""
     study = record.study
     lines = [f"# {study.name}", "", _what(record), "", *_scores(record)]
     if study.target is not None:
@@ -42,7 +42,7 @@ def markdown(record: StudyRecord) -> str:
 
 
 def by_variant(record: StudyRecord) -> dict[str, list[RunCurve]]:
-    """Runs of each variant, in the order of the study."""
+    """Return the runs of each variant, in the order of the study."""
     return {name: [run for run in record.runs if run.variant == name] for name in record.study.all_variants()}
 
 
@@ -153,14 +153,14 @@ COLUMNS = 4
 
 
 def draw_study(record: StudyRecord, folder: Path) -> list[Path]:
-    """Draw ``curves.png`` into ``folder``. Draws nothing if no run has an evaluation."""
+    """Draw ``curves.png`` into ``folder`` unless no run has an evaluation. Returns the files."""
     if not any(run.scores for run in record.runs):
         return []
     return save_themes(study_figure(record), folder / "curves.png")
 
 
 def study_figure(record: StudyRecord) -> Figure:
-    """Draw the variants in one panel, or in a panel each with the others in grey if there are more than colours."""
+    """Draw all variants in one panel, or in one panel per variant if there are more variants than colours."""
     variants = by_variant(record)
     seeds = sorted({len(runs) for runs in variants.values()})
     count = " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))

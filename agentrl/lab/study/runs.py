@@ -1,4 +1,4 @@
-"""Runs of a study, executed by a queue of workers. Each is an ordinary run directory of an `agentrl train` process."""
+"""Runs of a study, executed by a queue of workers. Each run is an `agentrl train` process with a run directory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class StudyRun:
 
 
 def study_runs(study: StudySettings, folder: Path) -> list[StudyRun]:
-    """All runs, ordered by seed, so that a stopped study has about as many finished seeds of every variant."""
+    """List all runs, ordered by seed, so that a stopped study has similar numbers of seeds for every variant."""
     return [
         StudyRun(variant=variant, seed=seed, values=values, folder=run_folder(folder, variant, seed))
         for seed in study.seeds
@@ -64,12 +64,12 @@ def study_runs(study: StudySettings, folder: Path) -> list[StudyRun]:
 
 
 def run_folder(home: Path, variant: str, seed: int) -> Path:
-    """Directory of a run in the directory ``home`` of its study."""
+    """Return the directory of a run in the study's directory ``home``."""
     return home / f"{file_name(variant)}-seed-{seed}"
 
 
 def train_command(study: StudySettings, run: StudyRun) -> list[str]:
-    """Command that starts or continues a run."""
+    """Build the command that starts or continues a run."""
     command = [sys.executable, "-m", "agentrl.cli", "train"]
     command += ["--resume"] if run.status == "interrupted" else ["--env", study.env]
     for name in study.configs:
@@ -78,13 +78,13 @@ def train_command(study: StudySettings, run: StudyRun) -> list[str]:
 
 
 def overrides_of(study: StudySettings, run: StudyRun) -> list[str]:
-    """Settings of a run as ``key=value`` with JSON values."""
+    """Return the settings of a run as ``key=value`` with JSON values."""
     run_settings: SettingValues = {"seed": run.seed, "name": run.folder.name, "runs_dir": str(run.folder.parent)}
     return [f"{key}={json.dumps(value)}" for key, value in (study.settings | run.values | run_settings).items()]
 
 
 def count_by_status(runs: Sequence[StudyRun]) -> dict[Status, int]:
-    """Number of runs by status."""
+    """Count the runs by status."""
     counts: dict[Status, int] = {"finished": 0, "failed": 0, "interrupted": 0, "waiting": 0}
     for run in runs:
         counts[run.status] += 1
@@ -95,10 +95,10 @@ Report = Callable[[StudyRun, str], None]
 
 
 def work_off(study: StudySettings, runs: Sequence[StudyRun], *, retry: bool, report: Report) -> None:
-    """Start or continue every unfinished run; with ``retry`` also those that failed.
+    """Start or continue every unfinished run, and with ``retry`` also every failed run.
 
-    If a run fails, the failure is recorded and the next run starts. On KeyboardInterrupt the active runs are asked to
-    save a checkpoint and stop; the same call continues them later. Concurrent runs get disjoint CPU cores.
+    If a run fails, the failure is recorded and the next run starts. On KeyboardInterrupt, the active runs save a
+    checkpoint and stop. The same call continues them later. Concurrent runs use disjoint CPU cores.
     """
     open_runs = [run for run in runs if run.status != "finished" and (retry or run.status != "failed")]
     stop = Event()
@@ -107,7 +107,7 @@ def work_off(study: StudySettings, runs: Sequence[StudyRun], *, retry: bool, rep
     at_a_time = max(1, min(study.jobs, len(open_runs)))
     for share in shares_of(os.sched_getaffinity(0), at_a_time):
         shares.put(share)
-    # On Linux affinity belongs to a thread, and processes that the thread starts inherit it.
+    # On Linux, affinity is a property of a thread, and child processes inherit the affinity of their thread.
     with ThreadPoolExecutor(at_a_time, initializer=lambda: os.sched_setaffinity(0, shares.get())) as pool:
         waiting = [pool.submit(_work, study, run, stop, running, report) for run in open_runs]
         try:
@@ -121,7 +121,7 @@ def work_off(study: StudySettings, runs: Sequence[StudyRun], *, retry: bool, rep
 
 
 def shares_of(cores: Collection[int], jobs: int) -> list[set[int]]:
-    """Split ``cores`` into disjoint shares for ``jobs`` concurrent runs; runs share single cores if there are too few.
+    """Split ``cores`` into disjoint sets for ``jobs`` concurrent runs. Runs share single cores if there are too few.
 
     >>> shares_of({0, 1, 2, 3, 4}, 2)
     [{0, 1}, {2, 3, 4}]

@@ -1,4 +1,4 @@
-"""Study files: the compared settings, the seeds, and the criteria of the report."""
+"""Study files: compared settings, seeds, and criteria of the report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RESERVED = ("seed", "name", "runs_dir")  # the study sets them for each run
 
 
 class StudySettings(BaseModel):
-    """A grid of runs. The variants are the product of ``variants`` and all lists in ``grid``; each runs on every seed.
+    """A grid of runs. Its variants are the product of ``variants`` and all lists in ``grid``. Each runs on every seed.
 
     >>> study = StudySettings(name="n", grid={"algorithm.estimator": ["grpo", "tir_otb"]}, seeds=[0, 1])
     >>> [(variant, dict(values)) for variant, values in study.all_variants().items()]
@@ -75,15 +75,15 @@ class StudySettings(BaseModel):
 
     @property
     def compared_with(self) -> str:
-        """The variant with which the others are compared."""
+        """Variant with which the others are compared."""
         return self.baseline or next(iter(self.all_variants()))
 
     def with_baseline(self, variant: str | None) -> StudySettings:
-        """Copy with another baseline, or the study itself for None. Raises SettingsError for an unknown variant."""
+        """Return the study with another baseline, if it is not None. Raises SettingsError for an unknown variant."""
         return self if variant is None else study_of({**self.model_dump(), "baseline": variant}, "--baseline")
 
     def all_variants(self) -> Mapping[str, SettingValues]:
-        """Settings of every variant by name: those of the named set, then the values of the grid."""
+        """Return the settings of every variant by name. Values of the grid override the named set."""
         named: Mapping[str, SettingValues] = self.variants or {"": {}}
         result: dict[str, SettingValues] = {}
         for (name, values), point in itertools.product(named.items(), itertools.product(*self.grid.values())):
@@ -94,7 +94,7 @@ class StudySettings(BaseModel):
 
 
 def file_name(variant: str) -> str:
-    """Prefix of the directories of a variant's runs, restricted to characters that are valid in run names.
+    """Return the directory prefix of a variant's runs, restricted to characters that are valid in run names.
 
     >>> file_name("tir_otb learning_rate=0.0003")
     'tir_otb-learning_rate-0.0003'
@@ -103,7 +103,7 @@ def file_name(variant: str) -> str:
 
 
 def _word(key: str, value: object) -> str:
-    """Text for a grid value in a variant's name: the value of an estimator, otherwise with the last part of the key.
+    """Format a grid value for a variant's name, with the last part of the key unless it is the estimator.
 
     >>> _word("algorithm.estimator", "grpo"), _word("rollout.group_size", 4)
     ('grpo', 'group_size=4')
@@ -122,7 +122,7 @@ def read_study(path: Path) -> StudySettings:
 
 
 def study_of(content: object, origin: str) -> StudySettings:
-    """Validate the content of a study file; ``origin`` names it in messages. Raises SettingsError."""
+    """Validate the content of a study file. Raises SettingsError, whose messages start with ``origin``."""
     if not isinstance(content, dict):
         raise SettingsError(
             f"{origin}: a study must be a mapping with name, seeds, and grid or variants (docs/studies.md)"

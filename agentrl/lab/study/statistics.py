@@ -1,6 +1,6 @@
 """Curves of a study's runs, and intervals and tests over seeds.
 
-Variants are compared seed by seed, because a seed fixes the first policy.
+Variants are paired by seed, because a seed determines the initial policy.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class PairedDifference:
 
 
 def paired_differences(scores: Mapping[str, Mapping[int, float]], baseline: str) -> list[PairedDifference]:
-    """Compare every other variant with ``baseline`` on their common seeds; ``scores`` are by variant and seed.
+    """Compare every other variant with ``baseline`` on common seeds. ``scores`` are by variant and seed.
 
     The sign-flip test is exact up to 20 seeds. With n seeds its p-value is at least 2 ** (1 - n). Variants with fewer
     than two common seeds are left out.
@@ -104,9 +104,9 @@ def paired_differences(scores: Mapping[str, Mapping[int, float]], baseline: str)
 
 
 def sign_flip_p(values: np.ndarray) -> float:
-    """Two-sided p-value of the sign-flip test: the fraction of sign patterns with a mean at least as far from 0.
+    """Compute the two-sided p-value of the sign-flip test: the fraction of sign patterns with a mean as far from 0.
 
-    Exact for up to 20 values; beyond that a million random patterns are used.
+    The p-value is exact for up to 20 values. For more values, a million random patterns are used.
 
     >>> sign_flip_p(np.array([0.1, 0.2, 0.3]))
     0.25
@@ -115,7 +115,7 @@ def sign_flip_p(values: np.ndarray) -> float:
 
     if not values.any():
         return 1.0
-    # 2^20 is the number of sign patterns of 20 values: up to there permutation_test enumerates all of them.
+    # permutation_test enumerates all sign patterns if there are at most 2^20, which holds for up to 20 values.
     tested = permutation_test(
         (values,), lambda sample, axis: sample.mean(axis=axis), permutation_type="samples", n_resamples=2**20,
         vectorized=True, batch=2**14, rng=np.random.default_rng(0),
@@ -138,7 +138,7 @@ def holm(raw: Mapping[str, float]) -> dict[str, float]:
 
 
 class HeldOutScore(BaseModel):
-    """Held-out evaluation: avg@k after ``step`` optimizer steps, with the interval of that evaluation."""
+    """avg@k of a held-out evaluation after ``step`` optimizer steps, with its interval."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -167,7 +167,7 @@ class RunCurve(BaseModel):
 
     @property
     def final(self) -> float | None:
-        """The last score; None if the run has not finished."""
+        """Last score, or None if the run has not finished."""
         return self.scores[-1].mean if self.status == "finished" and self.scores else None
 
     @property
@@ -179,9 +179,9 @@ class RunCurve(BaseModel):
         return sum(parts) / (self.scores[-1].step - self.scores[0].step)
 
     def spent_until(self, target: float, spent: Sequence[int]) -> int | None:
-        """Sum of ``spent`` up to the first evaluation with a score of at least ``target``, or None if there is none.
+        """Sum ``spent`` up to the first evaluation with a score of at least ``target``.
 
-        ``spent`` has one entry for each of ``steps``.
+        ``spent`` has one entry for each of ``steps``. Returns None if no evaluation reaches ``target``.
         """
         reached = next((score.step for score in self.scores if score.mean >= target), None)
         if reached is None:
@@ -189,7 +189,7 @@ class RunCurve(BaseModel):
         return sum(value for step, value in zip(self.steps, spent, strict=True) if step <= reached)
 
     def collapsed(self, share: float) -> bool:
-        """True if the last score is below ``share`` of the best score."""
+        """Return True if the last score is below ``share`` of the best score."""
         return bool(self.scores) and self.scores[-1].mean < share * max(score.mean for score in self.scores)
 
     @property
@@ -199,7 +199,7 @@ class RunCurve(BaseModel):
 
 
 class StudyRecord(BaseModel):
-    """A study and all its runs: the source of the tables and figures."""
+    """A study and all its runs, from which tables and figures are made."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -209,7 +209,7 @@ class StudyRecord(BaseModel):
 
 
 def read_curve(run: StudyRun) -> RunCurve:
-    """Read the current state of a run from its files. Raises WorldError if they are damaged."""
+    """Read the current state of a run from its files. Raises WorldError if the files are damaged."""
     rows = list(run.files.metrics())
     trained = [row for row in rows if "reward/count" in row]
     return RunCurve(

@@ -66,7 +66,7 @@ def test_variants_are_the_product_of_named_sets_and_grid():
         ({"settings": {"seed": 3}}, "seed must not be set here, because the study sets it"),
         ({"grid": {"name": ["a"]}}, "name must not be set here, because the study sets it"),
         ({"seeds": [1, 1]}, "seeds must be different; got"),
-        ({"grid": {"rollout.group_size": []}}, "grid.rollout.group_size has no values"),
+        ({"grid": {"rollout.group_size": []}}, "grid.rollout.group_size must have at least one value"),
         ({"grid": GRID, "baseline": "grpo"}, "not a variant; valid: grpo group_size=4, grpo group_size=16"),
         ({"sedes": [1]}, "Extra inputs"),
         ({"name": "a/../../b c"}, "String should match pattern"),
@@ -185,7 +185,7 @@ def test_a_study_goes_on_from_its_record_on_another_machine(tmp_path: Path, fake
     there, before = record_alone(text, file)
     file.write_text(text.replace("[0]", "[0, 2]"))
     said = run_study(file, there)
-    assert f"2 ended according to {there / RECORD}, 2 waiting" in said[0]
+    assert f"2 stored in {there / RECORD}, 2 waiting" in said[0]
     assert [line for line in said if line.endswith("starts")] == ["tir_otb-seed-2: starts", "rloo-seed-2: starts"]
     after = read_record(there / RECORD).runs
     assert after[:2] == before
