@@ -48,8 +48,8 @@ class TrajectoryTokens:
 
     ``log_probs``, ``entropy`` and ``energy`` are computed under the policy before the step's updates, at the
     temperature of the rollout. ``rewards`` include penalties for length and KL. ``advantages``, ``returns`` and
-    ``baselines`` are outputs of the estimator. Optional fields are None if the step did not need them: without a rollout
-    correction, a critic, a reference policy, or an estimator that uses the energy of the head's gradient.
+    ``baselines`` are outputs of the estimator. Optional fields are None if the step did not need them: without a
+    rollout correction, a critic, a reference policy, or an estimator that uses the energy of the head's gradient.
 
     ``loss_weight`` is the factor of each token of ``loss_mask`` in the step's loss, before ``weights``: the loss is the
     sum of ``loss_weight * weights * loss of the token`` over the tokens of all trajectories, plus entropy and KL terms.

@@ -1,5 +1,5 @@
-"""`agentrl view` and `agentrl explain`: runs and evaluations in the browser, and single tokens in words.
+"""`agentrl view` and `agentrl explain`: runs and evaluations in the browser, and explanations of single tokens.
 
-Everything only reads files. ``explain``, ``what_if`` and ``calculations`` import torch; the web application does not
-import them, and they do not import the web application.
+The package only reads files of runs and evaluations. ``explain``, ``what_if`` and ``calculations`` import torch. The
+web application does not import these modules, and they do not import the web application.
 """

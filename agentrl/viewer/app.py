@@ -1,7 +1,7 @@
-"""Addresses of the viewer: one page, its modules, and JSON about runs and evaluations. Nothing is ever written.
+"""Web application of the viewer: one page, its modules, and JSON about runs and evaluations. Writes no files.
 
-The page and its modules are public; everything under ``/api`` requires the token in the address. Texts of trajectories
-are sent as JSON and displayed as text nodes. The page's security policy forbids all scripts except its own.
+The page and its modules are public. Everything under ``/api`` requires the token in the address. Texts of trajectories
+are sent as JSON and displayed as text nodes. The page's security policy forbids all other scripts.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ Query = Mapping[str, str]
 
 
 class QueryError(ValueError):
-    """A query contains an invalid value."""
+    """Raised if a query contains an invalid value."""
 
 
 def search_of(query: Query) -> Search:
-    """Parse the conditions for the rows of a table."""
+    """Parse the search conditions in a query."""
     return Search(
         text=query.get("text", ""),
         problem=query.get("problem", ""),
@@ -66,7 +66,7 @@ def search_of(query: Query) -> Search:
 
 
 def asked_steps(stored: list[int], query: Query) -> list[int]:
-    """Return the stored steps from ``first`` to ``last``. A single step is returned even if it is not stored."""
+    """Return the stored steps from ``first`` to ``last``, or a single requested step even if it is not stored."""
     first, last = whole(query, "first"), whole(query, "last")
     if first is not None and first == last:
         return [first]
@@ -94,7 +94,7 @@ def number(query: Query, name: str) -> float | None:
 
 
 def what_if_question(query: Query) -> dict[str, object]:
-    """Parse the request for another estimator: its name, its options as a JSON object, and the size of the group."""
+    """Parse the estimator, its options and the group size in a query. Raises QueryError for invalid options."""
     try:
         options = json.loads(query.get("options", "{}"))
     except ValueError as error:
@@ -115,7 +115,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Inline styles are allowed because charts and tokens set colours. No content of a run is used as a style."""
+"""Content security policy. Inline styles are allowed because charts and tokens set colours, never run content."""
 
 HEADERS = {
     "content-security-policy": POLICY,
@@ -126,11 +126,11 @@ HEADERS = {
 
 Answer = Callable[[Request], object]
 Calculate = Callable[[Path, dict[str, object]], object]
-"""A run's path and a request of `agentrl.viewer.calculations` -> the result."""
+"""Function from a run's path and a request of `agentrl.viewer.calculations` to the result."""
 
 
 def make_app(library: Library, *, token: str, calculate: Calculate) -> Starlette:
-    """Return the ASGI application of the viewer. Every request for data must carry ``token``.
+    """Build the ASGI application of the viewer. Requests for data must contain ``token``.
 
     ``calculate`` handles the requests that need torch (:class:`agentrl.viewer.serve.Calculator`).
     """
@@ -150,7 +150,7 @@ def make_app(library: Library, *, token: str, calculate: Calculate) -> Starlette
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
         middleware=[
-            # Other host names are rejected, so that a web page cannot reach the viewer by DNS rebinding.
+            # Other host names are rejected to prevent DNS rebinding by web pages.
             Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"]),
             Middleware(_Headers),
             Middleware(GZipMiddleware, minimum_size=2_000, compresslevel=1),
@@ -159,7 +159,7 @@ def make_app(library: Library, *, token: str, calculate: Calculate) -> Starlette
 
 
 class _Answers:
-    """Handlers of the addresses."""
+    """Request handlers of the API."""
 
     def __init__(self, library: Library, calculate: Calculate) -> None:
         self._library = library
@@ -191,20 +191,20 @@ class _Answers:
         }
 
     def library(self, _request: Request) -> object:
-        """Return all runs (:func:`run_summary`) and evaluations. Unreadable ones have only the field ``problem``."""
+        """Return all runs (:func:`run_summary`) and evaluations, with a field ``problem`` if they are unreadable."""
         by_kind = {"run": list[object](), "evaluation": list[object]()}
         for folder in self._library.folders():
             try:
                 is_run = folder.kind == "run"
                 about = run_summary(RunDirectory(folder.path)) if is_run else evaluation_summary(folder.path)
-                to_json(about)  # raises here, not for the whole list
+                to_json(about)  # raises for this entry, not for the whole list
             except Exception as error:  # noqa: BLE001  (a run that cannot be read must not hide the others)
                 about = {"problem": str(error) if isinstance(error, AgentRLError) else describe_error(error)}
             by_kind[folder.kind].append({"id": folder.id, "name": folder.name, **about})
         return {"runs": by_kind["run"], "evaluations": by_kind["evaluation"]}
 
     def series(self, request: Request) -> object:
-        """Return the curves of a run (:meth:`MetricsColumns.series`). The query may repeat ``names``."""
+        """Return the curves of a run (:meth:`MetricsColumns.series`). ``names`` may be repeated in the query."""
         run, query = self._run(request), request.query_params
         return metrics_of(run.metrics_file, run.path).series(
             names=query.getlist("names"),
@@ -242,16 +242,16 @@ class _Answers:
 
 
 def _named(request: Request) -> dict[str, object]:
-    """Step and trajectory number in the path."""
+    """Return the step and the trajectory number in the path."""
     return {"step": request.path_params["step"], "trajectory": request.path_params["number"]}
 
 
 def _endpoint(answer: Answer, token: str) -> Callable[[Request], Response]:
-    """Run a handler in Starlette's threads. Every failure becomes one message, which the page displays."""
+    """Wrap a handler, which checks the token and converts failures to messages that the page displays."""
 
     def endpoint(request: Request) -> Response:
         token_sent = request.headers.get("authorization", "").removeprefix("Bearer ")
-        # In constant time, so that response times do not reveal the token.
+        # Compared in constant time, so that response times do not reveal the token.
         if not secrets.compare_digest(token_sent.encode(), token.encode()):
             return _json({"error": "the token is invalid: open the address that `agentrl view` printed"}, 401)
         try:
@@ -274,7 +274,7 @@ def _json(value: object, status: int) -> Response:
 
 
 class _Headers:
-    """Adds the security headers to every response."""
+    """Middleware that adds the security headers to every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

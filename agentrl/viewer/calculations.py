@@ -1,7 +1,7 @@
-"""``python -m agentrl.viewer.calculations RUN``: answer each line of JSON on the input with a line of JSON.
+"""``python -m agentrl.viewer.calculations RUN``: process that answers each line of JSON on its input with a line.
 
 The viewer starts this process for requests that need torch and the run's plug-ins: other estimators, and the
-explanation of a token. A request is ``{"ask": NAME, ...}`` with the arguments of the method of this name. The answer is
+explanation of a token. A request is ``{"ask": NAME, ...}`` with the arguments of the method ``NAME``. The answer is
 ``{"answer": ...}`` or ``{"error": "one message"}``.
 """
 
@@ -26,14 +26,14 @@ from agentrl_envs.registry import PluginError, describe_error
 
 
 class Answers:
-    """Answers requests about one run."""
+    """Request handlers for one run."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._problems = load_run_plugins(run)
 
     def to(self, line: str) -> str:
-        """Answer one line, as JSON. Exceptions, including those of a plug-in's estimator, become an error message."""
+        """Answer one line in JSON. Exceptions, including exceptions of plug-ins, are returned as error messages."""
         try:
             return to_json({"answer": self._answer(json.loads(line))})
         except (AgentRLError, AlgorithmError, PluginError) as error:
@@ -58,7 +58,7 @@ class Answers:
     def what_if(
         self, step: int, trajectory: int, estimator: str, options: Mapping[str, object], size: int | None
     ) -> object:
-        """Return the group of a trajectory under another estimator; ``fields`` are the trajectory's columns."""
+        """Compute the group of a trajectory under another estimator. ``fields`` contains the trajectory's columns."""
         stored, chosen = self._group_of(step, trajectory)
         if estimator_needs(estimator, **all_options(stored, estimator, options)).step_wide:
             stored = read_step(self._run, step)
@@ -100,8 +100,8 @@ def _curves(item: StoredTrajectory, result: WhatIf) -> dict[str, object]:
 
 
 def main() -> None:
-    """Answer every line of the input."""
-    # Plug-ins may print. Their output goes to the standard error, so that it cannot break the lines of JSON.
+    """Answer every line of the standard input."""
+    # Output of plug-ins is redirected to the standard error, so that it cannot break the lines of JSON.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     run = Answers(RunDirectory(Path(sys.argv[1])))

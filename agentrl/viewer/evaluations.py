@@ -1,4 +1,4 @@
-"""Evaluations: scores, problems with their rollouts, one conversation, and the comparison of two."""
+"""Data of evaluations for the viewer: scores, problems, rollouts, and the comparison of two evaluations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FENCE = re.compile(r"```[^\n`]*\n[\s\S]*?(?:\n {0,3}```|$)")
 
 
 def evaluation_summary(path: Path) -> dict[str, object]:
-    """Return the row of an evaluation in the table of evaluations. ``benchmarks`` is empty until it has finished."""
+    """Return the row of an evaluation in the table of evaluations, without ``benchmarks`` until it has finished."""
     results = read_object(path / "results.json")
     provenance = read_object(path / "provenance.json")
     return {
@@ -43,7 +43,7 @@ def evaluation_summary(path: Path) -> dict[str, object]:
 
 
 def evaluation_page(path: Path) -> dict[str, object]:
-    """Return results, provenance, problems, and the rollouts without their conversations (:func:`rollout_rows`)."""
+    """Return results, provenance, problems, and the rollouts without conversations (:func:`rollout_rows`)."""
     problems = [
         {"benchmark": row["benchmark"], "id": row["id"], "answer": row.get("answer"), "statement": _excerpt(row)}
         for row in json_lines(path / "problems.jsonl", path)
@@ -59,7 +59,7 @@ def evaluation_page(path: Path) -> dict[str, object]:
 
 
 def rollout_rows(path: Path) -> list[JSONObject]:
-    """Return one row per sample, from its last attempt. ``index`` is its index in the file of rollouts."""
+    """Return one row per sample, from its last attempt. ``index`` is the position in the file of rollouts."""
     file = path / "rollouts.jsonl.zst"
     if not file.is_file():
         return []
@@ -89,7 +89,7 @@ def _cached_rows(path: Path, _changed: int, _size: int) -> list[JSONObject]:
 
 
 def rollout_page(path: Path, index: int) -> dict[str, object]:
-    """Return one rollout with its problem and the formulas of both. Raises SettingsError if there is none."""
+    """Return a rollout with its problem and their formulas. Raises SettingsError if ``index`` does not exist."""
     for position, record in enumerate(rollout_records(path)):
         if position == index:
             return page_of_rollout(record, problems_by_key(path))
@@ -102,7 +102,7 @@ def problems_by_key(path: Path) -> dict[tuple[object, object], JSONObject]:
 
 
 def page_of_rollout(record: JSONObject, problems: Mapping[tuple[object, object], JSONObject]) -> dict[str, object]:
-    """Return the content of a rollout's page from its record."""
+    """Build the content of a rollout's page from its record."""
     problem = problems.get((record["benchmark"], record["problem"]), {})
     prompt = problem.get("prompt") or problem.get("statement", "")
     texts = [prompt, *(turn["text"] for turn in record["turns"] if turn["origin"] == "model")]
@@ -123,7 +123,7 @@ def rollouts_with(path: Path, text: str) -> list[int]:
 
 
 def comparison_page(first: Path, second: Path) -> dict[str, object]:
-    """Compare B, the second, with A, paired by problem. Raises SettingsError if the two cannot be compared."""
+    """Compare two evaluations, paired by problem. Raises SettingsError if they cannot be compared."""
     before, after = (_finished(path) for path in (first, second))
     by_benchmark = compare(before, after)
     return {
@@ -139,7 +139,7 @@ def comparison_page(first: Path, second: Path) -> dict[str, object]:
 
 
 def formulas_of(texts: Iterable[str]) -> dict[str, list[object]]:
-    """Return TeX -> MathML tree for each formula outside code fences. Formulas that cannot be parsed are left out.
+    """Convert each formula outside code fences to a MathML tree, by TeX. Formulas that cannot be parsed are left out.
 
     >>> formulas_of(["Add $x$ to $x$."])
     {'x': ['math', {}, ['mrow', {}, ['mi', {}, 'x']]]}
@@ -167,7 +167,7 @@ def _tree_of(tex: str) -> list[object] | None:
 
 
 def _tree(element: Element) -> list[object]:
-    """``[tag, attributes, children ...]``; a child is text or a tree."""
+    """Convert an element to ``[tag, attributes, children ...]``, where a child is text or a tree."""
     attributes = {name: value for name, value in element.attrib.items() if name not in ("xmlns", "display")}
     children: list[object] = [html.unescape(element.text)] if element.text else []  # the library returns entities
     return [element.tag, attributes, *children, *map(_tree, element)]
@@ -191,14 +191,14 @@ def _finished(path: Path) -> Results:
 
 
 def _paired(name: str, before: Results, after: Results) -> Iterator[dict[str, object]]:
-    """The problems of a benchmark with their counts in both evaluations."""
+    """Yield the problems of a benchmark with their counts in both evaluations."""
     counts, others = (results["benchmarks"][name]["per_problem"] for results in (before, after))
     for problem, first in counts.items():
         yield {"benchmark": name, "problem": problem, "first": first, "second": others[problem]}
 
 
 def read_object(path: Path) -> JSONObject:
-    """Return the object in a JSON file of an evaluation, or {} if the file is missing. Raises WorldError if damaged."""
+    """Read a JSON object of an evaluation, or {} if the file is missing. Raises WorldError if it is damaged."""
     try:
         value = json.loads(contained(path, path.parent).read_bytes())
     except FileNotFoundError:
@@ -209,7 +209,7 @@ def read_object(path: Path) -> JSONObject:
 
 
 def rollout_records(path: Path) -> Iterator[JSONObject]:
-    """Yield the record of every complete rollout in the order written, up to one that is still being written."""
+    """Yield the record of every complete rollout in the order written."""
     file = contained(path / "rollouts.jsonl.zst", path)
     if not file.is_file():
         return

@@ -1,4 +1,4 @@
-"""`agentrl explain`: the computation of one token's gradient in a recorded step, in words and numbers."""
+"""`agentrl explain`: describe how the gradient of one token in a recorded step was computed."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _AROUND = 40  # characters of the conversation to show before and after the toke
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """One model token with the quantities that its gradient was computed from.
+    """One model token with the values from which its gradient was computed.
 
-    ``index`` counts the model tokens of the trajectory. ``pieces`` are the texts of the response's tokens, None if the
-    run has no tokenizer.
+    ``position`` is the token's index in the response, and ``index`` its index among the model tokens. ``pieces`` are
+    the texts of the response's tokens, or None if the run has no tokenizer.
     """
 
     step: StoredStep
@@ -40,7 +40,7 @@ class Explanation:
         return self.trajectory.tokens
 
     def lines(self) -> Iterator[str]:
-        """Yield the explanation, from the reward to the gradient."""
+        """Yield the lines of the explanation, from the reward to the gradient."""
         facts = facts_of(self.step)
         yield from self._header()
         yield from self._sampling()
@@ -48,7 +48,7 @@ class Explanation:
         yield from self._loss(facts)
 
     def at(self, values: np.ndarray) -> float:
-        """Select the token's value from the values of its trajectory's model tokens."""
+        """Return the token's entry in ``values`` of its trajectory's model tokens."""
         return float(values[self.index])
 
     def _header(self) -> Iterator[str]:
@@ -64,7 +64,7 @@ class Explanation:
         )
 
     def _text(self) -> str:
-        """The token with the text before and after it; invisible characters are escaped."""
+        """Format the token with the text before and after it. Invisible characters are escaped."""
         piece = self.pieces[self.position]
         if piece is None:
             return ""
@@ -114,7 +114,7 @@ class Explanation:
         yield f"  compute_advantages on the stored statistics returns {same}"
 
     def _tail(self, facts: TokenFacts) -> Iterator[str]:
-        """Explain the baseline of a token at an index that no other trajectory of the group reaches."""
+        """Explain the baseline of a token whose index no other trajectory of the group reaches."""
         entry = ESTIMATORS[facts.estimator]
         tail = getattr(entry.make_options(facts.estimator, facts.estimator_options), "tail", None)
         others = [item for item in self.step.siblings(self.trajectory) if item.key != self.trajectory.key]
@@ -149,7 +149,7 @@ class Explanation:
 
 
 def explain(run: RunDirectory, *, step: int, trajectory: int, token: int) -> Explanation:
-    """Explain the token at position ``token`` of the response. Raises SettingsError if it has no stored gradient."""
+    """Explain the token at position ``token`` of the response. Raises SettingsError if its gradient is not stored."""
     stored = read_step(run, step)
     facts_of(stored)
     if not 0 <= trajectory < len(stored.trajectories):
@@ -190,10 +190,10 @@ def explain_command(path: Path, *, step: int, trajectory: int, token: int) -> li
 
 
 def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int) -> dict[RowKey, float]:
-    """Return the weight of each rollout's return in the baseline of one model token, by the key of its last branch.
+    """Compute the weight of each rollout's return in the baseline of one model token, by the key of its last branch.
 
-    A rollout's weight is the baseline that results if its return is 1 and all others are 0. Empty if the estimator uses
-    no group baseline, or if the baseline is not a weighted sum of the returns.
+    A rollout's weight is the baseline for a return of 1 of this rollout and 0 of all others. Returns an empty mapping
+    if the estimator uses no group baseline, or if the baseline is not a weighted sum of the returns.
     """
     facts, siblings = facts_of(step), step.siblings(trajectory)
     if not ESTIMATORS[facts.estimator].group_based:
@@ -208,7 +208,7 @@ def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int)
             last[item.key.sample] = sibling
 
     def baseline(returns: Mapping[int, float]) -> float:
-        """Return the token's baseline for these returns by index in ``siblings``; all other returns are 0."""
+        """Compute the token's baseline for ``returns`` by index in ``siblings``. Other returns are 0."""
         rewards = torch.zeros_like(inputs.rewards)
         for sibling, value in returns.items():
             rewards[sibling, int(siblings[sibling].positions[-1])] = value
@@ -217,7 +217,7 @@ def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int)
         return float(made.baselines[row, int(trajectory.positions[index])])
 
     weights = {sibling: baseline({sibling: 1.0}) for sibling in last.values()}
-    # Irregular returns, so that a baseline that is not linear in the returns differs from the weighted sum.
+    # With irregular returns, a baseline that is not linear in the returns differs from the weighted sum.
     returns = {sibling: 1.0 + 0.37 * number**1.5 for number, sibling in enumerate(last.values())}
     linear = sum(weight * returns[sibling] for sibling, weight in weights.items())
     if not np.isclose(linear, baseline(returns), rtol=1e-5, atol=1e-6):
@@ -226,9 +226,9 @@ def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int)
 
 
 def loss_factors(facts: TokenFacts, row: TrajectoryTokens) -> np.ndarray | None:
-    """Return d loss / d log p [K] of a trajectory's tokens in the update that trained on it, before ``loss_weight``.
+    """Compute d loss / d log p [K] of a trajectory's tokens in the update that trained on it, before ``loss_weight``.
 
-    The terms of entropy and KL are not included. None if the loss selects tokens over the whole step.
+    Entropy and KL terms are not included. Returns None if the loss selects tokens over the whole step.
     """
     if LOSSES.traits(facts.loss).step_wide:
         return None

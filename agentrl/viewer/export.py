@@ -1,7 +1,7 @@
-"""Pages of the viewer as files that need no server and no network: one run, or one evaluation (``report.html``).
+"""Self-contained pages of one run, or one evaluation (``report.html``), that need no server and no network.
 
-The page is the viewer's, with its modules and styles inside. The server's answers are stored in the page compressed and
-base64-encoded, so no content of a run is read as markup. The page's security policy allows its single script and no
+The page contains the modules and styles of the viewer. Answers of the server are stored in the page compressed and
+base64-encoded, so no content of a run is parsed as markup. The page's security policy allows its single script and no
 network requests.
 """
 
@@ -38,8 +38,8 @@ from agentrl.viewer.trajectories import page_of, step_rows
 
 STATIC = Path(__file__).parent / "static"
 RUN_ID, EVALUATION_ID = "run", "evaluation"
-_LARGEST_RUN = 100_000_000  # bytes; browsers open larger files slowly, and mails do not carry them
-_LARGEST_REPORT = 9_500_000  # bytes of conversations if their number is not set, so that the page opens quickly
+_LARGEST_RUN = 100_000_000  # bytes; larger files open slowly and cannot be sent by mail
+_LARGEST_REPORT = 9_500_000  # bytes of conversations in a page that opens quickly; used if their number is not set
 _POLICY = (
     "default-src 'none'; script-src 'sha256-{hash}'; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
@@ -50,10 +50,10 @@ _EXPORT = re.compile(r"^export (?=(?:async function|function|const|class) (\w+))
 
 
 def export_run(run: RunDirectory, out: Path, *, steps: Sequence[int] = (), groups: int | None = None) -> None:
-    """Write the page of a run: its curves, and the trajectories of ``steps`` (default: the newest that is stored).
+    """Write the page of a run with its curves and the trajectories of ``steps`` (default: the newest stored step).
 
-    ``groups`` limits the groups of each step. Raises SettingsError if a step is not stored or the page is too large to
-    open, and WorldError if the page cannot be written.
+    ``groups`` limits the number of groups per step. Raises SettingsError if a step is not stored or the page is too
+    large, and WorldError if the page cannot be written.
     """
     chosen = list(steps) or run.trajectory_steps()[-1:]
     for step in chosen:
@@ -74,9 +74,9 @@ def export_run(run: RunDirectory, out: Path, *, steps: Sequence[int] = (), group
 
 
 def export_evaluation(path: Path, out: Path, *, conversations: int | None = None) -> None:
-    """Write the page of an evaluation with at most ``conversations`` per problem, alternating right and wrong ones.
+    """Write the page of an evaluation with at most ``conversations`` per problem, alternating right and wrong.
 
-    By default all conversations are included, or as many per problem as fit into a page of 10 MB. Raises WorldError if
+    By default, the page contains all conversations, or as many per problem as fit into 10 MB. Raises WorldError if
     the page cannot be written.
     """
     answers: dict[str, object] = {
@@ -89,11 +89,11 @@ def export_evaluation(path: Path, out: Path, *, conversations: int | None = None
 
 
 def _packed_rollouts(path: Path, conversations: int | None) -> list[str]:
-    """The answers for single rollouts in the order of :func:`ranks`: as many ranks as requested, or as fit."""
+    """Pack the pages of rollouts in the order of :func:`ranks`, limited to ``conversations`` ranks or by size."""
     rank_of = ranks(rollout_rows(path))
     count = max(rank_of.values(), default=-1) + 1 if conversations is None else conversations
     if conversations is None:
-        # A first estimate from the size of the compressed file, to avoid packing more than can fit.
+        # Estimate the count from the size of the compressed file, to avoid packing more than fits.
         stored = (path / "rollouts.jsonl.zst").stat().st_size if rank_of else 0
         count = min(count, max(1, count * 4 * _LARGEST_REPORT // max(1, stored)))
     problems = problems_by_key(path)
@@ -126,7 +126,7 @@ def ranks(rows: Iterable[Mapping[str, object]]) -> dict[int, int]:
 
 
 def _page(start: str, answers: Iterable[str]) -> Iterator[str]:
-    """Parts of a page that opens at the address ``start``."""
+    """Yield the parts of a page that opens at the address ``start``."""
     script = bundle(STATIC, "main.js").replace("</script", "<\\/script")
     policy = _POLICY.format(hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode())
     page = (STATIC / "index.html").read_text(encoding="utf-8")
@@ -145,13 +145,13 @@ def _page(start: str, answers: Iterable[str]) -> Iterator[str]:
 
 def _packed(item: tuple[str, object]) -> str:
     address, answer = item
-    # Without a time stamp, equal answers give equal bytes.
+    # mtime=0: without a time stamp, equal answers have equal bytes.
     packed = base64.b64encode(gzip.compress(to_json(answer).encode(), compresslevel=6, mtime=0)).decode()
     return f'<script type="text/plain" data-answer="{address}">{packed}</script>\n'
 
 
 def _run_answers(run: RunDirectory, steps: Sequence[int], groups: int | None) -> Iterator[tuple[str, object]]:
-    """Answers by the server's addresses. ``/trajectories`` has the rows of all steps, which the page searches."""
+    """Yield the server's answers by address. ``/trajectories`` has the rows of all steps, which the page searches."""
     facts = {**run_facts(run), "id": RUN_ID, "name": run.path.resolve().name}
     facts |= {"trajectory_steps": list(steps), "stored_steps": len(steps)}
     yield "/library", {"runs": [facts], "evaluations": []}
@@ -173,10 +173,10 @@ def _run_answers(run: RunDirectory, steps: Sequence[int], groups: int | None) ->
 
 
 def bundle(folder: Path, entry: str) -> str:
-    """Return ``entry`` and its imports as one classic script, because browsers load no modules from files.
+    """Bundle ``entry`` and its imports into a classic script, because browsers load no modules from local files.
 
-    Each module becomes a function, after the modules that it imports. Modules must import names of ``./FILE`` in one
-    line each, and export functions, constants and classes by name. Raises ValueError otherwise.
+    Each module becomes a function, after the modules that it imports. An import must be one line with names of
+    ``./FILE``, and an export must be a named function, constant or class. Raises ValueError for other forms.
     """
     parts: list[str] = []
     done: set[str] = set()

@@ -1,4 +1,4 @@
-"""Size-limited readers of ``metrics.jsonl``, as columns that follow the growing file, and of other JSON lines."""
+"""Size-limited readers of a growing ``metrics.jsonl``, as columns, and of other files of JSON lines."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _MOST_STEP = 1 << 53  # JavaScript's largest exact integer
 class Progress:
     """Progress of a run.
 
-    ``seconds`` is the sum of the steps' times and ``step_seconds`` the median of the last 15. ``result`` is the newest
-    held-out score with its 95 % interval or, without evaluations, the mean reward of the last 15 steps, as
+    ``seconds`` is the total duration of the steps, and ``step_seconds`` the median of the last 15 steps. ``result`` is
+    the newest held-out score with its 95 % interval or, without evaluations, the mean reward of the last 15 steps, as
     ``{"metric", "step", "value", "low", "high"}``. Unknown bounds are None.
     """
 
@@ -44,14 +44,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class _Column:
-    """The values of a metric, and the indices of their rows."""
+    """Values of a metric, and the indices of their rows."""
 
     rows: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
 
 class MetricsColumns:
-    """Values of one ``metrics.jsonl`` by metric. Each call reads only the lines that were appended since the last one.
+    """Values of one ``metrics.jsonl`` by metric. Each call reads only lines that were appended since the last call.
 
     Damaged lines are skipped and counted. Values that are not numbers are left out.
     """
@@ -127,7 +127,7 @@ class MetricsColumns:
         self._columns: dict[str, _Column] = {}
 
     def _refresh(self) -> None:
-        """Read the appended lines. A file that was truncated or replaced (``--resume``) is read from its start."""
+        """Read the appended lines, or the whole file if it was truncated or replaced (``--resume``)."""
         try:
             with contained(self._path, self._folder).open("rb") as file:
                 inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
@@ -185,7 +185,7 @@ class MetricsColumns:
         return {"metric": "reward/mean", "step": self._steps[column.rows[-1]], "value": mean, **bounds}
 
     def _at(self, name: str, row: int) -> float | None:
-        """Return the value of a metric in one of the last 15 rows that have it, otherwise None."""
+        """Return the value of a metric at ``row``, or None if ``row`` is not among the metric's last 15 rows."""
         column = self._columns.get(name, _Column())
         recent = dict(zip(column.rows[-_RECENT:], column.values[-_RECENT:], strict=True))
         return recent.get(row)
@@ -203,12 +203,15 @@ class MetricsColumns:
 
 @lru_cache(maxsize=_KEPT_RUNS)
 def metrics_of(path: Path, folder: Path) -> MetricsColumns:
-    """Return the columns of the file ``path`` in ``folder``, the same object for each call."""
+    """Return the cached columns of the file ``path`` in ``folder``."""
     return MetricsColumns(path, folder)
 
 
 def _spans(values: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Return last index, mean, minimum and maximum of at most ``points`` spans; None for these two if all remain."""
+    """Split values into at most ``points`` spans. Returns their last indices, means, minima and maxima.
+
+    Minima and maxima are None if every span is a single value.
+    """
     if len(values) <= points:
         return np.arange(len(values)), values, None, None
     edges = np.linspace(0, len(values), points + 1).astype(np.int64)
@@ -218,7 +221,7 @@ def _spans(values: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def json_lines(path: Path, folder: Path) -> list[dict[str, object]]:
-    """Return the objects of a file of JSON lines in ``folder``, without damaged lines and an incomplete last line."""
+    """Read the objects of a file of JSON lines in ``folder``. Damaged and incomplete lines are left out."""
     try:
         with contained(path, folder).open("rb") as file:
             return [row for line in _lines(file) if (row := _object(line))]
@@ -227,13 +230,13 @@ def json_lines(path: Path, folder: Path) -> list[dict[str, object]]:
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield complete lines. A line that is too long is yielded in pieces, none of which is a JSON object."""
+    """Yield complete lines. A long line is yielded in pieces, none of which is a JSON object."""
     while (line := file.readline(_LONGEST_LINE)).endswith(b"\n") or len(line) == _LONGEST_LINE:
         yield line
 
 
 def _object(line: bytes) -> dict[str, object]:
-    """Return the object of a line, empty if the line is damaged or nested too deeply."""
+    """Parse the object in a line. Returns {} if the line is damaged or nested too deeply."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Shared readers of a run: its settings, plug-ins and tokenizer, and conversion of values to strict JSON."""
+"""Readers of a run's settings, plug-ins and tokenizer, and conversion of values to strict JSON."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from agentrl.telemetry.files import contained, world_errors
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl_envs.registry import PluginError, load_plugins
 
-_POINTS = 1_000  # maximum number of points of a curve; of a longer one every second, third, ... token is drawn
+_POINTS = 1_000  # maximum number of points of a curve; longer curves show every second, third, ... token
 
 
 def to_json(value: object) -> str:
-    """Return strict JSON for browsers, with the strings "NaN", "Infinity" and "-Infinity" for non-finite numbers.
+    """Encode strict JSON for browsers, with the strings "NaN", "Infinity" and "-Infinity" for non-finite numbers.
 
-    Escapes all characters outside ASCII, because strings may contain lone surrogates, which UTF-8 cannot encode.
-    Dates and other values that JSON does not have are written as strings.
+    Escapes all characters outside ASCII, because UTF-8 cannot encode lone surrogates. Dates and other values that JSON
+    does not support are converted to strings.
     """
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"), default=str)
@@ -42,7 +42,7 @@ def _without_non_finite(value: object) -> object:
 
 
 def finite(values: np.ndarray) -> list[object]:
-    """Return exact values for JSON, with None in place of numbers that are not finite."""
+    """Convert values to a list for JSON, with None for non-finite numbers."""
     listed: list[object] = values.tolist()
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         return [value if kept else None for value, kept in zip(listed, np.isfinite(values), strict=True)]
@@ -50,18 +50,18 @@ def finite(values: np.ndarray) -> list[object]:
 
 
 def drawn_indices(length: int) -> np.ndarray:
-    """Return the indices at which a curve of ``length`` values is drawn."""
+    """Return the indices of the drawn points of a curve with ``length`` values."""
     return np.arange(0, length, max(1, -(-length // _POINTS)))
 
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, available if PyYAML has libyaml
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, available if PyYAML has libyaml
 _LARGEST_CONFIG, _DEEPEST = 1 << 20, 32  # a resolved config.yaml has about 10 kB and a depth of 5
 
 
 def run_settings(run: RunDirectory) -> Mapping[str, object]:
-    """Return ``config.yaml`` as it is stored. Raises WorldError if training cannot have written it.
+    """Read ``config.yaml``. Raises WorldError if training cannot have written the file.
 
-    Size and depth are limited and aliases rejected, because a few hundred bytes of aliases can expand to gigabytes.
+    Size and depth are limited and aliases are rejected, because a few hundred bytes of aliases can expand to gigabytes.
     """
     with world_errors(run.config, "read"), contained(run.config, run.path).open("rb") as file:
         content = file.read(_LARGEST_CONFIG + 1)
@@ -82,10 +82,10 @@ def run_settings(run: RunDirectory) -> Mapping[str, object]:
 
 
 def load_run_plugins(run: RunDirectory) -> list[str]:
-    """Load the modules that registered the run's estimators and losses. Returns messages for those that failed.
+    """Load the run's plug-ins. Returns a message for each plug-in that could not be loaded.
 
-    A missing plug-in is not an error, because it matters only if the run's estimator or loss comes from it. Files
-    inside the run directory are not loaded: opening a run from someone else must not execute their code.
+    A missing plug-in is not an error, because it is required only if it defines the run's estimator or loss. Files
+    inside the run directory are not loaded, because viewing a run must not execute code from it.
     """
     try:
         named = run_settings(run).get("plugins")
@@ -109,7 +109,7 @@ _LARGEST_TOKENIZER = 1 << 28  # the largest vocabularies take about 40 MB
 
 
 class TokenText:
-    """Splits a run's token ids into pieces of text. Without the run's tokenizer, every piece is None.
+    """Tokenizer of a run, which splits token ids into pieces of text. Without a tokenizer, every piece is None.
 
     ``problem`` is the reason why an existing tokenizer cannot be used, or empty.
     """
@@ -124,7 +124,7 @@ class TokenText:
         return self._tokenizer is not None
 
     def pieces(self, token_ids: Sequence[int]) -> list[str | None]:
-        """Return the text that each token adds: "" if a later token completes its character."""
+        """Return the text of each token, which is "" if a later token completes its character."""
         if self._tokenizer is None:
             return [None] * len(token_ids)
         stream = DecodeStream(skip_special_tokens=False)
@@ -136,14 +136,14 @@ class TokenText:
 
 
 def token_text(run: RunDirectory) -> TokenText:
-    """Return the tokenizer of a run, from the file that training writes at its start or from a saved policy."""
+    """Return the tokenizer of a run, from its ``tokenizer.json`` or from a saved policy."""
     for folder in (run.path, run.path / "policy", run.path / "best"):
         if (folder / _TOKENIZER).is_file():
             return _open_tokenizer(folder / _TOKENIZER, run.path, (folder / _TOKENIZER).stat().st_mtime_ns)
     return TokenText(None)
 
 
-# Keyed by the modification time, so that a tokenizer that changes is read again.
+# The modification time is part of the cache key, so that a changed tokenizer is read again.
 @lru_cache(maxsize=4)
 def _open_tokenizer(path: Path, folder: Path, _changed: int) -> TokenText:
     try:

@@ -1,4 +1,4 @@
-"""Runs and evaluations below the paths of the command line, and the facts that the viewer lists about a run."""
+"""Search for runs and evaluations below the paths of the command line, and summaries of runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _INSIDE_A_RUN = "metrics.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class ViewedFolder:
-    """One run or evaluation. ``id`` identifies it in addresses and depends only on its path."""
+    """A run or evaluation. ``id`` identifies it in addresses and depends only on the path."""
 
     id: str
     kind: Kind
@@ -35,10 +35,10 @@ class ViewedFolder:
 
 
 class Library:
-    """Runs and evaluations below ``paths``. Every listing searches again, so that new ones appear."""
+    """Runs and evaluations below ``paths``. Every listing searches again to include new runs."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Raises SettingsError if a path is missing or contains neither a run nor an evaluation."""
+        """Check the paths. Raises SettingsError if a path is missing or contains neither a run nor an evaluation."""
         self._paths = tuple(paths)
         self._known: dict[str, ViewedFolder] = {}
         for path in self._paths:
@@ -64,11 +64,11 @@ class Library:
         return sorted(folders.values(), key=lambda folder: folder.name)
 
     def run(self, folder_id: str) -> RunDirectory:
-        """Return the run with this id. Raises SettingsError if there is none."""
+        """Return the run with this id. Raises SettingsError if it does not exist."""
         return RunDirectory(self._path(folder_id, "run"))
 
     def evaluation(self, folder_id: str) -> Path:
-        """Return the directory of the evaluation with this id. Raises SettingsError if there is none."""
+        """Return the directory of the evaluation with this id. Raises SettingsError if it does not exist."""
         return self._path(folder_id, "evaluation")
 
     def _path(self, folder_id: str, kind: Kind) -> Path:
@@ -117,7 +117,7 @@ Part = TypeVar("Part")
 
 
 def run_summary(run: RunDirectory) -> dict[str, object]:
-    """Return a run's entry in the table of runs.
+    """Return the entry of a run in the table of runs.
 
     - ``state``: ``"running"``, ``"finished"`` (summary.json exists) or ``"stopped"``.
     - ``step`` and ``steps``: the newest step, 0 before the first, and ``training.steps`` (None if the settings cannot
@@ -126,7 +126,7 @@ def run_summary(run: RunDirectory) -> dict[str, object]:
       without evaluations, the mean reward of the last 15 steps; None before the first step. ``low`` and ``high`` may
       be None.
     - ``alerts``: ``{"alert", "step", "message"}`` of the newest alert of each name, newest first. ``collapsed``: True
-      if one of them is a collapse of the reward or the entropy.
+      if there is an alert for a collapse of the reward or the entropy.
     - ``problems``: messages about files of the run that could not be read. Fields that depend on them are empty.
     - ``modified`` (seconds since 1970), ``stored_steps`` (number of steps with trajectories), ``notes``, ``settings``
       by dotted key.
@@ -165,7 +165,7 @@ def run_summary(run: RunDirectory) -> dict[str, object]:
 
 
 def run_facts(run: RunDirectory) -> dict[str, object]:
-    """Return the content of a run's page, without curves: :func:`run_summary` with all alerts and stored steps."""
+    """Return the content of a run's page without curves: :func:`run_summary` with all alerts and stored steps."""
     return {
         **run_summary(run),
         "path": str(run.path),
@@ -176,7 +176,7 @@ def run_facts(run: RunDirectory) -> dict[str, object]:
 
 
 def _state(run: RunDirectory, progress: Progress) -> str:
-    """Return the state of a run. Without a lock that can be checked, a run counts as running while rows arrive."""
+    """Return the state of a run. If its lock cannot be checked, a run counts as running while rows arrive."""
     in_use = run.in_use()
     if in_use is None and not run.summary.is_file():
         usual = _START if progress.step_seconds is None else max(_QUIET, _QUIET_STEPS * progress.step_seconds)
@@ -184,7 +184,7 @@ def _state(run: RunDirectory, progress: Progress) -> str:
     return "running" if in_use else "finished" if run.summary.is_file() else "stopped"
 
 
-# In the cached functions, `_changed` is the signature of the file: it is read again when the signature changes.
+# In the cached functions, `_changed` is the signature of the file, so that a changed file is read again.
 @lru_cache(maxsize=_KEPT)
 def _progress(path: Path, folder: Path, *_changed: int) -> Progress:
     return metrics_of(path, folder).progress()
@@ -192,7 +192,7 @@ def _progress(path: Path, folder: Path, *_changed: int) -> Progress:
 
 @lru_cache(maxsize=_KEPT)
 def _alerts(path: Path, folder: Path, *_changed: int) -> list[dict[str, object]]:
-    """Return the named alerts in order."""
+    """Return the alerts that have a name, in order."""
     return [alert for alert in json_lines(path, folder) if isinstance(alert.get("alert"), str)]
 
 
@@ -202,7 +202,7 @@ def _stored_steps(path: Path, _changed: float) -> tuple[int, ...]:
 
 
 def _signature(path: Path) -> tuple[int, int, int]:
-    """Return inode, size and modification time (ns) of a file, which change with it; zeros if it is missing."""
+    """Return inode, size and modification time (ns) of a file, or zeros if it is missing."""
     try:
         about = os.stat(path)
     except OSError:
@@ -211,7 +211,7 @@ def _signature(path: Path) -> tuple[int, int, int]:
 
 
 def _modified(path: Path) -> float:
-    """Return the modification time of a file in seconds since 1970, 0 if it is missing."""
+    """Return the modification time of a file in seconds since 1970, or 0 if it is missing."""
     return _signature(path)[2] / 1e9
 
 
@@ -225,7 +225,7 @@ def _notes(run: RunDirectory) -> str:
 
 
 def flat_settings(run: RunDirectory) -> dict[str, object]:
-    """Return all settings by their keys on the command line; entries of lists have keys such as ``data.eval[0].path``.
+    """Return all settings by dotted key. Entries of lists have keys such as ``data.eval[0].path``.
 
     Raises WorldError if ``config.yaml`` is damaged.
     """

@@ -1,7 +1,7 @@
 """`agentrl view`: serve the viewer to this machine only, and open it in the browser.
 
-Computations that need torch and a run's plug-ins take place in a separate process (:class:`Calculator`), because the
-viewer imports neither.
+Computations that need torch or a run's plug-ins run in a separate process (:class:`Calculator`), because the viewer
+imports neither.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DEADLINE = 120.0  # seconds until a response; the first one includes the import
 
 
 class Calculator:
-    """Client of ``agentrl.viewer.calculations``. Sends one request at a time."""
+    """Client of an ``agentrl.viewer.calculations`` process. Sends one request at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,7 +42,7 @@ class Calculator:
         self._run: Path | None = None
 
     def ask(self, run: Path, question: dict[str, object]) -> object:
-        """Return the result of a request. Raises SettingsError if it is impossible, WorldError if the process fails."""
+        """Return the result of a request. Raises SettingsError if it is invalid, WorldError if the process fails."""
         with self._lock:
             process = self._for(run.resolve())
             try:
@@ -55,7 +55,7 @@ class Calculator:
         return answer["answer"]
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         with self._lock:
             self._end()
 
@@ -63,7 +63,7 @@ class Calculator:
         if self._process is None or self._run != run or self._process.poll() is not None:
             self._end()
             command = [sys.executable, "-m", "agentrl.viewer.calculations", str(run)]
-            # A separate session, so that Ctrl-C reaches only the viewer, which then ends the process.
+            # In a separate session, Ctrl-C reaches only the viewer, which then stops the process.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )
@@ -99,7 +99,7 @@ PORT = 8642
 
 
 def view_command(paths: Sequence[Path], *, port: int | None, browse: bool, echo: Callable[[str], object]) -> None:
-    """Serve until Ctrl-C. Raises SettingsError if there is nothing to view or the port is in use."""
+    """Serve until Ctrl-C. Raises SettingsError if there is no run or evaluation, or if the port is in use."""
     library = Library(paths)
     listener = listen(port)
     token = stored_token()
@@ -130,7 +130,7 @@ def view_command(paths: Sequence[Path], *, port: int | None, browse: bool, echo:
 def export_command(
     paths: Sequence[Path], out: Path | None, *, steps: Sequence[int], groups: int | None, echo: Callable[[str], object]
 ) -> None:
-    """Write one run as a page. Raises SettingsError if ``paths`` are not one run, or ``out`` is missing."""
+    """Write the page of one run to ``out``. Raises SettingsError if ``paths`` are not one run or ``out`` is None."""
     if out is None:
         raise SettingsError("--steps and --groups apply only to --export FILE: add --export")
     if len(paths) != 1 or not (paths[0] / "config.yaml").is_file():
@@ -142,8 +142,8 @@ def export_command(
 def listen(port: int | None) -> socket.socket:
     """Return a socket that accepts connections from this machine only.
 
-    Without ``port``, it listens on :data:`PORT` or, if that is taken, on a free port. Raises SettingsError if ``port``
-    is in use.
+    Without ``port``, the socket listens on :data:`PORT` or, if it is in use, on a free port. Raises SettingsError
+    if ``port`` is in use.
     """
     try:
         return socket.create_server((HOST, port or PORT))
@@ -156,9 +156,9 @@ def listen(port: int | None) -> socket.socket:
 
 
 def stored_token() -> str:
-    """Return the token of this user's viewer. It stays the same between starts, so that bookmarks keep working.
+    """Return the user's viewer token, which does not change between starts, so that bookmarks remain valid.
 
-    The token is stored in ``~/.cache/agentrl/view-token``, readable by the user only. Returns a new token if that file
+    The token is stored in ``~/.cache/agentrl/view-token``, readable by the user only. Returns a new token if the file
     cannot be used.
     """
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentrl" / "view-token"
@@ -168,7 +168,7 @@ def stored_token() -> str:
         with contextlib.suppress(FileExistsError):
             path.touch(mode=0o600, exist_ok=False)
             path.write_text(fresh)
-        # A link or a pipe in place of the file must not be followed or block.
+        # If the file is a link or a pipe, do not follow it or block.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
             about = os.fstat(file.fileno())
             token = file.read(100)

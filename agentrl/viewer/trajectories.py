@@ -1,4 +1,4 @@
-"""Trajectories of a run: rows of a table, search over many steps, and the page of one trajectory."""
+"""Data of trajectories for the viewer: rows of a table, search over steps, and the page of one trajectory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EQUAL = 1e-8  # rewards closer than this are equal, as for the filter of groups
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Conditions for a row; None accepts any value. ``text`` is searched in the conversation, ignoring case."""
+    """Search conditions for rows. None accepts any value. ``text`` is searched in the conversation, ignoring case."""
 
     text: str = ""
     problem: str = ""
@@ -61,13 +61,13 @@ class Search:
 
     @property
     def is_filter(self) -> bool:
-        """True if there is a condition other than ``text``."""
+        """True if a condition other than ``text`` is set."""
         return any(getattr(self, item.name) != item.default for item in fields(self) if item.name != "text")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundRows:
-    """Matching ``rows``, and the position at which to continue: a step and a number in it, or None at the end."""
+    """Result of a search. ``next`` is the (step, number) at which to continue, or None at the end."""
 
     rows: list[JSONObject]
     next: tuple[int, int] | None
@@ -77,9 +77,9 @@ class FoundRows:
 def find_rows(
     run: RunDirectory, steps: list[int], search: Search, *, start: tuple[int, int] = (0, 0), limit: int, seconds: float
 ) -> FoundRows:
-    """Return at most ``limit`` rows of ``steps`` that ``search`` accepts. Stops after about ``seconds``.
+    """Search ``steps`` for at most ``limit`` matching rows, for about ``seconds``.
 
-    Steps that cannot be read are listed in ``problems``. At least one step is searched.
+    At least one step is searched. Steps that cannot be read are listed in ``problems``.
     """
     end = time.monotonic() + seconds
     matches: list[JSONObject] = []
@@ -104,7 +104,10 @@ def find_rows(
 
 
 def step_rows(run: RunDirectory, step: int) -> tuple[JSONObject, ...]:
-    """Return all trajectories of a step as rows. Raises SettingsError if it is not stored, WorldError if damaged."""
+    """Return the rows of all trajectories of a step.
+
+    Raises SettingsError if the step is not stored, and WorldError if its file is damaged.
+    """
     run.check_stored(step)
     files = (run.trajectory_file(step), *run.token_files(step))
     return _cached_rows(run.path, step, tuple(path.stat().st_mtime_ns for path in files))
@@ -130,7 +133,7 @@ def _cached_rows(path: Path, step: int, _changed: tuple[int, ...]) -> tuple[JSON
 
 
 def _trained(run: RunDirectory, step: int) -> tuple[int | None, dict[RowKey, float]]:
-    """Policy version of the step, or None without statistics, and gradient power of each trained trajectory."""
+    """Return the policy version (None without token statistics) and the gradient power of trained trajectories."""
     version, powers = None, dict[RowKey, float]()
     for path in run.token_files(step):
         try:
@@ -178,7 +181,7 @@ def _is_excluded(record: JSONObject) -> bool:
 
 
 def _add_reasons(rows: list[JSONObject]) -> None:
-    """Add the reason why a row was not trained on, as far as it follows from the rows."""
+    """Add the reason why a row was not trained on, as far as the rows determine it."""
     groups: dict[int, list[JSONObject]] = defaultdict(list)
     for row in rows:
         groups[row["group"]].append(row)
@@ -207,7 +210,7 @@ def _of_step(run: RunDirectory, step: int, search: Search) -> Iterator[JSONObjec
 
 
 def _may_contain(line: bytes, text: str) -> bool:
-    """False only if a record cannot contain the text. JSON does not escape ASCII letters and digits."""
+    """Return False if a record cannot contain ``text``. JSON does not escape ASCII letters and digits."""
     plain = text.isascii() and text.replace(" ", "").isalnum() and line.isascii()
     return not plain or text.lower().encode() in line.lower()
 
@@ -242,7 +245,7 @@ def trajectory_page(run: RunDirectory, step: int, number: int) -> dict[str, obje
 def page_of(
     run: RunDirectory, stored: StoredStep, rows: Sequence[JSONObject], number: int, text: TokenText
 ) -> dict[str, object]:
-    """Return the content of a trajectory's page from ``stored``, which must contain at least its group."""
+    """Build the content of a trajectory's page from ``stored``, which must contain its group."""
     (chosen,) = (item for item in stored.trajectories if item.number == number)
     group = [item for item in stored.trajectories if item.key.group == chosen.key.group]
     record = chosen.record
@@ -278,7 +281,7 @@ def _segment(origin: str, token_ids: list[int], segment_text: str, text: TokenTe
 
 
 def _fields(stored: StoredStep, item: StoredTrajectory, rows: Sequence[JSONObject]) -> dict[str, np.ndarray]:
-    """One value per model token, by the names of stored columns and of derived fields."""
+    """Return values per model token, by the names of stored columns and derived fields."""
     columns = {name: values for name, values in item.columns().items() if name not in _NO_FIELDS}
     if item.tokens is not None:
         row = item.tokens
@@ -291,7 +294,7 @@ def _fields(stored: StoredStep, item: StoredTrajectory, rows: Sequence[JSONObjec
 
 
 def _sibling(stored: StoredStep, item: StoredTrajectory, row: dict[str, object]) -> dict[str, object]:
-    """A trajectory of the group, with its curves along the model tokens if it was trained on."""
+    """Summarise a trajectory of the group, with curves over its model tokens if it was trained on."""
     facts = ("number", "sample", "branch", "reward", "ended", "verdict", "answer", "turns", "tokens", "dropped")
     about: dict[str, object] = {name: row[name] for name in facts}
     about["text"] = "".join(segment["text"] for segment in item.record["segments"])

@@ -1,4 +1,4 @@
-"""Advantages from stored token statistics, by the run's estimator or another one."""
+"""Advantages from stored token statistics, by the run's estimator or another estimator."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def recomputed(
 ) -> dict[RowKey, dict[str, np.ndarray]]:
     """Compute ``advantages``, ``returns`` and ``baselines`` [K] of ``trajectories``, which must be complete groups.
 
-    By default the estimator and the options of the run apply. For another estimator, ``options`` must be complete. If
-    the estimator spans the step, ``step`` must contain all its trajectories. Raises SettingsError if the step lacks an
+    By default, the estimator and the options of the run are used. For another estimator, ``options`` must be complete.
+    If the estimator spans the step, ``step`` must contain all trajectories. Raises SettingsError if the step lacks an
     input of the estimator, and the errors of ``compute_advantages``.
     """
     facts = facts_of(step)
@@ -33,14 +33,14 @@ def recomputed(
     wide = estimator_needs(name, **chosen_options).step_wide
     chosen = [item for item in (step.trajectories if wide else trajectories) if item.tokens is not None]
     order = {key: index for index, key in enumerate(step.rows)}
-    # In the order of training: estimators sum over rows, and the result should be bitwise the same.
+    # In the order of training, because estimators sum over rows and the result should be bitwise equal.
     chosen.sort(key=lambda item: order[item.key])
     made = compute_advantages(name, stored_inputs(chosen), calls=None, **chosen_options)
     return {item.key: _of_row(made, row, item) for row, item in enumerate(chosen)}
 
 
 def facts_of(step: StoredStep) -> TokenFacts:
-    """Return how the step computed its advantages. Raises SettingsError if its token statistics are not stored."""
+    """Return the facts of a step's token statistics. Raises SettingsError if they are not stored."""
     if step.facts is None:
         reasons = "; ".join(step.problems) or "telemetry.tokens_every skips it, or it trained on no trajectory"
         raise SettingsError(f"step {step.step} has no token statistics: {reasons}")
@@ -48,7 +48,7 @@ def facts_of(step: StoredStep) -> TokenFacts:
 
 
 def stored_inputs(trajectories: Sequence[StoredTrajectory]) -> AdvantageInputs:
-    """Build the estimator's inputs for trajectories with token statistics, in the layout of training: [B, T]."""
+    """Build estimator inputs [B, T] from the trajectories that have token statistics, in the layout of training."""
     rows = [item.tokens for item in trajectories if item.tokens is not None]
     masks = [item.model_mask for item in trajectories if item.tokens is not None]
     mask = torch.zeros(len(rows), max(len(row_mask) for row_mask in masks), dtype=torch.bool)
@@ -101,10 +101,10 @@ def _numbers(rows: Sequence[TrajectoryTokens], name: str) -> Tensor | None:
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """Result of another estimator: ``advantages``, ``returns`` and ``baselines`` [K] of the group's trajectories.
+    """Group under another estimator: ``advantages``, ``returns`` and ``baselines`` [K] of its trajectories.
 
-    ``power`` is the gradient power of these trajectories with the new advantages, ``power_before`` with the advantages
-    of training.
+    ``power`` is the gradient power of these trajectories with the new advantages, and ``power_before`` with the
+    advantages of training.
     """
 
     estimator: str
@@ -122,7 +122,7 @@ def what_if(
     options: Mapping[str, object] | None = None,
     size: int | None = None,
 ) -> WhatIf:
-    """Compute the group of ``trajectory`` under ``estimator``. Omitted ``options`` default to those of the run.
+    """Compute the group of ``trajectory`` under ``estimator``. Omitted ``options`` default to the run's options.
 
     ``size`` reduces the group to the rollout of ``trajectory`` and the first other rollouts. Raises SettingsError if
     the step lacks a required value, and the errors of ``compute_advantages``.
@@ -145,7 +145,7 @@ def what_if(
 
 
 def all_options(step: StoredStep, estimator: str, options: Mapping[str, object]) -> dict[str, object]:
-    """Merge ``options`` with the run's options that the estimator accepts, and with its defaults."""
+    """Merge ``options`` with the run's options that ``estimator`` accepts, and with the defaults."""
     names = ESTIMATORS.option_names(estimator)
     from_run = {name: value for name, value in facts_of(step).estimator_options.items() if name in names}
     defaults = {form.name: form.default for form in option_forms(estimator) if form.default is not None}
@@ -155,7 +155,7 @@ def all_options(step: StoredStep, estimator: str, options: Mapping[str, object])
 def _first_rollouts(
     siblings: list[StoredTrajectory], trajectory: StoredTrajectory, size: int | None
 ) -> list[StoredTrajectory]:
-    """Trajectories of the first ``size`` rollouts, including ``trajectory``'s, in the order of training."""
+    """Return the trajectories of ``trajectory``'s rollout and the first other rollouts, ``size`` in total."""
     samples = [*dict.fromkeys([trajectory.key.sample, *(item.key.sample for item in siblings)])]
     if trajectory.tokens is None:
         raise SettingsError(
@@ -170,7 +170,7 @@ def _first_rollouts(
 
 @dataclass(frozen=True, kw_only=True)
 class OptionForm:
-    """Form field of an option: one of ``choices`` if there are any, otherwise a value of the default's type."""
+    """Form field of an option. Its value is one of ``choices`` or, if empty, a value of the default's type."""
 
     name: str
     default: object
@@ -178,12 +178,12 @@ class OptionForm:
 
 
 def estimator_forms() -> dict[str, list[OptionForm]]:
-    """Return every estimator with its options, including estimators of loaded plug-ins."""
+    """Return the options of every estimator, including estimators of loaded plug-ins."""
     return {name: option_forms(name) for name in ESTIMATORS.names()}
 
 
 def option_forms(estimator: str) -> list[OptionForm]:
-    """Return the options of an estimator; ``default`` is None for a required option."""
+    """Return the options of an estimator. ``default`` is None for a required option."""
     return [
         OptionForm(
             name=item.name,

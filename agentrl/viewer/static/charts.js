@@ -25,13 +25,13 @@ export function lineStyle(index) {
   return { color: `var(--line-${number})`, dash: `var(--dash-${number})` };
 }
 
-// A short piece of a line, for legends.
+// Draws a short line for legends.
 export function lineMark({ color, dash = "" }) {
   const line = styled(svg("path", { d: "M0 6H30" }), { stroke: color, strokeWidth: 2.4, strokeDasharray: dash });
   return svg("svg", { class: "line-mark", width: 30, height: 12, "aria-hidden": "true" }, line);
 }
 
-// At most `most` of `items`, in order: all that `kept` accepts, then the first of the others.
+// Returns at most `most` of `items`, in order: all items that `kept` accepts, and the first of the other items.
 export function drawable(items, kept, most = LINE_STYLES) {
   const others = items.filter((item) => !kept(item)).slice(0, Math.max(0, most - items.filter(kept).length));
   return items.filter((item) => kept(item) || others.includes(item));
@@ -45,7 +45,7 @@ export class Link {
     this.charts = new Set();
   }
 
-  // Shows a range of x in every chart, or all of it for null.
+  // Shows a range of x in every chart, or the full range for null.
   zoom(range) {
     if (range === this.range) return;
     this.range = range;
@@ -205,7 +205,7 @@ class Chart {
     this.where.textContent = nearestX === null ? "" : `${this.spec.x?.title ?? ""} ${number(nearestX)}`;
   }
 
-  // The x of the nearest value.
+  // Returns the x of the nearest value.
   snap(x) {
     const candidates = this.shown.filter((series) => series.x.length).map((series) => series.x[nearest(series.x, x)]);
     return candidates.reduce((best, value) => (best === null || Math.abs(value - x) < Math.abs(best - x) ? value : best), null);
@@ -238,7 +238,7 @@ class Chart {
     if (point) this.spec.onpoint(point.custom, point.x);
   }
 
-  // The value nearest to the pointer, by x first and then by y.
+  // Returns the value nearest to the pointer, by x and then by y.
   hit(x, down) {
     const x0 = this.snap(x);
     let best = null;
@@ -253,7 +253,7 @@ class Chart {
   }
 }
 
-// A series within a range of x, with at most three values per pixel: the least, the greatest and the last.
+// Reduces a series to a range of x, with at most three values per pixel: the least, the greatest and the last.
 function reduced(series, [from, to], pixels, log) {
   const { low: lows, high: highs } = series;
   const start = Math.max(0, first(series.x, from) - 1);
@@ -284,7 +284,7 @@ function reduced(series, [from, to], pixels, log) {
   return made;
 }
 
-// Series as stacked bars. If bars are narrower than two pixels, neighbours are merged into one bar of their mean.
+// Stacks series as bars. Bars narrower than two pixels are merged with their neighbours into a bar of their mean.
 function stack(shown, [from, to], pixels, share) {
   const byX = new Map();
   shown.forEach((series, part) => {
@@ -324,7 +324,7 @@ function valuesOf(parts, { share, stacked }) {
   return stacked ? [0, whole[1]] : whole;
 }
 
-// A scale from values to pixels, with labelled ticks at round values.
+// Creates a scale from values to pixels, with labelled ticks at round values.
 function axis([least, most], { log, ticks, zero, whole, tight }, start, end, count) {
   if (log) least = Math.max(least, Number.MIN_VALUE);
   if (zero && !log) [least, most] = [Math.min(0, least), Math.max(0, most)];
@@ -362,7 +362,7 @@ function decades(low, high, count) {
   return inside.length > 1 ? inside : steps(10 ** low, 10 ** high, count); // a narrow range contains fewer than two such numbers
 }
 
-// The label of a tick, with enough digits to differ from the next tick, which is `step` away.
+// Formats the label of a tick with enough digits to differ from the next tick, which is `step` away.
 function tick(value, step) {
   const size = Math.abs(value);
   if (size >= 1e6 || (size > 0 && size < 1e-3)) return value.toExponential(1).replace(".0e", "e").replace("e+", "e");
@@ -379,7 +379,7 @@ function extent(values) {
   return least <= most ? [least, most] : null;
 }
 
-// The first index whose x is at least `value`.
+// Returns the first index whose x is at least `value`.
 function first(x, value) {
   let [low, high] = [0, x.length];
   while (low < high) {

@@ -1,4 +1,4 @@
-// Data of the pages: requests to the viewer's server, or to the answers inside an exported page; curves and metrics.
+// Data of the pages: requests to the viewer's server or to the answers in an exported page, curves, and metrics.
 
 import { el } from "./dom.js";
 
@@ -7,7 +7,7 @@ const held = new Map([...document.querySelectorAll("script[data-answer]")].map((
 
 export const isExported = held.size > 0;
 
-// Whether `ask` can return this path: an exported page may contain only some of the rollouts.
+// Returns true if `ask` can return this path. An exported page may contain only some of the rollouts.
 export const isAvailable = (path) => !isExported || held.has(path);
 
 export async function ask(path, query = {}) {
@@ -28,8 +28,8 @@ export async function ask(path, query = {}) {
 
 const trouble = document.getElementById("trouble");
 
-// Repeats a task until its screen is left. If it fails, shows the error and the time of the last success, and tries again.
-// Waits at least ten times as long as the task took, so that a slow disk is not read all the time.
+// Repeats a task until the user leaves its screen. If the task fails, shows the error and the time of the last success, and
+// retries. Waits at least ten times as long as the task took, so that a slow disk is not read continuously.
 export function every(seconds, signal, task) {
   if (isExported) return;
   let good = new Date();
@@ -70,7 +70,7 @@ async function unpacked(path) {
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
 }
 
-// As the server's search (agentrl/viewer/trajectories.py).
+// Applies the same conditions as the server's search (agentrl/viewer/trajectories.py).
 function accepts(row, query) {
   const isSet = (name) => query[name] !== undefined && query[name] !== "";
   const within = (value, low, high) => {
@@ -89,7 +89,7 @@ function accepts(row, query) {
   );
 }
 
-// As the server's search (rollouts_with in agentrl/viewer/evaluations.py), among the conversations of the page.
+// Searches the conversations in the page like the server (rollouts_with in agentrl/viewer/evaluations.py).
 async function searchRollouts(evaluation, text) {
   const matching = [];
   for (const { index } of (await unpacked(evaluation)).rollouts) {
@@ -125,7 +125,7 @@ export class Series {
     this.curves = {};
   }
 
-  // Reads the curves of the metrics that `wanted` selects from the run's. Returns true if anything is new.
+  // Reads the curves of the metrics that `wanted` selects from all names. Returns true if there are new values.
   async refresh(wanted) {
     if (!this.names.length) this.names = (await this.ask({ names: ["step"], points: 2 })).names;
     const names = wanted(this.names);
@@ -140,7 +140,7 @@ export class Series {
     return ask(`/runs/${this.id}/series`, query);
   }
 
-  // Reads the curves again with up to ALL_POINTS points. Returns true if that gives more points than before.
+  // Reads the curves again with up to ALL_POINTS points. Returns true if this adds points.
   async closely(wanted) {
     if (this.points === ALL_POINTS || !(this.rows > POINTS)) return false;
     this.points = ALL_POINTS;
@@ -148,8 +148,8 @@ export class Series {
     return this.refresh(wanted);
   }
 
-  // A curve: x, y, steps and the newest value; for means of several steps also the least and greatest values. Smoothed
-  // over `window` steps; the metrics in `less` are subtracted.
+  // Returns a curve: x, y, steps and the newest value, and for means of several steps their minima and maxima. The curve
+  // is smoothed over `window` steps. The metrics in `less` are subtracted.
   line(name, kind = "step", window = 1, less = []) {
     const { axis, value, low, high, last } = this.curves[name];
     const xs = this.axes[axis];
@@ -160,7 +160,7 @@ export class Series {
     return { x: xs[kind], y: smoothed(rest, Math.round(window / each)), steps: xs.step, low: spread ? low : null, high: spread ? high : null, last: less.length ? rest.at(-1) : last };
   }
 
-  // The values of a metric at the steps of an axis, undefined at steps without one.
+  // Returns the values of a metric at the steps of an axis, undefined at steps without a value.
   beside(name, axis) {
     const curve = this.curves[name];
     if (!curve) return [];
@@ -169,13 +169,13 @@ export class Series {
     return this.axes[axis].step.map((step) => byStep.get(step));
   }
 
-  // The least and greatest x of all curves.
+  // Returns the least and greatest x of all curves.
   extent(kind) {
     const ends = this.axes.filter((axis) => axis.step.length).map((axis) => [axis[kind][0], axis[kind].at(-1)]);
     return ends.length ? [Math.min(...ends.map(([first]) => first)), Math.max(...ends.map(([, last]) => last))] : null;
   }
 
-  // The x of alerts on an axis.
+  // Returns the positions of alerts on an axis.
   positionsOf(alerts, kind) {
     const longest = this.axes.reduce((best, axis) => (axis.step.length > (best?.step.length ?? 0) ? axis : best), null);
     const at = (step) => (kind === "step" ? step : longest?.[kind][longest.step.findIndex((each) => each >= step)]);
@@ -183,7 +183,7 @@ export class Series {
   }
 }
 
-// Moving average over `window` values, fewer at the ends, without nulls.
+// Computes the moving average over `window` values, or fewer at the ends. Nulls are ignored.
 function smoothed(values, window) {
   const half = Math.floor(window / 2);
   if (half === 0) return values;
@@ -219,7 +219,7 @@ export async function loadCatalogue() {
   }
 }
 
-// The definition of a metric. For the metrics of plug-ins, which the catalogue lacks, only the name.
+// Returns the definition of a metric, or only the name if the catalogue lacks it, as for metrics of plug-ins.
 function metricOf(name) {
   const family = (metric) => metric.name.includes("{") && name.startsWith(metric.name.split("{")[0]);
   return metrics.find((metric) => metric.name === name) ?? metrics.find(family) ?? { name, unit: "", meaning: "", healthy: "", label: "" };
@@ -227,13 +227,13 @@ function metricOf(name) {
 
 export const labelOf = (name) => metricOf(name).label || name;
 
-// The unit that all these metrics share, or none.
+// Returns the unit that all these metrics share, or an empty string.
 export function unitOf(names) {
   const units = new Set(names.map((name) => metricOf(name).unit));
   return units.size === 1 ? [...units][0] : "";
 }
 
-// A collapsed list of the definitions of metrics, or nothing if none is known.
+// Returns a collapsed list of the definitions of metrics, or null if no definition is known.
 export function meanings(names) {
   const known = [...new Map(names.map(metricOf).filter((metric) => metric.meaning).map((metric) => [metric.name, metric])).values()];
   if (!known.length) return null;
@@ -241,5 +241,5 @@ export function meanings(names) {
   return el("details", {}, el("summary", {}, "Definition"), ...lines);
 }
 
-// Markdown without the marks of code and links.
+// Removes the markup of code and links from Markdown.
 const plain = (text) => text.replace(/\[([^\]]+)\]\([^)]+\)/g, "$1").replaceAll("`", "");

@@ -1,4 +1,4 @@
-// Elements, numbers and tables. Content is always a text node; nothing of a run is ever parsed as markup.
+// Elements, numbers and tables. Content is always inserted as text nodes and never parsed as markup.
 
 export function el(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
@@ -36,8 +36,8 @@ export function factList(pairs) {
 const counts = new Intl.NumberFormat("en");
 const decimals = new Intl.NumberFormat("en", { minimumFractionDigits: 3, maximumFractionDigits: 3 });
 
-// A number as text, in the same way on every page: three decimals, or none if all of `among`, the numbers beside it, are
-// integers. Numbers that are too small or too large for that get an exponent. Tooltips show exact values.
+// Formats a number with three decimals, or none if all of `among`, the adjacent numbers, are integers. Very small and very
+// large numbers are written with an exponent. Tooltips show exact values.
 export function number(value, among = [value]) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
@@ -46,10 +46,10 @@ export function number(value, among = [value]) {
   return (among.every((each) => typeof each !== "number" || Number.isInteger(each)) ? counts : decimals).format(value);
 }
 
-// Both ends of an interval.
+// Formats both ends of an interval.
 export const interval = ({ low, high }) => `${number(low, [low, high])} to ${number(high, [low, high])}`;
 
-// Seconds as 45 s, 12 min 5 s, 3 h 20 min or 2 d 4 h.
+// Formats seconds as 45 s, 12 min 5 s, 3 h 20 min or 2 d 4 h.
 export function duration(seconds) {
   if (typeof seconds !== "number") return "–";
   const whole = Math.round(seconds);
@@ -65,16 +65,16 @@ export function words(name) {
   return String(name).replaceAll("_", " ");
 }
 
-// A name with its options, such as "tir_otb, tail=3".
+// Formats a name with its options, such as "tir_otb, tail=3".
 export const withOptions = (name, options) => [name, ...Object.entries(options).map(([key, value]) => `${key}=${value ?? "none"}`)].join(", ");
 
 const CONTROLS = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
 const code = (character) => `‹U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}›`;
 
-// Text with what cannot be seen made visible: marks of direction, controls.
+// Replaces invisible characters, such as controls and direction marks, by their code points.
 export const visible = (text) => text.replace(CONTROLS, code);
 
-const SHOWN = 250; // rows that are drawn at first, and added by every "Show more"
+const SHOWN = 250; // number of rows drawn initially and added by each "Show more"
 
 // A table that can be sorted by its columns: { title, value(row), cell(row), class, number, fraction }. Columns with
 // `number` are right-aligned, and those with `fraction` always have decimals. `fill` redraws the rows.
@@ -110,7 +110,7 @@ export function table(columns, rows, { caption, label, order = null, mark } = {}
   return { element: el("div", { class: "wide", tabIndex: 0, role: "region", "aria-label": caption ?? label }, whole, more), fill };
 }
 
-// A function from a row to its cell in a column. All numbers of a column have the same decimals.
+// Returns a function from a row to its cell in a column. All numbers of a column have the same number of decimals.
 function cellsOf(column, rows) {
   const style = column.number ? "number" : (column.class ?? "");
   if (column.cell) return (row) => el("td", { class: style }, column.cell(row));

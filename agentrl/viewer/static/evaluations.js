@@ -40,7 +40,7 @@ function provenanceFacts({ model = {}, protocol = {}, sampling = {}, limits = {}
   ].filter(([, value]) => value !== undefined).map(([term, value]) => [term, visible(String(value))]);
 }
 
-// A search of the rollouts, whose parts are in the address.
+// Search form for rollouts. Its conditions are stored in the address.
 function searchForm(id, page, { text, kind, benchmark }) {
   const search = (event) => {
     event.preventDefault();
@@ -66,7 +66,7 @@ function selectField(label, name, options, chosen) {
   return el("label", { class: "field" }, el("span", {}, label), el("select", { name }, items));
 }
 
-// The rollout as a square in the colour of its outcome, and as a link if the page contains its conversation.
+// A square in the colour of a rollout's outcome, which is a link if the page contains the conversation.
 function cell(id, page, row, chosen) {
   const properties = { class: `cell ${row.kind}${row === chosen ? " chosen" : ""}`, title: `sample ${row.sample}: ${page.kinds[row.kind]}, answer ${visible(row.answer ?? "none")}` };
   if (!isAvailable(`/evaluations/${id}/${row.index}`)) return el("span", properties);
@@ -112,7 +112,7 @@ const benchmarkColumn = ({ results, problems }, value) => (new Set([...Object.ke
 
 const outcome = (kind, kinds) => el("span", { class: kind === "correct" ? "tag good" : kind === "excluded" ? "tag" : "tag bad" }, kinds[kind]);
 
-// A choice of another evaluation to compare with, or null if there is none.
+// Returns a choice of evaluations to compare with, or null if there is no other evaluation.
 async function comparing(id) {
   const { evaluations } = await ask("/library");
   const others = evaluations.filter((one) => one.id !== id && one.finished);
@@ -152,7 +152,7 @@ export async function rolloutScreen({ parts: [id, index], query, remember }) {
   return { title, trail: [["Runs", "#/"], [page.path.split("/").at(-1), `#/evaluation/${id}`]], content };
 }
 
-// The turns as rendered Markdown, or as source if `formulas` is null.
+// Renders the turns as Markdown, or as source if `formulas` is null.
 function conversationOf(rollout, problem, formulas) {
   const shown = (text) => (formulas ? prose(text, formulas) : el("pre", { class: "source" }, visible(text)));
   const prompt = el("article", { class: "segment prompt" }, el("h3", {}, "prompt"), shown(problem.prompt ?? problem.statement ?? ""));
@@ -166,7 +166,7 @@ function conversationOf(rollout, problem, formulas) {
   return [prompt, ...turns];
 }
 
-// The problem's additional columns, or null.
+// Returns the problem's additional columns, or null.
 function columnsOf({ info = {} }) {
   const names = Object.keys(info);
   if (!names.length) return null;

@@ -42,10 +42,10 @@ async function show(event) {
     const links = trail.filter(([, address]) => !isExported || address !== "#/").map(([text, address]) => el("a", { href: address }, text));
     document.getElementById("trail").replaceChildren(...links, el("span", { "aria-current": "page" }, title));
     page.replaceChildren(...content.filter(Boolean));
-    await framed(); // charts have their heights then
+    await framed(); // wait until charts have their heights
     if (mine.signal.aborted) return;
     window.scrollTo(0, Number(query.get("at") ?? 0));
-    if (event) page.focus({ preventScroll: true }); // keys and screen readers go on in the new screen
+    if (event) page.focus({ preventScroll: true }); // move keyboard and screen reader to the new screen
     ready?.();
     remember = keep;
     const [, id] = /^\/run\/(\w+)\//.exec(path) ?? [];
@@ -77,5 +77,5 @@ const framed = () => new Promise((resolve) => requestAnimationFrame(() => reques
 
 history.scrollRestoration = "manual";
 window.addEventListener("scroll", () => remember({ at: Math.round(window.scrollY) || null }));
-window.addEventListener("hashchange", show); // calls it with its event
+window.addEventListener("hashchange", show); // calls `show` with an event
 show();

@@ -1,4 +1,4 @@
-// Text of a model as Markdown with formulas. Elements are created by name from fixed sets; everything else is a text node.
+// Renders model text as Markdown with formulas. Element names are from fixed sets, and everything else is a text node.
 
 import { el, visible } from "./dom.js";
 
@@ -9,7 +9,7 @@ const FENCE = /```[^\n`]*\n[\s\S]*?(?:\n {0,3}```|$)/g;
 const BLOCK_FORMULA = /\$\$[^$]+\$\$|\\\[[\s\S]+?\\\]/g;
 const INLINE = /\$\$([^$]+)\$\$|\\\[([\s\S]+?)\\\]|\\\(([\s\S]+?)\\\)|\$([^$\n]+)\$|`([^`\n]+)`|\*\*([^*\n]+)\*\*|\*([^*\s][^*\n]*)\*/g;
 
-// The text as elements. `formulas` maps TeX to trees of MathML; TeX that it lacks is shown as source.
+// Renders text as elements. `formulas` maps TeX to MathML trees. Other TeX is shown as source.
 export function prose(text, formulas) {
   const parent = el("div", { class: "prose" });
   let end = 0;

@@ -9,7 +9,7 @@ const FIRST_ALERTS = 4; // the others are collapsed
 const USUAL = ["rollout/ended/answered", "rollout/tool_outcome/ok"]; // drawn first
 const PASSES = ["time/forward_s", "time/backward_s", "time/update_s"];
 
-// Metrics with a 95 % interval: the metrics that it needs, and a function from the value and these to both ends.
+// For each metric with a 95 % interval: the metrics that determine the interval, and a function that computes its ends.
 const INTERVALS = {
   "reward/mean": [["reward/stderr"], (mean, error = 0) => [mean - 1.96 * error, mean + 1.96 * error]],
   "eval/avg_at_k": [["eval/low", "eval/high"], (score, low = score, high = score) => [low, high]],
@@ -131,7 +131,7 @@ export async function runScreen({ parts: [id], query, signal, remember }) {
   return { title: name, trail: [["Runs", "#/"]], content };
 }
 
-// The user's choices for curves from the address: axis, smoothing, a metric and a range of the axis.
+// Reads the user's choices for curves from the address: axis, smoothing, a metric and a range of the axis.
 export function curveState(query) {
   const range = (query.get("range") ?? "").split("~").map(Number);
   return {
@@ -151,8 +151,8 @@ export function curveChoices(state, remember, redraw) {
 
 export const axisTitle = (state) => AXES.find(([kind]) => kind === state.axis)[1];
 
-// A metric of a run as a line of a chart, with its 95 % interval or, if points are means of steps, with the least and
-// greatest values of these steps. Smoothed lines have no band.
+// Returns a metric of a run as a line of a chart, with its 95 % interval or, if points are means of steps, with the least
+// and greatest values of these steps. Smoothed lines have no band.
 export function metricLine(metric, series, { axis, window }, less = []) {
   const line = { ...series.line(metric, axis, window, less) };
   const [names, ends] = INTERVALS[metric] ?? [];
@@ -164,7 +164,7 @@ export function metricLine(metric, series, { axis, window }, less = []) {
   return { ...line, custom: line.steps };
 }
 
-// The metrics that the line of `metric` needs.
+// Returns the metrics that the line of `metric` requires.
 export const metricsOf = (metric) => [metric, ...(INTERVALS[metric]?.[0] ?? [])];
 
 function summary(facts, id) {
@@ -184,7 +184,7 @@ function summary(facts, id) {
 
 export const progress = ({ step, steps }) => `${number(step)}${steps ? ` / ${number(steps)}` : ""}`;
 
-// The result of a run with its interval.
+// Formats the result of a run with its interval.
 export function resultText({ result }) {
   if (!result) return "–";
   const known = typeof result.low === "number" && typeof result.high === "number";
@@ -193,12 +193,12 @@ export function resultText({ result }) {
 
 export const stateTag = ({ state }) => el("span", { class: state === "running" ? "tag good" : "tag" }, state);
 
-// The alerts, each with its message and its advice.
+// Renders the alerts with their messages and advice.
 function alertList(alerts, id) {
   const shown = alerts.map((alert) => {
     const link = el("a", { href: `#/run/${id}/trajectories?first=${alert.step}&last=${alert.step}` }, `step ${alert.step}`);
     const what = el("p", {}, el("strong", {}, words(alert.alert)), " · ", link, el("br"), visible(alert.message));
-    const advice = alert.advice ? el("p", { class: "advice" }, el("b", {}, "Advice"), ` ${visible(alert.advice)}`) : null; // none where another alert is the cause
+    const advice = alert.advice ? el("p", { class: "advice" }, el("b", {}, "Advice"), ` ${visible(alert.advice)}`) : null; // empty if another alert is the cause
     return el("div", { class: "alert", role: "listitem" }, what, advice);
   });
   if (shown.length <= FIRST_ALERTS + 1) return shown;
@@ -206,7 +206,7 @@ function alertList(alerts, id) {
   return [...shown, el("details", { class: "card" }, el("summary", {}, `${more.length} earlier alerts`), ...more)];
 }
 
-// The lines of a panel for the run's metrics: [metric, label, metrics to subtract].
+// Returns the lines of a panel for the run's metrics: [metric, label, metrics to subtract].
 function linesOf(panel, series) {
   if (panel.prefix) {
     const names = series.names.filter((name) => name.startsWith(panel.prefix) && name in series.curves);
@@ -215,7 +215,7 @@ function linesOf(panel, series) {
   return panel.lines.filter(([name]) => name in series.curves).map(([name, less = [], rest]) => [name, rest ?? labelOf(name), less]);
 }
 
-// The newest values of a panel, in words.
+// Describes the newest values of a panel.
 function latest(panel, series) {
   const newest = ([name, label, less]) => {
     const { last, steps } = series.line(name, "step", 1, less);
@@ -228,7 +228,7 @@ function chartOf(panel, series, state) {
   const lines = linesOf(panel, series);
   const curves = lines.map(([name, label, less], index) => {
     const line = metricLine(name, series, panel.stacked ? { ...state, window: 1 } : state, less);
-    // Over hours, a bar lies where its step lay: from the end of the step before to its own end.
+    // Over hours, a bar extends from the end of the previous step to the end of its step.
     const edges = panel.stacked && state.axis === "hours" ? { left: [0, ...line.x.slice(0, -1)], right: line.x } : {};
     return { name: label, ...line, ...edges, color: lineStyle(index).color, dash: panel.stacked ? "" : lineStyle(index).dash };
   });

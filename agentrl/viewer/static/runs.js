@@ -48,7 +48,7 @@ export async function runsScreen({ query, signal, remember }) {
   ];
   const runTable = table(columns, rows, { caption: "All runs", mark: (run) => (run.collapsed ? "troubled" : "") });
 
-  // Reads the list of runs. Returns true if anything in it has changed.
+  // Reads the list of runs. Returns true if it has changed.
   async function read() {
     const before = JSON.stringify([runs, evaluations]);
     const answer = await ask("/library");
@@ -145,7 +145,7 @@ function storedStyles() {
   }
 }
 
-// A mark with the newest collapse or else the newest alert, and the number of further alerts.
+// A mark with the newest collapse or, without a collapse, the newest alert, and the number of further alerts.
 function alertMark({ alerts }) {
   if (!alerts.length) return null;
   const worst = alerts.find(({ alert }) => alert.endsWith("_collapse")) ?? alerts[0];

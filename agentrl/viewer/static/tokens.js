@@ -63,7 +63,7 @@ export function gradientOf({ below, above }) {
   return `linear-gradient(to right, ${colours.length > 1 ? colours : "transparent, transparent"})`;
 }
 
-// The text of a token. The style sheet draws marks for white space, so that copied text does not contain them.
+// Renders the text of a token. The style sheet draws marks for white space, so that copied text does not contain them.
 function textOf(piece, id) {
   if (piece === null) return [`⟨${id}⟩ `];
   return visible(piece).split(/(\n|\t|^ +$)/).filter(Boolean).map((part) => {
@@ -81,7 +81,7 @@ export class TokenView {
     this.current = -1;
   }
 
-  // The tokens of one segment. Indices continue from the segments before.
+  // Creates the tokens of a segment. Indices continue from the previous segments.
   segment({ pieces, token_ids: ids, special, text }) {
     const specials = new Set(special);
     const whole = pieces.every((piece) => piece !== null) && pieces.join("").startsWith(text);

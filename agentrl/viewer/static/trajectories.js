@@ -1,4 +1,4 @@
-// The trajectories of a step or of many: filters, full-text search, a histogram of rewards, a table.
+// Trajectories of one or more steps: filters, full-text search, a histogram of rewards, and a table.
 
 import { draw, lineStyle } from "./charts.js";
 import { ask } from "./data.js";

@@ -1,4 +1,4 @@
-// One trajectory: the conversation with its tokens, what training made of each, and the siblings of its group.
+// One trajectory: the conversation with its tokens, their values in training, and the siblings of the group.
 
 import { draw, drawable, lineStyle, Link } from "./charts.js";
 import { ask, isExported } from "./data.js";
@@ -110,7 +110,7 @@ function textOf({ text, pieces, token_ids: ids }) {
   return text || ids.map((token) => `⟨${token}⟩`).join(" ");
 }
 
-// Returns a function from the index of a model token to a button and its explanation of the token's gradient.
+// Returns a function from the index of a model token to a button that explains the token's gradient.
 function explainer(page, address) {
   const positions = [];
   let position = 0;

@@ -1,5 +1,5 @@
-// The stored group under another estimator, computed on the viewer's machine: curves beside those of training, and values
-// for the tokens of the open trajectory.
+// The stored group with another estimator, computed on the viewer's machine: curves next to the curves of training, and
+// values for the tokens of the open trajectory.
 
 import { draw, drawable, lineStyle, LINE_STYLES, Link } from "./charts.js";
 import { ask, isExported } from "./data.js";
