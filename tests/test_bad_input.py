@@ -365,7 +365,7 @@ def test_a_run_directory_that_is_not_empty(refused: Refused) -> None:
 
 def test_a_run_directory_that_cannot_be_written(refused: Refused) -> None:
     Path("file").write_text("precious")
-    assert "cannot write to the run directory file/mine: Not a directory" in refused(
+    assert "cannot write to the run directory file/mine (Not a directory)" in refused(
         "train", "runs_dir=file", "name=mine"
     )
     assert Path("file").read_text() == "precious"
