@@ -289,8 +289,8 @@ def with_servers(line: CommandLine) -> None:
     run = Running(line, "two", line.start(*line.counting(policy, *SERVED, "training.steps=1000", "name=two")))
     run.another_step()
     began = time.monotonic()
-    show("server", run.meet(servers(run.process.pid)[0].kill, "gets no more requests for now"))
-    run.until(lambda: bool(run.heard("is back")))
+    show("server", run.meet(servers(run.process.pid)[0].kill, "is removed from rotation"))
+    run.until(lambda: bool(run.heard("is available again")))
     back = time.monotonic() - began
     run.another_step()
     run.stop()

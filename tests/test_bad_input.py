@@ -428,9 +428,7 @@ def test_long_prompts_are_skipped_counted_and_said() -> None:
     assert step["groups/skipped_long_prompt"] >= 1
     rows("q.jsonl", long)
     said = agentrl("train", *SHORT, "data.train=[{path: q.jsonl}]", "name=two")
-    assert (
-        "problems in a row have prompts over rollout.max_prompt_tokens=256: raise it or shorten them (problem" in said
-    )
+    assert "consecutive problems have prompts longer than rollout.max_prompt_tokens=256: raise the limit" in said
 
 
 @pytest.mark.slow

@@ -266,7 +266,7 @@ class Driver:
         """Raise SettingsError if an agent program ended every rollout of ``groups`` with the same exception."""
         if len(self.environment.crashes) == 1 and all(item.is_excluded for group in groups for item in group.rollouts):
             (error,) = self.environment.crashes.values()
-            raise SettingsError(f"{what}: the agent program ended every rollout with the same error:\n{error}")
+            raise SettingsError(f"{what}: every rollout failed with the same error of the agent program:\n{error}")
 
     def run(
         self,

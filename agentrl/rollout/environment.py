@@ -90,11 +90,13 @@ def chat_format(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBas
         return None
     if use.optional and not tokenizer.chat_template:
         if use.rerendered:
-            raise SettingsError(f"environment.history=template: {settings.env} is played with {name} in plain text")
+            raise SettingsError(
+                f"environment.history=template needs a chat template, but {settings.env} uses {name} in plain text"
+            )
         return None
     if not use.lists_tools:
         raise SettingsError(
-            f"environment.list_tools=false: the chat template of {name} lists the tools; set environment.chat=never"
+            f"environment.list_tools=false, but the chat template of {name} lists the tools: set environment.chat=never"
         )
     written = read_chat_format(
         tokenizer,
@@ -106,8 +108,8 @@ def chat_format(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBas
     )
     if use.speaker and written.user is None:
         raise SettingsError(
-            f"the chat template of {name} writes a conversation anew when a second message of a user follows, which "
-            f"{use.speaker} may need; valid: environment.chat=never, or no environment.system_prompt"
+            f"the chat template of {name} changes earlier messages when a second user message follows, which "
+            f"{use.speaker} may send: set environment.chat=never or remove environment.system_prompt"
         )
     chat = Chat(format=written)
     if not use.rerendered:

@@ -92,7 +92,7 @@ def _accuracy(data: list[Trajectory]) -> float:
     """The share of correct verdicts, regardless of rewards; a trajectory without an answer is not correct."""
     if any(item.ended is Ended.ANSWERED and item.verdict is None for item in data):
         raise SettingsError(
-            "algorithm.accuracy_range needs verdicts on answers, and the environment gave none for problem "
-            f'{data[0].problem.id}: set algorithm.accuracy_range=null, or have the environment tell info["verdict"]'
+            "algorithm.accuracy_range needs verdicts on answers, but the environment returned none for problem "
+            f'{data[0].problem.id}: set algorithm.accuracy_range=null, or return info["verdict"] from the environment'
         )
     return sum(item.verdict is Verdict.CORRECT for item in data) / len(data)

@@ -138,7 +138,7 @@ class VersionClock:
     def staleness(self, version: int) -> int:
         """The number of training steps that ``version`` is behind. Raises RuntimeError if the engine never held it."""
         if version not in self._steps_at:
-            raise RuntimeError(f"a token was sampled by version {version}, which the engine never held")
+            raise RuntimeError(f"a token was sampled by version {version}, which was never installed in the engine")
         return self._trained - self._steps_at[version]
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:

@@ -157,7 +157,7 @@ class TurnPolicy(ABC, Generic[Played]):
             if not limit.expired():
                 raise  # the environment's own
             waited_for = (episode.calling if isinstance(episode, NamesCalls) else "") or "the environment"
-            message = f"{waited_for} gave no answer within {seconds:g} s (rollout.environment_deadline)"
+            message = f"{waited_for} did not respond within {seconds:g} s (rollout.environment_deadline)"
             raise UnavailableError(message) from None
 
     async def sample(self, episode: Episode) -> str | None:

@@ -345,7 +345,7 @@ class BackgroundSource(RolloutSource):
         """Return after the next change. Raises the error that ended the rollouts, if any."""
         if self._task.done():
             self._task.result()
-            raise RuntimeError("the rollouts ended without an error")
+            raise RuntimeError("the background rollouts ended without an error")
         await self._changed.wait()
 
 
@@ -376,6 +376,5 @@ class _Idle:
 
 def _too_late(step: int, finished: int, wanted: int, settings: RolloutSettings) -> WorldError:
     return WorldError(
-        f"step {step}: {finished} of {wanted} groups were rolled out within "
-        f"rollout.step_deadline={settings.step_deadline:g} s"
+        f"step {step}: {finished} of {wanted} groups finished within rollout.step_deadline={settings.step_deadline:g} s"
     )

@@ -138,7 +138,7 @@ class RewardSettings(BaseModel):
         if self.overlong_limit is not None and self.overlong_buffer > self.overlong_limit:
             raise ValueError(
                 f"overlong_buffer={self.overlong_buffer} is above overlong_limit={self.overlong_limit}: the penalty "
-                "cannot begin below 0 tokens"
+                "cannot begin below 0 tokens. Lower overlong_buffer"
             )
         return self
 

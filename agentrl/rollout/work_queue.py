@@ -174,9 +174,9 @@ class WorkQueue:
         self._log_skipped(problem, tokens)
         if self._skipped_in_a_row == _MOST_SKIPPED:
             raise SettingsError(
-                f"{_MOST_SKIPPED} problems in a row have prompts over "
-                f"rollout.max_prompt_tokens={self._max_prompt_tokens}: raise it or shorten them (problem {problem.id}, "
-                f"the last one, has {tokens} tokens)"
+                f"{_MOST_SKIPPED} consecutive problems have prompts longer than "
+                f"rollout.max_prompt_tokens={self._max_prompt_tokens}: raise the limit or shorten the prompts (the "
+                f"last problem, {problem.id}, has {tokens} tokens)"
             )
 
     def _log_skipped(self, problem: Problem, tokens: int) -> None:
@@ -185,7 +185,7 @@ class WorkQueue:
         if self._logged > _MOST_LOGGED:
             return
         logger.warning(
-            "problem %s is skipped: its prompt has %d tokens, rollout.max_prompt_tokens is %d%s",
+            "problem %s is skipped: its prompt has %d tokens, more than rollout.max_prompt_tokens=%d%s",
             problem.id, tokens, self._max_prompt_tokens,
             "; further ones are only counted (groups/skipped_long_prompt)" if self._logged == _MOST_LOGGED else "",
         )  # fmt: skip

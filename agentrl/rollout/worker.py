@@ -162,8 +162,8 @@ class RolloutWorker:
         bound = self.settings.staleness_bound
         if stalest > bound:
             raise RuntimeError(
-                f"step {step}: a token is {stalest:g} steps old, and rollout.schedule={self.settings.schedule} "
-                f"promises at most {bound}"
+                f"step {step}: a token is {stalest:g} steps old, but rollout.schedule={self.settings.schedule} "
+                f"allows at most {bound}"
             )
 
 

@@ -148,7 +148,7 @@ async def test_waiting_costs_a_conversation_nothing_and_programs_what_they_run()
     assert (await one(ran, ran, answered(), program_seconds=5.9)).ended is Ended.DEADLINE
     silent = await one(asyncio.sleep(60), environment_deadline=0.02)
     assert (silent.ended, silent.is_excluded) == (Ended.INFRASTRUCTURE_FAILURE, True)
-    assert silent.failure == "the environment gave no answer within 0.02 s (rollout.environment_deadline)"
+    assert silent.failure == "the environment did not respond within 0.02 s (rollout.environment_deadline)"
 
 
 async def test_text_players_keep_their_concurrency_and_lose_nothing() -> None:

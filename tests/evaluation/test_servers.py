@@ -90,7 +90,7 @@ async def test_servers_sample_and_the_results_say_so(model: Path, servers: list[
 
 async def test_a_server_of_another_model_is_refused(model: Path, servers: list[FakeVLLM], tmp_path: Path) -> None:
     servers[1].scores = lambda version, place: -1.5
-    with pytest.raises(SettingsError, match=rf"{servers[1].address}: .* it serves another model than model\.path"):
+    with pytest.raises(SettingsError, match=rf"{servers[1].address}: .* a different model or dtype than model\.path"):
         await open_engine(served(model, servers), tmp_path)
 
 
@@ -105,7 +105,7 @@ async def test_a_server_of_slightly_other_weights_is_refused_by_its_checksums(
     name = "model.norm.weight"
     servers[0].checksums = sums | {name: (sums[name][0], sums[name][1] ^ 1)}
     with pytest.raises(
-        SettingsError, match=rf"1 of \d+ parameters differ from the trainer's: {name}: it serves another"
+        SettingsError, match=rf"1 of \d+ parameters differ from the trainer's: {name}: the server serves a"
     ):
         await open_engine(served(model, servers), tmp_path)
 

@@ -125,7 +125,7 @@ async def test_tools_that_are_known_are_not_listed(classes: str) -> None:
     assert await episode.start() == "a\n\nb\n\nIn kg.\n"
     await episode.close()
     await environment.close()
-    with pytest.raises(SettingsError, match=r"environment.list_tools=false: the chat template of m lists the tools"):
+    with pytest.raises(SettingsError, match=r"list_tools=false, but the chat template of m lists the tools"):
         chat_format(made, chat_tokenizer(QWEN), "m")
 
 
@@ -137,7 +137,7 @@ def test_a_history_of_the_template_needs_a_template(classes: str) -> None:
     assert [tool["function"]["name"] for tool in chat.tools] == ["query"]  # type: ignore[index]
     assert isinstance(build_environment(made, chat), DeployedHistory)
     assert build_codec(chat_tokenizer(QWEN), "m", chat) is chat.renderer.codec
-    with pytest.raises(SettingsError, match=r"environment.history=template: .* is played with m in plain text"):
+    with pytest.raises(SettingsError, match=r"environment.history=template .* uses m in plain text"):
         chat_format(made, chat_tokenizer(None), "m")
 
 
@@ -149,9 +149,9 @@ def test_a_history_of_the_template_needs_a_template(classes: str) -> None:
             "simpletir",
             ["environment.protocol=torl", "environment.chat=always", "environment.system_prompt=x"],
             MISTRAL,
-            "writes a conversation anew when a second message of a user follows, which environment.protocol=torl may",
+            "changes earlier messages when a second user message follows, which environment.protocol=torl may",
         ),
-        ("Guess", [], MISTRAL, "which step\\(\\) of chat_classes:Guess may need; valid: environment.chat=never"),
+        ("Guess", [], MISTRAL, "which step\\(\\) of chat_classes:Guess may send: set environment.chat=never"),
         ("Silent", ["environment.chat=always"], None, "env=chat_classes:Silent, but the tokenizer of m has no chat"),
     ],
 )

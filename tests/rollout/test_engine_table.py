@@ -118,9 +118,9 @@ def test_asking_the_table_imports_nothing_heavy() -> None:
 
 def test_a_model_that_a_cpu_server_cannot_compute_is_refused_before_it_starts() -> None:
     message = (
-        r"rollout\.engine=vllm on a CPU: the model's attention heads have head_dim=24, and vLLM's CPU attention "
-        r"supports only 32, 64, .*; choose another model .*model\.tiny\.hidden_size.*, rollout\.engine=transformers, "
-        "or a machine with a GPU"
+        r"rollout\.engine=vllm on a CPU: the model's attention heads have head_dim=24, but vLLM's CPU attention "
+        r"supports only 32, 64, .*\. Choose a different model .*model\.tiny\.heads.*rollout\.engine=transformers, "
+        "or use a machine with a GPU"
     )
     with pytest.raises(SettingsError, match=message):
         check_cpu_attention(Qwen2Config(hidden_size=96, num_attention_heads=4))

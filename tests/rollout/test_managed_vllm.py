@@ -75,7 +75,7 @@ async def test_a_server_of_another_policy_ends_the_run_before_it_begins(policy: 
         servers[1].scores = scored(-1.5)
         message = (
             f"the vLLM server {servers[1].address}: its log-probabilities of the probe differ from the trainer's by "
-            r"0.5 nats on average \(bound 0.01\): it serves another model than model.path, or in another dtype"
+            r"0.5 nats on average \(bound 0.01\): the server serves a different model or dtype than model.path"
         )
         with pytest.raises(SettingsError, match=message):
             await one.verify(0, PROBE)

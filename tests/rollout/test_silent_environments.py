@@ -62,6 +62,6 @@ async def test_a_method_that_never_returns_is_given_up_at_the_deadline_by_name(
     assert trajectory.ended is Ended.INFRASTRUCTURE_FAILURE
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"problem {PROBLEM.id}: {method}() of environment {name!r} gave no answer within 1 s "
+        f"problem {PROBLEM.id}: {method}() of environment {name!r} did not respond within 1 s "
         "(rollout.environment_deadline)"
     )

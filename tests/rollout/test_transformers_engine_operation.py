@@ -43,8 +43,7 @@ async def test_out_of_memory_halves_what_is_computed_at_once(caplog: pytest.LogC
         assert [str(item) for item in failed] == ["the engine ran out of memory: no room for so many rows"] * 8
         assert all(isinstance(item, EngineError) for item in failed)
         assert (
-            "from now on at most 500 tokens in a forward (rollout.max_batch_tokens) and 40 in the cache "
-            "(rollout.kv_cache_tokens)"
+            "reducing rollout.max_batch_tokens to 500 and rollout.kv_cache_tokens to 40 for the rest of the run"
         ) in caplog.text
         use = await engine.cache_use()
         assert (use.tokens, use.used) == (40, 0.0)
@@ -165,7 +164,7 @@ async def test_the_engine_does_not_rest_while_a_request_goes_on() -> None:
     async with serving(tiny_model()) as engine:
         going_on = ask(engine, (1, 2), max_tokens=200)
         await asyncio.sleep(0)
-        with pytest.raises(EngineError, match="cannot rest"):
+        with pytest.raises(EngineError, match="cannot become idle"):
             await engine.rest()
         await going_on
 

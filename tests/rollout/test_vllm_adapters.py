@@ -110,11 +110,11 @@ async def test_a_server_that_was_started_again_is_given_the_adapter_again() -> N
             assert versions(server) == ["1"]
 
 
-@pytest.mark.parametrize(("there", "said"), [(None, "it loads none"), ({}, "it loads at most rank 8")])
+@pytest.mark.parametrize(("there", "said"), [(None, "no adapters"), ({}, "adapters up to rank 8")])
 async def test_a_server_without_room_for_the_adapters_is_refused(there: dict[str, str] | None, said: str) -> None:
     async with fakes(CODEC) as (server,):
         server.adapters = there
-        with pytest.raises(SettingsError, match=f"of adapters {said}, and model.lora.rank=9.*--max-lora-rank 16"):
+        with pytest.raises(SettingsError, match=f"it accepts {said}, but model.lora.rank=9.*--max-lora-rank 16"):
             async with adapting(server, rank=9):
                 pass
 

@@ -72,17 +72,17 @@ async def test_scores_are_of_the_prompts_own_tokens() -> None:
     [
         ({"controls": False}, "environment variable VLLM_SERVER_DEV_MODE=1"),
         ({"scale_out": False}, "--enable-scale-out"),
-        ({"logprobs_mode": "raw_logprobs"}, "raw_logprobs, before the temperature: start it with --logprobs-mode"),
+        ({"logprobs_mode": "raw_logprobs"}, "raw_logprobs, which ignore the temperature: start it"),
         ({"caching": False}, "--enable-prefix-caching"),
-        ({"max_model_len": 199}, "limit is 199, .* together are 200: start it with --max-model-len 200"),
+        ({"max_model_len": 199}, "limit is 199, .* is 200: start it with --max-model-len 200"),
         ({"device": "cpu"}, "--no-enable-chunked-prefill, or set rollout.vllm.seeded=false"),
         (
             {"dtype": "torch.bfloat16"},
             """rounds its logits to bfloat16, .* --hf-overrides '{"head_dtype": "float32"}""",
         ),
         ({"tokenizes": False}, "without --tokens-only"),
-        ({"vocabulary": 256}, "another model: the policy has 257 tokens, the server's model has fewer"),
-        ({"vocabulary": 300}, "another model: the policy has 257 tokens, the server's model has more"),
+        ({"vocabulary": 256}, "different model: the policy's vocabulary has 257 tokens, the server's has fewer"),
+        ({"vocabulary": 300}, "different model: the policy's vocabulary has 257 tokens, the server's has more"),
     ],
 )
 async def test_a_server_that_cannot_be_used_says_why(change: dict[str, Any], message: str) -> None:
@@ -128,7 +128,7 @@ async def test_another_tokenizer_is_told_by_its_first_difference() -> None:
 
     async with fakes(CODEC) as (server,):
         server.codec = Shifted()  # type: ignore[assignment]
-        with pytest.raises(SettingsError, match=r"another tokenizer .* \[220, 82, 84\] here and \[221, 82, 84\] there"):
+        with pytest.raises(SettingsError, match=r"tokenizer differs .* \[220, 82, 84\] here and \[221, 82, 84\] there"):
             async with opened([server]):
                 pass
 
@@ -159,22 +159,22 @@ async def test_another_release_of_vllm_is_said(caplog: pytest.LogCaptureFixture)
         with caplog.at_level(logging.WARNING):
             async with opened([server]):
                 pass
-    assert f"{server.address} is vLLM 0.29.1; agentrl is made for 0.32" in caplog.text
+    assert f"{server.address} runs vLLM 0.29.1; agentrl supports vLLM 0.32" in caplog.text
 
 
 # -- garbage --------------------------------------------------------------------------------------------------------
 
 GARBAGE: dict[str, tuple[Any, str]] = {
-    "text": (b"<html>busy</html>", "not a completion of one choice .*<html>busy"),
-    "no choices": ({"choices": []}, "not a completion of one choice .*length >= 1"),
-    "a list": ([1], "not a completion of one choice .*Expected `object`"),
-    "no tokens": ({"choices": [sampled([])]}, "not 1 to 4 token ids"),
-    "too many tokens": ({"choices": [sampled([1] * 5)]}, "not 1 to 4 token ids"),
+    "text": (b"<html>busy</html>", "a completion with one choice .*<html>busy"),
+    "no choices": ({"choices": []}, "a completion with one choice .*length >= 1"),
+    "a list": ([1], "a completion with one choice .*Expected `object`"),
+    "no tokens": ({"choices": [sampled([])]}, "expected 1 to 4 token ids"),
+    "too many tokens": ({"choices": [sampled([1] * 5)]}, "expected 1 to 4 token ids"),
     "text for tokens": ({"choices": [sampled(["1"])]}, r"Expected `int`, got `str` .*token_id"),  # type: ignore[list-item]
     "too large a token": ({"choices": [sampled([1 << 31, 1, 1, 1])]}, r"Expected `int` <= 2147483647 .*token_id"),
     "negative token": ({"choices": [sampled([-1, 1, 1, 1])]}, r"Expected `int` >= 0 .*token_id"),
-    "cut by the server": ({"choices": [sampled([1, 2])]}, "its own limit on tokens"),
-    "aborted": ({"choices": [sampled([1], reason="abort")]}, "for the reason 'abort'"),
+    "cut by the server": ({"choices": [sampled([1, 2])]}, "its token limit"),
+    "aborted": ({"choices": [sampled([1], reason="abort")]}, "unexpected finish_reason 'abort'"),
     "no log-probs": ({"choices": [sampled([1] * 4, logprobs=None)]}, r"Expected `object`, got `null` .*logprobs"),
     "fewer log-probs": (
         {"choices": [sampled([1] * 4, logprobs=sampled([1, 1, 2])["logprobs"], finish_reason="stop")]},
@@ -189,9 +189,9 @@ GARBAGE: dict[str, tuple[Any, str]] = {
         r"Expected `float` <= 1e-06 .*logprob",
     ),
     "no versions": ({"choices": [sampled([1] * 4, weight_versions=None)]}, "do not cover 4 tokens"),
-    "unlabelled": ({"choices": [sampled([1] * 4, version="default")]}, "the label 'default'"),
-    "earlier version": ({"choices": [sampled([1] * 4, version="-1")]}, "the label '-1'"),
-    "later version": ({"choices": [sampled([1] * 4, version="3")]}, r"versions \[3\] to a request of version 0"),
+    "unlabelled": ({"choices": [sampled([1] * 4, version="default")]}, "label 'default'"),
+    "earlier version": ({"choices": [sampled([1] * 4, version="-1")]}, "label '-1'"),
+    "later version": ({"choices": [sampled([1] * 4, version="3")]}, r"versions \[3\], but the request has version 0"),
 }
 
 

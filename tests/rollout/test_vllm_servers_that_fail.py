@@ -92,7 +92,7 @@ async def test_a_server_that_comes_back_with_other_weights_stays_out() -> None:
         await ask(engine)
         await first.start()
         await eventually(lambda: first.calls.count("/collective_rpc") > 1)  # loaded again, in vain
-        await eventually(lambda: engine._members[0].failure == "after its return it says (-1.0,)")
+        await eventually(lambda: engine._members[0].failure == "after recovery: it says (-1.0,)")
         assert not is_up(engine, 0)
 
 
@@ -149,7 +149,7 @@ async def test_out_of_memory_halves_what_a_server_gets(caplog: pytest.LogCapture
         with caplog.at_level(logging.WARNING):
             await asyncio.gather(*(ask(engine, name=f"t{i}") for i in range(8)))
             assert most == 8
-            assert f"{server.address} ran out of memory: from now on at most 4 requests at a time" in caplog.text
+            assert f"{server.address} ran out of memory: limiting it to 4 concurrent requests" in caplog.text
             most = 0
             await asyncio.gather(*(ask(engine, name=f"u{i}") for i in range(20)))
         assert most == 4
@@ -190,7 +190,7 @@ async def test_a_refused_version_of_weights_is_garbage_after_an_update() -> None
         await engine.install(Path("/weights/3"), 3)
         engine.resume()
         server.on_generate = lambda body: (200, {"choices": [sampled([1, 2, 3, 4], version="2")]})
-        with pytest.raises(EngineError, match=r"tokens of versions \[2\] to a request of version 3"):
+        with pytest.raises(EngineError, match=r"tokens have versions \[2\], but the request has version 3"):
             await ask(engine)
 
 
@@ -292,7 +292,7 @@ async def test_no_server_left_ends_the_run_and_not_the_trajectory() -> None:
     async with fakes(CODEC, 2) as servers, opened(servers, outage_deadline=0.5) as engine:
         for server in servers:
             await server.die()
-        with pytest.raises(WorldError, match=r"no vLLM server works .*outage_deadline=0.5.*cannot be reached"):
+        with pytest.raises(WorldError, match=r"no vLLM server is available .*outage_deadline=0.5.*cannot be reached"):
             await ask(engine)
 
 
@@ -368,7 +368,7 @@ async def test_a_server_that_dies_while_weights_change_is_left_behind() -> None:
             f"vLLM 0.32.0, 1 servers, 1 down: {second.address}; logits in float32; version 1"
         )
         await second.die()
-        with pytest.raises(WorldError, match=r"no vLLM server works .*outage_deadline=0.5.*cannot be reached"):
+        with pytest.raises(WorldError, match=r"no vLLM server is available .*outage_deadline=0.5.*cannot be reached"):
             await engine.pause()
 
 

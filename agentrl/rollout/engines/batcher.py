@@ -136,7 +136,7 @@ class Batcher:
         """Drop every cached prefix. No request may be running."""
         self.drop_cancelled()
         if any(row.request is not None for row in self._rows):
-            raise EngineError("the cache cannot be cleared while a request runs")
+            raise EngineError("the cache cannot be cleared while a request is running")
         self._rows = []
         self._owner = {}
         self._reach = 0
@@ -194,8 +194,8 @@ class Batcher:
         """Fail the first waiting request, which is longer than the whole cache."""
         request = self._waiting.popleft()
         request.failure = (
-            f"{len(request.token_ids)} tokens and up to {request.sampling.max_tokens} new ones do not fit into the "
-            f"engine's cache: rollout.kv_cache_tokens={self.kv_cache_tokens}"
+            f"a context of {len(request.token_ids)} tokens and up to {request.sampling.max_tokens} new tokens do not "
+            f"fit into the engine's cache: raise rollout.kv_cache_tokens={self.kv_cache_tokens}"
         )
         return request
 
@@ -402,7 +402,7 @@ class Batcher:
 
 def _running(row: _Row) -> Request:
     if row.request is None:
-        raise EngineError("a row without a request takes part in a forward")
+        raise EngineError("a forward pass includes a row without a request")
     return row.request
 
 

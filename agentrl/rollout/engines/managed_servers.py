@@ -53,7 +53,7 @@ class ManagedServers(ABC):
         ``request.training_gpus``.
         """
         raise SettingsError(
-            f"rollout.engine={self.request.rollout.engine} starts no servers: give {self.settings.prefix}.addresses"
+            f"rollout.engine={self.request.rollout.engine} does not start servers: set {self.settings.prefix}.addresses"
         )
 
     def weights(self) -> ServedWeights:
@@ -99,8 +99,8 @@ class ManagedServers(ABC):
         problem = await self._compare(probe)
         if problem is not None and self.settings.addresses:
             raise SettingsError(
-                f"{problem}: it serves another model than model.path, or in another dtype. "
-                "Start it with the model of model.path (agentrl serve-policy)"
+                f"{problem}: the server serves a different model or dtype than model.path. "
+                "Start the server with the model in model.path (agentrl serve-policy)"
             )
         return problem
 

@@ -189,7 +189,7 @@ class StallDetector:
 
     def cut(self) -> None:
         """End running requests at once: the server's process has ended, or its machine is lost."""
-        self._why = "has ended"
+        self._why = "has exited"
         self._end_all()
 
     def _end_all(self) -> None:
@@ -262,7 +262,7 @@ class Member:
         try:
             self.identity = await self.replica.identify(needs)
         except ServerCallError as error:
-            raise WorldError(f"{self.name} failed while it was being checked: {error}") from error
+            raise WorldError(f"{self.name} failed its startup check: {error}") from error
         return self.identity
 
     async def close(self) -> None:
@@ -289,13 +289,13 @@ class Member:
                 problem = str(error)
             if self.server is not None and self.server.ended:
                 raise WorldError(
-                    f"{self.name} ended while it started (its log: {self.server.log}). "
-                    f"The end of its log:\n{self.server.last_words()}"
+                    f"{self.name} exited during startup (log: {self.server.log}). "
+                    f"End of the log:\n{self.server.last_words()}"
                 )
             if loop.time() >= deadline:
-                hint = "" if self.server is None else f"; the end of its log:\n{self.server.last_words()}"
+                hint = "" if self.server is None else f"; end of its log:\n{self.server.last_words()}"
                 raise WorldError(
-                    f"no answer within {self._settings.prefix}.start_deadline={seconds:g} s from {self.name}: "
+                    f"no response within {self._settings.prefix}.start_deadline={seconds:g} s from {self.name}: "
                     f"{problem}{hint}"
                 )
             await asyncio.sleep(pause)
@@ -325,13 +325,13 @@ class Member:
                 self.failure = str(error)
             await asyncio.sleep(pause)
             pause = min(LONGEST_PAUSE, 2 * pause)
-        logger.warning("%s is back", self.name)
+        logger.warning("%s is available again", self.name)
         self.load.up = True
 
     def admit_less(self) -> None:
         """Halve the number of requests that the server is given at a time."""
         logger.warning(
-            "%s ran out of memory: from now on at most %d requests at a time", self.name, self.load.halve()
+            "%s ran out of memory: limiting it to %d concurrent requests", self.name, self.load.halve()
         )  # fmt: skip
 
     async def _verify(self, weights: ServedWeights) -> None:
@@ -340,7 +340,7 @@ class Member:
             async with asyncio.timeout(seconds):
                 await weights.verify(self.replica)
         except TimeoutError:
-            raise TooSlowError(f"its weights were not verified within {seconds:g} s") from None
+            raise TooSlowError(f"its weights could not be verified within {seconds:g} s") from None
 
     async def _restart(self, server: ServerProcess) -> None:
         log = server.last_words()
@@ -348,12 +348,12 @@ class Member:
             self.admit_less()
         if server.starts > self._settings.restarts:
             raise WorldError(
-                f"{self.name} ended {server.starts} times "
-                f"({self._settings.prefix}.restarts={self._settings.restarts}); the end of its log:\n{log}"
+                f"{self.name} exited {server.starts} times "
+                f"({self._settings.prefix}.restarts={self._settings.restarts}); end of its log:\n{log}"
             )
         ended = self.name
         try:
             await self.start()
         except WorldError as error:  # no node has room for it now
-            raise ServerCallError(f"it has ended and cannot be started: {error}") from error
-        logger.warning("%s has ended and is started again", ended)
+            raise ServerCallError(f"its process exited and cannot be restarted: {error}") from error
+        logger.warning("%s exited; restarting it", ended)

@@ -103,7 +103,7 @@ class JSONClient:
         try:
             return json.loads(content) if content else None
         except ValueError:
-            raise GarbageError(f"{self.address}{path} answered with invalid JSON: {_quoted(content)}") from None
+            raise GarbageError(f"{self.address}{path} returned invalid JSON: {_quoted(content)}") from None
 
     async def _content(self, method: str, path: str, body: object, seconds: float | None) -> bytes:
         # A long prompt is sent again with every turn: msgspec encodes its tokens ten times faster than json.
@@ -112,12 +112,12 @@ class JSONClient:
             async with asyncio.timeout(seconds):
                 answer = await self._client.request(method, path, content=sent, headers=_JSON if sent else None)
         except TimeoutError:
-            raise TooSlowError(f"{self.address}{path} gave no answer within {seconds:g} s") from None
+            raise TooSlowError(f"{self.address}{path} did not respond within {seconds:g} s") from None
         except (httpx.TransportError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise UnreachableError(f"{self.address}{path} cannot be reached: {reason}") from error
         except httpx.HTTPError as error:
-            raise GarbageError(f"{self.address}{path} answered with invalid HTTP: {error}") from error
+            raise GarbageError(f"{self.address}{path} returned invalid HTTP: {error}") from error
         if answer.status_code >= 400:
             raise StatusError(answer.status_code, _message(answer.content))
         return answer.content

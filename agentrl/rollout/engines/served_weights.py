@@ -82,7 +82,7 @@ class ServedWeights:
         if problem is not None:
             if self.directory is not None:
                 await self.install(replica)
-            raise GarbageError(f"after its return {problem}")
+            raise GarbageError(f"after recovery: {problem}")
 
 
 class ServedAdapters(ServedWeights):

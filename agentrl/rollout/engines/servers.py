@@ -148,7 +148,7 @@ class ServerEngine:
         versions = {item for item, _ in completion.version_spans}
         if not all(version <= item <= self.version for item in versions):
             raise GarbageError(
-                f"tokens of versions {sorted(versions)} to a request of version {version} (now {self.version})"
+                f"tokens have versions {sorted(versions)}, but the request has version {version} (now {self.version})"
             )
         return completion
 
@@ -177,7 +177,7 @@ class ServerEngine:
         hopeless = all(member.reviving is None or member.reviving.done() for member in self._members)
         if left <= 0 or hopeless:
             raise WorldError(
-                f"no {self._title} server works (waited {loop.time() - self._outage_since:.0f} s of "
+                f"no {self._title} server is available (waited {loop.time() - self._outage_since:.0f} s of "
                 f"{self._settings.prefix}.outage_deadline={self._settings.outage_deadline:g}): {self._lost}"
             )
         with contextlib.suppress(TimeoutError):
@@ -194,7 +194,7 @@ class ServerEngine:
                 return await member.replica.score(token_ids, salt=self._weights.salt(self.version))
             except ServerCallError as error:
                 self._note_failure(member, error)
-        raise EngineError(f"no {self._title} server works: {self._lost}")
+        raise EngineError(f"no {self._title} server is available: {self._lost}")
 
     async def cache_use(self) -> CacheUse | None:
         """The total cache of all servers that are up, with the usage of the fullest; None while none reports it."""
@@ -224,7 +224,7 @@ class ServerEngine:
             if error.status < 500:
                 return False
         if member.load.up:
-            logger.warning("%s gets no more requests for now: %s", member.name, error)
+            logger.warning("%s is removed from rotation: %s", member.name, error)
             member.load.up = False
             self._balancer.forget_prefixes(member.index)
         if member.reviving is None or member.reviving.done():
@@ -335,7 +335,7 @@ class ServerEngine:
     async def _await_return(self) -> None:
         """Return when a server answers again, even while weights change. Raises WorldError."""
         logger.warning(
-            "no %s server is left to take the weights: waiting for one to return, at most %g s (%s.outage_deadline)",
+            "no %s server is available to receive the weights: waiting for one, at most %g s (%s.outage_deadline)",
             self._title, self._settings.outage_deadline, self._settings.prefix,
         )  # fmt: skip
         self._revival.set()
@@ -387,7 +387,7 @@ class ServerEngine:
     async def health(self) -> str:
         up = self._up
         if not up:
-            raise EngineError(f"no {self._title} server works: {self._lost}")
+            raise EngineError(f"no {self._title} server is available: {self._lost}")
         identities = [member.identity for member in up if member.identity is not None]
         about = " ".join([self._title, *sorted({one.release for one in identities})])
         notes = "".join(f"; {note}" for note in sorted({one.note for one in identities if one.note}))

@@ -34,8 +34,8 @@ _FORWARDS = 64
 
 _LARGE = 1_000_000_000  # parameters
 TOO_LARGE = (
-    "rollout.engine=transformers is made for small models: set rollout.engine=vllm (docs/rollout.md) for more than 1B "
-    "parameters on a GPU"
+    "rollout.engine=transformers is intended for small models: for more than 1B parameters on a GPU, set "
+    "rollout.engine=vllm (docs/rollout.md)"
 )
 
 
@@ -70,7 +70,8 @@ class TransformersEngine:
         """Raises SettingsError for a model whose attention the engine's cache cannot serve."""
         if not has_full_attention(model.config):
             raise SettingsError(
-                "rollout.engine=transformers serves models whose layers all attend to the whole context"
+                "rollout.engine=transformers supports only models with full attention in every layer: "
+                "set rollout.engine=vllm"
             )
         use_attention(model)
         if is_too_large(sum(item.numel() for item in model.parameters()), model.device.type):
@@ -154,7 +155,7 @@ class TransformersEngine:
             self._take_arrivals()
             self._batcher.drop_cancelled()
             if self._batcher.busy:
-                raise EngineError("the engine cannot rest while a request runs")
+                raise EngineError("the engine cannot become idle while a request is running")
 
     async def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Install new weights (no tensors if the weights are shared) and drop all cached prefixes.
@@ -169,7 +170,7 @@ class TransformersEngine:
             parameters = dict(self._model.state_dict(keep_vars=True))
             for name, tensor in tensors:
                 if name not in parameters or parameters[name].shape != tensor.shape:
-                    raise EngineError(f"the weights sent do not fit the engine's model: {name} {tuple(tensor.shape)}")
+                    raise EngineError(f"the new weights do not fit the engine's model: {name} {tuple(tensor.shape)}")
                 parameters[name].copy_(tensor)
             self._batcher.change_weights(self._version, keep_running=self._keep_running)
             self._version = version
@@ -244,8 +245,8 @@ class TransformersEngine:
         if error is not None and is_out_of_memory(error):
             batch, cache = self._batcher.halve()
             logger.warning(
-                "the engine ran out of memory: from now on at most %d tokens in a forward "
-                "(rollout.max_batch_tokens) and %d in the cache (rollout.kv_cache_tokens)", batch, cache,
+                "the engine ran out of memory: reducing rollout.max_batch_tokens to %d and rollout.kv_cache_tokens "
+                "to %d for the rest of the run", batch, cache,
             )  # fmt: skip
             error = EngineError(f"the engine ran out of memory: {error}")
         for future in self._futures.values():

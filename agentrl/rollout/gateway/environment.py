@@ -60,7 +60,7 @@ def agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings: Agen
         try:
             template = Path(settings.chat_template).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise SettingsError(f"gateway.chat_template={settings.chat_template}: cannot be read: {error}") from error
+            raise SettingsError(f"gateway.chat_template={settings.chat_template} cannot be read: {error}") from error
     options = settings.template_options
     draft = ChatRenderer(tokenizer, TextCodec(tokenizer), template=template, options=options)
     codec = TextCodec(
@@ -97,7 +97,7 @@ class _PromptEpisode:
         return self._prompt
 
     async def step(self, action: str) -> Step:
-        raise EpisodeUsageError("an agent program plays its conversations itself: they cannot be played turn by turn")
+        raise EpisodeUsageError("conversations of an agent program cannot be played turn by turn")
 
     async def fork(self) -> _PromptEpisode:
         return _PromptEpisode(self._prompt)
@@ -146,11 +146,11 @@ class AgentEnvironment(Environment):
     def describe(self) -> list[str]:
         """Lines for the console: the program, and how its sequences are trained."""
         settings = self._settings
-        kept = "as they were sampled" if settings.history == "keep" else "as the chat template writes them"
+        kept = "kept as sampled" if settings.history == "keep" else "rendered by the chat template"
         return [
             f"{self._program.describe()}; up to {settings.max_generations} generations in {settings.deadline:g} s",
-            f"gateway: model {settings.model!r}, earlier replies {kept}; a rollout's sequences weigh as one, and "
-            "token-level baselines count tokens from the beginning of their conversation",
+            f"gateway: model {settings.model!r}, earlier replies are {kept}; a rollout's sequences have a total "
+            "weight of 1, and token-level baselines count tokens from the start of the conversation",
         ]
 
     async def rollout(self, problem: Problem, policy: TokenPolicy) -> tuple[Trajectory, ...]:  # type: ignore[override]
@@ -158,14 +158,14 @@ class AgentEnvironment(Environment):
 
         Raises UnavailableError if the rollout is no data, SkippedProblemError for a long prompt.
         """
-        assert self._renderer is not None, "an environment without a renderer only gives prompts"
+        assert self._renderer is not None, "an environment without a renderer only returns prompts"
         policy.measure(len(policy.codec.encode_prompt(self._prompt(problem))))
         rollout = AgentRollout(policy=policy, settings=policy.settings, gateway=self._settings, renderer=self._renderer)
         failure = await self._run(rollout)
         rows = rollout.trajectories(Ended.ANSWERED if failure is None else Ended.INFRASTRUCTURE_FAILURE)
         self._count(rollout, rows)
         if failure is None and rows[-1].is_excluded:
-            failure = f"nothing was sampled that can be trained{rollout.stop_reason}"
+            failure = f"the rollout contains no tokens to train{rollout.stop_reason}"
         if failure is not None:
             raise UnavailableError(failure)
         return rows
@@ -193,7 +193,7 @@ class AgentEnvironment(Environment):
         self._note_crash(rollout, crash)
         failure = failure or rollout.given_up
         if failure is None and rollout.reward is None and not rollout.policy.rewarded_later:
-            failure = f"the agent gave no reward ({_REWARD_SOURCES})"
+            failure = f"the agent returned no reward ({_REWARD_SOURCES})"
         if failure is not None and rollout.reward is None and rollout.stopped in _LIMITED:
             return None  # the policy used up its turns or tokens: a truncation without reward
         return None if failure is None else rollout.failure or failure
@@ -272,7 +272,7 @@ class DeployedHistory(Environment):
 
     def describe(self) -> list[str]:
         """Lines for the console: the environment, and the form of earlier turns that the model sees."""
-        return [*self._environment.describe(), "history: earlier turns are shown as the chat template writes them"]
+        return [*self._environment.describe(), "history: earlier turns are rendered by the chat template"]
 
 
 class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
@@ -344,5 +344,5 @@ class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
 
 
 def _messages(text: str) -> tuple[AgentMessage, ...]:
-    assert isinstance(text, MarkedText), "the settings allow protocols alone that speak whole messages"
+    assert isinstance(text, MarkedText), "the settings allow only protocols that exchange whole messages"
     return tuple(AgentMessage(role=one["role"], content=one["content"]) for one in text.messages)

@@ -91,7 +91,7 @@ def load_agent(named: str, settings: AgentGatewaySettings) -> AgentProgram:
         return _FunctionAgent(named, found, settings.threads)
     words = split_command(named)
     if not words:
-        raise PluginError(f"env={AGENT}: write agent:module:function or 'agent:COMMAND'")
+        raise PluginError(f"env={AGENT} names no agent: write agent:module:function or 'agent:COMMAND'")
     return _Command(words, settings)
 
 
@@ -100,7 +100,7 @@ def split_command(named: str) -> list[str]:
     try:
         return shlex.split(named)
     except ValueError as error:
-        raise PluginError(f"agent {named!r} is no command: {error}") from error
+        raise PluginError(f"agent {named!r} is not a valid command: {error}") from error
 
 
 async def start_process(
@@ -161,7 +161,7 @@ def _check_signature(name: str, function: Callable[..., object]) -> None:
         inspect.signature(function).bind("problem", base_url="", api_key="", model="")
     except TypeError as error:
         raise PluginError(
-            f"agent {name!r}: it is called as run(problem, *, base_url, api_key, model): {error}"
+            f"agent {name!r} must be callable as run(problem, *, base_url, api_key, model): {error}"
         ) from None
 
 
@@ -216,7 +216,7 @@ class _FunctionAgent(AgentProgram):
                 if at is not None and (at.filename, at.lineno) not in reported:
                     reported.add((at.filename, at.lineno))
                     logger.warning(
-                        "agent %s: %s:%s blocks the event loop for more than %g s, and all other rollouts wait: %s\n"
+                        "agent %s: %s:%s blocked the event loop and all other rollouts for more than %g s: %s\n"
                         "Use an asynchronous version of this call, asyncio.to_thread(...), or a plain function as the "
                         "agent, which runs in a thread",
                         self._name,
@@ -324,7 +324,7 @@ class Workers(AgentProgram):
     def describe(self) -> str:
         if self._words:
             return f"agent: {self._name}, one process for all rollouts"
-        return f"agents: workers that ask {'' if self._server is None else self._server.url + '/rollouts'} for rollouts"
+        return f"agents: workers that poll {'' if self._server is None else self._server.url + '/rollouts'}"
 
     async def close(self) -> None:
         process, self._process = self._process, None
@@ -374,25 +374,28 @@ def load_worker(named: str, settings: AgentGatewaySettings) -> Workers:
     """Return the worker of ``worker:COMMAND``; for ``worker:external``, the user starts it. Raises PluginError."""
     words = split_command(named)
     if not words:
-        raise PluginError("env=worker: write 'worker:COMMAND', or worker:external for workers that you start yourself")
+        raise PluginError(
+            "env=worker: names no command: write 'worker:COMMAND', or worker:external for workers that you start "
+            "yourself"
+        )
     if named != EXTERNAL:
         return Workers(words, settings)
     if not os.environ.get(KEY_VARIABLE):
-        raise PluginError(f"env=worker:external needs {KEY_VARIABLE}, the key with which workers ask for rollouts")
+        raise PluginError(f"env=worker:external needs {KEY_VARIABLE}, the key that workers use to fetch rollouts")
     return Workers([], settings)
 
 
 def verifiers_worker_of(name: str, options: VerifiersSettings, settings: AgentGatewaySettings) -> Workers:
     """Return the worker that plays a task set of verifiers, in the Python that has verifiers. Raises PluginError."""
     if not name:
-        raise PluginError(f"env={VERIFIERS}: write {VERIFIERS}TASKSET")
+        raise PluginError(f"env={VERIFIERS} names no task set: write {VERIFIERS}TASKSET")
     if options.python is None:
         raise PluginError(
             f"env={VERIFIERS}{name} needs environment.python, the Python of a virtual environment with verifiers 0.4 "
-            "(its dependencies differ from agentrl's): python -m venv venv; venv/bin/pip install 'verifiers==0.4.*'"
+            "(its dependencies conflict with agentrl's): python -m venv venv; venv/bin/pip install 'verifiers==0.4.*'"
         )
     if not Path(options.python).expanduser().is_file():
-        raise PluginError(f"environment.python={options.python}: there is no such file")
+        raise PluginError(f"environment.python={options.python} is not a file")
     words = [str(Path(options.python).expanduser()), str(Path(verifiers_worker.__file__)), name]
     return Workers(
         words,

@@ -135,7 +135,7 @@ class ChatRenderer:
         try:
             return self._chat.layout(json.loads(shape), json.loads(tools), json.loads(options))
         except ChatTemplateError as error:
-            raise WireError(f"the model's chat template refuses this conversation: {error}", param="messages") from None
+            raise WireError(f"the model's chat template rejects this conversation: {error}", param="messages") from None
 
 
 def read_calls(text: str, request: ChatRequest, form: CallForm = HERMES) -> tuple[str, tuple[tuple[str, str], ...]]:

@@ -20,7 +20,7 @@ from agentrl.trajectory import Trajectory
 from agentrl_envs.chat import MarkedText
 from agentrl_envs.types import Ended
 
-_NO_ROOM = "leave no room for a reply (rollout.max_prompt_tokens, rollout.max_response_tokens)"
+_NO_ROOM = "leaves no room for a reply (rollout.max_prompt_tokens, rollout.max_response_tokens)"
 # By how much a tokenizer may shorten a text before it cuts it into tokens.
 _SHORTENED = 4
 
@@ -146,9 +146,9 @@ class AgentRollout:
             raise WireError("the rollout is finished", status=409, code="rollout_finished")
         limits = self.gateway
         if self._next >= limits.max_generations:
-            self._stop(Ended.TURN_LIMIT, f"{limits.max_generations} generations (gateway.max_generations) are used up")
+            self._stop(Ended.TURN_LIMIT, f"all {limits.max_generations} generations (gateway.max_generations) are used")
         if time.monotonic() - self._began > limits.deadline:
-            self._stop(Ended.DEADLINE, f"{limits.deadline:g} s (gateway.deadline) are over")
+            self._stop(Ended.DEADLINE, f"the deadline of {limits.deadline:g} s (gateway.deadline) has passed")
 
     def _stop(self, ended: Ended, reason: str) -> None:
         self.stopped, self.stop_reason = ended, f": {reason}"
@@ -186,7 +186,7 @@ class AgentRollout:
         characters = sum(len(message.content) for message in request.messages)
         tokens = self.settings.max_prompt_tokens + self.settings.max_response_tokens
         if characters > tokens * self.renderer.longest_token * _SHORTENED:
-            self._stop(Ended.TOKEN_LIMIT, f"its {characters} characters of context {_NO_ROOM}")
+            self._stop(Ended.TOKEN_LIMIT, f"a context of {characters} characters {_NO_ROOM}")
 
     def _limit(self, request: ChatRequest, root: int, context: int) -> int:
         """Most tokens of a reply. Raises WireError if there is room for none."""
@@ -194,7 +194,7 @@ class AgentRollout:
         if self.most_context is not None:
             room = min(room, self.most_context - context)
         if root > self.settings.max_prompt_tokens or room < 1:
-            self._stop(Ended.TOKEN_LIMIT, f"its {context} tokens of context {_NO_ROOM}")
+            self._stop(Ended.TOKEN_LIMIT, f"a context of {context} tokens {_NO_ROOM}")
         return min(self.settings.max_turn_tokens, room, request.max_tokens or room)
 
     def _line(self, parent: Generation | None, number: int) -> str:

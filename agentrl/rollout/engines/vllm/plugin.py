@@ -23,7 +23,7 @@ class VLLMSettings(ServerSettings):
         "dedicated",
         description="colocated: servers are started on the training GPUs and sleep during training; dedicated: "
         "servers are started on other GPUs of this machine, or on its CPU, and with cluster=ray on any node; "
-        "external: servers already run at addresses",
+        "external: the servers at addresses are already running",
     )
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs per server")
     devices: list[int] | None = Field(
@@ -55,11 +55,14 @@ class VLLMSettings(ServerSettings):
     @model_validator(mode="after")
     def _consistent(self) -> VLLMSettings:
         if (self.placement == "external") != bool(self.addresses):
-            raise ValueError("addresses are given for placement=external, and only for it")
+            raise ValueError("addresses must be set for placement=external, and only for placement=external")
         if self.devices is not None and len(self.devices) != self.replicas * self.tensor_parallel_size:
-            raise ValueError(f"devices must name replicas x tensor_parallel_size GPUs, it names {len(self.devices)}")
+            raise ValueError(f"devices must list replicas x tensor_parallel_size GPUs; got {len(self.devices)}")
         if self.placement == "colocated" and self.transfer == "nccl":
-            raise ValueError("transfer=nccl needs other GPUs than the trainer's: choose ipc for placement=colocated")
+            raise ValueError(
+                "transfer=nccl cannot be used with placement=colocated, which shares the trainer's GPUs: "
+                "set transfer=ipc"
+            )
         return self
 
 

@@ -105,16 +105,16 @@ def read_completion(content: bytes, sampling: Sampling, eos_ids: frozenset[int])
     try:
         (choice,) = _ANSWER.decode(content).choices
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise GarbageError(f"not a completion of one choice ({error}): {_short(content)}") from None
+        raise GarbageError(f"expected a completion with one choice ({error}); got {_short(content)}") from None
     tokens = choice.logprobs.content
     token_ids = tuple([token.token_id for token in tokens])
     if not 1 <= len(token_ids) <= sampling.max_tokens:
-        raise GarbageError(f"not 1 to {sampling.max_tokens} token ids: {_short(token_ids)}")
+        raise GarbageError(f"expected 1 to {sampling.max_tokens} token ids; got {_short(token_ids)}")
     reason = _reason(choice.finish_reason, token_ids, eos_ids)
     if reason == "length" and len(token_ids) < sampling.max_tokens:
         raise GarbageError(
-            f"the server ended a turn after {len(token_ids)} of {sampling.max_tokens} tokens: its own limit on tokens "
-            "(--max-model-len) is below the run's"
+            f"the server ended a turn after {len(token_ids)} of {sampling.max_tokens} tokens: its token limit "
+            "(--max-model-len) is lower than the run's"
         )
     greedy = sampling.temperature == 0
     return Completion(
@@ -136,7 +136,7 @@ def read_scores(answer: object, token_ids: Sequence[int]) -> tuple[float, ...]:
     """Log-probabilities of ``token_ids[1:]`` from an answer to :func:`score_body`."""
     entries = answer.get("prompt_logprobs") if isinstance(answer, Mapping) else None
     if not isinstance(entries, list) or len(entries) != len(token_ids):
-        raise GarbageError(f"no prompt_logprobs of {len(token_ids)} tokens: {_short(entries)}")
+        raise GarbageError(f"expected prompt_logprobs of {len(token_ids)} tokens; got {_short(entries)}")
     scores = []
     for token, entry in zip(token_ids[1:], entries[1:], strict=True):
         value = entry.get(str(token)) if isinstance(entry, Mapping) else None
@@ -166,7 +166,7 @@ def read_cache_use(metrics: str) -> CacheUse:
             preemptions=int(sum(float(value) for _, value in found["num_preemptions_total"])),
         )
     except (KeyError, ValueError) as error:
-        raise GarbageError(f"its metrics lack the usage of its KV cache: {error!r}") from error
+        raise GarbageError(f"the server's metrics lack its KV cache usage: {error!r}") from error
 
 
 def read_tokens(metrics: str) -> int | None:
@@ -182,7 +182,7 @@ def read_tokens(metrics: str) -> int | None:
     try:
         counts = [float(value) for value in _TOKENS.findall(metrics)]
     except ValueError as error:
-        raise GarbageError(f"its metrics give no valid number of computed tokens: {error}") from error
+        raise GarbageError(f"the server's metrics contain no valid number of computed tokens: {error}") from error
     return int(sum(counts)) if counts else None
 
 
@@ -194,7 +194,7 @@ def read_models(answer: object) -> frozenset[str]:
     """
     found = answer.get("data") if isinstance(answer, Mapping) else None
     if not isinstance(found, list) or not all(isinstance(item, Mapping) and "id" in item for item in found):
-        raise GarbageError(f"no list of models: {_short(answer)}")
+        raise GarbageError(f"expected a list of models; got {_short(answer)}")
     return frozenset(str(item["id"]) for item in found)
 
 
@@ -219,7 +219,7 @@ def _reason(reason: str, token_ids: tuple[int, ...], eos_ids: frozenset[int]) ->
             return "length"
         case "stop":
             return "eos" if token_ids[-1] in eos_ids else "stop"
-    raise GarbageError(f"the server ended a turn for the reason {reason!r}")
+    raise GarbageError(f"the server ended a turn with the unexpected finish_reason {reason!r}")
 
 
 def _spans(spans: list[_Span], count: int) -> tuple[tuple[int, int], ...]:
@@ -230,7 +230,7 @@ def _spans(spans: list[_Span], count: int) -> tuple[tuple[int, int], ...]:
         if span.start != covered:
             break
         if not span.version.isdecimal():
-            raise GarbageError(f"tokens of weights with the label {span.version!r}, which is not a policy version")
+            raise GarbageError(f"the weights' label {span.version!r} is not a policy version")
         if span.end > covered:
             found.append((int(span.version), span.end - covered))
         covered = span.end
@@ -257,7 +257,7 @@ RELEASE = "0.32"
 """The supported vLLM release."""
 _Value = TypeVar("_Value", str, int)
 
-_CONTROLS = "it has no control endpoints: start it with the environment variable VLLM_SERVER_DEV_MODE=1"
+_CONTROLS = "its control endpoints are disabled: start it with the environment variable VLLM_SERVER_DEV_MODE=1"
 
 
 class VLLMReplica(Replica):
@@ -361,7 +361,7 @@ class VLLMReplica(Replica):
         await self._check_vocabulary(needs.vocabulary)
         vllm = await self._value("/version", "version", str)
         if not vllm.startswith(RELEASE):
-            logger.warning("the server %s is vLLM %s; agentrl is made for %s", self.address, vllm, RELEASE)
+            logger.warning("the server %s runs vLLM %s; agentrl supports vLLM %s", self.address, vllm, RELEASE)
         note = f"logits in {_head_dtype(config['model_config'], needs.head_dtype)}"
         return Identity(release=vllm, version=version, workers=workers, note=note)
 
@@ -384,37 +384,38 @@ class VLLMReplica(Replica):
         model = config["model_config"]
         if model.get("logprobs_mode") != "processed_logprobs":
             raise self.wrong(
-                f"its log-probabilities are {model.get('logprobs_mode')}, before the temperature: start it with "
+                f"its log-probabilities are {model.get('logprobs_mode')}, which ignore the temperature: start it with "
                 "--logprobs-mode processed_logprobs"
             )
         if not config.get("cache_config", {}).get("enable_prefix_caching"):
-            raise self.wrong("it caches no prefixes: start it with --enable-prefix-caching")
+            raise self.wrong("prefix caching is disabled: start it with --enable-prefix-caching")
         chunked = config.get("scheduler_config", {}).get("enable_chunked_prefill")
         if self._seeded and chunked and config.get("device_config", {}).get("device") == "cpu":
             raise self.wrong(
-                "on a CPU it dies where a request with a seed is prefilled in parts: start it with "
+                "on a CPU, vLLM crashes if a request with a seed is prefilled in chunks: start it with "
                 "--no-enable-chunked-prefill, or set rollout.vllm.seeded=false"
             )
         head = _head_dtype(model, needs.head_dtype)
         if head != "float32" and config.get("device_config", {}).get("device") == "cuda":
             raise self.wrong(
-                f"it rounds its logits to {head}, and training computes them in float32: start it with "
+                f"it rounds its logits to {head}, but training computes them in float32: start it with "
                 f"{shlex.join(FLOAT32_HEAD)}"
             )
         needed = needs.max_tokens
         if int(model["max_model_len"]) < needed:
             raise self.wrong(
-                f"its token limit is {model['max_model_len']}, rollout.max_prompt_tokens and max_response_tokens of "
-                f"rollout or evaluation together are {needed}: start it with --max-model-len {needed}, or lower them"
+                f"its token limit is {model['max_model_len']}, but rollout.max_prompt_tokens plus the larger "
+                f"max_response_tokens of rollout and evaluation is {needed}: start it with --max-model-len {needed}, "
+                "or lower these settings"
             )
 
     def _check_adapters(self, config: Mapping[str, object], rank: int) -> None:
         lora = config.get("lora_config")
         most = int(lora.get("max_lora_rank", 0)) if isinstance(lora, Mapping) else 0
         if most < rank:
-            limit = f"at most rank {most}" if most else "none"
+            limit = f"adapters up to rank {most}" if most else "no adapters"
             raise self.wrong(
-                f"of adapters it loads {limit}, and model.lora.rank={rank}: start it with the environment variable "
+                f"it accepts {limit}, but model.lora.rank={rank}: start it with the environment variable "
                 f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank {served_rank(rank)}, or set "
                 "rollout.vllm.lora=merged"
             )
@@ -431,15 +432,15 @@ class VLLMReplica(Replica):
         try:
             answer = await self.http.post("/tokenize", {"prompt": _TEXT, "add_special_tokens": False}, seconds=QUICK)
         except StatusError as error:
-            raise self.wrong(f"it serves no tokenizer (/tokenize: {error}): start it without --tokens-only") from error
+            raise self.wrong(f"it has no tokenizer (/tokenize: {error}): start it without --tokens-only") from error
         tokens = answer.get("tokens") if isinstance(answer, Mapping) else None
         if not isinstance(tokens, list):
             raise GarbageError(f"{self.address}/tokenize returned no tokens: {answer!r:.100}")
         theirs, ours = tuple(tokens), codec.encode(_TEXT)
         if theirs != ours:
             raise self.wrong(
-                f"it has another tokenizer than the policy: of {len(ours)} tokens of a test sentence it gives "
-                f"{len(theirs)}, the first that differ are {_first_difference(ours, theirs)}"
+                f"its tokenizer differs from the policy's: a test sentence has {len(ours)} tokens here and "
+                f"{len(theirs)} there, and the first difference is {_first_difference(ours, theirs)}"
             )
 
     async def _check_vocabulary(self, vocabulary: int) -> None:
@@ -455,7 +456,8 @@ class VLLMReplica(Replica):
             if exists != expected:
                 less = "fewer" if expected else "more"
                 raise self.wrong(
-                    f"it serves another model: the policy has {vocabulary} tokens, the server's model has {less}"
+                    f"it serves a different model: the policy's vocabulary has {vocabulary} tokens, "
+                    f"the server's has {less}"
                 )
 
 
