@@ -1,4 +1,4 @@
-"""``agentrl.train`` and ``agentrl.evaluate``: the functions behind the command line's commands, for Python programs.
+"""``agentrl.train`` and ``agentrl.evaluate``: the commands of the command line as Python functions.
 
 One rank trains in the calling process. Several ranks, other machines and asynchronous schedules start processes, as
 they do for the command line.
@@ -49,13 +49,13 @@ def train(
     """Train a policy as ``agentrl train`` does, and return the finished run.
 
     Args:
-        env: name of an environment, or a class or function that makes one.
+        env: name of an environment, or a class or function that creates one.
         model: directory or Hugging Face id of a model, a loaded `transformers` model, or settings of the section
             ``model``.
         tokenizer: the tokenizer of a loaded model.
         problems: problems to train on: a file, rows with at least a statement (and an answer, if it is graded), a
             pandas DataFrame, or a Dataset of the ``datasets`` package.
-        eval_problems: problems to evaluate on. With ``problems`` and without this, nothing is evaluated.
+        eval_problems: problems to evaluate on. If only ``problems`` is passed, nothing is evaluated.
         reward: a reward function or the name of one; several as a list, or with their weights as a mapping.
         config: a YAML file, or the name of a shipped one.
         resume: continue the run called ``name``, or the newest one.
@@ -65,16 +65,17 @@ def train(
         settings: any setting, by section (``training={"steps": 20}``) or by its dotted name
             (``**{"training.steps": 20}``).
 
-    One rank runs in this process, so that callbacks, rewards and environments may use any object of the program. With
-    several ranks, callbacks are called in this process, up to a second later. An exception of a callback ends the run
+    One rank runs in this process, so that callbacks, rewards and environments can use any object of the program. With
+    several ranks, callbacks are called in this process, up to a second later. An exception in a callback ends the run
     and is raised here.
 
     An interrupt (Ctrl-C, or a notebook's stop button) saves a checkpoint before KeyboardInterrupt is raised;
-    ``resume=True`` continues. A second interrupt raises it at once. Neither works outside of the main thread.
+    ``resume=True`` continues the run. A second interrupt raises KeyboardInterrupt immediately. Interrupts are not
+    handled outside the main thread.
 
     Raises:
-        SettingsError: settings, problems or functions are not usable; nothing was trained.
-        WorldError: the run failed for reasons outside of the settings.
+        SettingsError: a setting, problem or function is invalid. Nothing was trained.
+        WorldError: the run failed for a reason other than its settings.
     """
     check_keywords(train, settings)
     inputs = Inputs(Path(str(settings.get("runs_dir") or "runs")) / INPUTS)
@@ -128,14 +129,14 @@ def evaluate(
 
     Args:
         model: a model directory, a Hugging Face id, a finished run, or with ``base_url`` the endpoint's model name.
-        env: name of an environment, or a class or function that makes one.
+        env: name of an environment, or a class or function that creates one.
         problems: problems to evaluate on: a file, or rows with at least a statement and an answer.
-        benchmarks: names or files of benchmarks, beside ``problems``. Without both, the problems of ``data.eval``.
+        benchmarks: names or files of benchmarks, in addition to ``problems``. Default of both: ``data.eval``.
         n: samples per problem; default: ``evaluation.samples``.
         base_url: an OpenAI-compatible endpoint to sample from.
         output: directory of the evaluation. Default: one named after the model and the arguments, so that the same
             call continues an evaluation that was interrupted.
-        config: a YAML file, or the name of a shipped one; default: that of the model's run.
+        config: a YAML file, or the name of a shipped one; default: the configuration of the model's run.
         settings: any setting, as in :func:`train`.
 
     Raises SettingsError and WorldError as :func:`train` does, and KeyboardInterrupt after an interrupt.
@@ -166,11 +167,11 @@ def evaluate(
 
 @contextmanager
 def command_in_this_process() -> Iterator[None]:
-    """Let a command run inside of a Python program.
+    """Prepare this process to run a command inside a Python program, and restore the process on exit.
 
-    A notebook's cell runs inside the event loop of its kernel, in which `asyncio.run` refuses to run. The loop is
-    hidden meanwhile; it stands still, as it does during every call that blocks. Child processes find the modules that
-    this process finds.
+    A notebook cell runs inside the event loop of its kernel, where `asyncio.run` raises an error. Therefore the loop is
+    hidden. It does not run during the command, as during every blocking call. Child processes can import the modules
+    that this process can import.
     """
     prepare_process()
     running, path = asyncio._get_running_loop(), os.environ.get("PYTHONPATH")
@@ -182,7 +183,7 @@ def command_in_this_process() -> Iterator[None]:
         yield
     finally:
         if running is not None:
-            asyncio.set_event_loop(running)  # asyncio.run has set it to None
+            asyncio.set_event_loop(running)  # asyncio.run sets it to None
         asyncio._set_running_loop(running)
         if path is None:
             del os.environ["PYTHONPATH"]

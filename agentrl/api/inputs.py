@@ -1,7 +1,7 @@
 """Python objects as settings: problems and models as files, functions and classes as ``module:attribute``.
 
-A run's settings are text, so that ``--resume`` and the other processes of a run can read them. An object that a module
-holds goes by its name. Any other object is used as it is in this process, and pickled for the others.
+A run's settings are text, so that ``--resume`` and the other processes of a run can read them. An object that is
+defined in a module is passed by name. Any other object is used directly in this process and pickled for the others.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _VALID_PROBLEMS = "a file, or rows such as {'problem': 'What is 2 + 3?', 'answer
 
 @dataclass
 class Inputs:
-    """The objects of one call. ``folder`` receives their files."""
+    """The Python objects passed to one call. Their files are written to ``folder``."""
 
     folder: Path
     plugins: list[str] = field(default_factory=list)
@@ -58,10 +58,10 @@ class Inputs:
     """Objects that exist in this process only, with the reason why they cannot be pickled."""
 
     def name_of(self, item: object) -> str:
-        """Return the name of a function or class. A text is a name already.
+        """Return the name of a function or class. A string is returned unchanged.
 
         An object that other processes cannot import becomes the attribute of a new module in this process. Its pickle
-        is a plug-in that defines the same module elsewhere.
+        is a plug-in that defines the same module in other processes.
         """
         if isinstance(item, str):
             return item
@@ -89,7 +89,7 @@ class Inputs:
         return f"{stem}:{name}"
 
     def require_picklable(self) -> None:
-        """Raise SettingsError if an object exists in this process only; call it for runs of several processes."""
+        """Raise SettingsError if an object exists in this process only. Call this for runs with several processes."""
         for name, reason in self.unpickled.items():
             raise SettingsError(
                 f"{name.partition(':')[2]} cannot be passed to the other processes of this run ({reason}). Define it "
@@ -98,7 +98,10 @@ class Inputs:
             )
 
     def problems(self, problems: str | Path | Problems) -> str:
-        """Return the path of a problem file. Raises ProblemFileError if it is missing, and as :func:`problem_file`."""
+        """Return the path of a problem file, or write rows with :func:`problem_file`.
+
+        Raises ProblemFileError if the file is missing, and the errors of :func:`problem_file`.
+        """
         path = str(problems if isinstance(problems, str | Path) else problem_file(problems, self.folder))
         check_file(path)
         return path
@@ -113,7 +116,7 @@ class Inputs:
         """Return settings for a directory or id of a model, for the section ``model``, or for a loaded model.
 
         A loaded model is saved to ``folder``, where every process of a run can read it.
-        Raises SettingsError for a loaded model without ``tokenizer``, and for any other object.
+        Raises SettingsError for a loaded model without ``tokenizer``, and for an object of another type.
         """
         if isinstance(model, Mapping):
             return {"model": model}
@@ -128,7 +131,7 @@ class Inputs:
         return {"model.path": str(saved_model(cast("PreTrainedModel", model), tokenizer, self.folder))}
 
     def with_plugins(self, settings: Mapping[str, object]) -> Mapping[str, object]:
-        """Add the plug-ins of these objects to the settings."""
+        """Return the settings with the plug-ins of these objects added."""
         given = settings.get("plugins") or ()
         if not isinstance(given, list | tuple):
             raise SettingsError(f"plugins must be a list of modules or files; got {given!r}")
@@ -177,9 +180,9 @@ def check_file(path: str) -> None:
 
 
 def overrides_from(settings: Mapping[str, object], prefix: str = "") -> list[str]:
-    """Settings as ``key=value``: mappings become dotted keys, values become JSON, which YAML reads.
+    """Convert settings to ``key=value``: mappings become dotted keys, and values become JSON, which is valid YAML.
 
-    A mapping whose keys are no names of settings, such as the functions of a reward, is a value as a whole.
+    A mapping whose keys are not names of settings, such as reward functions with weights, becomes one value.
 
     >>> overrides_from({"training": {"steps": 5}, "rollout.group_size": 8, "name": "first"})
     ['training.steps=5', 'rollout.group_size=8', 'name="first"']

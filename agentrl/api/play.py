@@ -1,4 +1,4 @@
-"""``agentrl.play``: an environment's answers to given turns, without a model. For tests and a first look."""
+"""``agentrl.play``: run an environment on given turns without a model, for tests and exploration."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from agentrl_envs.types import Ended, Problem, Step
 
 @dataclass(frozen=True, kw_only=True)
 class Playthrough:
-    """A conversation that was played by hand. ``print`` shows it."""
+    """A conversation whose turns were given. ``print`` displays it."""
 
     prompt: str
     turns: tuple[str, ...]
     steps: tuple[Step, ...]
-    """What the environment answered to each turn."""
+    """The environment's response to each turn."""
 
     @property
     def reward(self) -> float:
@@ -33,7 +33,7 @@ class Playthrough:
 
     @property
     def ended(self) -> Ended | None:
-        """How the conversation ended; None if it goes on."""
+        """How the conversation ended, or None if it has not ended."""
         return self.steps[-1].ended if self.steps else None
 
     def __str__(self) -> str:
@@ -52,17 +52,17 @@ def play(
     config: str | Path | None = None,
     **settings: object,
 ) -> Playthrough:
-    """Play the turns of a model in an environment, and return what it answers. No model is loaded.
+    """Play given turns in an environment and return the conversation. No model is loaded.
 
     Args:
-        env: name of an environment, or a class that a module holds.
+        env: name of an environment, or a class defined in a module.
         row: a row of data, such as a demonstration.
-        turns: what the model writes, turn by turn. Default: the row's own ``turns``.
+        turns: the model's text of each turn. Default: the row's ``turns``.
         config: a YAML file, or the name of a shipped one.
         settings: any setting, as in :func:`agentrl.train`.
 
-    Raises SettingsError for bad settings, for an agent program, which makes its turns itself, and for turns after the
-    end of the conversation; ProblemError for a row that holds no problem; what the environment raises.
+    Raises SettingsError for invalid settings, for an agent program, which generates its own turns, and for turns after
+    the end of the conversation. Raises ProblemError for a row without a problem. Errors of the environment propagate.
     """
     name = env if isinstance(env, str) else f"{env.__module__}:{env.__qualname__}"
     check_keywords(play, settings)
@@ -79,7 +79,7 @@ def play(
         raise SettingsError(
             f"env={name} is an agent program, which generates its own turns: agentrl.play does not support it"
         )
-    with ThreadPoolExecutor(1) as thread:  # a notebook's thread runs a loop already
+    with ThreadPoolExecutor(1) as thread:  # a notebook's thread already runs a loop
         return thread.submit(asyncio.run, _played(build_environment(resolved), problem, written)).result()
 
 

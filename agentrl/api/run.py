@@ -1,4 +1,4 @@
-"""Runs and evaluations as Python objects: metrics as data frames, conversations as iterators. Files are only read."""
+"""Read-only access to runs and evaluations: metrics as data frames, conversations as iterators."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """One attempt at a problem. ``print`` shows its text."""
+    """One attempt at a problem. ``print`` displays its text."""
 
     trajectories: tuple[Trajectory, ...]
-    """One token sequence; several if the rollout branched, in order. The last one carries the reward."""
+    """The token sequences of the rollout in order, several if it branched. The last one has the reward."""
 
     @property
     def problem(self) -> Problem:
@@ -50,7 +50,7 @@ class Rollout:
 
     @property
     def excluded(self) -> bool:
-        """True if it ended for reasons outside the policy: it enters no reward, baseline or average."""
+        """True if the rollout ended for reasons outside the policy. It enters no reward, baseline or average."""
         return self.trajectories[-1].is_excluded
 
     @property
@@ -69,7 +69,7 @@ class Run:
     path: Path
 
     def __repr__(self) -> str:
-        """Path and state of the run, for notebooks."""
+        """Return the path and state of the run, for notebooks."""
         if not self._files.config.is_file():
             return f"<Run {self.path}: no run directory>"
         last: Metrics = {}
@@ -106,24 +106,24 @@ class Run:
 
     @property
     def summary(self) -> Summary:
-        """``summary.json``: the final scores. Raises SettingsError if the run has not finished."""
+        """Content of ``summary.json``: the final scores. Raises SettingsError if the run has not finished."""
         if not self._files.summary.is_file():
             raise SettingsError(f"{self.path} has not finished: it has no {self._files.summary.name}")
         return cast(Summary, json.loads(self._files.summary.read_text(encoding="utf-8")))
 
     @property
     def policy(self) -> Path:
-        """The trained model, for `transformers` or `agentrl.evaluate`. SettingsError if the run has not finished."""
+        """Directory of the trained model (`transformers` format). Raises SettingsError if the run has not finished."""
         folder = self.path / "policy"
         if not folder.is_dir():
             raise SettingsError(f"{self.path} has not finished: it has no policy/")
         return folder
 
     def trajectories(self, step: int | None = None) -> Iterator[Trajectory]:
-        """The trajectories of one step, or of all stored steps in order, one in memory at a time.
+        """Yield the trajectories of one step, or of all stored steps in order, one in memory at a time.
 
-        Raises SettingsError if the trajectories of ``step`` are not stored, or any are in the format of an earlier
-        version.
+        Raises SettingsError if the trajectories of ``step`` are not stored, or if any trajectory has the format of an
+        earlier version.
         """
         from agentrl.trajectory import Trajectory
 
@@ -136,7 +136,7 @@ class Run:
                 yield Trajectory.from_record(record)
 
     def rollouts(self, step: int | None = None) -> Iterator[Rollout]:
-        """The rollouts of one step, or of all stored steps in order, one in memory at a time.
+        """Yield the rollouts of one step, or of all stored steps in order, one in memory at a time.
 
         Raises SettingsError as :meth:`trajectories` does.
         """
@@ -148,22 +148,22 @@ class Run:
                 branches = []
 
     def steps(self) -> list[int]:
-        """The steps whose trajectories are stored."""
+        """Return the steps whose trajectories are stored."""
         return self._files.trajectory_steps()
 
     def step(self, step: int) -> StoredStep:
-        """One stored step: its trajectories, each with the statistics of its tokens where training recorded them.
+        """Return one stored step: its trajectories, each with its token statistics if training recorded them.
 
         Raises SettingsError if the trajectories of ``step`` are not stored.
         """
         return read_step(self._files, step)
 
     def tokens(self, step: int) -> pd.DataFrame:
-        """One row for each model token of the step, with what the engine sampled and what training made of it.
+        """Return one row for each model token of the step, with engine data and training statistics.
 
-        The index holds the trajectory's number in its step and the token's position in the response. Columns are those
-        of :meth:`StoredTrajectory.columns`, ``group``, ``sample`` and ``realized_energy``; NaN where the step did not
-        train on the trajectory. Raises SettingsError if the trajectories of ``step`` are not stored.
+        The index holds the trajectory's number in its step and the token's position in the response. The columns are
+        those of :meth:`StoredTrajectory.columns`, ``group``, ``sample`` and ``realized_energy``; NaN where the step did
+        not train on the trajectory. Raises SettingsError if the trajectories of ``step`` are not stored.
         """
         require_package("pandas", extra="frames", purpose="Run.tokens")
         import pandas as pd
@@ -188,10 +188,10 @@ class Run:
         token: str | None = None,
         endpoint: str | None = None,
     ) -> str:
-        """Upload the trained model with its tokenizer and model card to the Hugging Face Hub. Returns the commit's URL.
+        """Upload the trained model, tokenizer and model card to the Hugging Face Hub, and return the commit's URL.
 
-        The model repository ``repo_id`` ("owner/name") is created if it does not exist, ``private`` or as the owner's
-        default. ``token`` and ``endpoint`` default to those of `huggingface_hub` (HF_TOKEN, HF_ENDPOINT).
+        The model repository ``repo_id`` ("owner/name") is created if it does not exist. ``private`` defaults to the
+        owner's default, ``token`` and ``endpoint`` to the defaults of `huggingface_hub` (HF_TOKEN, HF_ENDPOINT).
 
         Raises SettingsError if the run has not finished or ``repo_id`` is not valid, and WorldError if the upload
         fails.
@@ -225,7 +225,7 @@ class EvaluationRun:
 
     @property
     def results(self) -> Results:
-        """``results.json``: every score with its intervals and provenance."""
+        """Content of ``results.json``: every score with its intervals and provenance."""
         return EvaluationDirectory.existing(self.path).results()
 
     @property
@@ -241,12 +241,12 @@ class EvaluationRun:
         return pd.DataFrame(rows).set_index("benchmark")
 
     def transcripts(self) -> Iterator[Transcript]:
-        """Every rollout, one in memory at a time."""
+        """Return an iterator over all rollouts, with one in memory at a time."""
         return EvaluationDirectory.existing(self.path).transcripts()
 
 
 def load_run(path: str | Path) -> Run:
-    """The run in the directory ``path``. Raises SettingsError if it is not a run directory.
+    """Return the run in the directory ``path``. Raises SettingsError if it is not a run directory.
 
     >>> load_run("no/such/run")
     Traceback (most recent call last):

@@ -51,7 +51,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Callbacks:
-    """The caller's functions. An exception that one raises ends the run and reaches the caller of ``train``."""
+    """The caller's functions. An exception in a callback ends the run and propagates to the caller of ``train``."""
 
     on_step: Callable[[TrainedStep], object] | None = None
     on_evaluation: Callable[[EvaluatedStep], object] | None = None
@@ -59,13 +59,13 @@ class Callbacks:
 
 
 class RunFollower:
-    """Calls the callbacks for everything that is new in a run directory, once for each step, at every :meth:`poll`."""
+    """Calls the callbacks for new steps, evaluations and checkpoints of a run directory at each :meth:`poll`."""
 
     def __init__(self, path: Path, callbacks: Callbacks) -> None:
         """Follow a run that is about to start or to resume.
 
-        A resumed run trains the steps after its newest checkpoint again: it replaces ``metrics.jsonl``, without their
-        old rows, by a file with another inode. So the old rows are skipped here, and the new ones are reported.
+        A resumed run repeats the steps after its newest checkpoint. It replaces ``metrics.jsonl`` with a new file, with
+        a different inode and without the old rows of these steps. Only the new rows of these steps are reported.
         """
         self._run = RunDirectory(path)
         self._callbacks = callbacks
@@ -103,7 +103,7 @@ class RunFollower:
             return []
         with self._run.metrics_file.open("rb") as file:
             file.seek(self._offset)
-            lines = [line for line in file if line.endswith(b"\n")]  # the last one may be incomplete
+            lines = [line for line in file if line.endswith(b"\n")]  # the last line may be incomplete
         self._offset += sum(map(len, lines))
         return [json.loads(line) for line in lines]
 
@@ -113,6 +113,6 @@ class RunFollower:
 
 
 def _kind_and_step(row: Metrics) -> tuple[str, int]:
-    """``step``, ``eval`` or ``eval_falsified``, and the row's step."""
+    """Return the kind of a row, ``step``, ``eval`` or ``eval_falsified``, and its step."""
     kinds = [name for name in ("eval", "eval_falsified") if f"{name}/avg_at_k" in row]
     return (*kinds, "step")[0], int(row["step"])

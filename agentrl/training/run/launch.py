@@ -1,4 +1,4 @@
-"""Start the training ranks of a run, watch them, end all when one has failed, and start them again if asked to."""
+"""Start and supervise the training ranks of a run: stop all ranks if one fails, and restart them if configured."""
 
 from __future__ import annotations
 
@@ -39,25 +39,27 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 
-# Seconds that ranks have to exit by themselves after one has failed; and after one, or the worker, was lost.
+# Seconds for ranks to exit by themselves after a rank has failed.
 _GRACE = 30.0
+# The same after a rank or the rollout worker was lost.
 _GRACE_AFTER_LOSS = 5.0
-# Seconds to wait for the cause of a failure that may be a consequence, and between two polls.
+# Seconds to wait for the cause of a failure that may be a consequence of another one.
 _CAUSE_DELAY = 3.0
+# Seconds between two polls of the ranks.
 _POLL = 0.2
 
 CRASHED = 1
-"""Exit code of a rank that ended by an error that is not one of ours, such as that of a broken GPU."""
+"""Exit code of a rank that failed with an error other than an AgentRLError, for example of a broken GPU."""
 REPORTED = 4
-"""Exit code of a rank that ended by an AgentRLError whose own code that is."""
+"""Exit code of a rank that failed with an AgentRLError whose exit code is :data:`CRASHED`."""
 
 RANK_MODULE = "agentrl.training.run.rank"
-# Exit codes after which the same would happen again: the user's settings, and a stop on request.
+# Exit codes after which the ranks are not restarted: success, invalid settings, and a stop on request.
 _FINAL = (0, SettingsError.exit_code, INTERRUPTED)
 
 
 def launched(settings: Settings) -> bool:
-    """Whether ranks are processes of their own, and not this one."""
+    """Return True if ranks run in separate processes, not in this one."""
     cluster = settings.cluster
     return settings.training.num_processes > 1 or cluster.kind == "ray" or cluster.restarts > 0
 
@@ -67,7 +69,7 @@ def launch(settings: Settings, run_path: Path, *, resume: bool, poll: Callable[[
 
     ``poll`` is called several times a second. If it raises, the ranks stop at the next safe point.
 
-    Raises WorldError if a rank failed or a node was lost and no attempt of ``cluster.restarts`` is left, and
+    Raises WorldError if a rank failed or a node was lost and no restart of ``cluster.restarts`` is left, and
     OutOfMemoryError if the rank ran out of memory. Raises KeyboardInterrupt if the run was stopped and no rank has
     reported it.
     """
@@ -76,7 +78,7 @@ def launch(settings: Settings, run_path: Path, *, resume: bool, poll: Callable[[
     try:
         nodes = cluster.nodes()
         if settings.cluster.kind == "ray":
-            _table(settings, nodes)  # what cannot be placed ends the run here
+            _table(settings, nodes)  # raises UnplaceableError if the run cannot be placed
         sizes = RunSizes(settings, lambda size: bundles_of(size, nodes), run_path / "checkpoints")
         attempt = 0
         while True:
@@ -108,10 +110,10 @@ def _attempt(
     again: bool,
     poll: Callable[[], object],
 ) -> int:
-    """Run the ranks to their end and return their exit code, one of :data:`_FINAL`.
+    """Run the ranks until they exit, and return their exit code, one of :data:`_FINAL`.
 
-    Raises NodeLostError, OutOfMemoryError or _RanksLostError if another attempt may succeed, and what :func:`launch`
-    raises.
+    Raises NodeLostError, OutOfMemoryError or _RanksLostError if another attempt may succeed, and the errors of
+    :func:`launch`.
     """
     console = Console(settings.telemetry)
     began = time.monotonic()
@@ -144,7 +146,7 @@ def _attempt(
 def _outcome(group: RankGroup, end: RankEnd | None) -> int:
     code = 0 if end is None else end.code
     if group.killed or (group.stop_requested and (code < 0 or code == FOLLOWED)):
-        raise KeyboardInterrupt  # forced, or before the ranks handled signals, so no rank has reported it
+        raise KeyboardInterrupt  # killed, or stopped before the ranks handled signals: no rank has reported it
     if code in _FINAL:
         return code
     if group.stop_requested:
@@ -161,7 +163,10 @@ def start_ranks(
     resume: bool,
     sandboxes: SandboxServices | None = None,
 ) -> list[ProcessHandle]:
-    """Start the ranks, equally many in each reservation; the first has rank 0. ``sandboxes``: the services they use."""
+    """Start the same number of ranks in each reservation, with rank 0 in the first one.
+
+    The ranks execute programs in the services ``sandboxes``, if there are any.
+    """
     count = settings.training.num_processes
     here = count // len(reservations)
     master = (reservations[0].address, cluster.free_port(reservations[0]))
@@ -186,9 +191,9 @@ def start_ranks(
 
 
 def bundles_of(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]:
-    """What the ranks of a run need of each node; the first one has rank 0, with the worker.
+    """Return the resources that the ranks need on each node. The first bundle includes rank 0 and the worker.
 
-    A rank needs a GPU if the nodes have any.
+    A rank needs a GPU if any node has one.
     """
     cluster, count = settings.cluster, settings.training.num_processes
     here = count // cluster.nodes
@@ -208,14 +213,14 @@ def bundles_of(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]
 
 
 def servers_of(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]:
-    """What the servers need that the worker places on the nodes of the cluster, each on one node."""
+    """Return the resources of the servers that the worker starts on the nodes of the cluster, one bundle per server."""
     if not servers_on_nodes(settings.rollout, settings.cluster.kind):
         return []
     return server_bundles(engine_facts(settings.rollout), nodes, settings.cluster.server_cpus)
 
 
 def sandbox_bundle(settings: Settings) -> Bundle | None:
-    """What the sandbox service of a node needs; None unless the run starts one on every node."""
+    """Return the resources of a node's sandbox service, or None unless the run starts one on every node."""
     if settings.sandbox.scheme != "ray":
         return None
     return Bundle(purpose="sandbox", cpus=settings.cluster.sandbox_cpus)
@@ -224,7 +229,7 @@ def sandbox_bundle(settings: Settings) -> Bundle | None:
 def _sandboxes(
     cluster: Cluster, reservations: Sequence[Reservation], settings: Settings, run_path: Path, console: Console
 ) -> SandboxServices | None:
-    """The running sandbox services, one on each node that has room beside the ranks in ``reservations``."""
+    """Start sandbox services, one on each node that has room beside the ranks in ``reservations``."""
     bundle = sandbox_bundle(settings)
     if bundle is None:
         return None
@@ -246,7 +251,7 @@ def _sandboxes(
 
 
 def show_plan(settings: Settings, console: Console) -> None:
-    """Print what would be placed where. Raises SettingsError if it cannot be placed."""
+    """Print the resource plan. Raises SettingsError if the run cannot be placed."""
     cluster = open_cluster(settings.cluster, _own_gpus())
     try:
         nodes = cluster.nodes()
@@ -256,7 +261,7 @@ def show_plan(settings: Settings, console: Console) -> None:
 
 
 def _table(settings: Settings, nodes: Sequence[ClusterNode]) -> list[list[str]]:
-    """The rows of the resource plan. Raises UnplaceableError."""
+    """Return the rows of the resource plan. Raises UnplaceableError if the run cannot be placed."""
     servers, sandbox = servers_of(settings, nodes), sandbox_bundle(settings)
     return plan_table(bundles_of(settings, nodes), nodes, beside=servers, everywhere=sandbox)
 
@@ -276,7 +281,7 @@ def _own_gpus() -> list[str] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """How a rank has ended. ``code``: its exit code, negative for a signal. ``lost``: what happened to its node."""
+    """The end of a rank: its exit ``code``, negative for a signal, and the reason if its node was ``lost``."""
 
     rank: ProcessHandle
     code: int
@@ -318,10 +323,10 @@ class RankEnd:
 
 
 class RankGroup:
-    """Running ranks."""
+    """The running ranks of one attempt."""
 
     def __init__(self, handles: Sequence[ProcessHandle], report: Callable[[RankEnd], None] | None = None) -> None:
-        """``report`` is called with the first failure at once; the other ranks take a while to exit."""
+        """``report`` is called with the first failure immediately, because the other ranks take a while to exit."""
         self._handles = handles
         self._report = report
         self._stop_requested = threading.Event()
@@ -351,7 +356,7 @@ class RankGroup:
         _signal(self._handles, signal.SIGKILL)
 
     def end(self, poll: Callable[[], object] = lambda: None) -> RankEnd | None:
-        """Return when all ranks have ended: the root cause of a failure, or None. Calls ``poll`` meanwhile."""
+        """Wait until all ranks have exited, and return the root cause of a failure or None. Calls ``poll`` often."""
         running = list(self._handles)
         while running:
             ends = {index: end for index, one in enumerate(running) if (end := _end_of(one)) is not None}
@@ -384,7 +389,7 @@ class RankGroup:
                 self._report(cause)
 
     def _end_soon(self, running: Sequence[ProcessHandle], seconds: float) -> None:
-        """Ask the ranks to end, and kill those that have not after a while, in a thread that ends with this process."""
+        """Send SIGTERM to the ranks, and kill the remaining ranks after ``seconds`` in a daemon thread."""
 
         def kill() -> None:
             self._killing.set()
@@ -410,7 +415,7 @@ def _signal(ranks: Sequence[ProcessHandle], number: signal.Signals) -> None:
 
 
 class RunSizes:
-    """What a run reserves: all its ranks if it can, otherwise as many as ``cluster.elastic`` allows."""
+    """Reserves resources for all ranks of a run, or for fewer ranks if ``cluster.elastic`` allows it."""
 
     def __init__(self, settings: Settings, bundles_of: Callable[[Settings], list[Bundle]], checkpoints: Path) -> None:
         sizes = [settings, *(_smaller(settings) if settings.cluster.elastic else ())]
@@ -422,9 +427,10 @@ class RunSizes:
     def reserve(
         self, cluster: Cluster, *, patience: float = 0.0, say: Callable[[str], None]
     ) -> tuple[Settings, list[Reservation]]:
-        """The settings of the largest size that there is room for, and its reservations.
+        """Reserve the largest size that fits, and return its settings and reservations.
 
-        Waits ``patience`` seconds for the size of last time, and says so. Raises UnplaceableError without room for any.
+        Waits up to ``patience`` seconds for the size of the last attempt, and calls ``say`` with a message. Raises
+        UnplaceableError if no size fits.
         """
         last = self._last = max(self._last, self._largest)
         attempts = [(number, 0.0) for number in range(self._largest, last + 1)]
@@ -446,13 +452,13 @@ class RunSizes:
         raise refused
 
     def learn(self, cluster: Cluster, end: RankEnd) -> None:
-        """Exclude the resource of a rank that failed there before, unless a checkpoint was saved in between."""
+        """Exclude the resource of a rank that failed there twice without a new checkpoint in between."""
         reservation, slot = end.rank.reservation, end.rank.spec.number
         lost = (reservation.address, slot, max((one.name for one in self._checkpoints.glob("step-*")), default=""))
         again, self._lost = lost == self._lost, lost
         if again and end.own_fault and len(self._sizes) > 1:
             cluster.exclude_resource(reservation, slot % self._ranks_a_node())
-            if not reservation.gpus and self._sizes[0][0].cluster.kind != "ray":  # nothing there is counted
+            if not reservation.gpus and self._sizes[0][0].cluster.kind != "ray":  # CPUs are not counted
                 self._largest = min(self._last + 1, len(self._sizes) - 1)
 
     def _ranks_a_node(self) -> int:
@@ -461,7 +467,7 @@ class RunSizes:
 
 
 def _smaller(settings: Settings) -> Iterator[Settings]:
-    """The settings with fewer ranks, the largest number first."""
+    """Yield the settings with fewer ranks, in descending order."""
     ranks, nodes = settings.training.num_processes, settings.cluster.nodes
     if nodes > 1:
         counts: Sequence[tuple[int, int]] = [(one * ranks // nodes, one) for one in range(nodes - 1, 0, -1)]

@@ -39,7 +39,7 @@ _RECORD = "best.json"
 
 
 def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
-    """The evaluation with the highest avg@k; the earliest one on a tie. Falsified evaluations are ignored.
+    """Return the evaluation with the highest avg@k, or the earliest one on a tie. Falsified evaluations are ignored.
 
     >>> one, two = {"step": 0, "mean": 0.5, "falsified": False}, {"step": 9, "mean": 0.5, "falsified": False}
     >>> best_evaluation([one, two, {"step": 9, "mean": 0.9, "falsified": True}])["step"]
@@ -50,7 +50,7 @@ def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord
 
 
 class BestPolicy:
-    """The exports in a run's directory; used by rank 0 alone."""
+    """The export of the best policy in a run directory. Used on rank 0 only."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -58,7 +58,7 @@ class BestPolicy:
         self.path = self._checkpoints / "best"
 
     def write(self, evaluation: EvaluationRecord, export: Callable[[Path], None]) -> None:
-        """Have ``export`` write the policy of ``evaluation``; :meth:`settle` puts it in place. Raises WorldError."""
+        """Export the policy of ``evaluation``; :meth:`settle` moves the export into place. Raises WorldError."""
         waiting = self._waiting(evaluation["step"])
         partial = self._checkpoints / f"{waiting.name}.partial"
         with world_errors(partial, "write the best policy to"):
@@ -81,19 +81,19 @@ class BestPolicy:
                 shutil.rmtree(other)
 
     def holds(self, best: EvaluationRecord | None) -> bool:
-        """Whether the current export belongs to ``best``."""
+        """Return True if the current export belongs to ``best``."""
         record = self.path / _RECORD
         return best is not None and record.is_file() and bool(json.loads(record.read_text())["step"] == best["step"])
 
     def record(self, evaluations: Sequence[EvaluationRecord]) -> BestRecord | None:
-        """The best evaluation and the path of its policy in the run directory."""
+        """Return the best evaluation, with the path of its policy in the run directory; None without evaluations."""
         best = best_evaluation(evaluations)
         if best is None:
             return None
         return {**best, "policy": self.path.relative_to(self._run).as_posix() if self.holds(best) else None}
 
     def line(self, record: BestRecord) -> str:
-        """:meth:`record` as a line for the console."""
+        """Format a result of :meth:`record` as a line for the console."""
         score = f"best evaluation: step {record['step']}, avg@{record['k']} {record['mean']:.3f}"
         if record["policy"] is None:
             return f"{score}; its policy was not kept (checkpoint.best)"
@@ -104,7 +104,7 @@ class BestPolicy:
 
 
 ADAPTER = "adapter"
-"""The folder of an exported policy with its adapters alone."""
+"""Subdirectory of an exported policy that contains only its adapters."""
 
 
 def resume_command(settings: Settings) -> str:
@@ -114,7 +114,7 @@ def resume_command(settings: Settings) -> str:
 
 
 def progress_of(settings: Settings) -> str:
-    """Return a sentence on the steps that a run trained and saved, with the command that continues it."""
+    """Describe the steps that a run completed and saved, with the command that continues it."""
     run = RunDirectory(settings.run_path)
     if not run.config.is_file():
         return "no step was completed, and no file was written"
@@ -132,7 +132,7 @@ def progress_of(settings: Settings) -> str:
 
 
 def evaluation_record(report: EvaluationReport) -> EvaluationRecord:
-    """An evaluation as stored in checkpoints and ``summary.json``."""
+    """Convert an evaluation to the record in checkpoints and ``summary.json``."""
     score = report.overall
     return {
         "step": report.step,
@@ -151,7 +151,8 @@ def evaluation_record(report: EvaluationReport) -> EvaluationRecord:
 class Export:
     """A policy to write: ``state`` holds all parameters of ``model`` after ``steps`` steps.
 
-    ``adapter`` holds those of its adapters, if it has any, on the model ``base``; in ``state`` they are merged.
+    ``adapter`` holds the parameters of its adapters, if there are any, on the model ``base``. In ``state``, adapters
+    are merged.
     """
 
     settings: Settings
@@ -165,7 +166,7 @@ class Export:
     def write(self, folder: Path, remark: str) -> None:
         """Write the policy in the `transformers` format; ``remark`` ends the model card.
 
-        An adapter is also written on its own, to ``adapter/`` in the format of peft.
+        Adapters are also written separately to ``adapter/``, in the format of PEFT.
         """
         settings = self.settings
         write_model(
@@ -191,7 +192,7 @@ def finish_run(
     evaluations: list[EvaluationRecord],
     best: BestPolicy,
 ) -> None:
-    """Write the output of a run and show its scores."""
+    """Write the output of a run and print its scores."""
     export.write(run.path / "policy", f"Held-out scores and settings are in {run.path.name}/summary.json.")
     rows = list(run.metrics())
     if settings.telemetry.plots:
@@ -233,7 +234,7 @@ def finish_run(
 
 
 def repeat_alerts(run: RunDirectory, console: Console) -> None:
-    """Print the alerts of a run again at its end, causes first: early ones have scrolled out of the terminal."""
+    """Print the alerts of a run again at its end, causes first, because early alerts have left the terminal."""
     for alert in explained(run.alerts()):
         console.warning(str(alert))
 
@@ -255,12 +256,15 @@ def _table(console: Console, evaluations: list[EvaluationRecord]) -> None:
 
 
 class TokenWriter:
-    """One rank's writer; at most one file is being written. A failure is a WorldError of the next call."""
+    """Writes one rank's token statistics in the background, one file at a time.
+
+    If a write fails, the next call raises WorldError.
+    """
 
     def __init__(
         self, folder: Path, telemetry: TelemetrySettings, objective: ObjectiveSettings, groups: RankGroups
     ) -> None:
-        """Of the ranks that share rows the first one writes them."""
+        """Only the first rank of a group that shares rows writes."""
         self._run = RunDirectory(folder)
         self._telemetry = telemetry
         self._objective = objective
@@ -269,25 +273,25 @@ class TokenWriter:
         self._writer = BackgroundWriter("tokens")
 
     def recorder(self, step: int) -> TokenRecorder | None:
-        """What collects the rows of ``step``; None if they are not recorded."""
+        """Return a recorder for the rows of ``step``, or None if they are not recorded."""
         every = (self._telemetry.tokens_every, self._telemetry.trajectories_every)
         if not self._groups.first or not all(due(step, each) for each in every):
             return None
         return TokenRecorder(hidden_norms=self._hidden_norms)
 
     def write(self, plan: RankPlan, recorder: TokenRecorder | None) -> None:
-        """Begin to write the rows of a finished step."""
+        """Start writing the rows of a finished step."""
         self._writer.settle()
         if recorder is not None and plan.updates:
             facts = token_facts(self._objective, plan, self._groups)
             self._writer.submit(partial(self._write, facts, recorder.rows))
 
     def settle(self) -> None:
-        """Return when every file is written."""
+        """Wait until every file is written."""
         self._writer.settle()
 
     def close(self) -> None:
-        """End the thread; a file that is being written will be complete."""
+        """Stop the thread after it has completed the current file."""
         self._writer.close()
 
     def _write(self, facts: TokenFacts, rows: list[TrajectoryTokens]) -> None:
@@ -298,7 +302,7 @@ class TokenWriter:
 
 
 def token_facts(objective: ObjectiveSettings, plan: RankPlan, groups: RankGroups) -> TokenFacts:
-    """What all rows of one rank's file have in common."""
+    """Return the metadata shared by all rows of one rank's file."""
     algorithm = objective.algorithm
     return TokenFacts(
         step=plan.step,

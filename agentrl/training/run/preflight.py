@@ -1,6 +1,6 @@
-"""Checks before a run directory is created: all user input that can be wrong and is cheap to read.
+"""Checks of user input before a run directory is created: everything that can be invalid and is cheap to read.
 
-Not checked: data sets given by Hugging Face id, which may need a download, and the weights of the models.
+Not checked: data sets with a Hugging Face id, which may need a download, and model weights.
 """
 
 from __future__ import annotations
@@ -49,16 +49,17 @@ if TYPE_CHECKING:
 
 
 def check_inputs(settings: Settings) -> list[str]:
-    """Return one line for each problem file read.
+    """Check the user's input, and return one line for each problem file read.
 
-    Raises SettingsError, ProblemError or PluginError, and EnvironmentContractError for columns that are not there.
+    Raises SettingsError, ProblemError or PluginError for invalid input, and EnvironmentContractError for missing
+    columns.
     """
-    check_environment(settings)  # first: its module may register an estimator or a loss
+    check_environment(settings)  # first, because its module may register an estimator or a loss
     build_rewards(settings)
     check_trackers(settings.telemetry.trackers)
     _check_template(settings)
     objective = ObjectiveSettings.of(settings)
-    loss_options(objective)  # first: an estimator may ask how its loss weighs tokens
+    loss_options(objective)  # first, because an estimator may depend on how the loss weights tokens
     needs(objective)
     _check_model(settings)
     first: list[Problem] = []
@@ -79,7 +80,7 @@ def check_inputs(settings: Settings) -> list[str]:
 
 
 def machine_problems(settings: Settings) -> list[str]:
-    """The requirements of the settings that this machine does not meet, one message each."""
+    """Return a message for each requirement of the settings that this machine does not meet."""
     found = []
     attention = settings.model.attention
     obstacle = None if attention == "auto" else attention_obstacle(attention, dtype=settings.model.dtype)
@@ -114,7 +115,7 @@ def _check_model(settings: Settings) -> None:
         except SettingsError:
             if path is not None and Path(path).exists():
                 raise
-            continue  # reading the model reports this
+            continue  # reported when the model is read
         if model.lora.targets and path == settings.model.path:
             shape_of(str(path), config, model.lora)
         check_architecture(path or "the embedded tiny policy", config)
@@ -127,13 +128,13 @@ def _check_model(settings: Settings) -> None:
 
 
 def _check_template(settings: Settings) -> None:
-    """Raise SettingsError if the protocol needs a chat template and the model has none that is usable."""
+    """Raise SettingsError if the protocol needs a chat template and the model has no usable one."""
     path = settings.model.path
     if path is None or not needs_chat_format(settings):
         return
     try:
         tokenizer = read_tokenizer(path)
-    except OSError:  # reading the model reports this
+    except OSError:  # reported when the model is read
         return
     chat_format(settings, tokenizer, path)
 
@@ -166,7 +167,7 @@ def dry_run(settings: Settings) -> None:
     except SettingsError as error:
         console.note(f"memory: cannot be estimated: {error}")
         return
-    shape = read_shape(settings.model)  # whose errors are the user's
+    shape = read_shape(settings.model)  # raises SettingsError for errors in the user's settings
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if engine_facts(settings.rollout).in_process and is_too_large(shape.parameters, device):
         console.warning(TOO_LARGE)

@@ -1,6 +1,6 @@
 """A training rank as a cluster starts it: ``python -m agentrl.training.run.rank RUN_DIRECTORY [--resume] [KEY=VALUE]``.
 
-The settings are the run directory's, but for those given.
+Settings from the command line override the settings of the run directory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> int:
         given = [text for text in sys.argv[2:] if text != "--resume"]
         own = [quoted("name", path.name), quoted("runs_dir", str(path.parent))]
         settings = load_settings(overrides=[*own, *given], resume=True)
-        check_environment(settings)  # its module may register an estimator or a loss
+        check_environment(settings)  # first, because its module may register an estimator or a loss
         run = RunDirectory.resume(path) if rank == "0" else None
         return run_rank(settings, run, resume="--resume" in sys.argv[2:])
     except AgentRLError as error:
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def end_with(starter: int) -> None:
-    """Kill this process as soon as the process ``starter`` ends: without it, nothing else would stop this one."""
+    """Kill this process when the process ``starter`` exits, because nothing else would stop this process."""
     watched = select.poll()
     try:
         watched.register(os.pidfd_open(starter), select.POLLIN)

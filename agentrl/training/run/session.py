@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
     from agentrl.evaluation.during_training import EvaluationReport
 
-# Consecutive steps without a group to train, between two warnings.
+# Number of consecutive steps without a group to train between two warnings.
 _EMPTY_STEPS = 10
 
 _UNEVALUATED = (
@@ -82,7 +82,7 @@ class _Progress:
 
 
 class Session:
-    """The parts of one rank: model, DeepSpeed engine, rollout service, and on rank 0 the run's files."""
+    """One training rank: model, DeepSpeed engine, rollout service, and on rank 0 the run's files."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Session:
         self._service = self._open_service(path)
         self._sender = self._open_sender()
         opened.callback(self._sender.close)
-        opened.callback(self._service.close)  # first: it ends the servers to which the sender is connected
+        opened.callback(self._service.close)  # runs first: stops the servers to which the sender is connected
 
     def _open_trainer(self, objective: ObjectiveSettings) -> Trainer:
         settings, reference = self._settings, None
@@ -166,7 +166,7 @@ class Session:
             self._engine,
             objective,
             temperature=settings.rollout.temperature,
-            fidelity_bound=math.inf,  # until start() has measured it
+            fidelity_bound=math.inf,  # until start() measures it
             reference=reference,
             critic=self._critic,
             heartbeat=self._heartbeat,
@@ -202,7 +202,7 @@ class Session:
         for line in self._service.describe():
             self._console.note(line)
         self._console.note(f"training: {_reading(self._policy)}")
-        noise = self._sender.begin()  # before a checkpoint is loaded, while both sides hold the start policy's weights
+        noise = self._sender.begin()  # before a checkpoint is loaded, while both sides have the start policy
         own = self._settings.algorithm.fidelity_bound
         bound = self._trainer.fidelity_bound = own or fidelity_bound(self._settings.model.dtype, noise)
         reason = "algorithm.fidelity_bound" if own else f"from {noise:.2g} measured at the start"
@@ -241,16 +241,16 @@ class Session:
         return 0
 
     def close(self) -> None:
-        """Release the worker and the run directory; trackers get what is left."""
+        """Release the worker and the run directory, and flush the trackers."""
         self._opened.close()
 
     def _make_room(self) -> None:
-        """Move the optimizer states, a critic's too, off the GPUs on which servers generate."""
+        """Offload the optimizer states of policy and critic from GPUs that are shared with servers."""
         for engine in self._engines.values() if self._moves_state else ():
             engine.offload()
 
     def request_stop(self) -> None:
-        """End the run before the next step and cancel rollouts that a rank waits for. Callable from any thread."""
+        """Stop the run before the next step, and cancel rollouts that a rank waits for. Callable from any thread."""
         self._service.interrupt()
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ class Session:
         self._changed()
 
     def _commit(self, step: int, updates: int, metrics: Metrics) -> None:
-        """Record a finished step: the only place where a run's state advances.
+        """Record a finished step. The state of a run advances only here.
 
         If the run is killed in between, ``--resume`` removes everything written after the previous checkpoint.
         """
@@ -358,9 +358,9 @@ class Session:
             self._evaluate()
 
     def _evaluate(self, *, falsified: bool = False) -> None:
-        """Play the held-out problems, if there are any, at most once per step even after a resume.
+        """Play the held-out problems, if there are any, at most once per step, even after a resume.
 
-        Raises InterruptedRunError; then nothing of the evaluation is kept.
+        Raises InterruptedRunError on a stop request. An interrupted evaluation is discarded.
         """
         if not self._settings.data.eval:
             return
@@ -423,7 +423,7 @@ class Session:
         self._saved = (self._done.step, len(self._done.evaluations))
 
     def _published(self, saved: RunState) -> None:
-        """Keep the best policy once a checkpoint holds all evaluations so far; later ones wait for the next."""
+        """Keep the best policy once a checkpoint contains all evaluations so far."""
         if self.rank == 0 and self._settings.checkpoint.best and len(saved.evaluations) == len(self._done.evaluations):
             self._best.settle(best_evaluation(self._done.evaluations))
         self._changed()
@@ -494,7 +494,7 @@ class Session:
         self._service.barrier("the end of the run")
 
     def _export(self) -> Export:
-        """The current policy. Every rank takes part in gathering the parameters; rank 0 keeps them."""
+        """Gather the current policy on rank 0 and return it for export. Collective."""
         lora = self._settings.model.lora
         return Export(
             settings=self._settings,
@@ -507,18 +507,18 @@ class Session:
         )
 
     def _held(self, parameters: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copies on rank 0; every rank iterates."""
+        """Return copies on rank 0. Every rank iterates, because gathering is collective."""
         return {name: value.to("cpu", copy=True) for name, value in parameters if self.rank == 0}
 
 
 def _reading(policy: PolicyModel) -> str:
-    """How a policy reads its rows."""
+    """Describe the attention of a policy over its rows."""
     ranks = "" if policy.sequence is None else f", with each row shared by {policy.sequence.size} ranks"
     return f"{policy.attention} attention over packed trajectories{ranks}"
 
 
 def _own_address() -> str:
-    """The address at which servers on other machines reach rank 0."""
+    """Return the address at which servers on other machines reach rank 0."""
     known = address_of_rank_zero()
     return socket.gethostname() if known in ("127.0.0.1", "localhost") else known
 

@@ -1,6 +1,7 @@
-"""SIGTERM and Ctrl-C as requests to stop: the first signal asks, a later one forces.
+"""Handling of SIGTERM and Ctrl-C: the first signal requests a stop, and a later signal forces it.
 
-A thread receives them at once; a handler in Python would wait for a backward pass or a collective to return.
+A thread receives the signals immediately. A Python signal handler would wait until a backward pass or a collective
+returns.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ INTERRUPTED = 130
 """Exit code of a run that stopped on request."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Seconds within which further signals count as the same request: a launcher passes on a signal that the terminal has
+# Seconds within which further signals count as the same request: a launcher forwards a signal that the terminal has
 # already sent to every process.
 _SAME = 1.0
 
@@ -26,9 +27,9 @@ _SAME = 1.0
 def stop_requests(ask: Callable[[], None], insist: Callable[[], None] | None, *, announce: bool) -> Iterator[None]:
     """Call ``ask`` at the first signal and ``insist`` at later ones, in a thread.
 
-    Without ``insist``, a later signal raises KeyboardInterrupt in the main thread: a program that trains in its own
-    process goes on afterwards. With ``announce``, print a message at the first signal; set it in one process of a run
-    only. Outside of the main thread, which alone may handle signals, nothing is handled.
+    Without ``insist``, a later signal raises KeyboardInterrupt in the main thread, so that a program that trains in its
+    own process can continue. With ``announce``, print a message at the first signal; set it in one process of a run
+    only. Has no effect outside the main thread, where Python cannot install signal handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -70,7 +71,7 @@ def stop_requests(ask: Callable[[], None], insist: Callable[[], None] | None, *,
 def sigterm_as_ctrl_c() -> Iterator[None]:
     """Make SIGTERM raise KeyboardInterrupt, as Ctrl-C does, while there is nothing to save yet.
 
-    Outside of the main thread, which alone may handle signals, nothing changes.
+    Has no effect outside the main thread, where Python cannot install signal handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -85,7 +86,7 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 def _listen(heard: int, ask: Callable[[], None], insist: Callable[[], None]) -> None:
     first: float | None = None
     while number := os.read(heard, 1):
-        if number[0] not in _SIGNALS:  # it belongs to another handler
+        if number[0] not in _SIGNALS:  # the signal of another handler
             continue
         if first is None:
             first = time.monotonic()

@@ -1,4 +1,4 @@
-"""``agentrl train``: train in this process, start several ranks, or be one of the ranks of a launcher."""
+"""``agentrl train``: train in this process, start several ranks, or run as one of a launcher's ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def train(settings: Settings, resume: bool, *, callbacks: Callbacks | None = None, embedded: bool = False) -> int:
     """Train and return the exit code. Under a launcher this process is one of its ranks (``cluster.kind``).
 
-    With ``embedded``, the caller's program goes on afterwards: a second Ctrl-C raises KeyboardInterrupt instead of
+    With ``embedded``, the caller's program continues afterwards: a second Ctrl-C raises KeyboardInterrupt instead of
     ending the process. If the run ends early, the last message contains its progress and the command that continues it.
     """
     kind, first = settings.cluster.kind, True
@@ -65,16 +65,16 @@ def train(settings: Settings, resume: bool, *, callbacks: Callbacks | None = Non
 
 
 def in_one_process(settings: Settings) -> bool:
-    """Whether this process alone trains and rolls out, so that functions and classes need not be imported elsewhere."""
+    """Return True if training and rollouts run in this process only, so that no other process imports functions."""
     alone = not under_a_launcher(settings.cluster.kind) and not launched(settings)
     return alone and settings.rollout.schedule == "synchronous"
 
 
 @contextlib.contextmanager
 def restored_process() -> Iterator[None]:
-    """Undo on exit what a run changes in its process, so that the caller, or another run, can go on in it.
+    """Restore on exit the process state that a run changes, so that the caller or another run can continue.
 
-    Not restored: imported modules, DeepSpeed's choice of an accelerator, and filters of warnings.
+    Not restored: imported modules, DeepSpeed's accelerator, and warning filters.
     """
     variables, random, threads = dict(os.environ), random_state(), torch.get_num_threads()
     deterministic, grouped = torch.are_deterministic_algorithms_enabled(), torch.distributed.is_initialized()
@@ -112,7 +112,7 @@ def _train(settings: Settings, resume: bool, callbacks: Callbacks | None, *, emb
 
 
 def _here(settings: Settings) -> Settings:
-    """The settings of a cold start, which runs before the cluster has started services: with a sandbox of its own."""
+    """Return the settings of a cold start, with a local sandbox: the cluster has not started its services yet."""
     if settings.sandbox.scheme != "ray":
         return settings
     return settings.model_copy(update={"sandbox": settings.sandbox.model_copy(update={"url": "local://"})})
@@ -135,7 +135,7 @@ def run_rank(
     callbacks: Callbacks | None = None,
     embedded: bool = False,
 ) -> int:
-    """Run one training rank from start to end. Only rank 0 has a ``run``; other ranks print nothing."""
+    """Run one training rank from start to end. Only rank 0 has a ``run`` and prints."""
     with contextlib.ExitStack() as opened:
         if run is not None:
             opened.callback(run.close)
@@ -143,7 +143,7 @@ def run_rank(
         rank, world = start_distributed(deadline=settings.training.collective_deadline)
         set_threads(settings, processes=computing_processes(settings, ranks=ranks_here(world)))
         torch.manual_seed(settings.seed)
-        # If the settings name no run, each rank under an external launcher has generated a name of its own.
+        # If the settings do not name the run, each rank under an external launcher has generated a different name.
         name, runs_dir = from_rank_zero(lambda: (settings.name, settings.runs_dir))
         training = settings.training.model_copy(update={"num_processes": world})
         settings = settings.model_copy(update={"name": name, "runs_dir": runs_dir, "training": training})
@@ -170,9 +170,9 @@ def run_rank(
 
 
 def _kept_log(settings: Settings, rank: int) -> contextlib.AbstractContextManager[TextIO | None]:
-    """Keep a log of a rank that a launcher has started; a rank that the command has started has one.
+    """Log the output of a rank that an external launcher started. Ranks started by agentrl already have a log.
 
-    What rank 0 draws on a terminal is not in it: the file to which it writes the same in plain lines.
+    If rank 0 draws on a terminal, returns the log, to which rank 0 writes the same content as plain lines.
     """
     log = log_file(settings.run_path.absolute(), HERE.node, "rank", rank)
     if STARTED_BY not in os.environ:
