@@ -1,4 +1,4 @@
-"""The command line: names, options and help. Commands hold no logic, and import what is heavy when they run."""
+"""The command line: commands, options and help. Commands contain no logic and import heavy libraries when called."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ app = typer.Typer(
 )
 
 SHORT_SPINNING = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
-"""How OpenMP threads wait at a barrier; see :func:`shorten_spinning`."""
+"""Environment variables for short spinning of OpenMP threads; see :func:`shorten_spinning`."""
 
 
 def _option(metavar: str, about: str, *names: str, low: int | None = None) -> OptionInfo:
@@ -298,7 +298,7 @@ def study(
 
 
 def check_training(configs: list[str], overrides: list[str], env: str) -> None:
-    """Raise SettingsError for what ``agentrl train`` would refuse before it starts."""
+    """Raise SettingsError if ``agentrl train`` would reject these settings before it starts."""
     from agentrl.config import load_settings
     from agentrl.training.run.preflight import check_inputs
 
@@ -401,9 +401,9 @@ _forward(
 
 
 def main() -> None:
-    """Run a command. Errors of the user or of the world end with one message and an exit code, without traceback."""
+    """Run a command. User errors and external failures end with one message and an exit code, without a traceback."""
     prepare_process()
-    sys.path.append("")  # --env module:Class may lie in the working directory, as under python -m
+    sys.path.append("")  # the module of --env module:Class may be in the working directory, as with python -m
     try:
         app()
     except Exception as error:
@@ -415,13 +415,13 @@ def main() -> None:
 
 
 def prepare_process() -> None:
-    """Set what must be set before the libraries of a command are imported."""
+    """Configure OpenMP and logging, before a command imports its libraries."""
     shorten_spinning()
-    logging.getLogger("stamina").setLevel(logging.ERROR)  # it logs every retry; the caller reports what failed
+    logging.getLogger("stamina").setLevel(logging.ERROR)  # it logs every retry; the caller reports the failure
 
 
 def _exit_code(error: Exception) -> int | None:
-    """None for a bug. The packages below the trainer are imported only once something has failed."""
+    """Return the exit code of an error, or None for a bug. Imports other packages only after a failure."""
     if isinstance(error, AgentRLError):
         return error.exit_code
     from agentrl_envs.episode import EnvironmentContractError, UnavailableError
@@ -434,13 +434,14 @@ def _exit_code(error: Exception) -> int | None:
 
 
 def shorten_spinning() -> None:
-    """Let OpenMP threads sleep after a few microseconds at a barrier, unless the user has set OMP_WAIT_POLICY.
+    """Make OpenMP threads sleep after a few microseconds at a barrier, unless the user has set OMP_WAIT_POLICY.
 
-    Must come before torch is imported: OpenMP reads its variables once. By default libgomp's threads spin for about a
-    millisecond; two of them on a machine of two cores starve each other as soon as a sandboxed program wants a core
-    (128 sequences of 64 tokens took 35 s to sample, and 0.75 s with sleeping ones). Threads that sleep at once make a
-    small matrix product on an idle machine two to five times as slow. ``active`` because libgomp otherwise shortens
-    the count by itself once two threads compute with threads of their own; the others' runtimes read KMP_BLOCKTIME.
+    Call it before torch is imported, because OpenMP reads its variables once. By default, libgomp's threads spin for
+    about a millisecond. On a machine with two cores, two spinning threads starve each other as soon as a sandboxed
+    program needs a core: sampling 128 sequences of 64 tokens took 35 s, and 0.75 s with sleeping threads. Threads that
+    sleep immediately make a small matrix product on an idle machine two to five times slower. The policy is ``active``
+    because libgomp otherwise lowers the spin count when two threads have separate thread pools. Other OpenMP runtimes
+    read KMP_BLOCKTIME.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         for name, value in SHORT_SPINNING.items():
@@ -456,7 +457,7 @@ def _load(
     options: Mapping[str, object] | None = None,
     resume: bool = False,
 ) -> Settings:
-    """The settings of a command. ``options``: settings by key that its own options give; None: not given."""
+    """Load a command's settings. ``options``: settings from command-line options by dotted key; None: not set."""
     from agentrl.config import load_settings, settings_warnings
     from agentrl.evaluation.settings import quoted
 

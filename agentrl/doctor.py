@@ -9,7 +9,7 @@ from agentrl_sandbox.client import SandboxError, SandboxSettings, open_sandbox
 
 
 def report() -> list[str]:
-    """Lines for the console. The sandbox's line names its isolation, or why it does not start."""
+    """Return console lines about the machine and the sandbox: its isolation, or the reason why it does not start."""
     return [*describe_machine().lines(), f"sandbox: {asyncio.run(_sandbox())}"]
 
 

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def open_cluster(settings: ClusterSettings, gpus: Sequence[str] | None) -> Cluster:
-    """Open the cluster in ``settings``. ``gpus``: GPUs of this machine, or None.
+    """Open the cluster that ``settings`` select. ``gpus``: names of this machine's GPUs, or None for CPU training.
 
     Raises SettingsError if the cluster cannot be reached.
     """
-    # Imported here: modules of this package are imported by programs that open no cluster.
+    # Imported late, because programs that open no cluster also import this package.
     from agentrl.cluster.local import LocalCluster
     from agentrl.errors import SettingsError
     from agentrl_envs.registry import install_extra
@@ -26,9 +26,10 @@ def open_cluster(settings: ClusterSettings, gpus: Sequence[str] | None) -> Clust
         return LocalCluster(gpus)
     if importlib.util.find_spec("ray") is None:
         raise SettingsError(f"cluster=ray requires Ray, which is missing: run {install_extra('ray')} on every node")
-    # After losing its head node, Ray would end this process within a minute. It reads these variables when imported.
+    # Without this limit, Ray ends this process within a minute after its head node is lost. Ray reads the variable when
+    # it is imported.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(round(settings.deadline + 60)))
-    # Ray prints the end of a dead raylet's log, dozens of lines with "[state-dump]", after our own message.
+    # Otherwise Ray prints the last lines of a dead raylet's log, dozens with "[state-dump]", after our error message.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^Raylet is terminated")
     from agentrl.cluster.ray_nodes import RayCluster
 

@@ -1,7 +1,6 @@
-"""Rank and world size from the launcher: torchrun, DeepSpeed's launcher, srun, or a cluster of this project.
+"""Rank and world size set by the launcher: torchrun, DeepSpeed's launcher, srun, or a cluster of this project.
 
-All launchers set environment variables. Slurm uses other names and leaves the address of rank 0 to the batch
-script.
+All launchers set environment variables. Slurm uses different names, and the batch script sets the address of rank 0.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, kw_only=True)
 class RankPosition:
-    """Rank in ``world`` ranks, of which ``local_world`` are on its machine. ``master`` is the address of rank 0."""
+    """A rank among ``world`` ranks, of which ``local_world`` run on its machine. ``master``: address of rank 0."""
 
     rank: int
     world: int
@@ -47,12 +46,12 @@ class RankPosition:
 
 
 def under_a_launcher(kind: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """True if a launcher has started this process as a rank; ``kind`` is the setting ``cluster.kind``."""
+    """Return True if a launcher started this process as a rank. ``kind`` is the setting ``cluster.kind``."""
     return kind == "environment" or (kind == "auto" and "RANK" in environment)
 
 
 def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the usual variables from the variables of srun. Variables that are already set keep their values.
+    """Set torchrun's variables from srun's. Variables that are already set keep their values.
 
     >>> variables = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "MASTER_PORT": "29500"}
     >>> adopt_slurm(variables)
@@ -65,7 +64,7 @@ def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise SettingsError if variables of a launcher are missing."""
+    """Raise SettingsError if a launcher's variables are missing."""
     lacking = [name for name in _NEEDED if name not in environment]
     if lacking:
         raise SettingsError(
@@ -81,21 +80,21 @@ def address_of_rank_zero() -> str:
 
 
 def ranks_here(world: int) -> int:
-    """Return the number of the ``world`` ranks that run on this machine."""
+    """Return the number of ranks on this machine, among ``world`` ranks."""
     count = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     return int(count) if count else world
 
 
 def listen_for_ranks(world: int) -> tuple[socket.socket, tuple[str, int]]:
-    """Open a socket for the other ranks on rank 0. Returns the socket and its address for them.
+    """Listen for the other ranks, on rank 0. Returns the socket and the address to which the ranks connect.
 
-    It listens only at the address of MASTER_ADDR. It listens at all addresses if that is not an address of this machine
-    or if it is a loopback address although ranks run on other machines.
+    The socket listens only at the address of MASTER_ADDR. It listens at all addresses if MASTER_ADDR is not an address
+    of this machine, or if it is a loopback address although ranks run on other machines.
     """
     host = address_of_rank_zero()
     try:
         address = socket.gethostbyname(host)
-        # If MASTER_ADDR resolves to a loopback address here, ranks on other machines use another address for it.
+        # On other machines, MASTER_ADDR may resolve to a different address than the loopback address here.
         remote_ranks = ipaddress.ip_address(address).is_loopback and ranks_here(world) < world
         door = socket.create_server(("" if remote_ranks else address, 0), backlog=2 * world)
     except OSError:

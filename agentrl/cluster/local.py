@@ -1,4 +1,4 @@
-"""This machine as a cluster of one node: its processes are children of this one, and write logs."""
+"""This machine as a cluster with one node, whose processes are children of this process. Also their log files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OUTPUT, _ERRORS = 1, 2  # file descriptors of standard output and standard erro
 
 
 def log_file(folder: Path, node: str, role: str, number: int) -> Path:
-    """Return the log of a process that belongs to the run or evaluation in ``folder``.
+    """Return the path of a process's log in ``folder``, the directory of a run or an evaluation.
 
     >>> str(log_file(Path("runs/a"), "n1", "rank", 3))
     'runs/a/logs/n1-rank-3.log'
@@ -32,9 +32,9 @@ def log_file(folder: Path, node: str, role: str, number: int) -> Path:
 
 
 class Tee:
-    """Copies everything that is written to ``inlet`` to the end of a file and to a handle of this process.
+    """Copies everything written to ``inlet`` to a file (appending) and to a file descriptor of this process.
 
-    The program ``tee`` copies in a separate process, so that nothing is lost if a writer or this process is killed.
+    The program ``tee`` runs as a separate process, so that no output is lost if a writer or this process is killed.
     """
 
     def __init__(self, log: Path, handle: int) -> None:
@@ -49,17 +49,17 @@ class Tee:
             os.close(outlet)
 
     def close(self) -> None:
-        """Close this process's end. The copying continues while another process has the inlet open."""
+        """Close this process's end of the pipe. Copying continues while another process has ``inlet`` open."""
         os.close(self.inlet)
 
     def wait(self, seconds: float) -> None:
-        """Wait until everything is written, for at most ``seconds``, because a writer may still be running."""
+        """Wait up to ``seconds`` until all output is written. A writer may still be running."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
 
 
 def keep_log(log: Path, *, draws: bool) -> None:
-    """From now on, also write the output of this process to a file. ``draws``: see :class:`ProcessSpec`."""
+    """Also write the further output of this process to a file. ``draws``: see :class:`ProcessSpec`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     for handle in copied_handles(draws=draws):
         tee = Tee(log, handle)
@@ -68,7 +68,7 @@ def keep_log(log: Path, *, draws: bool) -> None:
 
 
 def copied_handles(*, draws: bool) -> tuple[int, ...]:
-    """Return which of standard output and standard error to log. Output drawn on a terminal is not logged."""
+    """Return the file descriptors to log: standard output (unless it is drawn on a terminal) and standard error."""
     return (_ERRORS,) if draws and os.isatty(_OUTPUT) else (_OUTPUT, _ERRORS)
 
 
@@ -78,7 +78,7 @@ def _show(text: str) -> None:
 
 
 class LogRelay:
-    """Shows lines that are appended to log files in a folder that all machines share."""
+    """Shows lines that are appended to log files in a folder shared by all machines."""
 
     def __init__(self, show: Callable[[str], None] = _show) -> None:
         self._show = show
@@ -89,7 +89,7 @@ class LogRelay:
         self._thread.start()
 
     def follow(self, log: Path) -> None:
-        """Show what is appended to the file from now on."""
+        """Show further lines of a log file, starting at its current end."""
         with self._lock:
             self._shown[log] = log.stat().st_size if log.exists() else 0
 
@@ -116,18 +116,18 @@ class LogRelay:
                         self._show(kept.decode(errors="replace"))
 
 
-# Seconds to wait for the rest of the output of a process that has ended.
+# Seconds to wait for the remaining output of a process that has exited.
 _DRAIN_SECONDS = 2.0
 
 HERE = Reservation(number=0, node=socket.gethostname(), address="127.0.0.1")
-"""This machine, without a choice of GPUs."""
+"""This machine, with no particular GPUs."""
 
 
 class LocalProcess:
-    """A child process in a separate session, so that signals of the terminal do not reach it."""
+    """A child process in a separate session, so that it does not receive signals from the terminal."""
 
     def __init__(self, spec: ProcessSpec, reservation: Reservation, handles: Sequence[int] = ()) -> None:
-        """Start the process. It inherits the open files in ``handles``."""
+        """Start the process, which inherits the file descriptors ``handles``."""
         self.spec = spec
         self.reservation = reservation
         command = [sys.executable, *spec.arguments]
@@ -144,12 +144,12 @@ class LocalProcess:
                 stdout=output,
                 stderr=errors,
                 pass_fds=tuple(handles),
-                # Signals of the terminal must reach only this process.
+                # Only this process may receive signals from the terminal.
                 start_new_session=True,
             )
 
     def _outlets(self, spec: ProcessSpec, opened: contextlib.ExitStack) -> tuple[int | None, int | None]:
-        """Destinations of standard output and standard error; None inherits the destination of this process."""
+        """Return the destinations of standard output and standard error. None inherits this process's destination."""
         if spec.log is None:
             return None, None
         spec.log.parent.mkdir(parents=True, exist_ok=True)
@@ -180,7 +180,7 @@ class LocalProcess:
     def end(self, seconds: float) -> None:
         """Wait until the process has ended, and kill it after ``seconds``."""
         if self.wait(seconds) is None:
-            # A killed supervisor cannot end the process group of its command, so this is done here first.
+            # A killed supervisor cannot end the process group of its command, so kill that group first.
             if self.spec.supervised:
                 for child in psutil.Process(self.pid).children():
                     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -193,10 +193,10 @@ class LocalProcess:
 
 
 class LocalCluster:
-    """This machine as a cluster. All started processes end with this process."""
+    """This machine as a cluster. All processes that it starts end with this process."""
 
     def __init__(self, gpus: Sequence[str] | None) -> None:
-        """``gpus``: names of the visible GPUs; None if training runs on CPUs."""
+        """Create the cluster. ``gpus``: names of the visible GPUs, or None for CPU training."""
         self._gpus = gpus
         self._started: list[LocalProcess] = []
 
@@ -217,7 +217,7 @@ class LocalCluster:
         return [replace(HERE, gpus=tuple(self._gpus[: bundle.gpus]))]
 
     def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Reservation:
-        """Return this machine. Its resources are not counted."""
+        """Return this machine. The resources of ``bundle`` are not counted."""
         return HERE
 
     def is_reachable(self, reservation: Reservation) -> bool:

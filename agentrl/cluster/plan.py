@@ -1,4 +1,4 @@
-"""Assignment of resource bundles to nodes, decided before anything is started."""
+"""Assignment of resource bundles to nodes, before any process starts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class UnplaceableError(SettingsError):
 def assign_nodes(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> list[ClusterNode]:
     """Assign each bundle a separate node. Raises UnplaceableError with the missing resources.
 
-    The first bundle must need the most of every resource and the others must be equal. Taking the smallest sufficient
-    node for each bundle then succeeds whenever an assignment exists.
+    The first bundle must be at least as large as the others in every resource, and the others must be equal. Then
+    choosing the smallest sufficient node for each bundle succeeds whenever an assignment exists.
     """
     free = sorted(nodes, key=lambda node: (node.gpus, node.cpus, node.address))
     chosen = []
@@ -33,7 +33,7 @@ def assign_nodes(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> lis
 def nodes_with_room(
     bundle: Bundle, nodes: Sequence[ClusterNode], taken: Mapping[str, Sequence[Bundle]]
 ) -> list[ClusterNode]:
-    """Return the nodes with room for another bundle. ``taken`` contains the used bundles by node address.
+    """Return the nodes with room for another bundle. ``taken`` maps node addresses to the bundles placed there.
 
     Raises UnplaceableError if there is no such node.
     """
@@ -51,7 +51,7 @@ def nodes_with_room(
 
 
 def add_to_nodes(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], taken: dict[str, list[Bundle]]) -> None:
-    """Add each bundle to ``taken`` on the node with room that has the least left. Raises UnplaceableError."""
+    """Add each bundle to ``taken``, on the fullest node with room for it. Raises UnplaceableError if none has room."""
     for bundle in bundles:
         room = nodes_with_room(bundle, nodes, taken)
         tightest = min(room, key=lambda node: (*_left(node, taken.get(node.address, ())), node.address))
@@ -65,10 +65,10 @@ def plan_table(
     beside: Sequence[Bundle] = (),
     everywhere: Bundle | None = None,
 ) -> list[list[str]]:
-    """Return a row per node: name, address, GPUs and CPUs in use and in total, and their purpose.
+    """Return a row per node: name, address, used and total GPUs, used and total CPUs, and their purpose.
 
-    ``beside`` are further bundles, which may share a node. ``everywhere`` is added to each node with room for it.
-    Raises UnplaceableError.
+    ``beside`` contains further bundles, which may share a node. ``everywhere`` is added to each node with room for it.
+    Raises UnplaceableError if a bundle does not fit.
     """
     taken: dict[str, list[Bundle]] = {node.address: [] for node in nodes}
     for node, bundle in zip(assign_nodes(bundles, nodes), bundles, strict=True):
@@ -89,12 +89,12 @@ PLAN_COLUMNS = ("node", "address", "GPUs", "CPUs", "purpose")
 
 
 def _sums(bundles: Sequence[Bundle]) -> tuple[int, float]:
-    """Total GPUs and CPUs."""
+    """Return the total GPUs and CPUs of the bundles."""
     return sum(bundle.gpus for bundle in bundles), sum(bundle.cpus for bundle in bundles)
 
 
 def _left(node: ClusterNode, bundles: Sequence[Bundle]) -> tuple[int, float]:
-    """GPUs and CPUs that are left on a node."""
+    """Return the GPUs and CPUs of a node that are not in use."""
     gpus, cpus = _sums(bundles)
     return node.gpus - gpus, node.cpus - cpus
 
@@ -104,7 +104,7 @@ def _amount(gpus: int, cpus: float) -> str:
 
 
 def _lacking(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> str:
-    """Needed and available resources: GPUs if there are too few, otherwise CPUs."""
+    """Describe the required and available resources: GPUs if there are too few, otherwise CPUs."""
     gpus, count = bundles[-1].gpus, len(bundles)
     few = sum(node.gpus >= gpus for node in nodes) < count or not any(node.gpus >= bundles[0].gpus for node in nodes)
     if few and bundles[0].gpus:

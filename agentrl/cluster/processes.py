@@ -1,4 +1,4 @@
-"""Interface of clusters: reserve resources, start, watch and stop processes there; ports, GPUs and lost machines."""
+"""Interface of clusters: reserved resources and processes. Also ports, GPUs and the detection of lost machines."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from typing import Protocol
 from agentrl.errors import WorldError
 
 ALL_GPUS = "AGENTRL_GPUS"
-"""Environment variable with the GPUs that were visible before training ranks were assigned theirs."""
+"""Environment variable with the GPUs that were visible before each rank was assigned a GPU."""
 STARTED_BY = "AGENTRL_STARTED_BY"
-"""Environment variable with the id of the process that started this one on the same machine."""
+"""Environment variable with the id of the parent process on the same machine."""
 STARTED_IN = "AGENTRL_RAY_ADDRESS"
-"""Environment variable of a process that a Ray cluster has started, with the address of the cluster."""
+"""Environment variable with the address of the Ray cluster that started the process."""
 
-# Seconds between two attempts to connect to another machine, and for one attempt.
-_POLL_INTERVAL = 1.0
-_CONNECT_SECONDS = 5.0
+_POLL_INTERVAL = 1.0  # seconds between two attempts to connect to another machine
+_CONNECT_SECONDS = 5.0  # timeout of one attempt
 
-# Prefixes of the variables that are copied to processes on other nodes, and those among them that are valid only on the
-# node of a process that a cluster has started.
+# Prefixes of the environment variables that processes on other nodes inherit, and the variables among them that are
+# valid only on one node.
 _CARRIED = (
     *("AGENTRL_", "CUDA_LAUNCH", "DEEPSPEED_", "DS_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_"),
     *("TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "TRITON_", "VLLM_"),
@@ -42,7 +41,7 @@ def inherited_variables(environment: Mapping[str, str] = os.environ) -> dict[str
     >>> inherited_variables(found)
     {'NCCL_DEBUG': 'INFO', 'GLOO_SOCKET_IFNAME': 'eth0'}
 
-    The rollout worker, which a cluster starts on a node, does not pass on variables that are valid only there:
+    The rollout worker runs on a node of the cluster and does not pass on variables that are valid only there:
 
     >>> inherited_variables({**found, STARTED_IN: "10.0.0.1:6379", STARTED_BY: "77"})
     {'NCCL_DEBUG': 'INFO', 'AGENTRL_RAY_ADDRESS': '10.0.0.1:6379'}
@@ -62,9 +61,9 @@ class ProcessSpec:
     - ``arguments``: arguments of the Python interpreter on its node
     - ``environment``: changed environment variables; None unsets a variable
     - ``folder``: working directory; default: the directory of the starting process
-    - ``log``: file for its output; default: the output of the process that starts it. With ``shown``, output goes to
+    - ``log``: file for its output; default: the output of the starting process. With ``shown``, output is written to
       both. With ``draws``, standard output is not logged if it is a terminal
-    - ``supervised``: everything that it starts ends with it, and it ends with the process that started it
+    - ``supervised``: its descendants end with it, and it ends with the starting process
     """
 
     role: str
@@ -94,7 +93,7 @@ class ClusterNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """Resources that must be on one node, and their purpose in words."""
+    """Resources required on one node, and their purpose in words."""
 
     purpose: str
     cpus: float
@@ -103,7 +102,7 @@ class Bundle:
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """A reserved bundle on ``node``, which other nodes reach at ``address``. ``gpus`` are the names of its GPUs."""
+    """A reserved bundle on ``node``, reachable at ``address`` from other nodes. ``gpus`` names its GPUs."""
 
     number: int
     node: str
@@ -118,7 +117,7 @@ class ProcessHandle(Protocol):
     reservation: Reservation
 
     def wait(self, seconds: float) -> int | None:
-        """Wait up to ``seconds`` and return the exit code, negative for a signal; None if it is still running.
+        """Wait up to ``seconds``. Returns the exit code (negative for a signal), or None if the process still runs.
 
         Raises NodeLostError if its node no longer responds.
         """
@@ -134,16 +133,16 @@ class Cluster(Protocol):
         """Return all nodes with their total resources."""
 
     def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Reservation]:
-        """Reserve each bundle on a different node. Raises SettingsError or WorldError if that is not possible.
+        """Reserve each bundle on a different node, waiting up to ``patience`` seconds for missing nodes.
 
-        Waits up to ``patience`` seconds for missing nodes.
+        Raises SettingsError or WorldError if the bundles cannot be reserved.
         """
 
     def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Reservation:
-        """Reserve another bundle on ``node`` or on any node. Raises WorldError if that is not possible."""
+        """Reserve another bundle on ``node``, or by default on any node. Raises WorldError if no node has room."""
 
     def is_reachable(self, reservation: Reservation) -> bool:
-        """Return True if processes can be started there."""
+        """Return True if processes can be started on the reservation's node."""
 
     def start(self, spec: ProcessSpec, reservation: Reservation) -> ProcessHandle:
         """Start a process on reserved resources."""
@@ -152,10 +151,10 @@ class Cluster(Protocol):
         """Return a port of the reservation's node that is currently free."""
 
     def can_access(self, reservation: Reservation, path: Path) -> bool:
-        """Return True if processes there can access this file or folder."""
+        """Return True if processes on the reservation's node can access this file or folder."""
 
     def exclude_resource(self, reservation: Reservation, slot: int) -> None:
-        """Exclude the GPU of the ``slot``-th rank from later reservations, or with Ray the node."""
+        """Exclude the GPU of the ``slot``-th rank (with Ray: its node) from later reservations."""
 
     def release(self) -> None:
         """End all processes and free all reservations."""
@@ -165,15 +164,15 @@ class Cluster(Protocol):
 
 
 def visible_gpus(count: int) -> list[str]:
-    """Return the names of ``count`` visible GPUs: those before a launcher assigned this process a share, if known."""
+    """Return the names of the GPUs visible before a launcher assigned them to ranks; default: 0 to ``count`` - 1."""
     named = os.environ.get(ALL_GPUS) or os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",") if named else [str(index) for index in range(count)]
 
 
 def free_port(host: str) -> int:
     """Return a port that is currently free. Another process may take it before it is used."""
-    # The socket cannot be kept and handed over: the port is used by a process that starts later, often on another
-    # machine, and whose program accepts only a port number.
+    # The socket cannot be passed on, because the port is used by a process that starts later, often on another machine,
+    # and that accepts only a port number.
     with socket.socket() as free:
         try:
             free.bind((host, 0))
@@ -184,7 +183,7 @@ def free_port(host: str) -> int:
 
 
 def set_tcp_timeout(connection: Connection, seconds: float) -> None:
-    """Configure a TCP connection to fail if the other machine has not responded for about ``seconds``."""
+    """Make a TCP connection fail after the other machine has not responded for about ``seconds``."""
     # Keepalive detects a silent peer only while nothing is in flight; TCP_USER_TIMEOUT covers unacknowledged data.
     with socket.socket(fileno=os.dup(connection.fileno())) as copy:
         copy.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -207,7 +206,7 @@ class PortWatch:
     """Checks repeatedly, in a thread, whether a port of another machine accepts connections."""
 
     def __init__(self, address: tuple[str, int], deadline: float, *, poll_interval: float = _POLL_INTERVAL) -> None:
-        """The port counts as lost after ``deadline`` seconds without a response, and at once after two refusals."""
+        """Start watching. The port is lost after ``deadline`` seconds without a response or after two refusals."""
         self.lost: str | None = None
         self._address = address
         self._deadline = deadline

@@ -1,7 +1,7 @@
 """Ray as a cluster: it counts resources, places bundles and detects lost nodes. The only module that imports Ray.
 
-Ray starts one actor for each reservation. The actor starts the processes of a run as its children, with the same code
-as on a single machine. They end with the actor, and Ray ends the actor with the command that created it.
+Ray starts one actor for each reservation. The actor starts the run's processes as its children, with the same code as
+on a single machine. The processes end with the actor, and Ray ends the actor with the command that created it.
 """
 
 from __future__ import annotations
@@ -49,12 +49,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _Value = TypeVar("_Value")
-# Seconds between two polls of a node, between attempts to reserve or connect, for nodes to kill their processes, and
-# for a node that did not respond to accept a connection.
-_POLL_INTERVAL = 0.5
-_RETRY_INTERVAL = 1.0
-_STOP_SECONDS = 5.0
-_PROBE_SECONDS = 2.0
+_POLL_INTERVAL = 0.5  # seconds between two polls of a node
+_RETRY_INTERVAL = 1.0  # seconds between two attempts to reserve or connect
+_STOP_SECONDS = 5.0  # for nodes to kill their processes
+_PROBE_SECONDS = 2.0  # for an unresponsive node to accept a connection
 
 
 class NodeHost:
@@ -67,7 +65,7 @@ class NodeHost:
         threading.Thread(target=self._stop_when_unheard, daemon=True, name="end-in-silence").start()
 
     def reservation(self, number: int) -> Reservation:
-        """Return this reservation, with the address at which other nodes reach it."""
+        """Return this reservation, with the node's address for other nodes."""
         self._last_call = time.monotonic()
         gpus = tuple(str(name) for name in ray.get_gpu_ids())
         return Reservation(number=number, node=socket.gethostname(), address=ray.util.get_node_ip_address(), gpus=gpus)
@@ -80,27 +78,27 @@ class NodeHost:
         return os.path.exists(path)
 
     def start(self, spec: ProcessSpec, reservation: Reservation) -> int:
-        """Start a process and return its id. Raises SettingsError if this node lacks its folder."""
+        """Start a process and return its id. Raises SettingsError if ``spec.folder`` does not exist on this node."""
         if spec.folder is not None and not spec.folder.is_dir():
             raise SettingsError(
                 f"the node {reservation.node} has no folder {spec.folder}: use a file system that all nodes share"
             )
         self._last_call = time.monotonic()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # Ray blocks SIGINT, and children inherit the mask
-        # Gloo must use the interface with the address at which other nodes reach this one.
+        # Gloo must use the network interface through which other nodes reach this node.
         variables = {
             "GLOO_SOCKET_IFNAME": _interface(reservation.address),
             ALL_GPUS: ",".join(reservation.gpus) or None,
         }
         variables[STARTED_IN] = ray.get_runtime_context().gcs_address
-        # Ray sets OMP_NUM_THREADS for its actors, which their children would inherit.
+        # Ray sets OMP_NUM_THREADS for its actors, and their children would inherit it.
         environment = {**variables, "OMP_NUM_THREADS": None, **spec.environment}
         process = LocalProcess(replace(spec, environment=environment, shown=False), reservation)
         self._processes[process.pid] = process
         return process.pid
 
     def ended(self) -> dict[int, int]:
-        """Return the exit codes of the processes that have ended, by process id."""
+        """Return the exit codes of exited processes by process id."""
         self._last_call = time.monotonic()
         codes = {pid: process.wait(0.0) for pid, process in list(self._processes.items())}
         return {pid: code for pid, code in codes.items() if code is not None}
@@ -114,7 +112,7 @@ class NodeHost:
             process.end(0.0)
 
     def _stop_when_unheard(self) -> None:
-        # A command that has lost contact with this node restarts its ranks elsewhere, so they must not continue here.
+        # If the command loses contact with this node, it restarts the ranks elsewhere, so they must not continue here.
         while True:
             time.sleep(_RETRY_INTERVAL)
             if time.monotonic() - self._last_call > self._deadline:
@@ -122,13 +120,13 @@ class NodeHost:
 
 
 def _interface(address: str) -> str | None:
-    """Name of the network interface with this address."""
+    """Return the name of the network interface with this address, or None."""
     known = psutil.net_if_addrs().items()
     return next((name for name, addresses in known if any(one.address == address for one in addresses)), None)
 
 
 class RayNode:
-    """The command's view of a node. One request at a time polls all processes on the node."""
+    """A node, as seen by the command. One request at a time polls all its processes."""
 
     def __init__(
         self,
@@ -138,7 +136,7 @@ class RayNode:
         unreachable: set[str],
         deadline: float,
     ) -> None:
-        """``unreachable`` is a shared set of addresses. The node adds its own if it stops responding."""
+        """Create the node. An unresponsive node adds its address to ``unreachable``, which all nodes share."""
         self.host = host
         self.reservation = reservation
         self._head = head
@@ -149,9 +147,9 @@ class RayNode:
         self._pending: tuple[ray.ObjectRef[dict[int, int]], float] | None = None
 
     def code(self, pid: int, seconds: float) -> int | None:
-        """Return the exit code of a process, or None if it is not known within ``seconds``.
+        """Return the exit code of a process, or None if it is not available within ``seconds``.
 
-        A pending request is kept, and the next call continues to wait for it.
+        The next call continues to wait for a pending request.
         """
         if self._head.lost is not None:
             raise NodeLostError(f"Ray's head {self._head.lost}")
@@ -187,7 +185,7 @@ class RayProcess:
         return self._node.code(self._pid, seconds)
 
     def send_signal(self, number: signal.Signals) -> None:
-        self._node.host.send_signal.remote(self._pid, int(number))  # do not wait: the node may have failed
+        self._node.host.send_signal.remote(self._pid, int(number))  # does not wait, because the node may have failed
 
 
 class RayCluster:
@@ -218,7 +216,7 @@ class RayCluster:
         return sorted(nodes, key=lambda node: node.address)
 
     def _usable(self, address: str, port: int) -> bool:
-        """False if the node was excluded or does not respond. Ray reports such a node as alive for another minute."""
+        """Return False if the node is excluded or unresponsive. Ray lists a lost node as alive for another minute."""
         if address in self._unreachable and accepts_connections((address, port), _PROBE_SECONDS):
             self._unreachable.discard(address)
         return address not in self._unreachable and address not in self._excluded
@@ -226,7 +224,7 @@ class RayCluster:
     def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Reservation]:
         """Reserve the bundles on different nodes and start an actor in each.
 
-        If Ray does not start an actor, retry for ``patience`` or ``start_deadline`` seconds, whichever is longer.
+        Retries actors that Ray does not start, for ``patience`` or ``start_deadline`` seconds, whichever is longer.
         """
         began = time.monotonic()
         until, started_by = began + patience, began + max(patience, self._settings.start_deadline)
@@ -246,7 +244,7 @@ class RayCluster:
                 time.sleep(_RETRY_INTERVAL)
 
     def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Reservation:
-        """Start an actor with these resources. Raises WorldError if Ray does not place it within the deadline."""
+        """Start an actor with these resources. Raises WorldError if Ray does not place it within ``start_deadline``."""
         number = next(self._numbers)
         where: NodeAffinitySchedulingStrategy | str = "DEFAULT"
         if node is not None:
@@ -301,7 +299,7 @@ class RayCluster:
         self._hosts = {}
         if hosts:
             ray.wait([host.stop.remote() for host in hosts], num_returns=len(hosts), timeout=_STOP_SECONDS)
-        if self._head.lost is None:  # killing and removing need the head
+        if self._head.lost is None:  # killing actors and removing groups require the head
             for host in hosts:
                 with contextlib.suppress(RayError):
                     ray.kill(host)
@@ -316,7 +314,7 @@ class RayCluster:
         ray.shutdown()
 
     def _connect_again(self, until: float) -> None:
-        """Connect again after the head was lost. Raises UnplaceableError if it has not returned by ``until``."""
+        """Reconnect after the head was lost. Raises UnplaceableError if the head has not returned by ``until``."""
         ray.shutdown()
         while True:
             try:
@@ -355,11 +353,11 @@ class RayCluster:
         for host, reservation in zip(hosts, reservations, strict=True):
             self._add(host, reservation)
         self._numbers = itertools.count(len(hosts))
-        # The largest bundle stays first. The others are sorted by address, so that ranks keep their local files.
+        # The largest bundle stays first. The others are sorted by address, so that ranks find their local files again.
         return [reservations[0], *sorted(reservations[1:], key=lambda reservation: reservation.address)]
 
     def _selectors(self, count: int) -> list[dict[str, str]] | None:
-        """Label selectors, one per bundle, that avoid excluded nodes."""
+        """Return label selectors, one per bundle, that avoid excluded nodes, or None if no node is excluded."""
         names = [node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] in self._excluded]
         return [{"ray.io/node-id": f"!in({','.join(names)})"}] * count if names else None
 
@@ -383,7 +381,7 @@ class RayCluster:
 
 
 def _id_of(node: ClusterNode) -> str:
-    """Ray's id of a node. Raises NodeLostError if the node is not alive."""
+    """Return Ray's id of a node. Raises NodeLostError if the node is not alive."""
     for entry in ray.nodes():
         if entry["Alive"] and entry["NodeManagerAddress"] == node.address:
             return str(entry["NodeID"])
@@ -410,7 +408,7 @@ def _connect(settings: ClusterSettings) -> PortWatch:
 
 
 def _init(settings: ClusterSettings) -> None:
-    """Connect once. Raises SettingsError if no cluster responds, WorldError if Ray is too slow."""
+    """Connect once. Raises SettingsError if no cluster responds and WorldError if Ray does not start in time."""
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -426,7 +424,7 @@ def _init(settings: ClusterSettings) -> None:
             f"cluster.address={settings.address}: no Ray cluster responds ({str(error).splitlines()[0]}); "
             "start one with 'ray start --head' (docs/cluster.md), or set cluster.address=HOST:PORT"
         ) from error
-    except SystemExit:  # Ray's handler raises it on a SIGTERM during the connection
+    except SystemExit:  # raised by Ray's handler on a SIGTERM while connecting
         raise KeyboardInterrupt from None
     except Exception as error:
         # If a node starts too slowly, Ray raises RuntimeError or a plain Exception. Anything else is a bug.
@@ -440,7 +438,7 @@ def _init(settings: ClusterSettings) -> None:
 
 
 def _result_of(answer: ray.ObjectRef[_Value], reservation: Reservation, seconds: float) -> _Value:
-    """Wait for the result of an actor's method. Raises NodeLostError without a result, and the method's exceptions."""
+    """Wait for the result of an actor's method. Raises NodeLostError if none arrives, and the method's exceptions."""
     try:
         return ray.get(answer, timeout=seconds)
     except GetTimeoutError:

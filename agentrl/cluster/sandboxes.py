@@ -1,4 +1,4 @@
-"""Sandbox services of a run on several nodes: one on each node, restarted while the ranks run."""
+"""Sandbox services of a run on several nodes: one per node, restarted while the ranks run."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from agentrl.cluster.processes import (
 )
 from agentrl.errors import AgentRLError, WorldError
 
-# Seconds between two checks of all services, before a restart (doubled each time), and to join the checking thread.
-_POLL_INTERVAL = 1.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-_JOIN_SECONDS = 10.0
+_POLL_INTERVAL = 1.0  # seconds between two checks of all services
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart, doubled each time
+_JOIN_SECONDS = 10.0  # for the checking thread to end
 
 
 @dataclass(kw_only=True, eq=False)
@@ -41,7 +40,7 @@ class _Service:
 
 
 class SandboxServices:
-    """Running services. A service that ends is restarted at the same address, as soon as its node is available."""
+    """Running services. A service that exits is restarted at the same address as soon as its node is available."""
 
     def __init__(
         self,
@@ -53,10 +52,10 @@ class SandboxServices:
         folder: Path,
         say: Callable[[str], None],
     ) -> None:
-        """Start a service on each of ``nodes``, except where that fails.
+        """Start a service on each of ``nodes``. A node that fails to start a service is reported and skipped.
 
-        ``bundle`` is reserved for each. ``arguments`` are passed to ``agentrl-sandbox serve``. ``folder`` is the run
-        directory. Raises WorldError if no node starts a service.
+        ``bundle`` is reserved for each service. ``arguments`` are passed to ``agentrl-sandbox serve``. ``folder`` is
+        the run directory. Raises WorldError if no node starts a service.
         """
         self._cluster = cluster
         self._bundle = bundle
@@ -147,7 +146,7 @@ class SandboxServices:
             self._say(f"sandbox service {service.number} on {service.reservation.node} was restarted")
 
     def _record_loss(self, service: _Service, why: str) -> None:
-        # A service that ran for longer than the longest pause does not fail at its start, so it may restart soon.
+        # A service that ran longer than the longest pause did not fail at its start, so it may restart soon.
         if time.monotonic() - service.started > _LONGEST_PAUSE:
             service.pause = _FIRST_PAUSE
         service.process = None

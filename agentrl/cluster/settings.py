@@ -1,4 +1,4 @@
-"""Settings of the cluster: which program starts the processes of a run, and on which machines."""
+"""Settings of the cluster: the launcher of a run's processes, and their machines."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Run a command that ends together with its parent: ``python -m agentrl.cluster.supervise PARENT COMMAND...``.
 
-A vLLM server consists of several processes, and its compute processes outlive the HTTP process if that is killed. The
-supervisor starts the command in a process group of its own and kills the whole group when the command or the process
-PARENT has ended; on SIGTERM it lets the command end first. It imports nothing heavy.
+A vLLM server consists of several processes, and its compute processes outlive a killed HTTP process. The supervisor
+starts the command in a separate process group and kills the whole group when the command or the process PARENT exits.
+On SIGTERM it waits for the command to exit first. It imports no heavy library.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import subprocess
 import sys
 from types import FrameType
 
-# Seconds for the command to end cleanly.
-_GRACE = 15.0
+_GRACE = 15.0  # seconds for the command to exit after SIGTERM
 
 
 def main() -> int:
-    """Watch until the command or the parent has ended, and return the command's exit code."""
+    """Wait until the command or the parent exits. Returns the command's exit code."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     child = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
     try:
@@ -38,7 +37,7 @@ def _watch(parent: int, child: subprocess.Popen[bytes]) -> None:
         os.write(write_end, b".")
 
     signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal signals every process; the parent sends SIGTERM
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to every process; the parent sends SIGTERM
     watched = select.poll()
     watched.register(read_end, select.POLLIN)
     watched.register(os.pidfd_open(child.pid), select.POLLIN)
