@@ -63,23 +63,23 @@ class Segment:
 
     def __post_init__(self) -> None:
         if self.origin not in ("model", "observation"):
-            raise TrajectoryError(f"a segment's origin is model or observation, not {self.origin!r}")
+            raise TrajectoryError(f"a segment's origin must be model or observation; got {self.origin!r}")
         if not self.token_ids:
-            raise TrajectoryError(f"an empty {self.origin} segment")
+            raise TrajectoryError(f"the {self.origin} segment has no tokens")
         if self.origin == "observation":
             if self.log_probs or self.version_spans or self.reward:
-                raise TrajectoryError("an observation carries no log-probabilities, policy version or reward")
+                raise TrajectoryError("an observation must not have log-probabilities, version spans or a reward")
             return
         if len(self.log_probs) != len(self.token_ids):
             raise TrajectoryError(f"{len(self.token_ids)} model tokens but {len(self.log_probs)} log-probabilities")
         # A sum is finite only if all its terms are.
         if not math.isfinite(sum(self.log_probs)) or max(self.log_probs) > 1e-6:
-            raise TrajectoryError(f"log-probabilities of sampled tokens are finite and not positive: {self.log_probs}")
+            raise TrajectoryError(f"log-probabilities of tokens must be finite and at most 0; got {self.log_probs}")
         counts = [count for _, count in self.version_spans]
         if min(counts, default=0) < 1 or sum(counts) != len(self.token_ids):
             raise TrajectoryError(f"version spans {self.version_spans} do not cover {len(self.token_ids)} tokens")
         if not abs(self.reward) <= MAX_REWARD:  # also refuses nan
-            raise TrajectoryError(f"the reward {self.reward} is not from {-MAX_REWARD:,.0f} to {MAX_REWARD:,.0f}")
+            raise TrajectoryError(f"the reward {self.reward} is outside {-MAX_REWARD:,.0f} to {MAX_REWARD:,.0f}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,15 +127,15 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         if not 0 <= self.branch < self.branches:
-            raise TrajectoryError(f"branch {self.branch} of {self.branches}")
+            raise TrajectoryError(f"branch index {self.branch} is invalid for {self.branches} branches")
         if not -1 <= self.parent < self.branches or self.parent == self.branch or (self.parent >= 0) != (self.fork > 0):
-            raise TrajectoryError(f"branch {self.branch} forks behind {self.fork} tokens of branch {self.parent}")
+            raise TrajectoryError(f"branch {self.branch} cannot fork after {self.fork} tokens of branch {self.parent}")
         if self.is_excluded:
             return
         if not self.prompt_ids:
-            raise TrajectoryError(f"a trajectory that ended {self.ended} without a prompt")
+            raise TrajectoryError(f"a trajectory that ended {self.ended} must have a prompt")
         if not any(segment.origin == "model" for segment in self.segments):
-            raise TrajectoryError(f"a trajectory that ended {self.ended} without a model token")
+            raise TrajectoryError(f"a trajectory that ended {self.ended} must have a model token")
 
     @property
     def response_ids(self) -> tuple[int, ...]:

@@ -160,8 +160,11 @@ def test_settings(refused: Refused, arguments: list[str], expected: str) -> None
     ("lines", "expected"),
     [
         ([GOOD, '{"problem": "What'], "p.jsonl:2: not valid JSON"),
-        ([GOOD, [1]], "p.jsonl:2: expected a JSON object, but the line is list"),
-        ([GOOD, {"problem": "What is 2 + 2?", "answer": ""}], "p.jsonl:2: the problem has no answer; skip_unanswered"),
+        ([GOOD, [1]], "p.jsonl:2: each line must be a JSON object; got list"),
+        (
+            [GOOD, {"problem": "What is 2 + 2?", "answer": ""}],
+            "p.jsonl:2: the problem has no answer; set skip",
+        ),
         ([GOOD, {"problem": "What is 2 + 2?"}], "p.jsonl:2: no field for the answer (expected answer, "),
         ([GOOD, {"text": "?", "answer": "4"}], "p.jsonl:2: no field for the problem (expected problem, question"),
         ([], "p.jsonl: the file contains no problems"),
@@ -189,7 +192,7 @@ def test_columns_that_reset_asks_for(
     given = ["data.train=[{path: p.jsonl}]", "coldstart.demonstrations=shown.jsonl"]
     message = refused("train", *dry, "--env", "boxes:Keeper", *given)
     place = "shown.jsonl:1: " if file == "shown.jsonl" else ""
-    asked = "reset() of environment 'boxes:Keeper' takes the column 'boxes'; columns of problem a: "
+    asked = "reset() of environment 'boxes:Keeper' requires the column 'boxes'; columns of problem a: "
     assert message.startswith(f"{place}{asked}")
     assert "boxs" in message
 
@@ -211,7 +214,7 @@ DOCSTRING = "'''Runs it.\\n\\n        Args:\\n            sql: a statement\\n   
     [
         (SHOP.format(type="", docstring=DOCSTRING), "Shop.query cannot be a tool: its parameter 'sql' has no type."),
         (SHOP.format(type=": str", docstring="pass"), "Shop.query cannot be a tool: it has no docstring."),
-        (SHOP.format(type=": 'Gone'", docstring=DOCSTRING), "its annotations cannot be read (name 'Gone' is not"),
+        (SHOP.format(type=": 'Gone'", docstring=DOCSTRING), "its annotations cannot be evaluated (name 'Gone' is not"),
         ("import nowhere_to_be_found", "raised ModuleNotFoundError: No module named 'nowhere_to_be_found' ("),
         ("1 / 0", "importing module 'bad_shop' raised ZeroDivisionError: division by zero ("),
     ],
@@ -239,7 +242,7 @@ def test_a_column_that_is_not_json(refused: Refused) -> None:
 
 def test_a_missing_problem_file_is_answered_with_those_in_its_folder(refused: Refused) -> None:
     rows("problems.jsonl", GOOD)
-    assert "problem.jsonl: no such file; in that folder: problems.jsonl" in refused(
+    assert "problem.jsonl: no such file; files in this folder: problems.jsonl" in refused(
         "train", "data.train=[{path: problem.jsonl}]"
     )
 
@@ -247,7 +250,7 @@ def test_a_missing_problem_file_is_answered_with_those_in_its_folder(refused: Re
 def test_a_split_that_leaves_nothing(refused: Refused) -> None:
     rows("p.jsonl", GOOD)
     message = refused("train", "data.train=[{path: p.jsonl, exclude: [p.jsonl]}]")
-    assert "no problems are left of p: 0 of 1 problems, 1 excluded by their masked statement" in message
+    assert "no problems remain in p: 0 of 1 problems, 1 excluded by their masked statement" in message
 
 
 @pytest.mark.parametrize(
@@ -255,7 +258,7 @@ def test_a_split_that_leaves_nothing(refused: Refused) -> None:
     [
         ('{"problem"', "d.jsonl:1: not valid JSON"),
         (GOOD, "d.jsonl:1: a demonstration needs a non-empty list 'turns'"),
-        ({**GOOD, "turns": [{"model": ""}]}, "d.jsonl:1: turn 1 needs a text 'model'"),
+        ({**GOOD, "turns": [{"model": ""}]}, "d.jsonl:1: turn 1 needs a non-empty text 'model'"),
     ],
 )
 def test_demonstrations(refused: Refused, row: object, expected: str) -> None:
@@ -297,24 +300,28 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["training.sequence_parallel=4", "--num-processes", "4"],
             "training.sequence_parallel=4 does not divide the model's 6 query heads; valid: 1, 2, 3, 6",
         ),
-        ("dynamic", [], "beyond 64 tokens the model's positions (dynamic) depend on the longest sequence that is"),
-        ("linear", [], "the model (qwen3_next) has layers of linear_attention, which would mix the documents of a"),
+        ("dynamic", [], "beyond 64 tokens, the model's rotary embeddings (dynamic) depend on the longest sequence"),
+        (
+            "linear",
+            [],
+            "the model (qwen3_next) has layers of type linear_attention, which would mix the documents",
+        ),
         (
             "unknown",
             [],
             "not a model configuration that transformers supports (Unrecognized model identifier: perceptron);",
         ),
-        ("llama", ["model.attention=flash"], "model.attention=flash needs a GPU; or set model.attention=auto"),
-        ("llama", ["model.attention=flex"], "model.attention=flex needs a GPU; or set model.attention=auto"),
+        ("llama", ["model.attention=flash"], "model.attention=flash needs a GPU; otherwise set model.attention=auto"),
+        ("llama", ["model.attention=flex"], "model.attention=flex needs a GPU; otherwise set model.attention=auto"),
         (
             "llama",
             ["model.lora.rank=8", "model.lora.targets=[qkv_proj]"],
-            "no linear layer of LlamaForCausalLM has a name that ends with qkv_proj; valid: q_proj, k_proj, v_proj, o_",
+            "no linear layer of LlamaForCausalLM has a name that ends in qkv_proj; valid: q_proj, k_proj, v_proj, o_",
         ),
         (
             "llama",
             ["model.lora.rank=8", "model.lora.targets=[lm_head]"],
-            "model.lora.targets: lm_head is the model's head, which cannot have an adapter: training computes",
+            "model.lora.targets: lm_head is the model's head, which cannot have an adapter, because training",
         ),
         (
             "llama",
@@ -336,7 +343,7 @@ def test_models_and_how_they_are_trained(
 
 def test_adapters_of_the_tiny_policy_are_checked_before_it_is_made(refused: Refused) -> None:
     message = refused("train", "--config", "lora", "model.lora.targets=[c_attn]", "optimizer.warmup_steps=0")
-    assert "no linear layer of Qwen2ForCausalLM has a name that ends with c_attn; valid: q_proj" in message
+    assert "no linear layer of Qwen2ForCausalLM has a name that ends in c_attn; valid: q_proj" in message
 
 
 def test_adapters_need_their_package(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,10 @@ def attention(
     """
     now = current_pass()
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
-        raise SettingsError(f"model.path: {type(module).__name__} adds sinks or biases to its scores: not supported")
+        raise SettingsError(
+            f"model.path: {type(module).__name__} adds sinks or biases to its attention scores, which packed rows do "
+            "not support: choose another model"
+        )
     if now is not None:
         now.layers.add(id(module))
         obstacle = length_obstacle(module.config, now.row.longest)
@@ -53,7 +56,7 @@ def attention(
         return attend(now, query, key, value, scale=scaling, window=window, cap=softcap), None
     if attention_mask is not None and attention_mask.numel() == 1 and query.shape[2] > 1:
         raise KernelInputError(
-            "a checkpointed layer is recomputed outside its packed row: enable gradient checkpointing with "
+            "a checkpointed layer was recomputed outside its packed row: enable gradient checkpointing with "
             "agentrl.models.loading.checkpoint_layers"
         )
     if softcap is None:
@@ -75,8 +78,8 @@ def _checked_window(module: torch.nn.Module, window: int | None) -> int | None:
         wanted = None
     if window != wanted:
         raise SettingsError(
-            f"model.path: {type(module).__name__} masks a window of {wanted} but calls attention with {window}: its "
-            "documents cannot be packed"
+            f"model.path: {type(module).__name__} has a window of {wanted} but calls attention with {window}, so its "
+            "documents cannot be packed: choose another model"
         )
     return window
 
@@ -140,12 +143,12 @@ def length_obstacle(config: PreTrainedConfig, longest: int) -> str | None:
             limit = text.max_position_embeddings
         elif kind == "longrope" and one["short_factor"] != one["long_factor"]:
             limit = one["original_max_position_embeddings"]
-            remedy = ", or a copy of the model whose config.json has the long_factor as its short_factor too"
+            remedy = ", or use a copy of the model whose config.json sets short_factor to long_factor"
         if longest > limit:
             return (
-                f"model.path: beyond {limit} tokens the model's positions ({kind}) depend on the longest sequence that "
-                f"is computed with them, so packed sequences of up to {longest} would change each other; valid: "
-                f"rollout.max_prompt_tokens and rollout.max_response_tokens of at most {limit} together{remedy}"
+                f"model.path: beyond {limit} tokens, the model's rotary embeddings ({kind}) depend on the longest "
+                f"sequence in a row, so packed sequences of up to {longest} tokens would change each other: lower the "
+                f"sum of rollout.max_prompt_tokens and rollout.max_response_tokens to {limit}{remedy}"
             )
     return None
 
@@ -157,8 +160,8 @@ def packing_obstacle(config: PreTrainedConfig) -> str | None:
     if not others:
         return None
     return (
-        f"model.path: the model ({config.model_type}) has layers of {', '.join(others)}, which would mix the documents "
-        "of a packed row; valid: a model of full_attention and sliding_attention alone, such as Qwen2.5"
+        f"model.path: the model ({config.model_type}) has layers of type {', '.join(others)}, which would mix the "
+        "documents of a packed row: choose a model with only full_attention and sliding_attention, such as Qwen2.5"
     )
 
 
@@ -193,7 +196,7 @@ def attention_obstacle(backend: AttentionBackend, *, dtype: str, head_dim: int =
     elif backend == "flash" and dtype == "float32":
         problem = "needs model.dtype=bfloat16"
     elif backend == "flash" and head_dim > _FLASH_HEAD_DIM:
-        problem = f"takes heads of up to {_FLASH_HEAD_DIM} dimensions, and the model's have {head_dim}"
+        problem = f"supports heads of up to {_FLASH_HEAD_DIM} dimensions, but the model's have {head_dim}"
     elif backend == "flash" and not _has_flash_attn():
         # torch's varlen_attn, which agentrl.kernels.attention.backends calls instead
         if capped or head_dim % 8:
@@ -203,7 +206,7 @@ def attention_obstacle(backend: AttentionBackend, *, dtype: str, head_dim: int =
             problem = "needs a GPU of compute capability 8.0 or above"
         elif not _has_torch_varlen():
             problem = "needs the package flash-attn (pip install flash-attn), because torch lacks varlen_attn with GQA"
-    return None if problem is None else f"model.attention={backend} {problem}; or set model.attention=auto"
+    return None if problem is None else f"model.attention={backend} {problem}; otherwise set model.attention=auto"
 
 
 def attention_length(config: PreTrainedConfig) -> float:

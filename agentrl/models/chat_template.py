@@ -223,13 +223,14 @@ def read_chat_format(
     if not tokenizer.chat_template:
         plain = "environment.protocol=simpletir, retool or torl" if "hermes" in setting else "environment.chat=auto"
         raise SettingsError(
-            f"{setting}, but the tokenizer of {name} has no chat template; take an instruction-tuned model, or {plain}"
+            f"{setting}, but the tokenizer of {name} has no chat template; use an instruction-tuned model, or set "
+            f"{plain}"
         )
     template = _Reader(ChatTemplate(tokenizer, options=options), name, tools, setting, system)
     before_problem, after_problem = template.pieces(_conversation()).strings
     shown = before_problem + after_problem
     if missing := [tool for tool in template.tools if tool not in shown]:
-        raise SettingsError(f"the chat template of {name} does not show the tools it is given: {missing}")
+        raise SettingsError(f"the chat template of {name} does not render the tools {missing}: choose another model")
     before, behind, after = template.reply()
     calls, responses, end = HERMES, _Responses("", "", "", False), template.chat.leading_special(behind)
     if tools:
@@ -272,7 +273,7 @@ class _Reader:
             return self.chat.layout([*([] if own else self._system), *messages], self._schemas)
         except ChatTemplateError as error:
             raise SettingsError(
-                f"the chat template of {self.name} cannot write a conversation{self._with_tools}: {error}"
+                f"the chat template of {self.name} cannot render a conversation{self._with_tools}: {error}"
             ) from error
 
     def pieces(self, messages: Sequence[Message]) -> Layout:
@@ -280,8 +281,8 @@ class _Reader:
         layout = self.layout(messages)
         if layout.slots != tuple(range(len(messages))):
             raise SettingsError(
-                f"the chat template of {self.name} does not write the messages of a conversation{self._with_tools} "
-                f"once, in order and as they are: {self.setting} cannot use it"
+                f"the chat template of {self.name} does not render each message of a conversation{self._with_tools} "
+                f"unchanged, once and in order, so {self.setting} cannot use it: choose another model"
             )
         return layout
 
@@ -290,8 +291,8 @@ class _Reader:
         layout = self.layout([{"role": role, "content": slot(number)} for number, role in enumerate(roles)])
         if sorted(layout.slots) != list(range(len(roles))):
             raise SettingsError(
-                f"the chat template of {self.name} does not write each message of a prompt with the roles "
-                f"{', '.join(roles)} once: {self.setting} cannot use it"
+                f"the chat template of {self.name} does not render each message of a prompt with the roles "
+                f"{', '.join(roles)} exactly once, so {self.setting} cannot use it: change the prompt or the model"
             )
         return MessageTexts(texts=layout.strings, order=layout.slots)
 
@@ -310,12 +311,12 @@ class _Reader:
             form = self.chat.call_form(self.tools[0], self._schemas, self._system)
         except ChatTemplateError as error:
             raise SettingsError(
-                f"the chat template of {self.name} cannot write a conversation{self._with_tools}: {error}"
+                f"the chat template of {self.name} cannot render a conversation{self._with_tools}: {error}"
             ) from error
         if form is None:
             raise SettingsError(
-                f"the chat template of {self.name} does not write a call in a form that can be read "
-                f"({', '.join(CALL_FORMS)}): {self.setting} is for models of these forms"
+                f"the chat template of {self.name} does not write tool calls in a supported format "
+                f"({', '.join(CALL_FORMS)}), which {self.setting} requires: choose another model"
             )
         return form
 
@@ -345,8 +346,8 @@ class _Reader:
         after = {one.strings[3], two.strings[4], later.strings[5]}
         if len(before) > 1 or len(after) > 1 or one.quoted[2] != two.quoted[3]:
             raise SettingsError(
-                f"the chat template of {self.name} writes a tool's response differently at different places of a "
-                f"conversation: {self.setting} cannot render it once"
+                f"the chat template of {self.name} renders a tool response differently depending on its position in "
+                f"the conversation, so {self.setting} cannot use it: choose another model"
             )
         rest = one.strings[2]
         if called:  # the model writes the text that closes the call

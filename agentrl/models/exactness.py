@@ -86,9 +86,9 @@ def check_policy(name: str, policy: PolicyModel) -> None:
 def _compare(difference: Tensor, bound: float) -> None:
     if not float(difference) <= bound:
         raise KernelInputError(
-            f"log-probabilities of packed trajectories differ from the model's own by {float(difference):.2g} nats "
-            f"(rounding explains at most {bound:g}). The model's code probably ignores position_ids or the configured "
-            "attention function"
+            f"log-probabilities of packed trajectories differ from those of unpacked ones by {float(difference):.2g} "
+            f"nats (rounding explains at most {bound:g}). The model's code probably ignores position_ids or the "
+            "configured attention function"
         )
 
 
@@ -102,7 +102,7 @@ def _named(name: str, kind: str) -> Iterator[None]:
             raise
         cause = str(error).removeprefix("model.path: ")
         if isinstance(error, KeyError) and error.args == (ATTENTION,):
-            cause = "its layers accept the attention functions of their own class only"
+            cause = "its layers accept only the attention functions of their class"
         elif not isinstance(error, KernelInputError | SettingsError):
             cause = f"{type(error).__name__}: {cause}"
         raise SettingsError(

@@ -71,14 +71,14 @@ def target_layers(model: PreTrainedModel, settings: LoRASettings) -> list[str]:
     for target in settings.targets:
         if any(item is head and _ends_with(name, target) for name, item in linear.items()):
             raise SettingsError(
-                f"model.lora.targets: {target} is the model's head, which cannot have an adapter: training computes "
-                f"statistics from the head's own weight alone; valid: {_kinds(names)}"
+                f"model.lora.targets: {target} is the model's head, which cannot have an adapter, because training "
+                f"computes statistics from the head's weight alone; valid: {_kinds(names)}"
             )
         matched = [name for name in names if _ends_with(name, target)]
         if not matched:
             raise SettingsError(
-                f"model.lora.targets: no linear layer of {type(model).__name__} has a name that ends with {target}; "
-                f"valid: {_kinds(names)}, or an empty list for all of them"
+                f"model.lora.targets: no linear layer of {type(model).__name__} has a name that ends in {target}; "
+                f"valid: {_kinds(names)}, or an empty list for all layers"
             )
         found.update(matched)
     return [name for name in names if name in found]

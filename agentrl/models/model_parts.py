@@ -90,13 +90,13 @@ def split_model(causal_lm: PreTrainedModel) -> ModelParts:
     name = type(causal_lm).__name__
     backbone, head = causal_lm.get_decoder(), causal_lm.get_output_embeddings()
     if not isinstance(head, nn.Linear) or backbone is causal_lm:
-        raise SettingsError(f"model.path: {name} has no linear head on a transformer, as a causal language model has")
+        raise SettingsError(f"model.path: {name} is not a causal language model with a linear head; choose another one")
     parts = ModelParts(backbone=backbone, head=head, logit_map=_declared(causal_lm.config))
     problem = _difference(causal_lm, parts)
     if problem is not None:
         raise SettingsError(
             f"model.path: {name} {problem}, so training would use a different policy than this model. Supported: "
-            f"logits that its configuration divides ({_DIVISOR}), multiplies ({_FACTOR}) or caps ({_CAP})"
+            f"models whose configuration divides ({_DIVISOR}), multiplies ({_FACTOR}) or caps ({_CAP}) the logits"
         )
     return parts
 
@@ -133,14 +133,14 @@ def _difference(causal_lm: PreTrainedModel, parts: ModelParts) -> str | None:
     with _in_place_of(parts.backbone, transformer), _in_place_of(head, linear):
         logits = causal_lm(input_ids=ids, use_cache=False).logits
     if given:
-        return "gives its transformer more than the tokens"
+        return "passes more than token ids to its transformer"
     if len(taken) != 1:
-        return f"calls its head {len(taken)} times in one forward"
+        return f"calls its head {len(taken)} times in one forward pass"
     if not torch.equal(taken[0], hidden):
-        return "changes the states between its transformer and its head"
+        return "changes the hidden states between its transformer and its head"
     wanted = parts.logit_map(output)
     if logits.shape != wanted.shape or not torch.allclose(logits.to(wanted), wanted, rtol=1e-5, atol=1e-5):
-        return "changes its head's output in a way that is not known here"
+        return "changes its head's output in an unsupported way"
     return None
 
 

@@ -68,5 +68,5 @@ class ModelSettings(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> ModelSettings:
         if self.checkpoint_offload and not self.gradient_checkpointing:
-            raise ValueError("checkpoint_offload=true moves what gradient_checkpointing keeps: set it to true as well")
+            raise ValueError("checkpoint_offload=true requires gradient checkpointing: set gradient_checkpointing=true")
         return self

@@ -61,7 +61,7 @@ class TextCodec:
         self.eos_id: int = tokenizer.eos_token_id
         ends = self._encode_mark(turn_end) if turn_end else ()
         if len(ends) > 1:
-            raise ValueError(f"{turn_end!r} is not one token of the tokenizer but {len(ends)}")
+            raise ValueError(f"the end-of-turn marker {turn_end!r} must be a single token; got {len(ends)} tokens")
         self.end_ids: frozenset[int] = frozenset({self.eos_id, *ends, *generation_ends})
         self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.prefix_ids: tuple[int, ...] = self._prefix(tokenizer)

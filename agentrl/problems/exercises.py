@@ -106,7 +106,7 @@ class ExerciseSource:
                 )
         if not chosen or len(set(chosen)) != len(chosen):
             raise ProblemError(
-                f"builtin:{self.builtin}: families must be one or more distinct names, got {list(chosen)}"
+                f"builtin:{self.builtin}: families must be one or more distinct names; got {list(chosen)}"
             )
         self.split, self.seed, self.families = split, seed, chosen
         self.name = f"{self.builtin}-{split}-{seed}"

@@ -76,7 +76,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
             except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
                 raise ProblemFileError(f"{location}: not valid JSON ({error})") from error
             if not isinstance(row, dict):
-                raise ProblemFileError(f"{location}: expected a JSON object, but the line is {type(row).__name__}")
+                raise ProblemFileError(f"{location}: each line must be a JSON object; got {type(row).__name__}")
             if _HALF.search(line):
                 _require_whole_characters(row, location)
             yield location, row
@@ -87,7 +87,9 @@ def _require_whole_characters(row: Row, location: str) -> None:
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ProblemFileError(f"{location}: contains half a character (a lone surrogate such as \\ud83d)") from error
+        raise ProblemFileError(
+            f"{location}: contains half a character (a lone surrogate such as \\ud83d), which has no encoding; remove it"
+        ) from error
 
 
 def read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
@@ -104,7 +106,7 @@ def read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
                     yield f"{path} row {number}", row
                     number += 1
     except pyarrow.ArrowException as error:
-        raise ProblemFileError(f"{path}: not readable as parquet ({error})") from error
+        raise ProblemFileError(f"{path}: cannot be read as parquet ({error})") from error
 
 
 def read_hub(name: str, *, split: str, subset: str | None, revision: str | None) -> Iterator[tuple[str, Row]]:
@@ -131,7 +133,7 @@ def require_file(path: Path) -> None:
         raise ProblemFileError(f"{path}: is a folder, not a file")
     if not path.exists():
         files = sorted(entry.name for entry in path.parent.glob(f"*{path.suffix}"))[:8] if path.parent.is_dir() else []
-        hint = f"; in that folder: {', '.join(files)}" if files else ""
+        hint = f"; files in this folder: {', '.join(files)}" if files else ""
         hint = hint if path.parent.is_dir() else f"; there is no folder {path.parent}"
         raise ProblemFileError(f"{path}: no such file{hint}")
 
@@ -190,7 +192,7 @@ def _statement(
         value = _as_text(messages)
     if value is not None and not isinstance(value, str):
         raise ProblemFieldError(
-            f"{location}: the problem's statement must be text or a list of messages, but is {type(value).__name__}"
+            f"{location}: the problem's statement must be text or a list of messages; got {type(value).__name__}"
         )
     statement = unwrap(value or "")
     if not statement.strip():
@@ -234,7 +236,7 @@ def _info(row: Row, location: str, fields: Mapping[str, str | None], used: set[s
             info[name] = freeze(value, name)
         except NotJSONError as error:
             raise ProblemFieldError(
-                f"{location}: column {error}, which is not JSON (text, numbers, true, false, null, lists and objects); "
+                f"{location}: column {error}, which is not JSON (text, numbers, true, false, null, lists and objects): "
                 f"convert it, or drop the column with fields.{name}=null"
             ) from error
     return info
@@ -262,9 +264,9 @@ def canonical_answer(value: object, location: str) -> str | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ProblemFieldError(f"{location}: the answer must be text or a number, but is {type(value).__name__}")
+        raise ProblemFieldError(f"{location}: the answer must be text or a number; got {type(value).__name__}")
     if isinstance(value, float) and not abs(value) < float("inf"):
-        raise ProblemFieldError(f"{location}: the answer is {value}, but must be a finite number or text")
+        raise ProblemFieldError(f"{location}: the answer must be a finite number or text; got {value}")
     text = str(value).rsplit("####", 1)[-1].strip()
     whole = _WHOLE_FLOAT.fullmatch(text)
     if whole:

@@ -88,10 +88,12 @@ class Mixture:
         if not self.sources:
             raise EmptyProblemsError("a mixture needs at least one source of problems")
         if len(self.weights) != len(self.sources):
-            raise ProblemError(f"a mixture of {len(self.sources)} sources has {len(self.weights)} weights")
+            raise ProblemError(
+                f"a mixture needs one weight per source; {len(self.sources)} sources have {len(self.weights)} weights"
+            )
         for source, weight in zip(self.sources, self.weights, strict=True):
             if not 0 < weight < float("inf"):
-                raise ProblemError(f"{source.name}: weight must be positive and finite, got {weight}")
+                raise ProblemError(f"{source.name}: weight must be positive and finite; got {weight}")
         names = [source.name for source in self.sources]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
@@ -160,7 +162,7 @@ class ProblemSampler:
         for key in ("seed", "sources", "weights"):
             if saved[key] != ours[key]:
                 raise SamplerStateError(
-                    f"the saved sampler position was made with other {key}: saved {saved[key]!r}, now {ours[key]!r}"
+                    f"the saved sampler position has different {key}: saved {saved[key]!r}, now {ours[key]!r}"
                 )
         self._drawn = int(state["drawn"])
         self._positions = [int(position) for position in state["positions"]]

@@ -73,7 +73,7 @@ class ProblemSourceSettings(BaseModel):
     heldout_fraction: float = Field(default=0.2, gt=0, lt=1, description="fraction of statements in part heldout")
     exclude: list[str] = Field(
         default=[],
-        description="files whose problems are removed, ignoring numbers, such as data of the cold start or evaluation",
+        description="files whose problems are removed, ignoring numbers, such as cold-start or evaluation data",
     )
 
     @property

@@ -206,7 +206,7 @@ def load_source(settings: ProblemSourceSettings, *, seed: int = 0, answered: boo
         beyond_limit=len(kept) - len(limited),
     )
     if not limited:
-        raise EmptyProblemsError(f"no problems are left of {report.describe()}")
+        raise EmptyProblemsError(f"no problems remain in {report.describe()}")
     return LoadedSource(source=FiniteSource(name, limited), report=report)
 
 
@@ -330,7 +330,9 @@ def _problems(
             row, location, source=name, fields=settings.fields, answered=answered or settings.skip_unanswered
         )
         if problem.answer is None and answered and not settings.skip_unanswered:
-            raise ProblemFieldError(f"{location}: the problem has no answer; skip_unanswered=true skips such rows")
+            raise ProblemFieldError(
+                f"{location}: the problem has no answer; set skip_unanswered=true to skip such rows"
+            )
         yield location, None if problem.answer is None and settings.skip_unanswered else problem
 
 

@@ -39,7 +39,7 @@ class FormulaError(ValueError):
     """The formula cannot be computed with integers; ``reason`` completes "problems ..."."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"a formula {reason}")
+        super().__init__(f"unusable formula: a problem {reason}")
         self.reason = reason
 
 
@@ -64,9 +64,9 @@ class Formula:
         """
         left, equals, right = text.partition("=")
         if len(text) > MAX_LENGTH or not _ALLOWED.fullmatch(left):
-            raise FormulaError("whose formula is more than arithmetic")
+            raise FormulaError("whose formula contains more than integer arithmetic")
         if equals and not _ALLOWED.fullmatch(right):
-            raise FormulaError("whose formula is more than arithmetic")
+            raise FormulaError("whose formula contains more than integer arithmetic")
         try:
             tree = ast.parse(re.sub(r"(?<=\d),(?=\d{3})", "", left).strip(), mode="eval").body
         except SyntaxError as error:
@@ -111,7 +111,7 @@ def _checked(node: ast.expr) -> ast.expr:
         if node.value != int(node.value):
             raise FormulaError("whose formula has decimals")
         return ast.Constant(value=int(node.value))
-    raise FormulaError("whose formula is more than arithmetic")
+    raise FormulaError("whose formula contains more than integer arithmetic")
 
 
 def _value(node: ast.expr, floor: bool) -> int:
@@ -123,7 +123,7 @@ def _value(node: ast.expr, floor: bool) -> int:
         raise FormulaError("whose division leaves a remainder")
     value = _OPERATORS[type(node.op)](left, right)
     if not 0 <= value <= MAX_VALUE:
-        raise FormulaError("with a negative or huge step")
+        raise FormulaError("with a negative or very large intermediate result")
     return value
 
 
@@ -286,7 +286,7 @@ def _solve(problem: Problem, formula: object) -> _Solved | str:
     try:
         parsed = Formula.parse(formula)
         if str(parsed.value()) != problem.answer:
-            return "whose formula gives another answer"
+            return "whose formula does not equal the answer"
     except FormulaError as error:
         return error.reason
     mentions = tuple(mention for mention in number_mentions(problem.statement) if mention.value in parsed.numbers)

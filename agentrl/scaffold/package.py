@@ -98,11 +98,11 @@ def _check_name(name: str) -> None:
         nearest = re.sub(r"[^a-z0-9]+", "-", _kebab(name).lower()).strip("-0123456789")
         hint = f"; did you mean {nearest!r}?" if _NAME.fullmatch(nearest) else ""
         raise SettingsError(
-            f"new environment {name!r}: a name has only lowercase letters, digits, '-' and '_' and "
-            f"starts with a letter{hint}"
+            f"new environment {name!r}: a name must start with a letter and contain only lowercase "
+            f"letters, digits, '-' and '_'{hint}"
         )
     if keyword.iskeyword(module) or module in sys.stdlib_module_names:
-        raise SettingsError(f"new environment {name!r}: {module!r} is a name of Python; choose another name")
+        raise SettingsError(f"new environment {name!r}: {module!r} is reserved by Python; choose another name")
     if name in ENVIRONMENTS.names() or importlib.util.find_spec(module) is not None:
         raise SettingsError(
             f"new environment {name!r}: an environment or module with this name is installed; choose another name"

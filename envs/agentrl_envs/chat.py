@@ -168,7 +168,7 @@ class ChatFormat:
     def reply(self, text: str) -> MarkedText:
         """Return the text from the end of a model turn, over a user message, to the start of the next model turn."""
         if self.user is None:
-            raise EpisodeUsageError("this chat format has no user=, which a message after a model turn needs")
+            raise EpisodeUsageError("this chat format cannot write a user message after a model turn: set user=")
         before, after = self.user
         message: ChatMessage = {"role": "user", "content": text}
         return MarkedText(*self._ending(), Mark(before), text, Mark(after), messages=[message])

@@ -37,7 +37,7 @@ class _InfrastructureError(Exception):
     """The sandbox responded with an infrastructure failure."""
 
     def __init__(self, execution: Execution) -> None:
-        super().__init__(execution.stderr.strip() or "the sandbox reports an infrastructure failure")
+        super().__init__(execution.stderr.strip() or "the sandbox reported an infrastructure failure")
         self.execution = execution
 
 
@@ -115,7 +115,7 @@ class EpisodeSandbox:
         except RuntimeError:
             work = self.execute(program, timeout=timeout, stdin=stdin, files=files, fetch_files=fetch_files)
             return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-        raise EpisodeUsageError("sandbox.run() would block the event loop: write await sandbox.execute(...) there")
+        raise EpisodeUsageError("sandbox.run() would block the event loop: use await sandbox.execute(...)")
 
     async def fork(self) -> EpisodeSandbox:
         """Return the sandbox of a forked episode, with a copy of the session. Raises UnavailableError."""

@@ -86,7 +86,7 @@ class ProblemEnv(gymnasium.Env[str, str]):
 
     def __init__(self, problems: Sequence[Problem], environment: SimpleTIREnvironment | ReasoningEnvironment) -> None:
         if not problems:
-            raise ValueError("problems is empty: give at least one Problem")
+            raise ValueError("problems must contain at least one Problem")
         self.action_space = UnicodeText(_MAX_TEXT)
         self.observation_space = UnicodeText(_MAX_TEXT)
         self.telemetry: list[ToolCall] = []
@@ -109,7 +109,7 @@ class ProblemEnv(gymnasium.Env[str, str]):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
         """Play one turn. Terminated if the policy ended the episode, truncated if anything else did."""
         if self._episode is None or self._loop is None:
-            raise EpisodeUsageError("step() before reset()")
+            raise EpisodeUsageError("the episode is not running: call reset() before step()")
         step = self._loop.run(self._episode.step(action))
         self.telemetry.extend(step.tool_calls)
         truncated = step.ended is not None and (step.ended.is_truncation or step.ended.is_excluded)

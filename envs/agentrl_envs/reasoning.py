@@ -66,7 +66,7 @@ class ReasoningProtocol:
 
     def observation(self, text: str, results: Sequence[str]) -> str:
         """Not called: no turn has a program or a call."""
-        raise AssertionError("reasoning observes nothing")
+        raise AssertionError("reasoning has no observations")
 
 
 class ReasoningEnvironment(Environment):

@@ -116,13 +116,13 @@ class Reward:
         function = REWARDS[path]
         if not callable(function):
             raise PluginError(
-                f"reward.functions {path!r} is a {type(function).__name__}, expected a function "
+                f"reward.functions {path!r} is a {type(function).__name__}, but must be a function "
                 "(problem, conversation, verdict) -> float"
             )
         self._injected = injected_parameters(function, ("sandbox",))
         if not _takes(function, 3, self._injected):
             raise PluginError(
-                f"reward.functions {path!r} cannot be called with (problem, conversation, verdict): it takes "
+                f"reward.functions {path!r} cannot be called with (problem, conversation, verdict): its parameters are "
                 f"{inspect.signature(function)}"
             )
         self.path = path
@@ -162,7 +162,7 @@ class Reward:
         if not isinstance(value, (list, tuple)):
             return (0.0,) * (turns - 1) + (self._checked(problem, value),)
         if len(value) != turns:
-            message = f"returned {len(value)} numbers for {turns} turns of the model"
+            message = f"returned {len(value)} numbers for {turns} model turns"
             raise RewardError(self._message(problem, message))
         return tuple(self._checked(problem, item) for item in value)
 
@@ -176,7 +176,7 @@ class Reward:
         try:
             return as_reward(value)
         except ValueError as error:
-            raise RewardError(self._message(problem, f"returned {error}, or a list of one for each turn")) from None
+            raise RewardError(self._message(problem, f"returned {error}, or a list of one per turn")) from None
 
     def _message(self, problem: Problem, what: str) -> str:
         return f"the reward {self.path} {what} (problem {problem.id})"
@@ -223,7 +223,7 @@ class Rewards:
             turns = tuple(as_reward(math.fsum(turn)) for turn in zip(*weighted, strict=True))
         except ValueError as error:
             raise RewardError(
-                f"problem {problem.id}: the weighted sum of reward.functions for a turn is {error}. Lower the weights"
+                f"problem {problem.id}: the weighted sum of reward.functions for a turn is {error}; lower the weights"
             ) from None
         return RewardSum(
             turns=turns,

@@ -304,7 +304,7 @@ class SimpleTIREnvironment(Environment):
 
     def _opened(self) -> Sandbox:
         if self._sandbox is None:
-            raise EpisodeUsageError("the environment is not open: await its open() first")
+            raise EpisodeUsageError("the environment is not open: await environment.open() first")
         return self._sandbox
 
 

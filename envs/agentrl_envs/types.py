@@ -209,7 +209,7 @@ def freeze(value: object, path: str = "") -> object:
         return _ReadOnlyDict(_items(value, path))
     if isinstance(value, (list, tuple)):
         return _ReadOnlyList([freeze(item, f"{path}.{number}") for number, item in enumerate(value)])
-    raise NotJSONError(f"{path} holds {type(value).__name__}")
+    raise NotJSONError(f"{path} contains {type(value).__name__}")
 
 
 def thaw(value: object) -> object:

@@ -228,7 +228,7 @@ async def test_a_missing_argument_is_said_with_the_setting_that_gives_it() -> No
             pass
     assert str(raised.value) == (
         "creating Needs raised TypeError: Needs.__init__() missing 1 required positional argument: 'size'; "
-        "environment.kwargs gives arguments to __init__"
+        "set the arguments of __init__ in environment.kwargs"
     )
     async with playing(f"{HERE}:Needs", kwargs={"size": 3}):
         pass
@@ -251,7 +251,9 @@ async def test_free_text_goes_to_step() -> None:
 
 async def test_a_reward_beyond_the_bound_is_refused() -> None:
     async with playing(f"{HERE}:Lavish", plain=True) as (episode, _):
-        with pytest.raises(EnvironmentContractError, match=r"Lavish' returned the reward 1e\+308; valid: a number"):
+        with pytest.raises(
+            EnvironmentContractError, match=r"Lavish' returned the invalid reward 1e\+308; valid: a number"
+        ):
             await episode.step("one")
 
 
@@ -278,9 +280,9 @@ async def test_an_environment_for_trl_runs_unchanged() -> None:
     [
         (
             "Wants",
-            r"reset\(\) of environment '.*:Wants' takes the column 'database'; columns of problem toy: answer",
+            r"reset\(\) of environment '.*:Wants' requires the column 'database'; columns of problem toy: answer",
         ),
-        ("WantsMore", r"'.*:WantsMore' takes the columns 'database', 'table'; columns of problem toy: answer"),
+        ("WantsMore", r"'.*:WantsMore' requires the columns 'database', 'table'; columns of problem toy: answer"),
         ("Breaks", r"reset\(\) of environment '.*:Breaks' raised KeyError: 'gone'"),
     ],
 )

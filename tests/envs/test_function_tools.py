@@ -261,9 +261,9 @@ def test_the_schema_comes_from_the_signature_and_the_docstring() -> None:
     [
         ("no_types", "its parameter 'a' has no type"),
         ("no_docstring", "it has no docstring"),
-        ("no_description", "no line for the parameter 'a' under Args:"),
+        ("no_description", "does not describe the parameter 'a' under Args:"),
         ("many", "its parameter 'numbers' cannot be passed by name"),
-        ("unknown_type", r"its annotations cannot be read \(name 'Nowhere' is not defined\)"),
+        ("unknown_type", r"its annotations cannot be evaluated \(name 'Nowhere' is not defined\)"),
         ("AsksTooMuch", "__init__ takes 'database'; valid parameters: problem, sandbox"),
         ("NoTools", "NoTools has no public methods, so it has no tools"),
     ],
@@ -394,7 +394,7 @@ async def test_a_tool_that_holds_the_event_loop_is_named(
             await made.step(call("rude") + call("rude"))
     (message,) = [record.message for record in caplog.records if record.name == calling.logger.name]
     assert message.startswith("the tool 'rude' blocked the event loop, and with it all rollouts, for ")
-    assert "Make it a plain function, which runs in a thread" in message
+    assert "Make it a synchronous function, which runs in a thread" in message
 
 
 class Echo:

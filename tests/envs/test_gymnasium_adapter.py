@@ -104,7 +104,9 @@ async def test_a_gymnasium_class_is_an_environment(environment: Environment, pro
     assert episode.stop == ("\n",)
     assert episode.turn_complete("anything")
     assert await episode.step("3") == Step(observation="higher", reward=0.1, ended=None)
-    with pytest.raises(EnvironmentContractError, match=r"toy-0: step\(\) returned the reward 1e\+308; valid: a number"):
+    with pytest.raises(
+        EnvironmentContractError, match=r"toy-0: step\(\) returned the invalid reward 1e\+308; valid: a number"
+    ):
         await episode.step("101")
     assert await episode.step("5") == Step(
         observation="yes", reward=1.0, ended=Ended.ANSWERED, verdict=Verdict.CORRECT, answer="5"
@@ -187,7 +189,7 @@ def test_our_own_environments_are_found_by_name() -> None:
             f"{__name__}:Nothing",
             r"neither a gymnasium.Env, nor a class with reset, nor a subclass of agentrl_envs",
         ),
-        (f"{__name__}:NUMBER", "is a int, expected a class or a function"),
+        (f"{__name__}:NUMBER", "is a int, but must be a class or a function"),
     ],
 )
 def test_a_wrong_name_is_told_the_right_ones(name: str, message: str) -> None:

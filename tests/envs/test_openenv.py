@@ -152,7 +152,7 @@ async def test_a_server_that_goes_away_is_no_data(server: GuessServer) -> None:
 async def test_what_is_not_openenvs_is_said(server: GuessServer) -> None:
     episode = (await opened(server.url)).episode(PROBLEM)
     await episode.start()
-    with pytest.raises(EnvironmentContractError, match="sent the message 'state', expected an observation"):
+    with pytest.raises(EnvironmentContractError, match="sent a message of type 'state' instead of an observation"):
         await episode.step("0")
     await episode.close()
     with pytest.raises(PluginError, match=r"is not an OpenEnv server: .* returned status 404"):
@@ -172,8 +172,12 @@ TOOL = {"tool_name": "run", "arguments": {"code": "{text}"}}
 @pytest.mark.parametrize(
     ("schemas", "settings", "said"),
     [
-        (SCHEMAS | {"action": TWO}, {}, "its action has the text fields code, language; name one with environment"),
-        (SCHEMAS | {"action": {}}, {}, r"its action has no text field \(fields: \); name one with environment.action"),
+        (SCHEMAS | {"action": TWO}, {}, "its action has the text fields code, language; select one with environment"),
+        (
+            SCHEMAS | {"action": {}},
+            {},
+            r"its action has no text field \(fields: \); select one with environment.action",
+        ),
         (SCHEMAS | {"observation": TWO}, {}, "its observation has the text fields code, language"),
         (SCHEMAS | {"reset_observation": TWO}, {}, "its first observation has the text fields"),
         (SCHEMAS, {"action": {"guess": "4"}}, r"it must contain \{text\} where"),

@@ -77,7 +77,7 @@ def test_the_environment_stands_for_settings() -> None:
     [
         ({"path": "reasoning_gym:chain_sun"}, r"no data set of this name; did you mean 'chain_sum'\?"),
         ({"path": "reasoning_gym:chain_sum", "split": "test"}, "unknown split 'test'; valid: train, heldout"),
-        ({"path": "reasoning_gym:chain_sum", "options": {"max_term": 2}}, "bad options"),
+        ({"path": "reasoning_gym:chain_sum", "options": {"max_term": 2}}, "invalid options"),
     ],
 )
 def test_a_wrong_name_split_or_option_is_one_message(entry: dict[str, object], message: str) -> None:

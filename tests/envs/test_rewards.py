@@ -149,9 +149,12 @@ async def test_a_deadline_is_kept(name: str) -> None:
     [
         ("nowhere:reward", "reward 'nowhere:reward': there is no module 'nowhere'"),
         (f"{__name__}:lenth", "has no 'lenth'; did you mean 'length'"),
-        (f"{__name__}:NUMBER", "is a int, expected a function"),
+        (f"{__name__}:NUMBER", "is a int, but must be a function"),
         ("length", "unknown reward 'length' (valid: module:attribute)"),
-        (f"{__name__}:of_one_argument", "cannot be called with (problem, conversation, verdict): it takes (problem: "),
+        (
+            f"{__name__}:of_one_argument",
+            "cannot be called with (problem, conversation, verdict): its parameters are (problem: ",
+        ),
         ("raising_module:reward", "importing module 'raising_module' raised RuntimeError: at import ("),
         ("exiting_module:reward", "importing module 'exiting_module' raised SystemExit: 5 ("),
         ("wrong_module:reward", "importing module 'wrong_module' raised SyntaxError: "),
@@ -215,12 +218,12 @@ async def test_a_weight_of_zero_is_a_metric_alone() -> None:
 
 
 async def test_a_weighted_sum_beyond_the_bound_names_the_weights() -> None:
-    with pytest.raises(RewardError, match=r"problem toy-3: the weighted sum .* is 2000000\.0; .*\. Lower the weights"):
+    with pytest.raises(RewardError, match=r"problem toy-3: the weighted sum .* is 2000000\.0; .*; lower the weights"):
         await rewards({"large": 2.0})(PROBLEM, CONVERSATION, None)
 
 
 async def test_turns_are_all_rewarded_or_none() -> None:
-    with pytest.raises(RewardError, match=r"too_few returned 1 numbers for 2 turns of the model \(problem toy-3\)"):
+    with pytest.raises(RewardError, match=r"too_few returned 1 numbers for 2 model turns \(problem toy-3\)"):
         await rewards({"too_few": 1.0})(PROBLEM, TWO_TURNS, None)
 
 

@@ -88,11 +88,11 @@ def test_tools_are_found_by_name() -> None:
         (("pyton",), "unknown tool 'pyton'; did you mean 'python'? (valid: python, module:attribute)"),
         (("nowhere:Tool",), "there is no module 'nowhere'"),
         ((f"{HERE}:Lokup",), "has no 'Lokup'; did you mean 'Lookup'"),
-        ((f"{HERE}:NUMBER",), "cannot be a tool: it is a int, expected a function or a class"),
+        ((f"{HERE}:NUMBER",), "cannot be a tool: it is a int, but must be a function or a class"),
         ((f"{HERE}:NoName",), "its name 'no name' must be letters"),
         ((f"{HERE}:NoSchema",), 'a JSON schema with "type": "object"'),
         ((f"{HERE}:BadSchema",), "its parameters are not a JSON schema: 'text' is not valid under"),
-        ((f"{HERE}:Blocking",), "its call must be an async function"),
+        ((f"{HERE}:Blocking",), "its method call must be an async function"),
         ((f"{HERE}:Lookup", f"{HERE}:instance"), "two tools have the name 'lookup'"),
     ],
 )

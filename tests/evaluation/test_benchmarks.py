@@ -84,7 +84,7 @@ def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
     with pytest.raises(ProblemError, match=r"math500\.jsonl: no such file"):
         load_benchmark("math500", data_dir=tmp_path)
     write(tmp_path / "yours.jsonl", rows(1))
-    with pytest.raises(ProblemError, match=r"mine\.jsonl: no such file; in that folder: yours\.jsonl"):
+    with pytest.raises(ProblemError, match=r"mine\.jsonl: no such file; files in this folder: yours\.jsonl"):
         load_benchmark(str(tmp_path / "mine.jsonl"))
 
 

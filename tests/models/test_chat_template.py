@@ -85,7 +85,7 @@ def test_the_end_of_a_turn_is_written_once() -> None:
 
 
 def test_a_turn_end_that_is_no_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="'ab' is not one token of the tokenizer but 2"):
+    with pytest.raises(ValueError, match="the end-of-turn marker 'ab' must be a single token; got 2"):
         TextCodec(TOKENIZER, turn_end="ab")
 
 
@@ -100,13 +100,13 @@ NO_TOOLS = QWEN.replace("{%- if tools %}", "{%- if false %}")
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "hermes, but the tokenizer of m has no chat template; take an instruction-tuned model, or"),
-        (OTHER_CALLS, r"does not write a call in a form that can be read \(hermes, qwen_coder, mistral, llama\)"),
-        (BARE, r"does not show the tools it is given: \['python'\]"),
-        (RAISING, "cannot write a conversation with tools: no tools here"),
-        (POSITION, "writes a tool's response differently at different places"),
-        (TRIMMED, "does not write the messages of a conversation with tools once, in order and as they are"),
-        (NO_TOOLS, r"does not show the tools it is given: \['python'\]"),
+        (None, "hermes, but the tokenizer of m has no chat template; use an instruction-tuned model, or"),
+        (OTHER_CALLS, r"does not write tool calls in a supported format \(hermes, qwen_coder, mistral, llama\)"),
+        (BARE, r"does not render the tools \['python'\]"),
+        (RAISING, "cannot render a conversation with tools: no tools here"),
+        (POSITION, "renders a tool response differently depending on its position"),
+        (TRIMMED, "does not render each message of a conversation with tools unchanged, once and in order"),
+        (NO_TOOLS, r"does not render the tools \['python'\]"),
     ],
 )
 def test_templates_that_cannot_be_spoken(template: str | None, message: str) -> None:

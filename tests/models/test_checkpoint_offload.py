@@ -121,5 +121,5 @@ def test_nothing_is_left_after_a_forward_that_failed(folder: Path, moved: list[T
 
 
 def test_it_needs_checkpoints() -> None:
-    with pytest.raises(ValidationError, match="checkpoint_offload=true moves what gradient_checkpointing keeps"):
+    with pytest.raises(ValidationError, match="checkpoint_offload=true requires gradient checkpointing"):
         ModelSettings(checkpoint_offload=True)

@@ -164,9 +164,9 @@ def test_exact_energies_are_those_of_the_adapters(kind: str, checkpointed: bool)
 @pytest.mark.parametrize(
     ("targets", "said"),
     [
-        (["q_proj", "gate"], "no linear layer of Qwen2ForCausalLM has a name that ends with gate; valid: q_proj, k_pr"),
+        (["q_proj", "gate"], "no linear layer of Qwen2ForCausalLM has a name that ends in gate; valid: q_proj, k_proj"),
         (["lm_head"], "lm_head is the model's head, which cannot have an adapter"),
-        (["embed_tokens"], "ends with embed_tokens; valid: q_proj"),
+        (["embed_tokens"], "ends in embed_tokens; valid: q_proj"),
     ],
 )
 def test_targets_that_cannot_be(targets: list[str], said: str) -> None:

@@ -208,7 +208,7 @@ def test_what_else_a_model_does_is_refused_by_name(half: bool) -> None:
     states = model()
     inner = states.model.forward
     states.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
-    with pytest.raises(SettingsError, match="changes the states between its transformer and its head"):
+    with pytest.raises(SettingsError, match="changes the hidden states between its transformer and its head"):
         split_model(states)
     assert states.model.forward == inner
 
@@ -216,10 +216,10 @@ def test_what_else_a_model_does_is_refused_by_name(half: bool) -> None:
     more.model.register_forward_pre_hook(
         lambda module, args, kwargs: (args, kwargs | {"token_type_ids": torch.zeros(1, 3)}), with_kwargs=True
     )
-    with pytest.raises(SettingsError, match="gives its transformer more than the tokens"):
+    with pytest.raises(SettingsError, match="passes more than token ids to its transformer"):
         split_model(more)
 
-    with pytest.raises(SettingsError, match="GPT2Model has no linear head"):
+    with pytest.raises(SettingsError, match="GPT2Model is not a causal language model"):
         split_model(build_tiny("gpt2").transformer)
     with pytest.raises(SettingsError, match=r"multiplies its head's output by -0\.5"):
         split_model(build_tiny("cohere", logit_scale=-0.5))

@@ -189,7 +189,7 @@ def test_positions_that_change_with_the_longest_sequence_pack_up_to_where_they_c
     policy = PolicyModel(with_positions(kind))
     alone = statistics_of(policy, [12])
     torch.testing.assert_close(statistics_of(policy, [12, 5, 12])[:10], alone, rtol=1e-6, atol=1e-6)
-    message = rf"beyond 12 tokens the model's positions \({kind}\) depend on the longest sequence"
+    message = rf"beyond 12 tokens, the model's rotary embeddings \({kind}\) depend on the longest sequence"
     with pytest.raises(SettingsError, match=message):
         statistics_of(policy, [12, 14])
     critic = ValueModel(with_positions(kind))
@@ -203,16 +203,16 @@ def test_positions_that_change_with_the_longest_sequence_pack_up_to_where_they_c
 def test_the_refusal_names_what_would_work() -> None:
     dynamic, longrope = (with_positions(kind).config for kind in ("dynamic", "longrope"))
     assert length_obstacle(dynamic, 12) is length_obstacle(longrope, 12) is None
-    valid = "valid: rollout.max_prompt_tokens and rollout.max_response_tokens of at most 12 together"
+    valid = "lower the sum of rollout.max_prompt_tokens and rollout.max_response_tokens to 12"
     assert str(length_obstacle(dynamic, 40)).endswith(valid)
-    other = ", or a copy of the model whose config.json has the long_factor as its short_factor too"
+    other = ", or use a copy of the model whose config.json sets short_factor to long_factor"
     assert str(length_obstacle(longrope, 40)).endswith(valid + other)
     longrope.rope_parameters["short_factor"] = longrope.rope_parameters["long_factor"]
     assert length_obstacle(longrope, 40) is None
     layers = build_tiny("gemma3_text").config
     layers.rope_parameters = {"full_attention": dynamic.rope_parameters, "sliding_attention": {}}
     assert length_obstacle(layers, 256) is None
-    assert "beyond 256 tokens the model's positions (dynamic)" in str(length_obstacle(layers, 257))
+    assert "beyond 256 tokens, the model's rotary embeddings (dynamic)" in str(length_obstacle(layers, 257))
 
 
 @pytest.mark.on_device
@@ -254,7 +254,7 @@ def test_a_window_that_only_the_mask_has_is_refused() -> None:
     policy.causal_lm.config.layer_types = ["full_attention", "sliding_attention"]
     policy.causal_lm.config.sliding_window = 4
     policy.causal_lm.model.has_sliding_layers = True
-    with pytest.raises(SettingsError, match="Qwen2Attention masks a window of 4 but calls attention with None"):
+    with pytest.raises(SettingsError, match="Qwen2Attention has a window of 4 but calls attention with None"):
         policy(batch.row, batch.rows, batch.columns)
 
 
@@ -287,7 +287,7 @@ def test_attention_is_chosen_by_machine_and_model(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert (chosen("auto"), chosen("auto", windows), chosen("sdpa")) == ("sdpa", "sdpa", "sdpa")
     for wanted in ("flex", "flash"):
-        with pytest.raises(SettingsError, match=f"model.attention={wanted} needs a GPU; or set model.attention=auto"):
+        with pytest.raises(SettingsError, match=f"model.attention={wanted} needs a GPU; otherwise set model.attention"):
             chosen(wanted)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("agentrl.models.attention.varlen_kernel", lambda: torch_varlen)
@@ -305,7 +305,7 @@ def test_attention_is_chosen_by_machine_and_model(monkeypatch: pytest.MonkeyPatc
         chosen("flash", dtype="float32")
     wide = build_tiny("qwen3", head_dim=512).config
     assert chosen("auto", wide) == "sdpa"
-    with pytest.raises(SettingsError, match="takes heads of up to 256 dimensions, and the model's have 512; or set"):
+    with pytest.raises(SettingsError, match="supports heads of up to 256 dimensions, but the model's have 512"):
         chosen("flash", wide)
 
 

@@ -113,7 +113,7 @@ def test_shared_prompts_go_through_the_model_once() -> None:
 def test_a_model_with_layers_that_mix_documents_is_refused_by_name() -> None:
     model = tiny_model()
     model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(SettingsError, match=r"the model \(qwen2\) has layers of linear_attention, which would mix"):
+    with pytest.raises(SettingsError, match=r"the model \(qwen2\) has layers of type linear_attention, which would"):
         PolicyModel(model)
 
 

@@ -154,12 +154,12 @@ def test_bad_input_is_one_message_that_says_what_works(
         (
             {"layer_types": ["full_attention", "linear_attention"]},
             [],
-            r"has layers of linear_attention, .* valid: a model of full_attention and sliding_attention alone, such as",
+            r"has layers of type linear_attention, .*: choose a model with only full_attention and sliding_attention",
         ),
         (
             {},
             ["model.lora.rank=4", "model.lora.targets=[nothing]"],
-            r"model\.lora\.targets: no linear layer of \w+ has a name that ends with nothing; valid: q_proj, .* or an",
+            r"model\.lora\.targets: no linear layer of \w+ has a name that ends in nothing; valid: q_proj, .* or an",
         ),
     ],
 )

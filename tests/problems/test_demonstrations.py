@@ -49,7 +49,7 @@ GOOD = {"id": "a", "problem": "1+1?", "answer": "2", "turns": [{"model": "\\boxe
         ({"answer": ""}, r"d\.jsonl:2: a demonstration needs a text 'answer'"),
         ({"problem": 3}, r"d\.jsonl:2: a demonstration needs a text 'problem'"),
         ({"turns": []}, r"d\.jsonl:2: .*non-empty list 'turns'"),
-        ({"turns": [{"observation": "x"}]}, r"d\.jsonl:2: turn 1 needs a text 'model'"),
+        ({"turns": [{"observation": "x"}]}, r"d\.jsonl:2: turn 1 needs a non-empty text 'model'"),
         ({"turns": [{"model": "a", "observation": 1}]}, r"d\.jsonl:2: turn 1: 'observation' must be text"),
         ({"setup": 1}, r"d\.jsonl:2: 'setup' must be text"),
     ],
@@ -68,7 +68,7 @@ def test_bad_files_are_named(tmp_path: Path):
     (tmp_path / "empty.jsonl").write_text("\n\n", encoding="utf-8")
     with pytest.raises(EmptyProblemsError, match=r"empty\.jsonl: the file contains no demonstrations"):
         read_demonstrations(tmp_path / "empty.jsonl")
-    with pytest.raises(ProblemFileError, match=r"none\.jsonl: no such file; in that folder: empty\.jsonl, torn\.jsonl"):
+    with pytest.raises(ProblemFileError, match=r"none\.jsonl: no such file; files in this folder: empty\.jsonl, torn"):
         read_demonstrations(tmp_path / "none.jsonl")
 
 

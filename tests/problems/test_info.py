@@ -79,7 +79,7 @@ def test_a_column_that_is_not_json_is_one_clear_message(tmp_path: Path, value: o
     with pytest.raises(ProblemFieldError) as caught:
         load_source(ProblemSourceSettings(path=str(path)))
     assert str(caught.value) == (
-        f"{path} row 0: column {kind}, which is not JSON (text, numbers, true, false, null, lists and objects); "
+        f"{path} row 0: column {kind}, which is not JSON (text, numbers, true, false, null, lists and objects): "
         "convert it, or drop the column with fields.image=null"
     )
     assert load_source(ProblemSourceSettings(path=str(path), fields={"image": None})).source.problem(0).info == {}

@@ -55,9 +55,9 @@ def test_mixture_draws_by_weight():
 
 def test_a_position_of_other_problems_is_refused():
     saved = ProblemSampler(toy("a", 3), seed=0).state_dict()
-    with pytest.raises(SamplerStateError, match=r"other seed: saved 0, now 1"):
+    with pytest.raises(SamplerStateError, match=r"different seed: saved 0, now 1"):
         ProblemSampler(toy("a", 3), seed=1).load_state_dict(saved)
-    with pytest.raises(SamplerStateError, match=r"other sources: saved \['a:3:.*now \['a:4:"):
+    with pytest.raises(SamplerStateError, match=r"different sources: saved \['a:3:.*now \['a:4:"):
         ProblemSampler(toy("a", 4), seed=0).load_state_dict(saved)
     with pytest.raises(SamplerStateError, match="lacks positions, weights"):
         ProblemSampler(toy("a", 3), seed=0).load_state_dict({"seed": 0, "drawn": 0, "sources": []})
@@ -66,7 +66,7 @@ def test_a_position_of_other_problems_is_refused():
 def test_unusable_mixtures_are_refused():
     with pytest.raises(EmptyProblemsError, match="at least one source"):
         Mixture(sources=(), weights=())
-    with pytest.raises(ProblemError, match="a: weight must be positive and finite, got 0"):
+    with pytest.raises(ProblemError, match="a: weight must be positive and finite; got 0"):
         Mixture(sources=(toy("a", 1),), weights=(0.0,))
     with pytest.raises(ProblemError, match="contains 'a' twice"):
         Mixture(sources=(toy("a", 1), toy("a", 2)), weights=(1.0, 1.0))

@@ -110,7 +110,7 @@ def test_repeats_are_counted_and_kept_once(tmp_path: Path):
 
 def test_unanswered_rows_are_an_error_or_counted(tmp_path: Path):
     path = write(tmp_path / "x.jsonl", [{"problem": "a?", "answer": "1"}, {"problem": "b?", "answer": ""}])
-    with pytest.raises(ProblemFieldError, match=r"x\.jsonl:2: the problem has no answer; skip_unanswered=true"):
+    with pytest.raises(ProblemFieldError, match=r"x\.jsonl:2: the problem has no answer; set skip_unanswered=true"):
         load(path)
     loaded = load(path, skip_unanswered=True)
     assert loaded.report is not None
@@ -122,15 +122,15 @@ def test_unanswered_rows_are_an_error_or_counted(tmp_path: Path):
     [
         ('{"problem": "a?", "answer": "1"}\n{"problem": ', r"x\.jsonl:2: not valid JSON"),
         ('{"problem": "\\ud83d\\ude00 \\ud83d?", "answer": "1"}', r"x\.jsonl:1: contains half a character"),
-        ('{"problem": "a?", "answer": "1"}\n\n[1]', r"x\.jsonl:3: expected a JSON object, but the line is list"),
+        ('{"problem": "a?", "answer": "1"}\n\n[1]', r"x\.jsonl:3: each line must be a JSON object; got list"),
         (
             '{"text": "a?", "answer": "1"}',
             r"x\.jsonl:1: no field for the problem .*: answer, text; .*fields\.problem",
         ),
         ('{"problem": "a?", "value": "1"}', r"x\.jsonl:1: no field for the answer .*; fields: problem, value;"),
         ('{"problem": " ", "answer": "1"}', r"x\.jsonl:1: the problem's statement is empty"),
-        ('{"problem": "a?", "answer": true}', r"x\.jsonl:1: the answer must be text or a number, but is bool"),
-        ('{"problem": "a?", "answer": NaN}', r"x\.jsonl:1: the answer is nan"),
+        ('{"problem": "a?", "answer": true}', r"x\.jsonl:1: the answer must be text or a number; got bool"),
+        ('{"problem": "a?", "answer": NaN}', r"x\.jsonl:1: the answer must be a finite number or text; got nan"),
         ("", r"x\.jsonl: the file contains no problems"),
         (
             '{"id": 1, "problem": "a?", "answer": "1"}\n{"id": 1, "problem": "b?", "answer": "1"}',
@@ -151,7 +151,7 @@ def test_undecodable_and_mislabelled_files(tmp_path: Path):
     with pytest.raises(ProblemFileError, match=r"x\.jsonl:1: not valid JSON"):
         load(str(tmp_path / "x.jsonl"))
     (tmp_path / "x.parquet").write_text("not parquet", encoding="utf-8")
-    with pytest.raises(ProblemFileError, match=r"x\.parquet: not readable as parquet"):
+    with pytest.raises(ProblemFileError, match=r"x\.parquet: cannot be read as parquet"):
         load(str(tmp_path / "x.parquet"))
 
 
@@ -229,7 +229,7 @@ def test_the_real_training_files_load(data_dir: Path):
 def test_nothing_left_is_an_error(tmp_path: Path):
     path = write(tmp_path / "x.jsonl", [{"problem": "Is 3 odd?", "answer": "yes"}])
     other = write(tmp_path / "y.jsonl", [{"problem": "is 5 odd", "answer": ""}])
-    with pytest.raises(EmptyProblemsError, match=r"no problems are left of x: 0 of 1 problems, 1 excluded by"):
+    with pytest.raises(EmptyProblemsError, match=r"no problems remain in x: 0 of 1 problems, 1 excluded by"):
         load(path, exclude=[other])
     with pytest.raises(EmptyProblemsError, match="none of the 1 problems has an answer"):
         load(other, skip_unanswered=True)

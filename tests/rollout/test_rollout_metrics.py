@@ -54,7 +54,7 @@ def test_the_largest_rewards_do_not_overflow() -> None:
     most = [played(sign * MAX_REWARD, group=index) for index, sign in enumerate((1, -1))]
     metrics = rollout_metrics([group(index, one) for index, one in enumerate(most)])
     assert (metrics["reward/mean"], metrics["reward/stderr"]) == (0.0, pytest.approx(1e6))
-    with pytest.raises(TrajectoryError, match=r"the reward 1e\+308 is not from -1,000,000 to 1,000,000"):
+    with pytest.raises(TrajectoryError, match=r"the reward 1e\+308 is outside -1,000,000 to 1,000,000"):
         played(1e308)
 
 

@@ -55,12 +55,12 @@ def test_the_written_python_keeps_the_linters_rules(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("My Boxes", r"a name has only lowercase letters.*; did you mean 'my-boxes'\?"),
+        ("My Boxes", r"contain only lowercase letters.*; did you mean 'my-boxes'\?"),
         ("MyBoxes", r"did you mean 'my-boxes'\?"),
-        ("../boxes", r"a name has only lowercase letters"),
-        ("", r"a name has only lowercase letters"),
-        ("class", r"'class' is a name of Python"),
-        ("json", r"'json' is a name of Python"),
+        ("../boxes", r"contain only lowercase letters"),
+        ("", r"contain only lowercase letters"),
+        ("class", r"'class' is reserved by Python"),
+        ("json", r"'json' is reserved by Python"),
         ("torch", r"an environment or module with this name is installed"),
         ("simpletir", r"an environment or module with this name is installed"),
     ],

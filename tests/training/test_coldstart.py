@@ -162,7 +162,7 @@ def test_a_demonstration_of_other_columns_or_arguments_is_named(
     assert "shown.jsonl:1: turn 1: arguments of look: Additional properties are not allowed ('far' was" in said
     assert "(and 2 more such calls)" in said
     Path("shown.jsonl").write_text(json.dumps({"problem": "?", "bax": 1, "turns": [{"model": "5"}]}))
-    message = r"shown\.jsonl:1: reset\(\) of environment 'columns:Keeper' takes the column 'box'; columns of"
+    message = r"shown\.jsonl:1: reset\(\) of environment 'columns:Keeper' requires the column 'box'; columns of"
     with pytest.raises(SettingsError, match=message):
         read_cold_demonstrations(settings)
 

@@ -66,7 +66,7 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
     def tools(self) -> ToolSet:
         """The class's tools. Raises PluginError if a method is not a valid tool."""
         if not inspect.isclass(self.user_class) or not callable(getattr(self.user_class, "reset", None)):
-            raise PluginError(f"environment {self.name!r} must be a class with a method reset")
+            raise PluginError(f"environment {self.name!r} must be a class with a reset method")
         reserved = _SPECIAL_METHODS_OF_TRL if self.of_trl else _SPECIAL_METHODS
         return ToolSet(
             tuple(methods_as_tools(self.user_class, f"environment {self.name!r}: {self.user_class.__name__}", reserved))
@@ -100,7 +100,7 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
         missing = [one.name for one in wanted if one.name not in columns and one.default is one.empty]
         if missing:
             raise EnvironmentContractError(
-                f"reset() of environment {self.name!r} takes the column{'s' * (len(missing) > 1)} "
+                f"reset() of environment {self.name!r} requires the column{'s' * (len(missing) > 1)} "
                 f"{', '.join(map(repr, missing))}; columns of problem {problem.id}: {', '.join(sorted(columns))}"
             )
         if any(one.kind is one.VAR_KEYWORD for one in parameters):
@@ -142,7 +142,10 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
         functions = [schema.as_function() for schema in self.tools.schemas]
         if settings.chat == "never" or (settings.chat == "auto" and not functions):
             if settings.history == "template":
-                raise PluginError(f"environment.history=template: {self.name} is played in plain text")
+                raise PluginError(
+                    f"environment.history=template requires a chat template, but {self.name} is played in plain text; "
+                    "set environment.history=keep"
+                )
             return None
         return TemplateUse(
             settings=settings,
@@ -264,13 +267,15 @@ class ClassEpisode:
             await self._tools.adopt(cast("Callable[..., object]", self._factory.user_class))
         except ToolError as error:
             if isinstance(error.__cause__, TypeError):
-                raise ToolError(f"{error}; environment.kwargs gives arguments to __init__") from error.__cause__
+                raise ToolError(f"{error}; set the arguments of __init__ in environment.kwargs") from error.__cause__
             raise
 
     async def step(self, action: str) -> Step:
         """Execute the turn's calls, or pass its text to ``step`` of the class. Without either, the episode ends."""
         if self._tools is None or self._ended:
-            raise EpisodeUsageError("the episode is not running: call start() first, and no step() after its end")
+            raise EpisodeUsageError(
+                "the episode is not running: call start() first, and do not call step() after the end"
+            )
         self._turns += 1
         try:
             step = await self._play(action)
@@ -401,4 +406,4 @@ def _reward(value: object, what: str) -> float:
     try:
         return as_reward(value)
     except ValueError as error:
-        raise EnvironmentContractError(f"{what} returned the reward {error}") from None
+        raise EnvironmentContractError(f"{what} returned the invalid reward {error}") from None

@@ -32,7 +32,7 @@ def resolve_environment(name: str) -> EnvironmentFactory[Any]:
     if name.startswith(TRL):
         return ClassEnvironmentFactory(name, loaded, of_trl=True)
     if not callable(loaded):
-        raise PluginError(f"environment {name!r} is a {type(loaded).__name__}, expected a class or a function")
+        raise PluginError(f"environment {name!r} is a {type(loaded).__name__}, but must be a class or a function")
     if not isinstance(loaded, type) or issubclass(loaded, Environment):
         return OptionsFactory(GymnasiumSettings, cast(Callable[[GymnasiumSettings], Environment], loaded))
     if issubclass(loaded, gymnasium.Env):

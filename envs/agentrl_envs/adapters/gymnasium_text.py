@@ -52,7 +52,7 @@ class GymnasiumEpisode:
     async def start(self) -> str:
         """Create and reset the environment. Raises EnvironmentContractError (not text) and TimeoutError."""
         if self._env is not None:
-            raise EpisodeUsageError("the episode has already started")
+            raise EpisodeUsageError("the episode has already started: call start() once")
         self._env = await self._call(self._make)
         seed = zlib.crc32(self.problem.id.encode())
         observation, _ = await self._call(lambda: self._running().reset(seed=seed, options={"problem": self.problem}))
@@ -62,7 +62,7 @@ class GymnasiumEpisode:
         """Run ``step`` in a thread. Exceptions of the environment propagate; a timeout excludes the rollout."""
         env = self._running()
         if self._ended:
-            raise EpisodeUsageError("the episode has ended")
+            raise EpisodeUsageError("the episode has ended: do not call step() again")
         try:
             observation, reward, terminated, truncated, info = await self._call(lambda: env.step(action))
         except TimeoutError:
@@ -72,7 +72,9 @@ class GymnasiumEpisode:
         try:
             reward = as_reward(reward)
         except ValueError as error:
-            raise EnvironmentContractError(f"problem {self.problem.id}: step() returned the reward {error}") from None
+            raise EnvironmentContractError(
+                f"problem {self.problem.id}: step() returned the invalid reward {error}"
+            ) from None
         self._actions.append(action)
         ended = _ended(bool(terminated), bool(truncated), info)
         self._ended = ended is not None
@@ -101,7 +103,9 @@ class GymnasiumEpisode:
 
     def _running(self) -> TextEnv:
         if self._env is None:
-            raise EpisodeUsageError("the episode is not running: call start() first, and not after close()")
+            raise EpisodeUsageError(
+                "the episode is not running: call start() first, and do not call step() after close()"
+            )
         return self._env
 
     async def _call(self, blocking: Callable[[], Result]) -> Result:
@@ -123,7 +127,7 @@ class GymnasiumEnvironment(Environment):
     def episode(self, problem: Problem) -> GymnasiumEpisode:
         """Create an episode. Its environment is created when it starts."""
         if self._threads is None:
-            raise EpisodeUsageError("the environment is not open: await its open() first")
+            raise EpisodeUsageError("the environment is not open: await environment.open() first")
         return GymnasiumEpisode(
             problem,
             make=lambda: self._make(**self.settings.kwargs),

@@ -113,7 +113,7 @@ class OpenEnvServer:
         self.url = (url if "://" in url else f"http://{url}").rstrip("/")
         self._parts = urlsplit(self.url)
         if self._parts.scheme not in ("http", "https", "ws", "wss") or not self._parts.hostname:
-            raise PluginError(f"environment openenv:{url}: write openenv:http://HOST:PORT")
+            raise PluginError(f"environment openenv:{url} has no valid address; write openenv:http://HOST:PORT")
         self._deadline = deadline
         self._proxied = self._parts.hostname not in _HERE
         self._most: int | None = None  # maximum number of sessions; None until the server reports it
@@ -236,7 +236,7 @@ def _read(text: str | bytes, url: str) -> Observed | Refused:
             )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise EnvironmentContractError(f"OpenEnv server {url} sent an invalid message: {text!r:.200}") from error
-    raise EnvironmentContractError(f"OpenEnv server {url} sent the message {kind!r}, expected an observation")
+    raise EnvironmentContractError(f"OpenEnv server {url} sent a message of type {kind!r} instead of an observation")
 
 
 TEXT = "{text}"
@@ -251,7 +251,7 @@ def openenv_environment(url: str) -> OptionsFactory[OpenEnvSettings]:
     Raises PluginError without the package websockets.
     """
     if importlib.util.find_spec("websockets") is None:
-        raise PluginError(f"environment openenv:{url} needs websockets: {install_extra('openenv')}")
+        raise PluginError(f"environment openenv:{url} needs the package websockets: {install_extra('openenv')}")
     OpenEnvServer(url, deadline=1.0)  # validates the address
     return OptionsFactory(OpenEnvSettings, functools.partial(OpenEnvEnvironment, url))
 
@@ -285,7 +285,7 @@ class OpenEnvEnvironment(Environment):
     def fields(self) -> TextFields:
         """The text fields. Raises EpisodeUsageError before `open`."""
         if self._fields is None:
-            raise EpisodeUsageError("the environment is not open: await its open() first")
+            raise EpisodeUsageError("the environment is not open: await environment.open() first")
         return self._fields
 
     async def open(self) -> None:
@@ -306,7 +306,9 @@ class OpenEnvEnvironment(Environment):
     def describe(self) -> list[str]:
         """Return the server's address and its text fields."""
         shown = (
-            "" if self._fields is None else f", action {json.dumps(self._fields.action)}, reads {self._fields.later}"
+            ""
+            if self._fields is None
+            else f", action {json.dumps(self._fields.action)}, observation {self._fields.later}"
         )
         return [f"OpenEnv server {self.server.url}: up to {self.settings.max_turns} turns{shown}"]
 
@@ -336,7 +338,7 @@ class OpenEnvEpisode:
         Raises UnavailableError and EnvironmentContractError.
         """
         if self._session is not None:
-            raise EpisodeUsageError("the episode has already started")
+            raise EpisodeUsageError("the episode has already started: call start() once")
         environment = self._environment
         seed = zlib.crc32(self.problem.id.encode()) & 0x7FFFFFFF
         columns = cast("dict[str, object]", thaw(self.problem.info))
@@ -355,7 +357,9 @@ class OpenEnvEpisode:
         The error message of a rejected action is the observation, and the episode continues.
         """
         if self._session is None or self._ended:
-            raise EpisodeUsageError("the episode is not running: call start() first, and no step() after its end")
+            raise EpisodeUsageError(
+                "the episode is not running: call start() first, and do not call step() after the end"
+            )
         self._actions.append(action)
         try:
             reply = await self._session.ask("step", self._environment.fields.acted(action))
@@ -392,7 +396,7 @@ class OpenEnvEpisode:
         try:
             reward = as_reward(reply.reward)
         except ValueError as error:
-            raise EnvironmentContractError(f"OpenEnv server {url} returned the reward {error}") from None
+            raise EnvironmentContractError(f"OpenEnv server {url} returned the invalid reward {error}") from None
         shown = _observation_text(reply, self._environment.fields.later, url)
         ended = Ended.ANSWERED if reply.done else last
         return Step(observation=f"\n{shown}\n" if shown else "", reward=reward, ended=ended)
@@ -408,7 +412,7 @@ def find_fields(schemas: Mapping[str, object], settings: OpenEnvSettings, url: s
         name = _only_text(schemas.get("action"), "its action", "environment.action='{NAME: \"{text}\"}'", url)
         action = {name: TEXT}
     elif TEXT not in json.dumps(action):
-        raise PluginError(f"environment.action={action!r}: it must contain {TEXT} where the turn's text is inserted")
+        raise PluginError(f"environment.action={action!r} must contain {TEXT}, which is replaced by the turn's text")
     hint = "environment.observation=NAME"
     later = settings.observation or _only_text(schemas.get("observation"), "its observation", hint, url)
     first = settings.reset_observation or settings.observation
@@ -426,7 +430,7 @@ def _only_text(schema: object, what: str, setting: str, url: str) -> str:
     description = (
         f"has the text fields {', '.join(texts)}" if texts else f"has no text field (fields: {', '.join(properties)})"
     )
-    raise PluginError(f"OpenEnv server {url}: {what} {description}; name one with {setting}")
+    raise PluginError(f"OpenEnv server {url}: {what} {description}; select one with {setting}")
 
 
 def _is_text(schema: object) -> bool:

@@ -72,9 +72,9 @@ def _dataset(name: str, options: str, seed: int) -> ProceduralDataset:
     if name not in DATASETS:
         raise PluginError(
             f"{PREFIX}{name}: reasoning-gym has no data set of this name{did_you_mean(name, DATASETS)} "
-            f"(it has {len(DATASETS)})"
+            f"({len(DATASETS)} exist)"
         )
     try:
         return create_dataset(name, seed=seed, size=_SIZE, **json.loads(options))
     except (AssertionError, TypeError, ValueError) as error:
-        raise PluginError(f"{PREFIX}{name}: bad options {options}: {error}") from error
+        raise PluginError(f"{PREFIX}{name}: invalid options {options}: {error}") from error

@@ -30,7 +30,7 @@ def textarena_environment(game: str) -> OptionsFactory[GymnasiumSettings]:
         raise PluginError(f"environment textarena:{game}: {error}; install it: {install_extra('textarena')}") from error
     if f"{game}-raw" not in ENV_REGISTRY:
         games = sorted(name.removesuffix("-raw") for name in ENV_REGISTRY if name.endswith("-raw"))
-        raise PluginError(f"TextArena has no game {game!r}{did_you_mean(game, games)} (it has {len(games)})")
+        raise PluginError(f"TextArena has no game {game!r}{did_you_mean(game, games)} ({len(games)} exist)")
     return OptionsFactory(
         GymnasiumSettings, functools.partial(GymnasiumEnvironment, functools.partial(TextArenaGame, game))
     )

@@ -114,7 +114,7 @@ class Worker:
                 )
             await self._post(f"{path}/finish", {} if error is None else {"error": error})
         except OSError as problem:  # the gateway has ended the rollout, or the run is over
-            print(f"verifiers worker: rollout {rollout['rollout_id']}: {problem}", file=sys.stderr)
+            print(f"verifiers worker: rollout {rollout['rollout_id']} has ended: {problem}", file=sys.stderr)
         finally:
             self._free.release()
 

@@ -42,7 +42,7 @@ class CustomGrader:
         """Raises PluginError if ``path`` (``module:function``) is not a function."""
         found = import_attribute(path, "grader.function")
         if not callable(found):
-            raise PluginError(f"grader.function {path!r} is a {type(found).__name__}, expected a function")
+            raise PluginError(f"grader.function {path!r} is a {type(found).__name__}, but must be a function")
         self._path = path
         self._function: Callable[[str, Problem], SupportsFloat] = found
         self._threads = BlockingCalls(_THREADS, name="grader")
@@ -131,7 +131,7 @@ class GradingProcess:
         except BaseException as error:
             reason = worker._last_error() or str(error)
             if isinstance(error, OutOfTimeError):
-                reason = f"not ready within start_deadline={settings.start_deadline:g} s of processor time"
+                reason = f"not ready within start_deadline={settings.start_deadline:g} s of CPU time"
             await worker.kill()
             if isinstance(error, NoVerdictError):
                 raise GraderError(f"a grading process did not start: {reason}") from error
@@ -169,11 +169,11 @@ class GradingProcess:
             async with asyncio.timeout(seconds):
                 line = await self._process.stdout.readline()
                 if not line and await self._process.wait() == -signal.SIGPROF:
-                    raise OutOfTimeError(f"grading process {self.pid} was out of time")
+                    raise OutOfTimeError(f"grading process {self.pid} exceeded its CPU time")
         except TimeoutError as error:
             raise NoVerdictError(f"grading process {self.pid} did not respond for {seconds:g} s") from error
         if not line:
-            raise WorkerDiedError(f"grading process {self.pid} ended with {self._process.returncode}")
+            raise WorkerDiedError(f"grading process {self.pid} exited with code {self._process.returncode}")
         message: dict[str, str] = json.loads(line)
         return message
 
@@ -342,7 +342,7 @@ class Grader:
         if self._custom is not None:
             return self._custom.describe()
         settings = self._settings
-        return f"by value in up to {settings.workers} processes, {settings.deadline:g} s of processor time each"
+        return f"by value in up to {settings.workers} processes, {settings.deadline:g} s of CPU time each"
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -377,7 +377,7 @@ class Grader:
             async with self._slots:
                 verdict = await self._attempt(answer, reference)
         except NoVerdictError as error:
-            logger.warning("grading %.80r for %.80r: %s", answer, reference, error)
+            logger.warning("grading %.80r against %.80r failed: %s", answer, reference, error)
             verdict = await self._blame(error, key)
             if not isinstance(error, OutOfTimeError):  # do not cache: the machine may have been at fault
                 return verdict
@@ -402,7 +402,7 @@ class Grader:
         try:
             return await self._in_process(answer, reference)
         except WorkerDiedError as error:
-            logger.warning("grading %.80r: %s", answer, error)
+            logger.warning("grading %.80r failed and is repeated: %s", answer, error)
             return await self._in_process(answer, reference)
 
     async def _in_process(self, answer: str | None, reference: str) -> Verdict:

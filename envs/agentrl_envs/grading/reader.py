@@ -6,7 +6,7 @@ True
 True
 >>> read_expression("17 0")
 Traceback (most recent call last):
-agentrl_envs.grading.reader.UnreadableError: a number beside a factor
+agentrl_envs.grading.reader.UnreadableError: a number next to a factor
 
 Adjacent factors bind more tightly than a division sign: ``1/2x`` is ``1/(2x)``. Adjacent numbers are no product, and an
 integer before a proper fraction is a mixed number. ``i`` is the imaginary unit unless it is the index of a sum.
@@ -183,7 +183,7 @@ class _Reader:
         factors = [self._factor()]
         while self._starts_a_factor() and not (stop_at_functions and self._next.text in _FUNCTIONS):
             if self._next.kind == "number":
-                raise UnreadableError("a number beside a factor")
+                raise UnreadableError("a number next to a factor")
             start = self._place
             before, factor = factors[-1], self._factor()
             ahead = (
@@ -258,11 +258,11 @@ class _Reader:
             self._bars -= 1
             self._expect("|")
             return Apply("abs", (tree,))
-        raise UnreadableError(f"{token.text!r} is no operand")
+        raise UnreadableError(f"{token.text!r} is not an operand")
 
     def _number(self, token: _Token) -> Expression:
         if self._next.text == "_":
-            raise UnreadableError("a numeral of some base in an expression")
+            raise UnreadableError("a numeral with a base in an expression")
         mantissa, _, exponent = token.text.lower().partition("e")
         if len(exponent) > _EXPONENT_DIGITS:
             raise UnreadableError("a large exponent")
@@ -295,7 +295,7 @@ class _Reader:
         """Return the text of the next token or braced group."""
         token = self._take()
         if token.kind == "end":
-            raise UnreadableError("an end where something must follow")
+            raise UnreadableError("an unexpected end")
         if token.text != "{":
             return token.text
         depth, said = 1, []
@@ -303,7 +303,7 @@ class _Reader:
             token = self._take()
             depth += {"{": 1, "}": -1}.get(token.text, 0)
             if token.kind == "end":
-                raise UnreadableError("an open brace")
+                raise UnreadableError("an unclosed brace")
             said.append(token.text)
         return "".join(said[:-1])
 
@@ -335,7 +335,7 @@ class _Reader:
         if self._next.kind == "name" and len(self._next.text) > 1:
             raise UnreadableError("several letters without braces")
         if self._next.kind == "sign" and self._next.text != "{":
-            raise UnreadableError(f"{self._next.text!r} is no argument")
+            raise UnreadableError(f"{self._next.text!r} is not an argument")
         return self._operand()
 
     def _command(self, token: _Token) -> Expression:
@@ -357,7 +357,7 @@ class _Reader:
     def _call(self, name: str) -> Expression:
         arguments = self._arguments()
         if _CALLS[name] not in (0, len(arguments)):
-            raise UnreadableError(f"{name} of {len(arguments)} arguments")
+            raise UnreadableError(f"{name} with {len(arguments)} arguments")
         match name:
             case r"\Rational":
                 return quotient(*arguments)
@@ -437,7 +437,7 @@ class _Reader:
             self._taken("\\\\")
         self._take()
         if self._environment() != kind or len({len(row.arguments) for row in rows}) != 1:
-            raise UnreadableError("a matrix that is none")
+            raise UnreadableError("an invalid matrix")
         matrix = Apply("matrix", tuple(rows))
         return Apply("det", (matrix,)) if kind == "vmatrix" else matrix
 
@@ -468,7 +468,7 @@ class _Reader:
 
     def _expect(self, text: str) -> None:
         if not self._taken(text):
-            raise UnreadableError(f"{self._next.text!r} where {text!r} must stand")
+            raise UnreadableError(f"{self._next.text!r} instead of {text!r}")
 
 
 _SIMPLE: dict[str, Callable[[_Reader], Expression]] = {

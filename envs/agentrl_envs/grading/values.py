@@ -132,7 +132,7 @@ class _Evaluation:
         modulus = self.value(by)
         if isinstance(modulus, Fraction) and modulus.denominator == 1 and modulus > 0:
             return Fraction(exact_modulo(tree, int(modulus), self.value))
-        raise NoValueError("modulo what is no positive integer")
+        raise NoValueError("a modulus that is not a positive integer")
 
     def _series(self, tree: Apply) -> Scalar:
         body, index, low_tree, high_tree = tree.arguments
@@ -193,7 +193,7 @@ def _power(base: Scalar, exponent: Scalar) -> Scalar:
             return _integer_power(_root(base, Fraction(exponent.denominator)), exponent.numerator)
         exponent = approximate(exponent)
     if base == 0:
-        raise NoValueError("zero to the power of what is not rational")
+        raise NoValueError("zero to an irrational power")
     return mp.power(approximate(base), _small(exponent))
 
 
@@ -290,7 +290,7 @@ def _integer(value: Scalar) -> int:
 
 def _real(value: Scalar) -> Scalar:
     if mp.im(value) != 0:
-        raise NoValueError("no real number")
+        raise NoValueError("not a real number")
     return mp.re(value)
 
 
@@ -344,7 +344,7 @@ def _matrix_times(left: Scalar, right: Scalar) -> Scalar:
     if not isinstance(right, tuple):
         return tuple(tuple(_times(cell, right) for cell in row) for row in left)
     if len(left[0]) != len(right):
-        raise NoValueError("a product of shapes that do not fit")
+        raise NoValueError("a product of matrices with incompatible shapes")
     columns = list(zip(*right, strict=True))
     return tuple(tuple(_sum(*map(_times, row, column)) for column in columns) for row in left)
 

@@ -96,7 +96,7 @@ def in_chat(protocol: Protocol, settings: SimpleTIRSettings | ReasoningSettings,
     if settings.chat != "always":
         return protocol
     if chat is None:
-        raise EpisodeUsageError("environment.chat=always needs chat=, the chat template of the policy")
+        raise EpisodeUsageError("environment.chat=always requires the policy's chat template: pass chat=")
     return ChatProtocol(text=protocol, chat=chat)
 
 
@@ -124,7 +124,7 @@ def hermes(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet)
     if plain:
         chat = plain_format([schema.as_function() for schema in tools.schemas], system=settings.system_prompt)
     if chat is None:
-        raise EpisodeUsageError("protocol hermes needs chat=, the chat template of the policy")
+        raise EpisodeUsageError("protocol hermes requires the policy's chat template: pass chat=")
     return (PlainCalls if plain else HermesProtocol)(
         instruction=settings.effective_instruction,
         observation_limit=settings.observation_limit,

@@ -161,8 +161,8 @@ class Watched(Generator[object, object, object]):
             if seconds > BLOCKED_SECONDS and self._name not in _reported:
                 _reported.add(self._name)
                 logger.warning(
-                    "the tool %r blocked the event loop, and with it all rollouts, for %.1f s. Make it a plain "
-                    "function, which runs in a thread, or await what it waits for",
+                    "the tool %r blocked the event loop, and with it all rollouts, for %.1f s. Make it a "
+                    "synchronous function, which runs in a thread, or await its I/O",
                     self._name,
                     seconds,
                 )

@@ -73,7 +73,7 @@ class McpSession:
         if self._current is not None:
             raise EpisodeUsageError(
                 f"a trajectory with a connection to the MCP server {self.target!r} cannot branch, because the server's "
-                "state cannot be copied; valid for a server without state: environment.mcp_sessions=shared"
+                "state cannot be copied; if the server is stateless, set environment.mcp_sessions=shared"
             )
         return type(self)()
 
@@ -110,7 +110,7 @@ class _Connection:
         try:
             await asyncio.wait({answer, self._held}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                raise UnavailableError(f"the MCP server {self._target!r} disconnected during a call of {tool}")
+                raise UnavailableError(f"the MCP server {self._target!r} disconnected during a call to {tool}")
             return answer.result()
         finally:
             answer.cancel()

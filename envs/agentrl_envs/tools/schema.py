@@ -59,7 +59,7 @@ def parameters_schema(
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:
-        raise SignatureError(f"its annotations cannot be read ({error})") from error
+        raise SignatureError(f"its annotations cannot be evaluated ({error})") from error
     fields: dict[str, object] = {}
     for parameter in parameters:
         name = parameter.name
@@ -68,7 +68,7 @@ def parameters_schema(
         if name not in hints:
             raise SignatureError(f"its parameter {name!r} has no type")
         if name not in descriptions:
-            raise SignatureError(f"its docstring has no line for the parameter {name!r} under Args:")
+            raise SignatureError(f"its docstring does not describe the parameter {name!r} under Args:")
         kind: object = Annotated[hints[name], Field(description=descriptions[name])]
         fields[name] = kind if parameter.default is parameter.empty else NotRequired[kind]
     made = TypedDict("made", fields)  # type: ignore[misc]
@@ -167,8 +167,8 @@ def function_schema(function: Callable[..., object], path: str, *, method: bool 
         properties = parameters_schema(function, visible, descriptions)
     except SignatureError as error:
         raise PluginError(
-            f"{path} cannot be a tool: {error}. A tool has a docstring that describes it and, under Args:, each "
-            "parameter, and a type for each parameter"
+            f"{path} cannot be a tool: {error}. Annotate each parameter with a type, and write a docstring that "
+            "describes the tool and, under Args:, each parameter"
         ) from error
     schema = ToolSchema(name=function.__name__, description=description, parameters=properties, closed=True)
     check_schema(schema, path)
@@ -193,7 +193,7 @@ def injected_parameters(function: Callable[..., object], names: Sequence[str] = 
 
 def _lack(schema: ToolSchema) -> str | None:
     if not isinstance(schema.name, str) or not _NAME.fullmatch(schema.name):
-        return f"its name {schema.name!r} must be letters, digits, '_', '.', '-', at most 64"
+        return f"its name {schema.name!r} must consist of at most 64 letters, digits, '_', '.' and '-'"
     if not isinstance(schema.description, str):
         return "its description must be text"
     if not isinstance(schema.parameters, Mapping) or schema.parameters.get("type") != "object":

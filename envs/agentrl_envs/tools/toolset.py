@@ -171,7 +171,7 @@ def _entries(name: str, interpreter: str) -> list[ToolEntry]:
         return _class(loaded, path)
     if callable(loaded):
         return [ToolEntry(schema=function_schema(loaded, path), function=loaded, injected=injected_parameters(loaded))]
-    raise PluginError(f"{path} cannot be a tool: it is a {type(loaded).__name__}, expected a function or a class")
+    raise PluginError(f"{path} cannot be a tool: it is a {type(loaded).__name__}, but must be a function or a class")
 
 
 def _class(loaded: type, path: str) -> list[ToolEntry]:
@@ -182,7 +182,7 @@ def _class(loaded: type, path: str) -> list[ToolEntry]:
     ]
     if unknown:
         raise PluginError(
-            f"{path}: {loaded.__name__}.__init__ takes {unknown[0]!r}; valid parameters: problem, sandbox"
+            f"{path}: {loaded.__name__}.__init__ requires {unknown[0]!r}; valid parameters: problem, sandbox"
         )
     entries = methods_as_tools(loaded, path, RESERVED)
     if not entries:
@@ -198,7 +198,7 @@ def _written_by_hand(tool: object, path: str) -> ToolEntry:
     schema = ToolSchema(name=custom.name, description=custom.description, parameters=custom.parameters)
     check_schema(schema, path)
     if not inspect.iscoroutinefunction(custom.call):
-        raise PluginError(f"{path} cannot be a tool: its call must be an async function (arguments) -> str")
+        raise PluginError(f"{path} cannot be a tool: its method call must be an async function (arguments) -> str")
 
     async def call(**arguments: object) -> str:
         return await custom.call(arguments)
