@@ -1,7 +1,7 @@
-"""The trajectories of a micro-batch as arrays: packed by the rollout worker, padded once by the rank that trains them.
+"""Micro-batches as arrays: packed by the rollout worker, and padded once by the rank that trains on them.
 
-A prompt of two tokens and its two responses. The model sampled all of the first one, and of the second one all but an
-observation of one token:
+The example has a prompt of two tokens and two responses. The first response consists of one model token. The second
+response has an observation of one token between two model tokens:
 
 >>> from agentrl_envs.types import Ended, Problem
 >>> from agentrl.trajectory import Segment, Trajectory
@@ -44,35 +44,35 @@ from agentrl.trajectory import Trajectory
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Trajectories as flat arrays, about 9 bytes a token: ``B`` trajectories in one row of ``L`` tokens.
+    """Flat arrays of ``B`` trajectories, packed into one row of ``L`` tokens. Takes about 9 bytes per token.
 
-    The row has ``S`` segments, each prompt that several trajectories share once (:class:`.PackedRow`). The responses
-    are ``R`` runs of tokens of one origin, trajectory after trajectory; the model sampled ``N`` of their tokens, in
-    ``V`` version spans.
+    The row has ``S`` segments (:class:`.PackedRow`). A prompt that several trajectories share is stored once. The
+    responses consist of ``R`` runs, in the order of the trajectories. A run contains consecutive tokens of one origin.
+    The model sampled ``N`` of the response tokens, in ``V`` version spans.
     """
 
     token_ids: np.ndarray  # [L] int32
-    lengths: np.ndarray  # [S] int32, tokens of each segment of the row
-    continued: np.ndarray  # [S] int32, number of the segment that it continues; its own number if none
-    prompt_ends: np.ndarray  # [B] int64, index in the row of the last prompt token
-    starts: np.ndarray  # [B] int64, index in the row of the first response token
+    lengths: np.ndarray  # [S] int32, number of tokens in each segment of the row
+    continued: np.ndarray  # [S] int32, index of the segment that this segment continues; its own index if none
+    prompt_ends: np.ndarray  # [B] int64, index of the last prompt token in the row
+    starts: np.ndarray  # [B] int64, index of the first response token in the row
     run_lengths: np.ndarray  # [R] int32
-    run_sampled: np.ndarray  # [R] bool, True where the model sampled the run
-    run_rewards: np.ndarray  # [R] float32, each at its run's last token
-    runs: np.ndarray  # [B] int32, runs of each trajectory
-    log_probs: np.ndarray  # [N] float32, the engine's
+    run_sampled: np.ndarray  # [R] bool, True if the model sampled the run
+    run_rewards: np.ndarray  # [R] float32, assigned to the last token of the run
+    runs: np.ndarray  # [B] int32, number of runs in each trajectory
+    log_probs: np.ndarray  # [N] float32, from the engine
     version_spans: np.ndarray  # [V, 2] int32: policy version, number of model tokens
     groups: np.ndarray  # [B] int64
-    samples: np.ndarray  # [B] int64, number of the rollout in its group
-    branches: np.ndarray  # [B] int64, number of the trajectory in its rollout
-    parents: np.ndarray  # [B] int64, the branch that it forks from; -1: none
-    forks: np.ndarray  # [B] int64, model tokens of that branch before the fork
-    weights: np.ndarray  # [B] float32, share of its rollout's model tokens
-    truncated: np.ndarray  # [B] bool, a limit ended it
-    trained: np.ndarray  # [B] bool, False where filters leave no loss
-    homes: np.ndarray  # [B] int64, the rank that receives all trajectories of the group in a statistics pass
+    samples: np.ndarray  # [B] int64, index of the rollout in its group
+    branches: np.ndarray  # [B] int64, index of the trajectory in its rollout
+    parents: np.ndarray  # [B] int64, branch from which the trajectory forks, or -1
+    forks: np.ndarray  # [B] int64, number of model tokens of the parent before the fork
+    weights: np.ndarray  # [B] float32, the trajectory's fraction of its rollout's model tokens
+    truncated: np.ndarray  # [B] bool, True if a limit ended the trajectory
+    trained: np.ndarray  # [B] bool, False if filters removed the trajectory from the loss
+    homes: np.ndarray  # [B] int64, rank that receives all trajectories of the group in a statistics pass
     greedy_returns: np.ndarray | None = None  # [B] float32, reward of the group's greedy rollout
-    counted: bool = True  # False: takes part in collectives, and weighs nothing in loss and metrics
+    counted: bool = True  # False: participates in collectives, but not in the loss and the metrics
 
     @classmethod
     def of(
@@ -84,9 +84,10 @@ class MicroBatch:
         greedy_returns: Mapping[int, float] | None = None,
         counted: bool = True,
     ) -> MicroBatch:
-        """Pack trajectories. ``no_loss`` names rollouts (group, sample) that filters leave without a loss.
+        """Pack trajectories. ``no_loss`` contains the (group, sample) of rollouts that filters removed from the loss.
 
-        ``homes`` and ``greedy_returns`` by group; a group without a home is at home on rank 0.
+        ``homes`` maps a group to the rank that receives its trajectories in a statistics pass; rank 0 if it is
+        None. ``greedy_returns`` maps a group to the reward of its greedy rollout.
         """
         segments = [segment for item in items for segment in item.segments]
         groups = np.array([item.group for item in items])
@@ -123,7 +124,7 @@ class MicroBatch:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the row."""
+        """Number of tokens in the row."""
         return len(self.token_ids)
 
     @property
@@ -132,7 +133,8 @@ class MicroBatch:
 
 
 def _array(runs: Sequence[Sequence[float]], code: Literal["i", "d"]) -> np.ndarray:
-    """Runs of numbers as one array of C's int or double: struct converts Python's numbers faster than NumPy does."""
+    """Concatenate runs of numbers to an array of C int or double."""
+    # struct converts Python numbers faster than NumPy.
     packed: np.ndarray = np.empty(sum(map(len, runs)), dtype=code)
     offset = 0
     for run in runs:
@@ -143,20 +145,20 @@ def _array(runs: Sequence[Sequence[float]], code: Literal["i", "d"]) -> np.ndarr
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """A micro-batch on the device: the packed row that models read, and its responses padded to [B, T].
+    """A micro-batch on the device: the packed row for the models, and per-token tensors padded to [B, T].
 
-    ``T`` is the longest response; responses are left aligned. ``N`` tokens were sampled by the model.
+    ``T`` is the length of the longest response. Responses are left-aligned. The model sampled ``N`` of the tokens.
     """
 
     row: PackedRow
-    rows: Tensor  # [N] int64, the trajectory of each model token, in row-major order
-    columns: Tensor  # [N] int64, its index in the response
+    rows: Tensor  # [N] int64, trajectory of each model token, in row-major order
+    columns: Tensor  # [N] int64, index of each model token in its response
     response_mask: Tensor  # [B, T] bool, True on model tokens
-    loss_mask: Tensor  # [B, T] bool, the response mask without the trajectories that filters reject
+    loss_mask: Tensor  # [B, T] bool, response mask without the trajectories that filters removed from the loss
     rewards: Tensor  # [B, T] float32
     rollout_log_probs: Tensor  # [B, T] float32, 0 off model tokens
-    versions: Tensor  # [B, T] int32, the policy version that sampled the token, -1 off model tokens
-    response_lengths: Tensor  # [B] int64, observations included
+    versions: Tensor  # [B, T] int32, policy version that sampled the token, -1 off model tokens
+    response_lengths: Tensor  # [B] int64, including observations
     groups: Tensor  # [B] int64
     samples: Tensor  # [B] int64
     branches: Tensor  # [B] int64
@@ -166,11 +168,11 @@ class Batch:
     truncated: Tensor  # [B] bool
     homes: Tensor  # [B] int64
     greedy_returns: Tensor | None  # [B] float32
-    counted: bool  # as in the micro-batch
+    counted: bool  # as in `MicroBatch`
 
     @classmethod
     def of(cls, micro: MicroBatch, *, device: torch.device | str = "cpu", multiple: int = 1) -> Batch:
-        """Copy a micro-batch to ``device`` and pad it there. ``multiple`` as in :func:`.pack_row`."""
+        """Copy a micro-batch to ``device`` and pad it there. ``multiple`` is passed to :func:`.pack_row`."""
         rows, ends = len(micro.starts), np.cumsum(micro.runs)
         ends_of_runs = np.cumsum(micro.run_lengths)
         lengths = np.diff(ends_of_runs[ends - 1], prepend=0)
@@ -188,7 +190,7 @@ class Batch:
 
         response_mask, trained = sent(mask), sent(micro.trained)
         versions = sent(np.repeat(micro.version_spans[:, 0], micro.version_spans[:, 1]))
-        # With the number of model tokens known here, the device need not be asked for it.
+        # nonzero_static takes the number of model tokens from the host, which avoids a synchronization with the device.
         places = torch.nonzero_static(response_mask, size=len(micro.log_probs))
         return cls(
             row=row.to(device),
@@ -214,7 +216,7 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the row."""
+        """Number of tokens in the row."""
         return self.row.input_ids.shape[1]
 
     @property
@@ -223,12 +225,12 @@ class Batch:
 
     @property
     def prompt_lengths(self) -> Tensor:
-        """Number of prompt tokens [B] int64."""
+        """Number of prompt tokens of each trajectory, [B] int64."""
         return self.row.position_ids[0, self.row.prompt_ends] + 1
 
     @cached_property
     def input_ids(self) -> Tensor:
-        """Prompts and responses [B, S] int64, left aligned and padded with zeros, for what reads no packed row."""
+        """Prompts and responses, [B, S] int64, left-aligned and padded with 0, for code that needs them unpacked."""
         prompts = self.prompt_lengths[:, None]
         lengths = prompts + self.response_lengths[:, None]
         steps = torch.arange(int(lengths.max()), device=prompts.device)
@@ -239,10 +241,13 @@ class Batch:
 
     @cached_property
     def response_ids(self) -> Tensor:
-        """Ids of the response tokens [B, T] int64, 0 off model tokens."""
+        """Token ids of the responses, [B, T] int64, 0 off model tokens."""
         return scatter_tokens(self.row.tokens(self.rows, self.columns), self.response_mask)
 
 
 def scatter_tokens(values: Tensor, mask: Tensor) -> Tensor:
-    """Per-token values [N] in row-major order to [B, T], zero where ``mask`` is False. Differentiable."""
+    """Scatter per-token values [N], in row-major order, to [B, T]. The result is 0 where ``mask`` is False.
+
+    Differentiable with respect to ``values``.
+    """
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)

@@ -2,20 +2,20 @@
 
 AgentRLError
 ├── SettingsError             the user's settings or files: one message, exit code 2
-│   ├── UnplaceableError      the cluster has too little for the run (agentrl.cluster.plan)
-│   └── ProblemError          problems that cannot be had as asked (agentrl.problems.rows)
+│   ├── UnplaceableError      the cluster has too few resources for the run (agentrl.cluster.plan)
+│   └── ProblemError          the requested problems cannot be loaded (agentrl.problems.rows)
 │       ├── ProblemFileError
 │       ├── ProblemFieldError
 │       ├── EmptyProblemsError
 │       └── SamplerStateError
 ├── WorldError                sandbox, engine, disk or network failed after its retries: one message, exit code 1
 │   ├── OutOfMemoryError      memory ran out in training; smaller micro-batches may fit: exit code 5
-│   ├── NodeLostError         a machine of the cluster is gone or does not answer (agentrl.cluster.processes)
-│   └── WorkerLostError       the rollout worker, or a rank, is gone or does not answer (agentrl.training.worker)
+│   ├── NodeLostError         a machine of the cluster disconnected or does not respond (agentrl.cluster.processes)
+│   └── WorkerLostError       the rollout worker or a rank exited or does not respond (agentrl.training.worker)
 ├── FidelityError             trainer and engine disagree on sampled tokens (agentrl.training.step.diagnostics)
-└── WeightMismatchError       an engine does not hold the weights it was sent (agentrl.training.worker.transfer)
+└── WeightMismatchError       an engine has other weights than it was sent (agentrl.training.worker.transfer)
 
-Everything else is a bug and raises as it is.
+Any other exception is a bug and propagates unchanged.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class AgentRLError(Exception):
 
 
 class SettingsError(AgentRLError):
-    """What the user asked for cannot be done as asked; the message names the value, what is valid and the fix."""
+    """The settings or files of the user are invalid. The message contains the value, the valid values and the fix."""
 
     exit_code: ClassVar[int] = 2
 
 
 def require_package(package: str, *, extra: str, purpose: str) -> None:
-    """Raise SettingsError, with the command that installs ``extra``, if an optional package is missing."""
+    """Raise SettingsError if an optional package is missing, with the command that installs ``extra``."""
     if importlib.util.find_spec(package) is None:
         raise SettingsError(f"{purpose} needs the package {package}: {install_extra(extra)}")
 
 
 class WorldError(AgentRLError):
-    """Something outside the program failed: the message says what, and what it was waiting for."""
+    """Something outside the program failed. The message names the failure and the operation that it interrupted."""
 
     exit_code: ClassVar[int] = 1
 
@@ -66,7 +66,7 @@ class OutOfMemoryError(WorldError):
 
 
 def says_out_of_memory(text: str) -> bool:
-    """Return whether an error's text reports that memory ran out, on a GPU or on the host.
+    """Return True if an error message reports that memory ran out, on a GPU or on the host.
 
     >>> says_out_of_memory("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
     True
@@ -79,7 +79,7 @@ def says_out_of_memory(text: str) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error of torch, or of a library that it calls, reports that memory ran out."""
+    """Return True if an error, raised by torch or a library below it, reports that memory ran out."""
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and says_out_of_memory(f"{type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
-"""Trajectories: the exact tokens of a conversation, who produced each, and how it ended.
+"""Trajectories: the exact tokens of a conversation, the origin of each token, and how the conversation ended.
 
-Prompt ``P``, a first turn ``A0`` of the model, its observation ``E0``, a second turn ``A1``:
+The example has a first model turn ``A0``, its observation ``E0``, and a second model turn ``A1``:
 
 >>> from agentrl_envs.types import Ended, Problem
 >>> trajectory = Trajectory(
@@ -44,14 +44,15 @@ from agentrl_envs.types import MAX_REWARD, Ended, Problem, ToolCall, Verdict
 
 
 class TrajectoryError(AssertionError):
-    """An invariant of a trajectory does not hold: a bug, never data."""
+    """An invariant of a trajectory is violated. This is always a bug, never a property of the data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A run of tokens of one origin. ``log_probs`` are those of the distribution each model token was sampled from.
+    """Consecutive tokens of one origin.
 
-    ``version_spans`` are (policy version, number of tokens) in order; ``reward`` is given at the last token.
+    ``log_probs`` contains the log-probability of each model token under the distribution from which it was sampled.
+    ``version_spans`` contains (policy version, number of tokens) in order. ``reward`` is assigned to the last token.
     """
 
     origin: Literal["model", "observation"]
@@ -78,22 +79,25 @@ class Segment:
         counts = [count for _, count in self.version_spans]
         if min(counts, default=0) < 1 or sum(counts) != len(self.token_ids):
             raise TrajectoryError(f"version spans {self.version_spans} do not cover {len(self.token_ids)} tokens")
-        if not abs(self.reward) <= MAX_REWARD:  # also refuses nan
+        if not abs(self.reward) <= MAX_REWARD:  # also rejects NaN
             raise TrajectoryError(f"the reward {self.reward} is outside {-MAX_REWARD:,.0f} to {MAX_REWARD:,.0f}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
-    """One conversation, written once by the driver and never edited.
+    """One conversation as tokens. The driver creates it once, and nothing changes it afterwards.
 
-    ``group`` identifies the trajectories that share a baseline: the request number of their problem, unique in a run.
+    ``group`` identifies the trajectories that share a baseline. It is the request number of their problem, which is
+    unique in a run.
 
-    A rollout of an agent program may have several ``branches``, each a trajectory of the same ``group`` and ``sample``.
-    Every sampled token is a model token of one of them. A branch whose prompt continues another one's conversation
-    names it as its ``parent``, with its ``fork``: how many of that one's model tokens the prompt holds. ``weight`` is a
-    branch's share of the rollout's model tokens. The rollout's reward is assigned to tokens of its last branch.
-    ``reward_elsewhere`` is the reward on tokens of other branches, so that ``reward`` is equal on all branches.
-    ``reward_parts`` are the values of users' reward functions, each over all turns and without its weight.
+    A rollout of an agent program may have several ``branches``. Each branch is a trajectory with the same ``group`` and
+    ``sample``. Every sampled token is a model token of one branch. If the prompt of a branch continues the
+    conversation of another branch, ``parent`` is the index of that branch, and ``fork`` is the number of its model
+    tokens that the prompt contains. ``weight`` is the branch's fraction of the rollout's model tokens.
+
+    The rollout's reward is assigned to tokens of the last branch. ``reward_elsewhere`` is the reward on tokens of other
+    branches, so that ``reward`` is equal on all branches. ``reward_parts`` contains the values of custom reward
+    functions, each summed over all turns and without its weight.
     """
 
     problem: Problem
@@ -110,13 +114,13 @@ class Trajectory:
     reward_parts: Mapping[str, float] = field(default_factory=dict, hash=False)
     branch: int = 0
     branches: int = 1
-    parent: int = -1  # -1: it begins a conversation
+    parent: int = -1  # -1: starts a conversation
     fork: int = 0
     weight: float = 1.0
     reward_elsewhere: float = 0.0
 
     def __str__(self) -> str:
-        """The conversation to read; ``repr`` has its tokens."""
+        """Return the conversation as text. ``repr`` includes the tokens."""
         said = [("problem", self.problem.statement)]
         for item in self.segments:
             count = len(item.token_ids)
@@ -143,17 +147,17 @@ class Trajectory:
 
     @property
     def response_mask(self) -> tuple[bool, ...]:
-        """True exactly on the tokens that the model sampled."""
+        """For each response token, True if the model sampled it."""
         return tuple(segment.origin == "model" for segment in self.segments for _ in segment.token_ids)
 
     @property
     def log_probs(self) -> tuple[float, ...]:
-        """The engine's log-probability at each response token, 0 off model tokens."""
+        """The engine's log-probability of each response token, 0 off model tokens."""
         return tuple(value for item in self.segments for value in item.log_probs or (0.0,) * len(item.token_ids))
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """Per response token: a turn's reward is at its last model token."""
+        """The reward of each response token. A turn's reward is at its last model token."""
         return tuple(value for item in self.segments for value in (*(0.0,) * (len(item.token_ids) - 1), item.reward))
 
     @property
@@ -163,7 +167,7 @@ class Trajectory:
 
     @property
     def turns(self) -> int:
-        """Generations by the model. A turn that the engine continued is one segment."""
+        """Number of model turns. A turn that the engine generated in several parts is one segment, and counts once."""
         return sum(segment.origin == "model" for segment in self.segments)
 
     @property
@@ -172,7 +176,7 @@ class Trajectory:
 
     @property
     def length(self) -> int:
-        """Prompt and response tokens."""
+        """Number of prompt and response tokens."""
         return len(self.prompt_ids) + sum(len(segment.token_ids) for segment in self.segments)
 
     @property
@@ -183,20 +187,20 @@ class Trajectory:
 
     @property
     def is_last_branch(self) -> bool:
-        """True for one trajectory of each rollout, the one that carries the rollout's reward."""
+        """True for the last trajectory of each rollout, to which the rollout's reward is assigned."""
         return self.branch == self.branches - 1
 
     @property
     def is_excluded(self) -> bool:
-        """True when it failed for reasons outside the policy: in no reward, no baseline, no average."""
+        """True if the rollout failed for reasons outside the policy. It enters no reward, baseline or average."""
         return self.ended.is_excluded or (self.verdict is not None and self.verdict.is_excluded)
 
     def alone(self) -> Trajectory:
-        """A copy that is the whole of its rollout."""
+        """Return a copy as the only trajectory of its rollout."""
         return replace(self, branch=0, branches=1, parent=-1, fork=0, weight=1.0, reward_elsewhere=0.0)
 
     def with_rewards(self, turns: Sequence[float], parts: Mapping[str, float]) -> Trajectory:
-        """A copy with these rewards, one for each turn of the model, and the functions' values that they come from."""
+        """Return a copy with one reward per model turn, and with the reward functions' values as ``reward_parts``."""
         given = iter(turns)
         segments = tuple(
             replace(segment, reward=next(given)) if segment.origin == "model" else segment for segment in self.segments
@@ -204,8 +208,8 @@ class Trajectory:
         return replace(self, segments=segments, reward_parts=dict(parts))
 
     def to_record(self) -> dict[str, Any]:
-        """A JSON-able record, enough to regrade, replay or view."""
-        record = _fields_of(self)  # asdict would copy every token by itself
+        """Return a JSON-serializable record with all fields."""
+        record = _fields_of(self)  # asdict would copy every token separately
         record["problem"] = asdict(self.problem)
         record["segments"] = [_fields_of(segment) for segment in self.segments]
         record["tool_calls"] = [asdict(call) for call in self.tool_calls]
@@ -213,7 +217,7 @@ class Trajectory:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Trajectory:
-        """The inverse of :meth:`to_record`, also after a trip through JSON.
+        """Create a trajectory from the result of :meth:`to_record`, before or after a round trip through JSON.
 
         >>> problem = Problem(id="toy-0", statement="2 + 3?", answer="5", source="toy")
         >>> segment = Segment(origin="model", token_ids=(1,), log_probs=(-0.5,), version_spans=((3, 1),), text="5")
@@ -245,7 +249,7 @@ class Trajectory:
 
 
 def one_after_another(branches: Sequence[Trajectory]) -> Trajectory:
-    """The branches of one rollout as one trajectory to read, not to train: their segments in order."""
+    """Concatenate the branches of one rollout to one trajectory, for display only, not for training."""
     *_, last = branches
     segments = tuple(segment for item in branches for segment in item.segments)
     return replace(last.alone(), prompt_ids=branches[0].prompt_ids, segments=segments)
@@ -257,11 +261,11 @@ def _fields_of(record: Trajectory | Segment) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The trajectories of one problem in one step; ``index`` is its request number in the run.
+    """The trajectories of one problem in one step. ``index`` is the problem's request number in the run.
 
-    The branches of a rollout stand together, in order.
-    ``greedy`` was sampled at temperature 0 for a baseline: graded, counted, and never trained. ``masked`` holds the
-    sample numbers of rollouts that filters take out of the loss; their rewards stay in the baseline.
+    The branches of a rollout are adjacent and in order. ``greedy`` was sampled at temperature 0 for a baseline. It is
+    graded and counted, but never trained on. ``masked`` contains the ``sample`` of each rollout that filters removed
+    from the loss. The rewards of these rollouts remain in the baseline.
     """
 
     problem: Problem
@@ -272,15 +276,15 @@ class Group:
 
     @property
     def rollouts(self) -> tuple[Trajectory, ...]:
-        """One trajectory of each rollout: the one with its reward."""
+        """The last trajectory of each rollout, to which the rollout's reward is assigned."""
         return tuple(item for item in self.trajectories if item.is_last_branch)
 
     @property
     def everyone(self) -> tuple[Trajectory, ...]:
-        """The trajectories and the greedy one."""
+        """The trajectories, and the greedy trajectory if there is one."""
         return self.trajectories if self.greedy is None else (*self.trajectories, self.greedy)
 
     def without(self, drop: Sequence[Trajectory]) -> Group:
-        """The group with some trajectories left out."""
+        """Return a copy of the group without the trajectories in ``drop``."""
         dropped = {id(trajectory) for trajectory in drop}
         return replace(self, trajectories=tuple(item for item in self.trajectories if id(item) not in dropped))

@@ -1,4 +1,4 @@
-"""The attention function of all models: registered with `transformers`, and used for packed rows as well."""
+"""The attention function of all models, registered with `transformers`. Supports padded batches and packed rows."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention, with the signature that `transformers` requires.
+    """Compute attention. The signature is the one that `transformers` requires.
 
-    Inside :func:`.packed_states`, each document of the row attends only to itself. Elsewhere the mask is applied as in
-    `sdpa`, and scores are capped with ``softcap``.
+    Inside :func:`.packed_states`, each document of the row attends only to itself. Otherwise, ``attention_mask`` is
+    applied as in `sdpa`, and ``softcap`` caps the scores.
     """
     now = current_pass()
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
@@ -72,7 +72,7 @@ def attention(
 def _checked_window(module: torch.nn.Module, window: int | None) -> int | None:
     """Return the layer's attention window. Raises SettingsError if it differs from the window in the configuration."""
     config = module.config
-    kinds = getattr(config, "layer_types", None)  # not every architecture has these two
+    kinds = getattr(config, "layer_types", None)  # not every architecture has layer_types and sliding_window
     wanted = getattr(config, "sliding_window", None)
     if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
         wanted = None
@@ -88,9 +88,10 @@ def _checked_window(module: torch.nn.Module, window: int | None) -> int | None:
 def register_attention() -> str:
     """Register :func:`attention` with `transformers`, and return its name there.
 
-    Turns off cuDNN attention in this process. torch prefers it on Hopper, but it plans a graph for every new shape (20
-    to 40 ms each, never evicted: pytorch#190388), and nearly every packed row and decoded batch has a new shape.
+    Disables cuDNN attention in this process.
     """
+    # torch prefers cuDNN on Hopper, but cuDNN plans a graph for every new shape (20 to 40 ms each, never evicted:
+    # pytorch#190388), and nearly every packed row and decoded batch has a new shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -118,7 +119,7 @@ def use_packed_attention(model: PreTrainedModel, *, ranks: int = 1) -> None:
 
 
 def sharing_obstacle(config: PreTrainedConfig, ranks: int) -> str | None:
-    """Return why ``ranks`` cannot share the rows of a model (training.sequence_parallel), or None."""
+    """Return the reason why ``ranks`` cannot share a model's rows (training.sequence_parallel), or None."""
     text = config.get_text_config()
     heads: int = text.num_attention_heads
     if ranks > 1 and heads % ranks:
@@ -128,13 +129,13 @@ def sharing_obstacle(config: PreTrainedConfig, ranks: int) -> str | None:
 
 
 def length_obstacle(config: PreTrainedConfig, longest: int) -> str | None:
-    """Return why sequences of up to ``longest`` tokens cannot be packed, or None.
+    """Return the reason why sequences of up to ``longest`` tokens cannot be packed, or None.
 
     For some types of rotary embeddings, `transformers` rotates all tokens of a row according to the longest sequence in
-    it. Below a limit of the model, the rotation does not depend on the length.
+    the row. Up to a model-specific length, the rotation is constant.
     """
     text = config.get_text_config()
-    rotary: dict[str, object] = getattr(text, "rope_parameters", None) or {}  # or one such for each kind of layer
+    rotary: dict[str, object] = getattr(text, "rope_parameters", None) or {}  # or a dict per type of layer
     for one in (rotary, *rotary.values()):
         if not isinstance(one, dict):
             continue
@@ -154,7 +155,7 @@ def length_obstacle(config: PreTrainedConfig, longest: int) -> str | None:
 
 
 def packing_obstacle(config: PreTrainedConfig) -> str | None:
-    """Return why a model does not support packed documents according to its configuration, or None."""
+    """Return the reason why a model's configuration does not support packed documents, or None."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     others = sorted({kind for kind in kinds if kind not in _KINDS})
     if not others:
@@ -168,7 +169,7 @@ def packing_obstacle(config: PreTrainedConfig) -> str | None:
 def choose_attention(
     wanted: Literal["auto", "sdpa", "flex", "flash"], config: PreTrainedConfig, *, dtype: str
 ) -> AttentionBackend:
-    """Return the backend for ``model.attention`` on this machine. Raises SettingsError if it cannot run here."""
+    """Return the backend for ``model.attention`` on this machine. Raises SettingsError if the backend cannot run."""
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     capped = bool(getattr(text, "attn_logit_softcapping", None))
@@ -184,9 +185,9 @@ def choose_attention(
 
 
 def attention_obstacle(backend: AttentionBackend, *, dtype: str, head_dim: int = 0, capped: bool = False) -> str | None:
-    """Return why this machine cannot train with ``backend`` in ``dtype``, or None. ``head_dim`` is 0 if unknown.
+    """Return the reason why this machine cannot train with ``backend`` in ``dtype``, or None.
 
-    ``capped`` is true if the model caps its attention scores.
+    ``head_dim`` is 0 if unknown. ``capped`` is true if the model caps its attention scores.
     """
     if backend == "sdpa":
         return None
@@ -198,7 +199,7 @@ def attention_obstacle(backend: AttentionBackend, *, dtype: str, head_dim: int =
     elif backend == "flash" and head_dim > _FLASH_HEAD_DIM:
         problem = f"supports heads of up to {_FLASH_HEAD_DIM} dimensions, but the model's have {head_dim}"
     elif backend == "flash" and not _has_flash_attn():
-        # torch's varlen_attn, which agentrl.kernels.attention.backends calls instead
+        # Without flash-attn, agentrl.kernels.attention.backends calls torch's varlen_attn, which has these limits.
         if capped or head_dim % 8:
             why = "caps its scores" if capped else f"has heads of {head_dim} dimensions"
             problem = f"needs the package flash-attn (pip install flash-attn), because the model {why}"
@@ -226,12 +227,12 @@ def attention_length(config: PreTrainedConfig) -> float:
 
 
 def _has_flash_attn() -> bool:
-    """Return whether flash-attn can be imported. A build for another torch release cannot."""
+    """Return True if flash-attn can be imported. A build for another torch release cannot be imported."""
     return varlen_kernel() is not torch_varlen
 
 
 def _has_torch_varlen() -> bool:
-    """Return whether torch's varlen_attn supports windows and grouped queries, which older releases do not."""
+    """Return True if torch's varlen_attn supports windows and grouped queries. Older releases do not."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -1,8 +1,8 @@
-"""A model's chat template, rendered with placeholders in place of all contents.
+"""A model's chat template, rendered with placeholders instead of the message contents.
 
-A content can therefore neither change the control flow of the template nor spell a special token, and sampled tokens
-never change (a template may strip the reasoning of earlier turns). Each sequence of roles is rendered once for all
-conversations. Protocols use the texts between the placeholders (:func:`read_chat_format`); the gateway renders the
+As a result, contents can neither change the control flow of the template nor spell a special token. Sampled tokens
+never change, although a template may strip the reasoning of earlier turns. Each sequence of roles is rendered once for
+all conversations. Protocols use the texts between the placeholders (:func:`read_chat_format`). The gateway renders the
 roles of each request (`agentrl.rollout.gateway.render`).
 """
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]  # a JSON schema of a function
 
-# Characters of the private use area: templates do not contain them, and contents with them are guarded.
+# Characters of the private use area do not occur in templates. In contents, `guard` replaces them.
 _SLOT, _GUARD, _END = "\ue000", "\ue001", "\ue002"
 # The quote in a slot is escaped if the template writes the content as a JSON string (Llama's tool responses). The word
-# detects templates that alter a content, for example its case: the placeholder is then not recognised.
+# "Text" detects templates that alter a content, for example its case: the altered placeholder does not match.
 _PLACE = re.compile(f'({_SLOT}\\\\?"Text|{_GUARD})([0-9]+){_END}')
-_OPENINGS = 256  # cached sequences of roles of a prompt
+_OPENINGS = 256  # number of cached role sequences of prompts
 
 PLAIN_TEMPLATE = (
     "{%- for tool in tools or [] %}{{ tool | tojson }}{{ '\\n' }}{% endfor -%}"
@@ -46,7 +46,7 @@ Newlines are written as expressions, because `transformers` removes a newline af
 
 
 class ChatTemplateError(ValueError):
-    """A chat template does not render a conversation."""
+    """A chat template cannot render a conversation."""
 
 
 def slot(number: int) -> str:
@@ -58,8 +58,8 @@ def slot(number: int) -> str:
 class Layout:
     """The texts of a rendered conversation around its contents.
 
-    ``slots`` are the indices of the messages, in order of appearance. ``quoted`` is true for slots that the template
-    writes as JSON strings.
+    ``slots`` contains the indices of the messages in order of appearance. ``quoted`` is true for slots that the
+    template writes as JSON strings.
     """
 
     texts: tuple[tuple[Part, ...], ...]
@@ -78,7 +78,7 @@ class Layout:
         return tuple(str(MarkedText(*text)) for text in self.texts)
 
     def parts(self, contents: Sequence[str], start: int = 0) -> tuple[Part, ...]:
-        """Return texts and contents in order, from text ``start`` on."""
+        """Return texts and contents in order, starting with the text at index ``start``."""
         parts = list(self.texts[start])
         places = zip(self.texts[start + 1 :], self.slots[start:], self.quoted[start:], strict=True)
         for text, message, quoted in places:
@@ -86,7 +86,7 @@ class Layout:
         return tuple(parts)
 
     def filled(self, contents: Sequence[str]) -> str:
-        """Return the whole text with ``contents`` in its slots."""
+        """Return the rendered text with ``contents`` in the slots."""
         return str(MarkedText(*self.parts(contents)))
 
 
@@ -163,7 +163,7 @@ class ChatTemplate:
         return [self.guard(one) for one in value] if isinstance(value, list) else value
 
     def leading_special(self, text: str) -> str:
-        """Return the special token at the start of ``text``, with which the model ends its turn, or ""."""
+        """Return the special token at the start of ``text``, or ""."""
         return next((token for token in self._special if text.startswith(token)), "")
 
     def first_special(self, text: str) -> str:
@@ -172,7 +172,7 @@ class ChatTemplate:
         return min(found, key=lambda token: (text.index(token), -len(token)), default="")
 
     def call_form(self, tool: str, tools: Sequence[Any], before: Sequence[Message] = ()) -> CallForm | None:
-        """Return the form in which the template writes a call of ``tool``; None if no reader supports it."""
+        """Return the format in which the template writes a call to ``tool``, or None if no parser supports it."""
         rendered = self.render([*before, *_conversation(_called(tool, 1), _told(tool, 2))], tools)
         schema = {"properties": {"place": {"type": "string"}}}
         for form in CALL_FORMS.values():
@@ -277,7 +277,7 @@ class _Reader:
             ) from error
 
     def pieces(self, messages: Sequence[Message]) -> Layout:
-        """Return the layout of messages. Raises SettingsError unless the template writes each one once and in order."""
+        """Return the layout of messages. Raises SettingsError unless each message appears once and in order."""
         layout = self.layout(messages)
         if layout.slots != tuple(range(len(messages))):
             raise SettingsError(
@@ -297,7 +297,7 @@ class _Reader:
         return MessageTexts(texts=layout.strings, order=layout.slots)
 
     def reply(self) -> tuple[str, str, str]:
-        """Return the text before the problem and those around a user message after a turn, or "" for missing ones."""
+        """Return the texts before the problem, and around a user message that follows a turn; "" if unsupported."""
         said, user = {"role": "assistant", "content": slot(1)}, {"role": "user", "content": slot(2)}
         try:
             first, _, before, after = self.pieces(_conversation(said, user)).strings

@@ -1,6 +1,6 @@
-"""Comparison of the packed forward pass that training runs with the model's own forward pass of one sequence.
+"""Comparison of the packed forward pass of training with a model's unpacked forward pass.
 
-A model can run on packed rows and still compute wrong values. For example, BART adds positions by index and ignores
+A model can accept packed rows and still compute wrong values. For example, BART adds positions by index and ignores
 ``position_ids``. :func:`check_architecture` tests a model's code on a small random copy before a run begins.
 :func:`check_policy` tests the loaded weights, in their dtype, on their device and on their sequence-parallel group.
 """
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 BOUNDS = {torch.float32: 1e-2, torch.bfloat16: 0.3}
-"""Largest mean absolute difference (nats) for loaded weights, by dtype. Ten times the smallest fidelity bounds: the
-test tokens are random, and rounding errors grow as tokens become unlikely."""
+"""Largest mean absolute difference (nats) for loaded weights, by dtype. Ten times the smallest fidelity bounds,
+because the test tokens are random, and rounding errors are larger for unlikely tokens."""
 _COPY_BOUND = 1e-3
-"""Largest absolute difference (nats) of any token for a small copy in float32, whose rounding errors are near 1e-5."""
+"""Largest absolute difference (nats) of any token for a small float32 copy. Rounding errors are about 1e-5."""
 _LARGEST = 50_000_000
 """Maximum number of parameters of a tested copy: 200 MB in float32, under two seconds."""
 _PROMPT = 5
@@ -40,10 +40,10 @@ _LAYERS, _HEADS, _HEAD_WIDTH, _INTERMEDIATE, _VOCABULARY, _WINDOW = 2, 4, 16, 64
 
 @torch.no_grad()
 def check_architecture(name: str, config: PreTrainedConfig) -> None:
-    """Raise SettingsError if the packed forward pass of model ``name`` differs from the model's own forward pass.
+    """Raise SettingsError if the packed forward pass of model ``name`` differs from the unpacked forward pass.
 
     Compares log-probabilities on a random float32 copy with few heads, layers and tokens. Returns without an error if
-    the copy itself cannot run, which leaves the test to :func:`check_policy`.
+    the copy itself cannot run; :func:`check_policy` then tests the loaded model.
     """
     obstacle = packing_obstacle(config)
     if obstacle is not None:
@@ -66,10 +66,10 @@ def check_architecture(name: str, config: PreTrainedConfig) -> None:
 
 @torch.no_grad()
 def check_policy(name: str, policy: PolicyModel) -> None:
-    """Raise SettingsError if the packed forward pass of ``policy`` differs from the forward pass of its model ``name``.
+    """Raise SettingsError if the packed forward pass of ``policy`` differs from the model's unpacked forward pass.
 
-    Costs two forward passes of short rows and one packed pass. Collective over ranks that share parameters or form a
-    sequence-parallel group.
+    ``name`` is the name of the model in messages. Costs two forward passes of short rows and one packed pass.
+    Collective over ranks that share parameters or form a sequence-parallel group.
     """
     model, head = policy.causal_lm, policy.head
     rows = [row.to(head.weight.device) for row in two_rows(head.out_features)]
@@ -94,7 +94,7 @@ def _compare(difference: Tensor, bound: float) -> None:
 
 @contextmanager
 def _named(name: str, kind: str) -> Iterator[None]:
-    """Turn every error of a model's code, except running out of memory, into a SettingsError with the model's name."""
+    """Convert every error in a model's code, except out-of-memory errors, to a SettingsError with the model's name."""
     try:
         yield
     except Exception as error:  # the code of any model runs here
@@ -114,7 +114,7 @@ def _named(name: str, kind: str) -> Iterator[None]:
 def two_rows(vocabulary: int) -> list[Tensor]:
     """Return two sequences [S] of token ids with the same prompt and different lengths."""
     draw = torch.Generator().manual_seed(0)
-    low, high = vocabulary // 4, max(vocabulary // 4 + 1, 3 * vocabulary // 4)  # special tokens lie at the ends
+    low, high = vocabulary // 4, max(vocabulary // 4 + 1, 3 * vocabulary // 4)  # special tokens are at the ends
     prompt, *responses = (torch.randint(low, high, (length,), generator=draw) for length in (_PROMPT, *_RESPONSES))
     return [torch.cat([prompt, response]) for response in responses]
 
@@ -143,7 +143,8 @@ def packed_log_probs(policy: PolicyModel, rows: Sequence[Tensor]) -> Tensor:
 def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy of ``config`` with few layers, few narrow heads and a small vocabulary, otherwise unchanged.
 
-    Keeps enough layers to contain each kind of layer once. Attention windows become shorter than :func:`two_rows`.
+    Keeps enough layers to contain each kind of layer once. Attention windows become shorter than the sequences of
+    :func:`two_rows`.
     """
     small = copy.deepcopy(config)
     for part in _parts(small):
@@ -160,7 +161,7 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """Yield the configuration and all nested ones."""
+    """Yield the configuration and all nested configurations."""
     yield config
     for value in list(vars(config).values()):
         if hasattr(value, "model_type"):
@@ -216,7 +217,7 @@ def _holds_list(value: object) -> bool:
 
 
 def parameters(config: PreTrainedConfig) -> int:
-    """Return the number of parameters of a model with ``config``. Builds it on the meta device, without memory."""
+    """Return the number of parameters of a model. Builds the model on the meta device, which allocates no memory."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Loading, creating and exporting policies in the format of `transformers`, including the built-in tiny policy."""
+"""Load, create and export policies in the format of `transformers`, including the built-in tiny policy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EOS = "<|endoftext|>"
 def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> PreTrainedTokenizerBase:
     """Train a byte-level BPE of ``vocabulary_size`` tokens in which digits and newlines are separate tokens.
 
-    Single digits let a small model copy and compute numbers. Separate newlines make fences regular.
+    Single digits let a small model copy and compute numbers. With separate newlines, every fence has the same tokens.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -160,15 +160,15 @@ def prepare_model(model: PreTrainedModel, settings: ModelSettings) -> PreTrained
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Enable gradient checkpointing, also for packed rows."""
-    # context_fn requires use_reentrant=False. It restores the packed row around the recomputation of a layer.
+    """Enable gradient checkpointing for padded and packed rows."""
+    # context_fn restores the packed row while a layer is recomputed. It requires use_reentrant=False.
     model.gradient_checkpointing_enable(
         gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": recompute_contexts}
     )
 
 
 def keep_checkpoints_on_host(transformer: nn.Module) -> None:
-    """Store the inputs of checkpointed layers in host memory between forward and backward.
+    """Store the inputs of checkpointed layers in host memory between the forward and the backward pass.
 
     Tensors that a layer recomputes in the backward pass stay on the device.
     """
@@ -201,8 +201,8 @@ def read_config(settings: ModelSettings) -> PreTrainedConfig | None:
 
 
 def has_full_attention(config: PreTrainedConfig) -> bool:
-    """Return whether every layer attends to the whole context: no sliding window, no linear attention."""
-    # Not every architecture's configuration has these two.
+    """Return True if every layer attends to the whole context, without sliding windows and linear attention."""
+    # Not every architecture's configuration has layer_types and sliding_window.
     kinds = getattr(config, "layer_types", None)
     return all(kind == "full_attention" for kind in kinds) if kinds else not getattr(config, "sliding_window", None)
 
@@ -224,7 +224,7 @@ def write_model(
 
 
 def _show_no_progress_bars() -> None:
-    """Disable the progress bars of `transformers`, which would disturb the console of a run."""
+    """Disable the progress bars of `transformers`, which would garble the console of a run."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

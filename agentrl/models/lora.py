@@ -108,7 +108,7 @@ def exported_name(name: str) -> str:
 
 
 def factors_of(name: str) -> tuple[str, str] | None:
-    """Return the names of the factors A and B of the weight ``name``, or None for a parameter without them.
+    """Return the names of the factors A and B of the weight ``name``, or None if the parameter has no adapter.
 
     >>> factors_of("mlp.up_proj.base_layer.weight")
     ('mlp.up_proj.lora_A.policy.weight', 'mlp.up_proj.lora_B.policy.weight')
@@ -125,7 +125,7 @@ def merged(weight: Tensor, first: Tensor, second: Tensor, scale: float) -> Tenso
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Context manager that disables the adapters by multiplying their products by zero.
+    """Disable the adapters inside the context, by multiplying their products by zero.
 
     All modules still run in the same order, which ZeRO-3 requires.
     """
@@ -144,7 +144,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 def write_adapter(directory: Path, factors: Mapping[str, Tensor], settings: LoRASettings, *, base: str) -> None:
     """Write an adapter that peft and vLLM can load.
 
-    ``factors`` are keyed by :func:`exported_name`; ``base`` is its model.
+    ``factors`` maps names as in :func:`exported_name` to tensors. ``base`` is the path or id of the base model.
     """
     from peft import LoraConfig
 

@@ -42,7 +42,7 @@ class LogitMap:
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
     def with_slope(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the logits, and with a cap their derivative with respect to scale times output, else None."""
+        """Return the logits and, if there is a cap, their derivative with respect to scale times output, else None."""
         logits = self(output)
         return logits, None if self.cap is None else 1 - (logits / self.cap).square()
 
@@ -63,12 +63,12 @@ IDENTITY = LogitMap()
 class ModelParts:
     """Transformer, head and logit map of a model. The modules are shared with the model."""
 
-    backbone: nn.Module  # gives the states after the last norm
+    backbone: nn.Module  # returns the hidden states after the last norm
     head: nn.Linear
     logit_map: LogitMap
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [..., V] of hidden states [..., D], in float32 or wider, as training computes them.
+        """Return the logits [..., V] of hidden states [..., D], in float32 or wider, as training computes them.
 
         For inference only.
         """
@@ -82,10 +82,10 @@ class ModelParts:
 
 
 def split_model(causal_lm: PreTrainedModel) -> ModelParts:
-    """Return the parts of a model. Raises SettingsError if its logits depend on anything else.
+    """Split a model into its parts. Raises SettingsError if the logits depend on anything else.
 
-    Checks this with artificial hidden states and head outputs. No layer runs and no weight is read, so the model may be
-    sharded or without storage.
+    Checks the logits with artificial hidden states and head outputs. Runs no layer and reads no weight, so the model
+    may be sharded or on the meta device.
     """
     name = type(causal_lm).__name__
     backbone, head = causal_lm.get_decoder(), causal_lm.get_output_embeddings()
@@ -110,7 +110,7 @@ def _declared(config: PreTrainedConfig) -> LogitMap:
 
 @torch.no_grad()
 def _difference(causal_lm: PreTrainedModel, parts: ModelParts) -> str | None:
-    """Return how the model's map from hidden states to logits differs from that of ``parts``, or None."""
+    """Describe how the model's map from hidden states to logits differs from the map of ``parts``. None if equal."""
     if not parts.logit_map.scale > 0:
         return f"multiplies its head's output by {parts.logit_map.scale}"
     device, head = parts.head.weight.device, parts.head
@@ -145,7 +145,7 @@ def _difference(causal_lm: PreTrainedModel, parts: ModelParts) -> str | None:
 
 
 class _Output:
-    """A transformer's output that can be read by attribute or as a tuple. Every attribute but the states is None."""
+    """A transformer's output, readable by attribute or as a tuple. Every attribute except the hidden states is None."""
 
     def __init__(self, states: Tensor) -> None:
         self.last_hidden_state = states

@@ -1,4 +1,4 @@
-"""The policy, its head and the critic's network as training uses them: tokens in, statistics or values out."""
+"""The modules that training runs: the policy, its head and the critic. They map tokens to statistics or values."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceHead:
-    """Inputs of the exact divergence from a reference policy, detached."""
+    """The reference policy's inputs to the exact divergence, detached."""
 
-    hidden: Tensor  # [N, E] its states at the same tokens
+    hidden: Tensor  # [N, E] hidden states of the reference policy at the same tokens
     weight: Tensor  # [V, E]
     bias: Tensor | None  # [V]
     logit_map: LogitMap = IDENTITY
 
 
 class FusedHead(nn.Linear):
-    """A language-model head that returns :class:`TokenStatistics` if it is called with targets, otherwise its output.
+    """A language-model head that returns :class:`TokenStatistics` if called with targets, otherwise its output.
 
-    The statistics are those of the logits, ``logit_map`` of the output. A cap enters gradients and energies through its
-    derivative. The weight is the original parameter (tied or not), so ZeRO-3's hooks gather it as for any linear layer.
+    The statistics refer to the logits, that is, to ``logit_map`` of the output. A cap enters gradients and energies
+    through its derivative. The weight is the original parameter (tied or not), so the hooks of ZeRO-3 gather it as for
+    any linear layer.
     """
 
     backend: Backend
@@ -101,7 +102,7 @@ class FusedHead(nn.Linear):
 class PolicyModel(nn.Module):
     """A causal language model of `transformers` whose head is a :class:`FusedHead`.
 
-    It processes trajectories as one packed row without padding, in which a shared prompt is stored once.
+    Processes trajectories as one packed row without padding, which contains a shared prompt once.
     """
 
     def __init__(
@@ -112,11 +113,11 @@ class PolicyModel(nn.Module):
         attention: AttentionBackend = "sdpa",
         sequence: SequenceGroup | None = None,
     ) -> None:
-        """``backend`` is the head's backend.
+        """Replace the head of ``causal_lm`` by a :class:`FusedHead` with ``backend``.
 
-        The ranks of a ``sequence`` group share rows, so they receive the same batches.
+        The ranks of a ``sequence`` group share rows, so they must receive the same batches.
 
-        Raises SettingsError if the model cannot run the backend, does not support packed rows, or fails `split_model`.
+        Raises SettingsError if the backend cannot run, the model does not support packed rows, or `split_model` fails.
         """
         super().__init__()
         if backend == "triton":
@@ -137,12 +138,12 @@ class PolicyModel(nn.Module):
 
     @property
     def backbone(self) -> nn.Module:
-        """The transformer, which returns the states after the last norm."""
+        """The transformer, which returns the hidden states after the last norm."""
         return self.causal_lm.get_decoder()
 
     @property
     def row_multiple(self) -> int:
-        """The number of ranks that share rows. Divides the number of tokens of every row."""
+        """The number of ranks that share rows. The length of every row must be a multiple of this number."""
         return 1 if self.sequence is None else self.sequence.size
 
     def forward(
@@ -154,12 +155,13 @@ class PolicyModel(nn.Module):
         keep_hidden: bool = False,
         reference: ReferenceHead | None = None,
     ) -> tuple[TokenStatistics, Tensor | None]:
-        """Return the statistics of N response tokens of a packed row, each [N], and hidden states.
+        """Return the statistics of N response tokens of a packed row, each [N], and optionally their hidden states.
 
-        Token n is at ``columns[n]`` of the response of document ``rows[n]``, both [N] int64. With ``keep_hidden``, the
-        second value is the detached hidden states that predict these tokens: [N, D], or [n, D] for the tokens that this
-        rank computes if ranks share the row (:meth:`local_tokens`). Otherwise it is None. With a ``reference``, which
-        must be of the same tokens, the statistics contain the divergence from it.
+        Token n is at index ``columns[n]`` of the response of document ``rows[n]``, both [N] int64. With
+        ``keep_hidden``, the second value contains the detached hidden states that predict these tokens, [N, D]. If
+        ranks share the row, it contains only the n tokens that this rank computes (:meth:`local_tokens`), [n, D].
+        Without ``keep_hidden``, it is None. With a ``reference``, which must contain the same tokens, the statistics
+        include the divergence from the reference policy.
         """
         layers = self.causal_lm.config.get_text_config().num_hidden_layers
         states = packed_states(
@@ -173,16 +175,16 @@ class PolicyModel(nn.Module):
         numbers = self.local_tokens(row, rows, columns)
         assert numbers is not None  # ranks share the row
         held = _at_least_one(numbers)
-        # A rank without tokens computes one that is discarded, because the head is a collective under ZeRO-3.
+        # A rank without tokens computes one token and discards it, because the head is a collective under ZeRO-3.
         own = (indices[held] - part_of(row, self.sequence).start).clamp(min=0, max=len(states) - 1)
         selected = states[own]
         statistics = self.head(selected, targets[held], temperature, reference)
         return _gathered(statistics, numbers, len(indices), self.sequence), selected.detach() if keep_hidden else None
 
     def local_tokens(self, row: PackedRow, rows: Tensor, columns: Tensor) -> Tensor | None:
-        """Return the indices [n] of the tokens whose states this rank computes, or None for all tokens.
+        """Return the indices [n] of the tokens whose hidden states this rank computes, or None for all tokens.
 
-        If there are none, :meth:`forward` computes one state, so that all ranks run the same collectives.
+        If the result is empty, :meth:`forward` still computes one state, so that all ranks run the same collectives.
         """
         if self.sequence is None:
             return None
@@ -198,12 +200,12 @@ class PolicyModel(nn.Module):
         importance_weights: Tensor | None = None,
         temperature: float = 1.0,
     ) -> Tensor:
-        """Return the exact energy ``||grad_theta sum_t rho_t ln p(y_t)||^2`` of every row [B].
+        """Return the exact energy ``||grad_theta sum_t rho_t ln p(y_t)||^2`` of every trajectory, [B].
 
-        Costs one forward and one backward pass. ``input_ids`` [B, S] are left aligned. ``prompt_lengths`` [B],
-        ``response_mask`` and ``importance_weights`` [B, T] are those of a batch. See
+        Costs one forward and one backward pass. ``input_ids`` [B, S] are left-aligned. ``prompt_lengths`` [B],
+        ``response_mask`` and ``importance_weights`` [B, T] are as in :class:`agentrl.batch.Batch`. See
         :func:`agentrl.kernels.trajectory_energies`. Collective under ZeRO-3. Ranks that share rows divide the
-        trajectories among them.
+        trajectories among themselves.
         """
         rows, columns = response_mask.nonzero(as_tuple=True)
         places = (rows, prompt_lengths[rows] + columns)
@@ -231,7 +233,7 @@ class PolicyModel(nn.Module):
 
 
 def _at_least_one(numbers: Tensor) -> Tensor:
-    """Return ``numbers`` [n], or [0] if it is empty: a rank without work must still take part in collectives."""
+    """Return ``numbers`` [n], or [0] if empty, because a rank without work must still take part in collectives."""
     return numbers if len(numbers) else numbers.new_zeros(1)
 
 
@@ -251,7 +253,7 @@ def _check_triton(obstacle: str | None) -> None:
 
 
 class ValueModel(nn.Module):
-    """The critic's network: a causal language model with a linear value head in place of its own head.
+    """The critic: a causal language model with a linear value head instead of the language-model head.
 
     The value head starts at zero, so all initial values are zero. Trajectories are processed as one packed row.
     """
@@ -280,8 +282,8 @@ class ValueModel(nn.Module):
     def forward(self, row: PackedRow, steps: int) -> Tensor:
         """Return the values [B, steps + 1] of a packed row's B documents, in float32 or wider.
 
-        The value at index t is that of the state before response token t; after a response of L tokens it is at index
-        L. Values at larger indices are meaningless.
+        Index t contains the value of the state before response token t. For a response of L tokens, index L contains
+        the value of the final state, and values at larger indices are undefined.
         """
         states = packed_states(
             row, self.backbone, layers=self._layers, backend=self._attention, sequence=self._sequence

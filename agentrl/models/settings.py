@@ -15,7 +15,7 @@ class TinyModelSettings(BaseModel):
     vocabulary_size: int = Field(512, ge=300, le=65536)
     """number of tokens of the byte-level BPE, including special tokens"""
     hidden_size: int = Field(96, ge=16)
-    """width of the residual stream; a multiple of heads"""
+    """width of the residual stream, a multiple of heads"""
     layers: int = Field(4, ge=1)
     """number of transformer blocks"""
     heads: int = Field(4, ge=1)

@@ -1,4 +1,4 @@
-"""Text to tokens and back. Untrusted text never becomes a special token."""
+"""Conversion between text and tokens. Untrusted text never becomes a special token."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Encoded prompts to cache: the rollouts of a group share one.
+# Number of cached prompts. The rollouts of a group share a prompt.
 _PROMPTS = 512
 
 
 class TextCodec:
     """Encodes untrusted text and decodes sampled tokens with one tokenizer of `transformers`.
 
-    ``encode`` treats added tokens in the text as plain text: a program that prints ``<|endoftext|>`` does not end the
-    turn. Only the marks of a :class:`~agentrl_envs.chat.MarkedText`, which protocols create, become special tokens.
+    ``encode`` treats added tokens in the text as plain text, so a program that prints ``<|endoftext|>`` does not end
+    the turn. Only the marks of a :class:`~agentrl_envs.chat.MarkedText`, which protocols create, become special tokens.
     ``end_ids`` are the tokens at which every engine ends a turn.
 
     Not guaranteed: a tokenizer without a byte-level alphabet or byte fallback encodes unsupported characters as its
@@ -40,10 +40,10 @@ class TextCodec:
         generation_ends: Iterable[int] = (),
         shown: Collection[str] = (),
     ) -> None:
-        """``turn_end`` is the special token with which a chat template ends a turn of the model.
+        """Create a codec. ``turn_end`` is the chat template's end-of-turn marker, a special token.
 
-        ``shown`` are special tokens that decoded text contains, such as ``[TOOL_CALLS]``. For ``generation_ends``, see
-        :func:`read_generation_ends`. Raises ValueError if ``turn_end`` is not a single token.
+        ``shown`` contains special tokens to keep in decoded text, such as ``[TOOL_CALLS]``. For ``generation_ends``,
+        see :func:`read_generation_ends`. Raises ValueError if ``turn_end`` is not a single token.
         """
         self._encode_mark = lru_cache(maxsize=64)(
             lambda mark: tuple(tokenizer(mark, add_special_tokens=False)["input_ids"])
@@ -69,7 +69,7 @@ class TextCodec:
         self._encode_plain_prompt = lru_cache(maxsize=_PROMPTS)(lambda text: self.prefix_ids + self.encode(text))
 
     def _prefix(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-        """Return the tokens that the tokenizer puts before every text (a BOS token for Llama, none for Qwen)."""
+        """Return the tokens that the tokenizer prepends to every text (a BOS token for Llama, none for Qwen)."""
         whole, text = tuple(tokenizer("a", add_special_tokens=True)["input_ids"]), self.encode("a")
         places = range(len(whole) - len(text) + 1)
         return whole[: next((place for place in places if whole[place : place + len(text)] == text), 0)]
@@ -85,7 +85,7 @@ class TextCodec:
         """
         if isinstance(text, MarkedText):
             return self.encode_parts(text.parts)
-        # Only plain texts are cached: two marked ones with the same characters may differ in their marks.
+        # Only plain texts are cached, because two equal marked texts may differ in their marks.
         return self._encode_plain_prompt(text)
 
     def encode_parts(self, parts: Iterable[Part]) -> tuple[int, ...]:
@@ -97,9 +97,7 @@ class TextCodec:
         )
 
     def unsampled(self, text: str, context: Sequence[int]) -> tuple[Part, ...]:
-        """Return the parts of an observation after ``context``, without the end of the turn if the model has sampled
-        it.
-        """
+        """Return the parts of an observation, without the end-of-turn marker if ``context`` already ends with it."""
         parts = parts_of(text)
         first = parts[0]
         if isinstance(first, Mark) and first.ends_turn:
@@ -141,7 +139,7 @@ class TextCodec:
 
 
 def _without_added_tokens(backend: dict[str, Any]) -> Tokenizer:
-    """Create the tokenizer without added tokens, template, padding and truncation from its JSON.
+    """Create a tokenizer from its JSON, without added tokens, post-processor, padding and truncation.
 
     Added tokens that are also ordinary pieces (SentencePiece's ``</s>``) get names that no text can spell.
     """
@@ -171,7 +169,7 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 def read_generation_ends(path: str | Path) -> tuple[int, ...]:
     """Return the end-of-sequence tokens in generation_config.json, or else config.json.
 
-    Chat models list tokens there that their tokenizer does not (``<|im_end|>`` beside ``<|endoftext|>``).
+    Chat models list tokens there that their tokenizer does not (``<|im_end|>`` in addition to ``<|endoftext|>``).
     """
     from transformers import AutoConfig, GenerationConfig
 

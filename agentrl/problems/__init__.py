@@ -1,1 +1,1 @@
-"""Problems and demonstrations: generate, load, mix, split and order them. Imports no torch."""
+"""Problems and demonstrations: generation, loading, mixtures, splits and order. Imports no torch."""

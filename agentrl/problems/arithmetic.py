@@ -1,8 +1,8 @@
 """Families of ``builtin:arithmetic``: word problems with statements, answers, hidden values and solutions.
 
 Plain families state every number, and a program computes the answer. Reveal families hide two-digit values behind
-functions defined in ``Problem.setup``. These functions **print** the value and return None, so the answer can only be
-written in a turn after the one that printed the value. A guess is right about once in ninety times.
+functions defined in ``Problem.setup``. These functions **print** the value and return None, so the model can write the
+answer only in a later turn. A guess is correct with a probability of about 1 in 90.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _plain(
 
 
 def _compute(rng: Random, expression: str, answer: int) -> tuple[ShownTurn, ...]:
-    """Return one program that answers (70 %), or a program that prints the value and a turn with the answer."""
+    """Return one program that submits the answer (70 %), or a program that prints it and a turn that states it."""
     if rng.random() < 0.7:
         return (ShownTurn(model=program(f"final_answer({expression})")),)
     return (
@@ -60,7 +60,7 @@ def _one_secret(
     value: Callable[[int, int], int],
     *phrasings: str,
 ) -> ExerciseFamily:
-    """Build a family with one hidden value of thing ``a`` and one operation with the stated ``b``."""
+    """Build a family whose answer combines the hidden value of object ``a`` with the stated ``b`` in one operation."""
 
     def solve(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTurn, ...], str]:
         a, b, secret = numbers["a"], numbers["b"], _secret(rng)
@@ -206,7 +206,7 @@ FAMILIES: Mapping[str, ExerciseFamily] = {family.name: family for family in _ALL
 
 
 class ArithmeticSource(ExerciseSource):
-    """Word problems of one to three turns.
+    """Word problems that need one to three turns.
 
     >>> source = ArithmeticSource(split="train", seed=0, families=["box_take"])
     >>> source.problem(3) == source.problem(3)

@@ -1,4 +1,4 @@
-"""Demonstrations: problems with the turns of a good solution, used as data for the supervised cold start.
+"""Demonstrations: problems with the turns of a good solution, for the supervised cold start.
 
 One JSON object per line::
 
@@ -6,9 +6,10 @@ One JSON object per line::
      "turns": [{"model": "```py\nopen_box(7)\n```", "observation": "\nCode execution result: 48\n"},
                {"model": "```py\nfinal_answer(48-5)\n```", "observation": ""}]}
 
-The field of the statement may have another of its usual names (`question`). ``setup`` and a turn's ``observation`` are
+The statement may also be in another usual field (such as `question`). ``setup`` and a turn's ``observation`` are
 optional (default ``""``). ``answer`` is optional if the task does not compare answers. Other columns are stored in
-`Problem.info`. If a demonstration has several turns and no observations, the cold start executes it to obtain them.
+`Problem.info`. If a demonstration has several turns and no observations, the cold start executes the turns to produce
+the observations.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _FIELDS = frozenset({"id", "answer", "setup", "family", "turns"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownTurn:
-    """Text of a model turn and the observation that follows it ("" after the last turn, which has none)."""
+    """A model turn and the observation that follows it ("" after the last turn)."""
 
     model: str
     observation: str = ""
@@ -48,7 +49,7 @@ class Demonstration:
 
     @property
     def is_played(self) -> bool:
-        """True if observations are missing, so that the environment must execute the turns to produce them."""
+        """True if the observations are missing, so that the environment must execute the turns."""
         return len(self.turns) > 1 and not any(turn.observation for turn in self.turns)
 
     @property
@@ -58,7 +59,7 @@ class Demonstration:
 
 
 def program(code: str) -> str:
-    """Return ``code`` as a model turn, in a closed fence."""
+    """Return a model turn that contains ``code`` in a closed fence."""
     return f"```py\n{code}\n```"
 
 
@@ -70,8 +71,8 @@ def observation(output: str) -> str:
 def read_demonstrations(path: str | Path) -> list[Demonstration]:
     """Read a JSONL file with the schema above.
 
-    Raises ProblemFileError (missing file, malformed line), ProblemFieldError (a row that is not a demonstration) and
-    EmptyProblemsError. Messages name the file and the line.
+    Raises ProblemFileError for a missing file or a malformed line, ProblemFieldError for a row that is not a
+    demonstration, and EmptyProblemsError for an empty file. Messages contain the file and the line.
     """
     source = Path(path).stem
     demonstrations = [_from_row(row, location, source) for location, row in read_jsonl(Path(path))]

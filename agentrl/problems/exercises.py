@@ -1,8 +1,8 @@
 """Generated exercises: families of problems with solutions, and endless, seeded sources of them.
 
 Training and held-out problems are disjoint by construction: a hash of the family and of the numbers in the statement
-determines the split of a problem. Seed, phrasing, names and hidden values do not enter the hash, so no seed can move a
-statement from one split to the other.
+determines the split of a problem. Seed, phrasing, names and hidden values do not enter the hash, so a statement is in
+the same split for every seed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Exercise:
 class ExerciseFamily:
     """A family of problems: samples the numbers of a statement, writes the statement and solves it.
 
-    ``draw`` returns the numbers in the statement. ``solve`` takes them and a random generator for hidden values and
-    style, and returns ``(answer, turns, setup)``.
+    ``draw`` returns the numbers in the statement. ``solve`` receives a random generator, for hidden values and style,
+    and these numbers. It returns ``(answer, turns, setup)``.
     """
 
     name: str
@@ -63,13 +63,13 @@ def call_turn(call: str, output: object) -> ShownTurn:
 
 
 def descending(rng: Random) -> Numbers:
-    """Draw two distinct numbers from 2 to 99, a > b."""
+    """Draw two distinct numbers from 2 to 99 with a > b."""
     b, a = sorted(rng.sample(range(2, 100), 2))
     return {"a": a, "b": b}
 
 
 def define_reveal(function: str, values: Mapping[int, int]) -> str:
-    """Return Python code of ``function(n)``, which prints the value of ``n`` or ``empty`` and returns None.
+    """Return Python code that defines ``function(n)``, which prints the value of ``n`` or ``empty``.
 
     >>> define_reveal("box", {7: 48})
     "def box(n):\\n    print({7: 48}.get(n, 'empty'))\\n"
@@ -79,11 +79,11 @@ def define_reveal(function: str, values: Mapping[int, int]) -> str:
 
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
-HELDOUT_SHARE = 8  # one in eight combinations of family and numbers is held out
+HELDOUT_SHARE = 8  # one in this many combinations of family and numbers is held out
 
 
 class ExerciseSource:
-    """Generates problem ``i`` of a split, seed and choice of families for any ``i`` >= 0. Stores no problems."""
+    """Generates problem ``i`` of a split, a seed and a choice of families, for any ``i`` >= 0. Stores no problems."""
 
     builtin: ClassVar[str]
     all_families: ClassVar[Mapping[str, ExerciseFamily]]
@@ -91,7 +91,7 @@ class ExerciseSource:
     size = None
 
     def __init__(self, *, split: str = "train", seed: int = 0, families: Sequence[str] | None = None) -> None:
-        """Raises ProblemError for an unknown split or family, and if ``families`` is empty or has duplicates."""
+        """Create a source. Raises ProblemError for unknown, empty or repeated ``families`` and an unknown split."""
         if split not in SPLITS:
             raise ProblemError(
                 f"builtin:{self.builtin}: unknown split {split!r}; valid: {', '.join(SPLITS)}"
@@ -113,11 +113,11 @@ class ExerciseSource:
 
     @property
     def identity(self) -> str:
-        """Text that is equal for sources that return the same problem at every index."""
+        """Identifier of the generated sequence: equal for sources that return the same problem at every index."""
         return f"{self.name}:{','.join(self.families)}"
 
     def problem(self, index: int) -> Problem:
-        """Return problem ``index``. The families alternate, so every range of consecutive problems is balanced."""
+        """Return problem ``index``. The families alternate, so consecutive problems are balanced."""
         return self.demonstration(index).problem
 
     def demonstration(self, index: int) -> Demonstration:
@@ -144,7 +144,7 @@ class ExerciseSource:
     def distinct(self, count: int) -> list[Problem]:
         """Return the first ``count`` problems with distinct statements, for a fixed evaluation set.
 
-        Raises EmptyProblemsError if the chosen families have fewer.
+        Raises EmptyProblemsError if the chosen families have fewer distinct statements.
         """
         problems: dict[str, Problem] = {}
         for index in range(20 * count):
@@ -165,7 +165,7 @@ class ExerciseSource:
 
 
 def split_of(family: str, numbers: Numbers) -> Split:
-    """Return the split of problems of ``family`` with these numbers in the statement. Does not depend on the seed."""
+    """Return the split of a problem from its family and the numbers in its statement. Does not depend on the seed."""
     content = family + "|" + ",".join(f"{key}={numbers[key]}" for key in sorted(numbers))
     digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
     return "heldout" if int.from_bytes(digest, "big") % HELDOUT_SHARE == 0 else "train"

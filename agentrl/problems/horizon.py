@@ -1,15 +1,15 @@
-"""Families of ``builtin:horizon``, the same kinds of task at 1, 2, 4, 8 and 10 turns, and a reward for each lookup.
+"""Families of ``builtin:horizon``: the same kinds of task at 1, 2, 4, 8 and 10 turns, with a reward per lookup.
 
 The number in a family's name is the maximum number of turns of the demonstrated solution, including the answer. Except
-at the first level, values are hidden behind functions of ``Problem.setup`` that **print** them. A turn can therefore
-only be written after reading the previous observation, and a guess is right about once in ninety times.
+at the first level, values are hidden behind functions in ``Problem.setup`` that **print** them. The model can therefore
+write a turn only after reading the previous observation. A guess is correct with a probability of about 1 in 90.
 
 ============= ==========================================================================================
 ``debug_N``   a program in the statement is wrong; ``test(n)`` shows single correct values (N = 1, 2, 4)
-``chain_N``   every box shows the number of the next box, the last one shows the answer
+``chain_N``   every box shows the number of the next box, and the last box shows the answer
 ``sum_N``     the contents of N - 1 boxes, added in the last turn (N = 2, 4)
-``total_N``   the contents of N - 1 boxes, added box by box: each turn passes the sum so far to the next (N from 4)
-``search_N``  one of 2 ** (N - 1) - 1 keys opens; ``key(n)`` shows whether it is more or less, or what is inside
+``total_N``   the contents of N - 1 boxes, added box by box: each turn passes on the sum so far (N from 4)
+``search_N``  one of 2 ** (N - 1) - 1 keys opens a box; ``key(n)`` shows a direction or the content (N from 4)
 ============= ==========================================================================================
 """
 
@@ -215,7 +215,7 @@ _ALL = (
     *_DEBUG,
     *(_chain(turns) for turns in HORIZONS[1:]),
     *(_sum(turns) for turns in HORIZONS[1:3]),  # a tiny policy cannot copy more numbers reliably
-    # Not at two turns, where `_total` would have a single box and `_search` a single key.
+    # Start at four turns: at two turns, `_total` would have a single box and `_search` a single key.
     *(family(turns) for turns in HORIZONS[2:] for family in (_total, _search)),
 )
 
@@ -247,14 +247,14 @@ _HORIZON = re.compile(r"_(\d+)$")
 
 
 def lookup_rewards(problem: Problem, conversation: Conversation, verdict: Verdict | None) -> list[float]:
-    """Return a reward for each model turn: 1 / (N - 1) for each of the N - 1 lookups that a task of N turns needs.
+    """Return the reward of each model turn: 1 / (N - 1) for each of the N - 1 lookups that a task of N turns needs.
 
-    A lookup is a program that consists of one call of ``box``, ``key``, ``test`` or ``add``. Its first argument must be
-    an integer, or arithmetic with integers, that no earlier lookup had, and its output must contain a value. An empty
-    box, an error, and a key outside the range in the statement earn 0, so the rewards sum to at most 1.
+    A lookup is a program that consists of one call to ``box``, ``key``, ``test`` or ``add``. The first argument must be
+    an integer, or arithmetic with integers, with a value that no earlier lookup used. The output must contain a value.
+    An empty box, an error, and a key outside the range in the statement earn 0. The rewards sum to at most 1.
 
-    N is the last horizon in the name of the family. A search that ends early therefore earns less than 1 here, but its
-    answer counts in the environment's reward. Families without a horizon, such as ``word``, have no lookups.
+    N is the number at the end of the family's name. A search that ends early earns less than 1 here, but its answer
+    still counts in the environment's reward. Families without such a number, such as ``word``, have no lookups.
     """
     horizon = _HORIZON.search(problem.family)
     lookups = int(horizon[1]) - 1 if horizon else 0

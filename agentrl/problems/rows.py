@@ -1,25 +1,25 @@
 """Rows of problem files and data sets, and their conversion to problems.
 
 Rows come from JSON Lines, parquet and the Hugging Face ``datasets`` library. Errors about a row contain its location
-(``mawps.jsonl:17``, ``train.parquet row 3``). Statement and answer are found in common schemas:
+(``mawps.jsonl:17``, ``train.parquet row 3``). Statement and answer are recognized in common schemas:
 
 ==========================================  ===========================  =============================
 data set                                    statement                    answer
 ==========================================  ===========================  =============================
-our files, aime_2024, aime25, MATH-500      ``problem``                  ``answer``
+agentrl, aime_2024, aime25, MATH-500        ``problem``                  ``answer``
 amc23, GSM8K-like                           ``question``                 ``answer`` (also ``27.0``)
 DAPO-Math-17k                               ``prompt[0].content``        ``reward_model.ground_truth``
 DAPO-Math-17k-Processed                     ``prompt``                   ``solution``
 ==========================================  ===========================  =============================
 
-A statement may be a list of messages, each with a role and content. All columns except those of the statement, the
-answer and the id are stored in ``Problem.info``.
+A statement may be a list of messages, each with a role and content. All columns except the statement, the answer and
+the id are stored in ``Problem.info``.
 
-ProblemError(SettingsError, ValueError): the command line reports it and ends with exit code 2
+ProblemError(SettingsError, ValueError): reported by the command line, with exit code 2
 ├── ProblemFileError        the file is missing, malformed or of an unknown kind
 ├── ProblemFieldError       a row lacks a field, or its statement or answer is unusable
-├── EmptyProblemsError      no problem is left to sample
-└── SamplerStateError       a saved position was made with other problems
+├── EmptyProblemsError      no problems remain to sample
+└── SamplerStateError       a saved position refers to other problems
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ProblemError(SettingsError, ValueError):
 
 
 class ProblemFileError(ProblemError):
-    """The file is missing, not readable in the format of its name, or of an unknown kind."""
+    """The file is missing, has an unknown extension, or does not match its extension."""
 
 
 class ProblemFieldError(ProblemError):
@@ -54,7 +54,7 @@ class EmptyProblemsError(ProblemError):
 
 
 class SamplerStateError(ProblemError):
-    """The saved sampler position was made with other sources or another seed."""
+    """The saved sampler position belongs to other sources or another seed."""
 
 
 Row = dict[str, object]
@@ -65,7 +65,7 @@ _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # a cheap test before the check for l
 def read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
     """Yield ``(location, row)`` for each line that is not blank. Raises ProblemFileError with file and line number."""
     require_file(path)
-    # Read as bytes, so that invalid UTF-8 is an error of its line.
+    # Read bytes, so that invalid UTF-8 is reported with its line number.
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             location = f"{path}:{number}"
@@ -88,7 +88,8 @@ def _require_whole_characters(row: Row, location: str) -> None:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ProblemFileError(
-            f"{location}: contains half a character (a lone surrogate such as \\ud83d), which has no encoding; remove it"
+            f"{location}: contains half a character (a lone surrogate such as \\ud83d), which has no encoding; "
+            "remove it"
         ) from error
 
 
@@ -156,11 +157,11 @@ _WHOLE_FLOAT = re.compile(r"(?P<whole>[+-]?\d+)\.0+")
 def problem_of(
     row: Row, location: str, *, source: str, fields: Mapping[str, str | None], answered: bool = True
 ) -> Problem:
-    """Convert ``row`` to a problem; its answer is None if it is missing or empty.
+    """Convert ``row`` to a problem. The problem's answer is None if it is missing or empty.
 
-    Raises ProblemFieldError, with ``location`` in its message, if the statement is missing or empty, if statement or
-    answer are not text (an answer may be a number), if a column is not JSON, or if there is no field for the answer
-    (unless ``answered`` is False).
+    Raises ProblemFieldError, with ``location`` in the message, if the statement is missing or empty, if the statement
+    or the answer is not text (an answer may be a number), or if a column is not JSON. Unless ``answered`` is False, a
+    missing answer field is an error as well.
     """
     column, statement, messages = _statement(row, location, fields)
     answer_column, value = _field(row, "answer", fields, location, required=answered)
@@ -185,7 +186,7 @@ def statement_of(row: Row, location: str, *, fields: Mapping[str, str | None]) -
 def _statement(
     row: Row, location: str, fields: Mapping[str, str | None]
 ) -> tuple[str | None, str, tuple[ChatMessage, ...]]:
-    """Return the column of the statement, the statement, and its messages if it consists of several."""
+    """Return the statement's column, its text, and its messages if there are several."""
     column, value = _field(row, "problem", fields, location)
     messages = _messages(value, location) if isinstance(value, list) else ()
     if messages:
@@ -214,7 +215,7 @@ def _messages(value: list[object], location: str) -> tuple[ChatMessage, ...]:
 
 
 def _as_text(messages: tuple[ChatMessage, ...]) -> str:
-    """Join the contents of the messages. Roles are included only if there are messages of the assistant."""
+    """Join the contents of the messages. Includes the roles only if a message is not from system or user."""
     if {message["role"] for message in messages} <= {"system", "user"}:
         return "\n\n".join(message["content"] for message in messages)
     return "\n\n".join(f"{message['role'].capitalize()}: {message['content']}" for message in messages)
@@ -243,7 +244,7 @@ def _info(row: Row, location: str, fields: Mapping[str, str | None], used: set[s
 
 
 def unwrap(statement: str) -> str:
-    r"""Remove DAPO's instructions ("... Answer: $Answer ...") around a question. Other statements are unchanged."""
+    r"""Remove DAPO's instructions ("... Answer: $Answer ...") around a question. Return other statements unchanged."""
     wrapped = _DAPO_WRAPPER.match(statement)
     return wrapped["statement"] if wrapped else statement
 
@@ -277,7 +278,7 @@ def canonical_answer(value: object, location: str) -> str | None:
 def _field(
     row: Row, wanted: FieldName, fields: Mapping[str, str | None], location: str, *, required: bool = True
 ) -> tuple[str | None, object]:
-    """Return column and value of a field, or (None, None) if it is missing and not ``required``."""
+    """Return the column and the value of a field, or (None, None) if the field is missing and not ``required``."""
     path = fields.get(wanted)
     if path is not None:
         exists, value = _lookup(row, path)
@@ -299,7 +300,7 @@ def _field(
 
 
 def _lookup(row: Row, path: str) -> tuple[bool, object]:
-    """Return ``(exists, value)`` at a dotted path; numbers index lists.
+    """Return ``(exists, value)`` at a dotted path. Numbers in the path index lists.
 
     A field whose name contains dots takes precedence.
     """
@@ -321,7 +322,7 @@ def _names(row: Row) -> str:
 
 
 def _row_id(row: Row, fields: Mapping[str, str | None], location: str) -> tuple[str | None, str | None]:
-    """Return the column of the row's id and the id, or (None, None)."""
+    """Return the id's column and the id of a row, or (None, None)."""
     if "id" in fields:
         column, value = _field(row, "id", fields, location)
         return column, str(value)

@@ -1,4 +1,4 @@
-"""Sources of problems, weighted mixtures of them, and an endless stream of problems with a position that can be saved.
+"""Problem sources, weighted mixtures of sources, and a sampler: an endless stream with a position that can be saved.
 
 The source of the n-th draw and the order of a finite source in its k-th epoch depend only on the seed. A position
 therefore consists of a few numbers, and an endless source is never materialized.
@@ -20,12 +20,12 @@ from agentrl_envs.types import Problem
 
 
 def digest_of(info: Mapping[str, object]) -> str:
-    """Return a hash of a row's other columns, or "" if there are none."""
+    """Return a hash of a problem's other columns, or "" if there are none."""
     return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest() if info else ""
 
 
 class ProblemSource(Protocol):
-    """Problems by index: a finite set of ``size`` problems, or an endless generator (``size`` None).
+    """Problems by index: a finite set of ``size`` problems, or an endless generator (``size`` is None).
 
     ``name`` identifies the source in messages and in saved positions. ``problem`` always returns the same problem for
     an index. Sources with equal ``identity`` return the same problems at every index.
@@ -49,7 +49,7 @@ class FiniteSource:
     """
 
     def __init__(self, name: str, problems: Sequence[Problem]) -> None:
-        """Raises EmptyProblemsError if there are no problems and ProblemError if two problems share an id."""
+        """Create a source. Raises EmptyProblemsError for no problems and ProblemError if two problems share an id."""
         if not problems:
             raise EmptyProblemsError(f"{name}: the source contains no problems")
         seen: set[str] = set()
@@ -106,7 +106,7 @@ class Mixture:
 
 
 class SamplerState(TypedDict):
-    """Position of a sampler. ``sources`` is compared when a position is loaded, to reject one of other problems."""
+    """Position of a sampler. ``sources`` is compared on loading, to reject a position that refers to other problems."""
 
     seed: int
     drawn: int
@@ -137,14 +137,14 @@ class ProblemSampler:
         self._seed = seed
         self._drawn = 0
         self._positions = [0] * len(self._mixture.sources)
-        self._orders: dict[int, tuple[int, array[int]]] = {}  # source -> (epoch, order); only one epoch is kept
+        self._orders: dict[int, tuple[int, array[int]]] = {}  # source -> (epoch, order), for the current epoch only
 
     def next(self, count: int) -> list[Problem]:
         """Return the next ``count`` problems."""
         return [self._draw() for _ in range(count)]
 
     def state_dict(self) -> SamplerState:
-        """Return the position for `load_state_dict`."""
+        """Return the current position, for `load_state_dict`."""
         return {
             "seed": self._seed,
             "drawn": self._drawn,
@@ -154,7 +154,7 @@ class ProblemSampler:
         }
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Continue from the saved position. Raises SamplerStateError if it was made with other problems."""
+        """Continue from a saved position. Raises SamplerStateError if the position refers to other problems."""
         ours, saved = dict[str, object](self.state_dict()), dict[str, object](state)
         missing = sorted(ours.keys() - saved.keys())
         if missing:
@@ -180,7 +180,7 @@ class ProblemSampler:
     def _choose(self, draw: int) -> int:
         if len(self._cumulative) == 1:
             return 0
-        # Seeded by the number of the draw, so that a saved position needs no random state.
+        # Seed with the index of the draw, so that a saved position needs no random state.
         point = Random(f"{self._seed}:draw:{draw}").random() * self._cumulative[-1]
         return next(which for which, edge in enumerate(self._cumulative) if point < edge)
 

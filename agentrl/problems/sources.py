@@ -1,9 +1,9 @@
-"""Loading of the problem sources in the settings: files, Hugging Face data sets, benchmarks and generators.
+"""Load the problem sources in the settings: files, Hugging Face data sets, benchmarks and generators.
 
-Rows that are left out (unanswered, repeated, excluded, in the other part of a split) are counted in a LoadReport.
+A LoadReport counts the rows that are left out (unanswered, repeated, excluded, in the other part of a split).
 
-Problems that differ only in their numbers are the same exercise for a model that has seen one of them. Data of the cold
-start, training and evaluation are therefore kept disjoint by *masked* statements, in which numbers are replaced.
+Problems that differ only in their numbers are the same exercise to a model that was trained on one of them. Cold-start,
+training and evaluation data are therefore kept disjoint by *masked* statements, in which numbers are replaced.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ GENERATORS: Mapping[str, type[ExerciseSource]] = {one.builtin: one for one in (A
 class SeedSource:
     """Problems without content (``builtin:seeds``), for environments that generate a task from a seed.
 
-    A problem has only an id, from which the environment derives its seed.
+    The environment derives the seed from the problem's id.
 
     >>> SeedSource(split="heldout", seed=3).problem(7).id
     'seeds-heldout-3-7'
@@ -53,7 +53,7 @@ class SeedSource:
     size = None
 
     def __init__(self, *, split: str = "train", seed: int = 0) -> None:
-        """Raises ProblemError for an unknown split."""
+        """Create a source. Raises ProblemError for an unknown split."""
         if split not in SPLITS:
             raise ProblemError(
                 f"builtin:seeds: unknown split {split!r}; valid: {', '.join(SPLITS)}{did_you_mean(split, SPLITS)}"
@@ -78,28 +78,28 @@ def masked_statement(statement: str) -> str:
     >>> masked_statement("Tom has 1,250 pens and twenty-six  cups!")
     'tom has # pens and # cups'
     """
-    # Numbers become a word before punctuation is removed, because `#` would be removed with it.
+    # Replace numbers with a word first, because removing punctuation would also remove `#`.
     masked = NUMBER.sub(" \0 ", statement.casefold())
     return _SPACE.sub(" ", masked.replace("\0", "_number_")).strip().replace("_number_", "#")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedSplit:
-    """Two parts in input order without a common masked statement, and the numbers of removed problems."""
+    """Two parts without a common masked statement, in input order, and the counts of removed problems."""
 
     train: tuple[Problem, ...]
     heldout: tuple[Problem, ...]
     excluded: int  # problems with the masked statement of an excluded problem
-    repeated: int  # problems with the statement and answer of an earlier one
+    repeated: int  # problems with the statement and answer of an earlier problem
 
 
 def split_by_masked_statement(
     problems: Sequence[Problem], *, heldout_fraction: float, exclude: Iterable[str] = ()
 ) -> MaskedSplit:
-    """Remove repeats and the statements in ``exclude``, then split by a hash of the masked statement.
+    """Remove repeats and problems like those in ``exclude``, then split by a hash of the masked statement.
 
     The part of a problem depends only on its masked statement and ``heldout_fraction`` (in [0, 1]). Files that are
-    split separately are therefore consistent, and adding problems to a file moves none of the others.
+    split separately are therefore consistent, and problems added to a file do not move the other problems.
     """
     if not 0 <= heldout_fraction <= 1:
         raise ValueError(f"heldout_fraction must be in [0, 1], got {heldout_fraction}")
@@ -134,7 +134,7 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """Numbers of rows of one source that were kept, and that were left out by reason."""
+    """Counts of a source's rows: kept, and left out by reason."""
 
     name: str
     rows: int
@@ -160,7 +160,7 @@ class LoadReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedSource:
-    """A source with its report; ``report`` is None for endless generators."""
+    """A source with its report. ``report`` is None for endless generators."""
 
     source: ProblemSource
     report: LoadReport | None
@@ -171,7 +171,7 @@ def load_mixture(
 ) -> tuple[Mixture, tuple[LoadReport, ...]]:
     """Load every source and mix them by their weights. ``seed`` applies to generators without a seed.
 
-    With ``answered``, answers are graded and a row without an answer is an error. Raises ProblemError or one of its
+    With ``answered``, every row needs an answer, because answers are graded. Raises ProblemError or one of its
     subclasses, with a one-line message.
     """
     loaded = [load_source(entry, seed=seed, answered=answered) for entry in settings]
@@ -211,7 +211,7 @@ def load_source(settings: ProblemSourceSettings, *, seed: int = 0, answered: boo
 
 
 def read_with_locations(settings: ProblemSourceSettings) -> Iterator[tuple[str, Problem | None]]:
-    """Yield the location and problem of every row, including repeats, before splits and limits are applied.
+    """Yield the location and problem of every row, including repeats. Applies no split and no limit.
 
     The problem is None for rows that ``skip_unanswered`` leaves out.
     """
@@ -220,7 +220,7 @@ def read_with_locations(settings: ProblemSourceSettings) -> Iterator[tuple[str, 
 
 
 def evaluation_set(source: ProblemSource, count: int) -> list[Problem]:
-    """Return ``count`` fixed problems, evenly spaced if ``source`` is finite (all of them if it has fewer)."""
+    """Return ``count`` fixed problems, evenly spaced if ``source`` is finite (all problems if it has fewer)."""
     if isinstance(source, ExerciseSource):
         return source.distinct(count)
     if source.size is None:
@@ -290,10 +290,9 @@ class _Read:
 def _read(settings: ProblemSourceSettings, path: str, name: str, answered: bool) -> _Read:
     """Return the distinct problems of a source.
 
-    Repeats are dropped while reading, because rows may repeat hundreds of times.
-
-    Problems are equal if statement and answer are; without grading, all other columns must be equal, too.
+    Problems are equal if their statements and answers are equal. Without grading, all other columns must be equal too.
     """
+    # Drop repeats while reading, because rows may repeat hundreds of times.
     problems: dict[tuple[str, str | None, str], Problem] = {}
     rows = unanswered = 0
     for _, problem in _problems(settings, path, name, answered=answered):
@@ -308,7 +307,7 @@ def _read(settings: ProblemSourceSettings, path: str, name: str, answered: bool)
 
 
 def _with_distinct_ids(problems: Mapping[tuple[str, str | None, str], Problem]) -> list[Problem]:
-    """Give distinct ids to problems that differ only in ``info``: all but the first get a digest of it appended."""
+    """Assign distinct ids to problems that differ only in ``info``, by appending a digest to all but the first."""
     seen: set[tuple[str, str, str | None]] = set()
     kept = []
     for (statement, answer, digest), problem in problems.items():
@@ -374,8 +373,8 @@ def load_demonstrations(
 ) -> LoadedDemonstrations:
     """Load demonstrations from ``builtin:NAME``, ``formula:FILE.jsonl`` or a JSONL file of demonstrations.
 
-    ``count`` and ``families`` (None for all) apply to generators, of which only the training split is used;
-    ``variants`` applies to formulas. Raises ProblemError or one of its subclasses.
+    ``count`` and ``families`` (None for all) apply to generators, whose training split is used. ``variants`` applies to
+    formulas. Raises ProblemError or one of its subclasses.
     """
     if spec.startswith(BUILTIN):
         check_builtin(spec, "demonstrations", tuple(GENERATORS))

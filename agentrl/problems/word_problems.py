@@ -1,9 +1,9 @@
-"""Demonstrations from human-written problems: rows whose ``formula`` (``(25+5)/6=5``) computes the answer.
+"""Demonstrations from human-written problems with a ``formula`` (``(25+5)/6=5``) that computes the answer.
 
 A row is usable if its formula is one expression of integers that evaluates to the reference answer, and if every number
-of the formula appears in the statement, as digits or as English words. The demonstration is one program,
-``final_answer((25+5)//6)``. Variants replace these numbers in both, so that all results remain non-negative integers.
-Formulas are parsed without ``eval``: integers, ``+ - * /`` and parentheses.
+of the formula occurs in the statement, as digits or as English words. The demonstration is one program,
+``final_answer((25+5)//6)``. Variants replace these numbers in statement and formula, such that all results remain
+non-negative integers. Formulas consist of integers, ``+ - * /`` and parentheses. They are parsed without ``eval``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentrl.problems.demonstrations import Demonstration, ShownTurn, program
 from agentrl.problems.rows import EmptyProblemsError, problem_of, read_jsonl
 from agentrl_envs.types import Problem
 
-MAX_LENGTH: Final = 200  # characters; limits the parser's depth
+MAX_LENGTH: Final = 200  # characters; limits the depth of the parser
 MAX_VALUE: Final = 10**12
 
 _ALLOWED = re.compile(r"[\d\s()+*/.,-]+")
@@ -36,7 +36,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class FormulaError(ValueError):
-    """The formula cannot be computed with integers; ``reason`` completes "problems ..."."""
+    """The formula cannot be computed with integers. ``reason`` completes the phrase "a problem ..."."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"unusable formula: a problem {reason}")
@@ -82,9 +82,10 @@ class Formula:
         return tuple(dict.fromkeys(map(int, _NUMBER.findall(self.python()))))
 
     def value(self, *, floor: bool = False) -> int:
-        """Compute the value; with ``floor``, divisions round down as in Python.
+        """Compute the value. With ``floor``, divisions round down as in Python.
 
-        Raises FormulaError if a division without ``floor`` has a remainder, or if a step is negative or huge.
+        Raises FormulaError if a division without ``floor`` has a remainder, or if an intermediate result is negative or
+        exceeds ``MAX_VALUE``.
 
         >>> Formula.parse("(50+59)//2").value(floor=True)
         54
@@ -96,13 +97,13 @@ class Formula:
         return ast.unparse(self.tree).replace(" ", "")
 
     def with_numbers(self, replaced: Mapping[int, int]) -> Formula:
-        """Return the formula with the keys of ``replaced`` replaced. Other numbers are unchanged."""
+        """Return a copy in which the keys of ``replaced`` are replaced by their values. Other numbers are unchanged."""
         text = _NUMBER.sub(lambda match: str(replaced.get(int(match[0]), int(match[0]))), self.python())
         return Formula(ast.parse(text, mode="eval").body)
 
 
 def _checked(node: ast.expr) -> ast.expr:
-    """Convert the tree to integers, and ``/`` to ``//``. Raises FormulaError for nodes that are not arithmetic."""
+    """Convert constants to integers and ``/`` to ``//``. Raises FormulaError for nodes that are not arithmetic."""
     if isinstance(node, ast.BinOp):
         sign = ast.FloorDiv() if isinstance(node.op, ast.Div) else node.op
         if type(sign) in _OPERATORS:
@@ -168,7 +169,7 @@ def number_mentions(text: str) -> tuple[Mention, ...]:
 
 
 def replace_mentions(text: str, mentions: Sequence[Mention], replaced: Mapping[int, int]) -> str:
-    """Return ``text`` with every mention of a key of ``replaced`` written as its value in digits.
+    """Return ``text`` with each mention of a key of ``replaced`` replaced by the value, in digits.
 
     >>> replace_mentions("Two cups and 2 pens", number_mentions("Two cups and 2 pens"), {2: 31})
     '31 cups and 31 pens'
@@ -189,7 +190,7 @@ def words_value(words: str) -> int | None:
     (349, 2000, None)
     """
     total = group = 0
-    previous = SCALES["million"] * 10  # the next small number must be below the preceding unit
+    previous = SCALES["million"] * 10  # the next small number must be less than the previous one
     for word in re.split(r"[\s-]+", words.lower()):
         if word == "and":
             continue
@@ -214,7 +215,7 @@ def _whole(digits: str) -> int | None:
 
 
 def _glued(text: str, start: int, end: int) -> bool:
-    """True if the match is part of a word or a larger number: ``3rd``, ``A4``, ``.5``, ``1/2``."""
+    """Return True if the match is part of a word or a larger number: ``3rd``, ``A4``, ``.5``, ``1/2``."""
     before, after = text[start - 1 : start], text[end : end + 1]
     if before.isalnum() or before in {".", "/"} or after.isalpha() or after == "/":
         return True
@@ -227,7 +228,7 @@ MAGNITUDES = ((2, 12), (13, 99), (100, 999), (1000, 9999), (10_000, 99_999))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormulaReport:
-    """Numbers of ``usable`` rows, of unusable rows by reason, and of demonstrations made from the usable ones."""
+    """Counts of all rows, usable rows, demonstrations made from them, and unusable rows by reason."""
 
     rows: int
     usable: int
@@ -254,10 +255,11 @@ class _Solved:
 def formula_demonstrations(
     path: str | Path, *, variants: int = 1, seed: int = 0
 ) -> tuple[list[Demonstration], FormulaReport]:
-    """Make demonstrations of the usable rows of a JSONL file: ``variants`` per row, all but the first renumbered.
+    """Create demonstrations from the usable rows of a JSONL file: ``variants`` per row.
 
-    Ids of variants end in ``~1``, ``~2``, ... Raises ProblemFileError (missing file, malformed line),
-    ProblemFieldError (no statement) and EmptyProblemsError (no usable row).
+    The first variant of a row is the original. The others have new numbers, and their ids end in ``~1``, ``~2``, ...
+    Raises ProblemFileError for a missing file or a malformed line, ProblemFieldError for a row without a statement, and
+    EmptyProblemsError if no row is usable.
     """
     if variants < 1:
         raise ValueError(f"variants must be at least 1, got {variants}")
@@ -318,8 +320,8 @@ def _variants(solved: _Solved, variants: int, seed: int) -> Iterator[Demonstrati
 
 
 def _renumber(solved: _Solved, rng: Random) -> tuple[Formula, str] | None:
-    """Replace numbers by others of the same magnitude. Equal numbers stay equal."""
-    # 0 and 1 stay, because they are often words of another meaning ("each one").
+    """Replace numbers with random numbers of the same magnitude. Equal numbers stay equal."""
+    # Keep 0 and 1, because their words often have another meaning ("each one").
     fixed = {0, 1}
     values = [value for value in solved.formula.numbers if value not in fixed]
     original = solved.formula.value()

@@ -1,1 +1,1 @@
-"""``agentrl new``: templates for packages of users."""
+"""``agentrl new``: templates for user packages."""

@@ -1,4 +1,4 @@
-"""``agentrl new environment NAME``: write an installable package with an environment, data, a test and settings."""
+"""``agentrl new environment NAME``: writes an installable package with an environment, data, a test and settings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write_environment(name: str, folder: Path) -> list[Path]:
         "module": module,
         "class_name": _class_name(name),
         "trainer": pinned(DISTRIBUTION),
-        "sandbox": pinned("agentrl-sandbox"),  # agentrl requires it, but records no origin for it
+        "sandbox": pinned("agentrl-sandbox"),  # a dependency of agentrl, whose metadata records no origin for it
     }
     try:
         folder.mkdir(parents=True)
@@ -123,7 +123,7 @@ def _class_name(name: str) -> str:
 
 
 def _templates() -> list[tuple[tuple[str, ...], str]]:
-    """Path (without the suffix) and text of each template."""
+    """Return the path (without the suffix) and the text of each template."""
     return _below(files("agentrl.scaffold").joinpath("template"), ())
 
 

@@ -1,12 +1,12 @@
 """A model's chat template as fixed strings, and text that separates template marks from content.
 
-`ChatFormat` holds the strings that the template writes around messages, model turns and tool responses. They are
-rendered once, in a synthetic conversation, where the tokenizer is available (`agentrl.models.chat_template`). A
-conversation is then written by joining these strings with texts. Model turns are therefore never rendered again, and
-nothing that the template would strip from them is lost.
+`ChatFormat` contains the strings that the template writes around messages, model turns and tool responses. These
+strings are rendered once, from a synthetic conversation, where the tokenizer is available
+(`agentrl.models.chat_template`). A conversation is then written by joining the strings with texts. Model turns are
+therefore never rendered again, and never lose text that the template would strip.
 
-A `MarkedText` is the result: a ``str`` that also stores its parts. When it is tokenized, marks are encoded with special
-tokens, and all other text (statements, program output) with special tokens split into plain text.
+The result is a `MarkedText`, a ``str`` that also stores its parts. The tokenizer encodes marks with special tokens. It
+encodes all other text (statements, program output) as plain text.
 
 >>> text = MarkedText(Mark("<|im_end|>", ends_turn=True), Mark("\\n<|im_start|>user\\n"), "<|im_end|> is text here")
 >>> text == "<|im_end|>\\n<|im_start|>user\\n<|im_end|> is text here"
@@ -30,9 +30,9 @@ from agentrl_envs.types import ChatMessage, Problem
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Text of a chat template, written by a protocol and never by a model, a data set or a program.
+    """Text of a chat template. Only protocols create marks, never a model, a data set or a program.
 
-    ``ends_turn`` marks the string that ends the model's turn. It is left out if the model has sampled it.
+    ``ends_turn`` is true for the string that ends the model's turn. It is omitted if the model has sampled it.
     """
 
     text: str
@@ -92,10 +92,10 @@ class MessageTexts:
 class ChatFormat:
     """A chat template as strings, which may contain special tokens.
 
-    ``turn_end`` is the string with which the model ends its turn, or "" if there is none. ``before_response`` starts
-    after it with text that the template adds and the model does not sample. ``user`` surrounds a user message that
-    follows a model turn; None if the template does not support that. ``opening`` returns the texts around a prompt of
-    several messages; None if such prompts are written as one text. ``quoted`` is true if the template writes tool
+    ``turn_end`` is the end-of-turn marker of the model, or "". ``before_response`` is the text between ``turn_end`` and
+    a tool response, which the template adds. ``user`` contains the texts around a user message that follows a model
+    turn, or None if the template does not support such a message. ``opening`` returns the texts around a prompt of
+    several messages. It is None if such prompts are written as one text. ``quoted`` is true if the template writes tool
     responses as JSON strings. ``system`` is the text of the system message.
 
     >>> chat = ChatFormat(before_problem="<u>", after_problem="<a>", turn_end="<e>", before_response=".<t>",
@@ -119,8 +119,8 @@ class ChatFormat:
     def prompt(self, problem: Problem, write: Callable[[str], str] = str) -> MarkedText:
         """Return the problem's messages up to the start of the model's reply.
 
-        ``write`` adds the instruction to the last user message, which poses the problem. A problem without messages is
-        one user message.
+        ``write`` adds the instruction to the last user message, which poses the problem. A problem without messages
+        becomes one user message.
         """
         if not problem.messages or self.opening is None:
             posed = write(problem.statement)
@@ -154,7 +154,7 @@ class ChatFormat:
         ``ids`` are the call ids that the model wrote, if any.
         """
         parts = self._ending()
-        leads = CALL_ID in self.before_response  # some templates write the id before its response, others after it
+        leads = CALL_ID in self.before_response  # some templates write the id before its response, others after
         last = _DEFAULT_ID
         for number, text in enumerate(texts):
             own = ids[number] if number < len(ids) and _ID.fullmatch(ids[number]) else _DEFAULT_ID

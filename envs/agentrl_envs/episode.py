@@ -6,7 +6,7 @@ AgentRLEnvError
 │   ├── registry.UnknownNameError
 │   └── registry.NameTakenError
 ├── UnavailableError         a service that an episode needs does not respond; the rollout is excluded
-├── EnvironmentContractError a user's environment, tool or reward violates its contract
+├── EnvironmentContractError a custom environment, tool or reward violates its contract
 │   ├── tools.ToolError
 │   └── rewards.RewardError
 └── grading.GraderError      a grading process cannot be started
@@ -33,13 +33,13 @@ class EpisodeUsageError(AgentRLEnvError, RuntimeError):
 
 
 class EnvironmentContractError(AgentRLEnvError, TypeError):
-    """A user's environment, tool or reward raised an exception or returned an invalid value."""
+    """A custom environment, tool or reward raised an exception or returned an invalid value."""
 
 
 class UnavailableError(AgentRLEnvError):
     """A service that an environment, tool or reward needs does not respond. User code may raise it.
 
-    The rollout ends as an infrastructure failure. It is repeated and never counts against the policy.
+    The rollout ends as an infrastructure failure. It is repeated, and never counted as a failure of the policy.
     """
 
     def __init__(self, message: str, *, seconds: float = 0.0) -> None:
@@ -52,8 +52,7 @@ class Episode(Protocol):
     """One attempt at a problem. It handles text, never token ids.
 
     The driver samples until a stop string or the end of sequence. If a stop string ended sampling and `turn_complete`
-    is False for the text of the turn so far, the driver continues the same turn. Then it calls `step` with the turn's
-    text.
+    is False for the text of the turn so far, the driver continues the turn. It then calls `step` with the turn's text.
     """
 
     @property
@@ -66,7 +65,7 @@ class Episode(Protocol):
         ...
 
     async def start(self) -> str:
-        """Return the prompt, as a `MarkedText` if it contains marks of a chat template. Called once, before `step`."""
+        """Return the prompt, as a `MarkedText` if it contains template marks. Called once, before `step`."""
         ...
 
     async def step(self, action: str) -> Step:
@@ -84,11 +83,11 @@ class Episode(Protocol):
 
 @runtime_checkable
 class NamesCalls(Protocol):
-    """An episode that reports which method of the user's class it is waiting for."""
+    """An episode that reports the method of a custom class for which it waits."""
 
     @property
     def calling(self) -> str:
-        """The running or abandoned call; "" if there is none."""
+        """The running or abandoned call, or ""."""
         ...
 
 
@@ -100,11 +99,11 @@ class Policy(Protocol[Played]):
     """
 
     def begin(self, prompt: str) -> None:
-        """Encode the prompt. Called once, first."""
+        """Encode the prompt. Called once, before all other methods."""
         ...
 
     def waiting(self, episode: Episode, name: str) -> AbstractAsyncContextManager[dict[str, Any]]:
-        """Trace a wait for the episode under ``name``. Raises UnavailableError after the environment's deadline."""
+        """Trace the time spent in the episode as ``name``. Raises UnavailableError after the environment's deadline."""
         ...
 
     async def sample(self, episode: Episode) -> str | None:
@@ -128,7 +127,7 @@ class Policy(Protocol[Played]):
 
 
 class Environment(ABC):
-    """The resources that all episodes of a run share (sandbox, grader, threads), and the loop that plays a rollout.
+    """Resources shared by the episodes of a run (sandbox, grader, threads), and the loop that plays a rollout.
 
     >>> class Echo(Environment):
     ...     def episode(self, problem): ...
@@ -143,11 +142,11 @@ class Environment(ABC):
     """
 
     async def open(self) -> None:
-        """Acquire the shared resources. Raises an exception if they are not usable."""
+        """Acquire the shared resources. Raises an exception if a resource is not usable."""
 
     @abstractmethod
     def episode(self, problem: Problem) -> Episode:
-        """Create an episode of this problem. Must be cheap: it is called thousands of times."""
+        """Create an episode of ``problem``. Must be cheap, because it is called thousands of times."""
 
     async def rollout(self, problem: Problem, policy: Policy[Played]) -> Played:
         """Play one problem to its end by alternating between the episode and the policy.
@@ -179,8 +178,8 @@ class Environment(ABC):
     def with_turns(self, max_turns: int) -> Environment:
         """Return the environment with at most ``max_turns`` turns per episode (``evaluation.max_turns``).
 
-        The original environment still closes the resources that it opened. An environment with its own limit returns
-        itself.
+        The original environment remains responsible for closing the shared resources. An environment that defines a
+        separate limit returns itself.
         """
         return self
 

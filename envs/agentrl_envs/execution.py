@@ -25,10 +25,10 @@ from agentrl_envs.types import ToolCall
 from agentrl_sandbox.client import Execution, Outcome, Sandbox, SandboxError, UnknownSessionError
 
 PRINTED = 4096
-"""Characters of a program's output that are stored in its `ToolCall`."""
+"""Number of characters of a program's output that its `ToolCall` stores."""
 
 traced: Callable[[], AbstractContextManager[object]] = nullcontext
-"""Context manager around each program. A trace of rollouts replaces it."""
+"""Context manager around each program. Rollout tracing replaces it."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class _InfrastructureError(Exception):
 
 
 class EpisodeSandbox:
-    """Runs an episode's programs, each in a fresh interpreter or, with ``interpreter=session``, all in one.
+    """Runs an episode's programs: each in a fresh interpreter or, with ``interpreter=session``, all in the same one.
 
     A program that is killed or calls ``os._exit`` ends the session, and the next program starts a new one. An instance
     belongs to the event loop in which it was created.
@@ -57,7 +57,7 @@ class EpisodeSandbox:
 
     @property
     def fresh(self) -> bool:
-        """True if no earlier program can have left state for the next one."""
+        """True if the next program starts without state from earlier programs."""
         return self._session is None
 
     async def execute(
@@ -71,12 +71,12 @@ class EpisodeSandbox:
     ) -> Execution:
         """Run a program. Raises UnavailableError if the sandbox fails.
 
-        The default ``timeout`` is ``execution_timeout``. ``files`` are written before the run and ``fetch_files`` are
-        read after it (``execution.files``). All attempts have the same request id, so a program is not repeated if only
-        the response was lost.
+        The default ``timeout`` is ``execution_timeout``. ``files`` are written before the run. ``fetch_files`` are read
+        after the run, into ``execution.files``. All attempts have the same request id, so the program does not run
+        again if only the response was lost.
         """
         request_id = uuid.uuid4().hex
-        # Pass only options that are in use, so that a custom sandbox need not support all of them.
+        # Pass only the options in use, so that a custom sandbox need not support all options.
         options: dict[str, object] = {"files": files} if files else {}
         options |= {"fetch_files": tuple(fetch_files)} if fetch_files else {}
         options |= {"stdin": stdin} if stdin else {}
@@ -109,7 +109,7 @@ class EpisodeSandbox:
         files: Mapping[str, bytes] | None = None,
         fetch_files: Sequence[str] = (),
     ) -> Execution:
-        """Call `execute` from a synchronous function in a thread. Raises EpisodeUsageError on the event loop."""
+        """Run `execute` from a synchronous function in a thread. Raises EpisodeUsageError on the event loop."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -137,7 +137,7 @@ class EpisodeSandbox:
                 logger.warning("the interpreter's session could not be closed: %s", error)
 
     async def _open_session(self) -> str:
-        # Several calls of one turn may arrive before there is a session; they must share it.
+        # Several calls of one turn may arrive before the session exists. They must share one session.
         async with self._opening:
             if self._session is None:
                 self._session = await self._sandbox.open_session()
@@ -161,7 +161,7 @@ class EpisodeSandbox:
 
 
 def call_of(execution: Execution) -> ToolCall:
-    """Return the telemetry of a program."""
+    """Return the telemetry of a program's execution."""
     return ToolCall(
         outcome=execution.outcome.value,
         seconds=execution.seconds,
@@ -177,7 +177,8 @@ def failed_call(seconds: float) -> ToolCall:
 
 
 async def _retried(run: Callable[[], Awaitable[Execution]], settings: ExecutionSettings) -> Execution:
-    """Return the first result. The first attempt bypasses stamina, which costs ten times as much as the turn itself."""
+    """Return the result of the first successful attempt."""
+    # The first attempt bypasses stamina, which takes ten times as long as the rest of the turn.
     first: SandboxError | _InfrastructureError | None = None
     try:
         return await run()

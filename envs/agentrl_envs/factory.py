@@ -1,7 +1,7 @@
-"""The interface behind an environment's name: its settings, its use of the chat template, and its tools.
+"""Environment factories: the settings, the use of the chat template, and the tools behind an environment's name.
 
-`agentrl_envs.adapters.environments.resolve_environment` returns the factory of a name. Creating a factory or an
-environment opens nothing, so a run can check its settings first.
+`agentrl_envs.adapters.environments.resolve_environment` returns the factory for a name. Creating a factory or an
+environment acquires no resources, so a run can check its settings first.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class TemplateUse:
     """How an environment uses the policy's chat template.
 
     ``setting`` is the setting that requires the template, for error messages. ``tools`` are the functions that the
-    template lists; if ``lists_tools`` is false, only plain text is valid. ``optional``: a model without a template
-    plays in plain text. ``speaker`` is the source of further user messages, or "" if there is none. ``rerendered``: the
-    template writes earlier turns again for each new turn.
+    template lists. If ``lists_tools`` is false, only plain text is valid. If ``optional`` is true, a model without a
+    template plays in plain text. ``speaker`` is the source of further user messages, or "". If ``rerendered`` is true,
+    the template renders earlier turns again for each new turn.
     """
 
     settings: ChatSettings
@@ -42,7 +42,7 @@ class TemplateUse:
 
 
 class EnvironmentFactory(ABC, Generic[Section]):
-    """Creates the environment of one name. The defaults describe an environment in plain text without tools."""
+    """Creates the environments of one name. The defaults describe a plain-text environment without tools."""
 
     @abstractmethod
     def settings(self, section: BaseModel) -> Section:
@@ -65,7 +65,7 @@ class EnvironmentFactory(ABC, Generic[Section]):
 
     @property
     def tools(self) -> ToolSet | None:
-        """The tools that the environment's class defines, or None if it is not written as a class with tools.
+        """The tools of an environment that is defined by a class, or None for other environments.
 
         Raises PluginError if a method is not a valid tool.
         """
@@ -73,19 +73,19 @@ class EnvironmentFactory(ABC, Generic[Section]):
 
     @property
     def source(self) -> bytes:
-        """The source code of a user's environment, to distinguish versions; empty if it is unknown."""
+        """The source code of a custom environment, which identifies its version; empty if unknown."""
         return b""
 
     def columns(self, problem: Problem) -> dict[str, object]:
         """Return the columns of a problem that the environment reads.
 
-        Raises EnvironmentContractError if the problem lacks one.
+        Raises EnvironmentContractError if the problem lacks a column.
         """
         return {}
 
 
 class OptionsFactory(EnvironmentFactory[Section]):
-    """An environment in plain text, created by ``make`` from settings of type ``model``."""
+    """Factory of a plain-text environment, created by ``make`` from settings of type ``model``."""
 
     def __init__(self, model: type[Section], make: Callable[[Section], Environment]) -> None:
         self._model = model

@@ -44,7 +44,7 @@ async def test_what_it_must_not_do_names_function_and_problem(answer: str, messa
 def test_a_function_that_is_not_there_is_one_message() -> None:
     with pytest.raises(PluginError, match=r"has no 'color'; did you mean 'colour'\?"):
         graded_by("color")
-    with pytest.raises(PluginError, match="expected a function"):
+    with pytest.raises(PluginError, match="but must be a function"):
         graded_by("PROBLEM")
 
 

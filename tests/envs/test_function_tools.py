@@ -264,7 +264,7 @@ def test_the_schema_comes_from_the_signature_and_the_docstring() -> None:
         ("no_description", "does not describe the parameter 'a' under Args:"),
         ("many", "its parameter 'numbers' cannot be passed by name"),
         ("unknown_type", r"its annotations cannot be evaluated \(name 'Nowhere' is not defined\)"),
-        ("AsksTooMuch", "__init__ takes 'database'; valid parameters: problem, sandbox"),
+        ("AsksTooMuch", "__init__ requires 'database'; valid parameters: problem, sandbox"),
         ("NoTools", "NoTools has no public methods, so it has no tools"),
     ],
 )

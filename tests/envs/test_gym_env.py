@@ -93,7 +93,7 @@ def test_reasoning_has_a_face_of_its_own() -> None:
 def test_misuse_is_named() -> None:
     with pytest.raises(ValueError, match="at least one"):
         SimpleTIREnv([])
-    with pytest.raises(EpisodeUsageError, match="before reset"):
+    with pytest.raises(EpisodeUsageError, match="reset\\(\\) before step"):
         SimpleTIREnv().step("x")
 
 

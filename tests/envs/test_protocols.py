@@ -234,7 +234,7 @@ def test_hermes_marks_what_the_template_writes_and_nothing_else() -> None:
 
 
 def test_hermes_without_a_template_is_refused() -> None:
-    with pytest.raises(EpisodeUsageError, match="protocol hermes needs chat="):
+    with pytest.raises(EpisodeUsageError, match="protocol hermes requires the policy"):
         make_protocol(SimpleTIRSettings(protocol="hermes"))
 
 

@@ -89,7 +89,7 @@ def test_tools_are_found_by_name() -> None:
         (("nowhere:Tool",), "there is no module 'nowhere'"),
         ((f"{HERE}:Lokup",), "has no 'Lokup'; did you mean 'Lookup'"),
         ((f"{HERE}:NUMBER",), "cannot be a tool: it is a int, but must be a function or a class"),
-        ((f"{HERE}:NoName",), "its name 'no name' must be letters"),
+        ((f"{HERE}:NoName",), "its name 'no name' must consist of"),
         ((f"{HERE}:NoSchema",), 'a JSON schema with "type": "object"'),
         ((f"{HERE}:BadSchema",), "its parameters are not a JSON schema: 'text' is not valid under"),
         ((f"{HERE}:Blocking",), "its method call must be an async function"),

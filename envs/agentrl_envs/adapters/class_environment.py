@@ -1,4 +1,4 @@
-"""Environments written as a class with ``reset``, whose other public methods are tools.
+"""Environments defined by a class with ``reset``, whose other public methods are tools.
 
     class Shop:
         def __init__(self, sandbox=None, grade=None): ...   # passed if they are parameters
@@ -11,7 +11,7 @@
 
         def get_reward(self) -> float: ...                  # optional: called at the end
 
-Each rollout has its own instance, whose synchronous methods all run in one thread. Methods may be ``async``. An
+Each rollout has a separate instance, whose synchronous methods all run in one thread. Methods may be ``async``. An
 instance that sets ``done`` ends its rollout. Environments for TRL's ``environment_factory`` have this form.
 """
 
@@ -74,7 +74,7 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
 
     @property
     def source(self) -> bytes:
-        """The content of the file that defines the class; empty if there is none."""
+        """The content of the file that defines the class; empty if there is no file."""
         try:
             return Path(inspect.getfile(cast(type, self.user_class))).read_bytes()
         except (OSError, TypeError):
@@ -88,7 +88,7 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
         )
 
     def columns(self, problem: Problem) -> dict[str, object]:
-        """Return the arguments of ``reset``: columns of the row, and problem, answer, id and prompt.
+        """Return the arguments of ``reset``, taken from the row's columns and from problem, answer, id and prompt.
 
         Raises EnvironmentContractError if ``reset`` requires a column that the row does not have.
         """
@@ -124,7 +124,7 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
         chat: ChatFormat | None = None,
     ) -> ClassEnvironment:
         tools = self.tools
-        # Plain text has no end of turn of its own, so the first call ends a turn.
+        # Plain text has no end-of-turn marker, so the first call ends a turn.
         written = HermesProtocol if chat else PlainCalls
         if chat is None:
             listed = [schema.as_function() for schema in tools.schemas] if settings.list_tools else []
@@ -159,7 +159,7 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
 
 
 class ClassEnvironment(Environment):
-    """Resources that the episodes of a run share: the sandbox if the class takes one, the grader and the settings."""
+    """Resources shared by the episodes of a run: the grader, the settings, and the sandbox if the class needs it."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class ClassEnvironment(Environment):
         self._grader = Grader(grader)
 
     async def open(self) -> None:
-        """Open the sandbox if the class or a tool takes it."""
+        """Open the sandbox if the class or a tool needs it."""
         made = cast("Callable[..., object]", self._factory.user_class)
         wanted = self._protocol.tools.runs_programs or "sandbox" in injected_parameters(made)
         if self._sandbox is None and wanted:
@@ -237,7 +237,7 @@ class ClassEpisode:
     async def start(self) -> str:
         """Create the instance and call ``reset`` with the row's columns.
 
-        Returns the prompt, followed by the returned text.
+        Returns the prompt, followed by the text that ``reset`` returns.
         """
         if self._shared_sandbox is not None:
             self._sandbox = EpisodeSandbox(self._shared_sandbox, self._settings)
@@ -245,7 +245,7 @@ class ClassEpisode:
             self._protocol.tools,
             self.problem,
             sandbox=self._sandbox,
-            threads=BlockingCalls(1, name="environment"),  # methods run in the thread of their instance
+            threads=BlockingCalls(1, name="environment"),  # unused: the methods run in the instance's thread
             timeout=self._settings.execution_timeout,
             more={"grade": _Grade(self._grader, asyncio.get_running_loop()), **self._settings.kwargs},
             lenient=self._factory.of_trl,
@@ -287,8 +287,9 @@ class ClassEpisode:
         return step
 
     async def fork(self) -> ClassEpisode:
-        """Return an episode with the same conversation and a copy of the instance, by its ``fork()`` or by
-        `copy.deepcopy`.
+        """Return an episode with the same conversation and a copy of the instance.
+
+        Copies the instance with its ``fork()`` method, or else with `copy.deepcopy`.
         """
         twin = ClassEpisode(
             self.problem, self._factory, self._settings, self._protocol, self._shared_sandbox, self._grader
@@ -341,7 +342,7 @@ class ClassEpisode:
         return Step(observation=observation, reward=reward, ended=ended, tool_calls=calls)
 
     async def _call(self, method: str, *args: object, **kwargs: object) -> object:
-        """Call a method of the instance. Raises EnvironmentContractError, which names it, and UnavailableError."""
+        """Call a method of the instance. Raises UnavailableError and EnvironmentContractError."""
         self.calling = self._name_of(method)
         result = await self._called(method, *args, **kwargs)
         self.calling = ""
@@ -371,7 +372,7 @@ class ClassEpisode:
 
 
 class _Grade:
-    """``grade(answer, reference)`` for synchronous methods: returns whether the answers are equal.
+    """``grade(answer, reference)`` for synchronous methods. Returns True if the answer is correct.
 
     Coroutines await `of`.
     """
@@ -394,7 +395,7 @@ class _Grade:
 
 
 def _stepped(value: object, what: str) -> tuple[str, float, bool]:
-    """Return observation, reward and end from the result of ``step``: text, None, or (text, reward, done)."""
+    """Return (observation, reward, done) for a result of ``step``: text, None, or (text, reward, done)."""
     if value is None or isinstance(value, str):
         return value or "", 0.0, value is None
     if isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], str):

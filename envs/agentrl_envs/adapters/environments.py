@@ -1,4 +1,4 @@
-"""Resolution of ``--env NAME`` to a factory of environments."""
+"""Resolution of ``--env NAME`` to an environment factory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from agentrl_envs.settings import GymnasiumSettings
 
 
 def resolve_environment(name: str) -> EnvironmentFactory[Any]:
-    """Return the factory of the environment with this name.
+    """Return the factory of the environment ``name``.
 
-    A gymnasium environment class, a subclass of `Environment` and a function that returns an `Environment` take
-    `GymnasiumSettings`. Raises PluginError, or UnknownNameError with the valid names and the nearest one.
+    A gymnasium environment class, a subclass of `Environment` and a function that returns an `Environment` are
+    configured by `GymnasiumSettings`. Raises PluginError, or UnknownNameError with the valid names and the nearest one.
     """
     prefix, _, rest = name.partition(":")
     if prefix in ADAPTERS:

@@ -1,4 +1,4 @@
-"""Ablation that replaces every number in the observations, to test whether the policy reads them."""
+"""Ablation that falsifies every number in the observations, to test whether the policy reads observations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DIGITS = re.compile(r"[0-9]+")
 
 
 def falsify(text: str, seed: int) -> str:
-    """Replace every sequence of digits by a different one of the same length. Equal ones get equal replacements.
+    """Replace each sequence of digits with a different sequence of the same length. Equal sequences stay equal.
 
     >>> falsify("12 apples", 0) != "12 apples", len(falsify("12 apples", 0))
     (True, 9)

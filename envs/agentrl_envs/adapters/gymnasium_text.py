@@ -1,9 +1,9 @@
-"""Training on gymnasium text environments. Blocking calls run in threads; each episode has its own environment.
+"""Training on gymnasium text environments. Each episode has a separate environment, whose calls run in threads.
 
-``reset(seed=, options={"problem": Problem})`` returns the prompt, ``step(action)`` the observation that is appended to
-the conversation. The seed is derived from the problem's id, so that all episodes of a group get the same task. A stop
-string in ``metadata["stop"]`` ends the turn. ``terminated`` ends the episode as `Ended.ANSWERED`, ``truncated`` as
-`Ended.TURN_LIMIT`, unless ``info["ended"]`` contains an `Ended` value. ``info["verdict"]`` and ``info["answer"]`` are
+``reset(seed=, options={"problem": Problem})`` returns the prompt. ``step(action)`` returns the observation that is
+appended to the conversation. The seed is derived from the problem's id, so all episodes of a group have the same task.
+A stop string in ``metadata["stop"]`` ends the turn. ``terminated`` ends the episode as `Ended.ANSWERED`, ``truncated``
+as `Ended.TURN_LIMIT`, unless ``info["ended"]`` contains an `Ended` value. ``info["verdict"]`` and ``info["answer"]`` are
 passed on.
 """
 
@@ -42,15 +42,15 @@ class GymnasiumEpisode:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """The stop strings in ``metadata["stop"]``; none before the start."""
+        """The stop strings in ``metadata["stop"]``; empty before the start."""
         return () if self._env is None else tuple(self._env.metadata.get("stop", ()))
 
     def turn_complete(self, text: str) -> bool:
-        """Return True: a stop string always ends the turn."""
+        """Return True, because a stop string always ends the turn."""
         return True
 
     async def start(self) -> str:
-        """Create and reset the environment. Raises EnvironmentContractError (not text) and TimeoutError."""
+        """Create and reset the environment. Raises TimeoutError, and EnvironmentContractError for a non-text prompt."""
         if self._env is not None:
             raise EpisodeUsageError("the episode has already started: call start() once")
         self._env = await self._call(self._make)
@@ -87,7 +87,7 @@ class GymnasiumEpisode:
         )
 
     async def fork(self) -> GymnasiumEpisode:
-        """Repeat the same actions in a new environment. The copy is exact if the environment is deterministic."""
+        """Repeat all actions in a new environment. The copy is exact only if the environment is deterministic."""
         twin = GymnasiumEpisode(self.problem, make=self._make, threads=self._threads, call_deadline=self._call_deadline)
         if self._env is not None:
             await twin.start()
@@ -113,7 +113,7 @@ class GymnasiumEpisode:
 
 
 class GymnasiumEnvironment(Environment):
-    """Creates the episodes of a gymnasium environment, which share its threads."""
+    """Creates the episodes of a gymnasium environment. The episodes share a thread pool."""
 
     def __init__(self, make: Callable[..., TextEnv], settings: GymnasiumSettings | None = None) -> None:
         self.settings = settings or GymnasiumSettings()
@@ -136,7 +136,7 @@ class GymnasiumEnvironment(Environment):
         )
 
     async def close(self) -> None:
-        """Forbid further episodes. Running calls finish in their threads."""
+        """Reject further episodes. Running calls finish in their threads."""
         self._threads = None
 
     def describe(self) -> list[str]:

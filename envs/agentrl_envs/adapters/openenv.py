@@ -1,11 +1,11 @@
 """Environments behind OpenEnv servers: ``--env openenv:http://HOST:PORT``, with the extra ``openenv``.
 
-The text of a turn becomes a text field of the server's action, and the model reads a text field of its observation. The
-fields come from the server's schemas or from the settings. A problem is a seed of the environment (``builtin:seeds``);
-the columns of a row are passed to the server's ``reset`` by name.
+The text of a turn is inserted into a text field of the server's action. The observation is a text field of the server's
+observation. The schemas of the server or the settings determine these fields. A problem is a seed of the environment
+(``builtin:seeds``). The columns of a row are passed to the server's ``reset`` by name.
 
-Messages are JSON over one WebSocket per session, as in OpenEnv 0.10: ``reset`` and ``step`` are answered with
-``observation`` or ``error``, and ``close`` ends the session. A server without a free session reports that in its first
+Messages are JSON over one WebSocket per session, as in OpenEnv 0.10. The server responds to ``reset`` and ``step`` with
+``observation`` or ``error``; ``close`` ends the session. A server without a free session reports that in its first
 message.
 """
 
@@ -40,7 +40,7 @@ _NO_SESSION = frozenset({"FACTORY_ERROR", "SESSION_ERROR"})
 _LONGEST_MESSAGE = 64 * 2**20
 _CLOSING = 5.0  # seconds to close a session
 _SCHEMA_DEADLINE = 30.0
-# Seconds between attempts at a full server. A session of ours that ends triggers the next attempt at once.
+# Seconds between attempts at a full server. The end of a session of this run triggers the next attempt immediately.
 _FIRST_WAIT, _LONGEST_WAIT = 0.2, 5.0
 _HERE = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -56,7 +56,7 @@ class Observed:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """An error of the server. ``sessions`` is its maximum number of sessions if it is full."""
+    """An error of the server. If the server is full, ``sessions`` is its maximum number of sessions."""
 
     code: str
     message: str
@@ -64,7 +64,7 @@ class Refused:
 
 
 class OpenEnvSession:
-    """One session, whose messages are answered in order."""
+    """One session. The server responds to messages in order."""
 
     def __init__(self, socket: ClientConnection, *, url: str, deadline: float) -> None:
         self._socket = socket
@@ -106,10 +106,10 @@ class OpenEnvSession:
 
 
 class OpenEnvServer:
-    """A server, and the queue of episodes that wait for one of its sessions."""
+    """A server, and the queue of episodes that wait for a session."""
 
     def __init__(self, url: str, *, deadline: float) -> None:
-        """``url`` may omit the scheme. Raises PluginError if it is not an address."""
+        """Create a client without connecting. ``url`` may omit the scheme. Raises PluginError if it is invalid."""
         self.url = (url if "://" in url else f"http://{url}").rstrip("/")
         self._parts = urlsplit(self.url)
         if self._parts.scheme not in ("http", "https", "ws", "wss") or not self._parts.hostname:
@@ -139,7 +139,7 @@ class OpenEnvServer:
         return schemas
 
     async def begin(self, reset: Mapping[str, object]) -> tuple[OpenEnvSession, Observed | Refused]:
-        """Wait for a free session, open it and return it with the response to ``reset``. The caller must call `end`."""
+        """Wait for a free session. Returns the session and the response to ``reset``. The caller must call `end`."""
         wait = _FIRST_WAIT
         while True:
             while self._most is not None and self._held >= self._most:
@@ -164,7 +164,7 @@ class OpenEnvServer:
             self._left()
 
     async def _try(self, reset: Mapping[str, object]) -> tuple[OpenEnvSession | None, Observed | Refused]:
-        """Open a session. The reserved slot is released unless a session is returned."""
+        """Open a session. Releases the reserved slot unless a session is returned."""
         session = None
         try:
             session = OpenEnvSession(await self._connected(), url=self.url, deadline=self._deadline)
@@ -217,7 +217,7 @@ def _fetch(address: str, *, proxied: bool) -> bytes:
 
 
 def _read(text: str | bytes, url: str) -> Observed | Refused:
-    """Parse a server's message. Raises EnvironmentContractError if it is not one of OpenEnv's."""
+    """Parse a server's message. Raises EnvironmentContractError if it is not an OpenEnv message."""
     try:
         message = json.loads(text)
         kind, data = message["type"], message["data"]
@@ -291,7 +291,7 @@ class OpenEnvEnvironment(Environment):
     async def open(self) -> None:
         """Request the server's schemas.
 
-        Raises UnavailableError, and PluginError if a field must be named in the settings.
+        Raises UnavailableError, and PluginError if the settings must select a field.
         """
         if self._fields is None:
             self._fields = find_fields(await self.server.schemas(), self.settings, self.server.url)
@@ -325,11 +325,11 @@ class OpenEnvEpisode:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Stop strings of ``environment.stop``."""
+        """The stop strings in ``environment.stop``."""
         return self._environment.settings.stop
 
     def turn_complete(self, text: str) -> bool:
-        """Return True: a stop string always ends the turn."""
+        """Return True, because a stop string always ends the turn."""
         return True
 
     async def start(self) -> str:
@@ -372,7 +372,7 @@ class OpenEnvEpisode:
         return step
 
     async def fork(self) -> OpenEnvEpisode:
-        """Repeat the same actions in a new session. The copy is exact if the environment is deterministic."""
+        """Repeat all actions in a new session. The copy is exact only if the environment is deterministic."""
         twin = OpenEnvEpisode(self.problem, self._environment)
         if self._session is not None:
             await twin.start()
@@ -434,7 +434,7 @@ def _only_text(schema: object, what: str, setting: str, url: str) -> str:
 
 
 def _is_text(schema: object) -> bool:
-    """Return whether a field accepts any text, or text and null."""
+    """Return True if a field accepts any text, or text and null."""
     if not isinstance(schema, Mapping) or "enum" in schema or "const" in schema:
         return False
     kinds = schema.get("anyOf")
@@ -452,7 +452,7 @@ def _filled(value: object, text: str) -> object:
 
 
 def _observation_text(reply: Observed, field: str, url: str) -> str:
-    """Return the text of an observation's field. Other values are serialized as JSON."""
+    """Return the text of an observation's field. Serializes other values as JSON."""
     value: object = reply.observation
     for name in field.split("."):
         if not isinstance(value, Mapping) or name not in value:

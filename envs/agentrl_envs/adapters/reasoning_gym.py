@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 PREFIX = "reasoning_gym:"
-# reasoning-gym draws problem i with seed + i. Seeds must be this far apart for data sets without common problems.
+# reasoning-gym draws problem i with seed + i, so the seeds of disjoint data sets must be at least this far apart.
 _SIZE = 1 << 14
 _HELD_OUT = 1 << 30
 SPLITS = ("train", "heldout")
@@ -26,13 +26,13 @@ SPLITS = ("train", "heldout")
 class ReasoningGymSource:
     """The problems of a data set, seed and split. ``options`` are passed to the data set's configuration.
 
-    The two splits have different seeds. A data set with few distinct problems may still repeat them in both.
+    The two splits have different seeds. If a data set has few distinct problems, the splits may still share problems.
     """
 
     size = _SIZE
 
     def __init__(self, name: str, *, split: str = "train", seed: int = 0, options: Mapping[str, object]) -> None:
-        """Raises PluginError without the package, for an unknown data set or split, and for bad options."""
+        """Create a source. Raises PluginError if the package is missing, or for invalid names and options."""
         if split not in SPLITS:
             raise PluginError(f"{PREFIX}{name}: unknown split {split!r}; valid: {', '.join(SPLITS)}")
         self._first = seed * _SIZE + (_HELD_OUT if split == "heldout" else 0)
@@ -43,7 +43,7 @@ class ReasoningGymSource:
         self.identity = f"{self.name}-{seed}-{json.dumps(self._options, sort_keys=True)}"
 
     def problem(self, index: int) -> Problem:
-        """Return problem ``index``. Its ``info`` contains everything that is needed to score an answer."""
+        """Return problem ``index``. Its ``info`` contains everything that `score` needs."""
         entry = self._dataset[index]
         return Problem(
             id=f"{self._kind}-{self._first + index}",

@@ -1,8 +1,8 @@
 """Single-player games of TextArena: ``--env textarena:GuessTheNumber-v0``, with the extra ``textarena``.
 
-A problem is a seed of the game (``builtin:seeds``). The game's opening text is the prompt, its messages after a move
-are the observation, and its final reward is the reward. The text of a turn is the move, unchanged. The game responds to
-an invalid move.
+A problem is a seed of the game (``builtin:seeds``). The prompt is the game's opening text. The unchanged text of a turn
+is the move, and the game's messages after the move are the observation. The game itself rejects invalid moves. The
+reward is the game's final reward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PLAYER = 0
 def textarena_environment(game: str) -> OptionsFactory[GymnasiumSettings]:
     """Return the factory of environments of ``game``.
 
-    Raises PluginError without the package, or for an unknown game.
+    Raises PluginError if the package is missing or the game is unknown.
     """
     try:
         from textarena.envs.registration import ENV_REGISTRY
@@ -37,7 +37,7 @@ def textarena_environment(game: str) -> OptionsFactory[GymnasiumSettings]:
 
 
 class TextArenaGame(gymnasium.Env[str, str]):
-    """One game as a gymnasium text environment. ``options`` are passed to TextArena's constructor of the game."""
+    """One game as a gymnasium text environment. ``options`` are passed to the game's constructor in TextArena."""
 
     def __init__(self, game: str, **options: object) -> None:
         import textarena
@@ -59,6 +59,6 @@ class TextArenaGame(gymnasium.Env[str, str]):
         return "", reward, True, False, {"verdict": "correct" if reward >= 1.0 else "incorrect"}
 
     def _shown(self) -> str:
-        """Return the game's messages since the last move, without the player's own."""
+        """Return the game's messages since the last move, without the player's messages."""
         _, messages = self._game.get_observation()
         return "".join(f"\n{text}\n" for speaker, text, _ in messages if speaker != _PLAYER)

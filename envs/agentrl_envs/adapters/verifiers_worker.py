@@ -1,8 +1,8 @@
 """Worker that plays a task set of verifiers 0.4 for agentrl's gateway: ``--env verifiers:TASKSET``.
 
-It runs as a script under the Python of a virtual environment that contains verifiers (``environment.python``) and
-imports neither this package nor agentrl. It requests rollouts from the gateway, plays each as an episode and posts its
-reward.
+The worker runs as a script under the Python of a virtual environment that contains verifiers (``environment.python``).
+It imports neither this package nor agentrl. It requests rollouts from the gateway, plays each rollout as an episode and
+posts the reward.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 KEY = "AGENTRL_GATEWAY_KEY"
 HARNESS = "agentrl_python"
-_WAIT = 20.0  # seconds for which the gateway may hold a request for a rollout
+_WAIT = 20.0  # seconds that a request for a rollout may wait in the gateway
 
 
 class WorkerOptions(TypedDict):
-    """The settings: verifiers' section ``env``, and the maximum number of concurrent rollouts."""
+    """The settings: the section ``env`` of verifiers, and the maximum number of concurrent rollouts."""
 
     config: dict[str, object]
     concurrency: int
@@ -51,14 +51,14 @@ class AssignedRollout(TypedDict):
 
 
 class Tasks:
-    """The tasks of a set by index, read on demand. Indices beyond the last task start again at the first."""
+    """The tasks of a set by index, read on demand. Indices beyond the last task wrap around."""
 
     def __init__(self, tasks: Iterator[vf.Task]) -> None:
         self._coming = tasks
         self._read: list[vf.Task] = []
 
     def of(self, problem: AssignedProblem) -> vf.Task:
-        """Return the task whose index is the column ``idx``, or else the number at the end of the problem's id."""
+        """Return the task at the index in the column ``idx``, or else at the number that ends the problem's id."""
         number = problem["info"].get("idx", re.search(r"\d*$", problem["id"])[0] or 0)  # type: ignore[index]
         index = int(str(number))
         while len(self._read) <= index and (task := next(self._coming, None)) is not None:
@@ -119,7 +119,7 @@ class Worker:
             self._free.release()
 
     async def _post(self, path: str, body: dict[str, object]) -> AssignedRollout | None:
-        """Post to the gateway and return its response; None for no content."""
+        """Post to the gateway and return the response, or None if the response has no content."""
         request = urllib.request.Request(
             f"{self._url}/rollouts{path}",
             data=json.dumps(body).encode(),
@@ -135,9 +135,9 @@ class Worker:
 
 
 def python_harness() -> types.ModuleType:
-    """Return a module with verifiers' chat harness that runs under this Python.
+    """Return a module with a copy of verifiers' chat harness that runs under this Python.
 
-    The original installs ``uv`` at run time.
+    The original harness installs ``uv`` at run time.
     """
     from verifiers.v1.harnesses.null import NullHarness
 
@@ -159,7 +159,7 @@ def python_harness() -> types.ModuleType:
 
     class PythonHarness(NullHarness):  # type: ignore[misc]
         async def setup(self, runtime: vf.Runtime) -> None:
-            """Do nothing: no package is installed at run time."""
+            """Do nothing, because no package is installed at run time."""
 
         async def launch(
             self, ctx: object, trace: object, runtime: vf.Runtime, *args: object, **kwargs: object
@@ -174,7 +174,7 @@ def python_harness() -> types.ModuleType:
 def load(name: str, config: dict[str, object]) -> vf.Env:
     """Load the environment of a task set.
 
-    Environments with one agent run on this machine unless ``config`` sets another.
+    Environments with one agent run on this machine unless ``config`` sets another runtime.
     """
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
     sys.modules[HARNESS] = python_harness()
@@ -188,7 +188,7 @@ def load(name: str, config: dict[str, object]) -> vf.Env:
 
 
 def main() -> None:
-    """Run a worker for the gateway named by the environment variables."""
+    """Run a worker for the gateway in the environment variables."""
     options: WorkerOptions = json.loads(os.environ["AGENTRL_VERIFIERS"])
     environment = load(sys.argv[1], options["config"])
     asyncio.run(Worker(environment, os.environ["AGENTRL_GATEWAY_URL"], options["concurrency"]).work())

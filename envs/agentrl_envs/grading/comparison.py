@@ -1,11 +1,12 @@
-r"""Comparison of an answer with the reference answer: part by part, with the reference's kind of bracket.
+r"""Comparison of an answer with the reference answer, part by part. The kinds of bracket must match.
 
 >>> compare(r"\{1,2\}", "(1,2)"), compare("(-2,7)", "[-2,7]"), compare("1 < x < 2", "(1,2)")
 (<Verdict.INCORRECT: 'incorrect'>, <Verdict.INCORRECT: 'incorrect'>, <Verdict.CORRECT: 'correct'>)
 >>> compare("0", "x+y+z=0"), compare("5", "x=5"), compare("y-2x=3", "y=2x+3")
 (<Verdict.INCORRECT: 'incorrect'>, <Verdict.CORRECT: 'correct'>, <Verdict.CORRECT: 'correct'>)
 
-A list without brackets may be written in any brackets, in the order of a tuple or interval. Other brackets must match.
+If the reference answer is a list without brackets, the answer may be in any brackets; tuples and intervals must then
+have the same order.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _ASKED_FOR = frozenset({"*", "over", "abs", "sin", "cos", "tan", "sec", "csc", "
 
 
 def compare(answer: str, reference: str) -> Verdict:
-    """Return the verdict on an answer. Running out of memory counts like running out of time."""
+    """Return the verdict on an answer. Running out of memory is treated as a timeout."""
     try:
         wanted = read_answer(reference)
     except (MemoryError, RecursionError):
@@ -66,7 +67,7 @@ def compare(answer: str, reference: str) -> Verdict:
 
 
 def read_reference(reference: str) -> None:
-    """Parse a reference answer before `compare`, which caches it, so that the answer is not charged for the time."""
+    """Parse and cache a reference answer before `compare`, so that parsing does not use the answer's CPU time."""
     with suppress(MemoryError, RecursionError):  # `compare` reports these
         _understood(read_answer(reference))
 
@@ -77,7 +78,7 @@ def check_reference(reference: str) -> Verdict:
         wanted = read_answer(reference)
         _by_algebra(
             read_answer("7919"), wanted
-        )  # an arbitrary answer, so that the check takes as long as a real comparison
+        )  # compare an arbitrary answer, so that the check takes as long as a real comparison
         if isinstance(wanted, Unread):
             return Verdict.CORRECT if same_by_algebra(wanted.text, wanted.text) else Verdict.UNPARSABLE_GOLD
         return Verdict.CORRECT if same(wanted, wanted) else Verdict.UNPARSABLE_GOLD
@@ -90,7 +91,7 @@ def _understood(answer: Answer) -> bool:
 
 
 def _by_algebra(answer: Answer, reference: Answer) -> bool:
-    """Compare with math-verify: text that only it can parse, or sets that are written in different ways."""
+    """Compare with math-verify: text that only math-verify can parse, or sets in different notations."""
     both = (answer, reference)
     unread = any(isinstance(one, Unread) for one in both)
     series = isinstance(answer, Leaf) and isinstance(reference, Leaf) and equal(reference.tree, answer.tree) is None
@@ -103,7 +104,7 @@ def _is_set(answer: Answer) -> bool:
 
 
 def _has_other_forms(answer: Answer) -> bool:
-    """Return whether the answer is an inequality or a union, which can be written in many ways."""
+    """Return True if the answer is an inequality or a union, which have many notations."""
     match answer:
         case Relation():
             return "=" not in answer.signs
@@ -113,13 +114,13 @@ def _has_other_forms(answer: Answer) -> bool:
 
 
 def _with_decimal_comma(answer: str, reference: Answer) -> bool:
-    """Compare with a comma as decimal point. In a reference answer, a comma always separates."""
+    """Compare with the answer's comma as a decimal point. In a reference answer, a comma is always a separator."""
     answer = answer.strip()
     return _DECIMAL_COMMA.fullmatch(answer) is not None and same(reference, read_answer(answer.replace(",", ".")))
 
 
 def same(reference: Answer, answer: Answer) -> bool:
-    """Return whether an answer means the same as the reference answer."""
+    """Return True if an answer equals the reference answer."""
     if squeezed(reference.text) == squeezed(answer.text) and reference.text:
         return True
     match reference, answer:
@@ -161,7 +162,7 @@ def _number_of(words: Words) -> Number | None:
 
 
 def _same_time(reference: Answer, answer: Answer) -> bool:
-    """Compare times of day. A missing ``am`` or ``pm`` may be either, and 22:30 equals 10:30 pm.
+    """Compare times of day. A missing ``am`` or ``pm`` matches both, and 22:30 equals 10:30 pm.
 
     ``3:10`` also equals the ratio or fraction 3/10, and ``9 a.m.`` equals 9.
     """
@@ -186,7 +187,7 @@ def _second_of_day(clock: Clock) -> int:
 
 
 def _same_numeral(reference: Answer, answer: Answer) -> bool:
-    """Compare digits of some base. One side may omit the base if it consists of digits only."""
+    """Compare numerals with a base. One side may omit the base if it consists only of digits."""
     if isinstance(reference, Numeral) and isinstance(answer, Numeral):
         return (reference.digits, reference.base) == (answer.digits, answer.base)
     numeral, other = (reference, answer) if isinstance(reference, Numeral) else (answer, reference)
@@ -250,7 +251,7 @@ def _same_parts(reference: Bracketed, answer: Answer, *, ordered: bool = False) 
         return reference.kind in ("set", "[]") and len(parts) == 1 and same(parts[0], answer)
     if ordered:
         return len(reference.parts) == len(answer.parts) and all(map(same, reference.parts, answer.parts))
-    if reference.kind == answer.kind == "set":  # repeated elements do not count
+    if reference.kind == answer.kind == "set":  # ignore repeated elements
         return all(any(same(part, other) for other in answer.parts) for part in reference.parts) and all(
             any(same(part, other) for part in reference.parts) for other in answer.parts
         )
@@ -264,7 +265,7 @@ def _same_parts(reference: Bracketed, answer: Answer, *, ordered: bool = False) 
 
 
 def _without_repeats(parts: Sequence[Answer], *, allowed: int) -> list[Answer]:
-    """Return the parts, without repetitions if ``allowed`` (the surplus over the reference answer) is positive."""
+    """Return the parts. Removes repetitions if ``allowed``, the surplus over the reference answer, is positive."""
     if allowed <= 0:
         return list(parts)
     kept: list[Answer] = []
@@ -275,7 +276,7 @@ def _without_repeats(parts: Sequence[Answer], *, allowed: int) -> list[Answer]:
 
 
 def _same_as_group(reference: Answer, answer: Bracketed) -> bool:
-    """Compare a single reference answer in brackets, or a matrix with lists."""
+    """Compare a reference answer with a bracketed answer: a single value in brackets, or a matrix as lists."""
     matrix = _as_lists(reference)
     if matrix is not None:
         vector = _as_vector(reference)
@@ -362,7 +363,7 @@ def _same_names(reference: Answer, answer: Answer) -> bool:
 
 
 def _same_name(reference: Expression, answer: Expression) -> bool:
-    """Compare the left sides of two assignments. ``y`` equals every function."""
+    """Compare the left sides of two assignments. ``y`` matches every function."""
     if any(
         one == Symbol("y") and isinstance(other, Apply) for one, other in ((reference, answer), (answer, reference))
     ):
@@ -371,7 +372,7 @@ def _same_name(reference: Expression, answer: Expression) -> bool:
 
 
 def _gives_its_right_side(relation: Relation) -> bool:
-    """Return whether a relation states the value of its left side: a name, a number, or sums and products of names.
+    """Return True if a relation states the value of its left side: a name, a number, or sums and products of names.
 
     ``a + b = 7`` states 7. ``2x = 10``, ``-x = 5`` and ``x^n = 9`` are equations to solve, and ``ax + by = c`` is a
     relation of variables.
@@ -408,7 +409,7 @@ def _numbers_differ(relation: Relation) -> bool:
 
 
 def _roughly(one: Expression, other: Expression) -> bool:
-    """Return whether two numbers are approximately equal: to the places of the second, or else to 5 %."""
+    """Return True if two numbers are approximately equal: to the decimal places of the second number, or within 5 %."""
     try:
         first, second = value_of(one, {}, 20), value_of(other, {}, 20)
     except NoValueError:

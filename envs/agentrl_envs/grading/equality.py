@@ -1,4 +1,4 @@
-r"""Equality of two expressions by their values, and by math-verify if values do not decide.
+r"""Equality of two expressions by value, or by math-verify if the values are inconclusive.
 
 >>> from agentrl_envs.grading.reader import read_expression as read
 >>> equal(read("(x+1)^2"), read("x^2+2x+1")), equal(read("0"), read(r"\sin\pi"))
@@ -7,15 +7,16 @@ r"""Equality of two expressions by their values, and by math-verify if values do
 (False, False)
 
 Values are exact if possible. Otherwise they are compared with 40 digits, and with 100 or more if they seem to agree.
-Expressions with symbols are compared at points of both signs. Roots and logarithms of negative numbers are complex and
-conventions for them differ, so nothing is concluded there. A decimal with six places or more equals every value that
-rounds to it in six places. A small decimal is compared by its leading digits, and one with 15 digits in those.
+Expressions with symbols are compared at points of both signs. Roots and logarithms of negative numbers are complex, and
+their conventions differ, so such points are inconclusive. A decimal with six or more places equals every value that
+rounds to the same six places. A small decimal is compared by its leading digits, and a decimal with 15 digits by all of
+its digits.
 
-math-verify handles integrals, limits and sets written by other operations. It is slow to import and to run. Its
-``parse`` searches a text for something readable; here the text is the answer, and all of it must be parsed. Most of its
-time is spent in ANTLR's full-context lookahead, which is needed only if the cheaper one fails
-(``PredictionMode.SLL``): a parse that succeeds with the cheaper one is the same. The classes used are those of
-math-verify 0.9 and not part of its public interface.
+math-verify handles integrals, limits, and sets that are built by other operations. It is slow to import and to run. Its
+``parse`` searches a text for an expression. Here the whole text must be parsed, because the text is the answer. Most of
+the time is spent in ANTLR's full-context lookahead, which is needed only if the cheap lookahead
+(``PredictionMode.SLL``) fails. A parse that succeeds with the cheap lookahead has the same result. This module uses
+classes of math-verify 0.9 that are not part of its public interface.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ from agentrl_envs.grading.values import NoValueError, Scalar, approximate, rando
 
 _DIGITS = (40, 100)
 _MOST_DIGITS = 3_000
-_AGREE = 0.7  # computed values count as equal if they agree in this share of the digits
+_AGREE = 0.7  # computed values count as equal if they agree in this fraction of the digits
 _WITHOUT_CANCELLATION = frozenset({"*", "over", "^", "neg", "root", "factorial", "binomial", "pi", "e", "exp"})
 _SMALL = Fraction(1, 10)
 _FLOAT = Fraction(1, 10**14)
 
 
 def equal(left: Expression, right: Expression) -> bool | None:
-    """Return whether two expressions are equal, or None if their values do not decide."""
+    """Return True if two expressions are equal, False if they differ, and None if their values are inconclusive."""
     if left == right:
         return True
     if "percent" in applied(left) ^ applied(right):  # data sets write 9 % both as 9 and as 0.09
@@ -74,7 +75,7 @@ def equal(left: Expression, right: Expression) -> bool | None:
 
 
 def proportional(left: Expression, right: Expression) -> Fraction | None:
-    """Return the rational number q with left = q right everywhere, or None."""
+    """Return the rational number q with left = q right at all points, or None."""
     ratio: Scalar = None
     for point, _ in _points(symbols(left) | symbols(right)):
         try:
@@ -103,7 +104,7 @@ def _without_percent(tree: Expression) -> Expression:
 
 
 def _points(names: frozenset[str]) -> Iterator[tuple[dict[str, Fraction], bool]]:
-    """Yield points for the comparison, and whether all their coordinates are positive.
+    """Yield pairs of a point for the comparison and True if all its coordinates are positive.
 
     Without symbols there is one point.
     """
@@ -143,7 +144,7 @@ def _agree_at(left: Expression, right: Expression, point: dict[str, Fraction], *
 
 
 def _digits_for(value: Scalar) -> int | None:
-    """Return the number of digits that show the part after the decimal point, or None if that takes too many.
+    """Return the number of digits that includes digits after the decimal point, or None if it is too large.
 
     2^{2005} + 1, for example, agrees with 2^{2005} in its first 600 digits.
     """
@@ -193,7 +194,7 @@ def _rounds_to(left: Expression, right: Expression, first: Scalar, second: Scala
 def _within_rounding(first: Scalar, second: Scalar, *, scaled: bool) -> bool:
     """Return whether two values agree after rounding.
 
-    ``scaled`` marks values at a point for symbols, where size is arbitrary.
+    ``scaled`` is true for values at a chosen point of the symbols, whose magnitude is arbitrary.
     """
     exact = isinstance(first, Fraction) and isinstance(second, Fraction)
     with mp.workdps(_DIGITS[0]):
@@ -219,9 +220,9 @@ _DROPPED = re.compile(
 
 
 def same_by_algebra(answer: str, reference: str) -> bool:
-    """Return whether math-verify considers two respelled texts equal.
+    """Return True if math-verify considers two normalized texts equal.
 
-    At least one must contain notation that requires it.
+    At least one text must contain notation that requires math-verify.
     """
     if not (is_for_algebra(answer) or is_for_algebra(reference)):
         return False
@@ -232,7 +233,7 @@ def same_by_algebra(answer: str, reference: str) -> bool:
 
 
 def is_for_algebra(text: str) -> bool:
-    """Return whether a text contains notation that values do not decide."""
+    """Return True if a text contains notation that cannot be compared by value."""
     return _NEEDED.search(text) is not None
 
 
@@ -262,7 +263,7 @@ def _parsed(text: str) -> Basic | None:
 
 
 class _TwoStageParser(latex2sympy2.PSParser):
-    """Parses with the cheap lookahead first, and with the full one if that fails."""
+    """Parses with the cheap lookahead, and again with the full lookahead if the first parse fails."""
 
     def math(self) -> object:
         self._interp.predictionMode = PredictionMode.SLL
@@ -270,7 +271,7 @@ class _TwoStageParser(latex2sympy2.PSParser):
             return super().math()
         except (MemoryError, RecursionError):
             raise
-        except Exception:  # noqa: BLE001  (as above; the second look decides)
+        except Exception:  # noqa: BLE001  (as above; the second parse decides)
             self.reset()
             self._interp.predictionMode = PredictionMode.LL
             return super().math()
@@ -279,8 +280,8 @@ class _TwoStageParser(latex2sympy2.PSParser):
 class _LatexReader(latex2sympy2._Latex2Sympy):
     def create_parser(self, text: str) -> object:
         tokens = super().create_parser(text).getTokenStream()
-        # Tokenize all of the text now, so that an unknown command raises here. Raised during the parse, the error would
-        # count as a failure of the cheap lookahead, and the second parse would continue after the unknown command.
+        # Tokenize the whole text now, so that an unknown command raises here. During the parse, the error would count
+        # as a failure of the cheap lookahead, and the second parse would continue after the unknown command.
         tokens.fill()
         two_stage = _TwoStageParser(tokens)
         two_stage.removeErrorListeners()

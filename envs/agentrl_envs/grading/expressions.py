@@ -13,8 +13,8 @@ from fractions import Fraction
 from typing import TypeAlias
 
 ROUNDED_PLACES = 6
-ROUNDED = Fraction(1, 2 * 10**6)  # decimals are equal if they agree in six decimal places
-LEADING = Fraction(1, 10**5)  # ... and, if they are small, in their leading digits
+ROUNDED = Fraction(1, 2 * 10**6)  # decimals are equal if they agree to six decimal places
+LEADING = Fraction(1, 10**5)  # small decimals must agree in their leading digits
 FLOAT_DIGITS = 15
 
 
@@ -22,7 +22,7 @@ FLOAT_DIGITS = 15
 class Number:
     """An exact number.
 
-    For a decimal, ``digits`` are its significant digits and ``places`` those after the point; else 0.
+    For a decimal, ``digits`` is the number of significant digits and ``places`` the number of decimal places; else 0.
     """
 
     value: Fraction
@@ -67,7 +67,7 @@ def parts(tree: Expression) -> Iterator[Expression]:
 
 
 def symbols(tree: Expression) -> frozenset[str]:
-    """Return all names in the tree, including those of indices."""
+    """Return all names in the tree, including indices of sums and products."""
     return frozenset(part.name for part in parts(tree) if isinstance(part, Symbol))
 
 
@@ -80,7 +80,7 @@ def ordered(tree: Expression) -> Expression:
 
 
 def is_rounded(tree: Expression) -> bool:
-    """Return whether the tree contains a decimal with so many places that it may be rounded. Shorter ones are exact."""
+    """Return True if the tree contains a decimal that may be rounded. Decimals with few places are exact."""
     return any(
         isinstance(part, Number) and (part.places >= ROUNDED_PLACES or part.digits >= FLOAT_DIGITS)
         for part in parts(tree)

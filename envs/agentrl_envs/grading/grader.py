@@ -1,8 +1,8 @@
 """The grader: a coroutine that compares an answer with the reference answer and returns a `Verdict`.
 
 Comparisons that need no algebra are decided in this process (`quick_verdict`): equal spellings, plain numbers and plain
-words. All others run in worker processes (`agentrl_envs.grading.worker`), which exchange JSON lines with this one and
-are killed at their deadlines. ``grader.function`` replaces all of this by a user's function.
+words. All other comparisons run in worker processes (`agentrl_envs.grading.worker`), which exchange JSON lines with
+this process and are killed at their deadlines. ``grader.function`` replaces the comparison with a custom function.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _THREADS = 8
 
 
 class CustomGrader:
-    """A user's grader, ``grader.function=module:function``, in place of the comparison with the reference answer.
+    """A custom grader, ``grader.function=module:function``, which replaces the comparison with the reference answer.
 
     Calls ``function(answer, problem)`` in a thread and expects a score from 0 to 1.
     """
 
     def __init__(self, path: str) -> None:
-        """Raises PluginError if ``path`` (``module:function``) is not a function."""
+        """Import the function at ``path`` (``module:function``). Raises PluginError if it is not callable."""
         found = import_attribute(path, "grader.function")
         if not callable(found):
             raise PluginError(f"grader.function {path!r} is a {type(found).__name__}, but must be a function")
@@ -48,9 +48,9 @@ class CustomGrader:
         self._threads = BlockingCalls(_THREADS, name="grader")
 
     async def grade(self, answer: str, problem: Problem) -> tuple[Verdict, float]:
-        """Return verdict and score. The verdict is correct if the score is 1.
+        """Return the verdict and the score. The verdict is correct if the score is 1.
 
-        Raises EnvironmentContractError if the function raises or returns anything but a number from 0 to 1.
+        Raises EnvironmentContractError if the function raises an exception or does not return a number from 0 to 1.
         """
         try:
             value = await self._threads.run(lambda: self._function(answer, problem))
@@ -87,7 +87,7 @@ class GraderError(AgentRLEnvError):
 class NoVerdictError(Exception):
     """The process returned no verdict before the wall-clock deadline, or for the reason in a subclass.
 
-    It must be killed.
+    The process must be killed.
     """
 
 
@@ -144,7 +144,7 @@ class GradingProcess:
         return self._process.pid
 
     async def compare(self, answer: str | None, reference: str) -> Verdict:
-        """Compare; if the answer is None, check the reference answer. Raises NoVerdictError."""
+        """Compare an answer. If the answer is None, check the reference answer. Raises NoVerdictError."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"answer": answer, "reference": reference}).encode() + b"\n")
@@ -184,7 +184,7 @@ class GradingProcess:
 
 
 def _environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the worker's environment variables: one thread, and the same hashes in every run."""
+    """Return the worker's environment variables, which set one thread and fixed hash seeds."""
     kept = {name: environment[name] for name in _KEPT if name in environment}
     return kept | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -266,7 +266,7 @@ def _number(text: str) -> Fraction | None:
     return Fraction(plain.replace(",", ""))
 
 
-_Question = tuple[str, str | None]  # reference and answer; a missing answer asks whether the reference is valid
+_Question = tuple[str, str | None]  # reference and answer. Without an answer, the reference answer is checked.
 
 logger = logging.getLogger(__name__)
 
@@ -274,17 +274,17 @@ logger = logging.getLogger(__name__)
 class Grader:
     """Grades answers. Supports thousands of concurrent calls. Belongs to one event loop.
 
-    Equal strings and plain numbers are decided here, all others by value in up to ``settings.workers`` processes. A
-    comparison that exceeds its CPU time ends its process and is `Verdict.ANSWER_TIMEOUT`, which counts as wrong:
-    otherwise a policy could exclude rollouts with slow answers. The same holds if the process dies twice (out of
-    memory, a crash in C code). If the reference answer alone fails, or a process hangs without computing, the verdict
-    is `Verdict.GRADER_TIMEOUT`, which excludes the rollout.
+    Equal strings and plain numbers are decided in this process, all others by value, in up to ``settings.workers``
+    processes. If a comparison exceeds its CPU time, its process ends and the verdict is `Verdict.ANSWER_TIMEOUT`. This
+    verdict counts as wrong, because otherwise a policy could exclude rollouts with slow answers. The verdict is the
+    same if the process dies twice (out of memory, a crash in C code). If the reference answer alone fails, or a process
+    hangs without computing, the verdict is `Verdict.GRADER_TIMEOUT`, which excludes the rollout.
 
-    Not guaranteed: that every pair of equal answers is recognised; equality of expressions is undecidable in general.
+    Not guaranteed: recognition of every pair of equal answers. Equality of expressions is undecidable in general.
     """
 
     def __init__(self, settings: GraderSettings) -> None:
-        """Raises PluginError if ``settings.function`` is not a function."""
+        """Create a grader without starting a process. Raises PluginError if ``settings.function`` is not a function."""
         self._settings = settings
         self._custom = None if settings.function is None else CustomGrader(settings.function)
         self._verdicts: OrderedDict[_Question, Verdict] = OrderedDict()
@@ -295,13 +295,13 @@ class Grader:
 
     @property
     def needs_no_reference(self) -> bool:
-        """True if a user's function grades, which may not use a reference answer."""
+        """True for a custom function, which may not use a reference answer."""
         return self._custom is not None
 
     async def score(self, answer: str, problem: Problem) -> tuple[Verdict, float]:
-        """Return the verdict and the reward: the score of a user's function, or 1 for a correct answer.
+        """Return the verdict and the reward: the score of a custom function, or else 1 for a correct answer.
 
-        Raises GraderError, and EnvironmentContractError if a user's function fails.
+        Raises GraderError, and EnvironmentContractError if a custom function fails.
         """
         if self._custom is not None:
             return await self._custom.grade(answer, problem)
@@ -364,7 +364,7 @@ class Grader:
         if task is None:
             task = self._in_flight[key] = asyncio.create_task(self._compare(key))
             task.add_done_callback(lambda done: self._forget(key, done))
-        return await asyncio.shield(task)  # a cancelled caller must not cancel the comparison of the others
+        return await asyncio.shield(task)  # a cancelled caller must not cancel the comparison for other callers
 
     def _forget(self, key: _Question, done: asyncio.Task[Verdict]) -> None:
         del self._in_flight[key]
@@ -389,7 +389,7 @@ class Grader:
     async def _blame(self, error: NoVerdictError, key: _Question) -> Verdict:
         """Return the verdict after a failure.
 
-        The answer is at fault if the process was computing and the reference alone works.
+        The answer caused the failure if the process was computing and the reference answer alone succeeds.
         """
         reference, answer = key
         computed = isinstance(error, (OutOfTimeError, WorkerDiedError))
@@ -398,7 +398,7 @@ class Grader:
         return Verdict.ANSWER_TIMEOUT
 
     async def _attempt(self, answer: str | None, reference: str) -> Verdict:
-        """Compare, and once more in a second process if the first one dies. Raises NoVerdictError."""
+        """Compare, and repeat in a second process if the first process dies. Raises NoVerdictError."""
         try:
             return await self._in_process(answer, reference)
         except WorkerDiedError as error:
@@ -406,7 +406,7 @@ class Grader:
             return await self._in_process(answer, reference)
 
     async def _in_process(self, answer: str | None, reference: str) -> Verdict:
-        """Compare in an idle or a new process. A process that returns no verdict is killed."""
+        """Compare in an idle or a new process. Kills the process if it returns no verdict."""
         process = self._idle.pop() if self._idle else await GradingProcess.start(self._settings)
         try:
             verdict = await process.compare(answer, reference)
