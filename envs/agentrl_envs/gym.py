@@ -1,6 +1,6 @@
-"""Gymnasium environments around episodes, with and without tools, and a text space for all of Unicode.
+"""Gymnasium environments with and without tools, and a text space for all of Unicode.
 
-`agentrl_envs.registration` registers them as ``agentrl/SimpleTIR-v0`` and ``agentrl/Reasoning-v0``.
+`agentrl_envs.registration` registers the environments as ``agentrl/SimpleTIR-v0`` and ``agentrl/Reasoning-v0``.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _LONGEST_SAMPLE = 64
 class UnicodeText(Text):
     """A text space for all of Unicode, up to ``max_length`` characters, including the empty text.
 
-    By default, gymnasium's `Text` accepts only letters and digits. With all of Unicode as its charset it takes seconds
-    and hundreds of megabytes. This space samples up to 64 characters of a small charset and accepts every text that
-    UTF-8 can encode. It cannot be flattened, because there is no fixed table of characters.
+    By default, gymnasium's `Text` accepts only letters and digits. With all of Unicode as charset, creating it takes
+    seconds and hundreds of megabytes. This space samples up to 64 characters from a small charset, and accepts every
+    text that UTF-8 can encode. It cannot be flattened, because it has no fixed table of characters.
     """
 
     def __init__(self, max_length: int, *, seed: int | np.random.Generator | None = None) -> None:
         super().__init__(max_length, min_length=0, charset=_SAMPLED, seed=seed)
 
     def contains(self, x: object) -> bool:
-        """Return whether x is a str of valid length without lone surrogates, which have no encoding."""
+        """Return True if x is a str of valid length without lone surrogates, which have no encoding."""
         return isinstance(x, str) and len(x) <= self.max_length and _SURROGATE.search(x) is None
 
     def sample(self, mask: Any = None, probability: Any = None) -> str:
-        """Return a random text. ``mask`` and ``probability`` are those of `gymnasium.spaces.Text.sample`."""
+        """Return a random text. ``mask`` and ``probability`` are as in `gymnasium.spaces.Text.sample`."""
         if mask is None and probability is None:
             length = int(self.np_random.integers(0, min(_LONGEST_SAMPLE, self.max_length) + 1))
             return super().sample(mask=(length, None))
@@ -61,7 +61,7 @@ class UnicodeText(Text):
 
     @property
     def is_np_flattenable(self) -> bool:
-        """False."""
+        """False, because the space has no fixed size."""
         return False
 
 
@@ -75,7 +75,7 @@ SAMPLE_PROBLEMS = (
 
 
 class ProblemEnv(gymnasium.Env[str, str]):
-    """Problems as a gymnasium environment. An action is a model turn; an observation is the text that follows it.
+    """Problems as a gymnasium environment. An action is a model turn, and an observation is the text after it.
 
     ``reset`` samples a problem with the seed, or takes ``options={"problem": Problem}``, and returns the prompt.
     ``info`` is deterministic. ``env.unwrapped.telemetry`` contains a `ToolCall`, with its duration, for each program
@@ -96,7 +96,7 @@ class ProblemEnv(gymnasium.Env[str, str]):
         self._episode: SimpleTIREpisode | None = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, object]]:
-        """Start an episode; the first call opens the sandbox. Returns the prompt and the problem's id."""
+        """Start an episode. Returns the prompt and the problem's id. The first call opens the sandbox."""
         super().reset(seed=seed)
         problem = (options or {}).get("problem")
         if problem is None:
@@ -107,7 +107,7 @@ class ProblemEnv(gymnasium.Env[str, str]):
         return loop.run(self._episode.start()), {"problem_id": problem.id}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
-        """Play one turn. Terminated if the policy ended the episode, truncated if anything else did."""
+        """Play one turn. ``terminated`` if the policy ended the episode, ``truncated`` if anything else did."""
         if self._episode is None or self._loop is None:
             raise EpisodeUsageError("the episode is not running: call reset() before step()")
         step = self._loop.run(self._episode.step(action))
@@ -147,7 +147,7 @@ class ProblemEnv(gymnasium.Env[str, str]):
 class SimpleTIREnv(ProblemEnv):
     """SimpleTIR, or another protocol with tools if ``settings`` selects one.
 
-    Protocol hermes and ``settings.chat=always`` need ``chat``.
+    Protocol hermes and ``settings.chat=always`` require ``chat``.
 
     Example::
 

@@ -3,8 +3,8 @@
 ``reset(seed=, options={"problem": Problem})`` returns the prompt. ``step(action)`` returns the observation that is
 appended to the conversation. The seed is derived from the problem's id, so all episodes of a group have the same task.
 A stop string in ``metadata["stop"]`` ends the turn. ``terminated`` ends the episode as `Ended.ANSWERED`, ``truncated``
-as `Ended.TURN_LIMIT`, unless ``info["ended"]`` contains an `Ended` value. ``info["verdict"]`` and ``info["answer"]`` are
-passed on.
+as `Ended.TURN_LIMIT`, unless ``info["ended"]`` contains an `Ended` value. ``info["verdict"]`` and ``info["answer"]``
+are returned in the `Step`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-r"""Parser of expressions in LaTeX or plain notation. The whole text must be valid; anything else is an error.
+r"""Parser of expressions in LaTeX or plain notation. The whole text must be valid.
 
 >>> read_expression(r"\frac12") == read_expression("1/2")
 True
@@ -8,7 +8,7 @@ True
 Traceback (most recent call last):
 agentrl_envs.grading.reader.UnreadableError: a number next to a factor
 
-Adjacent factors bind more tightly than a division sign: ``1/2x`` is ``1/(2x)``. Adjacent numbers are no product, and an
+Adjacent factors bind more tightly than a division sign: ``1/2x`` is ``1/(2x)``. Adjacent numbers are not a product. An
 integer before a proper fraction is a mixed number. ``i`` is the imaginary unit unless it is the index of a sum.
 """
 
@@ -67,7 +67,7 @@ def _commands(names: str) -> frozenset[str]:
 _FUNCTIONS = _commands(
     "sin cos tan sec csc cot arcsin arccos arctan arcsec arccsc arccot sinh cosh tanh exp ln lg log det"
 )
-_CALLS = {  # functions and their numbers of arguments
+_CALLS = {  # functions and their number of arguments; 0 for any number
     r"\abs": 1, r"\Integer": 1, r"\Float": 1, r"\factorial": 1, r"\floor": 1, r"\ceil": 1, r"\cbrt": 1,
     r"\Rational": 2, r"\root": 2, r"\binomial": 2, r"\gcd": 0, r"\lcm": 0, r"\max": 0, r"\min": 0,
 }  # fmt: skip
@@ -99,7 +99,7 @@ def read_expression(text: str) -> Expression:
 
 
 def _tokens_of(text: str) -> list[_Token]:
-    """Split the whole text into tokens. Adjacent capitals are one name, so ``HHT`` is not ``THH``."""
+    """Split the whole text into tokens. Adjacent capitals are one name, so ``HHT`` differs from ``THH``."""
     found: list[_Token] = []
     place, spaced = 0, False
     while place < len(text):
@@ -140,7 +140,7 @@ class _Reader:
             raise UnreadableError(f"{self._next.text!r} at the end")
 
     def whole(self) -> Expression:
-        r"""Parse a sum. ``\over`` or ``\choose`` after it makes plain TeX's fraction or binomial of the whole group."""
+        r"""Parse a sum, or plain TeX's fraction (``\over``) or binomial (``\choose``) of two sums."""
         tree = self.sum()
         if self._taken(r"\over"):
             return quotient(tree, self.sum())
@@ -172,7 +172,7 @@ class _Reader:
         return _with_sign(self._beside(), minus=minus)
 
     def _minus(self) -> bool:
-        """Consume the following signs. Returns whether they amount to a minus."""
+        """Consume the following signs. Returns True if their product is a minus."""
         minus = False
         while self._next.text in ("+", "-"):
             minus ^= self._take().text == "-"
@@ -226,7 +226,7 @@ class _Reader:
         return Apply("^", (base, self._exponent()))
 
     def _exponent_is(self, command: str) -> bool:
-        """Consume the exponent if it is this single command. Returns whether it is."""
+        """Consume the exponent and return True if it is the single command ``command``."""
         ahead = [token.text for token in self._tokens[self._place : self._place + 3]]
         taken = 1 if ahead[:1] == [command] else 3 if ahead == ["{", command, "}"] else 0
         self._place += taken
@@ -283,7 +283,7 @@ class _Reader:
         return self._marked(name)
 
     def _marked(self, name: str) -> Expression:
-        """Parse a name with its subscript and primes, and the arguments if it is a function."""
+        """Parse the subscript, the primes and the arguments, if any, of a name."""
         function = name in _FUNCTION_NAMES
         while self._next.text in ("_", "'"):
             name += f"_{{{self._raw()}}}" if self._take().text == "_" else "'"
@@ -461,7 +461,7 @@ class _Reader:
         return token
 
     def _taken(self, *texts: str) -> bool:
-        """Consume the next token if it is one of these."""
+        """Consume the next token and return True if it is in ``texts``."""
         found = self._next.kind != "end" and self._next.text in texts
         self._place += found
         return found

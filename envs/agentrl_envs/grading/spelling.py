@@ -1,4 +1,4 @@
-r"""Normalization of an answer's spelling to the one that the parsers expect. Nothing is computed.
+r"""Normalization of an answer's spelling for the parsers. Computes nothing.
 
 >>> respelled(r"$\left( \dfrac{1}{2},\, 90° \right)$."), respelled("12 000"), respelled("2 1/2")
 ('( \\frac{1}{2}, 90^{\\circ} )', '12000', '2\\frac{1}{2}')
@@ -25,7 +25,7 @@ _SIGNS = r"""
 
 
 class _Characters(dict[int, str]):
-    """Replacements of characters, derived from Unicode properties for characters that the tables above lack.
+    """Replacements of characters. Missing entries are derived from the Unicode properties of the character.
 
     Digits of any script, dashes and spaces become ASCII digits, minus signs and spaces. Invisible characters are
     dropped. Compatibility characters (full width, bold, fractions, circled numbers, unit squares) are decomposed.
@@ -47,7 +47,7 @@ class _Characters(dict[int, str]):
             tag, codes = (
                 "",
                 [] if codes else [tag],
-            )  # a single code point is a duplicate character; several are an accented letter
+            )  # one code point: a duplicate character; several: an accented letter
         inner = "".join(chr(int(code, 16)) for code in codes).translate(self)
         if tag == "<fraction>":
             return "\\frac{{{}}}{{{}}}".format(*inner.split("/"))
@@ -171,8 +171,9 @@ NO_SOLUTION, NO_VALUE = "no solution", "no value"
 
 
 def respelled(text: str) -> str:
-    """Normalize an answer: remove math delimiters, boxes, markup, sizes, thin spaces and the full stop; convert Unicode
-    signs.
+    """Normalize an answer.
+
+    Removes math delimiters, boxes, markup, sizes, thin spaces and the full stop. Converts Unicode signs.
     """
     plain = _PLAIN.fullmatch(text)
     if plain is not None:
@@ -195,7 +196,7 @@ def unstyled(text: str) -> str:
 
 
 def squeezed(text: str) -> str:
-    """Remove spaces next to signs, where they have no meaning."""
+    """Remove the spaces next to signs, which have no meaning."""
     return _AROUND_SIGNS.sub("", text)
 
 
@@ -209,7 +210,7 @@ def words_in(text: str) -> str | None:
 
 
 def _in_latex(text: str) -> str:
-    """Return the text with lines and dots over digits, superscripts, subscripts and fractions as LaTeX."""
+    """Convert superscripts, subscripts, fractions, and lines and dots over digits to LaTeX."""
     text = re.sub(r"(?:\d[\u0304\u0305])+", lambda lined: f"\\overline{{{lined.group()[::2]}}}", text)
     text = re.sub(r"(\d)\u0307", r"\\dot{\1}", text).translate(_CHARACTERS)
     text = re.sub(r"\x12\x11|\x14\x13", "", text)
@@ -218,7 +219,7 @@ def _in_latex(text: str) -> str:
 
 
 def _stated(text: str) -> str:
-    r"""Extract the answer from a sentence: ``42`` from ``\text{Thus the answer is } 42``. Other text is unchanged.
+    r"""Extract the answer from a sentence: ``42`` from ``\text{Thus the answer is } 42``. Return other text unchanged.
 
     The subject must name a quantity (`is_name`), so ``half the answer is 42`` does not state 42.
     """
@@ -234,7 +235,7 @@ def _stated(text: str) -> str:
 
 
 def is_name(words: str) -> bool:
-    """Return whether words can name the quantity that a problem asks for. ``twice the area`` names a different one."""
+    """Return True if words can name the requested quantity. ``twice the area`` names a different quantity."""
     return _OTHER_QUANTITIES.isdisjoint(re.findall(r"[a-z']+", words.casefold()))
 
 

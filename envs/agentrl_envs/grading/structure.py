@@ -1,4 +1,4 @@
-r"""Parsing of an answer's structure: lists, sets, tuples, intervals with their brackets, relations, words, expressions.
+r"""Parser of an answer's structure: lists, sets, tuples, intervals, relations, words and expressions.
 
 >>> tuple(read_answer(text).kind for text in (r"(1, 2]", r"1 < x \le 2", r"\{1,2\}", "1,2"))
 ('(]', '(]', 'set', 'list')
@@ -39,7 +39,7 @@ class Unread:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Plain words in lower case. ``number`` is the number that they spell, if any."""
+    """Plain words in lower case. ``number`` is the number that the words spell, if any."""
 
     text: str
     number: Fraction | None = None
@@ -56,7 +56,7 @@ class Numeral:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """A time of day. ``seconds`` counts from 0:00 as written. ``half`` is ``am``, ``pm`` or empty."""
+    """A time of day. ``seconds`` counts from 0:00, as written. ``half`` is ``am``, ``pm`` or empty."""
 
     text: str
     seconds: int
@@ -65,7 +65,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """An expression and its unit. ``measured`` is the parse with the last letter as a unit (``5m``), if possible."""
+    """An expression and its unit. ``measured`` is the alternative parse with the last letter as a unit (``5m``)."""
 
     text: str
     tree: Expression
@@ -88,7 +88,7 @@ class Bracketed:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """``parts[0] signs[0] parts[1] ...``; signs are ``= < <= > >= != ~ in notin``."""
+    """A chain ``parts[0] signs[0] parts[1] ...`` with the signs ``= < <= > >= != ~ in notin``."""
 
     text: str
     parts: tuple[Answer, ...]
@@ -142,7 +142,7 @@ _PYTHON_MATRIX = re.compile(r"(?:Matrix|(?:np\.)?array)\((\[\[.*\]\])\)", re.DOT
 
 @lru_cache(maxsize=4096)
 def read_answer(text: str) -> Answer:
-    """Parse the whole text. Returns `Unread` if that is not possible."""
+    """Parse the whole text. Returns `Unread` if the text cannot be parsed."""
     text = respelled(text)
     quantity = _sum_of_quantities(text)
     if quantity is not None:
@@ -152,7 +152,7 @@ def read_answer(text: str) -> Answer:
 
 
 def _list(text: str, *, bracketed: bool = False) -> Answer:
-    """Parse text that may contain several answers. In brackets, a comma is never a thousands separator."""
+    """Parse one or several answers. In brackets, a comma is never a thousands separator."""
     if not text:
         return Unread(text)
     if not bracketed and _THOUSANDS.fullmatch(text):
@@ -171,7 +171,7 @@ def _list(text: str, *, bracketed: bool = False) -> Answer:
 
 
 def _flat(parts: Iterable[Answer]) -> tuple[Answer, ...]:
-    r"""Return the parts with each ``\pm`` replaced by both of its values."""
+    r"""Return the parts, with each ``\pm`` replaced by its two values."""
     return tuple(
         value
         for part in parts
@@ -192,7 +192,7 @@ def _worded(text: str) -> Answer:
 def _split(text: str, marks: Container[str]) -> tuple[list[str], list[str]]:
     """Split at separators outside of brackets.
 
-    Returns pieces and separators; both are empty if brackets do not balance.
+    Returns the pieces and the separators. Both are empty if the brackets are unbalanced.
     """
     pieces: list[str] = []
     found: list[str] = []
@@ -237,7 +237,7 @@ def _equation(text: str, parts: tuple[Answer, ...], signs: tuple[str, ...]) -> A
 
 
 def is_named(answer: Answer) -> bool:
-    """Return whether an answer is a name: a symbol, a function's value, a ratio or tuple of names, or words."""
+    """Return True if an answer is a name: a symbol, a function's value, a ratio or tuple of names, or words."""
     match answer:
         case Words():
             return answer.number is None and is_name(answer.text)
@@ -290,7 +290,7 @@ def _is_variable(tree: Expression) -> bool:
 
 
 def _part(text: str) -> Answer:
-    """Parse one answer: a bracket with its content, a union, a ratio, two signs, or an expression."""
+    """Parse one answer: a bracket with its content, a union, a ratio, a pair of signs, or an expression."""
     text = text.strip()
     if text in _REALS:
         return Bracketed(text, "()", _LINE)
@@ -306,7 +306,7 @@ def _part(text: str) -> Answer:
     if len(union) > 1:
         return _group(text, "union", [_part(piece) for piece in union])
     signs = _TWO_SIGNS.findall(text)
-    if text[:1] == "(" and (len(signs) == 1 or "mp" in signs):  # two points, or Unread for independent signs
+    if text[:1] == "(" and (len(signs) == 1 or "mp" in signs):  # two points, or Unread if the signs are independent
         return _with_two_signs(text) or Unread(text)
     return _bracketed(text) or _with_two_signs(text) or _clock(text) or _ratio(text) or _leaf(text)
 
@@ -415,7 +415,7 @@ def _is_word(text: str) -> bool:
 
 
 def _quantity(text: str) -> Leaf | None:
-    """Parse a number with a unit or with a word that scales it."""
+    """Parse a number with a unit or a scaling word."""
     scaled = scaled_by_words(text)
     if scaled is not None:
         number = _leaf(scaled[0].strip())

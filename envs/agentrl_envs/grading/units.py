@@ -1,4 +1,4 @@
-r"""Words next to a number: units with their conversions, counted things, and words that change the number.
+r"""Words next to a number: units and their conversions, counted things, and words that change the number.
 
 >>> split_words(r"12\text{ cm}^2")[1].dimension, split_words("8 hours")[1].factor, split_words("5 pi")
 ((('m', 2),), Fraction(3600, 1), None)
@@ -65,7 +65,7 @@ def number_in_words(words: str) -> Fraction | None:
 
 
 def scaled_by_words(text: str) -> tuple[str, Fraction] | None:
-    """Split ``million``, ``tens``, ``hundredths`` or ``k`` off the end. Returns the rest and the factor, or None."""
+    """Split a scaling word (``million``, ``tenths``, ``k``) off the end. Returns the rest and the factor, or None."""
     match = _SCALED.fullmatch(text)
     if match is None:
         return None
@@ -78,7 +78,7 @@ def scaled_by_words(text: str) -> tuple[str, Fraction] | None:
 
 
 def _denominator(word: str) -> int | None:
-    """Return the denominator of a word for a fraction: 10 for ``tenths``, 10,000 for ``ten-thousandth``."""
+    """Return the denominator of a fraction word: 10 for ``tenths``, 10,000 for ``ten-thousandth``."""
     singular = word.removesuffix("s")
     if singular in _PARTS or not singular.endswith("th"):
         return _PARTS.get(singular)
@@ -101,7 +101,7 @@ class Unit:
     dimension: tuple[tuple[str, int], ...] = ()
 
 
-# Symbols and names, then the size in terms of units above. Entries without a size are base units.
+# Symbols and names, then the size in terms of preceding units. Entries without a size are base units.
 _TABLE = """
     m meter metre 米; g gram gm 克; s sec second 秒; A amp ampere; mol mole; month 个月; °; dollar usd USD; euro eur;
     yuan 元; pound-sterling; yen; rad radian; ton tonne 吨; celsius; fahrenheit; unit
@@ -149,7 +149,7 @@ _QUANTITIES = re.compile(r"(\d[\d.]*) ?([A-Za-z]+)(?: and |, | |$)")
 
 
 def split_words(text: str) -> tuple[str, Unit] | None:
-    """Split a unit or counted thing off a text. Returns the rest and the unit, or None without one."""
+    """Split a unit or counted thing off a text. Returns the rest and the unit, or None."""
     currency = _CURRENCY.fullmatch(text)
     if currency is not None:
         name = _CURRENCIES[currency[2] or currency[5]]
@@ -174,7 +174,7 @@ def split_letter(text: str) -> tuple[str, Unit] | None:
 
 
 def split_quantities(text: str) -> tuple[list[tuple[str, Fraction]], Unit] | None:
-    """Split ``5 ft 6 in`` into numbers, each with the size of its unit in terms of the first unit, and the first unit.
+    """Split ``5 ft 6 in``. Returns pairs of a number and its unit's size in the first unit, and the first unit.
 
     Returns None unless all units have one dimension and descending sizes.
     """
@@ -193,7 +193,7 @@ def split_quantities(text: str) -> tuple[list[tuple[str, Fraction]], Unit] | Non
 def conversion(answer: Unit | None, reference: Unit | None) -> Fraction | None:
     """Return the factor from the reference answer's unit to the answer's.
 
-    1 if either has none, None if they do not match.
+    Returns 1 if either unit is missing, and None if the units do not match.
     """
     if answer is None or reference is None or answer.factor is None or reference.factor is None or answer == reference:
         return Fraction(1)
@@ -208,7 +208,7 @@ def conversion(answer: Unit | None, reference: Unit | None) -> Fraction | None:
 
 @lru_cache(maxsize=4096)
 def unit_of(words: str) -> Unit | None:
-    """Return the unit or counted thing that words name, None if they contain anything else."""
+    """Return the unit or counted thing that the words name, or None if the words contain anything else."""
     plain = " ".join(words.replace("~", " ").replace(".", " ").replace(r"\cdot", " ").split())
     plain = re.sub(r" ?\^ ?", "^", plain)
     return _product(plain) or _thing(plain.lower())
@@ -244,7 +244,7 @@ def _product(words: str) -> Unit | None:
 
 
 def _named(name: str) -> Unit | None:
-    """Return a known unit. Case matters for symbols that differ only in it (``mW``, ``MW``), otherwise not."""
+    """Return a known unit. Case-sensitive only for symbols that differ in case (``mW``, ``MW``)."""
     lower = name.lower() if len(name) > 1 else name
     return _KNOWN.get(name) or _KNOWN.get(lower) or _KNOWN.get(lower.removesuffix("s") or name)
 

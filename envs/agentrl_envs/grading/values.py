@@ -1,4 +1,4 @@
-r"""Evaluation of an expression at a point: exact if the value is rational and short, otherwise to a number of digits.
+r"""Evaluation of an expression at a point: exact if the value is rational and short, otherwise to a given precision.
 
 >>> from agentrl_envs.grading.reader import read_expression
 >>> value_of(read_expression("2^{10} + 1/2"), {}, 40)
@@ -6,9 +6,9 @@ Fraction(2049, 2)
 >>> value_of(read_expression(r"2^{7^{2023}} \bmod 7"), {}, 40)
 Fraction(2, 1)
 
-All costs are bounded before they occur: the bits of an exact number, the terms of a sum, the size of an exponent. A
-power modulo an integer is computed without the power. Beyond the bounds, and where an expression is undefined,
-`NoValueError` is raised.
+All costs are bounded in advance: the bits of an exact number, the terms of a sum, the size of an exponent. A power
+modulo an integer is computed without computing the power. Raises `NoValueError` beyond the bounds and where an
+expression is undefined.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from mpmath import mp
 
 from agentrl_envs.grading.expressions import Apply, Expression, Number, Symbol
 
-# A Fraction, or an mpmath number if the value is irrational or too large. An expression may also be a matrix of them.
+# A Fraction, or an mpmath number if the value is irrational or too large. A matrix consists of such values.
 Scalar: TypeAlias = Any
 Matrix: TypeAlias = tuple[tuple[Scalar, ...], ...]
 
 _BITS = 1 << 17  # maximum size of an exact number
 _LARGEST = 10**15  # largest argument of a function that mpmath evaluates
 _EXACT_FACTORIAL = 5_000
-_ROOT_DEGREE = 64  # for higher degrees the principal root is used
-_TERMS = 20_000  # of all sums and products of an expression together
+_ROOT_DEGREE = 64  # roots of a higher degree are principal roots
+_TERMS = 20_000  # maximum number of terms in all sums and products of an expression
 _CELLS = 400
 _ONE = Fraction(1)
 
@@ -44,7 +44,7 @@ class NoValueError(Exception):
 
 
 def value_of(tree: Expression, point: Mapping[str, Fraction], digits: int) -> Scalar | Matrix:
-    """Return the value with ``point`` as values of the symbols. Raises NoValueError."""
+    """Return the value at ``point``, which maps symbols to values. Raises NoValueError."""
     with mp.workdps(digits):
         try:
             return _Evaluation(dict(point)).value(tree)
@@ -53,7 +53,7 @@ def value_of(tree: Expression, point: Mapping[str, Fraction], digits: int) -> Sc
 
 
 def exact_modulo(tree: Expression, modulus: int, value: Callable[[Expression], Scalar]) -> int:
-    """Return an integer expression modulo an integer, without computing its powers."""
+    """Return the value of an integer expression modulo an integer, without computing powers."""
     match tree:
         case Apply("+", terms):
             return sum(exact_modulo(term, modulus, value) for term in terms) % modulus
@@ -67,7 +67,8 @@ def exact_modulo(tree: Expression, modulus: int, value: Callable[[Expression], S
 
 
 def _power_modulo(base: int, exponent: Expression, modulus: int, value: Callable[[Expression], Scalar]) -> int:
-    """Apply Euler's theorem in its form for bases with common factors: a^n = a^(n mod L + L) for n >= L."""
+    """Return ``base ** exponent`` modulo ``modulus``."""
+    # Euler's theorem, in the form for a base and modulus with common factors: a^n = a^(n mod L + L) for n >= L.
     try:
         exact = value(exponent)
         if isinstance(exact, Fraction):
@@ -92,7 +93,7 @@ def _totient(number: int) -> int:
 
 
 class _Evaluation:
-    """One traversal of a tree, with its budget."""
+    """One traversal of a tree, with a budget of terms."""
 
     def __init__(self, point: dict[str, Fraction]) -> None:
         self._point = point
@@ -123,7 +124,7 @@ class _Evaluation:
         return _checked(_FUNCTIONS[function](*values))
 
     def _angle(self, tree: Expression) -> Scalar:
-        """Convert degrees to radians where an angle is expected."""
+        """Return the value of an angle in radians."""
         if isinstance(tree, Apply) and tree.function == "degree":
             return approximate(self.value(tree.arguments[0])) * mp.pi / 180
         return self.value(tree)
@@ -157,7 +158,7 @@ def approximate(value: Scalar) -> Scalar:
 
 
 def _arithmetic(operation: Callable[[Scalar, Scalar], Scalar]) -> Callable[[Scalar, Scalar], Scalar]:
-    """Compute exactly if both operands are exact and the result is short enough."""
+    """Wrap an operation to compute exactly if both operands are exact and the result is short enough."""
 
     def calculate(left: Scalar, right: Scalar) -> Scalar:
         if not (isinstance(left, Fraction) and isinstance(right, Fraction)):
@@ -209,7 +210,7 @@ def _integer_power(base: Scalar, exponent: int) -> Scalar:
 
 
 def _root(value: Scalar, degree: Scalar) -> Scalar:
-    """Return the real root for odd degrees."""
+    """Return a root: the real root for odd degrees."""
     if not isinstance(degree, Fraction) or degree.denominator != 1 or not 0 < degree <= _ROOT_DEGREE:
         return _power(value, _over(degree))
     number = int(degree)
@@ -307,7 +308,7 @@ def _unknown(name: str, values: Sequence[Scalar]) -> Scalar:
 
 
 def random_number(name: str) -> Fraction:
-    """Return a number between 0.4 and 1.7 that is determined by the name."""
+    """Return a pseudo-random number between 0.4 and 1.7 that depends only on ``name``."""
     drawn = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest())
     return Fraction(4_001 + drawn % 12_007, 9_973)
 

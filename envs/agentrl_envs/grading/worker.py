@@ -1,12 +1,12 @@
 """The grading process: ``python -m agentrl_envs.grading.worker DEADLINE START_DEADLINE HANG_DEADLINE MEMORY_MB``.
 
-Writes ``{"ready": true}`` to stdout. Then reads JSON objects from stdin, one per line (``{"reference": ..., "answer":
-...}``; a ``null`` answer checks the reference answer), and responds to each with ``{"verdict": ...}``. It exits at the
-end of stdin, so it does not outlive its parent.
+The process writes ``{"ready": true}`` to stdout. It then reads JSON objects from stdin, one per line
+(``{"reference": ..., "answer": ...}``), and responds to each with ``{"verdict": ...}``. A ``null`` answer checks the
+reference answer. The process exits at the end of stdin, so it does not outlive its parent.
 
-Its deadlines are CPU seconds, so that no verdict depends on the load of the machine. At a deadline the kernel ends the
-process with SIGPROF, even inside C code, and the parent reads this from the exit status. A wall-clock alarm ends a
-process that hangs without a parent to kill it. math-verify's own timeouts (SIGALRM handlers) are disabled.
+The deadlines are in CPU seconds, so that no verdict depends on the load of the machine. At a deadline, the kernel kills
+the process with SIGPROF, even inside C code, and the exit status reports the signal to the parent. A wall-clock alarm
+ends a process that hangs without a parent. The timeouts of math-verify (SIGALRM handlers) are disabled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GRACE_SECONDS = 2.0  # the parent's wall-clock deadline comes first
 
 
 def main(deadline: float, start_deadline: float, hang_deadline: float, memory_mb: int) -> None:
-    """Answer requests until stdin ends. Deadlines in seconds."""
+    """Respond to requests until stdin ends. Deadlines are in seconds."""
     for number in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     _allow(start_deadline)
@@ -32,7 +32,7 @@ def main(deadline: float, start_deadline: float, hang_deadline: float, memory_mb
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
-    from agentrl_envs.grading.comparison import (  # slow imports, within the deadline of the start
+    from agentrl_envs.grading.comparison import (  # slow imports, which count toward start_deadline
         check_reference,
         compare,
         read_reference,
@@ -59,7 +59,7 @@ def main(deadline: float, start_deadline: float, hang_deadline: float, memory_mb
 
 
 def _allow(seconds: float) -> None:
-    """Limit the CPU time from now on. 0 removes the limit."""
+    """Limit the CPU time to ``seconds`` from now. 0 removes the limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 

@@ -1,9 +1,9 @@
-"""The interface of a text protocol, and what protocols share: results, boxed answers and fenced programs.
+"""The interface of a text protocol, and shared functions for results, boxed answers and fenced programs.
 
 A fence is three backticks at the start of a line, after up to three spaces as in CommonMark. An opening fence may be
-bare or contain ``py``, ``python`` or ``python3`` in any case, with spaces or a CR before the end of the line. With one
-of these words it may also follow other text in a line (``Code: ```python``). Backticks inside a line of the program do
-not close it. Blocks in other languages are skipped.
+bare or contain ``py``, ``python`` or ``python3`` in any case, with spaces or a CR before the end of the line. A fence
+with such a word may also follow other text in a line (``Code: ```python``). Backticks inside a line of the program do
+not close the block. Blocks in other languages are skipped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentrl_sandbox.client import Execution, Outcome
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolRequest:
-    """A call of an existing tool with valid arguments."""
+    """A call to an existing tool with valid arguments."""
 
     name: str
     arguments: Mapping[str, object]
@@ -28,7 +28,7 @@ class ToolRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MalformedCall:
-    """A call that cannot be executed. The model reads ``message`` in place of a result."""
+    """A call that cannot be executed. The model reads ``message`` instead of a result."""
 
     message: str
 
@@ -37,7 +37,7 @@ class MalformedCall:
 class ParsedTurn:
     """The content of one model turn.
 
-    ``program`` is the code to run. ``answer`` is the answer in the model's text, outside programs. Both are None if
+    ``program`` is the code to run. ``answer`` is the answer in the model's text outside programs. Both are None if
     absent. ``calls`` are the tool calls of a turn without a program, in order.
     """
 
@@ -47,7 +47,7 @@ class ParsedTurn:
 
 
 class Protocol(typing.Protocol):
-    """Pure functions between text and its meaning, without state."""
+    """The text format of a conversation, as pure functions without state."""
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -56,7 +56,7 @@ class Protocol(typing.Protocol):
 
     @property
     def empty_turn(self) -> Ended:
-        """How an episode ends after a turn with neither a call nor an answer."""
+        """The end of an episode after a turn with neither a call nor an answer."""
         ...
 
     def message(self, statement: str) -> str:
@@ -68,11 +68,11 @@ class Protocol(typing.Protocol):
         ...
 
     def turn_complete(self, text: str) -> bool:
-        """Return whether the text is a complete turn. Once True, it stays True when text is appended."""
+        """Return True if the text contains a complete turn. Appending text must not make the result False."""
         ...
 
     def parse(self, text: str) -> ParsedTurn:
-        """Return the program, the other calls and the answer in a turn's text."""
+        """Parse a turn's text into the program, the other calls and the answer."""
         ...
 
     def runnable(self, problem: Problem, program: str) -> str:
@@ -88,7 +88,7 @@ class Protocol(typing.Protocol):
         ...
 
     def observation(self, text: str, results: Sequence[str]) -> str:
-        """Return the text that follows the turn ``text``, with the results of its program or its calls."""
+        """Return the text that follows the turn ``text``: the results of its program or calls, formatted."""
         ...
 
 
@@ -102,7 +102,7 @@ _CUT = "\n[... output cut ...]\n"
 
 
 def result_text(execution: Execution, limit: int) -> str:
-    """Return the output or the error: a note if a limit ended the program, else the last line of stderr."""
+    """Return the output or the error: a note if a limit ended the program, otherwise the last line of stderr."""
     return clip(_NOTES.get(execution.outcome) or _last_line(execution.stderr) or execution.stdout.strip("\r\n"), limit)
 
 
@@ -127,7 +127,7 @@ def _last_line(text: str) -> str:
 class TextAnswerProtocol:
     """Base class of protocols whose answers are in the model's text. A program's output is never an answer.
 
-    ``observation_limit`` is the number of characters of a program's output that the model reads.
+    ``observation_limit`` is the maximum number of characters of a program's output that the model reads.
     """
 
     instruction: str
@@ -143,7 +143,7 @@ class TextAnswerProtocol:
         return with_setup(problem.setup, program)
 
     def printed_answer(self, stdout: str) -> str | None:
-        """Return None: a program's output is never an answer."""
+        """Return None, because a program's output is never an answer."""
         return None
 
     def result(self, execution: Execution) -> str:
@@ -162,8 +162,8 @@ _TOKEN = re.compile(r"(?P<boxed>\\boxed[ \t]*\{)|\\.|(?P<open>\{)|(?P<close>\})"
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last complete ``\boxed{...}``, or None.
 
-    Of several complete boxes, the one that opens last counts. Escaped braces (``\{``, ``\}``) are text. A box with
-    unbalanced braces is no answer, and neither is an empty one: a model that repeats the instruction writes
+    If several boxes are complete, the last box to open counts. Escaped braces (``\{``, ``\}``) are text. Boxes with
+    unbalanced braces are ignored. Empty boxes are ignored too, because a model that repeats the instruction writes
     ``\boxed{}``. Takes linear time.
 
     >>> last_boxed(r"So \boxed{4}, no: \boxed{\frac{1}{2}}.")
@@ -171,7 +171,7 @@ def last_boxed(text: str) -> str | None:
     >>> last_boxed(r"an open \boxed{4 has no answer") is None
     True
     """
-    open_boxes: list[int | None] = []  # for each open brace: start of its content if it is a box, else None
+    open_boxes: list[int | None] = []  # per open brace: start of the content if it is a box, else None
     last: tuple[int, int] | None = None
     for token in _TOKEN.finditer(text):
         if token["boxed"]:
@@ -195,7 +195,7 @@ _FOREIGN_CLOSING = re.compile(r"^ {0,3}```[ \t]*\r?$", re.MULTILINE)
 
 
 class Block(NamedTuple):
-    """A Python block: start of its opening fence, its program if it is closed, and end of its closing fence."""
+    """A Python block: the start of its opening fence, its program if closed, and the end of its closing fence."""
 
     start: int
     program: str | None
@@ -203,9 +203,9 @@ class Block(NamedTuple):
 
 
 def python_blocks(text: str, *, bare: bool = True) -> Iterator[Block]:
-    """Yield the Python blocks in order; the last one may be open.
+    """Yield the Python blocks in order. The last block may be open.
 
-    With ``bare``, a fence without a language opens one too.
+    With ``bare``, a fence without a language also opens a block.
     """
     words = _WORDS | {""} if bare else _WORDS
     position = 0
@@ -231,6 +231,6 @@ def first_python_block(text: str) -> Block | None:
 
 
 def _source(body: str, indent: str) -> str:
-    """Return the program with LF line ends, without the indentation of its fence."""
+    """Return the program with LF line endings and without the indentation of its fence."""
     body = body.replace("\r\n", "\n")
     return re.sub(rf"^ {{1,{len(indent)}}}", "", body, flags=re.MULTILINE) if indent else body

@@ -1,4 +1,4 @@
-"""Creation of the protocol that the settings name, as plain text or in the model's chat template."""
+"""Creation of the configured protocol, as plain text or in the model's chat template."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ChatProtocol:
     """A text protocol inside a model's chat template.
 
     The problem is a user message. If the model's turn ends at a stop string, the program's output continues the model's
-    own message, as the protocol writes it. If the model has ended its message itself, or a token limit cut it, the
-    output is a user message.
+    message in the protocol's format. If the model ended its message, or a token limit cut the message, the output is a
+    user message.
     """
 
     text: Protocol
@@ -38,7 +38,7 @@ class ChatProtocol:
 
     @property
     def empty_turn(self) -> Ended:
-        """How an empty turn ends under the text protocol."""
+        """The end of an episode after an empty turn under the text protocol."""
         return self.text.empty_turn
 
     def message(self, statement: str) -> str:
@@ -50,7 +50,7 @@ class ChatProtocol:
         return self.chat.prompt(problem, self.text.message)
 
     def turn_complete(self, text: str) -> bool:
-        """Return whether the turn is complete under the text protocol."""
+        """Return True if the turn is complete under the text protocol."""
         return self.text.turn_complete(text)
 
     def parse(self, text: str) -> ParsedTurn:
@@ -85,14 +85,14 @@ def make_protocol(
 ) -> Protocol:
     """Create the protocol ``settings.protocol``.
 
-    Raises EpisodeUsageError if it needs a chat template and ``chat`` is missing, and PluginError for an invalid name.
+    Raises PluginError for an invalid name, and EpisodeUsageError if the protocol requires ``chat`` and it is missing.
     """
     factory: ProtocolFactory = PROTOCOLS[settings.protocol]
     return factory(settings, chat, tools)
 
 
 def in_chat(protocol: Protocol, settings: SimpleTIRSettings | ReasoningSettings, chat: ChatFormat | None) -> Protocol:
-    """Return a text protocol as plain text or in the template ``chat``, according to ``settings.chat``."""
+    """Wrap a text protocol in the template ``chat`` if ``settings.chat`` is ``always``."""
     if settings.chat != "always":
         return protocol
     if chat is None:
@@ -101,25 +101,25 @@ def in_chat(protocol: Protocol, settings: SimpleTIRSettings | ReasoningSettings,
 
 
 def simpletir(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:
-    """SimpleTIR: fenced programs and boxed answers."""
+    """Create SimpleTIR: fenced programs and boxed answers."""
     text = SimpleTIRProtocol(instruction=settings.preamble, observation_limit=settings.observation_limit)
     return in_chat(text, settings, chat)
 
 
 def retool(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:
-    """ReTool: programs and answers in tags."""
+    """Create ReTool: programs and answers in tags."""
     text = ReToolProtocol(instruction=settings.preamble, observation_limit=settings.observation_limit)
     return in_chat(text, settings, chat)
 
 
 def torl(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:
-    """ToRL: fenced programs, each followed by an output fence."""
+    """Create ToRL: fenced programs, each followed by an output fence."""
     text = ToRLProtocol(instruction=settings.preamble, observation_limit=settings.observation_limit)
     return in_chat(text, settings, chat)
 
 
 def hermes(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:
-    """Hermes: tool calls in the model's chat template, or in plain text."""
+    """Create hermes: tool calls in the model's chat template, or in plain text."""
     plain = settings.chat == "never"
     if plain:
         chat = plain_format([schema.as_function() for schema in tools.schemas], system=settings.system_prompt)

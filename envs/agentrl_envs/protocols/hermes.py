@@ -1,15 +1,15 @@
-r"""Tool calls in the model's own chat template.
+r"""Tool calls in the model's chat template.
 
-The model writes one call or several in its family's format (`agentrl_envs.tool_call_formats`) and ends its turn itself,
-with the template's end of turn. The responses follow in the order of the calls, as the template renders messages of the
-role ``tool``. A turn without a call is the last one, and the last ``\boxed{...}`` in it is the answer.
+The model writes one or more calls in the format of its model family (`agentrl_envs.tool_call_formats`) and ends its
+turn with the template's end-of-turn marker. The responses follow in the order of the calls, rendered by the template as
+messages of the role ``tool``. A turn without a call is the last turn. The last ``\boxed{...}`` in it is the answer.
 
-**Reasoning.** Text before the last ``</think>`` is neither call nor answer, and neither is text after an unclosed
-``<think>``, whether the model or the template wrote it. It stays in the conversation, even if the template would remove
-it from later turns.
+**Reasoning.** Text before the last ``</think>`` and text after an unclosed ``<think>`` contain neither calls nor
+answers. It does not matter whether the model or the template wrote the tag. Reasoning remains in the conversation, even
+if the template would remove it from later turns.
 
-**Malformed calls.** A call is malformed if it is not closed, cannot be parsed, lacks a name or arguments, names no
-existing tool, or has invalid arguments. Its response is an error message; the other calls of the turn are executed.
+**Malformed calls.** A call is malformed if it is not closed, cannot be parsed, lacks a name or arguments, names an
+unknown tool, or has invalid arguments. The response is an error message. The other calls of the turn are executed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 class HermesProtocol(TextAnswerProtocol):
     """Tool calls in a chat template.
 
-    A turn's first ``max_calls`` calls are executed; the rest get one error message.
+    Executes the first ``max_calls`` calls of a turn, and responds to all others with one error message.
     """
 
     chat: ChatFormat
@@ -42,11 +42,11 @@ class HermesProtocol(TextAnswerProtocol):
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """No stop strings: the model ends its turn itself, after any number of calls."""
+        """Empty, because the model ends its turn itself, after any number of calls."""
         return ()
 
     def message(self, statement: str) -> str:
-        """Return instruction and statement. The template writes the tools."""
+        """Return the instruction and the statement. The template lists the tools."""
         return "\n\n".join(part for part in (self.instruction, statement) if part)
 
     def prompt(self, problem: Problem) -> str:
@@ -54,7 +54,7 @@ class HermesProtocol(TextAnswerProtocol):
         return self.chat.prompt(problem, self.message)
 
     def turn_complete(self, text: str) -> bool:
-        """Return False: no text ends a turn."""
+        """Return False, because no text ends a turn."""
         return False
 
     def parse(self, text: str) -> ParsedTurn:
@@ -66,7 +66,7 @@ class HermesProtocol(TextAnswerProtocol):
         return ParsedTurn(program=None, answer=None if calls else last_boxed(visible), calls=tuple(calls))
 
     def observation(self, text: str, results: Sequence[str]) -> str:
-        """Return the responses between template marks. Their content is encoded as plain text."""
+        """Return the responses between template marks. The content of the responses is encoded as plain text."""
         return self.chat.responses(results, [call.id for call in self._attempts(self._visible(text))])
 
     def reply(self, text: str) -> str:
@@ -108,16 +108,16 @@ class PlainCalls(HermesProtocol):
         return (_PLAIN_END,)
 
     def turn_complete(self, text: str) -> bool:
-        """Return whether a call is closed."""
+        """Return True if a call is closed."""
         return _PLAIN_END in text
 
     def parse(self, text: str) -> ParsedTurn:
-        """Return the first call. Text that the engine sampled after it is ignored."""
+        """Return the first call. Ignores text that the engine sampled after the call."""
         return super().parse(text[: text.index(_PLAIN_END) + len(_PLAIN_END)] if self.turn_complete(text) else text)
 
 
 def after_thinking(text: str, *, opened: bool) -> str:
-    """Return the text outside of reasoning. ``opened`` is true if the template has written the opening ``<think>``."""
+    """Return the text outside the reasoning. ``opened`` is true if the template writes the opening ``<think>``."""
     _, closed, visible = text.rpartition("</think>")
     return "" if opened and not closed else visible.partition("<think>")[0]
 

@@ -1,12 +1,12 @@
 r"""The ReTool protocol: ``<code>`` around a fenced program, ``<interpreter>`` around its output, ``<answer>`` last.
 
-A turn ends at the first ``</code>`` or ``</answer>``. Text that the engine sampled after it is ignored. ``<code>``
-contains a fence with ``py``, ``python`` or ``python3``; the program ends at the last fence before ``</code>``. The
-answer is the last ``\boxed{...}`` between ``<answer>`` and ``</answer>``, or the last one in a turn that ends without
-either tag.
+A turn ends at the first ``</code>`` or ``</answer>``. Text that the engine sampled after the tag is ignored. ``<code>``
+contains a fence with ``py``, ``python`` or ``python3``. The program ends at the last fence before ``</code>``. The
+answer is the last ``\boxed{...}`` between ``<answer>`` and ``</answer>``, or the last ``\boxed{...}`` in a turn that
+ends without either tag.
 
-**Malformed turns.** A turn is malformed if ``</code>`` has no ``<code>`` before it, if ``<code>`` is not closed, or if
-it contains no closed fence or an empty one. The model then reads an error message in place of the output.
+**Malformed turns.** A turn is malformed if ``</code>`` has no preceding ``<code>``, if ``<code>`` is not closed, or if
+``<code>`` contains no closed fence or only an empty fence. The model then reads an error message instead of the output.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ReToolProtocol(TextAnswerProtocol):
         return (_CLOSE_CODE, _CLOSE_ANSWER)
 
     def message(self, statement: str) -> str:
-        """Return instruction, statement and form of the answer. Without an instruction, return the statement alone."""
+        """Return instruction, statement and answer format. Without an instruction, return only the statement."""
         return f"{self.instruction}\n\nProblem:\n{statement}{_FORM}" if self.instruction else statement
 
     def prompt(self, problem: Problem) -> str:
@@ -52,7 +52,7 @@ class ReToolProtocol(TextAnswerProtocol):
         return self.message(problem.statement) + ("\n\n" if self.instruction else "\n")
 
     def turn_complete(self, text: str) -> bool:
-        """Return whether a closing tag is present, opened or not."""
+        """Return True if the text contains a closing tag, with or without its opening tag."""
         return _END.search(text) is not None
 
     def parse(self, text: str) -> ParsedTurn:
@@ -73,5 +73,5 @@ class ReToolProtocol(TextAnswerProtocol):
         return ParsedTurn(program=program, answer=None) if program.strip() else malformed(_EMPTY)
 
     def observation(self, text: str, results: Sequence[str]) -> str:
-        """Return the result between its tags, unescaped: a printed ``</interpreter>`` stays as it is."""
+        """Return the result between its tags. A printed ``</interpreter>`` is not escaped."""
         return f"\n\n<interpreter>\n{' '.join(results)}\n</interpreter>\n\n"

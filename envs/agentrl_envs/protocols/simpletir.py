@@ -1,14 +1,14 @@
 r"""The SimpleTIR protocol: Python in fenced blocks, output after ``Code execution result: ``, answers boxed.
 
-**Fences.** Fences follow `agentrl_envs.protocols.base`, bare ones included. The first closed Python block is the turn's
-program. Blocks in other languages are text.
+**Fences.** `agentrl_envs.protocols.base` defines the fences, including bare fences. The first closed Python block is
+the turn's program. Blocks in other languages are text.
 
-**End of a turn.** A turn ends at the first closed fence. Text that the engine sampled after it is ignored. A turn
-without a program ends at the end of sequence or at a token limit, which the driver handles.
+**End of a turn.** A turn ends at the first closed fence. Text that the engine sampled after the fence is ignored. A
+turn without a program ends at the end of sequence or at a token limit, which the driver handles.
 
-**Which answer counts.** A turn's program runs even if the model's text already contains a boxed answer. A complete
-``\boxed{...}`` that the program prints (`final_answer` does) takes precedence: it was computed, and it is the last one
-in the conversation, which published graders read.
+**Precedence of answers.** A turn's program runs even if the model's text already contains a boxed answer. A complete
+``\boxed{...}`` that the program prints (as `final_answer` does) takes precedence. It was computed, and it is the last
+box in the conversation, which published graders use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FINAL_ANSWER = 'def final_answer(answer):\n    print("\\\\boxed{" + str(answer)
 class SimpleTIRProtocol:
     """SimpleTIR as plain text.
 
-    ``instruction`` precedes the statement; outputs are cut to ``observation_limit`` characters.
+    ``instruction`` precedes the statement. Outputs are shortened to ``observation_limit`` characters.
 
     >>> protocol = SimpleTIRProtocol(instruction="", observation_limit=512)
     >>> protocol.turn_complete("Let me see.\\n```py"), protocol.turn_complete("```py\\nprint(1)\\n```")
@@ -61,12 +61,12 @@ class SimpleTIRProtocol:
         return self.message(problem.statement) + "\n"
 
     def turn_complete(self, text: str) -> bool:
-        """Return whether a Python block is closed."""
+        """Return True if a Python block is closed."""
         block = first_python_block(text)
         return block is not None and block.program is not None
 
     def parse(self, text: str) -> ParsedTurn:
-        """Return the first closed program (None if it is blank) and the last boxed answer before it."""
+        """Return the first closed program (None if blank) and the last boxed answer before it."""
         block = first_python_block(text)
         if block is None:
             return ParsedTurn(program=None, answer=last_boxed(text))

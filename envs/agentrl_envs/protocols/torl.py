@@ -1,12 +1,12 @@
 r"""The ToRL protocol: a fenced program, followed by an ``output`` fence that the model opens and the environment fills.
 
-A turn ends at ``` ```output ```, and text that the engine sampled after it is ignored. The program is the last closed
-Python block before it; its fence must contain ``py``, ``python`` or ``python3``. In a turn that ends with the end of
-sequence, the last ``\boxed{...}`` outside its programs is the answer.
+A turn ends at ``` ```output ```. Text that the engine sampled after this fence is ignored. The program is the last
+closed Python block before the fence, and must be marked ``py``, ``python`` or ``python3``. In a turn that ends with the
+end of sequence, the last ``\boxed{...}`` outside programs is the answer.
 
-**Malformed turns.** A turn is malformed if it has an ``output`` fence without a program before it, if a program's fence
+**Malformed turns.** A turn is malformed if it has an ``output`` fence without a preceding program, if a program's fence
 is not closed, or if a closed program is followed by neither an ``output`` fence nor an answer. The model then reads an
-error message in place of the output.
+error message instead of the output.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ToRLProtocol(TextAnswerProtocol):
         return (_OUTPUT,)
 
     def message(self, statement: str) -> str:
-        """Return instruction and statement, without the names of the dialogue."""
+        """Return the instruction and the statement, without the speaker names of the dialogue."""
         return "\n\n".join(part for part in (self.instruction, statement) if part)
 
     def prompt(self, problem: Problem) -> str:
@@ -48,14 +48,14 @@ class ToRLProtocol(TextAnswerProtocol):
         return "\n".join(part for part in (self.instruction, f"User: {problem.statement}", "Assistant:") if part)
 
     def turn_complete(self, text: str) -> bool:
-        """Return whether an ``output`` fence is opened, with or without a program."""
+        """Return True if the text opens an ``output`` fence, with or without a program."""
         return _OUTPUT in text
 
     def parse(self, text: str) -> ParsedTurn:
-        """Return the last program before the ``output`` fence; without that fence, the answer or a malformed call."""
+        """Return the last program before the ``output`` fence or, without the fence, the answer or a malformed call."""
         start = text.find(_OUTPUT)
         if start >= 0:
-            # Keep the backticks of the output fence: they may be the ones that close the program.
+            # Keep the backticks of the output fence, because they may close the program.
             return _called(list(python_blocks(text[: start + 3], bare=False)))
         blocks = list(python_blocks(text, bare=False))
         answer = last_boxed(_without(text, blocks))
@@ -82,7 +82,7 @@ def _called(blocks: list[Block]) -> ParsedTurn:
 
 
 def _without(text: str, blocks: list[Block]) -> str:
-    """Return the text outside of the blocks."""
+    """Return the text outside the blocks."""
     kept, position = [], 0
     for block in blocks:
         kept.append(text[position : block.start])
