@@ -1,4 +1,4 @@
-"""Reasoning without tools: a protocol and an environment of one turn. Problems and grader are those of SimpleTIR."""
+"""Reasoning without tools: a protocol and an environment with one turn. Uses the problems and grader of SimpleTIR."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from agentrl_sandbox.client import Execution, SandboxSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReasoningProtocol:
-    """Plain text of one turn, which ends at the end of sequence. No program is executed."""
+    """One turn of plain text, which ends at the end of sequence. Executes no programs."""
 
     instruction: str
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """None: the turn ends at the end of sequence or at a token limit."""
+        """Empty, because the turn ends at the end of sequence or at a token limit."""
         return ()
 
     @property
@@ -45,7 +45,7 @@ class ReasoningProtocol:
         return self.message(problem.statement) + "\n"
 
     def turn_complete(self, text: str) -> bool:
-        """False: no text ends the turn."""
+        """Return False, because no text ends the turn."""
         return False
 
     def parse(self, text: str) -> ParsedTurn:
@@ -53,24 +53,24 @@ class ReasoningProtocol:
         return ParsedTurn(program=None, answer=last_boxed(text))
 
     def runnable(self, problem: Problem, program: str) -> str:
-        """Not called: no turn has a program."""
+        """Raise AssertionError, because no turn has a program."""
         raise AssertionError("reasoning runs no program")
 
     def printed_answer(self, stdout: str) -> str | None:
-        """Not called: no turn has a program."""
+        """Raise AssertionError, because no turn has a program."""
         raise AssertionError("reasoning runs no program")
 
     def result(self, execution: Execution) -> str:
-        """Not called: no turn has a program."""
+        """Raise AssertionError, because no turn has a program."""
         raise AssertionError("reasoning runs no program")
 
     def observation(self, text: str, results: Sequence[str]) -> str:
-        """Not called: no turn has a program or a call."""
+        """Raise AssertionError, because no turn has a program or a call."""
         raise AssertionError("reasoning has no observations")
 
 
 class ReasoningEnvironment(Environment):
-    """Resources that the episodes of a run share: grader and settings."""
+    """Resources shared by the episodes of a run: the grader and the settings."""
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class ReasoningEnvironment(Environment):
         *,
         chat: ChatFormat | None = None,
     ) -> None:
-        """``sandbox_settings`` are ignored, because nothing is executed.
+        """Create the environment. ``sandbox_settings`` is ignored, because nothing is executed.
 
-        Raises EpisodeUsageError if ``chat`` is missing.
+        Raises EpisodeUsageError if the settings require ``chat`` and it is missing.
         """
         self.settings = settings or ReasoningSettings()
         self._grader = Grader(grader_settings or GraderSettings())
@@ -100,12 +100,12 @@ class ReasoningEnvironment(Environment):
         await self._grader.close()
 
     def describe(self) -> list[str]:
-        """Return lines about the missing tools and the grader."""
+        """Return console lines about the turn limit and the grader."""
         return ["Reasoning: one turn, no tools", f"grading: {self._grader.describe()}"]
 
 
 class ReasoningFactory(EnvironmentFactory[ReasoningSettings]):
-    """Makes the environment ``reasoning``."""
+    """Factory of the environment ``reasoning``."""
 
     def settings(self, section: BaseModel) -> ReasoningSettings:
         return cast(ReasoningSettings, section)

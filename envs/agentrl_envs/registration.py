@@ -1,6 +1,6 @@
-"""Registers the gymnasium environments when it is imported.
+"""Registers the gymnasium environments on import.
 
-gymnasium 1.4 does not load plug-ins by itself, so either put the module into the id or import it first::
+gymnasium 1.4 does not load plug-ins, so either include this module in the id or import it first::
 
     gymnasium.make("agentrl_envs.registration:agentrl/SimpleTIR-v0")
 
@@ -17,7 +17,7 @@ REASONING_ID = "agentrl/Reasoning-v0"
 
 
 def register_envs() -> None:
-    """Register ``agentrl/SimpleTIR-v0`` and ``agentrl/Reasoning-v0``. Has no effect if they are registered."""
+    """Register ``agentrl/SimpleTIR-v0`` and ``agentrl/Reasoning-v0``. Has no effect if they are already registered."""
     for name, face in ((SIMPLETIR_ID, "SimpleTIREnv"), (REASONING_ID, "ReasoningEnv")):
         if name not in registry:
             register(id=name, entry_point=f"agentrl_envs.gym:{face}")

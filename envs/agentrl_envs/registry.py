@@ -1,8 +1,8 @@
 """Registries of environments, protocols, tools and rewards, and the import of plug-in modules.
 
-A name is built in, registered by a decorator, an entry point of an installed package, or ``module:attribute``. This
-module imports only the standard library, and a name's object is imported when it is first used. Settings are therefore
-checked without importing it. Estimators and losses use the same `Registry` (`agentrl.algorithms`).
+A name is built-in, registered by a decorator, an entry point of an installed package, or ``module:attribute``. This
+module imports only the standard library, and imports the object of a name on first use. Settings can therefore be
+checked without importing these objects. Estimators and losses use the same `Registry` (`agentrl.algorithms`).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ Item = TypeVar("Item")
 DISTRIBUTION = "agentrl-trainer"
 """Name of the distribution that contains this package. `agentrl` on PyPI is another project."""
 TRL = "trl:"
-"""Prefix of the ``module:Class`` of an environment that was written for TRL's ``environment_factory``."""
+"""Prefix of ``module:Class`` for an environment with the interface of TRL's ``environment_factory``."""
 
 
 def install_extra(name: str) -> str:
-    """Return the command that installs an extra. pip keeps the installed version, including an editable install."""
+    """Return the command that installs an extra. The command keeps the installed version, even if editable."""
     return f"pip install '{DISTRIBUTION}[{name}]'"
 
 
 class PluginError(AgentRLEnvError, LookupError):
-    """A name in the settings cannot be found or imported, or its object has the wrong form."""
+    """A name in the settings cannot be found or imported, or its object has the wrong type or signature."""
 
 
 class UnknownNameError(PluginError, ValueError):
-    """A name that is not registered. The message contains the nearest name and all valid names."""
+    """The name is not registered. The message contains the nearest name and all valid names."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], *, owner: str = "", paths: bool = False) -> None:
         names = sorted(known)
@@ -51,10 +51,10 @@ class NameTakenError(PluginError, ValueError):
 
 
 class Registry(Generic[Item]):
-    """Maps names to objects that users can select in settings. ``kind`` names an entry in messages.
+    """Maps names to objects that settings can select. ``kind`` is the noun for an entry in messages.
 
-    ``builtin`` maps the names of this package to ``module:attribute`` paths. ``group`` is the entry-point group of
-    installed packages, or "" for none. With ``paths=True``, ``module:attribute`` is valid as a name.
+    ``builtin`` maps the built-in names to ``module:attribute`` paths. ``group`` is the entry-point group of installed
+    packages, or "". With ``paths=True``, ``module:attribute`` is valid as a name.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Registry(Generic[Item]):
         self._entries[name] = item
 
     def names(self) -> tuple[str, ...]:
-        """Return all names, sorted, including those of entry points."""
+        """Return all names in order, including names of entry points."""
         return tuple(sorted({*self.builtin, *self._entries, *self._installed()}))
 
     def check(self, name: str) -> None:
-        """Raise UnknownNameError unless the name is valid. ``module:attribute`` is not imported."""
+        """Raise UnknownNameError unless the name is valid. Does not import ``module:attribute``."""
         if not (name in self.names() or (self._paths and name.removeprefix(TRL).count(":") == 1)):
             raise UnknownNameError(self.kind, name, self.names(), paths=self._paths)
 
@@ -107,7 +107,7 @@ ADAPTERS: Mapping[str, str] = {
     "openenv": "agentrl_envs.adapters.openenv:openenv_environment",
     "textarena": "agentrl_envs.adapters.textarena:textarena_environment",
 }
-"""Environments of other libraries, named ``PREFIX:NAME``. Each path is a function that maps NAME to a factory."""
+"""Environments of other libraries, named ``PREFIX:NAME``. Each path refers to a function from NAME to a factory."""
 
 PROTOCOLS: Registry[Any] = Registry(
     "protocol",
@@ -127,7 +127,7 @@ REWARDS: Registry[object] = Registry("reward", group="agentrl.rewards", paths=Tr
 
 
 def grades_answers(env: str) -> bool:
-    """True if the environment of this name compares answers with reference answers."""
+    """Return True if the environment ``env`` compares answers with reference answers."""
     return env in ENVIRONMENTS.builtin
 
 
@@ -140,22 +140,22 @@ def _decorator(registry: Registry[Any], name: str) -> Callable[[Item], Item]:
 
 
 def register_environment(name: str) -> Callable[[Item], Item]:
-    """Decorator that registers a class or function as ``--env NAME``."""
+    """Return a decorator that registers a class or function as ``--env NAME``."""
     return _decorator(ENVIRONMENTS, name)
 
 
 def register_protocol(name: str) -> Callable[[Item], Item]:
-    """Decorator that registers a factory as ``environment.protocol=NAME``."""
+    """Return a decorator that registers a factory as ``environment.protocol=NAME``."""
     return _decorator(PROTOCOLS, name)
 
 
 def register_tool(name: str) -> Callable[[Item], Item]:
-    """Decorator that registers a tool as NAME in ``environment.tools``."""
+    """Return a decorator that registers a tool as NAME in ``environment.tools``."""
     return _decorator(TOOLS, name)
 
 
 def register_reward(name: str) -> Callable[[Item], Item]:
-    """Decorator that registers a function as NAME in ``reward.functions``."""
+    """Return a decorator that registers a function as NAME in ``reward.functions``."""
     return _decorator(REWARDS, name)
 
 
@@ -192,15 +192,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 _CALLS_CODE = str(Path(__file__).with_name("threads.py"))
-"""The file whose frames call users' code, which an error message should not name."""
+"""The file whose frames call custom code. Error messages omit these frames."""
 
 
 def describe_error(error: BaseException) -> str:
     """Return the error's type, message, file and line, for messages without a traceback.
 
-    An error of the call itself, such as a missing argument, has no file and line in the called code.
+    File and line are omitted if the call itself failed, for example because of a missing argument.
     """
-    if isinstance(error, SyntaxError):  # its text names file and line
+    if isinstance(error, SyntaxError):  # the message already contains file and line
         return f"{type(error).__name__}: {error}"
     last = traceback.extract_tb(error.__traceback__)[-1:]
     location = "".join(f" ({at.filename}:{at.lineno})" for at in last if at.filename != _CALLS_CODE)
@@ -214,8 +214,8 @@ GROUP = "agentrl.plugins"
 def load_plugins(names: Iterable[str]) -> None:
     """Import each module, file or entry point of ``plugins=[module, file.py]`` once.
 
-    Every command loads the plug-ins before it reads the other settings, and so does every process of a run. Raises
-    PluginError if an import fails.
+    Every command and every process of a run loads the plug-ins before reading the other settings. Raises PluginError if
+    an import fails.
     """
     for name in names:
         if name.endswith(".py"):
@@ -243,7 +243,7 @@ def _import(name: str) -> None:
 
 
 def _load_file(name: str) -> None:
-    """Import a file under its stem as module name, so that ``module:attribute`` and pickle can resolve its objects."""
+    """Import a file as the module ``STEM``, so that ``module:attribute`` and pickle can resolve its objects."""
     path = Path(name).expanduser().absolute()
     if not path.is_file():
         raise PluginError(f"plugins {name!r}: there is no file {path}")

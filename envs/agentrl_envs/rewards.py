@@ -1,20 +1,19 @@
-"""Custom rewards: functions that compute the reward of a finished rollout, in place of the environment's.
+"""Custom rewards: functions that compute the reward of a finished rollout, instead of the environment.
 
-They are named ``module:function`` with their weights (``reward.functions``) and called once for every rollout that is
-not excluded, with the arguments of `RewardFunction`::
+``reward.functions`` maps ``module:function`` to a weight. Each function is called once for every rollout that is not
+excluded, with the arguments of `RewardFunction`::
 
     def shorter_is_better(problem, conversation, verdict):
         right = verdict is Verdict.CORRECT
         return 1.0 - 0.1 * len(conversation.turns) if right else 0.0
 
-The reward is the weighted sum, and the value of each function is a metric. A list with one number per model turn
-rewards the turns; a single number is assigned to the last turn. A function with a parameter ``sandbox`` receives an
-`agentrl_envs.execution.EpisodeSandbox`.
+The reward is the weighted sum, and the value of each function is a metric. A function returns a list with one number
+per model turn, or a single number, which is assigned to the last turn. A function with a parameter ``sandbox`` receives
+an `agentrl_envs.execution.EpisodeSandbox`.
 
 Synchronous functions run concurrently in threads. An ``async`` function runs on the event loop of all rollouts and must
-not block it: computations, and waits without ``await``, belong into a synchronous function. An exception, or a result
-that is not a finite number, ends the run with a message that names the function and the problem. `UnavailableError`
-excludes the rollout.
+not block it. Functions that compute, or wait without ``await``, should be synchronous. An exception or an invalid
+result ends the run with a message that names the function and the problem. `UnavailableError` excludes the rollout.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ from agentrl_envs.tools.schema import injected_parameters
 from agentrl_envs.types import Ended, Problem, Verdict, as_reward
 from agentrl_sandbox.client import Sandbox, SandboxSettings, open_sandbox
 
-_THREADS = 32  # concurrent calls of plain functions
+_THREADS = 32  # concurrent calls of synchronous functions
 
 
 class RewardError(EnvironmentContractError):
-    """A user's reward raised an exception or returned something other than a finite number."""
+    """A custom reward raised an exception or returned an invalid value."""
 
 
 ENVIRONMENT = "environment"
-"""Name under which the environment's reward has a weight."""
+"""Name of the environment's reward among the weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One message of a conversation: a turn of the model (``assistant``), or the observation after it (``tool``).
+    """One message of a conversation: a model turn (``assistant``) or the observation after it (``tool``).
 
     ``reward`` is the environment's reward of the turn.
     """
@@ -65,8 +64,8 @@ class Message:
 class Conversation:
     """A finished rollout as text. ``environment_reward`` is the environment's reward, summed over the turns.
 
-    ``earlier`` contains the other trajectories of an agent's rollout, in the order in which they ended; ``turns`` is
-    the last one.
+    For an agent's rollout with several trajectories, ``turns`` is the last trajectory, and ``earlier`` contains the
+    others in the order in which they ended.
     """
 
     turns: tuple[Message, ...]
@@ -77,7 +76,7 @@ class Conversation:
 
     @property
     def sequences(self) -> tuple[tuple[Message, ...], ...]:
-        """All trajectories of the rollout: one, unless an agent's history branched."""
+        """All trajectories of the rollout. Only an agent whose history branched has several."""
         return (*self.earlier, self.turns)
 
     @property
@@ -88,7 +87,7 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardSum:
-    """The reward of each model turn, and the total of each function by its name."""
+    """The reward of each model turn, and the total of each function by name."""
 
     turns: tuple[float, ...]
     parts: Mapping[str, float]
@@ -97,7 +96,7 @@ class RewardSum:
 class RewardFunction(Protocol):
     """Signature of a reward function.
 
-    ``verdict`` is None if no answer was graded. A parameter ``sandbox`` may follow.
+    ``verdict`` is None if no answer was graded. An additional parameter ``sandbox`` is optional.
     """
 
     def __call__(
@@ -109,9 +108,9 @@ class Reward:
     """One reward function with its time limit."""
 
     def __init__(self, path: str, *, deadline: float) -> None:
-        """``path`` is ``module:function`` or a registered name.
+        """Import the function at ``path``, which is ``module:function`` or a registered name.
 
-        Raises PluginError unless it is a function of three arguments.
+        Raises PluginError unless the object is a function of three arguments.
         """
         function = REWARDS[path]
         if not callable(function):
@@ -132,7 +131,7 @@ class Reward:
 
     @property
     def wants_sandbox(self) -> bool:
-        """True if the function takes the sandbox as a parameter."""
+        """True if the function has a parameter ``sandbox``."""
         return bool(self._injected)
 
     async def __call__(
@@ -186,7 +185,7 @@ class Rewards:
     """The functions of ``reward.functions`` with their weights. Must be opened before the first call."""
 
     def __init__(self, weights: Mapping[str, float], *, deadline: float, sandbox: SandboxSettings) -> None:
-        """Raises PluginError for an invalid function."""
+        """Import the functions. Raises PluginError for an invalid function."""
         self._weights = dict(weights)
         self._functions = [Reward(path, deadline=deadline) for path in weights if path != ENVIRONMENT]
         self._settings = sandbox
@@ -196,7 +195,7 @@ class Rewards:
         self._names = {path: name if counts[name] == 1 else path for path, name in short.items()}
 
     async def open(self) -> None:
-        """Open a sandbox if a function takes one. Raises `agentrl_sandbox.client.SandboxError`."""
+        """Open a sandbox if a function requires it. Raises `agentrl_sandbox.client.SandboxError`."""
         if self._sandbox is None and any(function.wants_sandbox for function in self._functions):
             self._sandbox = await open_sandbox(self._settings)
 
@@ -232,13 +231,14 @@ class Rewards:
 
 
 def _takes(function: Callable[..., object], count: int, named: Sequence[str]) -> bool:
-    """Return whether a call with ``count`` positional and the ``named`` arguments matches the signature, if it is
-    known.
+    """Return True if a call with ``count`` positional and the ``named`` arguments matches the signature.
+
+    Also returns True if the signature is unknown.
     """
     try:
         inspect.signature(function).bind(*[None] * count, **dict.fromkeys(named))
     except TypeError:
         return False
-    except ValueError:  # functions in C may have no signature
+    except ValueError:  # C functions may have no signature
         return True
     return True

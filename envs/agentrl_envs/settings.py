@@ -15,7 +15,7 @@ Section = TypeVar("Section", bound=BaseModel)
 def read_options(model: type[Section], options: Mapping[str, object]) -> Section:
     """Validate the section ``environment`` with ``model``.
 
-    Raises PluginError with the invalid setting and the valid ones.
+    Raises PluginError with the invalid setting and the valid settings.
     """
     try:
         return model(**options)
@@ -89,7 +89,7 @@ INSTRUCTIONS: Mapping[str, str] = {
 
 
 class ChatSettings(BaseModel):
-    """How conversations are formatted around the model's turns."""
+    """Format of a conversation around the model's turns."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -125,7 +125,7 @@ class ToolChatSettings(ChatSettings):
 
 
 class ExecutionSettings(BaseModel):
-    """How programs and tools are executed."""
+    """Execution of programs and tools."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -147,7 +147,7 @@ class ExecutionSettings(BaseModel):
 
 
 class SimpleTIRSettings(ToolChatSettings, ExecutionSettings):
-    """Settings of an episode with tools, under the SimpleTIR protocol or another one."""
+    """Settings of an episode with tools, under SimpleTIR or another protocol."""
 
     protocol: Annotated[str, AfterValidator(_known_protocol)] = Field(
         "simpletir",
@@ -185,12 +185,12 @@ class SimpleTIRSettings(ToolChatSettings, ExecutionSettings):
 
     @property
     def preamble(self) -> str:
-        """System prompt and instruction, as a plain-text protocol writes them before the problem."""
+        """System prompt and instruction, in the form of a plain-text protocol."""
         return self._with_system_prompt(self.effective_instruction)
 
 
 class ClassEnvironmentSettings(ToolChatSettings, ExecutionSettings):
-    """Settings of an environment that is a class with ``reset`` and tools. ``kwargs`` are passed to its constructor."""
+    """Settings of an environment that is defined by a class. ``kwargs`` are passed to the constructor."""
 
     kwargs: dict[str, object] = Field(
         default_factory=dict, description="keyword arguments for the environment's constructor"
@@ -220,7 +220,7 @@ class ReasoningSettings(ChatSettings):
 
     @property
     def preamble(self) -> str:
-        """System prompt and instruction, as written before the problem."""
+        """System prompt and instruction, which precede the problem."""
         return self._with_system_prompt(self.effective_instruction)
 
 
@@ -237,7 +237,7 @@ class GymnasiumSettings(BaseModel):
 
 
 class OpenEnvSettings(BaseModel):
-    """How turns become actions of an OpenEnv server, and its observations become text."""
+    """Mapping between turns and the actions and observations of an OpenEnv server."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -268,7 +268,7 @@ class OpenEnvSettings(BaseModel):
 
 
 class VerifiersSettings(BaseModel):
-    """How a task set of verifiers is played."""
+    """Settings of the worker that plays a task set of verifiers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -284,13 +284,13 @@ class VerifiersSettings(BaseModel):
 
 
 class NoSettings(BaseModel):
-    """Settings of an environment that has none."""
+    """Settings of an environment without settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class EnvironmentOptions(BaseModel):
-    """Keyword arguments of an environment from another package; ``model_extra`` contains them."""
+    """Keyword arguments of an environment from another package, in ``model_extra``."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 

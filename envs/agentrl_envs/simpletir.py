@@ -1,7 +1,7 @@
 """SimpleTIR: the model solves a problem by writing Python, reading the output and trying again.
 
-The episode is the same under the other protocols (`agentrl_envs.protocols`). A correct answer has reward 1, everything
-else 0. The driver handles token limits and the end of sequence; the episode handles text.
+All protocols (`agentrl_envs.protocols`) use the same episode. A correct answer has reward 1, everything else has reward
+0. The driver handles token limits and the end of sequence. The episode handles text.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from agentrl_sandbox.client import Execution, Sandbox, SandboxSettings, open_san
 
 __all__ = ["SimpleTIREnvironment", "SimpleTIREpisode", "SimpleTIRSettings"]
 
-_THREADS = 64  # concurrent calls of plain functions
+_THREADS = 64  # concurrent calls of synchronous functions
 _RESTARTED = "; the interpreter was restarted and its variables are gone"
 
 logger = logging.getLogger(__name__)
 
 
 class SimpleTIREpisode:
-    """One problem under one protocol. It does not close the shared sandbox and grader."""
+    """One problem under one protocol. Does not close the shared sandbox and grader."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class SimpleTIREpisode:
         tools: ToolSet = NO_TOOLS,
         threads: BlockingCalls | None = None,
     ) -> None:
-        """``sandbox`` may be None only if the protocol executes nothing.
+        """Create an episode. ``sandbox`` may be None only if the protocol executes nothing.
 
-        ``protocol`` defaults to the one in ``settings``. ``threads`` runs plain functions among the tools.
+        The default ``protocol`` is ``settings.protocol``. ``threads`` runs the synchronous tools.
         """
         self.problem = problem
         self._settings = settings
@@ -65,7 +65,7 @@ class SimpleTIREpisode:
         self._episode_tools: EpisodeTools | None = None
         self._setup = asyncio.Lock()
         self._turns = 0
-        self._state = "new"  # new -> running -> ended; closed from any
+        self._state = "new"  # new -> running -> ended; any state -> closed
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ class SimpleTIREpisode:
         return self._protocol.stop
 
     def turn_complete(self, text: str) -> bool:
-        """Return whether a turn that ended at a stop string is complete, with its program closed."""
+        """Return True if a turn that ended at a stop string is complete, with its program closed."""
         return self._protocol.turn_complete(text)
 
     async def start(self) -> str:
@@ -95,8 +95,8 @@ class SimpleTIREpisode:
     async def step(self, action: str) -> Step:
         """Execute the turn's program or calls, and grade its answer if it has one.
 
-        A turn with neither ends the episode as `Ended.VOID_TURN`. The driver replaces that value if a token limit cut
-        the turn or the model ended it without an answer.
+        A turn without a program, a call or an answer ends the episode as `Ended.VOID_TURN`. The driver replaces this
+        value if a token limit cut the turn or the model ended the turn without an answer.
         """
         self._expect("running")
         try:
@@ -110,7 +110,7 @@ class SimpleTIREpisode:
         return step
 
     async def fork(self) -> SimpleTIREpisode:
-        """Return an episode with the same conversation so far, and copies of the interpreter session and the tools."""
+        """Return an episode with the same conversation so far. Copies the interpreter session and the tools."""
         twin = SimpleTIREpisode(
             self.problem,
             settings=self._settings,
@@ -128,7 +128,7 @@ class SimpleTIREpisode:
         return twin
 
     async def close(self) -> None:
-        """Close the tools and the interpreter session, and forbid further turns."""
+        """Close the tools and the interpreter session. Further turns raise EpisodeUsageError."""
         self._state = "closed"
         if self._episode_tools is not None:
             await self._episode_tools.close()
@@ -147,7 +147,7 @@ class SimpleTIREpisode:
         return Step(observation="", reward=0.0, ended=self._protocol.empty_turn)
 
     async def _run(self, program: str, action: str, text_answer: str | None) -> Step:
-        """Execute the turn's program. An answer that it prints takes precedence over one in the model's text."""
+        """Execute the turn's program. A printed answer takes precedence over an answer in the model's text."""
         execution = await self._execute(program)
         call = call_of(execution)
         observation = self._protocol.observation(action, [self._shown(execution)])
@@ -157,9 +157,9 @@ class SimpleTIREpisode:
         return self._continued(observation, (call,))
 
     async def _call(self, requests: Sequence[ToolRequest | MalformedCall], action: str) -> Step:
-        """Make the turn's calls concurrently. An invalid call is answered with an error."""
+        """Execute the turn's calls concurrently. The result of an invalid call is an error message."""
         made = await asyncio.gather(*(self._answer(request) for request in requests), return_exceptions=True)
-        # Wait for all calls before raising, and prefer a bug of a tool, which ends the run, to an unavailable service.
+        # Wait for all calls before raising. Raise a bug of a tool, which ends the run, before an unavailable service.
         failures = [result for result in made if isinstance(result, BaseException)]
         if failures:
             raise next((one for one in failures if not isinstance(one, UnavailableError)), failures[0])
@@ -184,7 +184,7 @@ class SimpleTIREpisode:
             raise EpisodeUsageError("the episode has no sandbox, so its protocol must not run programs")
         problem = self.problem
         if self._settings.interpreter == "session" and problem.setup:
-            # A separate program: in one with the first program, a syntax error there would discard the setup as well.
+            # Run the setup as a separate program, so that a syntax error in the first program does not discard it.
             async with self._setup:
                 if self._sandbox.fresh:
                     await self._sandbox.execute(problem.setup)
@@ -192,7 +192,7 @@ class SimpleTIREpisode:
         return await self._sandbox.execute(self._protocol.runnable(problem, program))
 
     def _shown(self, execution: Execution) -> str:
-        """Return the result that the model reads, with a note if the session has ended."""
+        """Return the result that the model reads, with a note if the interpreter session ended."""
         return self._protocol.result(execution) + (_RESTARTED if execution.session_ended else "")
 
     def _continued(self, observation: str, calls: tuple[ToolCall, ...]) -> Step:
@@ -200,7 +200,7 @@ class SimpleTIREpisode:
         return Step(observation=observation, reward=0.0, ended=ended, tool_calls=calls)
 
     async def _grade(self, answer: str, *, observation: str, calls: tuple[ToolCall, ...]) -> Step:
-        """Return the last step. Without a reference answer its reward is 0, and a reward function may replace it."""
+        """Return the last step. Without a reference answer, the reward is 0, and a reward function may replace it."""
         if self.problem.answer is None and not self._grader.needs_no_reference:
             return Step(observation=observation, reward=0.0, ended=Ended.ANSWERED, answer=answer, tool_calls=calls)
         try:
@@ -229,9 +229,10 @@ class SimpleTIREpisode:
 
 
 class SimpleTIREnvironment(Environment):
-    """Resources that the episodes of a run share: sandbox, grader, protocol and tools.
+    """Resources shared by the episodes of a run: sandbox, grader, protocol and tools.
 
-    An open ``sandbox`` is used and never closed here. Otherwise `open` creates one from ``sandbox_settings``.
+    If an open ``sandbox`` is passed, it is used and never closed. Otherwise `open` creates a sandbox from
+    ``sandbox_settings``.
     """
 
     def __init__(
@@ -243,7 +244,7 @@ class SimpleTIREnvironment(Environment):
         chat: ChatFormat | None = None,
         sandbox: Sandbox | None = None,
     ) -> None:
-        """Raises PluginError for an invalid tool and EpisodeUsageError if ``chat`` is missing."""
+        """Load the tools. Raises PluginError for an invalid tool and EpisodeUsageError if ``chat`` is missing."""
         self.settings = settings or SimpleTIRSettings()
         self._tools = _tools(self.settings)
         self._threads = BlockingCalls(_THREADS, name="tool")
@@ -254,7 +255,7 @@ class SimpleTIREnvironment(Environment):
         self._sandbox = sandbox
 
     async def open(self) -> None:
-        """Open the sandbox. Raises `agentrl_sandbox.client.SandboxError` if it is not usable."""
+        """Open the sandbox. Raises `agentrl_sandbox.client.SandboxError` if the sandbox is not usable."""
         if self._sandbox is None and self._runs_programs:
             self._sandbox = await open_sandbox(self._sandbox_settings)
 
@@ -271,7 +272,7 @@ class SimpleTIREnvironment(Environment):
         )
 
     async def close(self) -> None:
-        """Close the grader, the shared tools, and the sandbox if it was opened here."""
+        """Close the grader and the shared tools, and the sandbox unless it was passed to the constructor."""
         await self._grader.close()
         await self._tools.close()
         if self._sandbox is not None and self._external_sandbox is None:
@@ -279,16 +280,16 @@ class SimpleTIREnvironment(Environment):
             await sandbox.close()
 
     def with_turns(self, max_turns: int) -> SimpleTIREnvironment:
-        """Return an environment with up to ``max_turns`` turns.
+        """Return a copy with up to ``max_turns`` turns per episode.
 
-        It shares this one's sandbox and grader and does not close them.
+        The copy shares the sandbox and the grader of this environment and does not close them.
         """
         twin = copy.copy(self)
         twin.settings = self.settings.model_copy(update={"max_turns": max_turns})
         return twin
 
     def describe(self) -> list[str]:
-        """Return lines about the protocol's limits, the sandbox's isolation and the grader."""
+        """Return console lines about the protocol's limits, the sandbox's isolation and the grader."""
         settings = self.settings
         title = TITLES.get(settings.protocol, settings.protocol)
         lines = [f"{title}: up to {settings.max_turns} turns, {settings.execution_timeout:g} s a program"]
@@ -309,7 +310,7 @@ class SimpleTIREnvironment(Environment):
 
 
 class SimpleTIRFactory(EnvironmentFactory[SimpleTIRSettings]):
-    """Makes the environment ``simpletir``."""
+    """Factory of the environment ``simpletir``."""
 
     def settings(self, section: BaseModel) -> SimpleTIRSettings:
         return cast(SimpleTIRSettings, section)
@@ -336,7 +337,7 @@ class SimpleTIRFactory(EnvironmentFactory[SimpleTIRSettings]):
             )
         if settings.chat != "always":
             return None
-        # Only programs and their outputs follow in the other protocols, the latter as a user's messages.
+        # The other protocols have no tool calls. Programs are plain text, and their outputs are user messages.
         return TemplateUse(
             settings=settings,
             setting="environment.chat=always",

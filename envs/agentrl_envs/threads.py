@@ -1,4 +1,4 @@
-"""Blocking calls from coroutines (in threads), and coroutines from blocking code (on an event loop in a thread)."""
+"""Threads that run blocking calls for coroutines, and a thread that runs coroutines for blocking code."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from agentrl_envs.episode import UnavailableError
 Result = TypeVar("Result")
 
 STUCK_SECONDS = 30.0
-"""Seconds for which an object's thread may exceed the deadline of a call before the rollout is excluded."""
+"""Seconds that a call may exceed its deadline in an object's thread before the rollout is excluded."""
 
 
 class BlockingCalls:
     """Runs up to ``threads`` blocking calls at once.
 
     A call that exceeds its deadline continues in its thread and keeps its slot, because Python cannot stop a thread.
-    The thread is a daemon, so it does not keep the process from exiting.
+    The thread is a daemon, so it does not prevent the process from exiting.
     """
 
     def __init__(self, threads: int, *, name: str) -> None:
@@ -46,7 +46,7 @@ class BlockingCalls:
     def _started(self, call: Callable[[], Result], what: str) -> asyncio.Future[Result]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
-        # Not a ThreadPoolExecutor: Python joins its threads at exit, so a call that never returns blocks the exit.
+        # Do not use ThreadPoolExecutor: Python joins its threads at exit, so a call that never returns blocks the exit.
         threading.Thread(
             target=_complete,
             args=(call, future, loop, self._slots.release),
@@ -57,10 +57,10 @@ class BlockingCalls:
 
 
 class ObjectThread:
-    """Runs the blocking calls of one object one after the other, all in the same thread.
+    """Runs the blocking calls of one object sequentially, in one thread.
 
-    Libraries that bind an object to its thread (sqlite3) therefore work, and calls do not race. The thread starts with
-    the first call. It ends after `close`, when the calls before it have returned.
+    As a result, libraries that bind an object to a thread (sqlite3) work, and calls do not race. The thread starts with
+    the first call. It ends after `close`, when all earlier calls have returned.
     """
 
     def __init__(self, *, name: str) -> None:
@@ -71,7 +71,7 @@ class ObjectThread:
 
     @property
     def overdue(self) -> str:
-        """Name of a call that still runs after its deadline; "" if there is none."""
+        """Name of a call that still runs after its deadline, or ""."""
         current = self._current
         return current[0] if current is not None and current[1].cancelled() else ""
 
@@ -96,7 +96,7 @@ class ObjectThread:
             return await future
 
     async def recover(self) -> None:
-        """Wait until an overdue call returns. Raises UnavailableError with its name after ``STUCK_SECONDS``."""
+        """Wait until an overdue call returns. Raises UnavailableError with the call's name after ``STUCK_SECONDS``."""
         late = self.overdue
         if not late:
             return
@@ -107,7 +107,7 @@ class ObjectThread:
             raise UnavailableError(message, seconds=STUCK_SECONDS) from None
 
     def close(self, last: Callable[[], object] | None = None) -> None:
-        """End the thread after the calls that were queued before, and after ``last``, whose exceptions are ignored."""
+        """End the thread after all queued calls and after ``last``. Ignores exceptions of ``last``."""
         if last is not None:
             self._calls.put(lambda: _ignoring_errors(last))
         self._calls.put(None)
@@ -134,11 +134,11 @@ def _complete(
     loop: asyncio.AbstractEventLoop,
     then: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run ``call`` in this thread and set its result in the loop, unless the future was cancelled."""
+    """Run ``call`` in this thread, and set the future's result in ``loop`` unless the future was cancelled."""
     result, error = None, None
     try:
         result = call()
-    except BaseException as raised:  # noqa: BLE001  (it is raised where the call is awaited)
+    except BaseException as raised:  # noqa: BLE001  (raised again where the call is awaited)
         error = raised
 
     def complete() -> None:
@@ -162,9 +162,9 @@ _INSTALLED = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platl
 
 
 class LoopThread:
-    """An event loop in its own thread, for synchronous interfaces to asynchronous code.
+    """An event loop in a separate thread, for synchronous interfaces to asynchronous code.
 
-    Coroutines that never end and calls through ``asyncio.to_thread`` do not keep the process from exiting.
+    Neither coroutines that never end nor calls through ``asyncio.to_thread`` prevent the process from exiting.
     """
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[object, object, Result]) -> Result:
-        """Run a coroutine and return its result or raise its exception; KeyboardInterrupt cancels it."""
+        """Run a coroutine and return its result or raise its exception. KeyboardInterrupt cancels the coroutine."""
         future = self.start(coroutine)
         try:
             return future.result()
@@ -184,13 +184,13 @@ class LoopThread:
             raise
 
     def start(self, coroutine: Coroutine[object, object, Result]) -> Future[Result]:
-        """Begin a coroutine. Cancelling the future cancels it."""
+        """Start a coroutine. Cancelling the future cancels the coroutine."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def line(self) -> traceback.FrameSummary | None:
-        """Return the line that the loop executes, or None while the loop waits for events.
+        """Return the line that the loop is executing, or None while the loop waits for events.
 
-        That is the innermost line outside installed libraries or, if there is none, inside one.
+        Returns the innermost line outside installed libraries if there is one, otherwise the innermost line.
         """
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack: list[traceback.FrameSummary] = traceback.extract_stack(frame) if frame else []
@@ -217,7 +217,7 @@ class LoopThread:
 def close_loop(loop: asyncio.AbstractEventLoop) -> None:
     """Cancel the tasks of a stopped loop, wait for them and close the loop.
 
-    A pending task that outlives its loop is reported wherever the garbage collector finds it.
+    Otherwise the garbage collector reports pending tasks at an arbitrary later time.
     """
     try:
         if tasks := asyncio.all_tasks(loop):
@@ -230,7 +230,7 @@ def close_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class _DaemonThreads(ThreadPoolExecutor):
-    """Executor with one daemon thread per call. Python would wait for the base class's threads before it exits."""
+    """Executor with one daemon thread per call. Python waits for threads of the base class before it exits."""
 
     def submit(self, call: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
         future: Future[Result] = Future()
@@ -240,7 +240,7 @@ class _DaemonThreads(ThreadPoolExecutor):
                 return
             try:
                 future.set_result(call(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001  (raised where the call is awaited)
+            except BaseException as error:  # noqa: BLE001  (raised again where the call is awaited)
                 future.set_exception(error)
 
         threading.Thread(target=work, name="agentrl-env-call", daemon=True).start()

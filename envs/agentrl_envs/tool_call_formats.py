@@ -1,4 +1,4 @@
-r"""Formats in which models write tool calls, one parser each, for protocols and the gateway.
+r"""Formats of tool calls, with one parser per format, for protocols and the gateway.
 
 | format | a call |
 |---|---|
@@ -25,14 +25,14 @@ from typing import NoReturn
 from jsonschema import Draft202012Validator
 
 _CONSTANTS = {"True": True, "False": False, "None": None, "null": None}
-"""Python's constants, which templates of the Qwen3-Coder family write instead of JSON's."""
+"""Python constants, which templates of the Qwen3-Coder family write instead of JSON constants."""
 
 
 def parameter_value(text: str, name: str, parameters: Mapping[str, object] | None) -> object:
     """Convert unquoted text to the type of the parameter ``name`` in the JSON schema ``parameters``.
 
-    Returns the text itself if the schema accepts it, otherwise the JSON value that the text spells. Text that fits
-    neither way is returned unchanged.
+    Returns the text itself if the schema accepts it, otherwise the JSON value that the text represents. If the schema
+    accepts neither, the text is returned unchanged.
 
     >>> schema = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}
     >>> parameter_value("5", "n", schema), parameter_value("5", "s", schema), parameter_value("x", "n", schema)
@@ -56,7 +56,7 @@ def parameter_value(text: str, name: str, parameters: Mapping[str, object] | Non
 
 
 Parameters = Callable[[str], Mapping[str, object] | None]
-"""Maps a tool's name to the JSON schema of its parameters, or to None if there is no such tool."""
+"""Function from a tool's name to the JSON schema of its parameters, or to None for an unknown tool."""
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _LIST = "[TOOL_CALLS]"
@@ -77,8 +77,8 @@ _BARE = re.compile(r'<\|python_tag\|>\s*|(?:^[ \t]*|;\s*)(?=\{\s*"(?:name|type)"
 class ParsedCall:
     """An attempted call at ``text[start:end]``. ``error`` is the reason why it cannot be parsed, or "".
 
-    ``arguments`` is the parsed value of any type, or None if it is missing. ``id`` is the id that the model wrote, or
-    "".
+    ``arguments`` is the parsed value, which may have any type, or None if missing. ``id`` is the id that the model
+    wrote, or "".
     """
 
     start: int
@@ -90,14 +90,14 @@ class ParsedCall:
 
 
 def _unknown(name: str) -> None:
-    """Schema lookup without tools."""
+    """Return None, as a schema lookup without tools."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallForm:
     """A format of tool calls.
 
-    ``key`` names the arguments in messages; ``tokens`` are strings that may be special tokens.
+    ``key`` is the name of the arguments in messages. ``tokens`` are strings that may be special tokens.
     """
 
     name: str
@@ -108,7 +108,7 @@ class CallForm:
     def find(self, text: str, parameters: Parameters = _unknown) -> list[ParsedCall]:
         """Return every attempted call.
 
-        ``parameters`` provides the schemas for values that are written without a type.
+        ``parameters`` returns the schemas for formats whose values have no explicit type.
         """
         return list(self.reader(text, parameters))
 
@@ -204,7 +204,7 @@ def _llama(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
 
 
 def _of_object(value: object, start: int, end: int, *keys: str) -> ParsedCall:
-    """Return the call that a JSON value represents. The arguments are under the first of ``keys`` that is present."""
+    """Convert a JSON value to a call. The arguments are the value of the first key in ``keys`` that is present."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         error = f'a call is a JSON object with a text "name" and an object "{keys[0]}"'
         return ParsedCall(start=start, end=end, error=error)
@@ -225,7 +225,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_number)
 def _read_json(text: str, start: int) -> tuple[object, int | None]:
     """Parse the JSON value at ``start`` after optional whitespace. Returns the value and its end, or (None, None).
 
-    Parsing the value, rather than searching for the closing tag, allows ``</tool_call>`` inside a string.
+    Because the value is parsed, a string inside it may contain ``</tool_call>``.
     """
     blanks = _BLANKS.match(text, start)
     try:

@@ -1,4 +1,4 @@
-r"""Records that environments, graders and trainers share: problems, steps, verdicts and how a rollout ended.
+r"""Records shared by environments, graders and trainers: problems, steps, verdicts and ends of rollouts.
 
 >>> problem = Problem(id="toy-0", statement="What is 2 + 3?", answer="5", source="toy")
 >>> Step(observation="\nCode execution result: 5\n", reward=0.0, ended=None).ended is None
@@ -29,7 +29,7 @@ class Ended(StrEnum):
 
     @property
     def is_truncation(self) -> bool:
-        """True if a limit ended the rollout, not the policy."""
+        """True if a limit ended the rollout, and not the policy."""
         return self in (Ended.TURN_LIMIT, Ended.TOKEN_LIMIT, Ended.DEADLINE)
 
     @property
@@ -45,9 +45,9 @@ MALFORMED = "malformed"
 class Verdict(StrEnum):
     """Result of grading an answer. Only ``CORRECT`` earns a reward.
 
-    ``ANSWER_TIMEOUT``: the comparison exceeds the CPU time or memory of the grader because of the answer, which counts
-    as wrong. ``UNPARSABLE_GOLD`` and ``GRADER_TIMEOUT`` (the reference answer alone exceeds the limits, or grading
-    processes hang) exclude the rollout: they do not depend on the answer.
+    ``ANSWER_TIMEOUT``: the answer caused the comparison to exceed the grader's CPU time or memory. It counts as wrong.
+    ``GRADER_TIMEOUT``: the reference answer alone exceeds the limits, or grading processes hang. ``GRADER_TIMEOUT`` and
+    ``UNPARSABLE_GOLD`` exclude the rollout, because they do not depend on the answer.
     """
 
     CORRECT = "correct"
@@ -73,10 +73,10 @@ class ChatMessage(TypedDict):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One problem of a data set, with its reference answer if there is one.
+    """One problem, with its reference answer if there is one.
 
     ``setup`` is Python code that the sandbox runs before each program of the episode. It defines the functions and data
-    that the statement refers to. ``family`` is the family of a generator, or the subject. ``info`` contains all other
+    in the statement. ``family`` is the generator's family, or the subject. ``info`` contains all other
     columns of the row as read-only JSON values. ``messages`` is a prompt of several messages; ``statement`` then
     contains the same prompt as one text.
 
@@ -99,7 +99,7 @@ class Problem:
 
 
 MAX_REWARD = 1e6
-"""Largest magnitude of a turn's reward. Statistics sum squares of rewards in float32."""
+"""Largest magnitude of a turn's reward. Limited because statistics sum squares of rewards in float32."""
 
 
 def as_reward(value: object) -> float:
@@ -127,8 +127,9 @@ class ToolCall:
     """Telemetry of one program or tool call.
 
     ``outcome`` is a value of ``agentrl_sandbox.client.Outcome``, or ``malformed`` for a call that could not be
-    executed. ``printed`` is the end of a program's output, from which its answer can be extracted again; the model may
-    have seen less of it. ``exit_code`` is a program's exit status, or the negated number of the signal that ended it.
+    executed. ``printed`` is the end of a program's output, from which the answer can be extracted again. It may be
+    longer than the output in the observation. ``exit_code`` is a program's exit status, or the negated number of the
+    signal that killed the program.
     """
 
     outcome: str
@@ -156,7 +157,7 @@ class Step:
 
 
 class NotJSONError(ValueError):
-    """A value that JSON cannot represent. The message contains its path and its type."""
+    """JSON cannot represent a value. The message contains the path and the type of the value."""
 
 
 def _refuse(self: object, *_: object, **__: object) -> NoReturn:
@@ -191,7 +192,7 @@ class _ReadOnlyList(list[object]):
 
 
 def freeze(value: object, path: str = "") -> object:
-    """Return a JSON value with read-only lists and objects. ``path`` is its name in messages.
+    """Return a copy of a JSON value with read-only lists and objects. ``path`` is the value's name in messages.
 
     Raises NotJSONError with the path of the first part that is not JSON.
 

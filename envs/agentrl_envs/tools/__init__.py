@@ -18,7 +18,7 @@ The public methods of a class are tools of an instance that belongs to one episo
 
         def query(self, sql: str) -> str: ...
 
-Parameters named ``problem`` and ``sandbox``, of a function, a method or ``__init__``, receive the episode's objects.
+Functions, methods and ``__init__`` receive the episode's objects in parameters named ``problem`` and ``sandbox``.
 """
 
 from agentrl_envs.tools.calling import ToolError

@@ -1,8 +1,8 @@
-"""Execution of a tool call: plain functions in threads, ``async`` ones on the event loop, generators to their end.
+"""Execution of tool calls. Synchronous functions run in threads, ``async`` functions on the event loop.
 
 A call has one of four outcomes:
 
-- A result: text, or a JSON value, which is serialized.
+- A result: text, or a JSON value, which is serialized. The items of a generator are concatenated.
 - A call error, which the model reads: an exception that the arguments can cause (`ValueError`, ``KeyError``,
   ``sqlite3.OperationalError`` and so on).
 - A bug of the tool, which ends the run: an exception that validated arguments cannot cause (`BUGS`), or a result that
@@ -57,8 +57,9 @@ logger = logging.getLogger(__name__)
 
 
 class ToolError(EnvironmentContractError):
-    """A bug of a user's tool: an exception that validated arguments cannot cause, or a result that is neither text nor
-    JSON.
+    """A custom tool has a bug.
+
+    It raised an exception that validated arguments cannot cause, or returned neither text nor JSON.
     """
 
 
@@ -94,7 +95,7 @@ async def call_tool(
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Return whether the error means that a service does not respond."""
+    """Return True if the error indicates that a service does not respond."""
     if isinstance(error, ConnectionError):
         return True
     return any(f"{kind.__module__}.{kind.__qualname__}" in UNREACHABLE for kind in type(error).__mro__)
@@ -112,7 +113,7 @@ async def _value(
 
 
 def _exhausted(name: str, value: object) -> object:
-    """Concatenate a generator's items to one text. Other values are returned unchanged."""
+    """Concatenate a generator's items to one text. Return other values unchanged."""
     return "".join(_text(name, piece) for piece in value) if inspect.isgenerator(value) else value
 
 
@@ -132,8 +133,9 @@ def _text(name: str, value: object) -> str:
 
 
 class Watched(Generator[object, object, object]):
-    """Awaits a coroutine and logs a warning, once per tool, if it blocks the event loop, because all rollouts then
-    wait.
+    """Awaits a coroutine, and logs a warning, once per tool, if the coroutine blocks the event loop.
+
+    All rollouts wait while the event loop is blocked.
     """
 
     def __init__(self, name: str, work: Coroutine[object, object, object]) -> None:

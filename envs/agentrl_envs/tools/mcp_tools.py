@@ -1,8 +1,9 @@
 """Tools of MCP servers: ``mcp:COMMAND`` starts a server that communicates over pipes, ``mcp:URL`` connects over HTTP.
 
-The tools are listed once, when the settings are read. Each trajectory then has its own connection (and process, for a
-command), which its first call opens, or all trajectories share one connection. An error that a tool reports is a call
-error, which the model reads. A server that is unreachable, or lost during a call, excludes the rollout.
+The tools are listed once, when the settings are read. By default, the first call of a trajectory opens a separate
+connection (and starts a process, for a command). Alternatively, all trajectories share one connection. An error that a
+tool reports is a call error, which the model reads. If a server is unreachable or disconnects during a call, the
+rollout is excluded.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ MCP = "mcp:"
 OPENING_SECONDS = 60.0
 """Time limit for a server to accept a new connection."""
 
-# Messages of the MCP client (mcp 2.3) for errors that do not come from the tool.
+# Messages of the MCP client (mcp 2.3) for errors of the connection rather than the tool.
 _LOST = ("Session terminated", "Server returned an error response")
 
 
 class McpSession:
-    """A connection to one server. The first call opens it, also after a loss."""
+    """A connection to one server, opened by the first call and reopened by the next call after a disconnect."""
 
     target = ""
 
@@ -69,7 +70,7 @@ class McpSession:
             raise UnavailableError(f"the MCP server {self.target!r}: {error}") from error
 
     def fork(self) -> McpSession:
-        """Return a session for a copy of the trajectory. Raises EpisodeUsageError if this one is already connected."""
+        """Return a session for a copy of the trajectory. Raises EpisodeUsageError if this session is connected."""
         if self._current is not None:
             raise EpisodeUsageError(
                 f"a trajectory with a connection to the MCP server {self.target!r} cannot branch, because the server's "
@@ -86,7 +87,7 @@ class McpSession:
 
 
 class _Connection:
-    """A client in its own task, because the task that opens a client must also close it."""
+    """A client in a separate task, because the task that opens a client must also close it."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -104,7 +105,7 @@ class _Connection:
         return await asyncio.shield(self._client)
 
     async def call(self, tool: str, arguments: dict[str, object]) -> CallToolResult:
-        """Call a tool of the server. Raises MCPError, and UnavailableError if the connection ends during the call."""
+        """Call a tool of the server. Raises MCPError, and UnavailableError if the server disconnects meanwhile."""
         client = await self.opened()
         answer = asyncio.ensure_future(client.call_tool(tool, arguments))
         try:
@@ -127,7 +128,7 @@ class _Connection:
                     client = await stack.enter_async_context(_client(self._target))
                 self._client.set_result(client)
                 await self._done.wait()
-        except Exception as error:  # noqa: BLE001  (whatever a transport raises, in groups too)
+        except Exception as error:  # noqa: BLE001  (transports raise any exception, also in groups)
             if not self._client.done():
                 self._client.set_exception(UnavailableError(_no_answer(self._target, error)))
         finally:
@@ -148,7 +149,7 @@ def server_tools(target: str) -> tuple[ToolSchema, ...]:
         raise PluginError(f"environment.tools '{MCP}{target}' needs the package mcp: {install_extra('mcp')}") from error
     with ThreadPoolExecutor(
         1, thread_name_prefix="mcp"
-    ) as thread:  # asyncio.run fails if this thread runs an event loop
+    ) as thread:  # in a thread, because asyncio.run fails in a thread with a running event loop
         try:
             schemas = thread.submit(lambda: asyncio.run(_listed(target))).result()
         except Exception as error:
@@ -182,7 +183,7 @@ def _client(target: str) -> AbstractAsyncContextManager[Client]:
     if target.startswith(("http://", "https://")):
         return Client(target)
     command, *arguments = shlex.split(target) or [""]
-    # mcp passes only a few variables by default; a command from a shell inherits all of them.
+    # By default, mcp passes only a few variables. Pass all, as a shell does.
     parameters = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
     return Client(stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr))
 
@@ -199,7 +200,7 @@ def _text(result: CallToolResult) -> str:
 
 
 def _no_answer(target: str, error: BaseException) -> str:
-    """Why a server could not be reached; of a group of errors, the first."""
+    """Return the reason why a server could not be reached: the first error of a group, or the error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     reason = f"no response within {OPENING_SECONDS:g} s" if isinstance(error, TimeoutError) else str(error)

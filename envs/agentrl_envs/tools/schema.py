@@ -1,4 +1,4 @@
-"""Schemas of tools: derived from a function's signature and docstring, and used to validate the model's arguments.
+"""Schemas of tools, which are derived from signatures and docstrings and validate the model's arguments.
 
 The schemas equal those of ``transformers.utils.get_json_schema`` for the types that both support. That function is not
 used because it imports torch.
@@ -26,11 +26,11 @@ _PARAMETER = re.compile(r"^(?P<name>\w+)[ \t]*(\([^)]*\))?:[ \t]*(?P<text>.*)$")
 
 
 class SignatureError(ValueError):
-    """A signature or docstring that lacks information for the schema."""
+    """A signature or docstring lacks information for the schema."""
 
 
 def described(function: Callable[..., object]) -> tuple[str, Mapping[str, str]]:
-    """Return the description in a docstring (Google style) and those of its parameters.
+    """Return a docstring's description (Google style) and the descriptions of its parameters.
 
     >>> def f(a):
     ...     '''Adds one.
@@ -55,7 +55,7 @@ def described(function: Callable[..., object]) -> tuple[str, Mapping[str, str]]:
 def parameters_schema(
     function: Callable[..., object], parameters: Sequence[inspect.Parameter], descriptions: Mapping[str, str]
 ) -> dict[str, object]:
-    """Return the JSON schema of the parameters. Raises SignatureError for one without a type or a description."""
+    """Return the JSON schema of the parameters. Raises SignatureError if a parameter has no type or no description."""
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:
@@ -98,7 +98,7 @@ def _parameters(body: str) -> dict[str, str]:
 def _without_titles(value: object) -> object:
     """Remove the titles that pydantic derives from names.
 
-    A property named ``title`` is kept: its value is not a string.
+    Keeps a property named ``title``, whose value is not a string.
     """
     if isinstance(value, dict):
         return {
@@ -109,10 +109,10 @@ def _without_titles(value: object) -> object:
 
 PYTHON = "python"
 INJECTED = ("problem", "sandbox")
-"""Parameters whose arguments come from the episode, not from the model."""
+"""Parameters that receive objects of the episode instead of arguments of the model."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
-_SHOWN_CHARACTERS = 300  # of a validation error; jsonschema repeats the whole value in its message
+_SHOWN_CHARACTERS = 300  # limit of a validation error, because jsonschema includes the whole value in its message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +130,7 @@ class ToolSchema:
         return {"type": "function", "function": function}
 
     def refusal(self, arguments: Mapping[str, object]) -> str | None:
-        """Return why the arguments are invalid, or None if they are valid."""
+        """Return the reason why the arguments are invalid, or None."""
         parameters = {**self.parameters, "additionalProperties": False} if self.closed else self.parameters
         error = next(Draft202012Validator(parameters).iter_errors(arguments), None)
         if error is None:
@@ -158,7 +158,7 @@ SESSION_PYTHON_SCHEMA = ToolSchema(
 def function_schema(function: Callable[..., object], path: str, *, method: bool = False) -> ToolSchema:
     """Return the schema of a function from its signature and docstring (Google style), without injected parameters.
 
-    Raises PluginError, which names ``path``, if a parameter lacks a type or a description.
+    Raises PluginError, with ``path`` in the message, if a parameter lacks a type or a description.
     """
     parameters = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
     visible = [parameter for parameter in parameters if parameter.name not in INJECTED]
@@ -176,17 +176,17 @@ def function_schema(function: Callable[..., object], path: str, *, method: bool 
 
 
 def check_schema(schema: ToolSchema, path: str) -> None:
-    """Raise PluginError, which names ``path``, if the schema is invalid."""
+    """Raise PluginError, with ``path`` in the message, if the schema is invalid."""
     problem = _lack(schema)
     if problem is not None:
         raise PluginError(f"{path} cannot be a tool: {problem}")
 
 
 def injected_parameters(function: Callable[..., object], names: Sequence[str] = INJECTED) -> tuple[str, ...]:
-    """Return which of ``names`` are parameters of the function. A signature that cannot be read has none."""
+    """Return the ``names`` that are parameters of the function; none if the signature is unknown."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # functions in C may have no signature
+    except ValueError:  # C functions may have no signature
         return ()
     return tuple(name for name in names if name in signature.parameters)
 

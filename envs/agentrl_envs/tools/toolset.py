@@ -55,7 +55,7 @@ class Tool(Protocol):
 class ToolEntry:
     """One tool: a ``function``, a method of the episode's instance of ``maker``, or a tool of a ``shared`` server.
 
-    ``injected`` lists which of ``problem`` and ``sandbox`` it takes as parameters.
+    ``injected`` contains the names among ``problem`` and ``sandbox`` that are parameters of the tool.
     """
 
     schema: ToolSchema
@@ -94,11 +94,11 @@ class ToolSet:
                 await session.close()
 
     def entry(self, name: str) -> ToolEntry | None:
-        """Return the tool of this name, or None."""
+        """Return the tool ``name``, or None."""
         return next((entry for entry in self.entries if entry.schema.name == name), None)
 
     def schema(self, name: str) -> ToolSchema | None:
-        """Return the schema of the tool of this name, or None."""
+        """Return the schema of the tool ``name``, or None."""
         entry = self.entry(name)
         return None if entry is None else entry.schema
 
@@ -146,7 +146,7 @@ def _public_functions(base: type) -> dict[str, Callable[..., object]]:
     }
     originals = {name: inspect.unwrap(member) for name, member in functions.items()}
     for name, one in originals.items():
-        # Compare only the end of the qualified name: cloudpickle does not restore the prefix of a local class.
+        # Compare only the end of the qualified name, because cloudpickle does not restore the prefix of a local class.
         if not inspect.isfunction(one) or one.__qualname__.split(".")[-2:] != [base.__name__, name]:
             return functions
     order = sorted(originals, key=lambda name: originals[name].__code__.co_firstlineno)
@@ -220,9 +220,9 @@ class EpisodeTools:
         more: Mapping[str, object] | None = None,
         lenient: bool = False,
     ) -> None:
-        """``more`` contains further arguments for ``__init__`` of classes.
+        """Create the tools without instantiating classes. ``more`` contains further arguments for ``__init__``.
 
-        With ``lenient``, the model reads every exception.
+        With ``lenient``, every exception is a call error, which the model reads.
         """
         self._tools = tools
         self._more = more or {}
@@ -248,15 +248,15 @@ class EpisodeTools:
         return self._instances[maker]
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> tuple[str, ToolCall]:
-        """Call a tool. Returns the text that the model reads and the telemetry. Raises ToolError and UnavailableError.
+        """Call a tool. Returns its text for the model and its telemetry. Raises ToolError and UnavailableError.
 
-        A call that exceeds its time limit is an error of the call, as for a program.
+        A call that exceeds its time limit is a call error, like a program that exceeds its time limit.
         """
         entry = self._tools.entry(name)
         assert entry is not None  # checked by the protocol
         function, threads = await self._bound(entry)
         if isinstance(threads, ObjectThread):
-            await threads.recover()  # the time limit excludes the rest of an earlier call
+            await threads.recover()  # the time limit does not include the rest of an earlier call
         injected = {one: self._injected[one] for one in entry.injected}
         began = time.monotonic()
         outcome = "ok"
@@ -273,7 +273,7 @@ class EpisodeTools:
         return result, ToolCall(outcome=outcome, seconds=time.monotonic() - began)
 
     async def fork(self, sandbox: EpisodeSandbox | None) -> EpisodeTools:
-        """Copy the instances with their ``fork()`` method, or with deepcopy.
+        """Copy the instances with their ``fork()`` method, or else with `copy.deepcopy`.
 
         Raises ToolError if an instance cannot be copied.
         """
@@ -298,7 +298,7 @@ class EpisodeTools:
         for instance, thread in instances.values():
             close = getattr(instance, "close", None)
             if close is not None and thread.overdue and not inspect.iscoroutinefunction(close):
-                thread.close(close)  # not awaited: the call before it may never return
+                thread.close(close)  # do not wait, because the call before it may never return
                 continue
             try:
                 if close is not None:
@@ -327,7 +327,7 @@ class EpisodeTools:
             return entry.function, self._threads
         instance, threads = (entry.shared, self._threads) if entry.maker is None else self._instances[entry.maker]
         if isinstance(instance, McpSession):
-            await instance.connect()  # the time limit excludes the start of a server
+            await instance.connect()  # the time limit does not include the start of a server
             return functools.partial(instance.call, entry.schema.name), threads
         return getattr(instance, entry.schema.name), threads
 
