@@ -159,7 +159,7 @@ class SimpleTIRSettings(ToolChatSettings, ExecutionSettings):
         default=None, description='text before the problem; null: the protocol\'s instruction; "": no instruction'
     )
     observation_limit: int = Field(
-        default=512, ge=2, description="maximum characters of a program's output that the model sees"
+        default=512, ge=2, description="maximum number of characters of a program's output in the observation"
     )
     tools: tuple[str, ...] = Field(
         default=("python",),
@@ -203,7 +203,9 @@ class ClassEnvironmentSettings(ToolChatSettings, ExecutionSettings):
         description="begin a plain-text prompt with the list of tools; false: omit the list, for a policy that "
         "learned the tools from demonstrations",
     )
-    observation_limit: int = Field(default=2048, ge=2, description="maximum characters of a result that the model sees")
+    observation_limit: int = Field(
+        default=2048, ge=2, description="maximum number of characters of a result in the observation"
+    )
 
 
 class ReasoningSettings(ChatSettings):
