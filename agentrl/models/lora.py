@@ -85,7 +85,7 @@ def target_layers(model: PreTrainedModel, settings: LoRASettings) -> list[str]:
 
 
 def is_factor(name: str) -> bool:
-    """Return whether a parameter of an adapted model belongs to an adapter."""
+    """Return True if a parameter of an adapted model belongs to an adapter."""
     return name.endswith(_FACTORS)
 
 

@@ -61,7 +61,7 @@ class Episode(Protocol):
         ...
 
     def turn_complete(self, text: str) -> bool:
-        """Return whether a turn that ended at a stop string is complete."""
+        """Return True if a turn that ended at a stop string is complete."""
         ...
 
     async def start(self) -> str:

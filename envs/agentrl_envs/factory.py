@@ -60,7 +60,7 @@ class EnvironmentFactory(ABC, Generic[Section]):
         """Create the environment without opening it. ``chat`` is the model's chat format, or None for plain text."""
 
     def template(self, settings: Section) -> TemplateUse | None:
-        """Return how the chat template is used, or None if conversations are plain text. Raises PluginError."""
+        """Return the use of the chat template, or None for plain-text conversations. Raises PluginError."""
         return None
 
     @property

@@ -231,7 +231,7 @@ class ClassEpisode:
         return self._protocol.stop
 
     def turn_complete(self, text: str) -> bool:
-        """Return whether a turn that ended at a stop string is complete."""
+        """Return True if a turn that ended at a stop string is complete."""
         return self._protocol.turn_complete(text)
 
     async def start(self) -> str:

@@ -44,7 +44,7 @@ class FalsifiedObservations:
         return self._episode.stop
 
     def turn_complete(self, text: str) -> bool:
-        """Return whether the turn is complete in the wrapped episode."""
+        """Return True if the turn is complete in the wrapped episode."""
         return self._episode.turn_complete(text)
 
     async def start(self) -> str:

@@ -401,7 +401,7 @@ def _is_negative(tree: Expression) -> TypeGuard[Apply]:
 
 
 def _numbers_differ(relation: Relation) -> bool:
-    """Return whether a relation states that unequal numbers are equal."""
+    """Return True if a relation states that unequal numbers are equal."""
     rounded = "~" in relation.signs
     trees = [part.tree for part in relation.parts if isinstance(part, Leaf) and not symbols(part.tree)]
     trees = [tree for tree in trees if not any(function.startswith("call ") for function in applied(tree))]

@@ -192,7 +192,7 @@ def _rounds_to(left: Expression, right: Expression, first: Scalar, second: Scala
 
 
 def _within_rounding(first: Scalar, second: Scalar, *, scaled: bool) -> bool:
-    """Return whether two values agree after rounding.
+    """Return True if two values agree after rounding.
 
     ``scaled`` is true for values at a chosen point of the symbols, whose magnitude is arbitrary.
     """

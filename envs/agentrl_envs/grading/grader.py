@@ -218,7 +218,7 @@ def quick_verdict(answer: str, reference: str) -> Verdict | None:
 
 
 def within_bounds(text: str, *, max_length: int, max_depth: int) -> bool:
-    """Return whether a text is short and flat enough for the parser. Counts brackets, balanced or not."""
+    """Return True if a text is short and flat enough for the parser. Counts brackets, balanced or not."""
     if len(text) > max_length:
         return False
     depth = deepest = 0
@@ -229,7 +229,7 @@ def within_bounds(text: str, *, max_length: int, max_depth: int) -> bool:
 
 
 def is_plain_number(text: str) -> bool:
-    """Return whether a text is an integer, a decimal or a ratio in plain notation."""
+    """Return True if a text is an integer, a decimal or a ratio in plain notation."""
     return _number(respelled(text)) is not None
 
 

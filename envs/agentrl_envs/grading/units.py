@@ -258,7 +258,7 @@ def _thing(plain: str) -> Unit | None:
 
 
 def _changes(word: str) -> bool:
-    """Return whether a word may change the number before it."""
+    """Return True if a word may change the number before it."""
     singular = word.removesuffix("s")
     if len(word) < 2 or not _CHANGING.isdisjoint((word, singular)) or singular in _MULTIPLES:
         return True
