@@ -207,8 +207,8 @@ def _messages(value: list[object], location: str) -> tuple[ChatMessage, ...]:
         role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str):
             raise ProblemFieldError(
-                f"{location}: message {number} of the problem is {str(item)[:80]!r}; a message is an object with a "
-                'text "role" and a text "content"'
+                f"{location}: message {number} of the problem is {str(item)[:80]!r}, but must be an object with "
+                'a text "role" and a text "content"'
             )
         messages.append({"role": role, "content": content})
     return tuple(messages)

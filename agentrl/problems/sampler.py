@@ -162,7 +162,7 @@ class ProblemSampler:
         for key in ("seed", "sources", "weights"):
             if saved[key] != ours[key]:
                 raise SamplerStateError(
-                    f"the saved sampler position has different {key}: saved {saved[key]!r}, now {ours[key]!r}"
+                    f"the saved sampler position differs in {key}: saved {saved[key]!r}, now {ours[key]!r}"
                 )
         self._drawn = int(state["drawn"])
         self._positions = [int(position) for position in state["positions"]]

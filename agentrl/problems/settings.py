@@ -87,7 +87,7 @@ class ProblemSourceSettings(BaseModel):
         if needed:
             raise ValueError(f"fields.{needed[0]} must name a column; only other columns can be dropped with null")
         if not math.isfinite(self.weight):
-            raise ValueError(f"weight must be finite, got {self.weight}")
+            raise ValueError(f"weight must be finite; got {self.weight}")
         if self.is_generated:
             loaded = {
                 "fields": bool(self.fields),
@@ -99,7 +99,7 @@ class ProblemSourceSettings(BaseModel):
             }
             wrong = [name for name, is_set in loaded.items() if is_set]
             if wrong:
-                raise ValueError(f"{self.path} is generated and has no {wrong[0]}; its split is train or heldout")
+                raise ValueError(f"{self.path} is generated: {wrong[0]} does not apply, only split=train or heldout")
         else:
             if self.seed is not None:
                 raise ValueError(f"seed applies to generated problems, not to {self.path}")

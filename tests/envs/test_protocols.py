@@ -191,7 +191,7 @@ def test_hermes_a_thought_that_the_template_opens_and_nobody_closes_says_nothing
 def test_hermes_answers_so_many_calls_of_one_turn() -> None:
     turn = HERMES.parse(call("a") + call("b") + call("c") + call("d"))
     assert turn.calls[:2] == (request("a"), request("b"))
-    assert errors(turn) == ["CallError: more than 2 calls in one turn; these were not made"]
+    assert errors(turn) == ["CallError: more than 2 calls in one turn; the rest were not made"]
 
 
 def test_hermes_a_malformed_call_leaves_the_others() -> None:
@@ -211,7 +211,7 @@ def test_hermes_a_malformed_call_leaves_the_others() -> None:
         ("NaN", "one JSON object"),
         ("[]", 'a text "name"'),
         ('{"arguments": {}}', 'a text "name"'),
-        ('{"name": "bash", "arguments": {}}', "no tool 'bash'; there are: python"),
+        ('{"name": "bash", "arguments": {}}', "no tool 'bash'; the tools are: python"),
         ('{"name": "python"}', 'needs "arguments"'),
         ('{"name": "python", "arguments": "print(1)"}', 'needs "arguments"'),
         ('{"name": "python", "arguments": {}}', "arguments of python: 'code' is a required property"),

@@ -55,9 +55,9 @@ def test_mixture_draws_by_weight():
 
 def test_a_position_of_other_problems_is_refused():
     saved = ProblemSampler(toy("a", 3), seed=0).state_dict()
-    with pytest.raises(SamplerStateError, match=r"different seed: saved 0, now 1"):
+    with pytest.raises(SamplerStateError, match=r"differs in seed: saved 0, now 1"):
         ProblemSampler(toy("a", 3), seed=1).load_state_dict(saved)
-    with pytest.raises(SamplerStateError, match=r"different sources: saved \['a:3:.*now \['a:4:"):
+    with pytest.raises(SamplerStateError, match=r"differs in sources: saved \['a:3:.*now \['a:4:"):
         ProblemSampler(toy("a", 4), seed=0).load_state_dict(saved)
     with pytest.raises(SamplerStateError, match="lacks positions, weights"):
         ProblemSampler(toy("a", 3), seed=0).load_state_dict({"seed": 0, "drawn": 0, "sources": []})

@@ -118,7 +118,7 @@ async def test_thoughts_stay_in_the_conversation_as_they_were_sampled() -> None:
     [
         ("<tool_call>{not json}</tool_call>", "there must be one JSON object"),
         ('<tool_call>{"name": "python", "arguments": {"code": "1"}}', "is not closed by </tool_call>"),
-        ('<tool_call>{"name": "perl", "arguments": {}}</tool_call>', "there is no tool 'perl'; there are: python"),
+        ('<tool_call>{"name": "perl", "arguments": {}}</tool_call>', "there is no tool 'perl'; the tools are: python"),
         (
             '<tool_call>{"name": "python", "arguments": {}}</tool_call>',
             "arguments of python: 'code' is a required property",

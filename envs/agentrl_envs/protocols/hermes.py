@@ -62,7 +62,7 @@ class HermesProtocol(TextAnswerProtocol):
         visible = self._visible(text)
         calls = [self._request(call) for call in self._attempts(visible)]
         if len(calls) > self.max_calls:
-            calls[self.max_calls :] = [_error(f"more than {self.max_calls} calls in one turn; these were not made")]
+            calls[self.max_calls :] = [_error(f"more than {self.max_calls} calls in one turn; the rest were not made")]
         return ParsedTurn(program=None, answer=None if calls else last_boxed(visible), calls=tuple(calls))
 
     def observation(self, text: str, results: Sequence[str]) -> str:
@@ -89,10 +89,10 @@ class HermesProtocol(TextAnswerProtocol):
         schema = self.tools.schema(call.name)
         if schema is None:
             known = ", ".join(tool.name for tool in self.tools.schemas)
-            return _error(f"there is no tool {call.name[:64]!r}; there are: {known}")
+            return _error(f"there is no tool {call.name[:64]!r}; the tools are: {known}")
         arguments = call.arguments
         if not isinstance(arguments, dict):
-            return _error(f'the call of {schema.name} needs "{self.chat.calls.key}", a JSON object')
+            return _error(f'the call to {schema.name} needs "{self.chat.calls.key}", a JSON object')
         if _LONE_SURROGATE.search(json.dumps(arguments, ensure_ascii=False)):
             return _error(f"the arguments of {schema.name} contain half of a surrogate pair, which is not a character")
         refusal = schema.refusal(arguments)
