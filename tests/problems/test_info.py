@@ -71,7 +71,11 @@ def test_info_and_messages_survive_files_and_processes():
 
 @pytest.mark.parametrize(
     ("value", "kind"),
-    [(b"raw", "image contains bytes"), (datetime.date(2026, 1, 2), "image contains date"), (float("nan"), "image is nan")],
+    [
+        (b"raw", "image contains bytes"),
+        (datetime.date(2026, 1, 2), "image contains date"),
+        (float("nan"), "image is nan"),
+    ],
 )
 def test_a_column_that_is_not_json_is_one_clear_message(tmp_path: Path, value: object, kind: str):
     path = tmp_path / "x.parquet"
