@@ -4,9 +4,9 @@ The engine's KV cache limits how many rollouts are in flight. A trajectory witho
 keys and values and recomputes them later, so new trajectories start only while the running ones have room to grow.
 A *safe* number of trajectories fits at any length. Beyond it:
 
-1. Once that many trajectories have ended, their mean length tells how many would fit at full length.
-2. From there the limit grows by a quarter while the cache stays below ``rollout.kv_high_watermark``, but only half a
-   trajectory's duration after the last change: the memory of new trajectories is not visible earlier.
+1. Once that many trajectories have ended, the limit is set to the number that would fit at their mean length.
+2. After that, the limit grows by a quarter while the cache stays below ``rollout.kv_high_watermark``. It grows at most
+   once per half a trajectory's mean duration, because the memory of new trajectories is not visible earlier.
 3. Above the watermark, or after a preemption, the limit falls to three quarters of the trajectories in flight.
 """
 
@@ -41,24 +41,26 @@ logger = logging.getLogger(__name__)
 
 # Seconds between polls of the engine.
 _POLL = 2.0
+# Factors by which the limit grows and falls.
 _GROWTH = 1.25
 _RETREAT = 0.75
-# Averages are taken over at least the first number of trajectories, and over the most recent ones up to the second.
+# Minimum number of ended trajectories for an average.
 _ENOUGH = 8
+# Maximum number of recent trajectories in an average.
 _REMEMBERED = 512
 
 
 class Admission:
     """Admits trajectories, first come, first served.
 
-    ``poll`` returns the use of the engine's cache, or None if it is unknown. A task polls while more than the safe
-    number are in flight or any trajectory waits. It ends when all have ended.
+    ``poll`` returns the usage of the engine's cache, or None if it is unknown. A background task polls while more
+    trajectories than the safe number are in flight or any trajectory waits.
     """
 
     def __init__(
         self, poll: Callable[[], Awaitable[CacheUse | None]], *, ceiling: int, longest: int, kv_high_watermark: float
     ) -> None:
-        """``ceiling``: ``rollout.concurrency``; ``longest``: most tokens of a trajectory, including its prompt."""
+        """``ceiling``: ``rollout.concurrency``. ``longest``: maximum tokens of a trajectory, including its prompt."""
         self._poll = poll
         self._ceiling = ceiling
         self._longest = longest
@@ -79,7 +81,7 @@ class Admission:
         self._preempted = 0
 
     async def __aenter__(self) -> None:
-        """Return when one more trajectory may run."""
+        """Wait until another trajectory may run."""
         if self._failure is not None:
             raise self._failure
         if self._waiting or self._in_flight >= self._limit:
@@ -102,12 +104,12 @@ class Admission:
         self._admit()
 
     def ended(self, tokens: int, seconds: float) -> None:
-        """Note that a trajectory of ``tokens`` tokens has ended after ``seconds`` seconds."""
+        """Record that a trajectory of ``tokens`` tokens ended after ``seconds`` seconds."""
         self._lengths.append(tokens)
         self._lives.append(seconds)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics since the last call; {} if the engine does not report its cache."""
+        """Return metrics since the last call, or {} if the engine does not report its cache usage."""
         if self._last is None:
             return {}
         metrics = {
@@ -122,7 +124,7 @@ class Admission:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Admit the trajectories that fit; stop polling when none is left."""
+        """Admit the trajectories that fit, and stop polling when it is no longer needed."""
         while self._waiting and (self._waiting[0].done() or self._in_flight < self._limit):
             future = self._waiting.popleft()
             if not future.done():
@@ -148,7 +150,7 @@ class Admission:
             await asyncio.sleep(_POLL)
 
     def _crashed(self, watch: asyncio.Task[None]) -> None:
-        """Raise a crash of the watch in every trajectory that waits or arrives later."""
+        """Propagate a failure of the polling task to every waiting or later trajectory."""
         if watch.cancelled() or (failure := watch.exception()) is None:
             return
         self._failure = failure
@@ -182,7 +184,7 @@ class Admission:
 
 
 def safe_number(use: CacheUse, *, longest: int, ceiling: int) -> int:
-    """The number of trajectories that fit into the cache at any length; at least 1.
+    """Return the number of trajectories (at least 1) that fit into the cache at any length.
 
     >>> safe_number(CacheUse(tokens=10_000, used=0.0, preemptions=0), longest=2_000, ceiling=100)
     5
@@ -192,7 +194,7 @@ def safe_number(use: CacheUse, *, longest: int, ceiling: int) -> int:
 
 _Value = TypeVar("_Value")
 
-# The role by which users' rewards know the origin of a segment.
+# Roles that users' reward functions receive for the origins of segments.
 _ROLES: Final[dict[Literal["model", "observation"], Literal["assistant", "tool"]]] = {
     "model": "assistant",
     "observation": "tool",
@@ -200,9 +202,11 @@ _ROLES: Final[dict[Literal["model", "observation"], Literal["assistant", "tool"]
 
 
 Jobs = Callable[[], Awaitable[RolloutRequest | None]]
-"""Returns the next rollout to play when it may start, whichever player asks; None if there are no more."""
+"""Waits until another rollout may start and returns it, or None if there are no more. Shared by all players."""
 Measure = Callable[[RolloutRequest, int | None], None]
-"""Receives the length of each prompt, or None for a rollout without one. Raises SkippedProblemError to replace it."""
+"""Receives each prompt's length in tokens, or None for a rollout that failed before it had a prompt.
+
+Raises SkippedProblemError to replace the problem."""
 
 
 def _unmeasured(request: RolloutRequest, tokens: int | None) -> None:
@@ -210,7 +214,7 @@ def _unmeasured(request: RolloutRequest, tokens: int | None) -> None:
 
 
 class _InfrastructureFailureError(Exception):
-    """Carries a trajectory that failed outside the policy to the surrounding retry."""
+    """Raised inside the retry loop for a trajectory that failed for reasons outside the policy."""
 
     def __init__(self, trajectory: Trajectory) -> None:
         super().__init__(f"problem {trajectory.problem.id}: infrastructure failure")
@@ -219,7 +223,7 @@ class _InfrastructureFailureError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Running:
-    """The state shared by all trajectories of one call of :meth:`Driver.run`."""
+    """State shared by all trajectories of one call to :meth:`Driver.run` or :meth:`Driver.run_jobs`."""
 
     temperature: float
     greedy_sample: int | None  # the index of the sample played at temperature 0
@@ -233,8 +237,8 @@ class Driver:
     """Plays groups of trajectories, with one asyncio task per trajectory in flight and no barrier between turns.
 
     ``deterministic`` plays turns in rounds (:class:`~agentrl.rollout.policy.Rounds`), for bitwise reproducible runs.
-    Randomness is keyed by ``seed``, step, problem, sample and turn. ``label`` distinguishes the trajectories from those
-    of another driver on the same engine. ``rewards`` take the place of the environment's.
+    Randomness is keyed by ``seed``, step, problem, sample and turn. ``label`` distinguishes the trajectories of drivers
+    that share an engine. ``rewards`` replace the environment's rewards.
     """
 
     environment: Environment
@@ -247,7 +251,7 @@ class Driver:
     label: str = ""
     rewards: Rewards | None = None
     last_failure: str | None = None
-    """The reason for the last infrastructure failure that no episode reported."""
+    """The reason for the last infrastructure failure that was not reported by an episode."""
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -259,7 +263,7 @@ class Driver:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of admission to the engine and of the environment since the last call."""
+        """Return metrics of admission and of the environment since the last call."""
         return self._admission.metrics() | self.environment.metrics()
 
     def check_crashes(self, groups: Sequence[Group], what: str) -> None:
@@ -280,8 +284,8 @@ class Driver:
     ) -> AsyncGenerator[Group, None]:
         """Yield groups of ``group_size`` trajectories, each as soon as its last trajectory has ended.
 
-        ``greedy`` plays one more trajectory of each problem, at temperature 0. ``skip_long`` leaves out problems with
-        prompts over ``rollout.max_prompt_tokens``.
+        ``greedy``: play an additional trajectory of each problem at temperature 0. ``skip_long``: leave out problems
+        with prompts over ``rollout.max_prompt_tokens``.
         """
         samples = group_size + greedy
         listed = iter([replace(request, sample=sample, step=step) for request in requests for sample in range(samples)])
@@ -307,9 +311,10 @@ class Driver:
         measure: Measure = _unmeasured,
         rollouts: int | None = None,
     ) -> AsyncGenerator[Group, None]:
-        """Yield groups from jobs that arrive over time: all samples of a request, plus one if ``greedy``.
+        """Yield groups from jobs that arrive over time.
 
-        ``rollouts``: how many jobs there are, if known. With ``deterministic`` their turns are then played in rounds.
+        A group contains all samples of a request, plus one if ``greedy`` is set. ``rollouts``: the number of jobs, if
+        known. With ``deterministic``, turns are played in rounds only if the number is known.
         """
         temperature = self.settings.temperature
         return self._run(jobs, group_size, greedy=greedy, rollouts=rollouts, temperature=temperature, measure=measure)
@@ -335,8 +340,8 @@ class Driver:
             measure=measure,
         )
         parts: dict[int, list[Trajectory]] = {}
-        # Exclude everything that exists by now (libraries, the model) from garbage collection while thousands of
-        # trajectories are alive: collecting it causes the longest pauses of the event loop.
+        # Exclude existing objects (libraries, the model) from garbage collection while thousands of trajectories are
+        # alive, because scanning these objects causes the longest pauses of the event loop.
         gc.freeze()
         try:
             async with aclosing(pooled(players, partial(self._player, jobs, running))) as finished:
@@ -370,7 +375,7 @@ class Driver:
     async def _measured(
         self, request: RolloutRequest, running: _Running
     ) -> tuple[RolloutRequest, tuple[Trajectory, ...]]:
-        """Play one rollout, of the first problem whose prompt is not skipped; () if a skipped one is not replaced."""
+        """Play one rollout, replacing skipped problems. Returns () if a skipped problem has no replacement."""
         while True:
             try:
                 branches = await self._rollout(request, running)
@@ -383,7 +388,7 @@ class Driver:
                 return request, branches
 
     async def _rollout(self, request: RolloutRequest, running: _Running) -> tuple[Trajectory, ...]:
-        """Play one rollout. After a failure outside the policy it restarts, a bounded number of times."""
+        """Play one rollout. Retries it up to ``rollout.retries`` times after a failure outside the policy."""
         branches = await self._attempt(request, running)
         if branches[-1].ended is not Ended.INFRASTRUCTURE_FAILURE:
             return branches
@@ -392,7 +397,7 @@ class Driver:
                 on=_InfrastructureFailureError, attempts=self.settings.retries + 1, timeout=None, wait_max=10.0
             ):
                 with attempt:
-                    # The first attempt is over; only failures pay for the overhead of retrying.
+                    # The first attempt ran above, so that only failures pay for the overhead of retrying.
                     if attempt.num > 1:
                         branches = await self._attempt(request, running)
                     if branches[-1].ended is Ended.INFRASTRUCTURE_FAILURE:
@@ -432,9 +437,10 @@ class Driver:
     async def _rewarded(
         self, trajectory: Trajectory, running: _Running, *, earlier: Sequence[Trajectory] = ()
     ) -> Trajectory:
-        """Return the trajectory with the rewards of ``reward.functions``, if set; excluded if a function times out.
+        """Return the trajectory with the rewards of ``reward.functions``, if set.
 
-        ``earlier``: the other sequences of its rollout.
+        If a function times out or is unavailable, the trajectory is excluded. ``earlier``: the rollout's other
+        sequences.
         """
         if self.rewards is None or trajectory.is_excluded:
             return trajectory
@@ -457,11 +463,11 @@ class Driver:
 async def pooled(
     players: int, player: Callable[[Callable[[_Value], None]], Coroutine[object, object, None]]
 ) -> AsyncGenerator[_Value, None]:
-    """Yield the values from ``players`` tasks of ``player`` until all have ended. Raises if one crashes."""
+    """Yield the values of ``players`` tasks of ``player`` until all have ended. Raises a failed task's exception."""
     handed: asyncio.Queue[Callable[[], _Value | None]] = asyncio.Queue()
     tasks = [asyncio.create_task(player(lambda value: handed.put_nowait(lambda: value))) for _ in range(players)]
     for task in tasks:
-        # None from a player that has ended; raises if it crashed.
+        # Returns None for a player that has ended, or raises its exception.
         task.add_done_callback(lambda task: handed.put_nowait(task.result))
     running = players
     try:
@@ -478,7 +484,7 @@ async def pooled(
 
 
 def _trace(request: RolloutRequest, last: Trajectory, began: int) -> None:
-    """Trace the time of a rollout, around that of its turns."""
+    """Add a span for a rollout to the trace, enclosing the spans of its turns."""
     ids = {"step": request.step, "group": request.index, "sample": request.sample}
     since(began, f"{request.problem.id} {request.sample}", ended=str(last.ended), reward=last.reward, **ids)
 

@@ -1,4 +1,4 @@
-"""The environment named by a run's settings, and the codec that turns its conversations into tokens."""
+"""The environment selected by a run's settings, and the codec that encodes its conversations as tokens."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Chat:
-    """The chat template of the model that plays.
+    """The policy's chat template.
 
-    ``format``: what a protocol needs of it. ``renderer`` renders whole conversations, with ``tools``: those of agent
-    programs, and with ``environment.history=template`` those of protocols.
+    ``format``: the parts of the template that protocols use. ``renderer``: renders whole conversations, with ``tools``;
+    used for agent programs, and for protocols with ``environment.history=template``.
     """
 
     format: ChatFormat | None = None
@@ -40,7 +40,7 @@ class Chat:
 
 
 def check_environment(settings: EnvironmentSections) -> None:
-    """Import the environment that the settings name. Raises PluginError if it is invalid, or one of its tools is."""
+    """Import the environment selected by the settings. Raises PluginError if it or one of its tools is invalid."""
     if is_agent(settings.env):
         load_program(settings.env, settings.environment.model_extra or {}, settings.gateway)
     else:
@@ -48,14 +48,14 @@ def check_environment(settings: EnvironmentSections) -> None:
 
 
 def environment_tools(env: str) -> ToolSet | None:
-    """Return the tools of an environment that is a class with ``reset``; None for every other kind."""
+    """Return the tools of an environment class with ``reset``, or None for any other environment."""
     return None if is_agent(env) else resolve_environment(env).tools
 
 
 def build_environment(settings: EnvironmentSections, chat: Chat | None = None) -> Environment:
-    """Return the environment of ``settings.env``, not yet open.
+    """Build the environment of ``settings.env`` without opening it.
 
-    ``chat``: how the model that plays writes conversations, from :func:`chat_format`.
+    ``chat``: the policy's chat template, from :func:`chat_format`.
     """
     if is_agent(settings.env):
         program = load_program(settings.env, settings.environment.model_extra or {}, settings.gateway)
@@ -74,14 +74,14 @@ def _template_use(settings: EnvironmentSections) -> TemplateUse | None:
 
 
 def needs_chat_format(settings: EnvironmentSections) -> bool:
-    """Return whether conversations are written in the chat template of a model that has one."""
+    """Return True if conversations use the chat template of a model that has one."""
     return is_agent(settings.env) or _template_use(settings) is not None
 
 
 def chat_format(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBase, name: str) -> Chat | None:
     """Return the chat template of the model ``name`` if the environment uses one, else None.
 
-    Raises SettingsError if the environment needs a template and the model has none that it supports.
+    Raises SettingsError if the environment needs a template and the model has no supported template.
     """
     if is_agent(settings.env):
         return Chat(renderer=agent_renderer(tokenizer, name, settings.gateway))
@@ -120,7 +120,10 @@ def chat_format(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBas
 
 
 def build_rewards(settings: RewardedSections) -> Rewards | None:
-    """The user's rewards, not yet open. Raises PluginError for a name in ``reward.functions`` that is no function."""
+    """Build the user's rewards without opening them; None if ``reward.functions`` is empty.
+
+    Raises PluginError if a name in ``reward.functions`` does not refer to a function.
+    """
     reward = settings.reward
     if not reward.functions:
         return None
@@ -128,20 +131,20 @@ def build_rewards(settings: RewardedSections) -> Rewards | None:
 
 
 def needs_answers(settings: RewardedSections) -> bool:
-    """Whether a trajectory's reward compares answers with gold answers."""
+    """Return True if rewards compare answers with reference answers."""
     return compares_answers(settings) and not settings.reward.functions
 
 
 def environment_and_codec(
     settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBase, name: str
 ) -> tuple[Environment, TextCodec]:
-    """The environment, not yet open, and the codec that a driver needs in addition to an engine, for model ``name``."""
+    """Build the environment, without opening it, and the codec for the model ``name``."""
     chat = chat_format(settings, tokenizer, name)
     return build_environment(settings, chat), build_codec(tokenizer, name, chat)
 
 
 def build_codec(tokenizer: PreTrainedTokenizerBase, name: str, chat: Chat | None) -> TextCodec:
-    """The codec of conversations with the model ``name``, with or without a chat template."""
+    """Build the codec for conversations with the model ``name``, with or without a chat template."""
     if chat is not None and chat.renderer is not None:
         return chat.renderer.codec
     ends = read_generation_ends(name)

@@ -1,4 +1,4 @@
-"""Filters: which trajectories count in a baseline, which in the loss, and which groups are trained."""
+"""Filters that select the trajectories for baselines and the loss, and the groups to train."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _TOLERANCE = 1e-8
 COUNTS = (
     "excluded", "void", "truncated", "dropped_empty", "dropped_no_greedy", "dropped_accuracy", "dropped_zero_variance",
 )  # fmt: skip
-"""Reasons why rollouts (the first three) and groups are not trained, counted in metrics."""
+"""Reasons, counted in metrics, for not training rollouts (the first three) and groups."""
 
 Use = Literal["train", "mask", "exclude"]
-"""Use of a rollout that ended in a certain way. train: as any other. mask: its tokens leave the loss, its reward stays
-in the baseline. exclude: it leaves the group, so it is in no loss, baseline or filter."""
+"""Use of a rollout, depending on how it ended. train: without restriction. mask: in the baseline but not in the loss.
+exclude: removed from the group, and therefore from the loss, the baseline and the filters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilterRules:
-    """The rules of :func:`filter_groups`.
+    """Rules for :func:`filter_groups`.
 
-    ``void_turns`` and ``truncated``: the use of rollouts with a void turn, and of rollouts that a limit ended.
-    ``accuracy_range`` drops groups by their share of correct verdicts, ``drop_zero_variance`` drops groups with equal
-    rewards.
+    ``void_turns`` and ``truncated``: the use of rollouts with a void turn, and of rollouts that ended at a limit.
+    ``accuracy_range``: drop groups whose fraction of correct verdicts is outside this range. ``drop_zero_variance``:
+    drop groups with equal rewards.
     """
 
     void_turns: Use
@@ -38,19 +38,19 @@ class FilterRules:
     drop_zero_variance: bool
 
     def use(self, ended: Ended) -> Use:
-        """The use of a rollout that ended in this way."""
+        """Return the use of a rollout that ended with ``ended``."""
         if ended is Ended.VOID_TURN:
             return self.void_turns
         return self.truncated if ended.is_truncation else "train"
 
 
 def filter_groups(groups: Iterable[Group], rules: FilterRules) -> tuple[tuple[Group, ...], dict[str, int]]:
-    """Return the groups to train and, by reason, how many rollouts and groups are not trained.
+    """Return the groups to train, and the numbers of untrained rollouts and groups by reason.
 
     The rules apply in this order: excluded rollouts, void turns and truncation, empty groups, a failed greedy rollout,
-    accuracy, equal rewards. Rollouts that leave the loss and stay in the baseline are named by :attr:`.Group.masked`.
-    A failed greedy rollout removes its group; the reward of a greedy rollout counts only in the group's variance.
-    Raises SettingsError for an ``accuracy_range`` if answers are not graded.
+    accuracy, equal rewards. Rollouts in the baseline but not in the loss are listed in :attr:`.Group.masked`.
+    A failed greedy rollout removes its group. Otherwise its reward counts only in the group's variance.
+    Raises SettingsError if ``accuracy_range`` is set but answers are not graded.
     """
     counts = dict.fromkeys(COUNTS, 0)
     kept: list[Group] = []
@@ -72,7 +72,7 @@ def filter_groups(groups: Iterable[Group], rules: FilterRules) -> tuple[tuple[Gr
 
 
 def _reason_to_drop(group: Group, data: list[Trajectory], masked: frozenset[int], rules: FilterRules) -> str | None:
-    """The reason for dropping a group, or None. A rollout counts once, by the branch that carries its reward."""
+    """Return the reason for dropping a group, or None. A rollout counts once, as the branch with its reward."""
     data = [item for item in data if item.is_last_branch]
     if len(data) <= len(masked):
         return "dropped_empty"
@@ -89,7 +89,7 @@ def _reason_to_drop(group: Group, data: list[Trajectory], masked: frozenset[int]
 
 
 def _accuracy(data: list[Trajectory]) -> float:
-    """The share of correct verdicts, regardless of rewards; a trajectory without an answer is not correct."""
+    """Return the fraction of correct verdicts. A trajectory without an answer counts as incorrect."""
     if any(item.ended is Ended.ANSWERED and item.verdict is None for item in data):
         raise SettingsError(
             "algorithm.accuracy_range needs verdicts on answers, but the environment returned none for problem "

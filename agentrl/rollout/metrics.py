@@ -1,6 +1,6 @@
 """Metrics of a step's rollouts, and the age of their tokens.
 
-Trajectories excluded from training data are counted, but enter no average.
+Excluded trajectories are counted, but do not enter averages.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from agentrl.trajectory import Group, Trajectory
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Averages over rollouts, whose branches count as one, excluding greedy ones.
+    """Return averages over rollouts, without greedy rollouts. Branches of a rollout count as one rollout.
 
-    The standard error treats groups as clusters. Undefined metrics are left out.
+    The standard error treats groups as clusters. Undefined metrics are omitted.
     """
     played = [item for group in groups for item in group.trajectories]
     rollouts = [item for group in groups for item in group.rollouts]
@@ -56,7 +56,10 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def clustered_stderr(groups: Sequence[Group]) -> float:
-    """Standard error of the mean reward with groups as clusters (ratio estimator); nan below two groups."""
+    """Return the standard error of the mean reward, with groups as clusters (ratio estimator).
+
+    nan for fewer than two groups.
+    """
     parts = [_rewards(group.rollouts) for group in groups]
     parts = [part for part in parts if part]
     count = sum(map(len, parts))
@@ -68,10 +71,10 @@ def clustered_stderr(groups: Sequence[Group]) -> float:
 
 
 def problem_share(groups: Sequence[Group]) -> float:
-    """Return the share of the variance of rewards that lies between problems (ANOVA intraclass correlation).
+    """Return the fraction of reward variance between problems (ANOVA intraclass correlation).
 
-    A single step may be below 0, because the estimate is centered on 0 if rewards do not depend on the problem. nan for
-    fewer than two groups, if no group has two rollouts, and if all rewards are equal.
+    The value may be negative for a single step, because the estimate is centered on 0 if rewards do not depend on the
+    problem. nan for fewer than two groups, if no group has two rollouts, and if all rewards are equal.
     """
     parts = [part for part in (_rewards(group.rollouts) for group in groups) if part]
     count = sum(map(len, parts))
@@ -90,7 +93,7 @@ def problem_share(groups: Sequence[Group]) -> float:
 
 
 def _sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
-    """Return the mean of ``-log p`` of the sampled tokens, which estimates the entropy of the sampling distribution."""
+    """Return the mean of ``-log p`` over sampled tokens, which estimates the sampling distribution's entropy."""
     model = [item for row in trajectories for item in row.segments if item.origin == "model"]
     return -math.fsum(math.fsum(item.log_probs) for item in model) / sum(len(item.token_ids) for item in model)
 
@@ -106,8 +109,8 @@ def _mean(values: Sequence[float]) -> float:
 class VersionClock:
     """Maps policy versions to the training steps after which the engine held them.
 
-    Versions count optimizer updates, staleness counts steps: the staleness of a token is the number of steps trained
-    since its version was the newest. A trajectory is as stale as its oldest model token.
+    Versions count optimizer updates, but staleness counts steps. The staleness of a token is the number of steps
+    trained since its version was the newest. A trajectory is as stale as its oldest model token.
     """
 
     def __init__(self) -> None:
@@ -121,30 +124,30 @@ class VersionClock:
         return self._version
 
     def installed(self, version: int) -> None:
-        """Note that the engine now holds ``version``."""
+        """Record that ``version`` has been installed in the engine."""
         self._version = version
         self._steps_at[version] = self._trained + self._training
 
     def collected(self) -> None:
-        """Note that a batch goes to the trainer."""
+        """Record that a batch is passed to the trainer."""
         self._training = True
 
     def trained(self) -> None:
-        """Note that the batch has been trained. The engine's current version is then the newest."""
+        """Record that the batch has been trained. The engine's version becomes the newest."""
         self._trained += self._training
         self._training = False
         self._steps_at[self._version] = self._trained
 
     def staleness(self, version: int) -> int:
-        """The number of training steps that ``version`` is behind. Raises RuntimeError if the engine never held it."""
+        """Return how many training steps ``version`` is behind. Raises RuntimeError if it was never installed."""
         if version not in self._steps_at:
             raise RuntimeError(f"a token was sampled by version {version}, which was never installed in the engine")
         return self._trained - self._steps_at[version]
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Staleness of model tokens and of the stalest trajectory; the share of trajectories with several versions.
+        """Return the mean and maximum staleness of model tokens, and the fraction of trajectories with mixed versions.
 
-        Trajectories excluded from training data do not count.
+        Excluded trajectories do not count.
         """
         played = [item for group in groups for item in group.everyone if not item.is_excluded]
         spans = [[span for segment in item.segments for span in segment.version_spans] for item in played]

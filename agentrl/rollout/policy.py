@@ -1,8 +1,8 @@
-"""Policies: the model as the player of one rollout, with its limits.
+"""Policies: they sample the turns of one rollout and enforce its limits.
 
-:class:`TokenPolicy` is the only place that handles both tokens and text. The ids that the engine sampled are the ids of
-the trajectory. An observation is encoded once, separately, as plain text except for the marks that a protocol has set.
-Nothing is ever decoded and then encoded again.
+:class:`TokenPolicy` is the only class that handles both tokens and text. A trajectory contains exactly the ids that the
+engine sampled. An observation is encoded once, separately, as plain text except for marks set by the protocol. Text is
+never decoded and then encoded again.
 
 Rollouts wait at two gates: :class:`FairYield` keeps the event loop responsive, and :class:`Rounds` plays turns in
 rounds, for bitwise reproducible runs.
@@ -31,7 +31,7 @@ from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
 
 logger = logging.getLogger(__name__)
 
-# Tasks let through in one iteration of the event loop: a few milliseconds of work.
+# Tasks admitted per iteration of the event loop: a few milliseconds of work.
 _WIDTH = 16
 
 
@@ -39,7 +39,7 @@ class FairYield:
     """Lets at most 16 tasks pass in one iteration of the event loop, first come, first served.
 
     Without it, all work that a batch of completions triggers (decoding, parsing, starting programs) would run in one
-    iteration and delay timers, new requests and cancellations. A task that finds the gate free does not wait.
+    iteration and delay timers, new requests and cancellations. A task does not wait if the gate is free.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class FairYield:
         self._armed = False
 
     async def wait(self) -> None:
-        """Return when it is this task's turn."""
+        """Wait for this task's turn."""
         if self._passed < _WIDTH and not self._queue:
             self._passed += 1
             self._arm()
@@ -76,10 +76,10 @@ class FairYield:
 
 
 class Rounds:
-    """A gate before every turn that opens when all ``players`` wait at it, in the order of their request ids.
+    """A gate before every turn that opens when all ``players`` wait, in the order of their request ids.
 
-    A player takes part from its creation until :meth:`leave`. Tools may answer in any order; the requests of a round
-    reach the engine together and sorted, so a batch depends on the trajectories alone.
+    A player takes part until it calls :meth:`leave`. Tools may return in any order. The requests of a round reach the
+    engine together and sorted, so a batch depends only on the trajectories.
     """
 
     def __init__(self, players: int) -> None:
@@ -87,19 +87,19 @@ class Rounds:
         self._waiting: dict[str, asyncio.Future[None]] = {}
 
     async def wait(self, request_id: str) -> None:
-        """Return when every player waits for its next turn."""
+        """Wait until every player waits for its next turn."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = future
         self._open_soon()
         try:
             await future
         finally:
-            # Its deadline cancelled it while it waited.
+            # Still present if the task was cancelled by its deadline while it waited.
             if self._waiting.get(request_id) is future:
                 del self._waiting[request_id]
 
     def leave(self) -> None:
-        """Note that a player has no further turn to take."""
+        """Remove a player that takes no further turns."""
         self._players -= 1
         self._open_soon()
 
@@ -120,9 +120,9 @@ class Rounds:
 class TurnPolicy(ABC, Generic[Played]):
     """Limits and results of a rollout in turns, shared by policies that record tokens and policies that record text.
 
-    ``calls``, ``verdict`` and ``answer`` come from the episode. ``failure``: why the engine or the environment ended
-    the rollout. ``cut``: a token limit ended the newest turn; ``full``: the limit on the whole response did, without
-    an end of sequence.
+    ``calls``, ``verdict`` and ``answer`` are set by the episode. ``failure``: the reason for a failure of the engine or
+    the environment. ``cut``: the newest turn ended at a token limit. ``full``: the newest turn reached the limit of the
+    whole response without an end-of-sequence token.
     """
 
     problem: Problem
@@ -136,7 +136,7 @@ class TurnPolicy(ABC, Generic[Played]):
     full: bool = False
 
     async def play(self, environment: Environment) -> Played:
-        """Play a rollout. A failed engine, a service that is gone or a silent environment gives one without data."""
+        """Play a rollout. Returns an excluded rollout if the engine fails or the environment is unavailable."""
         try:
             return await environment.rollout(self.problem, self)
         except EngineError as error:
@@ -155,7 +155,7 @@ class TurnPolicy(ABC, Generic[Played]):
                     yield facts
         except TimeoutError:
             if not limit.expired():
-                raise  # the environment's own
+                raise  # a timeout raised by the environment
             waited_for = (episode.calling if isinstance(episode, NamesCalls) else "") or "the environment"
             message = f"{waited_for} did not respond within {seconds:g} s (rollout.environment_deadline)"
             raise UnavailableError(message) from None
@@ -188,7 +188,7 @@ class TurnPolicy(ABC, Generic[Played]):
     @property
     @abstractmethod
     def used(self) -> int:
-        """Tokens of the response so far, observations included."""
+        """Tokens of the response so far, including observations."""
 
     @abstractmethod
     def begin(self, prompt: str) -> None: ...
@@ -199,7 +199,7 @@ class TurnPolicy(ABC, Generic[Played]):
 
     @abstractmethod
     def _credit(self, reward: float) -> None:
-        """Record the reward of the turn, to which the episode has replied."""
+        """Record the reward of the newest turn."""
 
     @abstractmethod
     def _append(self, observation: str, most: int) -> bool:
@@ -209,7 +209,7 @@ class TurnPolicy(ABC, Generic[Played]):
     def end(self, ended: Ended) -> Played: ...
 
     def close(self) -> None:
-        """Release the engine's cache of the conversation."""
+        """Release the conversation's cache in the engine."""
         return
 
 
@@ -221,9 +221,9 @@ def _any_length(tokens: int) -> None:
 class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     """Samples turns with an engine and records a rollout's exact tokens.
 
-    ``step``, ``group`` and ``sample_index`` identify the rollout in training; with ``seed`` they key its randomness,
-    and ``name`` identifies it for the engine. ``measure`` receives the length of the prompt and may raise.
-    ``rewarded_later``: the environment need not give a reward. ``rounds``: the gate before each turn, if there is one.
+    ``step``, ``group`` and ``sample_index`` identify the rollout in training and, with ``seed``, key its randomness.
+    ``name`` identifies the rollout in the engine. ``measure`` receives the prompt's length in tokens and may raise.
+    ``rewarded_later``: the environment may omit the reward. ``rounds``: the gate before each turn, if any.
     """
 
     step: int
@@ -253,7 +253,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         self.measure(len(self.prompt_ids))
 
     async def _sample(self, episode: Episode, limit: int) -> str:
-        """Sample one turn. If the engine stopped at a string that does not complete it, it continues from its ids."""
+        """Sample one turn. After a stop string that does not complete the turn, sampling continues from its ids."""
         turn = sum(segment.origin == "model" for segment in self.segments)
         merged: Completion | None = None
         part = 0
@@ -331,7 +331,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         )
 
     def trajectory(self, **fields: Any) -> Trajectory:
-        """A trajectory of this rollout."""
+        """Build a trajectory of this rollout with the given ``fields``."""
         return Trajectory(problem=self.problem, step=self.step, group=self.group, sample=self.sample_index, **fields)
 
     def close(self) -> None:

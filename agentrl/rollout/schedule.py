@@ -1,10 +1,10 @@
-"""When groups may start and which finished groups form a batch, and the sources that play them accordingly.
+"""The schedule of groups: when they start and which finished groups form a batch; and the sources that play them.
 
-:class:`Schedule` is pure arithmetic without clocks or tasks. A :class:`RolloutSource` supplies a step's groups: on
-demand, or from rollouts that run ahead of training in the background.
+:class:`Schedule` is pure arithmetic without clocks or tasks. A :class:`RolloutSource` supplies a step's groups, either
+on demand or from rollouts that run ahead of training in the background.
 
-A batch consists of ``groups`` groups. Each group records the number of batches trained when it was issued; none of its
-tokens can be older. It is *due* in the batch by which its oldest token would be ``max_staleness`` batches old.
+A batch consists of ``groups`` groups. Each group records the number of batches trained when it was issued. None of the
+group's tokens is older. A group is *due* in the batch by which its oldest token would be ``max_staleness`` batches old.
 
 Admission. A group starts only if fewer than ``(max_staleness + 1) * groups`` groups are issued and not trained. All
 issued groups therefore fit into the batches up to the one in which the last of them is due, whatever their length, and
@@ -45,7 +45,7 @@ from agentrl.trajectory import Group
 
 @dataclass(slots=True)
 class _Cohort:
-    """The groups that were issued after the same number of trained batches and are not yet taken."""
+    """Groups that were issued after the same number of trained batches and are not yet taken."""
 
     left: int = 0
     finished: int = 0
@@ -59,7 +59,7 @@ class Schedule:
     """
 
     def __init__(self, *, groups: int, max_staleness: int, in_flight: bool = True, batches: int | None = None) -> None:
-        """``groups``: groups per batch. ``batches``: batches to train, if known; no group is issued beyond their needs.
+        """``groups``: groups per batch. ``batches``: batches to train, if known, beyond which no group is issued.
 
         Without ``in_flight`` no group may start until the previous batch is taken (``rollout.schedule=overlapped``).
         """
@@ -67,10 +67,8 @@ class Schedule:
         self.max_staleness = max_staleness
         self._in_flight = in_flight
         self._batches = batches
-        self._issued: dict[
-            int, tuple[int, int]
-        ] = {}  # groups not taken: the batches trained at their issue, their number
-        self._cohorts: dict[int, _Cohort] = {}  # by the batches trained at their issue, oldest first
+        self._issued: dict[int, tuple[int, int]] = {}  # groups not taken: (batches trained when issued, order of issue)
+        self._cohorts: dict[int, _Cohort] = {}  # by batches trained when issued, oldest first
         self._finished: set[int] = set()
         self._issues = 0
         self._in_training = False
@@ -93,7 +91,7 @@ class Schedule:
         return len(self._issued) - len(self._finished)
 
     def room(self, extra: int = 0) -> int:
-        """How many groups may be issued now. ``extra``: groups that the current batch needs beyond its share."""
+        """Return the number of groups that may be issued now. ``extra``: additional groups for the current batch."""
         room = self.groups + extra - len(self._issued)
         if self._in_flight:
             room += (self.max_staleness - self._in_training) * self.groups
@@ -102,20 +100,20 @@ class Schedule:
         return max(0, room)
 
     def start(self, index: int) -> None:
-        """Note that a group starts."""
+        """Record the start of a group."""
         self._issued[index] = self._trained, self._issues
         self._issues += 1
         self._cohorts.setdefault(self._trained, _Cohort()).left += 1
 
     def finish(self, index: int) -> None:
-        """Note that all trajectories of a group have ended."""
+        """Record that all trajectories of a group have ended."""
         self._finished.add(index)
         self._cohorts[self._issued[index][0]].finished += 1
 
     def take(self, count: int, *, more: bool = False) -> list[int] | None:
-        """Take the next ``count`` groups to train, in the order of issue; None while the trainer has to wait.
+        """Take the next ``count`` groups to train, in the order of issue. Returns None while the trainer has to wait.
 
-        ``more``: the groups complete the batch taken last, which the filters left too small.
+        ``more``: the groups complete the previous batch, which was too small after filtering.
         """
         if len(self._finished) < count or not self._leaves_time(count, self._taken - more):
             return None
@@ -133,7 +131,7 @@ class Schedule:
         return chosen
 
     def _leaves_time(self, count: int, batch: int) -> bool:
-        """Whether the groups after the earliest ``count`` finished ones can still be trained before they are due."""
+        """Return True if the groups after the earliest ``count`` finished ones can be trained before they are due."""
         behind = 0
         for issued_at, cohort in self._cohorts.items():
             chosen = min(count, cohort.finished)
@@ -145,7 +143,7 @@ class Schedule:
         return True
 
     def train(self) -> None:
-        """Note that the batch taken last has been trained."""
+        """Record that the last batch taken has been trained."""
         self._trained += 1
         self._in_training = False
 
@@ -166,25 +164,25 @@ class RolloutSource(ABC):
 
     @abstractmethod
     async def take(self, count: int, *, step: int, deadline: float, more: bool = False) -> list[Group]:
-        """Return ``count`` groups in the order of issue. ``more``: for a batch that the filters left too small.
+        """Return ``count`` groups in the order of issue. ``more``: for a batch that was too small after filtering.
 
-        ``deadline`` is in seconds of the event loop's clock; after it the call raises WorldError.
+        Raises WorldError after ``deadline``, in seconds of the event loop's clock.
         """
 
     def trained(self) -> None:
-        """Note that the batch has been trained."""
+        """Record that the batch has been trained."""
         return
 
     async def drain(self, *, step: int, deadline: float) -> None:
-        """Return when the weights may change; raises like :meth:`take`."""
+        """Wait until the weights may change. Raises WorldError after ``deadline``."""
         return
 
     def metrics(self) -> dict[str, float]:
-        """Metrics since the last call."""
+        """Return metrics since the last call."""
         return {"time/rollout_idle_s": self._idle.take()}
 
     async def close(self) -> None:
-        """End background rollouts."""
+        """Stop background rollouts."""
         return
 
     @abstractmethod
@@ -193,10 +191,10 @@ class RolloutSource(ABC):
 
     @abstractmethod
     def _start(self, request: RolloutRequest) -> int:
-        """Note that a group starts. Returns its training step."""
+        """Record the start of a group, and return its training step."""
 
     async def _next(self) -> RolloutRequest | None:
-        """The next rollout. Those of a problem follow its first one when that has measured the prompt."""
+        """Return the next rollout. A problem's further rollouts wait until its first one has measured the prompt."""
         async with self._one:
             if self._left:
                 request = await self._queue.newest()
@@ -210,7 +208,7 @@ class RolloutSource(ABC):
 
 
 class OnDemandSource(RolloutSource):
-    """Plays groups only during a call of :meth:`take` (``rollout.schedule=synchronous``)."""
+    """Plays groups only during a call to :meth:`take` (``rollout.schedule=synchronous``)."""
 
     async def take(self, count: int, *, step: int, deadline: float, more: bool = False) -> list[Group]:
         played: list[Group] = []
@@ -250,7 +248,7 @@ class OnDemandSource(RolloutSource):
 class BackgroundSource(RolloutSource):
     """Plays groups in a background task, as far ahead as a :class:`Schedule` allows.
 
-    Used for ``rollout.schedule=overlapped`` and ``asynchronous``. Failures of the task raise in :meth:`take`.
+    Used for ``rollout.schedule=overlapped`` and ``asynchronous``. Failures of the task are raised by :meth:`take`.
     """
 
     def __init__(
@@ -263,7 +261,7 @@ class BackgroundSource(RolloutSource):
         step: int,
         greedy: bool,
     ) -> None:
-        """Starts at training step ``step``. Create it within a running event loop."""
+        """Start the task at training step ``step``. Requires a running event loop."""
         super().__init__(driver, queue, settings, greedy=greedy)
         self._schedule = schedule
         self._first_step = step
@@ -304,7 +302,7 @@ class BackgroundSource(RolloutSource):
         self._tell()
 
     async def drain(self, *, step: int, deadline: float) -> None:
-        """Overlapped: wait for the current batch, which one version must sample. Asynchronous: return at once."""
+        """Wait for the current batch if overlapped, because one version must sample it. Otherwise return at once."""
         if not self._overlapped:
             return
         try:
@@ -342,7 +340,7 @@ class BackgroundSource(RolloutSource):
         self._changed = asyncio.Event()
 
     async def _wait(self) -> None:
-        """Return after the next change. Raises the error that ended the rollouts, if any."""
+        """Wait for the next change. Raises the error that ended the rollouts, if any."""
         if self._task.done():
             self._task.result()
             raise RuntimeError("the background rollouts ended without an error")
@@ -350,7 +348,7 @@ class BackgroundSource(RolloutSource):
 
 
 class _Idle:
-    """Adds up the time during which no group is played."""
+    """Total time during which no group is played."""
 
     def __init__(self) -> None:
         self._since: float | None = None
@@ -366,7 +364,7 @@ class _Idle:
             self._since = None
 
     def take(self) -> float:
-        """The seconds since the last call."""
+        """Return the idle seconds since the last call."""
         if self._since is not None:
             self.ends()
             self.begins()

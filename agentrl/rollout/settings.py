@@ -159,7 +159,7 @@ class EnvironmentSections(Protocol):
 
 
 class RewardedSections(EnvironmentSections, Protocol):
-    """The sections of a run's settings that decide what a trajectory is worth."""
+    """The sections of a run's settings that determine a trajectory's reward."""
 
     @property
     def reward(self) -> RewardSettings: ...
@@ -177,7 +177,7 @@ class EngineSections(Protocol):
 
 
 def longest_request(rollout: RolloutSettings, evaluated: int | None) -> int:
-    """The number of tokens of the longest sequence that a run requests from its engine.
+    """Return the length in tokens of the longest sequence that a run requests from its engine.
 
     ``evaluated``: ``evaluation.max_response_tokens``, for evaluations between training steps.
     """
@@ -185,5 +185,5 @@ def longest_request(rollout: RolloutSettings, evaluated: int | None) -> int:
 
 
 def compares_answers(settings: EnvironmentSections) -> bool:
-    """Whether the environment compares answers with gold answers, so that each problem needs one."""
+    """Return True if the environment compares answers with reference answers, so that each problem needs one."""
     return grades_answers(settings.env) and settings.grader.function is None

@@ -1,4 +1,4 @@
-"""The work queue: problems issued for rollouts and not yet trained, and the source of the next one."""
+"""The work queue: issues problems for rollouts and keeps them until they are trained."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from agentrl_envs.types import Problem
 
 logger = logging.getLogger(__name__)
 
-# This many consecutive problems with prompts over the limit mean that the limit is wrong.
+# Consecutive problems with prompts over the limit after which the limit is considered wrong.
 _MOST_SKIPPED = 1000
-# Number of skipped problems that are logged by name.
+# Number of skipped problems that are logged individually.
 _MOST_LOGGED = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutRequest:
-    """A rollout of a problem to play. ``index`` numbers the problems of a run and identifies the group.
+    """A rollout to play.
 
-    The work queue issues a problem once. For each rollout of the group, ``sample`` is its number and ``step`` the
-    training step that it is played for.
+    ``index`` numbers the problems of a run and identifies the group. The work queue issues a problem once. ``sample``
+    is the number of the rollout in its group, and ``step`` the training step for which it is played.
     """
 
     index: int
@@ -45,7 +45,7 @@ class RequestState(TypedDict):
 class QueueState(TypedDict):
     """A work queue in a checkpoint.
 
-    ``queue`` holds the untrained requests, ``drawn`` a problem taken from the sampler whose prompt is not yet measured.
+    ``queue`` contains the untrained requests. ``drawn`` is a problem from the sampler whose prompt is not yet measured.
     """
 
     sampler: SamplerState
@@ -55,9 +55,9 @@ class QueueState(TypedDict):
 
 
 class SkippedProblemError(Exception):
-    """The prompt of a problem is too long.
+    """Raised if the prompt of a problem is too long.
 
-    ``replacement``: the request to play instead; None: the problem is left out.
+    ``replacement``: the request to play instead; None to leave the problem out.
     """
 
     def __init__(self, replacement: RolloutRequest | None) -> None:
@@ -66,15 +66,15 @@ class SkippedProblemError(Exception):
 
 
 class WorkQueue:
-    """Issues problems in the sampler's order and remembers them until they are trained.
+    """Issues problems in the sampler's order and keeps them until they are trained.
 
-    The first rollout of a problem measures its prompt, because only a started episode has one. Until then nothing else
-    is issued, so numbers do not depend on which environment starts fastest. After a restart, problems issued and not
-    trained come first, under their old numbers.
+    The first rollout of a problem measures its prompt, because only a started episode has a prompt. Until then, no
+    other problem is issued, so that indices do not depend on which environment starts fastest. After a restart, issued
+    but untrained problems are issued first, with their previous indices.
     """
 
     def __init__(self, sampler: ProblemSampler, *, max_prompt_tokens: int) -> None:
-        """Problems with prompts over ``max_prompt_tokens`` are skipped and counted."""
+        """Skip and count problems with prompts over ``max_prompt_tokens``."""
         self._sampler = sampler
         self._max_prompt_tokens = max_prompt_tokens
         self._again: deque[RolloutRequest] = deque()
@@ -83,13 +83,13 @@ class WorkQueue:
         self._measured = asyncio.Event()  # set unless the newest request awaits its prompt
         self._measured.set()
         self._next_index = 0
-        self._drawn: Problem | None = None  # taken from the sampler and in no measured request
+        self._drawn: Problem | None = None  # taken from the sampler, but its prompt is not yet measured
         self._skipped = 0
         self._skipped_in_a_row = 0
         self._logged = 0
 
     async def next(self) -> RolloutRequest:
-        """Issue the next problem, once the prompt of the one before is measured."""
+        """Issue the next problem after the prompt of the previous problem has been measured."""
         await self._measured.wait()
         if self._again:
             self._newest = self._again.popleft()
@@ -98,18 +98,18 @@ class WorkQueue:
         return self._draw()
 
     async def newest(self) -> RolloutRequest:
-        """The request issued last, once its prompt is measured; another problem if the first ones were skipped."""
+        """Return the newest request after its prompt has been measured. Skipped problems are already replaced in it."""
         await self._measured.wait()
         assert self._newest is not None
         return self._newest
 
     def measure(self, request: RolloutRequest, tokens: int | None) -> None:
-        """Note the length of a request's prompt; None if its first rollout failed before it had one.
+        """Record the length in tokens of a request's prompt; None if the first rollout failed before it had a prompt.
 
         Only the first call for a request has an effect. Raises SkippedProblemError if the prompt is too long, and
-        SettingsError if the limit leaves no problem.
+        SettingsError if too many consecutive prompts are too long.
         """
-        # By identity, because a problem that replaces a skipped one has the same index.
+        # Compare by identity, because the replacement of a skipped problem has the same index.
         if self._measured.is_set() or self._newest is None or request.problem is not self._newest.problem:
             return
         if tokens is not None and tokens > self._max_prompt_tokens:
@@ -125,19 +125,19 @@ class WorkQueue:
         """Issue untrained problems again, before new ones."""
         self._again = deque(self._all_untrained())
         self._untrained = {}
-        self._measured.set()  # a problem without a measured prompt is still drawn, and comes after these
+        self._measured.set()  # a drawn problem without a measured prompt follows these problems
 
     def trained(self, indices: Collection[int]) -> None:
         for index in indices:
             self._untrained.pop(index, None)
 
     def take_skipped(self) -> int:
-        """The number of problems skipped since the last call."""
+        """Return the number of problems skipped since the last call."""
         skipped, self._skipped = self._skipped, 0
         return skipped
 
     def state_dict(self) -> QueueState:
-        """The sampler's position and the untrained problems taken from it, as JSON values. Callable at any time."""
+        """Return the sampler's position and the untrained problems as JSON values. May be called at any time."""
         rows: list[RequestState] = [
             {"index": request.index, "problem": asdict(request.problem)} for request in self._all_untrained()
         ]
@@ -161,7 +161,7 @@ class WorkQueue:
         return sorted([*self._untrained.values(), *self._again], key=lambda request: request.index)
 
     def _draw(self) -> RolloutRequest:
-        """A request for the next problem, to be measured."""
+        """Create a request for the next problem, whose prompt is not yet measured."""
         self._drawn = self._drawn or self._sampler.next(1)[0]
         self._newest = RolloutRequest(index=self._next_index, problem=self._drawn)
         self._measured.clear()
@@ -180,7 +180,7 @@ class WorkQueue:
             )
 
     def _log_skipped(self, problem: Problem, tokens: int) -> None:
-        """Log the first few by name; all are counted in ``groups/skipped_long_prompt``."""
+        """Log the first skipped problems. All are counted in ``groups/skipped_long_prompt``."""
         self._logged += 1
         if self._logged > _MOST_LOGGED:
             return

@@ -20,7 +20,7 @@ from agentrl.telemetry.metrics import user_metrics
 from agentrl.telemetry.trace import now, since
 from agentrl.trajectory import Group
 
-# Consecutive steps with every rollout excluded after which a run ends. Steps that filters leave empty do not count.
+# Consecutive steps with only excluded rollouts after which a run ends. Steps emptied by filters do not count.
 _FAILED_STEPS = 3
 
 
@@ -40,7 +40,7 @@ class RolloutWorker:
     """Collects groups, filters them and tracks their age.
 
     ``greedy``: play every problem once more at temperature 0, for a baseline. ``last_step``: the run's last step;
-    nothing is played for later steps.
+    no rollouts are played for later steps.
     """
 
     driver: Driver
@@ -58,9 +58,9 @@ class RolloutWorker:
         self._failed_steps = 0
 
     async def next_batch(self, step: int) -> RolloutBatch:
-        """Return this step's groups, queued ones before new ones. Raises WorldError after the deadline.
+        """Return this step's batch. Queued groups precede new ones. Raises WorldError after ``step_deadline``.
 
-        While the filters leave too few groups, up to ``max_extra_rounds`` further rounds are played.
+        While the filters leave too few groups, up to ``max_extra_rounds`` additional rounds are played.
         """
         loop = asyncio.get_running_loop()
         began, collecting = loop.time(), now()
@@ -104,20 +104,20 @@ class RolloutWorker:
         )
 
     def confirm(self, batch: RolloutBatch) -> None:
-        """Remove a trained step's groups from the queue. Call it in the event loop if rollouts run ahead."""
+        """Remove a trained step's groups from the queue. Must run in the event loop if rollouts run ahead."""
         self._queue.trained({group.index for group in batch.played})
         self._clock.trained()
         if self._source is not None:
             self._source.trained()
 
     async def drain(self) -> None:
-        """Return when the engine's weights may change. Raises WorldError after ``step_deadline``."""
+        """Wait until the engine's weights may change. Raises WorldError after ``step_deadline``."""
         if self._source is not None:
             deadline = asyncio.get_running_loop().time() + self.settings.step_deadline
             await self._source.drain(step=self._step, deadline=deadline)
 
     def installed(self, version: int) -> None:
-        """Note that the engine now holds ``version`` of the policy."""
+        """Record that ``version`` of the policy has been installed in the engine."""
         self._clock.installed(version)
 
     async def close(self) -> None:
@@ -147,7 +147,10 @@ class RolloutWorker:
         return BackgroundSource(self.driver, queue, settings, schedule, step=step, greedy=self.greedy)
 
     def _check_failures(self, played: Sequence[Group], step: int) -> None:
-        """Raise if every rollout was excluded: at once if an agent always crashes, else after _FAILED_STEPS steps."""
+        """Raise SettingsError if an agent crashed in every rollout.
+
+        Raises WorldError after ``_FAILED_STEPS`` steps with only excluded rollouts.
+        """
         self.driver.check_crashes(played, f"step {step}")
         failed = all(item.is_excluded for group in played for item in group.rollouts)
         self._failed_steps = self._failed_steps + 1 if failed else 0
@@ -168,10 +171,10 @@ class RolloutWorker:
 
 
 def drawn(groups: tuple[Group, ...], count: int, *, step: int) -> tuple[Group, ...]:
-    """Draw ``count`` of ``groups`` uniformly, keeping their order; the draw is the same every time for a step.
+    """Draw ``count`` of ``groups`` uniformly, keeping their order. The draw is deterministic for each step.
 
-    Among groups played ahead, those issued last are present because they were short: always leaving them out would
-    bias training towards longer ones.
+    Of the groups played ahead, the last ones are present because they were short. Always leaving them out would bias
+    training towards longer groups.
     """
     if len(groups) <= count:
         return groups
@@ -180,9 +183,9 @@ def drawn(groups: tuple[Group, ...], count: int, *, step: int) -> tuple[Group, .
 
 
 def further_problems(first: int, needed: int, *, played: int, kept: int) -> int:
-    """The number of problems for another round: enough to fill the batch at the share kept so far.
+    """Return the number of problems for another round: enough to fill the batch at the fraction kept so far.
 
-    It never exceeds that of the first round, which is also used if nothing was kept.
+    The number never exceeds that of the first round, which is also used if no group was kept.
 
     >>> further_problems(8, 8, played=8, kept=2)
     8

@@ -1,12 +1,12 @@
-"""Engines: token ids in; sampled token ids, their log-probabilities and policy versions out.
+"""Engines: they take token ids and return sampled token ids with log-probabilities and policy versions.
 
-An :class:`Engine` samples. A :class:`ManagedEngine` is its lifecycle: opened, paused, given new weights, closed. An
-:class:`EnginePlugin` is the engine that ``rollout.engine`` names: a built-in one, one registered by
+An :class:`Engine` samples. A :class:`ManagedEngine` controls its lifecycle, including weight updates. An
+:class:`EnginePlugin` is selected by ``rollout.engine``: a built-in engine, an engine registered with
 :func:`register_engine`, an entry point of the group ``agentrl.engines``, or ``module:Class``.
 
-This module imports nothing heavy, and plug-ins should import their libraries in :meth:`EnginePlugin.managed`: settings
-are checked without torch. An engine of servers derives from :class:`.ManagedServers` and :class:`.Replica`;
-docs/engines.md has a complete example.
+This module imports no heavy libraries, because settings are checked without torch. Plug-ins should import their
+libraries in :meth:`EnginePlugin.managed`. Engines over servers derive from :class:`.ManagedServers` and
+:class:`.Replica`. See docs/engines.md for a complete example.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 class EngineError(RuntimeError):
-    """The engine could not answer; the trajectory is retried, then ends as an infrastructure failure."""
+    """The engine failed. The trajectory is retried, and finally ends as an infrastructure failure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How to sample one turn: from the tempered distribution, cut to its nucleus of probability ``top_p``.
+    """Sampling parameters of one turn: the tempered distribution, restricted to its nucleus of probability ``top_p``.
 
     Temperature 0 means greedy sampling.
     """
@@ -53,7 +53,7 @@ class Sampling:
 class Completion:
     """The sampled tokens, including EOS and any text past the end of a stop string.
 
-    ``log_probs`` refer to the distribution sampled from; ``version_spans`` lists (policy version, number of tokens).
+    ``log_probs`` are under the sampling distribution. ``version_spans`` lists (policy version, number of tokens).
     """
 
     token_ids: tuple[int, ...]
@@ -64,7 +64,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheUse:
-    """An engine's KV cache: its capacity in ``tokens``, and the share ``used`` (0 to 1) of its fullest part.
+    """An engine's KV cache: the capacity in ``tokens``, and the fraction ``used`` (0 to 1) of the fullest part.
 
     ``preemptions``: how often since the start a trajectory lost its keys and values for lack of room.
     """
@@ -75,9 +75,9 @@ class CacheUse:
 
 
 class Engine(Protocol):
-    """An engine that serves thousands of concurrent calls; cancelling a call aborts its request.
+    """Interface of engines. Thousands of calls may run concurrently, and cancelling a call aborts its request.
 
-    A call lasts as long as tokens arrive. No turn has a time limit, which would drop long turns on a busy engine.
+    Turns have no time limit, because a limit would drop long turns on a busy engine.
     """
 
     async def generate(
@@ -94,15 +94,18 @@ class Engine(Protocol):
         """Allow the engine to drop a trajectory's cache, because no further request will follow."""
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Log-probabilities of ``token_ids[1:]`` at temperature 1, each given the tokens before it; used by probes."""
+        """Return the log-probabilities of ``token_ids[1:]`` at temperature 1, each given the preceding tokens.
+
+        Used by probes.
+        """
 
     async def cache_use(self) -> CacheUse | None:
-        """The usage of the KV cache; None if it is currently unknown."""
+        """Return the usage of the KV cache, or None if it is currently unknown."""
 
     def fingerprint(self) -> str: ...
 
     async def health(self) -> str:
-        """One line about the engine; raises :class:`EngineError` if it cannot serve."""
+        """Return one line about the engine. Raises :class:`EngineError` if it cannot serve."""
 
     async def close(self) -> None: ...
 
@@ -114,7 +117,7 @@ class EngineRequest:
     ``policy_path``: a directory or a Hugging Face id. ``longest``: tokens of the longest sequence that will be
     requested. ``folder``: the directory for servers' logs and their initial weights. ``model``: the loaded policy, for
     an engine in this process. ``shared``: ``model`` is the trained module itself, so weights need no transfer.
-    ``trained``: the weights will change. ``cluster``: starts the servers on its nodes; None: they start here.
+    ``trained``: the weights will change. ``cluster``: the cluster for the servers; None: they start on this machine.
     """
 
     rollout: RolloutSettings
@@ -132,11 +135,11 @@ class EngineRequest:
 
 
 class ManagedEngine(Protocol):
-    """The lifecycle of every engine.
+    """The lifecycle of an engine.
 
-    ``open`` comes first, then sampling through ``engine``. An update of the weights calls ``pause`` and ``install``,
-    which verifies and resumes. ``close`` comes last. ``verify`` and ``install`` return the problem with the engine's
-    weights, or None.
+    ``open`` is called first, and ``engine`` samples after that. A weight update calls ``pause`` and then ``install``,
+    which verifies the weights and resumes requests. ``close`` is called last. ``verify`` and ``install`` return the
+    problem with the engine's weights, or None.
     """
 
     verifier: Verifier
@@ -145,34 +148,34 @@ class ManagedEngine(Protocol):
     def engine(self) -> Engine: ...
 
     async def open(self) -> None:
-        """Make the engine ready to sample. Raises SettingsError or WorldError; then nothing is left running."""
+        """Make the engine ready to sample. Stops everything it started before it raises SettingsError or WorldError."""
 
     def begin_rollouts(self) -> None:
         """Prepare for sampling after a training step."""
 
     async def end_rollouts(self) -> None:
-        """Prepare for a training step: hand over the shared weights or GPUs."""
+        """Prepare for a training step: release shared weights or GPUs."""
 
     def target(self) -> TransferTarget | None:
-        """The destination of new weights; None for an engine that shares the trained module."""
+        """Return the destination of new weights, or None for an engine that shares the trained module."""
 
     async def verify(self, version: int, probe: Probe) -> str | None:
-        """Verify the weights that the engine was opened with; requests resume if they are right."""
+        """Verify the initial weights. Requests resume if the weights are correct."""
 
     async def pause(self) -> None:
         """Pause all requests until :meth:`install`."""
 
     async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
-        """Take the weights of ``version``, from ``directory`` or as transferred; verify them; resume requests."""
+        """Install the weights of ``version`` from ``directory`` or a transfer, verify them and resume requests."""
 
     def record(self) -> Mapping[str, str]:
-        """The fields that identify the engine in results."""
+        """Return the fields that identify the engine in results."""
 
     async def close(self) -> None: ...
 
 
 class NoOptions(BaseModel):
-    """The options of an engine that has none: every key in ``rollout.options`` is an error."""
+    """The options of an engine without options: every key in ``rollout.options`` is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -216,7 +219,7 @@ _Plugin = TypeVar("_Plugin", bound="type[EnginePlugin]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFacts:
-    """An engine as the settings configure it.
+    """Properties of an engine under the current settings.
 
     >>> EngineFacts(about="two servers of example", servers=2).in_process
     False
@@ -225,35 +228,35 @@ class EngineFacts:
     about: str
     """One line for the console."""
     in_process: bool = False
-    """It computes in the rollout worker, with a model loaded there."""
+    """Whether the engine runs in the rollout worker, with a model loaded there."""
     reproducible: bool = False
-    """Equal requests give equal bits, regardless of when they arrive."""
+    """Whether equal requests return bitwise equal results, regardless of when they arrive."""
     kv_slots: int | None = None
-    """Tokens of its KV cache, if a setting fixes the number."""
+    """Capacity of the KV cache in tokens, if fixed by a setting."""
     prompt_limit: int | None = None
-    """Tokens of the longest prompt that it accepts."""
+    """Length in tokens of the longest accepted prompt."""
     servers: int = 0
-    """Number of servers that it starts."""
+    """Number of servers to start."""
     gpus_per_server: int = 1
     gpu_share: float | None = None
-    """Share of a GPU's memory that a server takes; None: chosen when the server starts."""
+    """Fraction of a GPU's memory for each server; None: chosen when the server starts."""
     shares_gpus: str = ""
-    """The setting by which it shares GPUs with the training ranks, so that one side is idle while the other computes,
-    as ``key=value``; empty if it does not."""
+    """The setting, as ``key=value``, that makes the engine share GPUs with the training ranks; empty if it does not.
+    With shared GPUs, one side is idle while the other computes."""
     remote: bool = False
-    """Servers may run on other machines, without being started by the run."""
+    """Whether servers may run on other machines, not started by the run."""
     start_seconds: float = 0.0
-    """How long opening it may take beyond loading a model."""
+    """Maximum seconds to open the engine, in addition to loading a model."""
 
 
 class EnginePlugin(ABC):
-    """An engine that ``rollout.engine`` can name."""
+    """An engine that ``rollout.engine`` can select."""
 
     options_model: ClassVar[type[BaseModel]] = NoOptions
-    """The model of ``rollout.options``."""
+    """The pydantic model of ``rollout.options``."""
 
     def options(self, rollout: RolloutSettings) -> Any:
-        """Return ``rollout.options`` as an ``options_model``. Raises SettingsError that names every wrong key."""
+        """Return ``rollout.options`` as an ``options_model``. Raises SettingsError that lists every invalid key."""
         try:
             return self.options_model.model_validate(rollout.options)
         except ValidationError as error:
@@ -268,11 +271,11 @@ class EnginePlugin(ABC):
 
     @abstractmethod
     def facts(self, rollout: RolloutSettings) -> EngineFacts:
-        """Return the facts about the engine. Called often, and before anything is loaded."""
+        """Return the engine's properties. Called often, also before a model is loaded."""
 
     @abstractmethod
     def managed(self, request: EngineRequest) -> ManagedEngine:
-        """Return the engine, not yet open. Raises SettingsError if it cannot run here."""
+        """Build the engine without opening it. Raises SettingsError if the engine cannot run here."""
 
     def problems(self, settings: EngineSections, *, cluster: str) -> Iterable[str]:
         """Yield one message for each contradiction in the settings. ``cluster``: ``cluster.kind``."""
@@ -283,7 +286,7 @@ class EnginePlugin(ABC):
 
 
 class TransformersPlugin(EnginePlugin):
-    """The engine in the rollout worker."""
+    """The plug-in for the transformers engine in the rollout worker."""
 
     def facts(self, rollout: RolloutSettings) -> EngineFacts:
         return EngineFacts(
@@ -311,7 +314,7 @@ ENGINES: Registry[type[EnginePlugin]] = Registry(
 
 
 def register_engine(name: str) -> Callable[[_Plugin], _Plugin]:
-    """Class decorator: ``rollout.engine=NAME`` selects this plug-in."""
+    """Register the decorated plug-in class for ``rollout.engine=NAME``."""
 
     def add(plugin: _Plugin) -> _Plugin:
         ENGINES.add(name, plugin)
@@ -321,7 +324,7 @@ def register_engine(name: str) -> Callable[[_Plugin], _Plugin]:
 
 
 def engine_plugin(rollout: RolloutSettings) -> EnginePlugin:
-    """Return the plug-in that ``rollout.engine`` names. Raises SettingsError if there is none."""
+    """Return the plug-in selected by ``rollout.engine``. Raises SettingsError if the name is unknown."""
     try:
         plugin = ENGINES[rollout.engine]
     except UnknownNameError as error:
@@ -330,18 +333,18 @@ def engine_plugin(rollout: RolloutSettings) -> EnginePlugin:
 
 
 def engine_facts(rollout: RolloutSettings) -> EngineFacts:
-    """Return the facts about the engine that ``rollout.engine`` names."""
+    """Return the properties of the engine selected by ``rollout.engine``."""
     return engine_plugin(rollout).facts(rollout)
 
 
 def servers_on_nodes(rollout: RolloutSettings, cluster: str) -> bool:
-    """Return whether a cluster of this kind (``cluster.kind``) places the engine's servers on its nodes."""
+    """Return True if a cluster of this kind (``cluster.kind``) places the engine's servers on its nodes."""
     facts = engine_facts(rollout)
     return cluster == "ray" and facts.servers > 0 and not facts.shares_gpus
 
 
 def server_bundles(facts: EngineFacts, nodes: Sequence[ClusterNode], cpus: float) -> list[Bundle]:
-    """Return the resources of each server to be started, all on one node; GPUs only if the nodes have any.
+    """Return the resources that each server needs on its node. GPUs are requested only if the nodes have any.
 
     >>> node = ClusterNode(name="a", address="10.0.0.1", cpus=8, gpus=8)
     >>> server_bundles(EngineFacts(about="example", servers=1, gpus_per_server=2), [node], 1.0)

@@ -1,4 +1,4 @@
-"""Continuous batching: waiting requests join the running batch at its next forward."""
+"""Continuous batching: waiting requests join the running batch at its next forward pass."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from agentrl.rollout.engines.base import Completion, EngineError, Sampling
 from agentrl.rollout.engines.decoding import SlotCache, decoding
 from agentrl.rollout.engines.sampling import keyed_uniform, sample_tokens
 
-# A prefill interrupts decoding. It therefore waits until one request waits per this many running rows, or for this
-# many decoding steps.
+# A prefill interrupts decoding and is therefore delayed. It starts when one request waits for this many running rows.
 _JOIN_SHARE = 8
+# It also starts when a request has waited for this many decoding steps.
 _JOIN_PATIENCE = 6
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One turn being sampled."""
+    """A turn that is being sampled."""
 
     token_ids: tuple[int, ...]
     sampling: Sampling
@@ -63,7 +63,7 @@ class Request:
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    """The contents of a row of the cache: ``cached`` are the tokens whose keys and values are stored."""
+    """A row of the cache. ``cached``: the tokens whose keys and values are stored."""
 
     trajectory_id: str | None = None
     cached: list[int] = field(default_factory=list)
@@ -71,7 +71,7 @@ class _Row:
 
 
 class Batcher:
-    """Runs one model over the rows of a :class:`SlotCache`. Synchronous; one thread calls it at a time."""
+    """Runs one model over the rows of a :class:`SlotCache`. Synchronous and not thread-safe."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Batcher:
         self._waiting: deque[Request] = deque()
         self._waited = 0
         self.evictions = 0  # trajectories that lost their prefix to another trajectory
-        self._reach = 0  # the maximum length of any row; the cache itself is only as long as the rows are
+        self._reach = 0  # the length reserved for every row; the cache itself grows with the rows
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class Batcher:
         self._waiting.append(request)
 
     def release(self, trajectory_id: str) -> None:
-        """Forget a trajectory. A late release, after the trajectory was restarted, does not take its row."""
+        """Drop a trajectory's prefix. A late release does not affect a trajectory that was restarted."""
         index = self._owner.get(trajectory_id)
         if index is None:
             return
@@ -116,9 +116,10 @@ class Batcher:
             row.trajectory_id, row.cached = None, []
 
     def change_weights(self, version: int, *, keep_running: bool) -> None:
-        """Handle a change of weights; the contents of the cache were computed with the old ``version``.
+        """Handle a change of weights. ``version``: the old version, with which the cache was computed.
 
-        Prefixes are dropped. Keys and values of running requests are kept, or recomputed with the new weights.
+        Prefixes without a running request are dropped. Keys and values of running requests are kept or, without
+        ``keep_running``, recomputed with the new weights.
         """
         self.drop_cancelled()
         for request in (*self._waiting, *(row.request for row in self._rows if row.request is not None)):
@@ -133,7 +134,7 @@ class Batcher:
             self.clear()
 
     def clear(self) -> None:
-        """Drop every cached prefix. No request may be running."""
+        """Drop every cached prefix. Raises EngineError if a request is running."""
         self.drop_cancelled()
         if any(row.request is not None for row in self._rows):
             raise EngineError("the cache cannot be cleared while a request is running")
@@ -143,7 +144,7 @@ class Batcher:
         self._cache.forget()
 
     def abandon(self) -> None:
-        """Drop every request and every prefix, after a failure."""
+        """Drop all requests and prefixes after a failure."""
         self._waiting.clear()
         for row in self._rows:
             row.request = None
@@ -151,7 +152,10 @@ class Batcher:
         self._cache = SlotCache(self._model.config.num_hidden_layers)  # a failed forward may have stored NaN
 
     def halve(self) -> tuple[int, int]:
-        """Halve two limits permanently: the tokens of a forward, and the present number of rows (at least one)."""
+        """Halve the tokens per forward pass and the current number of rows (at least one) permanently.
+
+        Returns the new limits on tokens per forward pass and in the cache.
+        """
         self._max_batch_tokens = max(1, self._max_batch_tokens // 2)
         self.kv_cache_tokens = max(1, self._reach, min(self.kv_cache_tokens, len(self._rows) * self._reach) // 2)
         return self._max_batch_tokens, self.kv_cache_tokens
@@ -168,11 +172,11 @@ class Batcher:
 
     @torch.inference_mode()
     def advance(self) -> list[Request]:
-        """Run one forward, a prefill or one token for every running request. Returns the requests that ended."""
+        """Run one forward pass: a prefill, or one token for each running request. Returns the requests that ended."""
         ended = self.drop_cancelled()
         running = [index for index, row in enumerate(self._rows) if row.request is not None]
         behind = [index for index in running if self._pending(index) > 1]
-        if behind:  # the weights have changed under them
+        if behind:  # the weights changed while these requests were running
             return ended + self._prefill(self._as_many_as_fit(behind))
         if self._waiting and self._should_join(len(running)):
             self._waited = 0
@@ -183,7 +187,7 @@ class Batcher:
             self._waited += bool(self._waiting)
             return ended + self._decode(running)
         if self._waiting:
-            # Nothing runs, and the first request fits into no row: drop the prefixes of other trajectories.
+            # No request runs, but the first waiting request fits into no row: drop the prefixes of other trajectories.
             self.evictions += len(self._owner)
             self.clear()
             joined = self._join(0)
@@ -233,10 +237,10 @@ class Batcher:
         return joined
 
     def _row_for(self, request: Request, length: int) -> int | None:
-        """The row with the request's longest known prefix, a free row, or a new one; None if all rows are taken."""
+        """Return the row that holds the trajectory's prefix, a free row or a new row; None if no row is available."""
         index = self._owner.get(request.trajectory_id)
         if index is not None and self._rows[index].request is not None:
-            return None  # another request of the trajectory comes first
+            return None  # wait for the trajectory's running request
         if index is None:
             index = next((i for i, row in enumerate(self._rows) if row.trajectory_id is None), None)
         length = max(length, self._reach)
@@ -279,12 +283,12 @@ class Batcher:
         return list(range(count))
 
     def _pending(self, index: int) -> int:
-        """The number of a running row's tokens that are not cached; one while it decodes."""
+        """Return the number of a running row's tokens that are not cached. It is 1 while the row decodes."""
         row = self._rows[index]
         return len(_running(row).token_ids) + len(_running(row).sampled) - len(row.cached)
 
     def _as_many_as_fit(self, indices: list[int]) -> list[int]:
-        """The first rows whose pending tokens fit one forward; at least one."""
+        """Return the first rows (at least one) whose pending tokens fit into one forward pass."""
         longest = 0
         for count, index in enumerate(indices):
             longest = max(longest, self._pending(index))
@@ -295,7 +299,7 @@ class Batcher:
     # -- forwards -------------------------------------------------------------------------------------------------
 
     def _prefill(self, joined: list[int]) -> list[Request]:
-        """Run one forward over the pending tokens of rows; rows with equal new prompts share one computation."""
+        """Run one forward pass over the rows' pending tokens. Equal new prompts are computed once."""
         first: dict[tuple[int, ...], int] = {}
         leader_of = {
             index: index if self._rows[index].cached else first.setdefault(_running(self._rows[index]).context, index)
@@ -315,7 +319,7 @@ class Batcher:
         return self._sample(joined, self._parts.logits(hidden)[torch.tensor(leaders, device=self._device)])
 
     def _forward_pending(self, indices: list[int]) -> Tensor:
-        """Hidden states [m, D] at the last pending token of each row."""
+        """Return the hidden states [m, D] at the last pending token of each row."""
         pending = [_running(self._rows[i]).context[len(self._rows[i].cached) :] for i in indices]
         longest = max(len(tokens) for tokens in pending)
         ids = torch.zeros(len(indices), longest, dtype=torch.int64)
@@ -365,7 +369,7 @@ class Batcher:
     # -- sampling -------------------------------------------------------------------------------------------------
 
     def _sample(self, indices: list[int], logits: Tensor) -> list[Request]:
-        """Append one token to each row's request, and return the requests that ended."""
+        """Sample one token for each row's request. Returns the requests that ended."""
         requests = [_running(self._rows[index]) for index in indices]
         keys = np.array([request.seed for request in requests], dtype=np.uint64)
         counts = np.array([len(request.sampled) for request in requests], dtype=np.uint64)
@@ -393,7 +397,7 @@ class Batcher:
         return request.finish_reason is not None
 
     def _stopped(self, request: Request, token: int) -> bool:
-        """Whether a stop string ends in the token's bytes; keeps as much text as a stop string may still need."""
+        """Return True if a stop string ends in the token's bytes. Keeps the text that a later stop string may need."""
         longest = max(map(len, request.stop))
         text = request.tail + (self._table[token] if token < len(self._table) else b"")
         request.tail = text[-longest + 1 :] if longest > 1 else b""

@@ -1,4 +1,4 @@
-"""Decoding with one row per trajectory: the key-value cache, and attention with one query per row."""
+"""Decoding with one row per trajectory: the KV cache, and attention with one query per row."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _ROUND = 16
 class SlotCache(Cache):
     """Keys and values ``[rows, heads, length + 1, head_dim]`` per layer, contiguous and no longer than needed.
 
-    Before a forward the caller selects the rows that take part and the positions of their tokens (:meth:`select`).
-    Each layer's ``update`` writes there and returns the keys and values that the rows may attend to. The last column
-    collects padding and is always masked. Stale entries past a row's length need no clearing: the mask hides them
+    Before a forward pass, the caller selects rows and the positions of their new tokens (:meth:`select`). Each layer's
+    ``update`` writes there and returns the keys and values that the rows may attend to. The last column collects
+    padding and is always masked. Stale entries past a row's length need no clearing: the mask hides them
     until they are overwritten.
 
     A decoding step reads every column of every layer, so unused columns cost time. The length therefore follows the
-    longest row in steps of an eighth, and memory is passed on: a layer that grows moves into the memory that the layer
-    before it left.
+    longest row in steps of an eighth. To save memory, a layer that grows moves into the memory that the previous layer
+    has left.
     """
 
     def __init__(self, layers: int) -> None:
@@ -44,16 +44,16 @@ class SlotCache(Cache):
         self.length = 0
 
     def reserve(self, rows: int) -> None:
-        """Announce ``rows`` rows, so that growing makes room for all of them at once."""
+        """Reserve ``rows`` rows, so that the cache grows only once for all of them."""
         self._wanted_rows = max(rows, self._wanted_rows)
 
     def forget(self) -> None:
-        """Forget all rows but keep their memory for the next ones."""
+        """Drop all rows, but keep their memory for later rows."""
         self.rows = self.length = self._wanted_rows = 0
         self._live = False
 
     def select(self, rows: Tensor | int, positions: Tensor, width: int) -> Tensor:
-        """Choose rows (an index tensor [m], or the first ``rows``) and token positions [m, q]; -1 is padding.
+        """Select rows (an index tensor [m], or the first ``rows``) and token positions [m, q]; -1 is padding.
 
         ``width`` is the largest position plus one. Returns the attention mask [m, 1, q, columns], True where a query
         may attend; ``columns`` are the columns that :meth:`update` returns.
@@ -72,7 +72,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store this forward's keys and values [m, heads, q, head_dim]; return all keys and values of the rows."""
+        """Store new keys and values [m, heads, q, head_dim]. Returns all keys and values of the selected rows."""
         return self._write(layer_idx, key_states), self._write(self._layers + layer_idx, value_states)
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
@@ -121,7 +121,7 @@ class SlotCache(Cache):
             self._stores[index] = new
 
     def _placed(self, index: int, heads: int, dim: int, like: Tensor) -> Tensor:
-        """A store of the current size: in its own memory if that can be overwritten, else in the spare memory."""
+        """Return a store of the current size: in the layer's memory if it may be overwritten, else in spare memory."""
         shape = (self.rows, heads, self.length + 1, dim)
         size = math.prod(shape)
         memory = self._spare if self._live and self._memory[index] is not None else self._memory[index]
@@ -144,12 +144,11 @@ def decode_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """``softmax(q k^T scaling) v`` without gradient and dropout, with the signature of `transformers`' functions.
+    """Compute ``softmax(q k^T scaling) v`` without gradient and dropout, with the signature used by `transformers`.
 
     ``query`` [m, heads, 1, dim], ``key`` and ``value`` [m, kv_heads, width, dim], ``attention_mask`` [m, 1, 1, width]
-    True where a query attends. Returns [m, 1, heads, dim] and no weights. Any other forward, which another thread may
-    run while the model decodes, and any layer that caps its scores
-    uses :func:`.attention`.
+    True where a query attends. Returns [m, 1, heads, dim] and no weights. :func:`.attention` handles layers that cap
+    their scores, and all other forward passes, because another thread may run one while the model decodes.
     """
     rows, heads, queries, dim = query.shape
     if queries != 1 or attention_mask is None or torch.is_grad_enabled() or _needs_full_attention(kwargs):

@@ -1,4 +1,4 @@
-"""The lifecycle of an engine of servers: started or external, paused, given new weights, verified, resumed, closed."""
+"""The lifecycle of an engine over servers that the run starts or that are external."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from agentrl.weights.verify import Probe, Verifier
 class ManagedServers(ABC):
     """A :class:`~agentrl.rollout.engines.base.ManagedEngine` over servers.
 
-    A plug-in writes :meth:`connect` and, if it starts servers, :meth:`plans`. All else has a default.
+    A plug-in implements :meth:`connect` and, if it starts servers, :meth:`plans`. All other methods have defaults.
     """
 
     def __init__(self, request: EngineRequest, settings: ServerSettings) -> None:
-        """Raises SettingsError if the servers cannot be placed."""
+        """Plan the servers without starting them. Raises SettingsError if they cannot be placed."""
         self.request = request
         self.settings = settings
         self.facts = engine_facts(request.rollout)
@@ -40,7 +40,7 @@ class ManagedServers(ABC):
             weights=self.weights(),
         )
 
-    # -- what a plug-in writes ------------------------------------------------------------------------------------
+    # -- implemented by plug-ins ----------------------------------------------------------------------------------
 
     @abstractmethod
     def connect(self, address: str) -> Replica:
@@ -57,11 +57,11 @@ class ManagedServers(ABC):
         )
 
     def weights(self) -> ServedWeights:
-        """Return the start weights. The default replaces weights in place."""
+        """Return the initial weights. By default, new weights replace them in place."""
         return ServedWeights(0, recompute=self.request.rollout.kv_on_update == "recomputed")
 
     def way(self) -> TransferTarget:
-        """Return how weights get to the servers; :meth:`target` adds the servers. The default is files."""
+        """Return the method of weight transfer, to which :meth:`target` adds the servers. Defaults to files."""
         return TransferTarget(deadline=self.settings.stall_deadline)
 
     # -- lifecycle ------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class ManagedServers(ABC):
             raise
 
     def begin_rollouts(self) -> None:
-        """Do nothing: sleeping servers were woken to receive their weights."""
+        """Do nothing, because sleeping servers were woken to receive their weights."""
 
     async def end_rollouts(self) -> None:
         if self.facts.shares_gpus:
@@ -90,9 +90,9 @@ class ManagedServers(ABC):
         )
 
     async def verify(self, version: int, probe: Probe) -> str | None:
-        """Accept servers with the right weights; the version label matters only if the weights will change.
+        """Verify the servers' weights. Their version labels matter only if the weights will change.
 
-        Raises SettingsError for external servers that serve another model.
+        Raises SettingsError if external servers serve a different model.
         """
         if self.request.trained and not self.engine.untouched:
             return "its weights come from an earlier run"
@@ -129,7 +129,7 @@ class ManagedServers(ABC):
         if self._cluster is None or self.request.cluster is None:
             return [ServerProcess(plan, folder, number) for number, plan in enumerate(self.plans(None))]
         bundles = server_bundles(self.facts, self._cluster.nodes(), self.request.cluster.server_cpus)
-        # Placeholders: the node that the cluster chooses has other GPUs.
+        # Placeholders, because the GPUs depend on the node that the cluster chooses.
         plans = self.plans([str(number) for number in range(sum(one.gpus for one in bundles))])
         return [
             NodeServer(plan, folder, number, cluster=self._cluster, bundle=bundle)
@@ -137,7 +137,7 @@ class ManagedServers(ABC):
         ]
 
     async def _compare(self, probe: Probe) -> str | None:
-        """Get every server's checksums and scores of the probe; resume requests if all are right."""
+        """Compare every server's checksums and scores with the probe. Requests resume if all are correct."""
 
         def check(replica: Replica) -> Coroutine[object, object, str | None]:
             return self.verifier.check(replica, probe)

@@ -1,9 +1,9 @@
 """One server of an engine: its client, its load, its process if it was started here, and the detection of stalls.
 
-A request goes to the server with the least work, including the prefix that the server would have to recompute.
+A request is sent to the server with the least work, including the prefix that the server would have to recompute.
 
-A server with requests that computes nothing is stalled; a slow server is not treated as dead. A time limit for requests
-would drop long turns on a busy server and keep short ones.
+A server is stalled if it has requests but computes no tokens. A slow server is not treated as stalled. A time limit for
+requests would instead drop long turns on a busy server and keep short ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Load:
-    """The load of one server. ``limit`` bounds its requests in flight; a server that is not ``up`` gets none."""
+    """The load of one server. ``limit``: maximum requests in flight. A server that is not ``up`` receives none."""
 
     up: bool = True
     tokens: int = 0
@@ -38,17 +38,17 @@ class Load:
         return self.limit is not None and self.requests >= self.limit
 
     def halve(self) -> int:
-        """Admit half as many requests as were in flight, including the one that just failed. Returns the new limit."""
+        """Limit the server to half its requests in flight, including the one that failed. Returns the new limit."""
         in_flight = self.requests + 1
         self.limit = max(1, (in_flight if self.limit is None else min(self.limit, in_flight)) // 2)
         return self.limit
 
 
 class Balancer:
-    """Sends each request to the server with the smallest sum of tokens in flight and tokens to prefill for it.
+    """Sends each request to the server with the smallest sum of tokens in flight and tokens to prefill.
 
-    A trajectory therefore stays with the server that holds its prefix, until another server is less loaded by more than
-    the cost of the prefix.
+    A trajectory therefore stays on the server that holds its prefix, until the load of another server is lower by more
+    than the cost of the prefix.
 
     >>> balancer = Balancer(2)
     >>> balancer.take(0, "t", context=100, reserved=50)
@@ -64,21 +64,21 @@ class Balancer:
         self._changed: asyncio.Event = asyncio.Event()
 
     def choose(self, trajectory_id: str, *, context: int, avoid: frozenset[int] = frozenset()) -> int | None:
-        """The server for a request; None while no server can accept it. ``avoid`` is used only if no other is up."""
+        """Return the server for a request, or None while all are full. Servers in ``avoid`` are the last choice."""
         up = [index for index, load in enumerate(self.loads) if load.up]
         usable = [index for index in up if index not in avoid] or up
         free = [index for index in usable if not self.loads[index].full]
         return min(free, key=lambda index: self._cost(index, trajectory_id, context), default=None)
 
     def take(self, index: int, trajectory_id: str, *, context: int, reserved: int) -> None:
-        """Count a request with ``context`` tokens and room for ``reserved`` more as sent to a server."""
+        """Add a request with ``context`` tokens and up to ``reserved`` new tokens to a server's load."""
         load = self.loads[index]
         load.tokens += context + reserved
         load.requests += 1
         load.cached[trajectory_id] = context
 
     def give_back(self, index: int, trajectory_id: str, *, context: int, reserved: int) -> None:
-        """Count that request as ended."""
+        """Remove an ended request from a server's load. The sizes are those passed to :meth:`take`."""
         load = self.loads[index]
         load.tokens -= context + reserved
         load.requests -= 1
@@ -89,7 +89,7 @@ class Balancer:
             load.cached.pop(trajectory_id, None)
 
     def forget_prefixes(self, index: int | None = None) -> None:
-        """Note that a server (None: every server) has lost its cached prefixes."""
+        """Record that a server (None: every server) has lost its cached prefixes."""
         for load in self.loads if index is None else [self.loads[index]]:
             load.cached.clear()
 
@@ -99,7 +99,7 @@ class Balancer:
         self._changed = asyncio.Event()
 
     async def changed(self) -> None:
-        """Return when a request has ended or a server has changed."""
+        """Wait until a request ends or a server changes."""
         await self._changed.wait()
 
     def _cost(self, index: int, trajectory_id: str, context: int) -> tuple[int, int]:
@@ -107,20 +107,20 @@ class Balancer:
         return load.tokens + context - min(context, load.cached.get(trajectory_id, 0)), index
 
 
-# Seconds between checks of a server that is starting or down: the first interval and the longest.
+# The first and the longest interval, in seconds, between checks of a server that is starting or down.
 FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 5.0
-# Seconds between polls.
+# Seconds between polls of a server with requests.
 _POLL = 15.0
 _NEVER = -1
 
 
 class StallDetector:
-    """Polls one server while it has requests. ``tokens`` returns the number of tokens computed; None if unknown.
+    """Polls a server while it has requests. ``tokens`` returns the number of computed tokens, or None if unknown.
 
-    A server that does not report tokens never counts as stalled: its connections break if it dies, and a step's
-    rollouts have a deadline of their own. While ``gate`` is closed, the server computes nothing and does not count as
-    stalled.
+    A server that does not report tokens never counts as stalled. If it dies, its connections break, and a separate
+    deadline limits the rollouts of a step. While ``gate`` is closed, the server computes no tokens and does not count
+    as stalled.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class StallDetector:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Watch the server during a request. Raises TooSlowError when it stalls."""
+        """Watch the server during a request. Raises TooSlowError if the server stalls."""
         try:
             async with asyncio.timeout(None) as limit:
                 self._limits.add(limit)
@@ -147,7 +147,7 @@ class StallDetector:
             if not limit.expired():
                 raise
             if self._task is not None and self._task.done():
-                self._task.result()  # raises if the poll itself has a bug
+                self._task.result()  # raises if polling failed because of a bug
             raise TooSlowError(f"{self._address} {self._why}") from None
         finally:
             self._limits.discard(limit)
@@ -160,12 +160,12 @@ class StallDetector:
             while True:
                 await self._stalled()
                 self._end_all()
-        except Exception:  # a bug: raise it in every request that relies on the watch
+        except Exception:  # a bug: end every watched request, which then raises it
             self._end_all()
             raise
 
     async def _stalled(self) -> None:
-        """Return when no token was computed for ``stall_deadline`` seconds of open gate."""
+        """Return after ``stall_deadline`` seconds with an open gate and no computed token."""
         loop = asyncio.get_running_loop()
         seen: int | None = _NEVER
         since = loop.time()
@@ -181,14 +181,14 @@ class StallDetector:
                 seen, since = tokens, loop.time()
 
     async def close(self) -> None:
-        """Stop polling. Running requests are not ended."""
+        """Stop polling without ending running requests."""
         if self._task is not None:
             task, self._task = self._task, None
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     def cut(self) -> None:
-        """End running requests at once: the server's process has ended, or its machine is lost."""
+        """End running requests at once, because the server's process has exited or its machine is lost."""
         self._why = "has exited"
         self._end_all()
 
@@ -199,7 +199,7 @@ class StallDetector:
 
 
 class Member:
-    """A server. ``stale``: it answers, but waits for weights that only a transfer can supply."""
+    """A server of an engine. ``stale``: it responds, but waits for weights that only a transfer can supply."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class Member:
         connect: Callable[[str], Replica],
         settings: ServerSettings,
     ) -> None:
-        """``served``: a process to start, or an address. ``connect`` makes the client of an address.
+        """``served``: a process to start, or an address. ``connect``: creates the client for an address.
 
         ``gate``: closed while weights change.
         """
@@ -235,7 +235,7 @@ class Member:
         )
 
     async def start(self) -> None:
-        """Start the server's process, if it has one, perhaps at another address. Raises WorldError if it cannot."""
+        """Start the server's process, if any. Its address may change. Raises WorldError if it cannot be started."""
         if self.server is None:
             return
         loop = asyncio.get_running_loop()
@@ -257,7 +257,7 @@ class Member:
         return f"{self.address} ({self.failure or 'no error yet'})"
 
     async def open(self, needs: ServerNeeds) -> Identity:
-        """Wait until the server answers, and check it. Raises SettingsError or WorldError."""
+        """Wait until the server responds, and check that it can serve the run. Raises SettingsError or WorldError."""
         await self._await_start()
         try:
             self.identity = await self.replica.identify(needs)
@@ -266,7 +266,7 @@ class Member:
         return self.identity
 
     async def close(self) -> None:
-        """Disconnect. A server that was started here is ended."""
+        """Disconnect, and stop the server if it was started here."""
         if self.reviving is not None:
             self.reviving.cancel()
             await asyncio.gather(self.reviving, return_exceptions=True)
@@ -276,7 +276,7 @@ class Member:
             await asyncio.to_thread(self.server.stop)
 
     async def _await_start(self) -> None:
-        """Return when the server answers. Raises WorldError after ``start_deadline``, or when its process has ended."""
+        """Wait until the server responds. Raises WorldError after ``start_deadline`` or if its process exits."""
         loop = asyncio.get_running_loop()
         seconds = self._settings.start_deadline
         deadline = loop.time() + seconds
@@ -302,10 +302,10 @@ class Member:
             pause = min(LONGEST_PAUSE, 2 * pause)
 
     async def revive(self, weights: ServedWeights, allowed: asyncio.Event) -> None:
-        """Bring the server back: restart it if it was started here, and verify that it holds the current weights.
+        """Recover the server: restart it if it was started here, and verify that it holds the current weights.
 
-        ``allowed`` is closed while weights change that other servers take. If only a transfer can supply the current
-        weights, the server is stale from now on. Raises WorldError after too many restarts.
+        ``allowed``: closed while other servers receive new weights. If only a transfer can supply the current weights,
+        the server becomes stale. Raises WorldError after too many restarts.
         """
         pause = FIRST_PAUSE
         while True:
@@ -329,7 +329,7 @@ class Member:
         self.load.up = True
 
     def admit_less(self) -> None:
-        """Halve the number of requests that the server is given at a time."""
+        """Halve the limit on the server's concurrent requests."""
         logger.warning(
             "%s ran out of memory: limiting it to %d concurrent requests", self.name, self.load.halve()
         )  # fmt: skip
@@ -354,6 +354,6 @@ class Member:
         ended = self.name
         try:
             await self.start()
-        except WorldError as error:  # no node has room for it now
+        except WorldError as error:  # no node currently has room for the server
             raise ServerCallError(f"its process exited and cannot be restarted: {error}") from error
         logger.warning("%s exited; restarting it", ended)

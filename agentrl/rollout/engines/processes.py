@@ -16,15 +16,16 @@ from pathlib import Path
 from agentrl.cluster.local import HERE, LocalProcess, log_file
 from agentrl.cluster.processes import Bundle, Cluster, NodeLostError, ProcessHandle, ProcessSpec, Reservation
 
-# Variables that torch.distributed and launchers leave in the environment and that a server would use as its own.
+# Variables set by torch.distributed and launchers, which a server would take for its own.
 FOREIGN = frozenset(
     (
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK", "ROLE_RANK"),
         *("MASTER_ADDR", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE"),
     )
 )
-# Seconds between two polls of a server on a node, and for a server to end cleanly.
+# Seconds between polls of a server on a node.
 _POLL = 1.0
+# Seconds for a server to exit after SIGTERM.
 _END = 30.0
 _TAIL_LINES = 12
 _ERROR_LINE = re.compile(r"\b\w*(?:Error|Exception)\b|out of memory|Killed", re.IGNORECASE)
@@ -32,9 +33,9 @@ _ERROR_LINE = re.compile(r"\b\w*(?:Error|Exception)\b|out of memory|Killed", re.
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlan(ABC):
-    """One server to start. ``gpus``: GPU numbers, empty for the CPU.
+    """A server to start. ``gpus``: GPU numbers, empty for the CPU.
 
-    A cluster replaces host, port and GPUs by the values of the node that it chooses.
+    A cluster replaces host, port and GPUs with the values for the node that it chooses.
     """
 
     host: str
@@ -66,16 +67,16 @@ class ServerPlan(ABC):
 
 
 class ServerProcess:
-    """A running server and its log. The server ends with this process, however this process ends."""
+    """A server process and its log. The server is killed when this process ends, for whatever reason."""
 
     def __init__(self, plan: ServerPlan, folder: Path, number: int = 0) -> None:
-        """``folder``: of the run or evaluation."""
+        """``folder``: the directory of the run or evaluation."""
         self.plan = plan
         self.number = number
         self._folder = folder
         self.starts = 0
         self.when_ended: Callable[[], object] = lambda: None
-        """Called in a thread once the server of another machine has ended."""
+        """Called in a thread after a server on another machine has exited."""
         self._process: LocalProcess | None = None
 
     def start(self) -> None:
@@ -84,7 +85,7 @@ class ServerProcess:
         self.starts += 1
 
     def spec(self, environment: Mapping[str, str | None]) -> ProcessSpec:
-        """Return the process to start, with these changes of its environment."""
+        """Return the specification of the process. ``environment``: changes to its environment variables."""
         return ProcessSpec(
             role="server",
             number=self.number,
@@ -97,7 +98,7 @@ class ServerProcess:
 
     @property
     def node(self) -> str:
-        """The name of the machine on which it runs."""
+        """The name of the server's machine."""
         return HERE.node
 
     @property
@@ -109,7 +110,7 @@ class ServerProcess:
         return self._process is None or self._process.wait(0.0) is not None
 
     def last_words(self) -> str:
-        """Return the informative end of its log: the lines that name an error, or the last lines."""
+        """Return the last lines of the log that contain an error, or the last lines if there is no error."""
         if not self.log.exists():
             return "(the log is empty)"
         with self.log.open(errors="replace") as file:
@@ -125,10 +126,10 @@ class ServerProcess:
 
 
 class NodeServer(ServerProcess):
-    """A server on a node that the cluster chooses. Each start may be at another address."""
+    """A server on a node that the cluster chooses. Its address may change with each start."""
 
     def __init__(self, plan: ServerPlan, folder: Path, number: int, *, cluster: Cluster, bundle: Bundle) -> None:
-        """``plan``: with a host, a port and GPUs that the first start replaces."""
+        """``plan``: its host, port and GPUs are replaced by the first start."""
         super().__init__(plan, folder, number)
         self._cluster = cluster
         self._bundle = bundle
@@ -138,7 +139,7 @@ class NodeServer(ServerProcess):
         self._gone.set()
 
     def start(self) -> None:
-        """Start the server on its node or, if the node is lost, on another. Raises WorldError if no node has room."""
+        """Start the server on its node, or on a new one if the node is lost. Raises WorldError if no node has room."""
         if self._node is None or not self._cluster.is_reachable(self._node):
             self._node = self._cluster.host(self._bundle)
         node = self._node
@@ -175,6 +176,6 @@ class NodeServer(ServerProcess):
                 if gone.wait(_POLL):
                     return
         except NodeLostError:
-            pass  # it has ended with its node
+            pass  # the server was lost with its node
         gone.set()
         self.when_ended()

@@ -1,13 +1,13 @@
-"""The client of one server of an engine, over HTTP.
+"""The HTTP client for one server of an engine.
 
-A plug-in derives a class from :class:`Replica` and implements its server's protocol. Every other method has a default.
+A plug-in derives a class from :class:`Replica` and implements its server's protocol. All other methods have defaults.
 No other module of the trainer imports the HTTP library. Failed calls raise::
 
     ServerCallError
-    ├── UnreachableError   no connection, or it broke: the server is gone or not yet up
-    ├── TooSlowError       no answer within the deadline
-    ├── StatusError        an error answer, with its ``status`` and message
-    └── GarbageError       an answer with unexpected content
+    ├── UnreachableError   the connection failed or broke: the server is down or not yet up
+    ├── TooSlowError       no response within the deadline
+    ├── StatusError        an error response, with its ``status`` and message
+    └── GarbageError       a response with unexpected content
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from agentrl.rollout.engines.base import CacheUse, Completion, Sampling
 
 
 class ServerCallError(Exception):
-    """A call that gave no usable answer."""
+    """A call without a usable response."""
 
 
 class UnreachableError(ServerCallError):
-    """No connection, or it broke."""
+    """The connection failed or broke."""
 
 
 class TooSlowError(ServerCallError):
-    """No answer within the deadline."""
+    """No response within the deadline."""
 
 
 class StatusError(ServerCallError):
-    """An answer with a status of 400 or above."""
+    """A response with a status of 400 or above."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"status {status}: {message}")
@@ -50,49 +50,49 @@ class StatusError(ServerCallError):
 
 
 class GarbageError(ServerCallError):
-    """An answer with unexpected content."""
+    """A response with unexpected content."""
 
 
 Response = httpx.Response
 Transport = httpx.AsyncBaseTransport
 
-# Maximum number of characters of an answer that an error quotes.
+# Maximum number of characters of a response that are quoted in an error.
 _QUOTED = 300
 _JSON = {"content-type": "application/json"}
 
 
 class JSONClient:
-    """Calls to one address. Cancelling a call closes its connection; by that the server learns of it."""
+    """JSON client for one address. Cancelling a call closes its connection, so that the server aborts the request."""
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
         self._client = httpx.AsyncClient(
             base_url=self.address,
-            timeout=None,  # each call sets its own deadline, or none, because a slow server is not a dead one
+            timeout=None,  # each call sets its deadline, or none, because a slow server is not dead
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0),
             trust_env=False,
         )
 
     async def get(self, path: str, *, seconds: float) -> object:
-        """The JSON at ``path``; None for an empty answer."""
+        """Return the JSON at ``path``, or None for an empty response."""
         return await self._call("GET", path, None, seconds)
 
     async def text(self, path: str, *, seconds: float) -> str:
         return (await self._content("GET", path, None, seconds)).decode(errors="replace")
 
     async def post(self, path: str, body: object = None, *, seconds: float | None) -> object:
-        """The JSON answer of ``path`` to ``body``; None for an empty answer.
+        """Post ``body`` and return the JSON of the response, or None for an empty response.
 
-        With ``seconds`` None, wait as long as the connection is open.
+        ``seconds``: None to wait as long as the connection is open.
         """
         return await self._call("POST", path, body, seconds)
 
     async def command(self, path: str, body: object, *, seconds: float | None) -> None:
-        """Post a command whose answer has no content."""
+        """Post a command and ignore the content of the response."""
         await self._content("POST", path, body, seconds)
 
     async def content(self, path: str, body: object, *, seconds: float | None) -> bytes:
-        """As :meth:`post`, for an answer that the caller decodes."""
+        """Post ``body`` and return the response undecoded; see :meth:`post`."""
         return await self._content("POST", path, body, seconds)
 
     async def close(self) -> None:
@@ -124,15 +124,15 @@ class JSONClient:
 
 
 class StreamClient:
-    """Requests to one endpoint with streamed answers; the caller reads their status.
+    """Client for an endpoint with streamed responses. The caller checks their status.
 
-    An answer may last as long as pieces arrive, each within ``read_timeout`` seconds.
+    A response may last as long as its pieces arrive, each within ``read_timeout`` seconds.
     """
 
     def __init__(
         self, url: str, *, key: str | None, read_timeout: float, connections: int, transport: Transport | None = None
     ) -> None:
-        """``transport`` is for tests."""
+        """``transport``: replaces the network in tests."""
         self._client = httpx.AsyncClient(
             base_url=url.rstrip("/") + "/",
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -142,13 +142,13 @@ class StreamClient:
         )
 
     async def get(self, path: str) -> Response:
-        """The whole answer. Raises UnreachableError."""
+        """Return the complete response. Raises UnreachableError."""
         async with self._reached():
             return await self._client.get(path)
 
     @asynccontextmanager
     async def post(self, path: str, body: object) -> AsyncIterator[Response]:
-        """The answer, not yet read. Leaving the context closes the connection. Raises UnreachableError, also inside."""
+        """Yield the unread response; the connection closes on exit. Raises UnreachableError, also while reading."""
         async with self._reached(), self._client.stream("POST", path, json=body) as response:
             yield response
 
@@ -164,7 +164,7 @@ class StreamClient:
 
 
 def _message(content: bytes) -> str:
-    """The message of an error answer: in vLLM's format, or the plain text."""
+    """Return the message of an error response, in vLLM's format or as plain text."""
     try:
         return str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -176,17 +176,18 @@ def _quoted(content: bytes) -> str:
     return repr(text[:_QUOTED] + "..." if len(text) > _QUOTED else text)
 
 
-# Seconds for cheap calls, and for calls that move or hash all weights.
+# Deadline in seconds for cheap calls.
 QUICK = 30.0
+# Deadline in seconds for calls that transfer or hash all weights.
 LONG = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnRequest:
-    """One turn to sample.
+    """A turn to sample.
 
-    ``eos_ids``: the tokens that end a turn; the server must not end it at any others. ``salt``: only requests with
-    equal salts may share cached keys and values. ``adapter``: the name of the adapter that samples; None for the model.
+    ``eos_ids``: the only tokens that may end the turn. ``salt``: only requests with equal salts may share cached keys
+    and values. ``adapter``: the name of the adapter to sample from; None for the base model.
     """
 
     token_ids: tuple[int, ...]
@@ -200,9 +201,9 @@ class TurnRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerNeeds:
-    """The requirements of a run: its tokenizer, the policy's number of tokens, and its longest sequence in tokens.
+    """A run's requirements for servers: tokenizer, vocabulary size and longest sequence in tokens.
 
-    ``head_dtype``: the dtype that the policy's config.json requests for logits, if it does; "model" for its weights'.
+    ``head_dtype``: the dtype of logits according to the policy's config.json; "model" for the dtype of the weights.
     """
 
     codec: TextCodec
@@ -226,10 +227,10 @@ class ServerNeeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """A server's description of itself.
+    """Properties reported by a server.
 
-    ``release``: of its software. ``version``: as :meth:`Replica.version` returns it. ``workers``: its GPU processes.
-    ``note``: a further fact for the console, such as the dtype of its logits.
+    ``release``: the release of its software. ``version``: the result of :meth:`Replica.version`. ``workers``: the
+    number of its GPU processes. ``note``: an addition for the console, such as the dtype of its logits.
     """
 
     release: str
@@ -239,7 +240,7 @@ class Identity:
 
 
 class Replica(ABC):
-    """A client of one server. Every call raises ServerCallError if the server does not answer as it should."""
+    """A client for one server. Every call raises ServerCallError if it gets no valid response."""
 
     title: ClassVar[str]
     """The name of the server's software, for messages."""
@@ -248,9 +249,9 @@ class Replica(ABC):
         self.address = address.rstrip("/")
         self.http = JSONClient(self.address)
         self.has_checksums = False
-        """Whether :meth:`checksums` works; set by :meth:`identify`."""
+        """Whether the server supports :meth:`checksums`; set by :meth:`identify`."""
         self.adapter: str | None = None
-        """The adapter whose scores :meth:`score` returns; None for the model's."""
+        """The adapter used by :meth:`score`; None for the base model."""
 
     async def close(self) -> None:
         await self.http.close()
@@ -259,7 +260,7 @@ class Replica(ABC):
 
     @abstractmethod
     async def identify(self, needs: ServerNeeds) -> Identity:
-        """Check that the server can serve the run. Raises SettingsError (:meth:`wrong`) with the difference."""
+        """Check that the server can serve the run. Raises SettingsError (:meth:`wrong`) if it cannot."""
 
     @abstractmethod
     async def generate(self, request: TurnRequest) -> Completion:
@@ -275,27 +276,27 @@ class Replica(ABC):
 
     @abstractmethod
     async def label(self, version: int) -> None:
-        """Set the label of the server's weights, which is also the version of the tokens sampled from now on."""
+        """Set the label of the server's weights, which becomes the version of tokens sampled after the call."""
 
     @abstractmethod
     async def load(self, directory: str) -> None:
-        """Load all weights from a directory with safetensors files that the server can read."""
+        """Load all weights from the safetensors files in a directory that the server can read."""
 
     # -- optional -------------------------------------------------------------------------------------------------
 
     async def healthy(self) -> None:
-        """Return if the server responds."""
+        """Check that the server responds."""
         await self.http.get("/health", seconds=QUICK)
 
     async def checksums(self) -> list[dict[str, tuple[int, int]]]:
-        """Return each worker's checksums (:func:`agentrl.weights.verify.checksums`) of its share of each parameter.
+        """Return each worker's checksums (:func:`agentrl.weights.verify.checksums`) of its shard of each parameter.
 
         Called only if ``has_checksums`` is true.
         """
         raise NotImplementedError
 
     async def tokens_so_far(self) -> int | None:
-        """Return the number of tokens computed since the start. None if not reported: it never counts as stalled."""
+        """Return the number of tokens computed since the start. None, if not reported, disables stall detection."""
         return None
 
     async def cache_use(self) -> CacheUse | None:
@@ -303,19 +304,19 @@ class Replica(ABC):
         return None
 
     async def pause(self) -> None:
-        """Pause every request until :meth:`resume`. By default they go on while the weights change."""
+        """Pause every request until :meth:`resume`. By default, requests continue while the weights change."""
 
     async def resume(self) -> None: ...
 
     async def forget_prefixes(self, *, running_too: bool) -> None:
-        """Drop cached prefixes; with ``running_too``, running requests drop and recompute theirs too."""
+        """Drop cached prefixes. With ``running_too``, running requests also recompute their keys and values."""
 
     async def sleep(self, *, keep_weights: bool) -> None:
         """Release GPU memory to the trainer. Called only if ``EngineFacts.shares_gpus`` is set."""
         raise NotImplementedError
 
     async def wake(self, tag: str) -> None:
-        """Allocate the memory for ``weights`` or the ``kv_cache`` again."""
+        """Reallocate the memory for ``tag``: ``weights`` or ``kv_cache``."""
         raise NotImplementedError
 
     async def adapters(self) -> frozenset[str]:
@@ -327,9 +328,9 @@ class Replica(ABC):
         raise NotImplementedError
 
     async def unload_adapter(self, name: str) -> None:
-        """Drop an adapter. No running request names it."""
+        """Unload an adapter that no running request uses."""
         raise NotImplementedError
 
     def wrong(self, what: str) -> SettingsError:
-        """Return the error for a server that does not fit the run."""
+        """Return the error for a server that cannot serve the run."""
         return SettingsError(f"the {self.title} server {self.address} cannot be used: {what}")

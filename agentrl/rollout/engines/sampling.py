@@ -1,4 +1,4 @@
-"""Sampling from the tempered distribution: a token's random number depends only on its request's key and position."""
+"""Sampling from the tempered distribution, with random numbers keyed by request and position."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 from agentrl.kernels.arithmetic import running_sum
 
 _MASK = 0xFFFFFFFFFFFFFFFF
-_ROUNDING = 1e-6  # of float32 probabilities: a set that misses top_p by no more than this reaches it
+_ROUNDING = 1e-6  # float32 tolerance: a set that misses top_p by at most this much counts as reaching top_p
 
 
 def sampling_key(*parts: int | str) -> int:
-    """A 64-bit key from the parts that identify a request: seed, step, problem, sample, turn."""
+    """Return a 64-bit key for the parts that identify a request: seed, step, problem, sample, turn."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 def keyed_uniform(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Uniform numbers in [0, 1) for pairs of key and position (SplitMix64, Steele et al. 2014).
+    """Return uniform numbers in [0, 1) for pairs of key and position (SplitMix64, Steele et al. 2014).
 
-    The inputs are uint64, the result is float64.
+    The inputs are uint64, and the result is float64.
 
     >>> keys = np.array([1, 1, 2], dtype=np.uint64)
     >>> u = keyed_uniform(keys, np.array([0, 1, 0], dtype=np.uint64))
@@ -43,9 +43,9 @@ def sample_tokens(
     """Draw one token per row by inverting the cumulative distribution.
 
     Takes ``logits`` [n, V], ``temperatures`` [n], ``uniforms`` [n] float64 in [0, 1) and ``top_ps`` [n] in (0, 1]
-    (None: all 1). Returns token ids [n] and their log-probabilities [n] (float32) under the distribution sampled from:
-    ``softmax(logits / temperature)``, cut to its nucleus and renormalised. At temperature 0 the token is the likeliest
-    one, the first on a tie, with log-probability 0.
+    (None: all 1). Returns token ids [n] and their log-probabilities [n] (float32) under the sampling distribution:
+    ``softmax(logits / temperature)``, restricted to its nucleus and renormalised. At temperature 0, the most likely
+    token is selected (the first on a tie), with log-probability 0.
     """
     greedy = temperatures == 0
     divisors = torch.where(greedy, 1.0, temperatures)
@@ -60,9 +60,10 @@ def sample_tokens(
 
 
 def nucleus(log_probs: Tensor, top_ps: Tensor) -> Tensor:
-    """Each row's smallest set of likeliest tokens whose probability reaches ``top_p``, renormalised; all others -inf.
+    """Restrict each row to the smallest set of most likely tokens whose probability reaches ``top_p``.
 
-    Rows with ``top_p`` 1 keep every token (Holtzman et al. 2020).
+    The set is renormalised, and all other log-probabilities are -inf. Rows with ``top_p`` 1 keep every token (Holtzman
+    et al. 2020).
 
     >>> nucleus(torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([0.6])).exp()
     tensor([[0.6250, 0.3750, 0.0000]])

@@ -1,4 +1,4 @@
-"""The weights that every server must hold: how a server takes them, and how it is verified when it returns."""
+"""The weights that every server must hold: their installation, and the verification of recovered servers."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from agentrl.rollout.engines.base import Completion
 from agentrl.rollout.engines.replica import GarbageError, Replica
 
 Check = Callable[[Replica], Awaitable[str | None]]
-"""Checks a server: returns the problem with its weights, or None. Raises ServerCallError."""
+"""Returns the problem with a server's weights, or None. Raises ServerCallError."""
 
 
 class ServedWeights:
-    """The weights that every server must hold: how a server takes them, and how it is verified when it returns.
+    """The weights that every server must hold.
 
-    ``directory``: the files of this ``version``, if they are transferred by files. ``untouched``: the servers hold the
-    weights they were started with. ``check``: the check that a returning server must pass; without one, it must
-    respond to a request.
+    ``directory``: the files of this ``version``, if weights are transferred as files. ``untouched``: the servers hold
+    their initial weights. ``check``: the check that a recovered server must pass; without a check, the server only has
+    to respond to a request.
     """
 
     replaced = True
-    """Whether a new version replaces the weights that requests are running with."""
+    """Whether a new version replaces the weights of running requests."""
 
     def __init__(self, version: int, *, recompute: bool) -> None:
-        """``recompute``: running requests recompute their keys and values with new weights."""
+        """``recompute``: running requests recompute their keys and values after a weight update."""
         self.version = version
         self.directory: Path | None = None
         self.untouched = True
@@ -39,11 +39,11 @@ class ServedWeights:
 
     @asynccontextmanager
     async def used(self, replica: Replica, version: int) -> AsyncIterator[str | None]:
-        """Yield the adapter that a request for ``version`` names, which stays loaded meanwhile; None for the model."""
+        """Yield the adapter for a request of ``version``, which stays loaded meanwhile, or None for the base model."""
         yield None
 
     def dated(self, completion: Completion, version: int) -> Completion:
-        """Return the completion of a request for ``version`` with the versions of the weights that sampled it."""
+        """Return the completion of a request of ``version`` with the versions that sampled its tokens."""
         return completion
 
     def salt(self, version: int) -> str:
@@ -53,17 +53,17 @@ class ServedWeights:
     def replace(self, directory: Path | None, version: int) -> None:
         """Set the weights to ``version``, which servers load from ``directory`` or (None) have already received."""
         self.version, self.directory, self.untouched = version, directory, False
-        self.check = None  # the last one was for other weights; the next one is set once these are verified
+        self.check = None  # the old check is for the old weights; a new one is set after verification
 
     async def install(self, replica: Replica) -> None:
-        """Make a server hold the current version. Raises ServerCallError."""
+        """Install the current version on a server. Raises ServerCallError."""
         if self.directory is not None:
             await replica.load(str(self.directory))
         await replica.label(self.version)
         await replica.forget_prefixes(running_too=self._recompute)
 
     async def held_by(self, replica: Replica) -> bool:
-        """Return whether a server holds the current version, after loading it from files if possible."""
+        """Return True if a server holds the current version, after loading it from files if possible."""
         label = await replica.version()
         if label is None and self.untouched:
             await replica.label(self.version)
@@ -74,7 +74,7 @@ class ServedWeights:
         return True
 
     async def verify(self, replica: Replica) -> None:
-        """Check a server that returns. Raises GarbageError if it does not hold the current version."""
+        """Check a recovered server. Raises GarbageError if it does not hold the current version."""
         if self.check is None:
             await replica.score((0, 1), salt=f"{self._nonce}-probe-{secrets.token_hex(4)}")
             return
@@ -86,10 +86,10 @@ class ServedWeights:
 
 
 class ServedAdapters(ServedWeights):
-    """Versions as adapters, each under a name of its own, on a model that never changes.
+    """Versions as adapters with unique names, on a frozen base model.
 
-    A request keeps the adapter that it began with. An adapter is unloaded after it is neither the newest nor named by a
-    running request. The first version is the model itself: its adapters are zero.
+    A request uses the same adapter from start to end. An adapter is unloaded when it is neither the newest nor used by
+    a running request. The first version is the base model itself, because its adapters are zero.
     """
 
     replaced = False
@@ -113,12 +113,12 @@ class ServedAdapters(ServedWeights):
             self._running[replica.address, name] -= 1
 
     def dated(self, completion: Completion, version: int) -> Completion:
-        """Date all tokens to the adapter that the request named; the server's label is that of its model."""
+        """Attribute all tokens to the request's adapter, because the server's label is for the base model."""
         return replace(completion, version_spans=((version, len(completion.token_ids)),))
 
     def replace(self, directory: Path | None, version: int) -> None:
         super().replace(directory, version)
-        # A version that is sent again gets another name: a server keeps what it has loaded under a name.
+        # A resent version gets a new name, because a server keeps the adapter that is loaded under a name.
         self._names[version] = f"{self._prefix}{version}-{next(self._numbers)}"
 
     async def install(self, replica: Replica) -> None:

@@ -1,4 +1,4 @@
-"""The engine over servers: balances requests, retries them on other servers and changes weights on all servers."""
+"""The engine over servers: balances requests, retries them on other servers and updates the weights of all servers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FIRST_BACKOFF = 0.1  # seconds
 
 
 class ServerEngine:
-    """An :class:`~agentrl.rollout.engines.base.Engine` over servers. Used from one event loop.
+    """An :class:`~agentrl.rollout.engines.base.Engine` over servers. Must be used from a single event loop.
 
     If a server dies, its requests restart on another server from the trajectory's exact tokens and with the same seed.
     Earlier turns are never sampled again.
@@ -51,9 +51,9 @@ class ServerEngine:
         weights: ServedWeights,
         label: bool = True,
     ) -> None:
-        """``servers`` are processes to start or addresses; ``connect`` makes the client of an address.
+        """``servers``: processes to start, or addresses. ``connect``: creates the client for an address.
 
-        ``label``: label the weights of servers that have no version; otherwise they keep no label.
+        ``label``: whether to label the weights of servers that have no version.
         """
         self._needs = needs
         self._settings = settings
@@ -61,7 +61,7 @@ class ServerEngine:
         self._label = label
         self._balancer = Balancer(len(servers))
         self._gate = asyncio.Event()  # closed while weights change
-        self._revival = asyncio.Event()  # likewise, but open if no server is left to take them
+        self._revival = asyncio.Event()  # likewise, but open if no server is left to receive them
         self._members = [
             Member(served, index, load, self._gate, connect, settings)
             for index, (served, load) in enumerate(zip(servers, self._balancer.loads, strict=True))
@@ -72,7 +72,7 @@ class ServerEngine:
     # -- start and end --------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Start the servers to be started and check every server. Raises SettingsError or WorldError."""
+        """Start the run's servers, and check all servers. Raises SettingsError or WorldError."""
         await asyncio.gather(*(member.start() for member in self._members))
         await asyncio.gather(*(self._open(member) for member in self._members))
         self._open_gate()
@@ -109,7 +109,7 @@ class ServerEngine:
             except ServerCallError as error:
                 failures.append(f"{member.address}: {error}")
                 if says_out_of_memory(str(error)) and member.load.limit == limit:
-                    member.admit_less()  # once for all requests that the same shortage made fail
+                    member.admit_less()  # once for all requests that failed because of the same shortage
                 if not self._note_failure(member, error) or len(failures) > self._settings.request_retries:
                     raise EngineError(f"request {request_id} failed {len(failures)} times: {failures[-1]}") from error
                 avoid.add(member.index)
@@ -134,7 +134,7 @@ class ServerEngine:
                         TurnRequest(
                             token_ids=token_ids,
                             sampling=sampling,
-                            # A server may reject an id that it still holds.
+                            # A server may reject an id that is still in use.
                             request_id=f"{request_id}-{secrets.token_hex(3)}",
                             seed=seed,
                             eos_ids=self._needs.codec.end_ids,
@@ -153,7 +153,7 @@ class ServerEngine:
         return completion
 
     async def _member_for(self, trajectory_id: str, context: int, avoid: frozenset[int]) -> Member:
-        """Choose a server for a request; waits while weights change and while all servers are full or down."""
+        """Choose a server for a request. Waits while weights change and while all servers are full or down."""
         while True:
             await self._gate.wait()
             index = self._balancer.choose(trajectory_id, context=context, avoid=avoid)
@@ -166,9 +166,9 @@ class ServerEngine:
                 await self._wait_in_outage()
 
     async def _wait_in_outage(self) -> None:
-        """Return when something has changed while no server works.
+        """Wait for a change while no server is available.
 
-        Raises WorldError ``outage_deadline`` seconds after the outage began, or at once if no server can come back.
+        Raises WorldError ``outage_deadline`` seconds after the outage began, or at once if no server can recover.
         """
         loop = asyncio.get_running_loop()
         if self._outage_since is None:
@@ -188,7 +188,7 @@ class ServerEngine:
         self._balancer.release(trajectory_id)
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Log-probabilities at temperature 1 of ``token_ids[1:]``, by the first server that is up."""
+        """Return the log-probabilities at temperature 1 of ``token_ids[1:]`` from the first server that is up."""
         for member in self._up:
             try:
                 return await member.replica.score(token_ids, salt=self._weights.salt(self.version))
@@ -197,7 +197,7 @@ class ServerEngine:
         raise EngineError(f"no {self._title} server is available: {self._lost}")
 
     async def cache_use(self) -> CacheUse | None:
-        """The total cache of all servers that are up, with the usage of the fullest; None while none reports it."""
+        """Return the total cache of the servers that are up, with the usage of the fullest; None if none reports it."""
         known: list[CacheUse] = []
         calls = (member.replica.cache_use() for member in self._up)
         for answer in await asyncio.gather(*calls, return_exceptions=True):
@@ -216,7 +216,7 @@ class ServerEngine:
     # -- failures -------------------------------------------------------------------------------------------------
 
     def _note_failure(self, member: Member, error: ServerCallError) -> bool:
-        """Note a server's failure, and take it out of service if needed. Returns whether to retry the request."""
+        """Record a server's failure, and mark the server as down if necessary. Returns True to retry the request."""
         member.failure = str(error)
         if isinstance(error, StatusError):
             if says_out_of_memory(error.message):
@@ -246,11 +246,11 @@ class ServerEngine:
 
     @property
     def untouched(self) -> bool:
-        """Whether the servers hold the weights they were started with."""
+        """Whether the servers hold their initial weights."""
         return self._weights.untouched
 
     def targets(self) -> list[tuple[str, int, int]]:
-        """Return the address, the number of GPU workers and the number of starts of every server that answers."""
+        """Return the address, the number of GPU workers and the number of starts of every responding server."""
         return [
             (
                 member.address,
@@ -262,9 +262,9 @@ class ServerEngine:
         ]
 
     async def pause(self) -> None:
-        """Pause all requests, running and new, so that weights can change. Sleeping servers get room for weights.
+        """Pause all running and new requests, so that weights can change. Sleeping servers allocate memory for weights.
 
-        Running requests go on where servers load adapters: each keeps its own.
+        If servers load adapters, running requests continue, because each request keeps its adapter.
         """
         self._close_gate()
         if self._asleep:
@@ -273,7 +273,7 @@ class ServerEngine:
             await self._on_all(lambda replica: replica.pause())
 
     async def install(self, directory: Path | None, version: int) -> None:
-        """Install the weights of ``version``: from ``directory``, or (None) those already transferred to the servers.
+        """Install the weights of ``version`` from ``directory``, or (None) as already transferred to the servers.
 
         Call :meth:`pause` first. Running requests continue; new ones wait for :meth:`resume`.
         """
@@ -291,11 +291,11 @@ class ServerEngine:
         self._balancer.forget_prefixes()
 
     async def problems(self, check: Check) -> list[str]:
-        """The problems that ``check`` finds with the servers that answer."""
+        """Return the problems that ``check`` finds with the responding servers."""
         return [problem for problem in await self._on_all(check) if problem is not None]
 
     def resume(self, check: Check | None = None) -> None:
-        """Allow new requests. A server that comes back must pass ``check``."""
+        """Allow new requests. A recovered server must pass ``check``."""
         self._weights.check = check
         for member in self._members:
             if member.stale:
@@ -304,12 +304,12 @@ class ServerEngine:
         self._balancer.wake()
 
     async def adopt(self) -> None:
-        """Label the servers' weights as the current version, whatever their label, and treat them as start weights."""
+        """Label the servers' weights as the current version, regardless of their label, and treat them as initial."""
         await self._on_all(lambda replica: replica.label(self.version))
         self._weights.untouched = True
 
     async def sleep(self) -> None:
-        """Release the GPUs to the trainer until the next :meth:`install`; weights that it replaces are lost."""
+        """Release the GPUs to the trainer until the next :meth:`install`. Weights that it replaces are dropped."""
         self._close_gate()
         self._asleep = True
         self._balancer.forget_prefixes()
@@ -324,16 +324,16 @@ class ServerEngine:
         self._revival.clear()
 
     async def _on_all(self, call: Callable[[Replica], Awaitable[_Result]]) -> list[_Result]:
-        """Call every server that responds; mark the others as down.
+        """Call every responding server, and mark the others as down.
 
-        If none is left, wait for one to come back and call it. Raises WorldError if none does in time.
+        If no server is left, wait for one to recover and call it. Raises WorldError if none recovers in time.
         """
         while not (results := await self._on_answering(call)):
             await self._await_return()
         return results
 
     async def _await_return(self) -> None:
-        """Return when a server answers again, even while weights change. Raises WorldError."""
+        """Wait until a server responds again, even while weights change. Raises WorldError if none does in time."""
         logger.warning(
             "no %s server is available to receive the weights: waiting for one, at most %g s (%s.outage_deadline)",
             self._title, self._settings.outage_deadline, self._settings.prefix,
@@ -362,7 +362,7 @@ class ServerEngine:
                 results.append(outcome)
         return results
 
-    # -- about ----------------------------------------------------------------------------------------------------
+    # -- status ---------------------------------------------------------------------------------------------------
 
     @property
     def _up(self) -> list[Member]:
@@ -380,7 +380,7 @@ class ServerEngine:
         return sorted({member.identity.release for member in self._members if member.identity is not None})
 
     def fingerprint(self) -> str:
-        """A digest of tokenizer, vocabulary and version. It does not prove equal weights; probes do."""
+        """Return a digest of tokenizer, vocabulary and version. Equal digests do not prove equal weights; probes do."""
         text = f"{self._needs.codec.encode('0 1 2 print()')} {self._needs.vocabulary} {self.version}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

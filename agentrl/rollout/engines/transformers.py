@@ -28,7 +28,7 @@ from agentrl.weights.verify import Probe, Verifier, checksums, with_head
 
 logger = logging.getLogger(__name__)
 
-# Consecutive forwards on the engine's thread before control returns to the event loop.
+# Consecutive forward passes on the engine's thread before control returns to the event loop.
 _FORWARDS = 64
 
 
@@ -40,7 +40,7 @@ TOO_LARGE = (
 
 
 def is_too_large(parameters: int, device: str) -> bool:
-    """Whether a model with ``parameters`` parameters on ``device`` (``cuda``, ``cpu``) should be served by vLLM.
+    """Return True if a model with ``parameters`` parameters on ``device`` (``cuda``, ``cpu``) should use vLLM.
 
     >>> is_too_large(7_000_000_000, "cuda"), is_too_large(7_000_000_000, "cpu"), is_too_large(1_000_000_000, "cuda")
     (True, False, False)
@@ -51,11 +51,11 @@ def is_too_large(parameters: int, device: str) -> bool:
 class TransformersEngine:
     """An :class:`~agentrl.rollout.engines.base.Engine` over ``model``, which may share its weights with training.
 
-    Sampled tokens and log-probabilities come from this model's own forward at the set temperature. A trajectory's keys
-    and values are kept between its turns. Forwards run on a separate thread, so the event loop stays responsive. Use
-    the engine from one event loop only; it is not otherwise thread-safe. In ``deterministic`` mode requests wait until
-    none is running and are computed in the order of their ids from their full contexts, so that a batch depends only
-    on its requests.
+    Sampled tokens and log-probabilities are computed by this model's forward pass at the requested temperature. A
+    trajectory's keys and values are kept between its turns. Forward passes run on a separate thread, so that the event
+    loop stays responsive. The engine is not thread-safe: use it from one event loop only. In ``deterministic`` mode,
+    requests wait until no request is running. They are then computed in the order of their ids from their full
+    contexts, so that a batch depends only on its requests.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TransformersEngine:
         version: int = 0,
         deterministic: bool = False,
     ) -> None:
-        """Raises SettingsError for a model whose attention the engine's cache cannot serve."""
+        """Prepare ``model`` for sampling. Raises SettingsError if the engine's cache does not support its attention."""
         if not has_full_attention(model.config):
             raise SettingsError(
                 "rollout.engine=transformers supports only models with full attention in every layer: "
@@ -133,18 +133,18 @@ class TransformersEngine:
         self._released.append(trajectory_id)
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Log-probabilities at temperature 1 of ``token_ids[1:]``, each given the tokens before it."""
+        """Return the log-probabilities at temperature 1 of ``token_ids[1:]``, each given the preceding tokens."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, token_ids)
 
     def pause(self) -> None:
-        """Pause all requests until :meth:`resume`. The next operation on the model waits for a running forward."""
+        """Pause all requests until :meth:`resume`. The model's next operation waits for a running forward pass."""
         self._open.clear()
 
     def resume(self) -> None:
         self._open.set()
 
     async def rest(self) -> None:
-        """Return when no forward runs. Cancelled requests may still be in one after all others have ended.
+        """Wait until no forward pass runs. A pass may still include cancelled requests after all others have ended.
 
         Raises EngineError if a request is still running.
         """
@@ -161,7 +161,7 @@ class TransformersEngine:
         """Install new weights (no tensors if the weights are shared) and drop all cached prefixes.
 
         Running requests continue from their current tokens; ``rollout.kv_on_update`` decides whether their keys and
-        values are kept. Raises EngineError for tensors that do not fit.
+        values are kept. Raises EngineError if a tensor does not fit the model.
         """
         await asyncio.get_running_loop().run_in_executor(self._thread, self._update, tensors, version)
 
@@ -180,7 +180,7 @@ class TransformersEngine:
         return self._version
 
     async def cache_use(self) -> CacheUse:
-        """The usage of the cache. Each trajectory holds a row from its first turn to its end."""
+        """Return the usage of the cache. Each trajectory occupies a row from its first turn to its end."""
         return CacheUse(
             tokens=self._batcher.kv_cache_tokens, used=self._batcher.used, preemptions=self._batcher.evictions
         )
@@ -193,7 +193,7 @@ class TransformersEngine:
         return f"transformers engine, {parameters / 1e6:.2f}M parameters, logits in float32, version {self._version}"
 
     async def close(self) -> None:
-        """End the serving task and its thread; requests still waiting are cancelled."""
+        """Stop the serving task and its thread, and cancel waiting requests."""
         for request, future in self._futures.items():
             request.cancelled = True
             future.cancel()
@@ -221,7 +221,7 @@ class TransformersEngine:
                 await self._open.wait()
                 for request in await loop.run_in_executor(self._thread, self._advance):
                     self._deliver(request)
-                # Let trajectories whose turn ended act (run their programs) before the next forward.
+                # Let trajectories with a finished turn run their programs before the next forward pass.
                 await asyncio.sleep(0)
 
     def _deliver(self, request: Request) -> None:
@@ -234,10 +234,10 @@ class TransformersEngine:
             future.set_result(request.completion())
 
     def _served(self, server: asyncio.Task[None]) -> None:
-        """Handle a failed forward. Out of memory becomes an EngineError; any other error is a bug and raises unchanged.
+        """Handle a failed forward pass. Running out of memory becomes an EngineError; other errors are bugs.
 
-        Either way every running request ends with the error, and the next request finds an empty engine. After running
-        out of memory, the engine computes less at a time.
+        In both cases, all running requests raise the error, and the engine is emptied. After running out of memory, the
+        engine also reduces its limits.
         """
         if server.cancelled():
             return
@@ -256,7 +256,7 @@ class TransformersEngine:
         self._batcher.abandon()
 
     def _advance(self) -> list[Request]:
-        """Run forwards until a request ends, on the engine's thread."""
+        """Run forward passes on the engine's thread until a request ends, up to ``_FORWARDS``."""
         with self._lock:
             for _ in range(_FORWARDS):
                 self._take_arrivals()
@@ -291,7 +291,7 @@ class TransformersEngine:
 
 
 class ManagedTransformers:
-    """The lifecycle of the engine in the rollout worker."""
+    """The lifecycle of the transformers engine in the rollout worker."""
 
     def __init__(self, request: EngineRequest) -> None:
         self.engine = TransformersEngine(
@@ -303,7 +303,7 @@ class ManagedTransformers:
         self.verifier = Verifier(request.policy.dtype)
 
     async def open(self) -> None:
-        """Return at once: the model is already loaded."""
+        """Do nothing, because the model is already loaded."""
 
     def begin_rollouts(self) -> None:
         self._model.eval()

@@ -1,1 +1,1 @@
-"""The gateway: agent programs of any kind, trained with the exact tokens that were sampled for them."""
+"""The gateway: trains agent programs on the exact tokens that were sampled for them."""

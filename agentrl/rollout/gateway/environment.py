@@ -1,10 +1,10 @@
-"""Environments whose rollouts pass through the gateway's matching, so that one rollout may have several trajectories.
+"""Environments whose requests are matched by the gateway, so that one rollout may have several trajectories.
 
-:class:`AgentEnvironment` runs the user's program against the gateway. :class:`DeployedHistory` shows a conversation to
-the model as a deployed server would: the chat template writes its earlier turns. An episode's turns become requests,
-matched and stored by the same rules (:mod:`agentrl.rollout.gateway.tree`). Where the template writes an earlier turn
-differently than it was sampled (it drops thoughts, or formats a call anew), the next turn begins a new sequence: a
-branch of the trajectory.
+:class:`AgentEnvironment` runs the user's program against the gateway. :class:`DeployedHistory` renders a conversation
+as a deployed server would: the chat template renders earlier turns. An episode's turns become requests, which are
+matched and stored by the same rules (:mod:`agentrl.rollout.gateway.tree`). If the template renders an earlier turn
+differently than it was sampled (for example without reasoning), the next turn starts a new sequence, which is a branch
+of the rollout.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ _COUNTED = ("replayed", *(f"miss_{cause}" for cause in MISSES))
 
 
 def agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings: AgentGatewaySettings) -> ChatRenderer:
-    """The chat template of the model ``name``, and its codec, which knows how the template ends a turn."""
+    """Build the renderer for the model ``name``. Its codec uses the end-of-turn marker of the chat template.
+
+    Raises SettingsError if the file of ``gateway.chat_template`` cannot be read.
+    """
     template = None
     if settings.chat_template is not None:
         try:
@@ -73,7 +76,7 @@ def agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings: Agen
 
 
 def load_program(env: str, options: Mapping[str, object], settings: AgentGatewaySettings) -> AgentProgram:
-    """Return the agent program for an environment's name and options. Raises PluginError if there is none."""
+    """Return the agent program for an environment's name and options. Raises PluginError if it is invalid."""
     if env.startswith(VERIFIERS):
         return verifiers_worker_of(env.removeprefix(VERIFIERS), read_options(VerifiersSettings, options), settings)
     read_options(NoSettings, options)
@@ -83,7 +86,7 @@ def load_program(env: str, options: Mapping[str, object], settings: AgentGateway
 
 
 class _PromptEpisode:
-    """The prompt of a problem, without further turns: the agent program holds the conversation."""
+    """An episode that only has a prompt, because the agent program conducts the conversation."""
 
     stop: tuple[str, ...] = ()
 
@@ -103,14 +106,14 @@ class _PromptEpisode:
         return _PromptEpisode(self._prompt)
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing, because there are no resources to release."""
 
 
 class AgentEnvironment(Environment):
-    """The program, the gateway and the chat template that all rollouts of an agent program share."""
+    """The environment of an agent program: the program, gateway and chat template shared by all its rollouts."""
 
     def __init__(self, program: AgentProgram, settings: AgentGatewaySettings, renderer: ChatRenderer | None) -> None:
-        """``renderer``: None for an environment that only returns prompts, in plain text."""
+        """``renderer``: None for an environment that only returns prompts in plain text."""
         self._program = program
         if program.trusted:
             settings = settings.model_copy(update={"agent_columns": None, "agent_rewards": True})
@@ -118,16 +121,16 @@ class AgentEnvironment(Environment):
         self._renderer = renderer
         self._gateway = AgentGateway(settings)
         self._counts: Counter[str] = Counter()
-        self.crashes: dict[str, str] = {}  # by type and location, the newest traceback
+        self.crashes: dict[str, str] = {}  # newest traceback by exception type and location
 
     async def open(self) -> None:
-        """Start the gateway. Raises SettingsError if its address is not free."""
+        """Start the gateway and the program. Raises SettingsError if the gateway's address is not free."""
         if self._renderer is not None:
             await self._gateway.open()
             await self._program.open(self._gateway)
 
     def episode(self, problem: Problem) -> _PromptEpisode:
-        """Return an episode that only has the problem as a user's message, for demonstrations."""
+        """Return an episode that contains only the prompt, for demonstrations."""
         return _PromptEpisode(self._prompt(problem))
 
     def _prompt(self, problem: Problem) -> MarkedText:
@@ -139,12 +142,12 @@ class AgentEnvironment(Environment):
         return MarkedText(*layout.parts([message.content for message in messages]))
 
     async def close(self) -> None:
-        """End the program and the gateway. May be called more than once."""
+        """Stop the program and the gateway. May be called more than once."""
         await self._program.close()
         await self._gateway.close()
 
     def describe(self) -> list[str]:
-        """Lines for the console: the program, and how its sequences are trained."""
+        """Return lines for the console about the program and the training of its sequences."""
         settings = self._settings
         kept = "kept as sampled" if settings.history == "keep" else "rendered by the chat template"
         return [
@@ -154,9 +157,9 @@ class AgentEnvironment(Environment):
         ]
 
     async def rollout(self, problem: Problem, policy: TokenPolicy) -> tuple[Trajectory, ...]:  # type: ignore[override]
-        """Run the program once; the policy answers its requests.
+        """Run the program once, with the policy answering its requests.
 
-        Raises UnavailableError if the rollout is no data, SkippedProblemError for a long prompt.
+        Raises UnavailableError if the rollout is excluded and SkippedProblemError if the prompt is too long.
         """
         assert self._renderer is not None, "an environment without a renderer only returns prompts"
         policy.measure(len(policy.codec.encode_prompt(self._prompt(problem))))
@@ -171,7 +174,7 @@ class AgentEnvironment(Environment):
         return rows
 
     async def _run(self, rollout: AgentRollout) -> str | None:
-        """Run the program to its end. Returns why the rollout is no data, or None."""
+        """Run the program to its end. Returns the reason for excluding the rollout, or None."""
         access = self._gateway.admit(rollout)
         failure: str | None = None
         crash: Exception | None = None
@@ -199,10 +202,10 @@ class AgentEnvironment(Environment):
         return None if failure is None else rollout.failure or failure
 
     def _note_crash(self, rollout: AgentRollout, crash: Exception | None) -> None:
-        """Record an exception of the program itself, not one that follows from the engine's failure or a limit."""
+        """Record an exception of the program, unless it results from a failure of the engine or a limit."""
         if crash is None or rollout.failure is not None or rollout.stopped is not None:
             self.crashes.clear()
-        elif isinstance(crash, AgentFailureError):  # a command: the first line names its exit code
+        elif isinstance(crash, AgentFailureError):  # a command: the first line contains its exit code
             self.crashes[str(crash).partition("\n")[0]] = str(crash)
         else:
             frame = traceback.extract_tb(crash.__traceback__)[-1]
@@ -221,7 +224,7 @@ class AgentEnvironment(Environment):
         self._counts["not_trained"] += sum(sampled[one.id] for one in generations if not one.counts)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the rollouts since the last call; {} if there was none."""
+        """Return metrics of the rollouts since the last call, or {} if there were none."""
         counts, self._counts = self._counts, Counter()
         if not counts["rollouts"]:
             return {}
@@ -234,12 +237,12 @@ class AgentEnvironment(Environment):
         }
 
 
-# The episode counts its turns and its time.
+# Without limits, because the episode limits its turns and time.
 _UNLIMITED = AgentGatewaySettings(history="template", max_generations=2**31, deadline=1e9)
 
 
 class DeployedHistory(Environment):
-    """An environment whose conversations are shown to the model as a deployed server shows them."""
+    """An environment that renders conversations as a deployed server would."""
 
     def __init__(self, environment: Environment, renderer: ChatRenderer, tools: Sequence[Json]) -> None:
         self._environment = environment
@@ -251,11 +254,11 @@ class DeployedHistory(Environment):
         await self._environment.open()
 
     def episode(self, problem: Problem) -> Episode:
-        """An episode of the environment."""
+        """Return an episode of the environment."""
         return self._environment.episode(problem)
 
     async def rollout(self, problem: Problem, policy: TokenPolicy) -> tuple[Trajectory, ...]:  # type: ignore[override]
-        """Play the environment with a policy that samples each turn after the messages so far, rendered anew."""
+        """Play the environment with a policy that renders all messages again before each turn."""
         chat = _MessagePolicy(policy, self._renderer, self._tools)
         try:
             return await self._environment.rollout(problem, chat)
@@ -267,16 +270,16 @@ class DeployedHistory(Environment):
         await self._environment.close()
 
     def with_turns(self, max_turns: int) -> DeployedHistory:
-        """The same with up to ``max_turns`` a trajectory, unless the environment has a limit of its own."""
+        """Return a copy with at most ``max_turns`` turns per trajectory, unless the environment has its own limit."""
         return DeployedHistory(self._environment.with_turns(max_turns), self._renderer, self._tools)
 
     def describe(self) -> list[str]:
-        """Lines for the console: the environment, and the form of earlier turns that the model sees."""
+        """Return lines for the console about the environment and the rendering of earlier turns."""
         return [*self._environment.describe(), "history: earlier turns are rendered by the chat template"]
 
 
 class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
-    """Samples turns as replies to requests. All turns get the reward of the last one."""
+    """Samples turns as replies to requests. The last turn carries the sum of all rewards."""
 
     def __init__(self, tokens: TokenPolicy, renderer: ChatRenderer, tools: Sequence[Json]) -> None:
         settings = tokens.settings

@@ -29,7 +29,7 @@ from agentrl_envs.types import Problem, as_reward
 
 logger = logging.getLogger(__name__)
 
-# Environment variables that agents' processes inherit. Proxies are left out: their addresses may contain passwords.
+# Environment variables that agents' processes inherit. Proxy variables are excluded, as they may contain passwords.
 _USUAL = (
     "CURL_CA_BUNDLE",
     "HOME",
@@ -47,10 +47,10 @@ _USUAL = (
     "USER",
     "VIRTUAL_ENV",
 )
-_TAIL = 2000  # characters of a command's output that a message shows
+_TAIL = 2000  # characters of a command's output that are quoted in a message
 
 BLOCKED_SECONDS = 1.0
-"""An async agent function that blocks the agents' event loop for longer than this is reported with the line."""
+"""Seconds after which an async agent function that blocks the agents' event loop is reported."""
 
 
 class AgentFailureError(Exception):
@@ -58,16 +58,16 @@ class AgentFailureError(Exception):
 
 
 class AgentProgram(ABC):
-    """Plays problems through the gateway. By default there is nothing to prepare, to wait for or to release."""
+    """Plays problems through the gateway. By default, ``open``, ``ready`` and ``close`` do nothing."""
 
     trusted = False
-    """Whether the program reports rewards and gets the whole problem regardless of the gateway's settings."""
+    """Whether the program may report rewards and receives the whole problem regardless of the gateway's settings."""
 
     async def open(self, server: AgentGateway) -> None:
-        """Prepare to play on ``server``."""
+        """Prepare to play through ``server``."""
 
     async def ready(self, access: Access) -> None:
-        """Return when the program starts the rollout. The rollout's deadline counts from then."""
+        """Wait until the program starts the rollout. The rollout's deadline is measured from this time."""
 
     @abstractmethod
     async def run(self, problem: Problem, access: Access) -> float | None:
@@ -75,10 +75,10 @@ class AgentProgram(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """A line for the console."""
+        """Return a line for the console."""
 
     async def close(self) -> None:
-        """End processes and threads that outlive a rollout."""
+        """Stop processes and threads that outlive a rollout."""
 
 
 def load_agent(named: str, settings: AgentGatewaySettings) -> AgentProgram:
@@ -114,9 +114,9 @@ async def start_process(
 ) -> asyncio.subprocess.Process:
     """Start an agent's process in a new session and an empty directory. Raises AgentFailureError if it cannot start.
 
-    It inherits only common environment variables and those in ``inherited``, because others may hold the trainer's
-    credentials. Because it starts in another directory, words that name files are made absolute, and the trainer's
-    working directory is added to ``PYTHONPATH``.
+    The process inherits only common environment variables and ``inherited``, because other variables may contain the
+    trainer's credentials. Because the process starts in a different directory, words that name files are made absolute,
+    and the trainer's working directory is added to ``PYTHONPATH``.
     """
     names = {*_USUAL, *inherited, *(name for name in os.environ if name.startswith("LC_"))}
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -141,12 +141,12 @@ async def start_process(
 
 @contextlib.asynccontextmanager
 async def agent_directory() -> AsyncIterator[str]:
-    """Create an empty working directory for an agent's process. It is removed at the end, in a thread."""
+    """Create an empty working directory for an agent's process, and remove it on exit."""
     directory = await asyncio.to_thread(tempfile.mkdtemp, prefix="agentrl-agent-")
     try:
         yield directory
     finally:
-        # Shielded, so that a rollout that is cancelled here still removes its files.
+        # Shielded, so that a cancelled rollout still removes its files.
         await asyncio.shield(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
 
 
@@ -166,7 +166,7 @@ def _check_signature(name: str, function: Callable[..., object]) -> None:
 
 
 def _optional_reward(value: object, source: str) -> float | None:
-    """Return a reward, or None if the program returned none. Raises AgentFailureError for anything else."""
+    """Return ``value`` as a reward; None stays None. Raises AgentFailureError for an invalid reward."""
     try:
         return None if value is None else as_reward(value)
     except ValueError as error:
@@ -207,7 +207,7 @@ class _FunctionAgent(AgentProgram):
             self._loop = None
 
     async def _report_blocking(self, loop: LoopThread) -> None:
-        """Warn once about each line that blocks the loop, because all other rollouts wait for it."""
+        """Warn once about each line that blocks the loop, because it blocks all other rollouts too."""
         reported: set[tuple[str, int | None]] = set()
         while True:
             answer = asyncio.wrap_future(loop.start(asyncio.sleep(0)))
@@ -231,8 +231,8 @@ class _FunctionAgent(AgentProgram):
 class _Command(AgentProgram):
     """A command that runs once per rollout.
 
-    It gets the policy's address and the visible part of the problem in environment variables. With
-    ``gateway.agent_rewards``, the last line of its output is the reward if it is a number.
+    The policy's address and the visible part of the problem are passed in environment variables. With
+    ``gateway.agent_rewards``, a number in the last line of the output is the reward.
     """
 
     def __init__(self, words: list[str], settings: AgentGatewaySettings) -> None:
@@ -286,7 +286,7 @@ _STDERR = 2
 
 
 class Workers(AgentProgram):
-    """One worker process for all rollouts, or workers that the user starts. Workers post the rewards."""
+    """A worker process for all rollouts, or workers started by the user. Workers post the rewards."""
 
     def __init__(
         self,
@@ -312,7 +312,7 @@ class Workers(AgentProgram):
         self._server = server
 
     async def ready(self, access: Access) -> None:
-        """Return when a worker has taken the rollout."""
+        """Wait until a worker takes the rollout."""
         process = await self._started() if self._words else None
         await self._unless_it_ends(process, self._serving().taken(access))
         self._players[access.name] = process
@@ -340,7 +340,7 @@ class Workers(AgentProgram):
     async def _unless_it_ends(
         self, process: asyncio.subprocess.Process | None, waiting: Coroutine[object, object, None]
     ) -> None:
-        """Wait for ``waiting``. Raises AgentFailureError if the worker's process ends before."""
+        """Wait for ``waiting``. Raises AgentFailureError if the worker's process exits first."""
         done = asyncio.ensure_future(waiting)
         ended = None if process is None else asyncio.ensure_future(process.wait())
         try:
@@ -354,7 +354,7 @@ class Workers(AgentProgram):
                     one.cancel()
 
     async def _started(self) -> asyncio.subprocess.Process:
-        """Return the worker's process; start it again if it has exited. Its output goes to stderr."""
+        """Return the worker's process, restarted if it has exited. Its output is written to stderr."""
         async with self._starting:
             if self._process is None or self._process.returncode is not None:
                 server = self._serving()
@@ -371,7 +371,7 @@ class Workers(AgentProgram):
 
 
 def load_worker(named: str, settings: AgentGatewaySettings) -> Workers:
-    """Return the worker of ``worker:COMMAND``; for ``worker:external``, the user starts it. Raises PluginError."""
+    """Return the worker for ``worker:COMMAND`` or ``worker:external``. Raises PluginError if it is invalid."""
     words = split_command(named)
     if not words:
         raise PluginError(
@@ -386,7 +386,7 @@ def load_worker(named: str, settings: AgentGatewaySettings) -> Workers:
 
 
 def verifiers_worker_of(name: str, options: VerifiersSettings, settings: AgentGatewaySettings) -> Workers:
-    """Return the worker that plays a task set of verifiers, in the Python that has verifiers. Raises PluginError."""
+    """Return the worker for a task set of verifiers, run by ``options.python``. Raises PluginError if invalid."""
     if not name:
         raise PluginError(f"env={VERIFIERS} names no task set: write {VERIFIERS}TASKSET")
     if options.python is None:

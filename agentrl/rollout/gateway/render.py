@@ -1,4 +1,4 @@
-"""Render an agent's messages into token ids, and read sampled text as a message."""
+"""Rendering of messages into token ids, and parsing of sampled text into messages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SHAPES = 1024
-_CALL_ID = "call00000"  # of the length that templates which check it ask for
+_CALL_ID = "call00000"  # has the length that some templates require
 
 
 class ChatRenderer:
-    """The chat template of one model. Raises WireError where the template refuses a conversation."""
+    """Renders conversations with a model's chat template. Raises WireError if the template rejects one."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class ChatRenderer:
         template: str | None = None,
         options: Mapping[str, object] | None = None,
     ) -> None:
-        """``template`` replaces the tokenizer's own; with neither, messages are written one below the other."""
+        """``template``: replaces the tokenizer's template. Without any template, messages are written line by line."""
         self.codec = codec
         self._chat = ChatTemplate(tokenizer, template=template, options=options)
         self.prefix_ids = codec.prefix_ids if self._chat.plain else ()
@@ -44,16 +44,16 @@ class ChatRenderer:
     def layout(
         self, messages: Sequence[AgentMessage], request: ChatRequest, *, sampled: Collection[int] = ()
     ) -> Layout:
-        """The shape of ``messages`` up to where the model's reply begins; those at ``sampled`` are the model's own."""
+        """Return the layout of ``messages`` up to the next reply. ``sampled``: positions of sampled replies."""
         shape = [self._shape(one, index, sampled=index in sampled) for index, one in enumerate(messages)]
         return self._layout(json.dumps(shape), *self._surroundings(request))
 
     def encode(self, parts: Sequence[Part]) -> tuple[int, ...]:
-        """The tokens of a conversation from its beginning."""
+        """Return the tokens of a conversation from its beginning."""
         return self.prefix_ids + self.codec.encode_parts(parts)
 
     def turn_end(self) -> str:
-        """The special token with which the template ends a turn of the model; "" if there is none."""
+        """Return the special token with which the template ends a model turn, or "" if there is none."""
         user, reply = AgentMessage(role="user", content="?"), AgentMessage(role="assistant", content="!")
         shape = [self._shape(one, index, sampled=True) for index, one in enumerate((user, reply, user))]
         layout = self._layout(json.dumps(shape), "[]", json.dumps(self._chat.options))
@@ -61,7 +61,7 @@ class ChatRenderer:
         return next((part.text for part in behind if isinstance(part, Mark) and part.ends_turn), "")
 
     def closing(self, text: tuple[Part, ...]) -> tuple[Part, ...]:
-        """The text behind a sampled reply, with the special token at its beginning marked as the turn's end."""
+        """Return the text after a sampled reply, with its leading special token marked as the end of the turn."""
         if not text or not isinstance(text[0], Mark):
             return text
         end = self._chat.leading_special(text[0].text)
@@ -71,7 +71,7 @@ class ChatRenderer:
         return (Mark(end, ends_turn=True), *([Mark(rest)] if rest else []), *text[1:])
 
     def _call_form(self) -> CallForm:
-        """The format in which the template writes tool calls; Hermes' format if the template has none."""
+        """Return the template's format of tool calls, or Hermes' format if the template has none."""
         name = "look"
         tool = {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
         try:
@@ -80,7 +80,7 @@ class ChatRenderer:
             return HERMES
 
     def read(self, text: str, request: ChatRequest, *, before: str, prefix: str) -> AgentMessage:
-        """Parse sampled text. Unreadable calls stay in the text; the ids of calls begin with ``prefix``."""
+        """Parse sampled text into a message. Invalid calls stay in the text. Call ids begin with ``prefix``."""
         if getattr(self._tokenizer, "response_template", None) is not None:
             return self._parsed(text, request, before=before, prefix=prefix)
         opened = before.rstrip().endswith("<think>")
@@ -94,7 +94,7 @@ class ChatRenderer:
         return _message(content, thoughts if closed or open_again else None, calls, prefix)
 
     def _parsed(self, text: str, request: ChatRequest, *, before: str, prefix: str) -> AgentMessage:
-        """Parse with the tokenizer's response template. Unreadable text becomes the content."""
+        """Parse text with the tokenizer's response template. Invalid text becomes the content."""
         try:
             parsed = self._tokenizer.parse_response(
                 text, prefix=before, tools=[*map(dict, request.tools)] if request.calls_allowed else None
@@ -139,10 +139,9 @@ class ChatRenderer:
 
 
 def read_calls(text: str, request: ChatRequest, form: CallForm = HERMES) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """The text without its calls, and the name and arguments of each.
+    """Return the text without its calls, and the name and arguments of each call.
 
-    If one of them names no tool of the request or cannot be read, all stay in the text, because calls are made
-    together.
+    If a call is invalid or names an unknown tool, all calls stay in the text, because calls are executed together.
     """
     functions = [tool["function"] for tool in request.tools]
     known = {str(one["name"]): one.get("parameters") for one in functions if isinstance(one, Mapping)}

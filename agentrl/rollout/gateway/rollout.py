@@ -21,13 +21,13 @@ from agentrl_envs.chat import MarkedText
 from agentrl_envs.types import Ended
 
 _NO_ROOM = "leaves no room for a reply (rollout.max_prompt_tokens, rollout.max_response_tokens)"
-# By how much a tokenizer may shorten a text before it cuts it into tokens.
+# Factor by which a tokenizer may shorten a text before splitting it into tokens.
 _SHORTENED = 4
 
 
 @dataclass(kw_only=True, eq=False)
 class AgentRollout:
-    """Answer one agent's requests by sampling from ``policy``, within the limits of ``settings``."""
+    """Answers one agent's requests by sampling from ``policy``, within the limits of ``settings``."""
 
     policy: TokenPolicy
     settings: RolloutSettings
@@ -38,8 +38,8 @@ class AgentRollout:
     counts: Counter[str] = field(default_factory=Counter)
     stopped: Ended | None = None
     stop_reason: str = ""
-    failure: str | None = None  # of the engine
-    given_up: str | None = None  # why the agent ended it without a reward
+    failure: str | None = None  # reason for a failure of the engine
+    given_up: str | None = None  # reason for which the agent ended the rollout without a reward
     reward: float | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -61,9 +61,10 @@ class AgentRollout:
         self._began = time.monotonic()
 
     async def reply(self, request: ChatRequest, *, body: bytes, retry: bool, key: str | None) -> Generation:
-        """Return the generation that answers a request; a marked retry gets the generation of the first request.
+        """Return the generation that answers a request. A marked retry receives the generation of the first request.
 
-        Raises WireError. A disconnected client does not end the generation, because it may retry.
+        A disconnected client does not cancel the generation, because it may retry. Raises WireError if the request is
+        rejected.
         """
         digest = key or hashlib.sha256(body).hexdigest()
         task = self._known.get(digest) if retry or key is not None else None
@@ -83,7 +84,7 @@ class AgentRollout:
             raise WireError("the rollout is finished", status=409, code="rollout_finished") from None
 
     def delivery(self, generation: Generation, request: ChatRequest) -> Delivery:
-        """Return the reply to the client of a request."""
+        """Build the reply to a request's client."""
         completion = generation.completion
         reason = "length" if completion.finish_reason == "length" else "stop"
         return Delivery(
@@ -97,7 +98,7 @@ class AgentRollout:
         )
 
     def state(self) -> dict[str, object]:
-        """What a client may know of the rollout."""
+        """Return the state of the rollout for clients."""
         return {
             "problem": self.policy.problem.id,
             "generations": len(self.tree.generations),
@@ -107,12 +108,12 @@ class AgentRollout:
         }
 
     def sent(self, generation: Generation, *, received: bool) -> None:
-        """Note whether the client of a reply was still there. One that was gone may have asked again and got it."""
+        """Record whether the client received a reply. Any successful delivery counts, because clients may retry."""
         generation.received |= received
         generation.delivered = generation.received
 
     async def finish(self) -> None:
-        """Refuse further requests, cancel running ones and release the engine's caches."""
+        """Reject further requests, cancel running ones and release the engine's caches."""
         self.over.set()
         for task in tuple(self._running):
             task.cancel()
@@ -121,7 +122,7 @@ class AgentRollout:
             self.policy.engine.release(line)
 
     def trajectories(self, ended: Ended) -> tuple[Trajectory, ...]:
-        """What was sampled, as trajectories. ``ended`` holds unless a limit stopped the rollout."""
+        """Return the sampled tokens as trajectories. ``ended`` applies unless a limit stopped the rollout."""
         ended = ended if self.stopped is None or ended.is_excluded else self.stopped
         return export(
             self.tree, self.policy, ended=ended, reward=self.reward or 0.0, seconds=time.monotonic() - self._began
@@ -182,14 +183,14 @@ class AgentRollout:
         return generation
 
     def _check_length(self, request: ChatRequest) -> None:
-        """Refuse a text that is too long in any tokenization. Encoding megabytes would block all rollouts."""
+        """Reject a text that is too long in any tokenization, because encoding megabytes would block all rollouts."""
         characters = sum(len(message.content) for message in request.messages)
         tokens = self.settings.max_prompt_tokens + self.settings.max_response_tokens
         if characters > tokens * self.renderer.longest_token * _SHORTENED:
             self._stop(Ended.TOKEN_LIMIT, f"a context of {characters} characters {_NO_ROOM}")
 
     def _limit(self, request: ChatRequest, root: int, context: int) -> int:
-        """Most tokens of a reply. Raises WireError if there is room for none."""
+        """Return the maximum number of tokens of a reply. Raises WireError if there is no room for a reply."""
         room = self.settings.max_response_tokens - (context - root)
         if self.most_context is not None:
             room = min(room, self.most_context - context)
@@ -198,7 +199,7 @@ class AgentRollout:
         return min(self.settings.max_turn_tokens, room, request.max_tokens or room)
 
     def _line(self, parent: Generation | None, number: int) -> str:
-        """The sequence that a generation is part of: its parent's if it is the first to continue it."""
+        """Return the sequence of a generation: its parent's sequence for the first continuation, else a new one."""
         if parent is not None and parent.id not in self._continued:
             self._continued.add(parent.id)
             return parent.line
@@ -207,7 +208,7 @@ class AgentRollout:
         return line
 
     def _prompt(self, request: ChatRequest, match: Match) -> Prompt:
-        """The prompt that continues ``match``, or a new root where the template does not only append."""
+        """Return the prompt that continues ``match``, or a new root if the template changes earlier text."""
         appended = None if match.parent is None else self._appended(request, match, match.parent)
         miss = "template" if match.parent is not None and appended is None else match.miss
         if miss is not None:
@@ -226,13 +227,13 @@ class AgentRollout:
         )
 
     def _appended(self, request: ChatRequest, match: Match, parent: Generation) -> Prompt | None:
-        """What follows the parent's tokens; None if the template writes anything before it in another way."""
+        """Return the prompt appended to the parent's tokens, or None if the template changes any earlier text."""
         replies = parent.replies
         messages = (*parent.conversation, *match.new)
         try:
             layout = self.renderer.layout(messages, request, sampled=replies.keys())
         except WireError:
-            return None  # a template that wants calls before their responses: it writes them anew
+            return None  # a template that requires calls before their responses renders the calls again
         before = layout.before(max(replies))
         if (
             before is None
@@ -259,7 +260,7 @@ class AgentRollout:
         messages: Sequence[AgentMessage],
         replies: Mapping[int, Generation],
     ) -> bool:
-        """Whether the template writes the client's messages as they were sampled."""
+        """Return True if the template renders the client's messages as they were sampled."""
         contents = [message.content for message in messages]
         for position, one in replies.items():
             before = layout.before(position)

@@ -1,9 +1,10 @@
 """The HTTP server of the gateway: an address and a key for each rollout, in the rollout worker's event loop.
 
 Agents use ``POST /rollouts/ID/v1/chat/completions`` and ``GET /rollouts/ID/v1/models`` with the rollout's key, or
-``POST /v1/chat/completions`` with the header ``X-Session-ID``. With the same key, ``POST /rollouts/ID/reward`` gives
-the reward, ``POST /rollouts/ID/finish`` ends the rollout, and ``GET /rollouts/ID`` returns its state. The server's own
-key opens every rollout, and with it ``POST /rollouts`` hands out the next rollout that waits for a worker.
+``POST /v1/chat/completions`` with the header ``X-Session-ID``. With the same key, ``POST /rollouts/ID/reward`` sets
+the reward, and ``GET /rollouts/ID`` returns the state. The gateway's key is valid for every rollout. Only the gateway's
+key is accepted by ``POST /rollouts/ID/finish``, which ends a rollout, and by ``POST /rollouts``, which assigns the next
+waiting rollout to a worker.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class _Entry:
 
 
 class _Server(uvicorn.Server):
-    """A server inside another program, which handles signals itself."""
+    """A uvicorn server that leaves signals to the surrounding program."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -65,7 +66,7 @@ class _Server(uvicorn.Server):
 
 
 class AgentGateway:
-    """Serves the rollouts that are admitted, from :meth:`open` to :meth:`close`."""
+    """Serves admitted rollouts from :meth:`open` to :meth:`close`."""
 
     def __init__(self, settings: AgentGatewaySettings) -> None:
         self._settings = settings
@@ -77,7 +78,7 @@ class AgentGateway:
         self._serving: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Listen. Raises SettingsError if the address is not free."""
+        """Start listening. Raises SettingsError if the address is not free."""
         host, port = self._settings.host, self._settings.port
         try:
             listener = socket.create_server((host, port), backlog=_BACKLOG)
@@ -97,7 +98,7 @@ class AgentGateway:
         self._serving = asyncio.create_task(self._server.serve([listener]), name="agent-gateway")
 
     async def close(self) -> None:
-        """End the server. May be called more than once."""
+        """Stop the server. May be called more than once."""
         if self._server is not None and self._serving is not None:
             self._offered.put_nowait("")
             self._server.should_exit = True
@@ -105,7 +106,7 @@ class AgentGateway:
             self._server = self._serving = None
 
     def admit(self, rollout: AgentRollout) -> Access:
-        """Serve a rollout. The name of each attempt is new, so that no late call of an earlier one reaches it."""
+        """Serve a rollout under a new name, so that late calls of an earlier attempt cannot reach it."""
         name = f"{rollout.policy.name}-{secrets.token_hex(4)}"
         url, key = f"{self.url}/rollouts/{name}/v1", secrets.token_urlsafe(24)
         access = Access(name=name, base_url=url, api_key=key, model=self._settings.model)
@@ -113,20 +114,20 @@ class AgentGateway:
         return access
 
     def dismiss(self, access: Access) -> None:
-        """Serve a rollout no more."""
+        """Stop serving a rollout."""
         del self._entries[access.name]
 
     async def taken(self, access: Access) -> None:
-        """Offer a rollout to workers. Returns when one has taken it."""
+        """Offer a rollout to workers, and wait until a worker takes it."""
         self._offered.put_nowait(access.name)
         await self._entries[access.name].taken.wait()
 
     async def finished(self, access: Access) -> None:
-        """Return when a rollout is finished."""
+        """Wait until a rollout is finished."""
         await self._entries[access.name].rollout.over.wait()
 
     def app(self) -> Starlette:
-        """The application."""
+        """Return the ASGI application."""
         return Starlette(
             routes=[
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
@@ -162,7 +163,7 @@ class AgentGateway:
     async def _streamed(
         self, rollout: AgentRollout, request: ChatRequest, waiting: asyncio.Future[Generation]
     ) -> AsyncIterator[bytes]:
-        """The reply as events once it is whole; until then comments that keep the connection."""
+        """Yield the reply as events when it is complete. Until then, yield comments that keep the connection open."""
         sent = False
         try:
             while not waiting.done():
@@ -190,7 +191,7 @@ class AgentGateway:
         )
 
     async def _take(self, http: Request) -> Response:
-        """The next rollout that waits, with everything to play it; 204 if none comes within ``wait`` seconds."""
+        """Return the next waiting rollout with the data to play it, or 204 if there is none within ``wait`` seconds."""
         if not _same(_key(http), self.key):
             raise WireError("invalid key for this gateway", status=401, code="invalid_api_key")
         wait = read_body(_Wait, await self._body(http)).wait
@@ -241,7 +242,7 @@ class AgentGateway:
 
     async def _finish(self, http: Request) -> Response:
         rollout = self._entry(http).rollout
-        # Otherwise code that the policy wrote could exclude its own rollout.
+        # With the rollout's key, code written by the policy could exclude its own rollout.
         if not _same(_key(http), self.key):
             raise WireError("finishing a rollout requires the gateway's key", status=403, code="gateway_key_needed")
         error = read_body(_Finish, await self._body(http)).error
@@ -288,18 +289,18 @@ def _lost(rollout: AgentRollout, task: asyncio.Future[Generation]) -> None:
 
 
 async def _gone(http: Request, error: Exception) -> Response:
-    """Nobody reads the answer to a request whose client went away before it was whole."""
+    """Return an empty response, because the client disconnected before its request was complete."""
     return Response(status_code=499)
 
 
 async def _not_served(http: Request, error: Exception) -> Response:
-    """A path or a method that is none of the gateway's."""
+    """Return an error for a path or method that the gateway does not serve."""
     assert isinstance(error, HTTPException), "it is registered for no other"
     message = f"the gateway does not serve {http.method} {http.url.path}; it serves POST /v1/chat/completions"
     return await _refused(http, WireError(message, status=error.status_code, code="not_found"))
 
 
 async def _refused(http: Request, error: Exception) -> Response:
-    """A WireError as OpenAI writes it."""
+    """Return a WireError in OpenAI's format."""
     assert isinstance(error, WireError), "it is registered for no other"
     return JSONResponse(error.body(), status_code=error.status)

@@ -1,4 +1,4 @@
-"""Settings of the gateway that agent programs talk to."""
+"""Settings of the gateway for agent programs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pydantic import BaseModel, ConfigDict, Field
 from agentrl_envs.types import Problem
 
 AGENT, WORKER, VERIFIERS = "agent:", "worker:", "verifiers:"
-"""Before a function or a command for each rollout, a command for all of them, and a task set of verifiers."""
+"""Prefixes of environments: a function or command for each rollout, a worker, and a task set of verifiers."""
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 """Matches the name of a function, ``module:function``. Any other text after ``agent:`` is a command."""
 
 KEY_VARIABLE = "AGENTRL_GATEWAY_KEY"
-"""Environment variable with the key of the gateway itself; without it the key is a new one for each run."""
+"""Environment variable with the gateway's key. If it is not set, each run generates a new key."""
 
 
 def is_agent(env: str) -> bool:
-    """Whether an environment's name stands for a program that plays through the gateway."""
+    """Return True if an environment's name refers to a program that plays through the gateway."""
     return env.startswith((AGENT, WORKER, VERIFIERS))
 
 
 def runs_outside(env: str) -> bool:
-    """Return whether an environment is a command or a worker, which runs outside the trainer's process."""
+    """Return True if an environment is a command or a worker, which runs outside the trainer's process."""
     return env.startswith(WORKER) or (env.startswith(AGENT) and not FUNCTION.fullmatch(env.removeprefix(AGENT).strip()))
 
 
@@ -76,7 +76,7 @@ class AgentGatewaySettings(BaseModel):
     threads: int = Field(256, ge=1, description="maximum number of agents that run concurrently as blocking functions")
 
     def visible(self, problem: Problem) -> dict[str, object]:
-        """Return the part of a problem that programs outside the trainer get.
+        """Return the part of a problem that programs outside the trainer receive.
 
         >>> problem = Problem(id="0", statement="2 + 3?", answer="5", source="toy", info={"db": "a.sqlite", "key": "5"})
         >>> AgentGatewaySettings(agent_columns=["db"]).visible(problem)

@@ -1,9 +1,9 @@
-"""The tree of one rollout's generations: requests are matched with what was sampled, message by message.
+"""The tree of one rollout's generations, with which requests are matched message by message.
 
-A generation is a node: the messages that came after its parent's reply, the tokens they became, and the tokens that
-were sampled. A request continues the deepest generation whose whole path, its own reply included, is how the request
-begins. Whatever follows an edit is a branch, and what matches nothing is a new root. :func:`export` returns one
-trajectory per leaf. Every sampled token has loss in exactly one of them.
+A generation is a node. It contains the messages after its parent's reply, the tokens of these messages, and the sampled
+tokens. A request continues the deepest generation whose path, including its reply, is a prefix of the request. Messages
+after an edit start a branch, and a request without a match starts a new root. :func:`export` returns one trajectory per
+leaf. Every trained token is in the loss of exactly one trajectory.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from agentrl_envs.types import Ended
 
 Miss = Literal["edited", "tools", "reasoning", "template"]
 MISSES: tuple[Miss, ...] = ("edited", "tools", "reasoning", "template")
-"""Why a request with earlier replies does not continue the last of them."""
+"""Reasons why a request does not continue the last reply that it contains."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """What is new since the parent's reply, as messages, tokens and text; with no parent that is everything.
+    """The messages since the parent's reply, with their tokens and text. Without a parent, all messages.
 
-    ``lead`` holds the template's texts around all messages, by which a later rendering is known to only append.
+    ``lead``: the template's texts around all messages, used to check that a later rendering only appends.
     """
 
     parent: Generation | None
@@ -39,12 +39,12 @@ class Prompt:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """All tokens that the engine is given."""
+        """All tokens that are passed to the engine."""
         return self.token_ids if self.parent is None else self.parent.context + self.token_ids
 
     @property
     def root_tokens(self) -> int:
-        """The tokens before the first reply."""
+        """The number of tokens before the first reply."""
         return len(self.token_ids) if self.parent is None else self.parent.prompt.root_tokens
 
 
@@ -60,17 +60,17 @@ class Generation:
     line: str
     trainable: bool
     delivered: bool = True
-    received: bool = False  # a client surely has it, whatever became of other deliveries
+    received: bool = False  # a client certainly received it, regardless of other deliveries
     children: list[Generation] = field(default_factory=list)
 
     @property
     def parent(self) -> Generation | None:
-        """The reply that it continues."""
+        """The generation that this generation continues."""
         return self.prompt.parent
 
     @property
     def path(self) -> list[Generation]:
-        """From the root to this generation."""
+        """The generations from the root to this generation."""
         path = [self]
         while path[-1].parent is not None:
             path.append(path[-1].parent)
@@ -78,7 +78,7 @@ class Generation:
 
     @property
     def conversation(self) -> tuple[AgentMessage, ...]:
-        """All messages, this reply included."""
+        """All messages, including this reply."""
         return tuple(message for one in self.path for message in (*one.prompt.messages, one.reply))
 
     @property
@@ -93,18 +93,18 @@ class Generation:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """All tokens, those of this generation included."""
+        """All tokens, including those of this generation."""
         return tuple(token for one in self.path for token in one.prompt.token_ids + one.completion.token_ids)
 
     @property
     def counts(self) -> bool:
-        """True if its tokens are trained."""
+        """True if the generation's tokens are trained."""
         return self.trainable and self.delivered
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Match:
-    """The generation that a request continues, if any, its new messages, and why its last reply is unmatched."""
+    """The generation that a request continues, if any, its new messages, and the reason for an unmatched reply."""
 
     parent: Generation | None
     new: tuple[AgentMessage, ...]
@@ -112,7 +112,7 @@ class Match:
 
 
 class GenerationTree:
-    """The generations of one rollout, looked up by their messages."""
+    """The generations of one rollout, indexed by their messages."""
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
@@ -121,7 +121,7 @@ class GenerationTree:
         self._digests: set[str] = set()
 
     def add(self, generation: Generation, digest: str) -> None:
-        """Add a finished generation. ``digest``: of its request's tools and template options."""
+        """Add a finished generation. ``digest``: digest of the request's tools and template options."""
         self._digests.add(digest)
         state = 0
         for key in (digest, *(message.key for message in generation.conversation)):
@@ -132,7 +132,7 @@ class GenerationTree:
             generation.parent.children.append(generation)
 
     def match(self, request: ChatRequest) -> Match:
-        """Return the deepest generation whose path is a prefix of the request; ties as in :func:`_nearest`."""
+        """Return the deepest generation whose path is a prefix of the request. :func:`_nearest` breaks ties."""
         messages = request.messages
         known = list(self._along(request.digest, messages))
         found: Generation | None = None
@@ -143,11 +143,11 @@ class GenerationTree:
                 found, depth = _nearest(agreeing, messages), position + 1
                 break
         for one in found.path if found is not None else ():
-            one.received = one.delivered = True  # the client has it, however it was sent
+            one.received = one.delivered = True  # the client has received it, because its request contains it
         return Match(parent=found, new=messages[depth:], miss=self._miss(request, depth, known))
 
     def _miss(self, request: ChatRequest, depth: int, known: Sequence[tuple[int, list[Generation]]]) -> Miss | None:
-        """Why the last reply of a request is not the one at ``depth``; None if it is, or if there is none."""
+        """Return the reason why a request's last reply is after ``depth``; None if it is not, or if there is none."""
         if not any(message.role == "assistant" for message in request.messages[depth:]):
             return None
         deepest = max((position + 1 for position, _ in known), default=0)
@@ -157,7 +157,7 @@ class GenerationTree:
         return "reasoning" if deepest > depth else "edited"
 
     def _along(self, digest: str, messages: Sequence[AgentMessage]) -> Iterator[tuple[int, list[Generation]]]:
-        """The positions of messages at which generations end, and those generations."""
+        """Yield the positions of messages at which generations end, with these generations."""
         state = self._steps.get((0, digest))
         for position, message in enumerate(messages):
             if state is None:
@@ -167,10 +167,10 @@ class GenerationTree:
                 yield position, self._replies[state]
 
     def branches(self) -> list[list[Generation]]:
-        """What every sequence adds to the others, root to leaf, by the time at which its last generation began.
+        """Return the generations that each sequence adds, root to leaf, in the order of their last generations.
 
-        A generation is continued by the first of its children that leads to a token to train; other children begin
-        sequences of their own. What leads to no such token is left out.
+        A generation is continued by its first child that leads to a trained token. Other such children start new
+        sequences. Generations that lead to no trained token are left out.
         """
         live: set[int] = set()
         for one in self.generations:
@@ -194,7 +194,7 @@ def _same_thoughts(generation: Generation, messages: Sequence[AgentMessage]) -> 
 
 
 def _nearest(candidates: Sequence[Generation], messages: Sequence[AgentMessage]) -> Generation:
-    """The candidate whose call ids occur most in the request; of several, the newest."""
+    """Return the candidate whose call ids occur most often in the request, and the newest one on a tie."""
     if len(candidates) == 1:
         return candidates[0]
     ids = {call.id for message in messages for call in message.calls} | {message.call_id for message in messages}
@@ -206,10 +206,10 @@ def _nearest(candidates: Sequence[Generation], messages: Sequence[AgentMessage])
 def export(
     tree: GenerationTree, policy: TokenPolicy, *, ended: Ended, reward: float, seconds: float
 ) -> tuple[Trajectory, ...]:
-    """The rollout's trajectories. The last one carries the reward; their weights sum to 1.
+    """Return the rollout's trajectories. The last trajectory carries the reward. All weights sum to 1.
 
-    A branch's prompt is everything before its first own generation. A rollout without a token to train, or without
-    data, is one trajectory without segments.
+    A branch's prompt contains all tokens before its first trained generation. An excluded rollout, or a rollout without
+    trained tokens, becomes one trajectory without segments.
     """
     made = partial(policy.trajectory, seconds=seconds)
     lines = [] if ended.is_excluded else tree.branches()
@@ -234,17 +234,17 @@ def export(
 
 
 def _sampled(line: Sequence[Generation]) -> int:
-    """How many tokens are to be trained."""
+    """Return the number of trained tokens."""
     return sum(len(one.completion.token_ids) for one in line if one.counts)
 
 
 def _forks(lines: Sequence[Sequence[Generation]]) -> list[tuple[int, int]]:
-    """The line behind whose tokens each one begins, and how many of these it trains; (-1, 0) if there are none."""
+    """Return each line's parent line and the number of trained tokens in it before the fork; (-1, 0) for none."""
     line_of = {one.id: number for number, line in enumerate(lines) for one in line}
     found = []
     for line in lines:
         parent, number, fork = line[0].parent, -1, 0
-        while parent is not None and not fork:  # a line that trains nothing before the fork passes its own fork on
+        while parent is not None and not fork:  # skip lines without trained tokens before the fork
             number = line_of[parent.id]
             shared = [one for one in lines[number] if one.id <= parent.id]
             fork, parent = _sampled(shared), lines[number][0].parent
@@ -253,12 +253,12 @@ def _forks(lines: Sequence[Sequence[Generation]]) -> list[tuple[int, int]]:
 
 
 def _prompt(line: Sequence[Generation]) -> tuple[int, ...]:
-    """Everything before the first generation that is trained."""
+    """Return all tokens before the first trained generation."""
     return next(one for one in line if one.counts).prompt.context
 
 
 def _segments(line: Sequence[Generation], reward: float) -> tuple[Segment, ...]:
-    """Sampled tokens and the text between them. Tokens that are not trained are observations."""
+    """Return the segments: sampled tokens and the text between them. Untrained tokens are observations."""
     positions = [position for position, one in enumerate(line) if one.counts]
     segments: list[Segment] = []
     waiting: list[tuple[tuple[int, ...], str]] = []

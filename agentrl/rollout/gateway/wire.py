@@ -1,4 +1,4 @@
-"""The OpenAI chat format: requests checked field by field, messages compared by content, answers whole or streamed."""
+"""The OpenAI chat format: validated requests, messages compared by content, complete and streamed responses."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from agentrl_envs.registry import did_you_mean
 Json = Mapping[str, object]
 
 FROZEN = ":frozen"
-"""What follows the model's name in calls that are not to be trained."""
-# Taken and without effect on what is sampled: sampling belongs to the run.
+"""Suffix of the model's name for calls that are not trained."""
+# Accepted but ignored, because sampling is configured by the run.
 _SAMPLING = ("temperature", "top_p", "seed", "reasoning_effort", "verbosity")
 _SERVICE = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 _UNUSED = frozenset((*_SAMPLING, *_SERVICE, "prompt_cache_retention"))
@@ -45,7 +45,7 @@ _SAYS_NOTHING: tuple[object, ...] = ("", 0, False, [], {})
 
 
 class WireError(Exception):
-    """A request that gets an error: the HTTP status, and the fields of OpenAI's error object."""
+    """Rejects a request with an HTTP status and the fields of OpenAI's error object."""
 
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400, kind: str = ""
@@ -55,13 +55,13 @@ class WireError(Exception):
         self._fields = {"message": message, "type": kind or "invalid_request_error", "param": param, "code": code}
 
     def body(self) -> dict[str, object]:
-        """The JSON of the answer."""
+        """Return the JSON of the response."""
         return {"error": self._fields}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Address and key with which an agent reaches the policy. ``name`` identifies the rollout."""
+    """The address and key with which an agent accesses the policy. ``name`` identifies the rollout."""
 
     name: str
     base_url: str
@@ -97,7 +97,7 @@ def _as_text(value: object) -> object:
 
 
 class AgentCall(WireModel):
-    """A call of a tool; ``arguments`` is the JSON text that was sent or is to be sent."""
+    """A tool call. ``arguments`` is the JSON text as received or to be sent."""
 
     name: str = Field(validation_alias=AliasPath("function", "name"))
     arguments: Annotated[
@@ -107,7 +107,7 @@ class AgentCall(WireModel):
 
     @cached_property
     def parsed(self) -> object:
-        """The arguments as JSON, or as the text where they are none; an empty text is an empty object."""
+        """The parsed arguments, or their text if it is not valid JSON. Empty text is parsed as an empty object."""
         try:
             return from_json(self.arguments or "{}")
         except ValueError:
@@ -115,7 +115,7 @@ class AgentCall(WireModel):
 
 
 class AgentMessage(WireModel):
-    """One message. Two are equal to the gateway if their keys are: outer blanks, call ids and formatting do not count.
+    """A message. Messages match if their keys are equal, which ignores outer whitespace, call ids and JSON formatting.
 
     >>> one = AgentMessage(role="assistant", content=" 4\\n", calls=(AgentCall(name="f", arguments='{"b":1, "a":2}'),))
     >>> two = AgentMessage(role="assistant", content="4", calls=(AgentCall(name="f", arguments='{"a": 2, "b": 1}'),))
@@ -137,7 +137,7 @@ class AgentMessage(WireModel):
 
     @cached_property
     def key(self) -> str:
-        """Equal for messages that say the same; thoughts are compared apart."""
+        """A key that is equal for messages with equal content. Reasoning is compared separately."""
         calls = [[call.name, call.parsed] for call in self.calls]
         return json.dumps([self.role, self.content.strip(), calls], sort_keys=True)
 
@@ -157,7 +157,7 @@ def _checked_tool(tool: object) -> object:
 
 
 class ChatRequest(WireModel):
-    """A validated chat request. Some fields have one valid value, which is the gateway's only behaviour."""
+    """A validated chat request. A field with a single valid value is behaviour that cannot be changed."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -193,7 +193,7 @@ class ChatRequest(WireModel):
 
     @cached_property
     def tools_json(self) -> str:
-        """The tools as a text."""
+        """The tools as JSON text."""
         return json.dumps(self.tools)
 
     @cached_property
@@ -207,11 +207,11 @@ _Model = TypeVar("_Model", bound=WireModel)
 
 
 def read_body(kind: type[_Model], body: bytes) -> _Model:
-    """The body of a request. Raises WireError that names the field at fault."""
+    """Parse and validate the body of a request. Raises WireError with the name of the invalid field."""
     try:
         return kind.model_validate(
             from_json(body or b"{}"), by_alias=True, by_name=False
-        )  # refuses what is nested too deep, and half of a surrogate pair
+        )  # rejects excessive nesting and lone surrogates
     except ValidationError as error:
         raise _refusal(error) from None
     except ValueError as error:
@@ -219,7 +219,7 @@ def read_body(kind: type[_Model], body: bytes) -> _Model:
 
 
 def read_request(body: bytes, *, model: str, header_train: str | None = None) -> ChatRequest:
-    """Read the body of a chat request for ``model``. Raises WireError that names the field at fault."""
+    """Read the body of a chat request for ``model``. Raises WireError with the name of the invalid field."""
     request = read_body(ChatRequest, body)
     extra = request.model_extra or {}
     if "max_tokens" in extra:  # the limit was already read from max_completion_tokens
@@ -246,7 +246,7 @@ def _refusal(error: ValidationError) -> WireError:
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """A complete reply. ``logprobs``: of its tokens, if requested."""
+    """A complete reply. ``logprobs``: the log-probabilities of its tokens, if requested."""
 
     id: str
     model: str
@@ -257,7 +257,7 @@ class Delivery:
     logprobs: Json | None
 
     def whole(self) -> dict[str, object]:
-        """The JSON of an answer that is not streamed."""
+        """Return the JSON of a response that is not streamed."""
         content = None if self.message.calls else ""
         choice = {
             "index": 0,
@@ -268,7 +268,7 @@ class Delivery:
         return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage()}
 
     def events(self, *, usage: bool) -> Iterator[bytes]:
-        """The events of a streamed answer."""
+        """Yield the events of a streamed response."""
         deltas: list[Json] = [{"role": "assistant", "content": ""}]
         deltas += [{name: value} for name, value in self._reply_fields(numbered=True).items()]
         choices: list[Json] = [{"delta": delta, "finish_reason": None} for delta in deltas]
@@ -292,7 +292,7 @@ class Delivery:
         }
 
     def _reply_fields(self, *, numbered: bool = False) -> dict[str, object]:
-        """Reasoning, text and calls, as far as present. In a stream, calls are numbered."""
+        """Return reasoning, text and calls, if present. Calls are numbered in a stream."""
         message = self.message
         calls = [
             {

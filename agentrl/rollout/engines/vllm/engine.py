@@ -1,4 +1,4 @@
-"""The vLLM engine: its servers, their weight transfer, and ``agentrl serve-policy``, which starts one server alone."""
+"""The vLLM engine: its servers, their weight transfer, and ``agentrl serve-policy``, which starts a single server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def vllm_engine(
     label: bool = True,
     rank: int = 0,
 ) -> ServerEngine:
-    """Return the engine over vLLM servers, without the lifecycle of a run. ``rank``: of adapters; 0 for none."""
+    """Build an engine over vLLM servers, without a run's lifecycle. ``rank``: the rank of adapters; 0 for none."""
     return ServerEngine(
         servers,
         _client(rollout, rank),
@@ -50,14 +50,14 @@ def vllm_engine(
 
 
 class ManagedVLLM(ManagedServers):
-    """vLLM servers, started by this process or external.
+    """The lifecycle of vLLM servers that are started by this process or external.
 
-    Without training, servers that would share its GPUs stay awake, and no weight transfer is prepared.
+    Without training, colocated servers stay awake, and no weight transfer is prepared.
     """
 
     def __init__(self, request: EngineRequest) -> None:
-        """Raises SettingsError if the servers cannot be placed."""
-        if not request.trained:  # nothing uses the servers' GPUs beside them, and there are no adapters
+        """Plan the servers without starting them. Raises SettingsError if they cannot be placed."""
+        if not request.trained:  # the servers do not share their GPUs with training, and there are no adapters
             vllm = request.rollout.vllm
             if vllm.placement == "colocated":
                 awake = vllm.model_copy(update={"placement": "dedicated"})
@@ -127,9 +127,9 @@ def serve_policy(
     port: int | None,
     report: Callable[[str], None],
 ) -> None:
-    """Serve the policy in ``policy.path`` until SIGTERM or Ctrl-C. A run that names the server may change its weights.
+    """Serve the policy in ``policy.path`` until SIGTERM or Ctrl-C. A run that uses the server may change its weights.
 
-    ``longest``: tokens of the longest sequence. ``report`` prints a line.
+    ``longest``: the length in tokens of the longest sequence. ``report`` prints a line.
     """
     model = str(policy.path)
     with tempfile.TemporaryDirectory(prefix="agentrl-policy-") as folder:
@@ -149,7 +149,7 @@ def serve_policy(
 
 
 async def _serve(rollout: RolloutSettings, plan: VLLMPlan, folder: Path, report: Callable[[str], None]) -> None:
-    """Start the server, check it as a run would, print its address, and serve until a signal to stop."""
+    """Start the server, check it as a run would, print its address, and serve until a stop signal."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

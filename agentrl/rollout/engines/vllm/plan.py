@@ -1,4 +1,4 @@
-"""vLLM servers to start: their command lines, their GPUs, and what the installed vLLM can compute."""
+"""Plans of vLLM servers: their command lines, their GPUs, and the capabilities of the installed vLLM."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 _SHARE = 0.85
 _LEAST_SHARE = 0.05
-# Of a colocated GPU: for the server's CUDA context and for training's memory other than tensors. A transfer by IPC also
-# keeps a buffer and a copy of the largest parameter there.
+# Bytes of a colocated GPU for the server's CUDA context and for training's memory other than tensors. An IPC transfer
+# additionally keeps a buffer and a copy of the largest parameter there.
 _MARGIN = 2 * 2**30
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 takes
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM 0.32
 
 
 def served_rank(rank: int) -> int:
-    """The smallest rank of vLLM's ``--max-lora-rank`` that fits.
+    """Return the smallest value of vLLM's ``--max-lora-rank`` that is at least ``rank``.
 
     >>> served_rank(16), served_rank(17)
     (16, 32)
@@ -57,13 +57,13 @@ def served_rank(rank: int) -> int:
 
 
 def adapters_in_use(settings: RolloutSettings) -> int:
-    """Return the number of adapter versions in use at a time: the newest and those of running requests."""
+    """Return the maximum number of adapter versions in use: the newest, and the versions of running requests."""
     return settings.staleness_bound + 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMPlan(ServerPlan):
-    """One server to start. ``backend``: of the native weight transfer."""
+    """A vLLM server to start. ``backend``: the backend of the native weight transfer."""
 
     model: str
     tokenizer: str
@@ -73,8 +73,8 @@ class VLLMPlan(ServerPlan):
     sleeps: bool = False
     sleep_options: tuple[str, ...] = ()
     memory: float = _SHARE
-    adapter_rank: int = 0  # of the adapters that it will load; 0: none
-    adapters: int = 1  # that may be in use at a time
+    adapter_rank: int = 0  # rank of the adapters to load; 0: none
+    adapters: int = 1  # maximum in use at a time
     extra_args: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
@@ -90,7 +90,7 @@ class VLLMPlan(ServerPlan):
             if self.dtype != "float32":
                 command += FLOAT32_HEAD
         else:
-            command += ["--enforce-eager"]  # compiling takes longer than it ever saves for small models on CPUs
+            command += ["--enforce-eager"]  # for small models on CPUs, compiling takes longer than it saves
             # vLLM 0.32 crashes if a request with a seed is prefilled in parts: "CPU Generator does not use offset".
             command += ["--no-enable-chunked-prefill"]
         if self.backend is not None:
@@ -103,10 +103,10 @@ class VLLMPlan(ServerPlan):
         return [*command, *self.extra_args]
 
     def changes(self) -> dict[str, str | None]:
-        """Enable the control endpoints and, on a CPU, limit cores and memory, which are shared."""
+        """Return changes that enable the control endpoints and, on a CPU, leave cores and memory to other processes."""
         changes = {**super().changes(), "VLLM_SERVER_DEV_MODE": "1"}
         if self.on_node:
-            changes["VLLM_HOST_IP"] = self.host  # vLLM finds none by itself on a node without a route to other networks
+            changes["VLLM_HOST_IP"] = self.host  # not detected by vLLM on a node without a route to other networks
         defaults = {"VLLM_NO_USAGE_STATS": "1"}
         if self.adapter_rank:
             changes["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
@@ -118,7 +118,7 @@ class VLLMPlan(ServerPlan):
 
 
 def adapter_rank(rollout: RolloutSettings, policy: ModelSettings) -> int:
-    """The rank of the adapters that servers load; 0 if they load none."""
+    """Return the rank of the adapters that servers load; 0 if they load none."""
     return policy.lora.rank if rollout.vllm.lora == "adapter" else 0
 
 
@@ -135,9 +135,9 @@ def policy_servers(
     port: int | None = None,
     gpus: Sequence[str] | None = None,
 ) -> list[VLLMPlan]:
-    """The servers to start for a policy according to ``rollout.vllm``, on ``gpus`` (None: this machine's) or a CPU.
+    """Plan a policy's servers according to ``rollout.vllm``, on ``gpus`` (None: this machine's GPUs) or a CPU.
 
-    Raises SettingsError if they cannot be placed, vLLM is not installed or its CPU build cannot serve the model.
+    Raises SettingsError if the servers cannot be placed, vLLM is not installed or the model is not supported on a CPU.
     """
     placement = rollout.vllm.placement
     if importlib.util.find_spec("vllm") is None:
@@ -169,7 +169,7 @@ def policy_servers(
 
 @cache
 def _sleep_options() -> tuple[str, ...]:
-    """The options of the installed vLLM by which a sleeping server releases more memory: CUDA graphs, NCCL buffers.
+    """Return the installed vLLM's options that release more memory during sleep: CUDA graphs, NCCL buffers.
 
     The options are read from vLLM's argument parser in a separate process, because importing vLLM reconfigures logging
     and may initialize CUDA. If vLLM cannot be imported, the error is reported when a server starts.
@@ -184,7 +184,7 @@ def _sleep_options() -> tuple[str, ...]:
 
 
 def _largest_parameter(policy: ModelSettings) -> int:
-    """Bytes of the policy's largest parameter; 0 if its shape is unknown. Builds the model on the meta device."""
+    """Return the bytes of the policy's largest parameter; 0 if unknown. Builds the model on the meta device."""
     from transformers import AutoModelForCausalLM
 
     config = read_config(policy)
@@ -196,7 +196,7 @@ def _largest_parameter(policy: ModelSettings) -> int:
 
 
 def check_cpu_attention(config: PreTrainedConfig | None) -> None:
-    """Raise SettingsError for a model whose attention vLLM cannot compute on a CPU. None: the shape is unknown."""
+    """Raise SettingsError if vLLM cannot compute the model's attention on a CPU. ``config``: None if unknown."""
     if config is None:
         return
     text = config.get_text_config()
@@ -228,14 +228,14 @@ def plan_servers(
     sleep_options: tuple[str, ...] = (),
     adapter_rank: int = 0,
 ) -> list[VLLMPlan]:
-    """The servers that ``rollout.vllm`` requests, on the GPUs ``gpus`` of this machine (empty: on the CPU).
+    """Plan the servers of ``rollout.vllm`` on the GPUs ``gpus`` of this machine (empty: on the CPU).
 
-    ``adapter_rank``: of the adapters that they will load, 0 for none.
+    ``adapter_rank``: the rank of the adapters to load, 0 for none.
     ``memory``: free and total bytes of the fullest GPU that colocated servers share with training.
     ``largest``: bytes of the policy's largest parameter.
-    ``sleep_options``: of colocated servers, beside ``--enable-sleep-mode``.
+    ``sleep_options``: options of colocated servers in addition to ``--enable-sleep-mode``.
 
-    Raises SettingsError if they cannot be placed.
+    Raises SettingsError if the servers cannot be placed.
     """
     vllm = settings.vllm
     if vllm.placement == "colocated" and not gpus:
@@ -273,10 +273,11 @@ def plan_servers(
 
 
 def default_share(memory: tuple[int, int] | None, *, largest: int = 0) -> float:
-    """A server's share of a GPU's memory, rounded down. ``memory``: free and total bytes, if training uses the GPU too.
+    """Return a server's fraction of a GPU's memory, rounded down.
 
-    ``largest``: bytes of the policy's largest parameter. vLLM does not start if less than its share is free. Raises
-    SettingsError if almost nothing is free.
+    ``memory``: free and total bytes, if training also uses the GPU. ``largest``: bytes of the policy's largest
+    parameter. vLLM does not start if less memory than this fraction is free. Raises SettingsError if almost no memory
+    is free.
 
     >>> default_share(None), default_share((60 * 2**30, 80 * 2**30)), default_share((80 * 2**30, 80 * 2**30))
     (0.85, 0.72, 0.85)
@@ -310,7 +311,7 @@ def _chosen_gpus(settings: RolloutSettings, *, training_gpus: int, gpus: Sequenc
 
 
 def changeable_policy(policy_path: str, copy: Path) -> str:
-    """The policy that servers load if their weights will change: on a CPU, a copy with untied embeddings in ``copy``.
+    """Return the policy for servers whose weights will change: on a CPU, a copy with untied embeddings in ``copy``.
 
     ``policy_path``: a directory or a Hugging Face id.
     """
@@ -325,11 +326,11 @@ def changeable_policy(policy_path: str, copy: Path) -> str:
 
 
 def fullest_gpu() -> tuple[int, int]:
-    """Free and total bytes of this process's GPU with the smallest free share."""
+    """Return the free and total bytes of this process's GPU with the smallest free fraction."""
     found = [torch.cuda.mem_get_info(number) for number in range(torch.cuda.device_count())]
     return min(found, key=lambda memory: memory[0] / memory[1])
 
 
 def server_gpus() -> list[str]:
-    """The names of this machine's GPUs; empty if servers compute on its CPU."""
+    """Return the names of this machine's GPUs; empty if servers run on the CPU."""
     return visible_gpus(torch.cuda.device_count()) if torch.cuda.is_available() else []

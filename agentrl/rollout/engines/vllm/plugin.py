@@ -1,4 +1,4 @@
-"""vLLM as ``rollout.engine=vllm``: its settings, the facts that they imply, and the contradictions between them."""
+"""The plug-in for ``rollout.engine=vllm``: its settings, the resulting properties, and checks for contradictions."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class VLLMSettings(ServerSettings):
 
 
 class VLLMPlugin(EnginePlugin):
-    """vLLM servers. Their settings are ``rollout.vllm``."""
+    """The plug-in for vLLM servers, with the settings ``rollout.vllm``."""
 
     def facts(self, rollout: RolloutSettings) -> EngineFacts:
         vllm = rollout.vllm

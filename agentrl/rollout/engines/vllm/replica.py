@@ -1,6 +1,6 @@
-"""The client of one vLLM server: requests, checked answers, and the check that the server is the required one.
+"""The client for one vLLM server: requests, validated responses, and checks of the server's configuration.
 
-An answer with unexpected content raises GarbageError.
+A response with unexpected content raises GarbageError.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 def generate_body(request: TurnRequest, *, seeded: bool) -> dict[str, object]:
-    """Return the body for one turn. It ends only at ``eos_ids`` and stop strings, not at the server's EOS tokens."""
+    """Return the request for one turn, which ends only at ``eos_ids`` and stop strings, not at the server's EOS."""
     sampling = request.sampling
     parameters: dict[str, object] = {
         "max_tokens": sampling.max_tokens,
@@ -87,11 +87,11 @@ class _Choice(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """The parts of an answer that are read.
+    """The fields of a response that are decoded.
 
-    vLLM 0.32 sends each token id three times and each log-probability twice, with ranks: 140 bytes a token. Decoding
-    takes most of the worker's time per token. Skipped fields become no objects, so the ids are read once, beside their
-    log-probabilities, and the list ``token_ids`` is skipped. json takes ten times as long as msgspec.
+    vLLM 0.32 sends each token id three times and each log-probability twice, with ranks: 140 bytes per token. Decoding
+    takes most of the worker's time per token. No objects are created for skipped fields. The ids are therefore read
+    once, with their log-probabilities, and the list ``token_ids`` is skipped. json takes ten times as long as msgspec.
     """
 
     choices: Annotated[list[_Choice], msgspec.Meta(min_length=1, max_length=1)]
@@ -101,7 +101,7 @@ _ANSWER = msgspec.json.Decoder(_Answer)
 
 
 def read_completion(content: bytes, sampling: Sampling, eos_ids: frozenset[int]) -> Completion:
-    """The sampled tokens of an answer to :func:`generate_body`, checked."""
+    """Parse and check the response to :func:`generate_body`. Raises GarbageError if it is invalid."""
     try:
         (choice,) = _ANSWER.decode(content).choices
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -126,14 +126,14 @@ def read_completion(content: bytes, sampling: Sampling, eos_ids: frozenset[int])
 
 
 def score_body(token_ids: Sequence[int], *, salt: str, adapter: str | None = None) -> dict[str, object]:
-    """The request for the log-probabilities of a prompt's own tokens. The one sampled token is discarded."""
+    """Return the request for the log-probabilities of a prompt's tokens. The single sampled token is discarded."""
     parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
     body: dict[str, object] = {"token_ids": list(token_ids), "sampling_params": parameters, "cache_salt": salt}
     return body if adapter is None else {**body, "model": adapter}
 
 
 def read_scores(answer: object, token_ids: Sequence[int]) -> tuple[float, ...]:
-    """Log-probabilities of ``token_ids[1:]`` from an answer to :func:`score_body`."""
+    """Return the log-probabilities of ``token_ids[1:]`` from the response to :func:`score_body`."""
     entries = answer.get("prompt_logprobs") if isinstance(answer, Mapping) else None
     if not isinstance(entries, list) or len(entries) != len(token_ids):
         raise GarbageError(f"expected prompt_logprobs of {len(token_ids)} tokens; got {_short(entries)}")
@@ -145,7 +145,7 @@ def read_scores(answer: object, token_ids: Sequence[int]) -> tuple[float, ...]:
 
 
 def read_cache_use(metrics: str) -> CacheUse:
-    """The KV cache from a server's Prometheus metrics: the total over its engines, with the usage of the fullest.
+    """Read the KV cache from a server's Prometheus metrics: the total over its engines, with the usage of the fullest.
 
     >>> read_cache_use('''# TYPE vllm:kv_cache_usage_perc gauge
     ... vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.25
@@ -170,7 +170,7 @@ def read_cache_use(metrics: str) -> CacheUse:
 
 
 def read_tokens(metrics: str) -> int | None:
-    """The number of tokens that a server has sampled and prefilled, from its Prometheus metrics; None if absent.
+    """Return the tokens that a server has sampled and prefilled, from its Prometheus metrics; None if absent.
 
     >>> read_tokens('''vllm:prompt_tokens_total{engine="0"} 40.0
     ... vllm:generation_tokens_total{engine="0"} 1.2e+03
@@ -187,7 +187,7 @@ def read_tokens(metrics: str) -> int | None:
 
 
 def read_models(answer: object) -> frozenset[str]:
-    """The names of the model and its adapters.
+    """Return the names of the model and its adapters.
 
     >>> sorted(read_models({"data": [{"id": "policy"}, {"id": "policy-1"}]}))
     ['policy', 'policy-1']
@@ -199,7 +199,7 @@ def read_models(answer: object) -> frozenset[str]:
 
 
 def read_checksums(answer: object) -> list[dict[str, tuple[int, int]]]:
-    """Each worker's count of values and total, for each parameter.
+    """Return each worker's count of values and total for each parameter.
 
     >>> read_checksums({"results": [{"a": [2, 9]}, {"a": [1, 5]}]})
     [{'a': (2, 9)}, {'a': (1, 5)}]
@@ -223,7 +223,7 @@ def _reason(reason: str, token_ids: tuple[int, ...], eos_ids: frozenset[int]) ->
 
 
 def _spans(spans: list[_Span], count: int) -> tuple[tuple[int, int], ...]:
-    """Versions and lengths from vLLM's intervals, which must cover all tokens in order."""
+    """Return versions and lengths from vLLM's intervals, which must cover all tokens in order."""
     found: list[tuple[int, int]] = []
     covered = 0
     for span in spans:
@@ -264,7 +264,7 @@ class VLLMReplica(Replica):
     title: ClassVar[str] = "vLLM"
 
     def __init__(self, address: str, *, seeded: bool = True, adapter_rank: int = 0) -> None:
-        """``seeded``: each request has its own seed. ``adapter_rank``: of the adapters that it will load; 0: none."""
+        """``seeded``: each request has its own seed. ``adapter_rank``: the rank of the adapters to load; 0: none."""
         super().__init__(address)
         self._seeded = seeded
         self._adapter_rank = adapter_rank
@@ -298,8 +298,8 @@ class VLLMReplica(Replica):
     async def pause(self) -> None:
         """Pause every request, keeping its keys and values, until :meth:`resume`.
 
-        vLLM's documentation says that ``clear_cache`` is ignored for ``keep``; vLLM 0.32 obeys it nevertheless, even
-        for running requests.
+        According to vLLM's documentation, ``clear_cache`` is ignored for ``keep``. vLLM 0.32 nevertheless applies it,
+        even to running requests.
         """
         await self.http.post("/pause?mode=keep&clear_cache=false", seconds=LONG)
 
@@ -307,7 +307,7 @@ class VLLMReplica(Replica):
         await self.http.post("/resume", seconds=QUICK)
 
     async def load(self, directory: str) -> None:
-        """Load all weights. A server that fails to do so exits."""
+        """Load all weights. The server exits if loading fails."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
         await self.http.post("/collective_rpc", body, seconds=LONG)
 
@@ -332,19 +332,19 @@ class VLLMReplica(Replica):
         return read_checksums(answer)
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        """Release its GPU memory; the weights go to host memory or are lost."""
+        """Release GPU memory. The weights are moved to host memory or, without ``keep_weights``, dropped."""
         await self.http.post(f"/sleep?level={1 if keep_weights else 2}", seconds=LONG)
 
     async def wake(self, tag: str) -> None:
-        """Allocate memory again: for ``weights`` (whose values are back if they were kept) or for the ``kv_cache``."""
+        """Reallocate memory for ``weights`` (restored if they were kept) or the ``kv_cache``."""
         await self.http.post(f"/wake_up?tags={tag}", seconds=LONG)
 
-    # -- what it is -----------------------------------------------------------------------------------------------
+    # -- checks ---------------------------------------------------------------------------------------------------
 
     async def identify(self, needs: ServerNeeds) -> Identity:
         """Check the server's endpoints, settings, token limit, tokenizer and vocabulary size against the run's needs.
 
-        Raises SettingsError, which names the difference and how to start the server; ServerCallError if it is gone.
+        Raises SettingsError with the difference and the fix, and ServerCallError if the server does not respond.
         """
         await self.healthy()
         try:
@@ -373,7 +373,7 @@ class VLLMReplica(Replica):
         return config
 
     async def _value(self, path: str, name: str, kind: type[_Value]) -> _Value:
-        """The value of ``name`` in the answer at ``path``. Raises GarbageError unless it is a ``kind``."""
+        """Return the value of ``name`` in the response at ``path``. Raises GarbageError if it is not a ``kind``."""
         answer = await self.http.get(path, seconds=QUICK)
         value = answer.get(name) if isinstance(answer, Mapping) else None
         if not isinstance(value, kind):
@@ -462,11 +462,11 @@ class VLLMReplica(Replica):
 
 
 def _head_dtype(model: Mapping[str, Any], declared: str = "model") -> str:
-    """Return the dtype of a server's logits: that of ``hf_overrides``, or ``declared``; "model" is that of the weights.
+    """Return the dtype of a server's logits, from ``hf_overrides`` or ``declared``; "model" is the weights' dtype.
 
     vLLM uses ``head_dtype`` of the model's config.json, changed by ``--hf-overrides``. /server_info lists the overrides
-    but not the config, so ``declared`` comes from the policy's config.json. A server whose config.json was edited
-    differs from that, which the difference of log-probabilities shows in the first step.
+    but not the config, so ``declared`` comes from the policy's config.json. An edited config.json on the server is not
+    detected here, but by the difference of log-probabilities in the first step.
 
     >>> _head_dtype({"dtype": "torch.bfloat16", "hf_overrides": {}})
     'bfloat16'
@@ -475,7 +475,7 @@ def _head_dtype(model: Mapping[str, Any], declared: str = "model") -> str:
     >>> _head_dtype({"dtype": "torch.bfloat16", "hf_overrides": {}}, "float32")
     'float32'
     """
-    overrides = model.get("hf_overrides")  # text if it is a function
+    overrides = model.get("hf_overrides")  # a string if it is a function
     head = overrides.get("head_dtype") or declared if isinstance(overrides, Mapping) else declared
     return str(model.get("dtype") if head == "model" else head).lower().removeprefix("torch.")
 

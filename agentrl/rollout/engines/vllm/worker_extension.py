@@ -1,6 +1,6 @@
-"""An extension of vLLM's worker (``--worker-extension-cls``): checksums of the weights that it computes with.
+"""An extension of vLLM's worker (``--worker-extension-cls``): checksums of the weights in use.
 
-It does not import vLLM: it recognizes vLLM's modules by their attributes.
+This module does not import vLLM. It recognizes vLLM's modules by their attributes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from agentrl.weights.verify import checksums
 
-# Columns of a packed matrix read at a time.
+# Columns of a packed matrix that are read at a time.
 _COLUMNS = 256
 
 
@@ -24,19 +24,19 @@ class WorkerExtension:
 
     @torch.inference_mode()
     def agentrl_checksums(self) -> dict[str, list[int]]:
-        """The count of values and the total of this worker's share of every parameter, by its checkpoint name."""
+        """Return the count and the total of values in this worker's shard of every parameter, by checkpoint name."""
         found = checksums(served_parameters(self.get_model()))
         return {name: [one.values, one.total] for name, one in found.items()}
 
 
 def served_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters in use, in pieces under their checkpoint names; parameters without such a name are left out.
+    """Yield the parameters in use, in pieces under their checkpoint names. Other parameters are left out.
 
-    ``packed_modules_mapping`` names the parts of a fused layer, ``output_partition_sizes`` gives their sizes.
+    ``packed_modules_mapping`` lists the parts of a fused layer, and ``output_partition_sizes`` their sizes.
     """
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
     for prefix, module in model.named_modules():
-        path = prefix.removesuffix(".base_layer")  # of a layer that can have adapters
+        path = prefix.removesuffix(".base_layer")  # present if the layer supports adapters
         parent, _, own = path.rpartition(".")
         parts = fused.get(own, [own])
         sizes = list(getattr(module, "output_partition_sizes", ())) if len(parts) > 1 else [-1]
@@ -52,7 +52,7 @@ def served_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _in_use(module: nn.Module, name: str, parameter: Tensor) -> Iterator[Tensor]:
-    """The parameter, or, if vLLM packed it for a CPU, the contents of the packed copy, a few columns at a time."""
+    """Yield the parameter or, if vLLM packed it for a CPU, the contents of the packed copy, some columns at a time."""
     heads = any(kind.__name__ == "ParallelLMHead" for kind in type(module).__mro__)
     linear = getattr(module, "cpu_linear", None)
     if name != "weight" or linear is None or (parameter.numel() and not heads):
@@ -61,7 +61,7 @@ def _in_use(module: nn.Module, name: str, parameter: Tensor) -> Iterator[Tensor]
     sizes = ("input_size_per_partition", "input_size", "embedding_dim")
     width = next(getattr(module, size) for size in sizes if hasattr(module, size))
     for first in range(0, width, _COLUMNS):
-        # Rows of the identity select columns of the matrix: a product with 1 and zeros is exact.
+        # Rows of the identity matrix select columns of the packed matrix. Products with 1 and 0 are exact.
         rows = torch.zeros(min(_COLUMNS, width - first), width, dtype=parameter.dtype)
         rows[:, first:].fill_diagonal_(1)
         yield linear(rows, parameter, None).T
