@@ -1,7 +1,7 @@
 """Weights as files: policy directories, exports of each version, and the parameters of policies with adapters.
 
-Exported directories store the head as a separate parameter, also where it is tied to the embedding: vLLM on CPU packs
-the head's weight when it starts, and silently keeps that copy unless new weights contain the head.
+Exported directories store the head as a separate parameter, even if it is tied to the embedding. At its start, vLLM on
+CPU packs the head's weight, and it silently keeps this copy unless new weights contain the head.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agentrl.weights.verify import EMBEDDING, HEAD, Checksum, checksum, with_hea
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 256 * 1024 * 1024
-"""Bytes of one file; writing holds as much in memory."""
+"""Bytes of one file, and of memory needed for writing."""
 
 
 def untied(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -59,12 +59,12 @@ def write_untied_copy(model: Path, target: Path) -> Path:
 
 
 def write_export(folder: Path, tensors: Iterable[tuple[str, Tensor]], version: int) -> Path:
-    """Write one version's weights to a directory of its own. The one before is kept: an engine may be reading it."""
+    """Write one version's weights to a new directory. The previous version is kept: an engine may be reading it."""
     return write_version(folder, version, lambda partial: write_shards(partial, untied(tensors)))
 
 
 def write_version(folder: Path, version: int, write: Callable[[Path], None], *, kept: int = 1) -> Path:
-    """Have ``write`` fill a directory for ``version``. ``kept`` older ones stay: engines may be reading them."""
+    """Create a directory for ``version`` with ``write``. ``kept`` older ones remain: engines may be reading them."""
     target = folder / f"version-{version:09d}"
     partial = folder / f"{target.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -98,7 +98,7 @@ def write_shards(target: Path, tensors: Iterable[tuple[str, Tensor]], *, most: i
 
 
 def read_export(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a directory, one at a time."""
+    """Yield the tensors of a directory one at a time."""
     for shard in sorted(folder.glob("*.safetensors")):
         yield from read_weights(shard)
 
@@ -112,21 +112,21 @@ def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def held(tensor: Tensor) -> Tensor:
-    """A copy in host memory that shares no storage, as safetensors requires."""
+    """Return a copy in host memory that shares no storage, as safetensors requires."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def read_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file, one at a time."""
+    """Yield the tensors of a file one at a time."""
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - not a dictionary
             yield name, file.get_tensor(name)
 
 
 def merged_parameters(module: nn.Module, settings: LoRASettings) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole value of every parameter of the model, adapters merged into it; the model stays as it is.
+    """Yield name and complete value of every parameter with adapters merged. The model is not changed.
 
-    Collective under ZeRO-3, as :func:`full_parameters`; every rank holds a copy of the adapters meanwhile.
+    Collective under ZeRO-3, like :func:`full_parameters`. Every rank holds a copy of the adapters in the meantime.
     """
     factors = {name: value.clone() for name, value in full_parameters(module, wanted=is_factor)}
     for name, value in full_parameters(module, wanted=lambda name: not is_factor(name)):
@@ -137,18 +137,18 @@ def merged_parameters(module: nn.Module, settings: LoRASettings) -> Iterator[tup
 
 
 def policy_parameters(module: nn.Module, settings: LoRASettings) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole value of every parameter of the policy that is exported. Collective under ZeRO-3."""
+    """Return name and complete value of every parameter of the exported policy. Collective under ZeRO-3."""
     return merged_parameters(module, settings) if settings.rank else full_parameters(module)
 
 
 def adapter_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Exported name and whole value of every parameter of the adapters. Collective under ZeRO-3."""
+    """Yield exported name and complete value of every adapter parameter. Collective under ZeRO-3."""
     for name, value in full_parameters(module, wanted=is_factor):
         yield exported_name(name), value
 
 
 class MergedSource(ParameterSource):
-    """A source of the whole model with its adapters merged into it."""
+    """Source of the model's parameters with adapters merged."""
 
     def __init__(self, module: nn.Module, settings: LoRASettings, *, summed: bool = True) -> None:
         super().__init__(module, summed=summed)
@@ -166,7 +166,7 @@ class MergedSource(ParameterSource):
 
 
 class AdapterSource(ParameterSource):
-    """A source of the adapters under their exported names; its checksums are of them and of the frozen model."""
+    """Source of the adapters under their exported names. Its checksums also cover the frozen model."""
 
     def __init__(self, module: nn.Module, *, summed: bool = True) -> None:
         super().__init__(module, summed=summed)

@@ -23,9 +23,9 @@ from agentrl_envs.registry import install_extra
 
 _Result = TypeVar("_Result")
 
-# Seconds one call to a server may take, including the transfer of all weights.
+# Seconds for a call to a server, including the transfer of all weights.
 _CALL = 1800.0
-# Least seconds for the servers to join a group, which moves no parameter.
+# Minimum seconds for the servers to join a group, during which no parameter is sent.
 _SETUP = 300.0
 # Seconds for an aborted communicator to return from its broadcast.
 _ABORT = 30.0
@@ -33,9 +33,9 @@ _SMALLEST_BUFFER = 4 * GROUP_ELEMENTS
 
 
 class ServersClient:
-    """Several vLLM servers as one ``VLLMWeightSyncClient``: each call goes to all of them at once.
+    """A ``VLLMWeightSyncClient`` for several vLLM servers, which sends each call to all servers at once.
 
-    Their workers join one NCCL group after the sender: the ranks of server ``i`` follow those of the servers before it.
+    The workers join one NCCL group after the sender. The ranks of server ``i`` follow the ranks of earlier servers.
     The first failure ends all calls, because servers that still respond wait in NCCL for the one that failed.
     """
 
@@ -84,7 +84,7 @@ class ServersClient:
 
 
 def _in_thread(work: Callable[[], _Result]) -> Future[_Result]:
-    """Run ``work`` in a daemon thread, which this process's end does not wait for, on the caller's GPU."""
+    """Run ``work`` on the caller's GPU in a daemon thread, for which the exit of this process does not wait."""
     future: Future[_Result] = Future()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -103,9 +103,9 @@ def _in_thread(work: Callable[[], _Result]) -> Future[_Result]:
 
 
 def vllm_source(source: ParameterSource, sent: Callable[[], None] = lambda: None) -> Any:
-    """``source`` as vLLM's ``WeightSource``: shapes without communication, then whole values in the same order.
+    """Convert ``source`` to vLLM's ``WeightSource``: shapes without communication, then values in the same order.
 
-    ``sent`` is called whenever vLLM takes the next value.
+    ``sent`` is called whenever vLLM requests the next value.
     """
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
@@ -116,7 +116,7 @@ def vllm_source(source: ParameterSource, sent: Callable[[], None] = lambda: None
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
             for name, tensor in source:
                 sent()
-                # A sender packs tensors of several groups into one buffer, so they outlive their group.
+                # The sender packs tensors of several groups into one buffer, so each must outlive its group.
                 yield name, tensor.clone()
 
     return _Source()
@@ -125,8 +125,8 @@ def vllm_source(source: ParameterSource, sent: Callable[[], None] = lambda: None
 class NativeTransfer:
     """One rank's side of the native transfer. All ranks create one and call :meth:`send` together.
 
-    A server that dies in the middle leaves the sender inside NCCL, which has no time limit. The sender therefore works
-    in a thread. If a server's answer fails or no parameter is sent for ``deadline`` seconds, the communicator is
+    If a server exits during a transfer, the sender waits in NCCL, which has no time limit. Therefore the sender runs in
+    a thread. If a server's response fails or no parameter is sent for ``deadline`` seconds, the communicator is
     aborted and the transfer raises WorldError. It cannot be used again: the other servers wait in NCCL too.
     """
 
@@ -155,7 +155,7 @@ class NativeTransfer:
         self._moved = time.monotonic()
 
     def _within(self, failed: str, work: Callable[[], _Result], deadline: float) -> _Result:
-        """The result of ``work``, which the sender aborts without progress. Other ranks wait for the sender's end."""
+        """Return the result of ``work``. The sender aborts it without progress; other ranks wait for the sender."""
         try:
             if not self._sender:
                 return work()
@@ -227,7 +227,7 @@ def _free_port(host: str) -> int:
 
 
 def default_backend(placement: str) -> Literal["file", "nccl", "ipc"]:
-    """The fastest backend on this machine: CUDA IPC on the same GPUs, NCCL to other GPUs, files without GPUs."""
+    """Return the fastest backend on this machine: CUDA IPC on the same GPUs, NCCL to other GPUs, files without GPUs."""
     if not torch.cuda.is_available():
         return "file"
     return "ipc" if placement == "colocated" else "nccl"

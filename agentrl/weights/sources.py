@@ -1,4 +1,4 @@
-"""Whole parameters of a training module under any ZeRO stage: where weights come from, and where they are sent."""
+"""Sources and targets of weight transfers: complete parameters of a training module at any ZeRO stage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GROUP_ELEMENTS = 64 * 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class TransferTarget:
-    """The destination of weights, and the way there.
+    """The destination of weights and the transfer method.
 
     >>> TransferTarget().opener  # a directory with safetensors files, which the engine reads
     ''
@@ -30,26 +30,28 @@ class TransferTarget:
     opener: str = ""
     """``module:function`` that opens a :class:`DirectTransfer`, called on every rank; empty: files."""
     backend: str = "file"
-    """The name of the way, for messages."""
+    """The name of the transfer method, for messages."""
     form: Literal["full", "merged", "adapter"] = "full"
-    """Whether the engine takes all parameters, or of a policy with adapters the merged model or the adapters alone."""
+    """Parameters that the engine loads: all, or for a policy with adapters, the merged model or the adapters only."""
     kept: int = 1
-    """How many versions before the newest one keep their files."""
+    """Number of versions before the newest one whose files are kept."""
     addresses: tuple[str, ...] = ()
     world_sizes: tuple[int, ...] = ()
     """Number of GPU processes of each server."""
     starts: tuple[int, ...] = ()
-    """How often each server was started; a restarted one has left the group of a direct transfer."""
+    """Number of starts of each server. A restarted server has left the group of a direct transfer."""
     deadline: float = 300.0
-    """Seconds in which a direct transfer must send another parameter."""
+    """Maximum seconds between two parameters of a direct transfer."""
 
 
 class DirectTransfer(Protocol):
-    """An open way to the engine's memory. Opened by ``opener(target, source, rank=, host=)``, where ``host`` is the
-    address at which servers reach rank 0."""
+    """An open transfer to the engine's memory.
+
+    Opened by ``opener(target, source, rank=, host=)``, where ``host`` is the address at which servers reach rank 0.
+    """
 
     def send(self) -> None:
-        """Send the source's parameters. Collective. Raises WorldError."""
+        """Send the source's parameters. Collective. Raises WorldError if the transfer fails."""
 
     def close(self) -> None: ...
 
@@ -68,10 +70,10 @@ class ParameterShape:
 
 
 class ParameterSource:
-    """The whole parameters of a module that trains under ZeRO 0 to 3; can be iterated any number of times.
+    """The complete parameters of a module at ZeRO 0 to 3. Can be iterated repeatedly.
 
-    ``shapes`` describes, without communication, what an iteration (:func:`full_parameters`) yields; ``checksums`` are
-    those of the values that the last one yielded.
+    ``shapes`` describes the values of an iteration (:func:`full_parameters`) without communication. ``checksums`` are
+    the checksums of the last iteration's values.
     """
 
     def __init__(self, module: nn.Module, *, group_elements: int = GROUP_ELEMENTS, summed: bool = True) -> None:
@@ -82,7 +84,7 @@ class ParameterSource:
         self.checksums: dict[str, Checksum] = {}
 
     def shapes(self) -> list[ParameterShape]:
-        """Name, dtype and whole shape of every parameter; a shard's own shape is empty under ZeRO-3."""
+        """Return name, dtype and complete shape of every parameter. Under ZeRO-3, a shard's shape is empty."""
         return [
             ParameterShape(name=name, dtype=item.dtype, shape=tuple(getattr(item, "ds_shape", item.shape)))
             for name, item in self._module.named_parameters()
@@ -103,9 +105,9 @@ class ParameterSource:
 def full_parameters(
     module: nn.Module, *, group_elements: int = GROUP_ELEMENTS, wanted: Callable[[str], bool] = bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole value of every parameter, in the same order on all ranks; tied parameters once.
+    """Yield name and complete value of every parameter, in the same order on all ranks, tied parameters once.
 
-    ``wanted`` tells by name which ones; by default all.
+    ``wanted`` selects parameters by name, by default all.
 
     Collective under ZeRO-3, where every rank must run it to the end: parameters are gathered in groups of at most
     ``group_elements``. A value is valid until the next one is requested.
@@ -123,9 +125,9 @@ def full_parameters(
 def gathered_groups(
     parameters: list[tuple[str, nn.Parameter]], *, group_elements: int, modifier_rank: int | None = None
 ) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Groups of sharded parameters with their names, gathered until the next group. Collective.
+    """Yield groups of sharded parameters with their names, gathered until the next group. Collective.
 
-    Every rank's shard then takes the values that ``modifier_rank`` wrote.
+    Afterwards, every rank's shard has the values that ``modifier_rank`` wrote.
     """
     import deepspeed
 
@@ -136,7 +138,7 @@ def gathered_groups(
 
 @contextmanager
 def gathered(head: nn.Linear) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Copies of a linear layer's whole weight and bias. Collective under ZeRO-3."""
+    """Provide the complete weight and bias of a linear layer. Collective under ZeRO-3."""
     parameters = [item for item in (head.weight, head.bias) if item is not None]
     if not any(hasattr(item, "ds_id") for item in parameters):
         yield head.weight.detach(), None if head.bias is None else head.bias.detach()
@@ -170,7 +172,7 @@ def read_sharded(path: str | Path, settings: ModelSettings, config: dict[str, An
     import deepspeed
     from transformers.initialization import no_init_weights
 
-    # Keep DeepSpeed's own linear function off: it would replace torch's permanently.
+    # Disable DeepSpeed's linear function, because it would replace torch's permanently.
     with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=config, mem_efficient_linear=False):
         model = empty_model(path, settings)
     model.tie_weights()

@@ -4,9 +4,9 @@ A checksum is a sum over a parameter's values, each mixed into 64 bits. It does 
 shards, pads or transposes parameters: sums of shards add up, and zeros contribute nothing. A single change always
 changes it. Several changes collide with probability 2^-64. A permutation is not detected.
 
-Checksums find a parameter that did not arrive, arrived in part or is stale, if it has a name in a checkpoint. The probe
-covers all parameters and their order. The start policy measures the two sides' difference on the probe at equal
-weights, which bounds the difference from then on.
+Checksums detect a parameter that did not arrive, arrived partially or is stale, if it has a name in a checkpoint. The
+probe covers all parameters and their order. At the start, the difference on the probe is measured at equal weights. It
+bounds the difference from then on.
 
 Not guaranteed: an engine that provides no checksums may miss an update that moves the probe by less than that bound.
 """
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 FLOORS = {"float32": 1e-4, "bfloat16": 5e-3}
-"""The smallest bound by dtype (nats, mean absolute difference on the probe), whatever the measurement says."""
+"""The smallest bound by dtype (nats, mean absolute difference on the probe) for any measured difference."""
 
 LIMITS = {"float32": 1e-2, "bfloat16": 0.15}
 """The largest difference by dtype that counts as noise between two computations of one policy."""
@@ -46,7 +46,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checksum:
-    """``values``: the number of nonzero values; ``total``: the sum of the mixed values modulo 2^64."""
+    """Checksum of a parameter: number of nonzero ``values``, and ``total``, the sum of mixed values modulo 2^64."""
 
     values: int = 0
     total: int = 0
@@ -68,7 +68,7 @@ class Checksum:
 
 
 def checksum(tensor: Tensor) -> Checksum:
-    """The checksum of a tensor's values as float32, which represents bfloat16 and float16 exactly.
+    """Compute the checksum of a tensor's values as float32, which represents bfloat16 and float16 exactly.
 
     >>> checksum(torch.tensor([1.0, 2.0])) == checksum(torch.tensor([2.0, 0.0, 1.0], dtype=torch.bfloat16))
     True
@@ -87,7 +87,7 @@ def checksum(tensor: Tensor) -> Checksum:
 
 
 def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Checksum]:
-    """The checksum of each parameter; pieces with the same name are added up."""
+    """Compute the checksum of each parameter. Pieces with the same name are summed."""
     found: dict[str, Checksum] = defaultdict(Checksum)
     for name, tensor in tensors:
         found[name] += checksum(tensor)
@@ -95,7 +95,7 @@ def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Checksum]:
 
 
 def add_up(workers: Iterable[Mapping[str, tuple[int, int]]]) -> dict[str, Checksum]:
-    """Checksums of whole parameters, from each worker's counts of values and totals."""
+    """Sum the workers' counts and totals to checksums of complete parameters."""
     found: dict[str, Checksum] = defaultdict(Checksum)
     for share in workers:
         for name, (values, total) in share.items():
@@ -110,7 +110,7 @@ def with_head(found: Mapping[str, Checksum]) -> dict[str, Checksum]:
 
 
 def describe_differing(trainer: Mapping[str, Checksum], engine: Mapping[str, Checksum]) -> str | None:
-    """Name the parameters that differ between engine and trainer, among those that both know; None if none differs.
+    """Describe the parameters of engine and trainer whose checksums differ; None if all common ones are equal.
 
     >>> two, three = Checksum(values=1, total=2), Checksum(values=1, total=3)
     >>> describe_differing({"a": two, "b": two}, {"a": two, "b": three})
@@ -126,7 +126,7 @@ def describe_differing(trainer: Mapping[str, Checksum], engine: Mapping[str, Che
 
 
 def _mixed(bits: Tensor) -> Tensor:
-    """Mix each integer over 64 bits. The mapping is one to one, and 0 stays 0."""
+    """Mix each integer over 64 bits. The mapping is one-to-one and maps 0 to 0."""
     return _folded(_folded(bits * _FIRST, 30) * _SECOND, 31)
 
 
@@ -135,7 +135,7 @@ def _folded(bits: Tensor, shift: int) -> Tensor:
 
 
 def noise_bound(noise: float, *, floor: float, limit: float) -> float:
-    """The largest difference that counts as equal weights, where equal weights were measured to differ by ``noise``.
+    """Return the largest difference that counts as equal weights, given the ``noise`` measured at equal weights.
 
     >>> noise_bound(0.011, floor=5e-3, limit=0.15), noise_bound(0.064, floor=5e-3, limit=0.15)
     (0.044, 0.15)
@@ -171,7 +171,7 @@ class Probe:
 class Verified:
     """The verification of one engine: the ``noise`` measured at the start and its ``bound``, in nats.
 
-    ``compared``: of so many ``parameters`` of the trainer the engine provides checksums; 0 of 0 for shared weights.
+    The engine provides checksums of ``compared`` of the trainer's ``parameters``; both are 0 for shared weights.
     """
 
     engine: str
@@ -205,7 +205,7 @@ class ScoringServer(Protocol):
 
 
 class Verifier:
-    """Checks that the engines of a run hold the trainer's weights."""
+    """Checks that the engines of a run have the trainer's weights."""
 
     def __init__(self, dtype: str, *, bound: float | None = None) -> None:
         """``bound`` replaces the measured bound."""
@@ -214,7 +214,7 @@ class Verifier:
         self._verified: dict[str, Verified] = {}
 
     async def check(self, server: ScoringServer, probe: Probe) -> str | None:
-        """Get a server's checksums, if it provides them, and its scores of the probe; return the problem, or None."""
+        """Check a server's checksums, if it provides any, and its scores of the probe; return the problem or None."""
         reported = add_up(await server.checksums()) if server.has_checksums else {}
         scores = await server.score(probe.token_ids, salt=f"probe-{secrets.token_hex(8)}")
         return self.judge(f"the {server.title} server {server.address}", probe, reported=reported, scores=scores)
@@ -222,7 +222,7 @@ class Verifier:
     def judge(
         self, engine: str, probe: Probe, *, reported: Mapping[str, Checksum], scores: Sequence[float]
     ) -> str | None:
-        """The problem with an engine that returns these checksums and scores, or None.
+        """Return the problem with an engine that returns these checksums and scores, or None.
 
         ``reported`` is empty if the engine provides no checksums. The first scores of an engine measure its bound,
         because the weights are equal by construction then.

@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 
 async def with_observations(demonstration: Demonstration, environment: Environment) -> Demonstration:
-    """The demonstration as ``environment`` answers it; unchanged if its author wrote the observations.
+    """Return the demonstration with observations from ``environment``, or unchanged if its author wrote them.
 
-    Raises SettingsError for one that ends before its last turn.
+    Raises SettingsError if the episode ends before the last turn.
     """
     if not demonstration.is_played:
         return demonstration
@@ -60,7 +60,7 @@ async def with_observations(demonstration: Demonstration, environment: Environme
 
 
 def check_template(settings: Settings, template: object) -> None:
-    """Raise SettingsError where a class's calls are in the model's chat template: demonstrations are plain text."""
+    """Raise SettingsError if tool calls use the model's chat template, because demonstrations are plain text."""
     if template and environment_tools(settings.env) is not None:
         raise SettingsError(
             f"coldstart.demonstrations={settings.coldstart.demonstrations} is plain text, but env={settings.env} "
@@ -69,9 +69,9 @@ def check_template(settings: Settings, template: object) -> None:
 
 
 def check_calls(demonstrations: Sequence[Demonstration], settings: Settings) -> None:
-    """Raise SettingsError where a demonstration lacks a column of a class's ``reset``, or calls a tool that it has not.
+    """Raise SettingsError if a demonstration lacks a column of a class's ``reset`` or calls an unknown tool.
 
-    Calls with wrong arguments may be shown on purpose: they are a warning.
+    Calls with invalid arguments may be intended and only cause a warning.
     """
     tools = environment_tools(settings.env)
     if tools is None:
@@ -100,14 +100,14 @@ def check_calls(demonstrations: Sequence[Demonstration], settings: Settings) -> 
 
 
 def _calls(item: Demonstration) -> Iterator[tuple[int, ParsedCall]]:
-    """The calls of a demonstration that can be read, with the numbers of their turns."""
+    """Yield the calls of a demonstration that can be parsed, with the numbers of their turns."""
     find = plain_format([]).calls.find
     for number, turn in enumerate(item.turns, start=1):
         yield from ((number, call) for call in find(turn.model) if not call.error)
 
 
 def environment_key(settings: Settings) -> dict[str, str]:
-    """What tells two versions of a user's class apart: it writes the prompts and the observations of a cold start."""
+    """Return the cache key of a user's class, which determines the prompts and observations of a cold start."""
     if environment_tools(settings.env) is None:
         return {}
     source = resolve_environment(settings.env).source
@@ -121,10 +121,10 @@ _ANSWERS = {"retool": "<answer>\n\\boxed{{{}}}\n</answer>", "torl": "\\boxed{{{}
 
 
 def in_protocol(demonstrations: Sequence[Demonstration], settings: Settings) -> tuple[Demonstration, ...]:
-    """The demonstrations of ``settings`` as their environment's protocol writes them.
+    """Return the demonstrations of ``settings`` in the format of the environment's protocol.
 
-    Raises SettingsError where a user's class would get demonstrations that were generated for other tools, and where
-    the user's own call a tool that it does not have.
+    Raises SettingsError if the environment is a class and the demonstrations are generated, because these call other
+    tools. Raises SettingsError for a file of demonstrations as :func:`check_calls` does.
     """
     environment = settings.environment
     if not (settings.coldstart.demonstrations or "").startswith((BUILTIN, FORMULA)):
@@ -148,13 +148,13 @@ def in_protocol(demonstrations: Sequence[Demonstration], settings: Settings) -> 
 
 
 def _answered(demonstration: Demonstration) -> Demonstration:
-    """The answer alone: without tools there is nothing else to show."""
+    """Reduce a demonstration to its answer, for environments without tools."""
     answer = f"\\boxed{{{demonstration.problem.answer}}}"
     return Demonstration(problem=demonstration.problem, turns=(ShownTurn(model=answer),))
 
 
 def _turns(demonstration: Demonstration, protocol: Protocol, name: str) -> Iterator[ShownTurn]:
-    """Programs and answers in the protocol's form; a ``final_answer`` becomes a print and then the answer."""
+    """Yield programs and answers in the protocol's format. A ``final_answer`` becomes a print, then the answer."""
     answer = ShownTurn(model=_ANSWERS[name].format(demonstration.problem.answer))
     for turn in demonstration.turns:
         program = _SIMPLETIR.parse(turn.model).program
@@ -173,12 +173,12 @@ def _output(observation: str) -> str:
     return observation.removeprefix(_BEFORE_OUTPUT).removesuffix(_AFTER_OUTPUT)
 
 
-_MEASURED = 64  # problems of each source
+_MEASURED = 64  # number of problems of each source
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedDemonstration:
-    """A demonstration in tokens: prompt, response and which response tokens are the model's."""
+    """A tokenized demonstration: prompt, response, and the mask of model tokens in the response."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
@@ -186,12 +186,12 @@ class EncodedDemonstration:
 
     @property
     def longest_turn(self) -> int:
-        """The most tokens that the model writes without an observation in between."""
+        """Number of tokens of the longest model turn."""
         return max((len(list(run)) for own, run in itertools.groupby(self.response_mask) if own), default=0)
 
 
 def measured_problems(settings: Settings) -> list[Problem]:
-    """Problems of each source to train on that needs no download, evenly spaced."""
+    """Return evenly spaced problems of each training source that needs no download."""
     answered = needs_answers(settings)
     return [
         problem
@@ -202,9 +202,9 @@ def measured_problems(settings: Settings) -> list[Problem]:
 
 
 def check_limits(settings: Settings, prompts: Sequence[int], shown: Sequence[EncodedDemonstration]) -> None:
-    """Warn of prompts with more tokens than the limits of rollouts, and of demonstrations that these would cut off.
+    """Warn of prompts and demonstrations that exceed the token limits of rollouts.
 
-    Raises SettingsError if all ``prompts`` have more: nothing could be trained.
+    Raises SettingsError if all ``prompts`` exceed the limit, because no problem could be trained.
     """
     rollout = settings.rollout
     longest = max(prompts, default=0)

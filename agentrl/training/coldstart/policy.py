@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 
-_LINES = 20  # of progress where there is no live display
-_PLAYED = 64  # problems that a new policy plays
-_SCORE = "coldstart.json"  # beside the policy
+_LINES = 20  # number of progress lines without a live display
+_PLAYED = 64  # number of problems that a new policy attempts
+_SCORE = "coldstart.json"  # file name, beside the policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,8 @@ class StartScore:
     """Score of a policy right after its cold start, from one rollout per problem, sampled as in training.
 
     A rollout with a reward of at least 1 solves its problem. ``problems`` is the number of problems that were played,
-    and ``source`` their origin. ``low`` and ``high`` bound the share of problems like these that the policy solves
-    (95 %).
+    and ``source`` their origin. ``low`` and ``high`` bound the fraction of problems like these that the policy solves
+    (95 % interval).
     """
 
     source: str
@@ -61,7 +61,7 @@ class StartScore:
 
     @classmethod
     def read(cls, policy: Path) -> StartScore | None:
-        """Return the score that is stored beside a policy, None without one. Raises WorldError if it is damaged."""
+        """Return the score stored beside a policy, or None if there is none. Raises WorldError if it is damaged."""
         path = policy / _SCORE
         if not path.is_file():
             return None
@@ -69,7 +69,7 @@ class StartScore:
             return cls(**json.loads(path.read_text()))
 
     def write(self, policy: Path) -> None:
-        """Store the score beside its policy. Raises WorldError."""
+        """Store the score beside its policy. Raises WorldError if writing fails."""
         atomic_write(policy / _SCORE, lambda out: out.write(json.dumps(asdict(self), indent=1).encode()))
 
     def show(self, console: Console) -> None:
@@ -88,7 +88,7 @@ class StartScore:
 
 
 def starting_policy(settings: Settings, console: Console, *, say_found: bool = True) -> str:
-    """Directory or id of the policy to start from; runs and caches a cold start if the settings ask for one."""
+    """Return the directory or id of the initial policy. Runs and caches a cold start if it is configured."""
     if settings.coldstart.demonstrations is None and settings.model.path is not None:
         return settings.model.path
     loaded = read_cold_demonstrations(settings)
@@ -98,7 +98,7 @@ def starting_policy(settings: Settings, console: Console, *, say_found: bool = T
             console.note(f"policy: {path} (cold start of an earlier run)")
             try:
                 score = StartScore.read(path)
-            except WorldError as error:  # the policy is whole; only its score is missing
+            except WorldError as error:  # the policy is complete; only its score is unreadable
                 console.warning(f"the score of the cold start cannot be read: {error}")
             else:
                 if score is not None:
@@ -141,7 +141,10 @@ def make_policy(settings: Settings, output: Path, console: Console, problems: Se
 
 
 async def _play(settings: Settings, path: Path, problems: Sequence[Problem]) -> StartScore | None:
-    """Play up to 64 problems with the policy in ``path`` as in training. Returns None if every prompt is too long."""
+    """Play up to 64 problems with the policy in ``path`` as in training, and return its score.
+
+    Returns None if every prompt is too long.
+    """
     source = ", ".join(sorted({problem.source for problem in problems}))
     if not problems:
         shown = read_cold_demonstrations(settings).demonstrations
@@ -150,7 +153,7 @@ async def _play(settings: Settings, path: Path, problems: Sequence[Problem]) -> 
     chosen = [problems[index * len(problems) // count] for index in range(count)]
     environment, codec = environment_and_codec(settings, read_tokenizer(str(path)), str(path))
     rewards = build_rewards(settings)
-    with torch.random.fork_rng():  # so that training draws the same numbers as with a cached policy
+    with torch.random.fork_rng():  # so that training draws the same random numbers as with a cached policy
         model = read_model(str(path), settings.model).to("cuda" if torch.cuda.is_available() else "cpu").eval()
         deterministic = settings.training.deterministic
         engine = TransformersEngine(model, codec, settings.rollout, deterministic=deterministic)
@@ -193,7 +196,7 @@ async def _play(settings: Settings, path: Path, problems: Sequence[Problem]) -> 
 
 
 def describe_loss(losses: Sequence[float]) -> str:
-    """Describe whether the loss still falls: compare the last tenth of the steps with the tenth before it.
+    """Describe the trend of the loss: compare the last tenth of the steps with the tenth before it.
 
     The loss falls if the two means differ by more than two standard errors.
 
@@ -210,7 +213,7 @@ def describe_loss(losses: Sequence[float]) -> str:
     before, last = losses[-2 * count : -count], losses[-count:]
     error = math.sqrt((statistics.variance(before) + statistics.variance(last)) / count)
     means = f"({statistics.fmean(last):.3f}, before {statistics.fmean(before):.3f})"
-    if statistics.fmean(last) < 0.01:  # more steps would repeat the demonstrations from memory
+    if statistics.fmean(last) < 0.01:  # the demonstrations are memorized, so more steps do not help
         return f"cold start: the loss is near 0 {means}"
     if statistics.fmean(before) - statistics.fmean(last) > 2 * error:
         return f"cold start: the loss is still falling {means}: raise coldstart.steps to lower it further"
@@ -224,9 +227,9 @@ def _direct_answers(cold: ColdstartSettings) -> str:
 
 
 def coldstart_command(settings: Settings, output: Path) -> None:
-    """``agentrl coldstart``: make a policy from demonstrations and write it to ``output``, which must be free.
+    """Run ``agentrl coldstart``: train a policy on demonstrations and write it to ``output``, a new or empty directory.
 
-    Raises SettingsError before any work if it is not free or cannot be written.
+    Raises SettingsError before training if ``output`` exists and is not empty, or cannot be written.
     """
     _claim(output)
     set_determinism(settings.training)
@@ -244,7 +247,7 @@ def _claim(output: Path) -> None:
 
 
 def computing_processes(settings: Settings, *, ranks: int) -> int:
-    """How many processes of a run compute on this machine's cores at the same time."""
+    """Return the number of processes of a run that compute on this machine's cores at the same time."""
     beside = settings.rollout.schedule != "synchronous" and engine_facts(settings.rollout).in_process
     return ranks + beside
 

@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 async def encode_demonstration(
     demonstration: Demonstration, *, environment: Environment, codec: TextCodec
 ) -> EncodedDemonstration:
-    """The tokens of a rollout: each turn and each observation is encoded on its own.
+    """Encode a demonstration like a rollout, each turn and each observation separately.
 
-    A turn that ends without a stop string gets the end-of-sequence token.
+    The end-of-sequence token is appended to a turn that does not end with a stop string.
     """
     episode = environment.episode(demonstration.problem)
     prompt = await episode.start()
@@ -83,7 +83,7 @@ def pack_demonstrations(demonstrations: Sequence[EncodedDemonstration]) -> tuple
 
 
 def batches(count: int, size: int, *, seed: int) -> Iterator[list[int]]:
-    """Endless index batches: a new permutation each epoch; batches cross epochs."""
+    """Yield batches of indices endlessly, with a new permutation in each epoch. Batches may span epochs."""
     generator = torch.Generator().manual_seed(seed)
     queue: list[int] = []
     while True:
@@ -101,7 +101,7 @@ def fine_tune(
     *,
     report: Callable[[int, float], None],
 ) -> None:
-    """Minimise the mean negative log-probability of the model's tokens, in place. ``report`` gets step and loss.
+    """Minimise the mean negative log-probability of the model's tokens, in place. ``report`` receives step and loss.
 
     The last ``coldstart.direct_steps`` steps use ``late_rows`` (as many as ``rows``) instead.
     """
@@ -147,10 +147,10 @@ def fine_tune(
 async def cold_start(
     settings: Settings, output: Path, report: Callable[[int, float], None], problems: Sequence[Problem] = ()
 ) -> None:
-    """Make a policy from demonstrations and export it to ``output``; the embedded model if ``model.path`` is none.
+    """Train a policy on demonstrations and export it to ``output``. Without ``model.path``, use the embedded model.
 
-    ``output`` appears whole or not at all. Raises SettingsError before training if it cannot be written, or if none of
-    the ``problems``, which the policy is to play, has a prompt within the limits of rollouts.
+    ``output`` is written completely or not at all. Raises SettingsError before training if ``output`` cannot be
+    written, or if all prompts of ``problems`` exceed the limit of rollouts.
     """
     environment = build_environment(settings)
     await environment.open()
@@ -205,7 +205,10 @@ async def _encoded(
     environment: Environment,
     problems: Sequence[Problem],
 ) -> tuple[PreTrainedTokenizerBase, list[EncodedDemonstration]]:
-    """The tokenizer, which the embedded model gets from the demonstrations, and these in tokens, all measured."""
+    """Return the tokenizer and the encoded demonstrations, after checking the limits of rollouts.
+
+    The tokenizer of the embedded model is trained on the demonstrations.
+    """
     if settings.model.path is None:
         texts = [await _prompt(item.problem, environment) for item in demonstrations]
         tokenizer = train_tokenizer(
@@ -221,9 +224,9 @@ async def _encoded(
 
 
 async def measure(settings: Settings, problems: Sequence[Problem]) -> None:
-    """Compare prompts and demonstrations with the limits of rollouts, as :func:`cold_start` does, and train nothing.
+    """Check prompts and demonstrations against the limits of rollouts, as :func:`cold_start` does, without training.
 
-    Raises SettingsError.
+    Raises SettingsError if all prompts exceed the limit.
     """
     environment = build_environment(settings)
     await environment.open()
@@ -235,7 +238,7 @@ async def measure(settings: Settings, problems: Sequence[Problem]) -> None:
 
 
 def read_cold_demonstrations(settings: Settings) -> LoadedDemonstrations:
-    """The demonstrations that ``coldstart.demonstrations`` names."""
+    """Load the demonstrations of ``coldstart.demonstrations``. Raises SettingsError if there are none."""
     cold = settings.coldstart
     if cold.demonstrations is None:
         raise SettingsError(
@@ -256,9 +259,9 @@ def with_direct_answers(
     boxed: bool = True,
     turn: Literal["first", "any"] = "first",
 ) -> tuple[Demonstration, ...]:
-    """Let a random ``share`` of the demonstrations end with their answer, ``boxed`` or as their last turn states it.
+    """Make a random ``share`` of the demonstrations end early with their answer, ``boxed`` or as in their last turn.
 
-    It takes the place of the ``first`` turn and of all after it, or of ``any`` turn before the last, drawn at random.
+    The answer replaces all turns from the ``first`` on, or from a random turn before the last on (``any``).
     """
     chosen = random.Random(seed)
     shown = []
@@ -272,10 +275,10 @@ def with_direct_answers(
 
 
 def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -> Path:
-    """The cache directory of the policy that these settings and demonstrations make."""
+    """Return the cache directory of the policy for these settings and demonstrations."""
     key = {
         "version": agentrl.__version__,
-        # Without adapters, and without settings that a resumed run may change: it must start from the same policy.
+        # Excludes adapters and settings that a resumed run may change, because it must start from the same policy.
         "model": settings.model.model_dump(
             mode="json", exclude={"attention", "gradient_checkpointing", "checkpoint_offload", "lora"}
         ),
@@ -291,16 +294,16 @@ def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -
 
 
 def _content(demonstration: Demonstration) -> str:
-    """What of a demonstration decides about the policy: its text, and the columns that its environment may show."""
+    """Return the content of a demonstration that affects the policy: its text, and columns that the prompt may use."""
     info = demonstration.problem.info
     return demonstration.text + (json.dumps(info, sort_keys=True) if info else "")
 
 
 @contextmanager
 def reserved(output: Path) -> Iterator[Path]:
-    """A new directory beside ``output``, made before any computation and deleted at the end unless renamed.
+    """Create a directory beside ``output`` before any computation, and delete it at the end unless it was renamed.
 
-    Directories left by killed processes are deleted too. Raises SettingsError if nothing can be written there.
+    Also deletes directories left by killed processes. Raises SettingsError if the directory cannot be created.
     """
     unfinished = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
@@ -322,12 +325,12 @@ def _remove_abandoned(output: Path) -> None:
     for left in output.parent.glob(f".{output.name}.*.partial"):
         try:
             lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:  # gone already
+        except OSError:  # already deleted
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left, ignore_errors=True)
-        except BlockingIOError:  # at work
+        except BlockingIOError:  # in use by another process
             pass
         finally:
             os.close(lock)

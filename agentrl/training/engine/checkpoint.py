@@ -1,12 +1,12 @@
-"""Checkpoints: everything a run needs to resume as if it had never stopped, on as many ranks as there are then.
+"""Checkpoints: everything that a run needs to resume exactly, on the same or a different number of ranks.
 
 ::
 
-    step-000050/        engine/ and critic/ with a part of each rank, and state.json with every file's checksum
-    step-000100.damaged/   its files had changed when a run tried to resume from it
+    step-000050/        engine/ and critic/ with one part per rank, and state.json with the checksums of all files
+    step-000100.damaged/   a checkpoint whose files had changed when a run tried to resume from it
 
-A checkpoint is complete once it has state.json, even before it is renamed: a kill at any moment leaves a complete one.
-Not covered: a machine that loses power before its disk has written all data.
+A checkpoint is complete once it contains state.json, even before it is renamed. Therefore a complete checkpoint remains
+if the run is killed at any time. Not covered: a power failure before the disk has written all data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from agentrl.training.settings import CheckpointSettings, OptimizerSettings
 
 _Value = TypeVar("_Value")
 _STATE = "state.json"
-_LARGE = 1_000_000_000  # bytes: seconds on most disks
+_LARGE = 1_000_000_000  # bytes, which most disks take seconds to write
 _NAME = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.partial")
 
 
@@ -44,11 +44,11 @@ class RunState:
     """The state of a run beside its engines."""
 
     step: int
-    updates: int  # of the optimizer
-    ranks: int  # that wrote it
+    updates: int  # number of optimizer updates
+    ranks: int  # number of ranks that wrote the checkpoint
     worker: QueueState
     evaluations: list[EvaluationRecord]
-    rows: int  # of metrics.jsonl
+    rows: int  # number of rows in metrics.jsonl
     trainer: dict[str, Any] = field(default_factory=dict)
     reference: str | None = None  # the reference policy's path
     adapter: AdapterRecord | None = None
@@ -70,7 +70,7 @@ class Saved(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Write:
-    """A checkpoint that is being written: this rank's files, to their checksums."""
+    """A checkpoint that is being written. ``files`` maps this rank's files to their checksums."""
 
     state: RunState
     folder: Path
@@ -78,16 +78,16 @@ class _Write:
 
 
 class CheckpointWriter:
-    """Writes checkpoints, beside training if the settings say so: then a copy of the state waits in memory.
+    """Writes checkpoints, in the background if configured; a copy of the state is then held in memory.
 
-    All methods are collective. A failure to write is a WorldError on every rank, at the latest when the writer is asked
-    to :meth:`finish`. What a process writes when it is killed is never resumed from.
+    All methods are collective. If writing fails, every rank raises WorldError, at the latest in :meth:`finish`. A
+    checkpoint that was not completed because a process was killed is never used.
     """
 
     def __init__(
         self, root: Path, ranks: Ranked, settings: CheckpointSettings, *, published: Callable[[RunState], None]
     ) -> None:
-        """``published`` learns of each checkpoint from which a run can resume."""
+        """``published`` is called with each checkpoint from which a run can resume."""
         self._root = root
         self._rank = ranks.rank
         self._settings = settings
@@ -96,7 +96,7 @@ class CheckpointWriter:
         self._under_way: _Write | None = None
 
     def save(self, saved: Mapping[str, Saved], state: RunState) -> None:
-        """Write ``root/step-N``, complete or not at all, a folder for each of ``saved``; first end the one before."""
+        """Write ``root/step-N`` completely or not at all, with a folder per item of ``saved``, after the last one."""
         self.finish()
         folder = self._root / f".step-{state.step:06d}.partial"
         _on_disk(folder, lambda: self._prepare(folder))
@@ -110,7 +110,7 @@ class CheckpointWriter:
             self.finish()
 
     def finish(self, *, wait: bool = True) -> None:
-        """Put the checkpoint under way in its place as soon as every rank has written its part; ``wait`` for that."""
+        """Publish the checkpoint under way if every rank has written its part. With ``wait``, wait for all parts."""
         if self._under_way is None:
             return
         write = self._under_way
@@ -122,12 +122,12 @@ class CheckpointWriter:
             _on_disk(write.folder, lambda: self._publish(write, parts))
         except WorldError:
             if self._rank == 0 and not (write.folder / _STATE).is_file():
-                shutil.rmtree(write.folder, ignore_errors=True)  # a full disk needs the room
+                shutil.rmtree(write.folder, ignore_errors=True)  # frees space on a full disk
             raise
         self._published(write.state)
 
     def close(self) -> None:
-        """End the thread, once this rank's part of a checkpoint under way is written."""
+        """Stop the thread after it has written this rank's part of a checkpoint under way."""
         self._thread.shutdown()
 
     def _prepare(self, folder: Path) -> None:
@@ -150,10 +150,10 @@ def _write_parts(folder: Path, parts: Mapping[str, Part]) -> dict[str, str]:
 
 
 def open_newest(root: Path, ranks: Ranked, *, keep: int, warn: Callable[[str], None]) -> tuple[Path, RunState] | None:
-    """The newest checkpoint whose files are as they were written, and its state; None where there is none. Collective.
+    """Return the newest undamaged checkpoint and its state, or None if there are no checkpoints. Collective.
 
-    Newer ones that are damaged get another name and a warning; of older ones ``keep`` in all stay. Raises WorldError
-    if none is whole.
+    Renames newer checkpoints that are damaged, with a warning, and deletes all but the newest ``keep`` undamaged ones.
+    Raises WorldError if every checkpoint is damaged.
     """
 
     def tidied() -> list[str]:
@@ -184,18 +184,18 @@ def open_newest(root: Path, ranks: Ranked, *, keep: int, warn: Callable[[str], N
 
 
 def newest_step(root: Path) -> int:
-    """Return the step of the newest complete checkpoint, 0 if there is none. Reads no weights."""
+    """Return the step of the newest complete checkpoint, or 0 if there is none. Reads no weights."""
     return max((_step(path) for path in _complete(root)), default=0)
 
 
 def prune(root: Path, keep: int) -> None:
-    """Delete all but the newest ``keep``."""
+    """Delete all checkpoints but the newest ``keep``."""
     for old in _complete(root)[:-keep]:
         shutil.rmtree(old)
 
 
 def tidy(root: Path) -> None:
-    """Give complete checkpoints their names and remove what a killed process left half written."""
+    """Rename complete checkpoints to their final names, and delete incomplete ones that a killed process left."""
     for left in root.glob(".step-*.partial"):
         if not (left / _STATE).is_file():
             shutil.rmtree(left)
@@ -207,7 +207,7 @@ def tidy(root: Path) -> None:
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """The run's state beside the engine's."""
+    """Read the state of a run beside its engines. Raises WorldError if the file is missing or damaged."""
     try:
         return RunState(**json.loads((checkpoint / _STATE).read_text())["state"])
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -215,7 +215,7 @@ def read_state(checkpoint: Path) -> RunState:
 
 
 def check_reference(checkpoint: Path, state: RunState, path: str | None) -> None:
-    """Raise SettingsError unless ``path`` is the reference policy that the run has had so far."""
+    """Raise SettingsError unless ``path`` is the reference policy of the run so far."""
     if state.reference != path:
         raise SettingsError(
             f"the checkpoint {checkpoint} was trained with the reference policy {state.reference}, but the settings "
@@ -224,7 +224,7 @@ def check_reference(checkpoint: Path, state: RunState, path: str | None) -> None
 
 
 def _on_disk(folder: Path, work: Callable[[], _Value]) -> list[_Value]:
-    """The results of ``work`` on every rank; a failure to write on one rank is a WorldError on all. Collective."""
+    """Return the results of ``work`` on every rank. If writing fails on one rank, all raise WorldError. Collective."""
 
     def guarded() -> _Value:
         with world_errors(folder, "write a checkpoint to"):
@@ -234,7 +234,7 @@ def _on_disk(folder: Path, work: Callable[[], _Value]) -> list[_Value]:
 
 
 def _as_read(state: RunState) -> RunState:
-    """A copy that later changes of the run do not reach, as :func:`read_state` will give it."""
+    """Return a copy as :func:`read_state` returns it, which later changes of the run do not affect."""
     return RunState(**json.loads(json.dumps(asdict(state))))
 
 
@@ -274,7 +274,7 @@ def _step(path: Path) -> int:
 
 
 def _complete(root: Path) -> list[Path]:
-    """Complete checkpoints in the order of their steps."""
+    """Return complete checkpoints in the order of their steps."""
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if _step(path) >= 0 and (path / _STATE).is_file()]
@@ -282,7 +282,7 @@ def _complete(root: Path) -> list[Path]:
 
 
 class AdapterRecord(TypedDict):
-    """The adapters in a checkpoint, and the model under them, which is not in it."""
+    """The adapters in a checkpoint, and their base model, which the checkpoint does not contain."""
 
     rank: int
     alpha: int
@@ -291,14 +291,14 @@ class AdapterRecord(TypedDict):
 
 
 def adapter_record(settings: LoRASettings, *, base: str) -> AdapterRecord | None:
-    """The record of a run's adapters on the model ``base``; None without adapters."""
+    """Return the record of a run's adapters on the model ``base``, or None without adapters."""
     if settings.rank == 0:
         return None
     return {"rank": settings.rank, "alpha": settings.alpha, "targets": sorted(settings.targets), "base": base}
 
 
 def check_adapter(checkpoint: Path, written: AdapterRecord | None, now: AdapterRecord | None) -> None:
-    """Raise SettingsError unless a checkpoint holds the very adapters of the run, or both have none."""
+    """Raise SettingsError unless the adapters of a checkpoint and a run match, or both have no adapters."""
     if written == now:
         return
     if written is None:
@@ -316,14 +316,14 @@ def check_adapter(checkpoint: Path, written: AdapterRecord | None, now: AdapterR
 
 
 def policy_optimizer(settings: OptimizerSettings, lora: LoRASettings) -> OptimizerSettings:
-    """The optimizer's settings for the policy: with adapters at their own learning rate."""
+    """Return the optimizer settings of the policy, with the learning rate scaled for adapters."""
     if lora.rank == 0:
         return settings
     return settings.model_copy(update={"learning_rate": settings.learning_rate * lora.learning_rate_factor})
 
 
 def describe_size(module: nn.Module) -> str:
-    """The number of a module's parameters, and of those that are trained where they differ."""
+    """Describe the number of a module's parameters, and of trained parameters if it is smaller."""
     sizes = [(getattr(item, "ds_numel", item.numel()), item.requires_grad) for item in module.parameters()]
     total = sum(size for size, _ in sizes)
     trained = sum(size for size, learns in sizes if learns)

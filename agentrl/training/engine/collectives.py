@@ -1,4 +1,4 @@
-"""Communication between ranks: exchange of groups, averages of metrics, and the check that all share the run folder."""
+"""Communication between ranks: exchange of groups, reduction of metrics, and a check of the shared run directory."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _Record = TypeVar("_Record", bound="DataclassInstance")
 
 
 class Exchange:
-    """Sends rows of micro-batches, without their padding, to the ranks ``homes`` and results back. Collective."""
+    """Sends rows of micro-batches without padding to their home ranks, and results back. Collective."""
 
     def __init__(
         self, masks: Sequence[Tensor], homes: Tensor, *, group: torch.distributed.ProcessGroup | None = None
     ) -> None:
-        """``masks`` [b, T] bool of each micro-batch, perhaps without rows; ``homes`` [B] a rank for each of their rows.
+        """``masks`` [b, T] bool of each micro-batch, where b may be 0; ``homes`` [B] the rank for each of their rows.
 
-        Positions after a row's last True do not travel. Ranks are those of the ``group``; None: all.
+        Positions after a row's last True are not sent. Ranks are ranks of ``group``; None: of all processes.
         """
         ranks = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
         self._group = group
@@ -81,7 +81,7 @@ class Exchange:
 
 
 def _lengths(mask: Tensor) -> Tensor:
-    """Positions up to the last True of each row [b, T], [b]."""
+    """Return the number of positions up to the last True of each row [b, T], as [b]."""
     places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     return torch.where(mask, places, 0).amax(-1)
 
@@ -91,12 +91,12 @@ def _inside(lengths: Tensor, width: int) -> Tensor:
 
 
 def _flat(values: Tensor, lengths: Tensor) -> Tensor:
-    """Concatenate the positions inside of each row [B, T]."""
+    """Concatenate the first ``lengths`` positions of each row [B, T]."""
     return values[_inside(lengths, values.shape[1])]
 
 
 def _padded(flat: Tensor, lengths: Tensor) -> Tensor:
-    """The inverse of :func:`_flat`, as wide as the longest row, padded with zeros."""
+    """Invert :func:`_flat`: return rows as wide as the longest one, padded with zeros."""
     width = max(1, int(lengths.max())) if lengths.numel() else 1
     padded = flat.new_zeros(len(lengths), width)
     padded[_inside(lengths, width)] = flat
@@ -118,9 +118,9 @@ Number = Tensor | float
 
 
 class Meter:
-    """Sums of one rank; :meth:`reduce` gives what holds for all.
+    """Accumulates metrics of one rank; :meth:`reduce` combines them over ranks.
 
-    Every rank must add the same names in a step; a dummy micro-batch adds them with weight 0.
+    Every rank must add the same names in a step. A dummy micro-batch adds them with weight 0.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -128,31 +128,31 @@ class Meter:
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
         self._largest: dict[str, Tensor] = {}
-        self._negated: set[str] = set()  # of those the smallest
+        self._negated: set[str] = set()  # names whose smallest value is kept, as the largest negated one
 
     def mean(self, name: str, value: Number, weight: Number) -> None:
-        """``value`` is a mean over ``weight`` items: tokens, trajectories or updates."""
+        """Add ``value``, a mean over ``weight`` items: tokens, trajectories or updates."""
         weight = self._number(weight)
         self._add(self._sums, name, torch.where(weight > 0, self._number(value), 0.0) * weight)
         self._add(self._weights, name, weight)
 
     def total(self, name: str, value: Number) -> None:
-        """``value`` is this part of a sum."""
+        """Add ``value`` to a sum."""
         self._add(self._sums, name, self._number(value))
 
     def largest(self, name: str, value: Number, weight: Number = 1.0) -> None:
-        """Keep the largest value of those with a weight above 0."""
+        """Keep the largest of the values with a weight above 0."""
         nothing = self._number(-math.inf)
         value = torch.where(self._number(weight) > 0, self._number(value), nothing)
         self._largest[name] = torch.maximum(self._largest.get(name, nothing), value)
 
     def smallest(self, name: str, value: Number, weight: Number = 1.0) -> None:
-        """Keep the smallest value of those with a weight above 0."""
+        """Keep the smallest of the values with a weight above 0."""
         self._negated.add(name)
         self.largest(name, -value, weight)
 
     def mean_of(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
-        """One mean so far, over all ranks; 0 if nothing weighs. Collective."""
+        """Return one mean so far, over all ranks; 0 if the total weight is 0. Collective."""
         pair = torch.stack([self._sums[name], self._weights[name]])
         total, weight = engine.all_reduce(pair).tolist()
         return float(total / weight) if weight else 0.0
@@ -162,12 +162,12 @@ class Meter:
         return float(engine.all_reduce(self._weights[name].clone()))
 
     def largest_of(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
-        """One maximum so far, over all ranks; 0 if nothing weighs. Collective."""
+        """Return one maximum so far, over all ranks; 0 without a value of positive weight. Collective."""
         value = float(engine.all_reduce_largest(self._largest[name].clone()))
         return 0.0 if value == -math.inf else value
 
     def reduce(self, engine: TrainingEngine[nn.Module]) -> dict[str, float]:
-        """Reduce everything over all ranks, without means and extremes that have no weight. Collective."""
+        """Reduce all metrics over all ranks, except means and extremes without weight. Collective."""
         sums = self._reduced(self._sums, engine.all_reduce)
         weights = self._reduced(self._weights, engine.all_reduce)
         largest = self._reduced(self._largest, engine.all_reduce_largest)
@@ -188,12 +188,12 @@ class Meter:
         return torch.as_tensor(value, dtype=torch.float64, device=self._device)
 
 
-# Seconds for a network file system to show a new file on another machine.
+# Seconds until a new file is visible on another machine of a network file system.
 _VISIBLE = 10.0
 
 
 def check_shared_folder(folder: Path, *, rank: int, visible: float = _VISIBLE) -> None:
-    """Raise SettingsError on every rank if one of them does not see the files of rank 0. Collective."""
+    """Raise SettingsError on every rank if any rank cannot access the files of rank 0. Collective."""
 
     def write() -> str:
         probe = folder / f".probe-{secrets.token_hex(8)}"

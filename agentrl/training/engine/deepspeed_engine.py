@@ -1,4 +1,4 @@
-"""The one place that trains with DeepSpeed: optimizer, schedule, ZeRO and collectives."""
+"""Training with DeepSpeed: optimizer, schedule, ZeRO and collectives. Only this module trains with DeepSpeed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Stopwatch:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Count what happens inside under ``name``, also where it raises."""
+        """Add the duration of the block to ``name``, even if the block raises."""
         seconds = (_of_stream if self._device.type == "cuda" else _of_clock)()
         try:
             yield
@@ -59,7 +59,7 @@ class Stopwatch:
             self._measured.append((name, seconds()))
 
     def take(self) -> dict[str, float]:
-        """The seconds of each name since the last call. Waits for the GPU."""
+        """Return the seconds of each name since the last call. Waits for the GPU."""
         if self._device.type == "cuda" and self._measured:
             torch.cuda.synchronize(self._device)
         totals: dict[str, float] = {}
@@ -96,7 +96,7 @@ _Module_co = TypeVar("_Module_co", bound=nn.Module, covariant=True)
 
 
 def learning_rate_factor(step: int, settings: OptimizerSettings, total: int) -> float:
-    """The learning rate of update ``step`` (from 0) over its peak: linear warm-up, then constant or cosine.
+    """Compute the learning rate of update ``step`` (from 0) over its peak: linear warm-up, then constant or cosine.
 
     >>> settings = OptimizerSettings(warmup_steps=2, schedule="cosine", final_fraction=0.1)
     >>> [round(learning_rate_factor(step, settings, 6), 3) for step in range(7)]
@@ -119,13 +119,13 @@ def deepspeed_config(
     trained: int = REDUCE_BUCKET,
     leaves: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """DeepSpeed's own configuration. ``step()`` ends an accumulation, however many micro-batches it had.
+    """Return the configuration of DeepSpeed. ``step()`` ends an accumulation of any number of micro-batches.
 
-    ``trained``: parameters that have a gradient; DeepSpeed allocates the whole bucket whatever they fill of it.
+    ``trained``: number of trained parameters, which bounds the reduction bucket, because DeepSpeed allocates all of it.
     ``leaves``: classes of modules whose parameters ZeRO-3 gathers together (:func:`expert_blocks`).
 
-    Gradients are added up in float32 over micro-batches and ranks, whatever the dtype of the weights: in bfloat16 256
-    equal ones plus another are still 256.
+    Gradients are accumulated in float32 over micro-batches and ranks for any dtype of the weights. In bfloat16, adding
+    1 to a sum of 256 would not change the sum.
     """
     zero: dict[str, Any] = {
         "stage": training.stage_that_runs(bfloat16=bfloat16),
@@ -157,11 +157,11 @@ def deepspeed_config(
 
 
 def expert_blocks(module: nn.Module) -> list[str]:
-    """Full names of the classes of ``module``'s mixture-of-experts blocks: modules with a list of ``experts``.
+    """Return the full class names of ``module``'s mixture-of-experts blocks: modules with a list of ``experts``.
 
     ZeRO-3 gathers a module's weights in its forward, on all ranks together. Ranks whose tokens are routed to different
-    experts would gather different weights, and hang or mix them up, so a block's weights are gathered with the block.
-    Experts whose weights are one parameter are no such list: every rank gathers it.
+    experts would gather different weights and hang or confuse them, so the weights of a block are gathered together.
+    Experts with one shared parameter need no such treatment, because every rank gathers it.
     """
     lists = (nn.ModuleList, nn.ModuleDict)
     blocks = {type(block) for block in module.modules() if isinstance(block._modules.get("experts"), lists)}
@@ -169,25 +169,28 @@ def expert_blocks(module: nn.Module) -> list[str]:
 
 
 def start_distributed(*, deadline: float) -> tuple[int, int]:
-    """Join the process group, alone if no launcher started us; returns (rank, size). ``deadline`` of collectives: s."""
+    """Join the process group, or create one of size 1 without a launcher, and return (rank, size).
+
+    ``deadline``: seconds until a collective fails.
+    """
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     else:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found nothing better
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns that it found no accelerator
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # DeepSpeed calls collectives by names that torch has renamed.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    # An all-reduce in shared memory that DeepSpeed compiles at its first start on a CPU, for inference alone: training
-    # never calls it, so neither a compiler nor the minute is needed.
+    # On CPUs, DeepSpeed compiles a shared-memory all-reduce at its first start, which takes a compiler and a minute.
+    # Only inference uses it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if "RANK" not in os.environ:
         os.environ.update(defaults)
     if not torch.distributed.is_initialized():
-        # Before DeepSpeed, which takes the group that is there: its own is bound to a device, and can then hang beside
-        # the groups that vLLM's weight transfer makes in this process.
+        # Before DeepSpeed, which uses an existing group. A group created by DeepSpeed is bound to a device and can hang
+        # together with the groups that vLLM's weight transfer creates in this process.
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         torch.distributed.init_process_group(backend, timeout=timedelta(seconds=deadline))
     deepspeed.init_distributed(verbose=False)
@@ -199,7 +202,7 @@ def end_distributed() -> None:
     if torch.distributed.is_initialized():
         import deepspeed
 
-        deepspeed.comm.destroy_process_group()  # which also drops DeepSpeed's references to its subgroups
+        deepspeed.comm.destroy_process_group()  # also drops DeepSpeed's references to its subgroups
 
 
 def gather_from_ranks(value: _Value) -> list[_Value]:
@@ -213,7 +216,7 @@ def gather_from_ranks(value: _Value) -> list[_Value]:
 def on_every_rank(work: Callable[[], _Value]) -> list[_Value]:
     """Call ``work`` on this rank and return every rank's value, in the order of ranks. Collective.
 
-    A WorldError of one rank is raised on all of them: none is left waiting in the next collective.
+    A WorldError on one rank is raised on all ranks, so that none waits in the next collective.
     """
     value: _Value | None = None
     problem: str | None = None
@@ -229,7 +232,10 @@ def on_every_rank(work: Callable[[], _Value]) -> list[_Value]:
 
 
 def from_rank_zero(work: Callable[[], _Value]) -> _Value:
-    """What ``work`` returns on rank 0, which alone calls it, on every rank, as :func:`on_every_rank`. Nothing slow."""
+    """Call ``work`` on rank 0 only, and return its value on every rank. Errors as in :func:`on_every_rank`. Collective.
+
+    ``work`` must be fast, because the other ranks wait in a collective.
+    """
     found = on_every_rank(lambda: work() if torch.distributed.get_rank() == 0 else None)[0]
     return cast(_Value, found)
 
@@ -237,10 +243,9 @@ def from_rank_zero(work: Callable[[], _Value]) -> _Value:
 def swap_between_ranks(
     values: Tensor, sent: list[int], received: list[int], group: torch.distributed.ProcessGroup | None = None
 ) -> Tensor:
-    """Rank r gets the r-th of the consecutive parts of ``values``, of ``sent`` entries each. Collective.
+    """Send the r-th part of ``values``, of ``sent[r]`` entries, to rank r of ``group`` (None: all ranks). Collective.
 
-    Returns what all ranks of the ``group`` (None: of all) sent here, in the order of ranks, ``received`` entries from
-    each.
+    Returns the parts received from all ranks, in the order of ranks, ``received[r]`` entries from rank r.
     """
     if len(sent) == 1:
         return values
@@ -252,9 +257,9 @@ def swap_between_ranks(
 class TrainingEngine(Generic[_Module_co]):
     """A module under DeepSpeed. ``backward`` accumulates; ``step`` clips, updates and clears.
 
-    DeepSpeed averages gradients over ranks: multiply a loss that is normalised over all by :attr:`world_size`. Ranks
-    that share rows compute the same loss, each of them the gradient that comes through its slice: so their sum is the
-    gradient of one loss. What is added up over rows is added up over ranks with different ones, :attr:`groups.peers`.
+    DeepSpeed averages gradients over ranks, so multiply a loss that is normalised over all ranks by :attr:`world_size`.
+    Ranks that share rows compute the same loss, and each computes the gradient through its slice. Their sum is the
+    gradient of one loss. Sums over rows are all-reduced over ranks with different rows, :attr:`groups.peers`.
     """
 
     def __init__(
@@ -281,7 +286,7 @@ class TrainingEngine(Generic[_Module_co]):
             eps=optimizer.epsilon,
             fused=True,
         )
-        # Without ZeRO DeepSpeed clips but does not tell the norm: there it is done here.
+        # Without ZeRO, DeepSpeed clips but does not return the norm, so clip here instead.
         self._stage = training.stage_that_runs(bfloat16=bfloat16)
         self._clips_here = self._stage == 0
         self._norm = math.nan
@@ -304,7 +309,7 @@ class TrainingEngine(Generic[_Module_co]):
                 ),
                 config=config,
             )
-        for group in distributed_c10d._world.pg_map:  # DeepSpeed makes its own, with torch's default
+        for group in distributed_c10d._world.pg_map:  # DeepSpeed creates groups with torch's default timeout
             distributed_c10d._set_pg_timeout(timedelta(seconds=training.collective_deadline), group)
         self.module = module
         self.device = self._engine.device
@@ -327,7 +332,7 @@ class TrainingEngine(Generic[_Module_co]):
         return self._norm if self._clips_here else float(self._engine.get_global_grad_norm())
 
     def _clip(self, parameters: list[nn.Parameter], maximum: float) -> Callable[..., None]:
-        """A hook that runs before the optimizer's step, on gradients that are summed over ranks."""
+        """Return a hook that clips before the optimizer's step, when gradients are reduced over ranks."""
 
         def clip(*_: object) -> None:
             self._norm = float(torch.nn.utils.clip_grad_norm_(parameters, maximum))
@@ -339,18 +344,18 @@ class TrainingEngine(Generic[_Module_co]):
         return float(self._engine.get_lr()[0])
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """The sum of ``values`` over ranks with different rows, in place."""
+        """Sum ``values`` over ranks with different rows, in place, and return them."""
         if self.groups.replicas > 1:
             torch.distributed.all_reduce(values, group=self.groups.peers)
         return values
 
     @property
     def index(self) -> int:
-        """The number of this rank among those with different rows."""
+        """Index of this rank among ranks with different rows."""
         return self.groups.replica
 
     def gather(self, values: Tensor) -> Tensor:
-        """``values`` [...] of every rank with different rows, [ranks, ...]; of one shape everywhere. Collective."""
+        """Return ``values`` of every rank with different rows, [ranks, ...]. Shapes must be equal. Collective."""
         if self.groups.replicas == 1:
             return values.unsqueeze(0)
         found = [torch.empty_like(values) for _ in range(self.groups.replicas)]
@@ -358,28 +363,28 @@ class TrainingEngine(Generic[_Module_co]):
         return torch.stack(found)
 
     def all_reduce_largest(self, values: Tensor) -> Tensor:
-        """The largest of each of ``values`` over ranks, in place."""
+        """Take the elementwise maximum of ``values`` over ranks with different rows, in place, and return it."""
         if self.groups.replicas > 1:
             torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX, group=self.groups.peers)
         return values
 
     def offload(self) -> None:
-        """Move optimizer state and gradients to the CPU; parameters stay, for the transfer to an engine."""
+        """Move optimizer state and gradients to the CPU. Parameters remain for the transfer to an engine."""
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 
         moved = [State.optim_states, State.hp_params, State.lp_grads, State.contiguous_grad_buffer]
         self._engine.offload_states(include=moved)
 
     def reload(self) -> None:
-        """Bring back what :meth:`offload` moved."""
+        """Move back the state that :meth:`offload` moved."""
         self._engine.reload_states()
 
     def part(self) -> Part:
-        """A copy of this rank's part of parameters, optimizer, schedule and random state, for a checkpoint."""
+        """Copy this rank's part of parameters, optimizer, schedule and random state, for a checkpoint."""
         return take_part(self.module, self._engine.optimizer, updates=self._schedule.last_epoch, rank=self.rank)
 
     def load(self, folder: Path) -> None:
-        """Restore what the ranks of any run of this model wrote, at any ZeRO stage. Collective."""
+        """Restore a checkpoint of this model, written by any number of ranks at any ZeRO stage. Collective."""
         updates = restore(folder, self.module, self._engine.optimizer, rank=self.rank)
         rates = [rate * self._schedule.lr_lambdas[0](updates) for rate in self._schedule.base_lrs]
         self._schedule.load_state_dict(
@@ -390,9 +395,9 @@ class TrainingEngine(Generic[_Module_co]):
 
 
 def read_for_training(path: str | Path, model: ModelSettings, training: TrainingSettings) -> PreTrainedModel:
-    """A causal language model for this rank: at ZeRO-3 its shard alone. Collective there.
+    """Read a causal language model for this rank, only its shard at ZeRO-3. Collective at ZeRO-3.
 
-    With ``model.lora.rank`` its own weights are frozen under adapters.
+    With ``model.lora.rank``, adapters are added and the weights of the model are frozen.
     """
     world_size = torch.distributed.get_world_size()
     if training.zero_stage < 3 or world_size == 1:
@@ -402,7 +407,7 @@ def read_for_training(path: str | Path, model: ModelSettings, training: Training
 
 
 def read_policy(path: str | Path, model: ModelSettings, training: TrainingSettings) -> PolicyModel:
-    """A policy for this rank, as :func:`read_for_training`."""
+    """Read a policy for this rank with :func:`read_for_training`."""
     causal_lm = read_for_training(path, model, training)
     attention = choose_attention(model.attention, causal_lm.config, dtype=model.dtype)
     sequence = rank_groups(training).sequence
@@ -420,7 +425,7 @@ def _dimensions(parameter: nn.Parameter) -> int:
 
 
 def frozen(module: nn.Module, training: TrainingSettings, *, bfloat16: bool) -> Callable[..., Any]:
-    """The forward of a module that is never trained, on this rank's device. ZeRO 3 shards its parameters."""
+    """Return the forward of a frozen module on this rank's device. ZeRO-3 shards its parameters."""
     import deepspeed
 
     module.requires_grad_(False).eval()
@@ -437,9 +442,9 @@ def frozen(module: nn.Module, training: TrainingSettings, *, bfloat16: bool) -> 
 
 @contextmanager
 def _visible_statistics(module: nn.Module) -> Iterator[None]:
-    """Make the head's output a dictionary between two hooks of ours, around those that DeepSpeed's set-up adds.
+    """Convert the head's output to a dictionary between two hooks, which surround the hooks that DeepSpeed adds.
 
-    Its hooks that gather a sharded weight for the backward pass see tensors in tuples and dictionaries only.
+    DeepSpeed's hooks that gather a sharded weight for the backward pass find tensors only in tuples and dictionaries.
     """
     if isinstance(module, PolicyModel):
         module.head.register_forward_hook(_statistics_as_dictionary)

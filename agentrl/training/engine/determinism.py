@@ -1,4 +1,4 @@
-"""``training.deterministic``: the set-up of a process before it computes; and the state of its random numbers."""
+"""Deterministic algorithms (``training.deterministic``) and the state of random number generators."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _DETERMINISTIC = (":4096:8", ":16:8")
 
 
 def set_determinism(settings: TrainingSettings) -> None:
-    """Make torch use deterministic algorithms if the setting is on, before CUDA starts; child processes inherit it.
+    """Make torch use deterministic algorithms if the setting is on. Child processes inherit it.
 
-    Raises SettingsError if the environment gives cuBLAS a workspace that is not deterministic.
+    Call this before CUDA is initialized. Raises SettingsError if the environment selects a nondeterministic cuBLAS
+    workspace.
     """
     if not settings.deterministic:
         return
@@ -31,13 +32,13 @@ def set_determinism(settings: TrainingSettings) -> None:
 
 
 def random_state() -> dict[str, Tensor]:
-    """The state of torch's random numbers, by device."""
+    """Return the state of torch's random number generators by device."""
     state = {"cpu": torch.get_rng_state()}
     return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
-    """Continue with a :func:`random_state`, of the devices that are there."""
+    """Restore a :func:`random_state` on the available devices."""
     torch.set_rng_state(state["cpu"])
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

@@ -1,5 +1,6 @@
-"""Groups of ranks under ``training.sequence_parallel``: those that share rows, and those that hold the same slice of
-different rows. With N = 2 on four ranks, 0 and 1 share rows, 2 and 3 share others; 0 and 2 are peers, 1 and 3 are.
+"""Groups of ranks under ``training.sequence_parallel``: sequence-parallel groups share rows, and peers hold the same
+slice of different rows. With N = 2 on four ranks, the sequence-parallel groups are {0, 1} and {2, 3}, and the peers are
+{0, 2} and {1, 3}.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from agentrl.training.settings import TrainingSettings
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankGroups:
-    """This rank's place. What is counted over rows is counted over :attr:`peers`, each of which has other rows."""
+    """The groups of this rank. Sums over rows are all-reduced over :attr:`peers`, which have different rows."""
 
-    replica: int  # the number of the group that shares rows with this rank
+    replica: int  # index of this rank's sequence-parallel group
     replicas: int
-    sequence: SequenceGroup | None = None  # that group; None where every rank has rows of its own
+    sequence: SequenceGroup | None = None  # that group; None if every rank has different rows
     peers: ProcessGroup | None = None  # one rank of each group; None: all ranks
 
     @property
     def first(self) -> bool:
-        """True on one of the ranks that share rows."""
+        """True on the first rank of each group that shares rows."""
         return self.sequence is None or self.sequence.rank == 0
 
 
 def rank_groups(training: TrainingSettings) -> RankGroups:
-    """The groups of this rank, the same ones at each call. The first call is collective.
+    """Return the groups of this rank, the same objects in each call. The first call is collective.
 
-    Raises SettingsError if the ranks cannot be divided so.
+    Raises SettingsError if ``training.sequence_parallel`` does not divide the number of ranks.
     """
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     size = training.sequence_parallel
@@ -44,7 +45,7 @@ def rank_groups(training: TrainingSettings) -> RankGroups:
     if size == 1:
         return RankGroups(replica=rank, replicas=world)
     every = torch.distributed.group.WORLD
-    assert every is not None  # the size is known
+    assert every is not None  # initialized, because its size is known
     return _made(every, size, training.collective_deadline)
 
 
@@ -75,7 +76,7 @@ def _made(every: ProcessGroup, size: int, deadline: float) -> RankGroups:
     alike = [list(range(place, world, size)) for place in range(size)]
     own, _ = torch.distributed.new_subgroups_by_enumeration(shared, timeout=wait)
     peers, _ = torch.distributed.new_subgroups_by_enumeration(alike, timeout=wait)
-    assert own is not None  # every rank is in one of each kind
+    assert own is not None  # every rank is in one group of each kind
     return RankGroups(
         replica=rank // size,
         replicas=world // size,

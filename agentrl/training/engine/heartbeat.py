@@ -1,4 +1,4 @@
-"""Heartbeats of training ranks, which detect a rank that is alive but stuck, and so closes no connection.
+"""Heartbeats of training ranks, which detect ranks that are alive but stuck: these close no connection.
 
 A rank's main thread marks its progress in a :class:`Heartbeat`. Another thread sends the latest mark to the rollout
 worker once a second, and the worker's :class:`Watch` finds the rank that is stuck.
@@ -15,11 +15,11 @@ from agentrl.cluster.local import HERE
 INTERVAL = 1.0
 """Seconds between two heartbeats of a rank, and between two checks by the worker."""
 
-# A micro-batch may take this many times as long as the longest one so far, and a process may be silent for this many
-# times `cluster.deadline` at any point: a library that writes a large file can keep Python threads from running.
+# A micro-batch may take this many times as long as the longest one so far. At any time, a process may send no heartbeat
+# for this many times `cluster.deadline`, because a library that writes a large file can block Python threads.
 _TOLERANCE = 10.0
-# Seconds. After so long without a heartbeat, a rank's process counts as not responding. After so long without a check,
-# the worker itself was suspended.
+# Seconds without a heartbeat after which a rank's process counts as not responding, and seconds without a check after
+# which the worker itself was suspended.
 _SILENT = 5.0
 
 
@@ -65,7 +65,7 @@ class Heartbeat:
     """
 
     def __init__(self, *, deadline: float, slow: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """``deadline``: ``cluster.deadline``; ``slow``: ``training.collective_deadline``."""
+        """``deadline`` is ``cluster.deadline``, and ``slow`` is ``training.collective_deadline``."""
         self._deadline = deadline
         self._slow = max(deadline, slow)
         self._clock = clock
@@ -78,7 +78,7 @@ class Heartbeat:
         self.shortened: Callable[[], None] = lambda: None
 
     def wait(self, waiting_for: str) -> None:
-        """Begin to wait for the worker. Call :meth:`again` while waiting."""
+        """Mark the start of a wait for the worker. Call :meth:`again` while waiting."""
         self._end_pass()
         calls = self.beat.position[0] + 1
         self._mark((calls, 0), f"waiting for {waiting_for}", self._deadline, waits=True)
@@ -88,18 +88,18 @@ class Heartbeat:
         self.beat = replace(self.beat, marks=self.beat.marks + 1)
 
     def enter(self, doing: str) -> None:
-        """Begin work that may take long."""
+        """Mark the start of work that may take long."""
         self._end_pass()
         self._mark(self._next(), doing, self._slow)
 
     def train(self, step: int) -> None:
-        """Begin the training of a step."""
+        """Mark the start of a step's training."""
         self._warm = self._warm or self._passed
         self._step = f"the training of step {step}"
         self.enter(self._step)
 
     def micro_batch(self) -> None:
-        """Begin a forward or backward pass over a micro-batch."""
+        """Mark the start of a forward or backward pass over a micro-batch."""
         self._end_pass()
         allowed = max(self._deadline, _TOLERANCE * self._longest) if self._longest else self._slow
         self._mark(self._next(), self._step, allowed)
@@ -112,7 +112,7 @@ class Heartbeat:
         self.beat = replace(self.beat, allowed=max(self._slow, self.beat.allowed), marks=self.beat.marks + 1)
 
     def after_micro_batches(self) -> None:
-        """Begin to wait for the other ranks' micro-batches, and to update."""
+        """Mark the start of the wait for other ranks' micro-batches and of the update."""
         self.enter(f"{self._step}, after its micro-batches")
 
     def _end_pass(self) -> None:
@@ -141,10 +141,10 @@ class _Heard:
 
 
 class Watch:
-    """Finds the ranks whose main threads are stuck. The caller passes the time, in seconds."""
+    """Detects ranks whose main threads are stuck. The caller passes the time in seconds."""
 
     def __init__(self, ranks: int, *, deadline: float) -> None:
-        """``deadline``: ``cluster.deadline``."""
+        """``deadline`` is ``cluster.deadline``."""
         self._ranks = ranks
         self._silence = _TOLERANCE * deadline
         self._heard: dict[int, _Heard] = {}
@@ -194,7 +194,7 @@ class Watch:
         return text
 
     def _excused(self, rank: int, overdue: set[int]) -> bool:
-        """Return whether a rank may be waiting in a collective for a rank that is not overdue."""
+        """Return True if a rank may be waiting in a collective for a rank that is not overdue."""
         own = self._heard[rank].beat
         others = (one.beat.position for other, one in self._heard.items() if other not in overdue)
         return not own.waits and any(position <= own.position for position in others)

@@ -55,7 +55,7 @@ class _Record:
 
     configured: int  # training.micro_batch_tokens when memory ran out; with another value the record is ignored
     tokens: int  # the size of micro-batches since
-    outside: bool = False  # memory ran out outside micro-batches, which smaller ones may not mend
+    outside: bool = False  # memory ran out outside micro-batches, which smaller ones may not solve
 
 
 class MicroBatchBudget:

@@ -1,12 +1,12 @@
 """A trained module's state in files that any number of ranks at any ZeRO stage can read.
 
-Each rank writes what it holds: pieces of the trained parameters and of their moments, flat and in float32, and where in
-the parameter each piece begins. A reader copies what overlaps its own pieces, bit by bit::
+Each rank writes its flat float32 pieces of the trained parameters and of their moments, with the offset of each piece
+in its parameter. A reader copies the overlaps with its own pieces exactly::
 
     engine/part-00000.safetensors   rank 0's pieces: weight/NAME, exp_avg/NAME, exp_avg_sq/NAME, and random/DEVICE
     engine/part-00001.safetensors   rank 1's
 
-Frozen parameters are not written: they are as they were read from ``model.path``.
+Frozen parameters are not written, because they equal those of ``model.path``.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from agentrl.training.engine.determinism import random_state, set_random_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _WEIGHT = "weight"
-Untyped: TypeAlias = Any  # DeepSpeed's optimizers, and the parameters to which it gives more attributes
-_FACTS = "agentrl"  # the one key of a file's metadata: safetensors writes several in any order
+Untyped: TypeAlias = Any  # DeepSpeed's optimizers, and parameters to which DeepSpeed adds attributes
+_FACTS = "agentrl"  # the only key of a file's metadata, because safetensors writes several keys in arbitrary order
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """Metadata of a part and of the whole checkpoint."""
 
-    starts: dict[str, int]  # of each piece in its flat parameter
-    shapes: dict[str, list[int]]  # of all parameters, whole, frozen ones too
-    adam_steps: float | None  # None before the first update: there are no moments yet
-    updates: int  # of the learning rate's schedule
+    starts: dict[str, int]  # offset of each piece in its flat parameter
+    shapes: dict[str, list[int]]  # complete shapes of all parameters, including frozen ones
+    adam_steps: float | None  # None before the first update, when there are no moments
+    updates: int  # of the learning rate schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +53,11 @@ class Part:
 
     @property
     def size(self) -> int:
-        """Bytes of its tensors."""
+        """Size of the tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def write(self, path: Path) -> None:
-        """Write one file, always with the same bytes. Raises OSError or SafetensorError."""
+        """Write one file, with reproducible bytes. Raises OSError or SafetensorError if writing fails."""
         path.parent.mkdir(exist_ok=True)
         save_file(self.tensors, path, metadata={_FACTS: json.dumps(asdict(self.facts))})
 
@@ -70,15 +70,15 @@ class Piece:
     start: int  # in the flat parameter
     length: int
     flat: nn.Parameter  # weights in float32; the optimizer's state has tensors of its shape
-    offset: int  # in these
+    offset: int  # in ``flat``
 
     def of(self, whole: Tensor) -> Tensor:
-        """The piece of a tensor with the shape of ``flat``; a view."""
+        """Return a view of this piece in a tensor with the shape of ``flat``."""
         return whole.detach().view(-1).narrow(0, self.offset, self.length)
 
 
 def own_pieces(module: nn.Module, optimizer: Untyped) -> Iterator[Piece]:
-    """The pieces that this rank holds under DeepSpeed's ``optimizer``; without ZeRO all of them, on every rank."""
+    """Yield the pieces of this rank under DeepSpeed's ``optimizer``. Without ZeRO, every rank has all pieces."""
     item: Untyped
     for name, item in module.named_parameters():
         if not item.requires_grad:
@@ -101,7 +101,7 @@ def own_pieces(module: nn.Module, optimizer: Untyped) -> Iterator[Piece]:
 
 
 def take_part(module: nn.Module, optimizer: Untyped, *, updates: int, rank: int) -> Part:
-    """A copy of what this rank holds, on the CPU."""
+    """Copy this rank's pieces and random state to the CPU."""
     adam: Untyped = getattr(optimizer, "optimizer", optimizer)
     whole_everywhere = adam is optimizer
     pieces = [] if whole_everywhere and rank else list(own_pieces(module, optimizer))
@@ -118,9 +118,9 @@ def take_part(module: nn.Module, optimizer: Untyped, *, updates: int, rank: int)
 
 
 def restore(folder: Path, module: nn.Module, optimizer: Untyped, *, rank: int) -> int:
-    """Put a checkpoint's values in place, also in the trained module, and return its updates. Collective.
+    """Restore a checkpoint to optimizer and module, and return its number of updates. Collective.
 
-    Raises SettingsError if it is of another model.
+    Raises SettingsError if the checkpoint belongs to a different model.
     """
     with world_errors(folder, "read the checkpoint"), ExitStack() as stack:
         files = [
@@ -166,7 +166,7 @@ def _read_pieces(parts: _AllPieces, module: nn.Module, optimizer: Untyped) -> No
     sharded = hasattr(optimizer, "fp32_partitioned_groups_flat")
     parameters: dict[str, Untyped] = dict(module.named_parameters())
     if sharded:
-        optimizer.checkpoint_event_prologue()  # also the small parameters, which every rank holds whole
+        optimizer.checkpoint_event_prologue()  # required for small parameters, which every rank holds completely
     for piece in own_pieces(module, optimizer):
         weight = piece.of(piece.flat)
         parts.read(_WEIGHT, piece, weight)
@@ -183,7 +183,7 @@ def _read_pieces(parts: _AllPieces, module: nn.Module, optimizer: Untyped) -> No
 
 
 def _state(adam: torch.optim.Optimizer, flat: nn.Parameter, steps: float) -> dict[str, Tensor]:
-    """The optimizer's state of ``flat``, made if there was no update yet, after ``steps`` updates."""
+    """Return the optimizer's state of ``flat`` after ``steps`` updates, created if there was no update yet."""
     state: dict[str, Tensor] = adam.state[flat]
     for moment in MOMENTS:
         if moment not in state:
@@ -212,7 +212,7 @@ def _copied(values: Tensor) -> Tensor:
 
 
 def _restore_random_state(files: Sequence[safe_open], rank: int) -> None:
-    """This rank's own state; a rank that was not there takes a seed from that of rank 0 and its own number."""
+    """Restore this rank's random state. A new rank derives a seed from another rank's state and its own index."""
     own = files[rank % len(files)]
     names = [key for key in own.keys() if key.startswith("random/")]  # noqa: SIM118
     states = {key.removeprefix("random/"): own.get_tensor(key) for key in names}

@@ -1,9 +1,9 @@
-"""The plan of a step: which passes it takes, and its trajectories packed into micro-batches, equally many on all ranks.
+"""The plan of a step: its passes, and its trajectories packed into the same number of micro-batches on all ranks.
 
-One forward serves statistics, advantages and backward if each micro-batch holds everything that its loss needs. A
-group that does not fit one micro-batch stays on one rank. If its advantages need only rewards, they are computed first,
-and each of its micro-batches takes one forward and one backward. Otherwise all of them but the last are scored without
-gradient; the forward of the last one completes the group, and only the others run a second forward.
+One forward serves statistics, advantages and backward if each micro-batch contains everything that its loss needs. A
+group that does not fit into one micro-batch stays on one rank. If its advantages need only rewards, they are computed
+first, and each of its micro-batches takes one forward and one backward. Otherwise, all its micro-batches but the last
+are scored without gradient. The forward of the last one completes the group, and the others run a second forward.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _TOO_LARGE = (
 class UpdatePlan:
     """One rank's part of an optimizer update. The counts are over all ranks."""
 
-    units: tuple[tuple[MicroBatch, ...], ...]  # micro-batches; a group that does not fit one has one unit
-    scored_first: tuple[MicroBatch, ...] = ()  # of these, with one forward: all but the last of such a group
-    tokens: int  # that the filters leave to the loss
-    sequences: float  # of these tokens, a rollout's branches as one
-    model_tokens: int  # all that the model sampled
+    units: tuple[tuple[MicroBatch, ...], ...]  # a group that does not fit into one micro-batch is one unit
+    scored_first: tuple[MicroBatch, ...] = ()  # with one forward only: all but the last of such a group
+    tokens: int  # model tokens that the filters keep in the loss
+    sequences: float  # sequences of these tokens, with the branches of a rollout as one
+    model_tokens: int  # all sampled tokens
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -49,8 +49,8 @@ class RankPlan:
     """One rank's work in one step. The plans of all ranks have the same number of micro-batches."""
 
     step: int
-    version: int  # of the policy that is trained
-    reasons: tuple[str, ...]  # for a statistics pass before training; none: one forward
+    version: int  # of the trained policy
+    reasons: tuple[str, ...]  # for a statistics pass before training; empty: one forward
     updates: tuple[UpdatePlan, ...]
     head_exact: bool
     trajectories: int  # over all ranks
@@ -64,13 +64,13 @@ Unit = tuple[Sequence[Trajectory], ...]
 def fill(
     units: Sequence[Sequence[Trajectory]], budget: int, *, ranks: int, attention_length: float = math.inf
 ) -> list[Unit]:
-    """The trajectories of each micro-batch, the costliest first: units stay whole, tokens are at most ``budget``.
+    """Pack whole units into micro-batches of at most ``budget`` tokens, and return them in descending order of cost.
 
-    Units (a group, or some of its trajectories) go from the costliest to the cheapest, each to the micro-batch with the
-    least cost that has room for it. There are as few micro-batches as that allows, but a multiple of ``ranks`` if the
-    units suffice. So all cost nearly the same, and ranks seldom wait for each other. A unit larger than the budget gets
-    its own micro-batch. Attention over a trajectory of ``attention_length`` tokens costs as much as everything
-    else.
+    A unit is a group or some of its trajectories. In descending order of cost, each unit is added to the cheapest
+    micro-batch with room for it. The number of micro-batches is the smallest possible multiple of ``ranks``, or less
+    with too few units. Therefore all micro-batches cost nearly the same, and ranks seldom wait for each other. A unit
+    larger than the budget has its own micro-batch. Attention over a trajectory of ``attention_length`` tokens costs as
+    much as all other operations.
     """
     if not units:
         return []
@@ -80,8 +80,11 @@ def fill(
 
 
 def deal(units: Sequence[Unit], *, ranks: int) -> list[list[Unit]]:
-    """Deal the units of one micro-batch, the costliest first, so that the micro-batches of a turn cost nearly the same:
-    the rank with the costliest of one turn gets the cheapest of the next."""
+    """Deal units of one micro-batch each, given in descending order of cost, to the ranks in turns.
+
+    The rank with the costliest unit of a turn receives the cheapest unit of the next turn, so that the micro-batches of
+    a turn cost nearly the same.
+    """
     dealt: list[list[Unit]] = [[] for _ in range(ranks)]
     for number, unit in enumerate(units):
         turn, position = divmod(number, ranks)
@@ -90,7 +93,7 @@ def deal(units: Sequence[Unit], *, ranks: int) -> list[list[Unit]]:
 
 
 def balance(units: Sequence[Unit], *, ranks: int, attention_length: float = math.inf) -> list[list[Unit]]:
-    """Give each unit, the costliest first, to the rank whose units cost least so far."""
+    """Assign each unit, in descending order of cost, to the rank with the lowest total cost so far."""
     costs = [sum(_cost(rows, attention_length) for rows in unit) for unit in units]
     shares: list[list[Unit]] = [[] for _ in range(ranks)]
     spent = [0.0] * ranks
@@ -102,13 +105,13 @@ def balance(units: Sequence[Unit], *, ranks: int, attention_length: float = math
 
 
 def packed_tokens(rows: Sequence[Trajectory]) -> int:
-    """Tokens of these trajectories in one row, where each distinct prompt stands once."""
+    """Return the number of tokens of these trajectories in one row, which contains each distinct prompt once."""
     prompts = {row.prompt_ids for row in rows}
     return sum(map(len, prompts)) + sum(row.length - len(row.prompt_ids) for row in rows)
 
 
 def pieces(group: Sequence[Trajectory], most: int) -> list[Sequence[Trajectory]]:
-    """A group in parts of at most ``most`` tokens, or of one trajectory each: as many as possible share its prompt."""
+    """Split a group into parts of at most ``most`` tokens or one trajectory, with as many trajectories as possible."""
     parts: list[list[Trajectory]] = []
     for row in sorted(group, key=lambda item: item.length, reverse=True):
         if parts and packed_tokens([*parts[-1], row]) <= most:
@@ -125,7 +128,7 @@ def _cost(rows: Sequence[Trajectory], attention_length: float) -> float:
 def _fill(
     units: Sequence[Sequence[Trajectory]], costs: Sequence[float], budget: int, *, ranks: int
 ) -> list[list[Trajectory]]:
-    """The rows of every micro-batch, the costliest first."""
+    """Return the rows of every micro-batch in descending order of cost."""
     sizes = [packed_tokens(unit) for unit in units]
     count = max(1, math.ceil(sum(sizes) / budget / ranks)) * ranks
     while True:
@@ -153,14 +156,14 @@ def plan_step(
     ranks: int,
     attention_length: float = math.inf,
 ) -> list[RankPlan]:
-    """The plan of every rank for one rollout batch; no updates if no group is left to train.
+    """Return the plan of every rank for one rollout batch, without updates if no group is left to train.
 
     ``attention_length`` as in :func:`fill`.
     """
     groups, algorithm = rollouts.groups, settings.algorithm
     largest = max((packed_tokens(group.trajectories) for group in groups), default=0)
     reasons = statistics_pass_reasons(settings)
-    # The head-exact diagnostic needs whole groups; if they do not fit, the step goes without it.
+    # The head-exact diagnostic needs whole groups, so it is omitted if a group does not fit into a micro-batch.
     head_exact = due(rollouts.step, algorithm.head_exact_every) and largest <= budget
     updates: list[list[UpdatePlan]] = [[] for _ in range(ranks)]
     greedy = {group.index: group.greedy.reward for group in groups if group.greedy is not None}
@@ -184,7 +187,7 @@ def plan_step(
         trained = [row for row in rows if (row.group, row.sample) not in masked]
         homes = share_out(shares)
         packed = partial(MicroBatch.of, no_loss=masked, homes=homes, greedy_returns=greedy)
-        # Ranks do the same number of passes: those with fewer micro-batches repeat one that weighs nothing.
+        # Ranks run the same number of passes. Ranks with fewer micro-batches repeat one with weight 0.
         filler = packed([min(rows, key=lambda row: row.length)], counted=False)
         most = max(sum(map(len, share)) for share in shares)
         first = max(sum(len(unit) - 1 for unit in share) for share in shares) * scored
@@ -230,9 +233,9 @@ def _one_forward_is_slower(shares: Sequence[Sequence[Unit]], scored: int, attent
 
 
 def share_out(shares: Sequence[Sequence[Unit]]) -> dict[int, int]:
-    """The rank that receives all trajectories of each group, from the units of every rank.
+    """Return the rank that receives all trajectories of each group, from the units of every rank.
 
-    It is the one with most of the group's tokens; in a tie, the one that receives the least so far.
+    This is the rank with most of the group's tokens, or in a tie, the rank that receives the fewest tokens so far.
     """
     tokens: dict[int, list[int]] = {}
     for rank, share in enumerate(shares):
@@ -252,7 +255,7 @@ def due(step: int, every: int) -> bool:
 
 
 def split_updates(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]:
-    """Groups in up to ``updates`` parts of nearly equal size, none empty."""
+    """Split groups into up to ``updates`` non-empty parts of nearly equal size."""
     parts = min(updates, len(groups))
     if parts == 0:
         return []
@@ -261,7 +264,7 @@ def split_updates(groups: Sequence[Group], updates: int) -> list[Sequence[Group]
 
 
 def describe_passes(settings: ObjectiveSettings, *, group_tokens: int, budget: int) -> str:
-    """One line for the console and ``--dry-run``, for groups of ``group_tokens``."""
+    """Describe the passes for groups of ``group_tokens`` in one line, for the console and ``--dry-run``."""
     reasons = statistics_pass_reasons(settings)
     if reasons:
         return "a statistics pass, then the training pass: " + "; ".join(reasons)

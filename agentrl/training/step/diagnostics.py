@@ -41,10 +41,10 @@ def fidelity_bound(dtype: str, noise: float) -> float:
 
 
 def measure_forward(meter: Meter, rows: LossRows, *, version: int) -> None:
-    """Metrics of the first forward, by the weights of ``version``, over a micro-batch's trajectories.
+    """Record metrics of the first forward, with the weights of ``version``, over a micro-batch's trajectories.
 
     ``policy/engine_abs_diff`` covers the tokens of this version, without turns during which the weights changed: their
-    keys and values may come from both. ``..._max`` is the mean over the trajectory with the largest difference.
+    keys and values may come from both. ``..._max`` is the mean of the trajectory with the largest mean.
     """
     mask, batch, statistics = rows.response_mask, rows.batch, rows.statistics
     tokens, trajectories = mask.sum(), mask.any(-1).sum()
@@ -78,7 +78,7 @@ def variance_proxies(*, total_power: float, gradient_norm: float, trajectories: 
 
 
 def of_several_versions(versions: Tensor) -> Tensor:
-    """True [B, T] in turns whose tokens were sampled by several versions; ``versions`` are -1 off model tokens.
+    """Return a mask [B, T] of turns sampled by several versions. ``versions`` are -1 off model tokens.
 
     >>> of_several_versions(torch.tensor([[0, 0, -1, 0, 1, -1, 1, -1]])).int().tolist()
     [[0, 0, 0, 1, 1, 0, 0, 0]]
@@ -91,7 +91,7 @@ def of_several_versions(versions: Tensor) -> Tensor:
 
 
 def measure(meter: Meter, prefix: str, metrics: dict[str, Tensor], weight: Tensor | float) -> None:
-    """An algorithm's metrics over ``weight`` tokens: ``_max`` and ``_min`` are extremes, all others are means."""
+    """Record an algorithm's metrics over ``weight`` tokens. ``_max`` and ``_min`` are extremes, others are means."""
     for name, number in metrics.items():
         if name.endswith("_max"):
             meter.largest(f"{prefix}/{name}", number, weight)
@@ -106,10 +106,10 @@ def _mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 class HeadExactMonitor:
-    """The exact variance of the head's gradient with groups as units (docs/formulas.md 7), over all ranks."""
+    """Measures the exact variance of the head's gradient with groups as units (docs/formulas.md 7), over all ranks."""
 
     def __init__(self, policy: PolicyModel, *, temperature: float) -> None:
-        """Collective under ZeRO-3, where the head's weight is gathered."""
+        """Copy the head's weight. Collective under ZeRO-3, where the weight is gathered."""
         self._policy = policy
         done = policy.head.logit_map
         with gathered(policy.head) as (weight, bias):
@@ -118,9 +118,9 @@ class HeadExactMonitor:
             )
 
     def add(self, rows: LossRows, hidden: Tensor) -> None:
-        """Whole groups: ``hidden`` [N, D] of the model tokens in row-major order, or those that this rank keeps.
+        """Add whole groups: ``hidden`` [N, D] of the model tokens in row-major order, or of this rank's part of them.
 
-        Ranks that share rows exchange their parts of the head's gradient, and no state.
+        Ranks that share rows exchange their parts of the head's gradient, but no hidden states.
         """
         batch, sequence = rows.batch, self._policy.sequence
         held = self._policy.local_tokens(batch.row, batch.rows, batch.columns)
@@ -135,7 +135,7 @@ class HeadExactMonitor:
         )
 
     def metrics(self, reduce: Reduce) -> dict[str, float]:
-        """P, S and Var over the groups of all ranks. Collective."""
+        """Return P, S and Var over the groups of all ranks. Collective."""
         own = self._accumulator
         total = reduce(own.gradient_sum)
         power, groups = reduce(torch.stack([own.power_sum, torch.tensor(float(own.groups)).to(own.power_sum)])).tolist()
@@ -154,9 +154,9 @@ class FidelityError(AgentRLError):
 
 
 def check_fidelity(mean_difference: float, bound: float, *, worst: float | None = None) -> None:
-    """Raise unless the mean absolute difference of log-probabilities is within ``bound`` (nats).
+    """Raise FidelityError if the mean absolute difference of log-probabilities exceeds ``bound`` (nats).
 
-    ``worst`` is the largest mean of one trajectory; None where rounding alone may exceed the bound.
+    ``worst`` is the largest mean of one trajectory; None if rounding alone may exceed the bound.
     """
     for difference, where in ((mean_difference, "on average"), (worst, "on average over one trajectory")):
         if difference is not None and not difference <= bound:  # NaN included
@@ -168,7 +168,7 @@ def check_fidelity(mean_difference: float, bound: float, *, worst: float | None 
 
 
 class TokenRecorder:
-    """The rows of one rank in one step, in the order in which they were trained. Nothing is computed again."""
+    """Collects the rows of one rank in one step, in training order. Nothing is computed again."""
 
     def __init__(self, *, hidden_norms: bool = False) -> None:
         """``hidden_norms``: the estimator's energies contain the norms of the hidden states."""
@@ -176,10 +176,10 @@ class TokenRecorder:
         self.rows: list[TrajectoryTokens] = []
 
     def add(self, rows: LossRows, *, factors: Tensor, update: int, update_log_probs: Tensor | None) -> None:
-        """Copy what is known of a micro-batch's model tokens to the CPU.
+        """Copy the statistics of a micro-batch's model tokens to the CPU.
 
-        ``factors`` [B] weigh the tokens in the loss. ``update_log_probs`` [B, T] are those of the forward that is
-        back-propagated, where an update of this step has changed the policy since it was scored.
+        ``factors`` [B] weight the tokens in the loss. ``update_log_probs`` [B, T] are from the forward of the backward
+        pass, if an update of this step has changed the policy since scoring.
         """
         mask = rows.response_mask
         ends = mask.sum(-1).cumsum(-1).tolist()
@@ -196,7 +196,7 @@ class TokenRecorder:
             self.rows.append(TrajectoryTokens(update=update, **own))  # type: ignore[arg-type]
 
     def _columns(self, rows: LossRows, update_log_probs: Tensor | None) -> dict[str, Tensor | None]:
-        """Values [B, T] by the field that keeps them."""
+        """Return values [B, T] by field of TrajectoryTokens."""
         statistics, estimate = rows.statistics, rows.estimated
         return {
             "log_probs": statistics.log_probs,
@@ -216,7 +216,7 @@ class TokenRecorder:
 
 
 def _numbers(rows: LossRows, factors: Tensor) -> dict[str, Tensor | None]:
-    """Values [B] by the field that keeps them."""
+    """Return values [B] by field of TrajectoryTokens."""
     batch, after = rows.batch, rows.final_values
     return {
         "group": batch.groups,

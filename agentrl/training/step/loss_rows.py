@@ -32,22 +32,22 @@ from agentrl.training.step.objective_settings import ObjectiveSettings, estimato
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossRows:
-    """A micro-batch with everything that its loss needs beside a forward; all tensors are detached.
+    """A micro-batch with all inputs of its loss except a forward; all tensors are detached.
 
-    The policy's, the reference's and the critic's forward fill the first fields. ``correction``, ``rewards`` and
-    ``estimate`` follow when all trajectories of the groups have them (:class:`.loss_rows.LossRowMaker`).
+    The forwards of policy, reference and critic fill the first fields. :class:`LossRowMaker` adds ``correction``,
+    ``rewards`` and ``estimate`` once all trajectories of the groups are scored.
     """
 
     batch: Batch
     statistics: TokenStatistics  # each [B, T], zero off model tokens, by the weights before the step's updates
     reference_log_probs: Tensor | None = None  # [B, T]
-    values: Tensor | None = None  # [B, T] the critic's, before each token
-    final_values: Tensor | None = None  # [B] the critic's, after the last token
+    values: Tensor | None = None  # [B, T] of the critic, before each token
+    final_values: Tensor | None = None  # [B] of the critic, after the last token
     trajectory_energy: Tensor | None = None  # [B] exact
-    correction: Correction | None = None  # None where none is set
+    correction: Correction | None = None  # None if no correction is set
     rewards: Tensor | None = None  # [B, T] with penalties for length and KL
     estimate: Advantages | None = None  # each [B, T]
-    selected: Tensor | None = None  # [B, T] bool, where the loss takes tokens over the whole step
+    selected: Tensor | None = None  # [B, T] bool, for losses that select tokens over the whole step
 
     @property
     def tokens(self) -> int:
@@ -69,7 +69,7 @@ class LossRows:
 
     @property
     def estimated(self) -> Advantages:
-        """The estimate, which must be there."""
+        """The estimate. It must have been computed."""
         assert self.estimate is not None
         return self.estimate
 
@@ -91,17 +91,17 @@ class LossRows:
 
     @property
     def keys(self) -> Tensor:
-        """A number for each trajectory [B] that no other of the step has."""
+        """Unique number [B] of each trajectory in the step."""
         return (self.batch.groups << 24) + self.batch.samples
 
 
 _OF_TRAJECTORIES = ("log_ppl_gap", "train_perplexity", "rollout_perplexity")
 _LARGEST = ("max_abs_difference", "rho_max")
-_COUNTS = ("tokens", "trajectories", "ess")  # ess is no mean over micro-batches: see effective_sample_size
+_COUNTS = ("tokens", "trajectories", "ess")  # ess is not a mean over micro-batches: see effective_sample_size
 
 
 class Corrector:
-    """Applies the settings to the rows of a micro-batch."""
+    """Applies the rollout correction of the settings to the rows of a micro-batch."""
 
     def __init__(self, settings: CorrectionSettings) -> None:
         self._active = settings.active
@@ -109,9 +109,9 @@ class Corrector:
         self.normalizes = settings.self_normalize
 
     def correct(self, rows: LossRows, *, meter: Meter, normalizer: Tensor | None = None) -> Correction | None:
-        """Weights and loss mask of the rows; None where no correction is set.
+        """Compute weights and loss mask of the rows, or return None if no correction is set.
 
-        ``normalizer``: the sum of :meth:`sums` over the rows of one update; without it these rows are a whole update.
+        ``normalizer``: the sum of :meth:`sums` over the rows of one update. Without it, these rows are a whole update.
         """
         if not self._active:
             return None
@@ -120,14 +120,14 @@ class Corrector:
         return correction
 
     def sums(self, rows: LossRows) -> Tensor:
-        """The contribution of these rows to an update's normalizer, [2]."""
+        """Return the contribution of these rows to an update's normalizer, [2]."""
         batch = rows.batch
         return correction_sums(
             rows.log_probs, batch.rollout_log_probs, batch.response_mask, loss_mask=batch.loss_mask, **self._options
         )
 
     def energy_weights(self, rows: LossRows) -> Tensor:
-        """The weights of the energies [B, T], never normalised: a group may be spread over micro-batches."""
+        """Return the weights of the energies [B, T], not normalised, because a group may span micro-batches."""
         if not self._active:
             return rows.batch.loss_mask.to(rows.log_probs.dtype)
         return self._over(rows, self_normalize=False).importance_weights
@@ -144,7 +144,7 @@ class Corrector:
 
 
 def effective_sample_size(metrics: dict[str, float]) -> dict[str, float]:
-    """``correction/ess`` from the step's means: (sum rho)^2 / (n sum rho^2), with mean rho = k3 - k1 + 1."""
+    """Compute ``correction/ess`` from the step's means: (sum rho)^2 / (n sum rho^2), with mean rho = k3 - k1 + 1."""
     if "correction/chi2" not in metrics:
         return {}
     mean = metrics["correction/kl_k3"] - metrics["correction/kl_k1"] + 1
@@ -170,7 +170,7 @@ def _measure(correction: Correction, rows: LossRows, meter: Meter) -> None:
 
 
 class LossRowMaker:
-    """Completes the rows of a micro-batch of whole groups or of the whole step. ``beta`` weighs the KL penalty."""
+    """Completes the rows of whole groups or of the whole step. ``beta`` is the coefficient of the KL penalty."""
 
     def __init__(self, settings: ObjectiveSettings) -> None:
         """Raises SettingsError if the estimator or the correction does not accept these settings."""
@@ -184,9 +184,10 @@ class LossRowMaker:
     def estimate(
         self, batches: Sequence[Batch], engine: TrainingEngine[nn.Module], *, meter: Meter
     ) -> list[tuple[Tensor, Advantages]]:
-        """Rewards [B, T] with penalties and advantages of whole groups in several batches, from rewards alone.
+        """Compute rewards [B, T] with penalties, and advantages, of whole groups in several batches from rewards alone.
 
-        If the estimator needs the whole step (:attr:`step_wide`), ``batches`` are all of this rank. Then collective.
+        If the estimator needs the whole step (:attr:`step_wide`), ``batches`` are all batches of this rank, and the
+        call is collective.
         """
         inputs = [self._reward_inputs(batch, meter) for batch in batches]
         made = self._over_ranks(batches, inputs, engine) if self.step_wide else self._together(inputs)
@@ -208,7 +209,7 @@ class LossRowMaker:
         ]
 
     def _together(self, inputs: Sequence[AdvantageInputs]) -> list[Advantages]:
-        """The advantages of each micro-batch, of groups that lie in all of them."""
+        """Return the advantages of each micro-batch, for groups that span these micro-batches."""
         joined = inputs[0]
         if len(inputs) > 1:
             width = max(own.rewards.shape[1] for own in inputs)
@@ -231,8 +232,8 @@ class LossRowMaker:
     ) -> list[list[LossRows]]:
         """Complete every micro-batch of each update; groups may span micro-batches and ranks. Collective.
 
-        All trajectories of a group meet on the rank that is their home; an estimator that needs the whole step in one
-        call receives everything on rank 0.
+        All trajectories of a group are sent to its home rank. An estimator that needs the whole step in one call
+        receives all trajectories on rank 0.
         """
         every = [
             replace(rows, correction=self.corrector.correct(rows, meter=meter, normalizer=normalizer))
@@ -253,9 +254,9 @@ class LossRowMaker:
     def _over_ranks(
         self, batches: Sequence[Batch], inputs: Sequence[AdvantageInputs], engine: TrainingEngine[nn.Module]
     ) -> list[Advantages]:
-        """The advantages of each micro-batch, computed on the ranks where the groups are whole. Collective.
+        """Compute the advantages of each micro-batch on the home ranks of the groups. Collective.
 
-        Those of batches that are not counted are 0.
+        The advantages of batches that are not counted are 0.
         """
         inputs = [own if batch.counted else _without_rows(own) for own, batch in zip(inputs, batches, strict=True)]
         ranks = torch.cat([*(batch.homes for batch in batches if batch.counted), inputs[0].groups[:0]])
@@ -274,7 +275,7 @@ class LossRowMaker:
     def _normalizers(
         self, updates: Sequence[Sequence[LossRows]], engine: TrainingEngine[nn.Module]
     ) -> Sequence[Tensor | None]:
-        """The normalizer of the correction's weights for each update [2], None without one. Collective."""
+        """Return the normalizer [2] of the correction's weights for each update, or None without one. Collective."""
         if not self.corrector.normalizes:
             return [None] * len(updates)
         sums = torch.zeros(len(updates), 2, dtype=torch.float64, device=engine.device)
@@ -317,7 +318,7 @@ class LossRowMaker:
         )
 
     def _with_length_penalty(self, batch: Batch, meter: Meter) -> Tensor:
-        """Rewards with the soft penalty for overlong responses on the last model token."""
+        """Add the soft penalty for overlong responses to the reward of the last model token."""
         settings = self._settings.reward
         if not settings.overlong_buffer:
             return batch.rewards
@@ -327,11 +328,11 @@ class LossRowMaker:
         counted = len(penalties) * int(batch.counted)
         meter.mean("reward/overlong_penalty", penalties.mean(), counted)
         meter.mean("reward/overlong_share", (penalties < 0).double().mean(), counted)
-        # The branches of a rollout share one penalty: the mean of theirs.
+        # The branches of a rollout share one penalty: the weighted mean of their penalties.
         return add_at_last_token(batch.rewards, batch.response_mask, penalties * batch.weights)
 
     def _measure_kl(self, rows: LossRows, meter: Meter) -> None:
-        """Record the mean KL penalty, wherever it is placed."""
+        """Record the mean KL penalty for any ``kl.placement``."""
         reference, mask = rows.reference_log_probs, rows.batch.response_mask
         if reference is None:
             return
@@ -340,7 +341,7 @@ class LossRowMaker:
         meter.mean("kl/mean", penalty.double().sum() / tokens, tokens * int(rows.batch.counted))
 
     def _with_kl_penalty(self, rows: LossRows, rewards: Tensor, beta: float) -> Tensor:
-        """Rewards with the KL penalty if ``kl.placement`` is reward."""
+        """Subtract the KL penalty from rewards if ``kl.placement`` is reward."""
         reference, mask, settings = rows.reference_log_probs, rows.batch.response_mask, self._settings.kl
         if reference is None or settings.placement == "loss":
             return rewards
@@ -359,7 +360,7 @@ def _without_rows(inputs: AdvantageInputs) -> AdvantageInputs:
 
 
 def explained_variance(rows: Sequence[LossRows], engine: TrainingEngine[nn.Module]) -> Tensor:
-    """1 - Var(returns - values) / Var(returns) over the step's model tokens; 0 if nothing varies. Collective."""
+    """Compute 1 - Var(returns - values) / Var(returns) over the step's model tokens; 0 for Var = 0. Collective."""
 
     def spread(values: Sequence[Tensor]) -> Tensor:
         every = [

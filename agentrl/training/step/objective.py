@@ -1,4 +1,4 @@
-"""The policy's loss of a micro-batch, such that the losses of a step's micro-batches add up to the step's loss."""
+"""The policy loss of a micro-batch, scaled so that the losses of a step's micro-batches sum to the step's loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.step.loss_rows import LossRows
 from agentrl.training.step.objective_settings import ObjectiveSettings, loss_options
 
-# As the losses clamp the logarithm of a ratio.
+# The limit to which the losses clamp a log-ratio.
 _LOG_RATIO_LIMIT = 20.0
 
 
@@ -30,7 +30,7 @@ class PolicyObjective:
     """Policy loss, entropy bonus and KL penalty under one aggregation."""
 
     def __init__(self, settings: ObjectiveSettings) -> None:
-        """Raises SettingsError if the loss is not known or lacks a setting that was changed."""
+        """Resolve the loss. Raises SettingsError if the loss is unknown or does not have a setting that was changed."""
         self._algorithm = settings.algorithm
         self._options = loss_options(settings)
         self._mode = settings.aggregation
@@ -39,7 +39,7 @@ class PolicyObjective:
         self.selects = LOSSES.traits(settings.algorithm.loss).step_wide
 
     def normalizer(self, tokens: float, sequences: float) -> float | None:
-        """The divisor of an update's sum, from its loss mask's tokens and sequences over all ranks; None if none."""
+        """Return the divisor of an update's sum from tokens and sequences in its loss mask over all ranks, or None."""
         return {"token_mean": tokens, "token_sum": None}.get(self._mode, sequences)
 
     def normalizer_over_ranks(self, rows: Sequence[LossRows], engine: TrainingEngine[nn.Module]) -> float | None:
@@ -59,14 +59,14 @@ class PolicyObjective:
         fresh: bool,
         selected: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """These rows' part of the step's loss, and metrics: means over the tokens of their loss mask.
+        """Compute these rows' part of the step's loss, and metrics that are means over the tokens of their loss mask.
 
-        ``statistics``, each [B, T], carry the graph. ``fresh``: they are those that ``rows`` were scored with, so every
-        ratio is 1. ``selected``: this micro-batch's rows of :meth:`selection`.
+        ``statistics``, each [B, T], are connected to the graph. ``fresh``: ``rows`` were scored with the same
+        statistics, so every ratio is 1. ``selected``: this micro-batch's rows of :meth:`selection`.
 
         A penalty that depends on the sampled token is weighted like the policy loss: with ratio = p / p_behaviour,
-        E_behaviour[ratio f(y)] = E_p[f(y)] at every prefix. The entropy and the exact KL do not depend on it: a ratio
-        would add noise, and a truncated one a bias.
+        E_behaviour[ratio f(y)] = E_p[f(y)] at every prefix. Entropy and exact KL do not depend on the sampled token, so
+        a ratio would add noise, and a truncated ratio also bias.
         """
         mask, log_probs = rows.loss_mask, statistics.log_probs
         made = policy_loss(
@@ -95,7 +95,7 @@ class PolicyObjective:
         return value, made.metrics
 
     def token_factors(self, rows: LossRows, normalizer: float | None) -> Tensor:
-        """The factor [B] of each row's tokens in the step's policy loss, before the correction's weights."""
+        """Return the factor [B] of each row's tokens in the step's policy loss, before the correction's weights."""
         return token_factors(
             rows.loss_mask,
             self._mode,
@@ -110,7 +110,7 @@ class PolicyObjective:
     ) -> list[Tensor]:
         """Select the tokens of one update, on rank 0: [B, T] bool for each micro-batch. Collective.
 
-        ``log_probs`` are those of the weights that the update starts from.
+        ``log_probs`` are computed with the weights at the start of the update.
         """
 
         def counted(values: Iterable[Tensor]) -> list[Tensor]:
@@ -141,7 +141,8 @@ class PolicyObjective:
 def _ratio(log_probs: Tensor, rows: LossRows, *, fresh: bool) -> Tensor | None:
     """Return the ratio of the present policy to the sampling policy [B, T], detached; None if every ratio is 1.
 
-    From the policy before the step's updates on it is the rollout correction's weight, bounded as the settings say.
+    The factor between the sampling policy and the policy before the step is the weight of the rollout correction, with
+    its bounds.
     """
     if fresh:
         return rows.weights

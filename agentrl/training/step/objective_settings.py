@@ -1,4 +1,4 @@
-"""The settings that say what a step minimises, resolved to the options of the chosen estimator and loss."""
+"""The settings of a step's objective, resolved to the options of estimator and loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ _LABORATORY_INPUTS = ("cross_energy",)
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveSettings:
-    """``response_tokens``, rollout.max_response_tokens, is the default of the lengths that are not set."""
+    """The settings of a step's objective.
+
+    ``response_tokens`` is rollout.max_response_tokens, the default of unset lengths.
+    """
 
     algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
     reward: RewardSettings = field(default_factory=RewardSettings)
@@ -54,9 +57,9 @@ class ObjectiveSettings:
 
     @property
     def aggregation(self) -> str:
-        """The aggregation that is set, or the default of the loss and the estimator.
+        """The configured aggregation, or the default of loss and estimator.
 
-        Raises SettingsError if there is no such loss or estimator, or the loss forbids the aggregation.
+        Raises SettingsError if the loss or estimator is unknown, or if the loss does not support the aggregation.
         """
         algorithm = self.algorithm
         try:
@@ -85,24 +88,24 @@ class ObjectiveSettings:
 
     @property
     def overlong_limit(self) -> int:
-        """Model tokens from which the soft penalty for length is full."""
+        """Number of model tokens from which the soft length penalty is -1 times its factor."""
         return self.reward.overlong_limit or self.response_tokens
 
 
 def estimator_options(settings: ObjectiveSettings) -> dict[str, Any]:
-    """Options of ``algorithm.estimator``. Raises SettingsError for a changed setting that it does not have."""
+    """Return the options of ``algorithm.estimator``. Raises SettingsError for a changed setting that it lacks."""
     algorithm = settings.algorithm
     options = _options(algorithm, "estimator", ESTIMATORS, _ESTIMATOR_KEYS, algorithm.estimator_options)
     if "loss_aggregation" in ESTIMATORS.option_names(algorithm.estimator):
-        # An optimal baseline weighs tokens as the loss does (docs/formulas.md 4).
+        # An optimal baseline weights tokens like the loss (docs/formulas.md 4).
         options.setdefault("loss_aggregation", settings.aggregation)
     return options
 
 
 def loss_options(settings: ObjectiveSettings) -> dict[str, Any]:
-    """Options of ``algorithm.loss``, as :func:`estimator_options`.
+    """Return the options of ``algorithm.loss``, like :func:`estimator_options`.
 
-    Calls the loss on one token, and raises SettingsError if its result is not as ``register_loss`` requires.
+    Calls the loss on one token. Raises SettingsError if the result is not as ``register_loss`` requires.
     """
     name = settings.algorithm.loss
     options = _options(settings.algorithm, "loss", LOSSES, _LOSS_KEYS, settings.algorithm.loss_options)
@@ -116,7 +119,7 @@ def loss_options(settings: ObjectiveSettings) -> dict[str, Any]:
 
 
 def needs(settings: ObjectiveSettings) -> EstimatorNeeds:
-    """The inputs that the estimator needs. Raises SettingsError for an input that training cannot provide."""
+    """Return the inputs that the estimator needs. Raises SettingsError for an input that training cannot provide."""
     name = settings.algorithm.estimator
     found = estimator_needs(name, **estimator_options(settings))
     missing = sorted(found.inputs.intersection(_LABORATORY_INPUTS))
@@ -132,7 +135,7 @@ def known_before_forward(settings: ObjectiveSettings) -> bool:
     """Return True if advantages follow from rewards alone, without the policy's log-probabilities."""
     needed = needs(settings)
     penalty = settings.kl.coefficient and settings.kl.placement == "reward"
-    # The greedy rollout's reward is known beforehand, and the rollout correction changes weighted estimators only.
+    # The greedy rollout's reward is known before, and the rollout correction changes weighted estimators only.
     corrected = settings.correction.active and needed.weighted
     return not (needed.inputs - {"greedy_returns"} or corrected or penalty)
 

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 def kl_controller(settings: KLSettings) -> KLController:
-    """The controller of the penalty's coefficient."""
+    """Create the controller of the penalty's coefficient."""
     if settings.controller == "fixed":
         return FixedKL(settings.coefficient)
     return AdaptiveKL(settings.coefficient, target=settings.target, horizon=settings.horizon)
 
 
 class Reference:
-    """A policy that is never updated: one of its own, or the model under a trained policy's adapters."""
+    """A frozen policy: a separate model, or the base model of a policy with adapters."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class Reference:
         temperature: float,
         over_vocabulary: bool = False,
     ) -> None:
-        """``freeze`` gives the policy's forward on this rank's device, perhaps with its parameters sharded.
+        """``freeze`` returns the policy's forward on this rank's device, possibly with sharded parameters.
 
-        ``over_vocabulary`` enables the divergence over the whole vocabulary, for a copy of the head on every rank
-        unless it is frozen here.
+        ``over_vocabulary`` enables the divergence over the whole vocabulary. Unless the head is frozen, this takes a
+        copy of the head on every rank.
         """
         self._logit_map = policy.head.logit_map
         nothing: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -57,9 +57,10 @@ class Reference:
 
     @torch.no_grad()
     def read(self, batch: Batch) -> tuple[Tensor, ReferenceHead | None]:
-        """Log-probabilities [B, T] of the sampled tokens, 0 off model tokens, by one forward. Collective under ZeRO-3.
+        """Compute log-probabilities [B, T] of the sampled tokens, 0 off model tokens. Collective under ZeRO-3.
 
-        The second value, of the model tokens in row-major order, is for the divergence over the whole vocabulary.
+        Also returns the inputs of the divergence over the whole vocabulary, for model tokens in row-major order, or
+        None if it is not enabled.
         """
         statistics, hidden = self._forward(
             batch.row,
@@ -79,19 +80,19 @@ class Reference:
 def _head_values(head: nn.Linear) -> tuple[Tensor, Tensor | None]:
     with gathered(head) as (weight, bias):
         if not head.weight.requires_grad:
-            return weight, bias  # of an adapted policy: they stay as they are
+            return weight, bias  # of a policy with adapters, where they do not change
         return weight.clone(), None if bias is None else bias.clone()
 
 
 def reference_path(settings: KLSettings, start: str) -> str | None:
-    """The path of the reference policy: by default the policy ``start`` of the run. None without a penalty."""
+    """Return the path of the reference policy, by default the initial policy ``start``; None without a penalty."""
     return None if settings.coefficient == 0.0 else settings.reference or start
 
 
 def open_reference(path: str, settings: Settings, engine: TrainingEngine[PolicyModel], *, start: str) -> Reference:
-    """The reference policy on this rank. Raises SettingsError as reading a model does.
+    """Open the reference policy on this rank. Raises SettingsError if the model cannot be read.
 
-    The model ``start`` that the policy under ``engine`` adapts is that policy with its adapters off.
+    If the reference is the base model ``start`` of a policy with adapters, the policy is used with its adapters off.
     """
     training = settings.training
     if settings.model.lora.rank and path == start:
@@ -118,7 +119,7 @@ def _without_adapters(engine: TrainingEngine[PolicyModel], policy: PolicyModel) 
 
 
 def open_critic(settings: Settings, *, start: str, updates: int) -> Critic:
-    """A critic on this rank, its transformer that of ``critic.path`` or of the policy ``start``."""
+    """Open a critic on this rank, with the transformer of ``critic.path`` or of the policy ``start``."""
     causal_lm = read_for_training(settings.critic.path or start, settings.model, settings.training)
     attention = choose_attention(settings.model.attention, causal_lm.config, dtype=settings.model.dtype)
     engine = TrainingEngine(
@@ -132,7 +133,7 @@ def open_critic(settings: Settings, *, start: str, updates: int) -> Critic:
 
 
 class Critic:
-    """A value network under its own DeepSpeed engine."""
+    """A value network with a separate DeepSpeed engine."""
 
     def __init__(self, engine: TrainingEngine[ValueModel], settings: CriticSettings) -> None:
         self.engine = engine
@@ -140,14 +141,14 @@ class Critic:
 
     @torch.no_grad()
     def values(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Values before each response token [B, T], and after the last one [B]."""
+        """Compute values before each response token [B, T] and after the last token [B]."""
         values = self._forward(batch)
         return values[:, :-1], values.gather(1, batch.response_lengths[:, None])[:, 0]
 
     def backward(self, rows: LossRows, *, tokens: int) -> dict[str, Tensor]:
-        """Add the gradient of this micro-batch's part of the loss, the mean over the update's ``tokens``.
+        """Accumulate the gradient of this micro-batch's part of the loss, a mean over the update's ``tokens``.
 
-        Returns metrics, means over the model tokens of ``rows``.
+        Returns metrics as means over the model tokens of ``rows``.
         """
         mask, now = rows.response_mask, self._forward(rows.batch)[:, :-1]
         loss = value_loss(now, rows.estimated.returns, mask, old_values=rows.values, clip=self._clip)

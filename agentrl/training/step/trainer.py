@@ -51,7 +51,7 @@ class _Step:
 
 
 class Trainer:
-    """Executes plans. The same plan split over one rank or many, in few micro-batches or many, gives the same step."""
+    """Executes plans. The result of a step does not depend on the number of ranks or micro-batches, up to rounding."""
 
     def __init__(
         self,
@@ -64,13 +64,15 @@ class Trainer:
         critic: Critic | None = None,
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        """``reference`` and ``critic`` are given if and only if ``settings`` need them. ``fidelity_bound``: see
-        :func:`.diagnostics.check_fidelity`. Each pass over a micro-batch is recorded in ``heartbeat``.
+        """Pass ``reference`` and ``critic`` if and only if ``settings`` need them.
+
+        ``fidelity_bound``: see :func:`.diagnostics.check_fidelity`. Each pass over a micro-batch is marked in
+        ``heartbeat``.
         """
         self._engine = engine
         self._temperature = temperature
         self.fidelity_bound = fidelity_bound
-        # In coarser dtypes rounding alone moves short trajectories far.
+        # In other dtypes, rounding alone can exceed the bound on short trajectories.
         self._exact = next(engine.module.parameters()).dtype == torch.float32
         self._rows = LossRowMaker(settings)
         self._known_before_forward = known_before_forward(settings)
@@ -81,11 +83,11 @@ class Trainer:
         self._kl = kl_controller(settings.kl)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """The state that a checkpoint keeps beside the engines, JSON-able."""
+        """Return the JSON-serializable state that a checkpoint stores beside the engines."""
         return {} if self._reference is None else {"kl": self._kl.state_dict()}
 
     def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
-        """Continue from a :meth:`state_dict`."""
+        """Restore a :meth:`state_dict`."""
         if self._reference is not None:
             self._kl.load_state_dict(state["kl"])
 
@@ -96,9 +98,10 @@ class Trainer:
         before_update: Callable[[], None] | None = None,
         recorder: TokenRecorder | None = None,
     ) -> dict[str, float]:
-        """Run one step's updates; returns metrics reduced over ranks. ``before_update`` sees the gradients.
+        """Run one step's updates, and return metrics reduced over ranks.
 
-        ``recorder`` receives the rows of this rank. Raises MicroBatchMemoryError if a micro-batch does not fit.
+        ``before_update`` is called before each update, when gradients are complete. ``recorder`` receives the rows of
+        this rank. Raises MicroBatchMemoryError if a micro-batch does not fit.
         """
         self._engine.module.train()
         if self._critic is not None:
@@ -133,7 +136,7 @@ class Trainer:
         return metrics
 
     def take_seconds(self) -> dict[str, float]:
-        """Seconds of this rank's forwards, backwards and updates since the last call, as metrics."""
+        """Return the seconds of this rank's forwards, backwards and updates since the last call, as metrics."""
         totals: dict[str, float] = {}
         for engine in self._engines:
             for name, seconds in engine.stopwatch.take().items():
@@ -153,7 +156,7 @@ class Trainer:
                 self._train_update(step, update, rows, fresh=number == 0)
 
     def _one_forward(self, step: _Step, update: UpdatePlan) -> None:
-        """The forward that is back-propagated also gives the advantages; see :mod:`.batching` for large groups."""
+        """Train an update with one forward for advantages and backward. :mod:`.batching` describes large groups."""
         normalizer = self._objective.normalizer(update.tokens, update.sequences)
         with torch.no_grad():
             scored = self._over_micro_batches(partial(self._scored, step=step), update.scored_first)
@@ -168,7 +171,7 @@ class Trainer:
         self._update(step)
 
     def _unit_from_rewards(self, step: _Step, unit: Sequence[MicroBatch], normalizer: float | None) -> None:
-        """Advantages first, then one forward and backward for each micro-batch."""
+        """Compute advantages first, then run one forward and backward for each micro-batch."""
         batches = [self._on_device(micro) for micro in unit]
         estimates = self._rows.estimate(batches, self._engine, meter=step.meter)
         for batch, (rewards, estimate) in zip(batches, estimates, strict=True):
@@ -181,11 +184,11 @@ class Trainer:
     def _unit_from_statistics(
         self, step: _Step, unit: Sequence[MicroBatch], earlier: Sequence[LossRows], normalizer: float | None
     ) -> None:
-        """The last micro-batch's forward completes the group; those scored ``earlier`` take another one."""
+        """Complete the group with the last micro-batch's forward, then run the ``earlier`` ones again."""
         batch = self._on_device(unit[-1])
         with in_micro_batch(tokens=batch.tokens, trajectories=batch.trajectories):
             last, statistics, hidden = self._score(batch, step)
-            # In the order in which they are trained and recorded, so that advantages can be recomputed bit by bit.
+            # In the order of training and recording, so that advantages can be recomputed bitwise.
             last, *others = self._rows.make([last, *earlier], beta=step.beta, meter=step.meter)
             self._account(step, last, hidden)
             self._backward(step, statistics, last, normalizer, fresh=True)
@@ -197,7 +200,7 @@ class Trainer:
                 self._backward(step, statistics, rows, normalizer, fresh=True)
 
     def _over_micro_batches(self, work: Callable[[_Rows], _Result], micro_batches: Sequence[_Rows]) -> list[_Result]:
-        """The result of ``work`` for each micro-batch. Raises MicroBatchMemoryError."""
+        """Return the result of ``work`` for each micro-batch. Raises MicroBatchMemoryError if one does not fit."""
         done = []
         for rows in micro_batches:
             with in_micro_batch(tokens=rows.tokens, trajectories=rows.trajectories):
@@ -206,7 +209,7 @@ class Trainer:
         return done
 
     def _statistics_pass(self, step: _Step) -> list[list[LossRows]]:
-        """The rows of every micro-batch of each update, their groups those of all ranks."""
+        """Score every micro-batch, and return the completed rows of each update, with groups over all ranks."""
         with torch.no_grad():
             updates = [update.micro_batches for update in step.plan.updates]
             scored = iter(self._over_micro_batches(partial(self._scored, step=step), [*chain(*updates)]))
@@ -220,7 +223,7 @@ class Trainer:
         return completed
 
     def _train_update(self, step: _Step, update: UpdatePlan, rows: Sequence[LossRows], *, fresh: bool) -> None:
-        """``fresh``: the weights have not changed since the statistics pass."""
+        """Train an update after a statistics pass. ``fresh``: the weights have not changed since that pass."""
         normalizer = self._objective.normalizer_over_ranks(rows, self._engine)
         if self._objective.selects:
             rows = self._selected(step, rows, fresh=fresh)
@@ -236,7 +239,7 @@ class Trainer:
         self._update(step)
 
     def _selected(self, step: _Step, rows: Sequence[LossRows], *, fresh: bool) -> list[LossRows]:
-        """The rows with the tokens that the loss takes. Collective."""
+        """Return the rows with the tokens that the loss selects. Collective."""
 
         def log_probs(own: LossRows) -> Tensor:
             return own.log_probs if fresh else self._forward(own.batch)[0].log_probs
@@ -269,7 +272,7 @@ class Trainer:
     def _forward(
         self, batch: Batch, *, keep_hidden: bool = False
     ) -> tuple[TokenStatistics, Tensor | None, Tensor | None]:
-        """The policy's forward, with the reference's before it if that is needed for the divergence.
+        """Run the policy's forward, after the reference's forward if the divergence needs it.
 
         Returns (statistics [B, T], zero off model tokens, connected to the graph; hidden states [N, D] of the model
         tokens, or of this rank's part of them; the reference's log-probabilities [B, T], None if it was not needed).
@@ -333,7 +336,7 @@ class Trainer:
         *,
         fresh: bool,
     ) -> None:
-        """Add the gradient of this micro-batch's part of the loss; the parts of all ranks sum to the step's."""
+        """Accumulate the gradient of this micro-batch's part of the loss. All parts sum to the step's loss."""
         value, metrics = self._objective.loss(
             statistics, rows, normalizer=normalizer, beta=step.beta, fresh=fresh, selected=rows.selected
         )

@@ -53,7 +53,7 @@ _Result = TypeVar("_Result")
 
 
 class RestingLoop:
-    """Runs coroutines in the calling thread and only during a call, so nothing happens while a rank trains."""
+    """Runs coroutines in the calling thread, only during a call. Nothing runs while a rank trains."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -69,7 +69,7 @@ class Loop:
     """Runs coroutines to completion, one at a time."""
 
     def __init__(self, *, resting: bool) -> None:
-        """``resting``: nothing runs between calls; otherwise rollouts go on in a thread during training."""
+        """``resting``: nothing runs between calls; otherwise rollouts continue in a thread during training."""
         self._loop = RestingLoop() if resting else LoopThread()
         self._running: asyncio.Task[object] | None = None
         self._interrupted = False
@@ -77,7 +77,7 @@ class Loop:
     def run(self, work: Coroutine[object, object, _Result], *, interruptible: bool) -> _Result:
         """Return the coroutine's result.
 
-        Raises asyncio.CancelledError if it is interruptible and :meth:`interrupt` was called.
+        Raises asyncio.CancelledError if the work is interruptible and :meth:`interrupt` was called.
         """
         try:
             return self._loop.run(self._noted(work) if interruptible else work)
@@ -85,7 +85,7 @@ class Loop:
             raise asyncio.CancelledError from None
 
     def interrupt(self) -> None:
-        """Cancel interruptible work, now and in future. Callable from any thread and from signal handlers."""
+        """Cancel current and future interruptible work. Callable from any thread and from signal handlers."""
         self._interrupted = True
         running = self._running
         if running is not None:
@@ -96,7 +96,7 @@ class Loop:
 
     async def _noted(self, work: Coroutine[object, object, _Result]) -> _Result:
         self._running = task = asyncio.current_task()
-        if self._interrupted and task is not None:  # before the assignment
+        if self._interrupted and task is not None:  # interrupted before the assignment
             task.cancel()
         try:
             return await work
@@ -104,14 +104,14 @@ class Loop:
             self._running = None
 
 
-# The probe consists of the statements of so many problems and of a text, because statements may be empty. Prompts would
-# need a started episode of each problem.
+# The probe consists of the statements of this many problems and of a text, because statements may be empty. Prompts are
+# not used, because they require starting an episode of each problem.
 _PROBED = 64
 _PROBE_TEXT = "The sum 12 + 345 = 357.\n```python\nprint(7 * 8)\n```\n"
 
 
 class LocalService:
-    """Carries out the calls of a :class:`~agentrl.training.worker.service.RolloutService`.
+    """Executes the calls of a :class:`~agentrl.training.worker.service.RolloutService`.
 
     With ``rollout.schedule=synchronous`` the event loop is idle while the ranks train; otherwise it always runs.
     """
@@ -119,7 +119,7 @@ class LocalService:
     def __init__(
         self, settings: Settings, policy_path: str, *, ranks: int = 1, trained: PreTrainedModel | None = None
     ) -> None:
-        """Opens environment and engine. An engine in this process samples from ``trained``, or else from a copy."""
+        """Open environment and engine. An engine in this process samples from ``trained`` or from a copy."""
         self._settings = settings
         self._ranks = ranks
         self._folder = settings.run_path.absolute()
@@ -222,7 +222,7 @@ class LocalService:
         """Return at once: this process is the only rank."""
 
     def plans(self, step: int, budget: int) -> list[RankPlan]:
-        """Roll out one step, unless that is done, and plan it for every rank; those that share rows have one plan."""
+        """Roll out one step, unless it is done, and plan it for every rank. Ranks that share rows share a plan."""
         if self._batch is None or self._batch.step != step:
             self._managed.begin_rollouts()
             self._batch = self._run(self._worker.next_batch(step))
@@ -242,7 +242,7 @@ class LocalService:
             self._run(self._worker.drain())
 
     def confirm(self, step: int) -> None:
-        """The trajectories are written in the background. Raises WorldError if those before could not be written."""
+        """Confirm a step, and start writing its trajectories. Raises WorldError if the previous write failed."""
         if self._batch is None or self._batch.step != step:
             raise RuntimeError(f"step {step} was confirmed, but it is not the last planned step")
         self._writer.settle()
@@ -275,7 +275,7 @@ class LocalService:
 
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
         if falsified and is_agent(self._settings.env):
-            return None  # what an agent's tools say does not pass through here
+            return None  # the observations of an agent's tools do not pass through the environment
         if not any(problem.setup or not falsified for problem in self._held_out):
             return None
         self._managed.begin_rollouts()
@@ -312,14 +312,14 @@ class LocalService:
         return work()
 
     async def _arrived(self, transfer: Coroutine[object, object, str | None], version: int) -> str | None:
-        """The problem with a transfer, or None. After None, the worker samples with ``version``."""
+        """Return the problem with a transfer, or None. After None, the worker samples with ``version``."""
         problem = await transfer
         if problem is None:
             self._worker.installed(version)
         return problem
 
     def _evaluation_driver(self, environment: Environment) -> Driver:
-        """A driver as for training, with evaluation's limits and sampling and with the environment's own rewards."""
+        """Return a driver with the limits and sampling of evaluation and with the rewards of the environment."""
         return self._make_driver(
             environment=environment,
             engine=self._engine,
@@ -329,7 +329,7 @@ class LocalService:
         )
 
     def _finish(self, work: Coroutine[object, object, _Result]) -> _Result:
-        """Like :meth:`_run`, but not interruptible: changes of weights are short and must be complete."""
+        """Run work that is not interruptible, because changes of weights are short and must be complete."""
         return self._loop.run(work, interruptible=False)
 
     def _run(self, work: Coroutine[object, object, _Result]) -> _Result:

@@ -1,8 +1,8 @@
-"""The rollout worker's own process: ``python -m agentrl.training.worker.process TALK CONTROL DOOR``.
+"""The process of the rollout worker: ``python -m agentrl.training.worker.process TALK CONTROL DOOR``.
 
-Rank 0 passes it two pipes, for calls and for interrupts, and the socket on which each other rank opens the same two.
-It ends when any rank has ended or is stuck. It ignores signals, because launchers send them to every process; the ranks
-request a stop over their connections.
+Rank 0 passes two pipes, for calls and for interrupts, and the socket on which every other rank opens two connections
+for the same purposes. The process exits when any rank exits or is stuck. It ignores signals, because launchers send
+them to every process. Ranks request a stop over their connections.
 """
 
 from __future__ import annotations
@@ -39,20 +39,22 @@ from agentrl_envs.episode import EnvironmentContractError
 from agentrl_envs.registry import PluginError, load_plugins
 from agentrl_sandbox.client import SandboxError
 
-# Errors that end the run with only their message, and the exit code of those that define none.
+# Errors that end the run with a message and no traceback.
 _REPORTED = (AgentRLError, EnvironmentContractError, PluginError, SandboxError)
+# Exit code of a run after one of these errors that defines none.
 _USERS = 2
-# Seconds for ranks to connect, and for this process to end cleanly once a rank is gone.
+# Seconds for ranks to connect.
 _CONNECT = 600.0
+# Seconds for this process to exit cleanly after a rank has exited.
 _END = 20.0
 
 
 class _RankLostError(Exception):
-    """A rank's connection ended, or its main thread is stuck."""
+    """A rank's connection closed, or its main thread is stuck."""
 
 
 class Server:
-    """Receives requests on one thread; carries out each one on the main thread, once all ranks have sent it."""
+    """Receives requests on one thread, and executes each on the main thread once all ranks have sent it."""
 
     def __init__(self, first: Connection, control: Connection, door: socket.socket) -> None:
         """``first`` and ``control`` are rank 0's connections; the other ranks connect at ``door``."""
@@ -77,7 +79,7 @@ class Server:
                 caller, connection = arrived.get(timeout=max(0.0, min(1.0, deadline - time.monotonic())))
                 (self._controls if caller.control else self._connections)[caller.rank] = connection
             except queue.Empty:
-                if self._connections[0].poll():  # it sends nothing before it has an answer: this is its end
+                if self._connections[0].poll():  # rank 0 sends nothing before the first reply, so it has exited
                     sys.exit(1)  # no message: the launcher of rank 0 reports the failure
                 if time.monotonic() >= deadline:
                     missing = sorted(set(range(startup.ranks)) - set(self._connections))
@@ -110,10 +112,10 @@ class Server:
                 return
 
     def _end_stuck(self, ranks: list[int], message: str) -> None:
-        """Report that ranks are stuck, on the console and to all ranks, and end."""
+        """Report stuck ranks on the console and to all ranks, and shut down."""
         print(f"rollout worker: {message}", file=sys.stderr, flush=True)
         for control in self._controls.values():
-            with contextlib.suppress(OSError):  # a rank that is gone needs no message
+            with contextlib.suppress(OSError):  # a rank that has exited needs no message
                 control.send(StuckRanks(ranks=ranks, message=message))
         self._end(message)
 
@@ -135,7 +137,7 @@ class Server:
     # -- answers --------------------------------------------------------------------------------------------------
 
     def serve(self, make: Callable[[], LocalService]) -> None:
-        """Create the service, then answer until a rank is gone or a request fails."""
+        """Create the service, then execute requests until a rank exits or a request fails."""
         service: LocalService | None = None
         try:
             service = make()
@@ -173,10 +175,10 @@ class Server:
             waiting.clear()
 
     def _carry_out(self, service: LocalService, request: WorkerRequest) -> None:
-        """Carry out a request and answer every rank."""
+        """Execute a request and reply to every rank."""
         try:
             values: list[object]
-            if request.name == "plan":  # each rank gets its own
+            if request.name == "plan":  # each rank receives its own plan
                 values = [*service.plans(**request.arguments)]
             else:
                 values = [getattr(service, request.name)(**request.arguments)] * len(self._connections)
@@ -202,7 +204,7 @@ class Server:
 
 def _accept(door: socket.socket, startup: Startup, arrived: queue.Queue[tuple[Caller, Connection]]) -> None:
     while True:
-        with contextlib.suppress(AuthenticationError, OSError, EOFError):  # not one of our ranks
+        with contextlib.suppress(AuthenticationError, OSError, EOFError):  # not a rank of this run
             connection = Connection(door.accept()[0].detach())
             set_tcp_timeout(connection, startup.settings.cluster.deadline)
             deliver_challenge(connection, startup.key)
@@ -221,17 +223,17 @@ def _made(startup: Startup) -> LocalService:
 
 
 def main() -> None:
-    """Serve until a rank is gone."""
+    """Serve requests until a rank exits."""
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     first, control = (Connection(int(handle)) for handle in sys.argv[1:3])
     door = socket.socket(fileno=int(sys.argv[3]))
     try:
         startup: Startup = first.recv()
-    except EOFError:  # rank 0 has ended, for example by a signal to stop
+    except EOFError:  # rank 0 has exited, for example because of a stop signal
         sys.exit(1)
     set_determinism(startup.settings.training)
-    # It may use every core, because the ranks wait for it.
+    # A synchronous worker may use every core, because the ranks wait for it.
     resting = startup.settings.rollout.schedule == "synchronous"
     set_threads(
         startup.settings,

@@ -1,7 +1,7 @@
-"""The training ranks' client of a rollout worker in a process of its own.
+"""Client of a rollout worker in a separate process, for training ranks.
 
-Rank 0 starts it and talks over inherited pipes; the other ranks connect over TCP with a random key that rank 0
-broadcasts. The worker ends when any rank ends or is stuck, and the ranks end with it.
+Rank 0 starts the worker and communicates over inherited pipes. The other ranks connect over TCP with a random key that
+rank 0 broadcasts. The worker exits when any rank exits or is stuck, and the ranks exit when the worker does.
 """
 
 from __future__ import annotations
@@ -50,21 +50,22 @@ from agentrl.training.worker.service import (
 if TYPE_CHECKING:
     from agentrl.config import Settings
 
-# Seconds for the worker to start and for ranks to reach it; models may be on slow disks.
+# Seconds for the worker to start and for ranks to connect; models may be on slow disks.
 _START = 600.0
 # Seconds for the worker to release its engine and environment after its connection has ended.
 _END = 30.0
-# Seconds for a rank to report its own error and end once the worker is gone, and if it is known that a rank is stuck.
+# Seconds for a rank to report its own error and exit after the worker has exited.
 _LAST_WORDS = 30.0
+# The same if a stuck rank is known to be the reason.
 _FEW_WORDS = 5.0
 
 
 def open_remote_service(
     settings: Settings, policy_path: str, *, rank: int, ranks: int, heartbeat: Heartbeat
 ) -> RolloutService:
-    """Open a worker in a process of its own. Every rank calls this. Raises WorldError if the worker does not start.
+    """Open a worker in a separate process. Collective. Raises WorldError if the worker does not start.
 
-    ``heartbeat``: the marks of this rank's main thread, which the worker watches.
+    ``heartbeat`` contains the marks of this rank's main thread, which the worker monitors.
     """
     return cast("RolloutService", RemoteService(settings, policy_path, rank=rank, ranks=ranks, heartbeat=heartbeat))
 
@@ -78,7 +79,7 @@ class _Place:
 
 
 class RemoteService:
-    """One rank's connections to the worker's process. Use it through :func:`open_remote_service`."""
+    """One rank's connections to the worker's process. Create it with :func:`open_remote_service`."""
 
     def __init__(self, settings: Settings, policy_path: str, *, rank: int, ranks: int, heartbeat: Heartbeat) -> None:
         self._rank = rank
@@ -110,20 +111,20 @@ class RemoteService:
         self._answer("the rollout worker's set-up", _START + engine_facts(settings.rollout).start_seconds)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """A method of :data:`CALLS` that the worker carries out."""
+        """Return a function that calls a method of :data:`CALLS` in the worker."""
         if name not in CALLS:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", name=name, obj=self)
         return partial(self._ask, name)
 
     def interrupt(self) -> None:
-        """Have the worker cancel its rollouts. Callable from any thread; a call by one rank is enough."""
+        """Make the worker cancel its rollouts. Callable from any thread; a call by one rank is enough."""
         self._interrupted.set()
         with contextlib.suppress(OSError), self._sending:  # without a worker there is nothing to cancel
             self._control.send(None)
 
     def close(self) -> None:
         """Close this rank's connection, which ends the worker."""
-        self._closed.set()  # first: nobody is stuck any more, however long the worker takes to end
+        self._closed.set()  # first: from here on, a slow exit of the worker is not a stuck rank
         with contextlib.suppress(ValueError):  # torch._dynamo.reset() has removed it
             callback_handler.remove_start_callback(self._heartbeat.compiling)
         self._connection.close()
@@ -172,7 +173,7 @@ class RemoteService:
         return reply.value
 
     def _beat_and_end_with_worker(self) -> None:
-        """Send a beat every second. End this process soon after the worker: a rank in a collective may not notice."""
+        """Send a heartbeat every second. Exit soon after the worker, because a rank in a collective may not notice."""
         stuck = StuckRanks(ranks=[], message="the rollout worker or another rank has exited")
         patience, code = _LAST_WORDS, FOLLOWED
         with contextlib.suppress(EOFError, OSError):
@@ -187,7 +188,7 @@ class RemoteService:
         self._control.close()
 
     def _send_beat(self) -> None:
-        """Send the latest beat, unless the worker does not read: a full connection would block."""
+        """Send the latest heartbeat, unless the connection is full and sending would block."""
         writable = select.poll()
         with contextlib.suppress(OSError), self._sending:  # the worker is gone, but its last message may be unread
             writable.register(self._control.fileno(), select.POLLOUT)

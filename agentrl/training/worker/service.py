@@ -1,6 +1,6 @@
-"""The calls that training ranks make to the rollout worker. Each is defined here once, with a description of the wait.
+"""The calls from training ranks to the rollout worker, each defined once, with a description of the wait.
 
-:class:`.local.LocalService` carries them out; :class:`.remote.RemoteService` sends them by name to another process.
+:class:`.local.LocalService` executes the calls. :class:`.remote.RemoteService` sends them by name to another process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Method = TypeVar("_Method", bound=Callable[..., object])
 
 
 class InterruptedRunError(Exception):
-    """The run was asked to stop (SIGTERM, Ctrl-C). Only interruptible calls raise it, on all ranks alike."""
+    """A stop was requested (SIGTERM, Ctrl-C). Only interruptible calls raise this error, on all ranks alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class WorkerCall:
     interruptible: bool  # a request to stop cancels the call
 
     def arguments(self, *args: object, **kwargs: object) -> dict[str, Any]:
-        """The arguments of a call by name, including defaults."""
+        """Return the arguments of a call by name, including defaults."""
         bound = self.signature.bind(None, *args, **kwargs)  # None: self
         bound.apply_defaults()
         return {name: value for name, value in bound.arguments.items() if name != "self"}
@@ -63,14 +63,14 @@ def _call(waiting_for: str, *, interruptible: bool = False) -> Callable[[_Method
 class RolloutService(Protocol):
     """The rollout worker. All calls block, for at most ``training.worker_timeout`` seconds.
 
-    Every rank makes every call, in the same order. A call is carried out once all ranks have made it, with rank 0's
-    arguments, and returns or raises the same on all: no rank waits for slow work inside a collective, and all learn of
-    a request to stop in the same interruptible call. A step whose plan was handed out is always finished.
+    Every rank makes every call, in the same order. A call is executed once all ranks have made it, with rank 0's
+    arguments, and returns or raises on all ranks alike. Therefore no rank waits for slow work inside a collective, and
+    all ranks stop in the same interruptible call. A step whose plan was returned is always completed.
     """
 
     @_call("the worker's description")
     def describe(self) -> list[str]:
-        """The environment, the engine and the problems, for the console."""
+        """Return lines about the environment, the engine and the problems, for the console."""
 
     @_call("the plan of step {step} (training.worker_timeout)", interruptible=True)
     def plan(self, step: int, budget: int) -> RankPlan:
@@ -81,29 +81,29 @@ class RolloutService(Protocol):
 
     @_call("the current batch (training.worker_timeout)", interruptible=True)
     def settle(self) -> None:
-        """Return when the weights may change: after a batch of one policy version; at once after a request to stop."""
+        """Wait until the weights may change: after a batch of one policy version, or at once after a stop request."""
 
     @_call("the other ranks at {place} (training.worker_timeout)")
     def barrier(self, place: str) -> None:
-        """Return when every rank is at ``place``."""
+        """Wait until every rank has reached ``place``."""
 
     @_call("the worker to confirm step {step}")
     def confirm(self, step: int) -> None:
-        """Note that the step is trained: begin to write its trajectories and remove its groups from the work queue.
+        """Confirm that the step is trained: start writing its trajectories and remove its groups from the work queue.
 
-        Return when those of the step before are written.
+        Returns when the trajectories of the previous step are written.
         """
 
     @_call("the evaluation at step {step} (training.worker_timeout)", interruptible=True)
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
-        """Play the held-out problems; None if there are none. The report contains no groups.
+        """Play the held-out problems, and return a report without groups, or None if there are no problems.
 
         With ``falsified`` observations, only problems that reveal a value by execution are played.
         """
 
     @_call("the worker's state")
     def state_dict(self) -> QueueState:
-        """The position in the problems and the work queue, once the trajectories of all confirmed steps are written."""
+        """Return the state of sampler and work queue, once the trajectories of all confirmed steps are written."""
 
     @_call("the worker to restore its state")
     def load_state_dict(self, state: QueueState) -> None:
@@ -111,19 +111,19 @@ class RolloutService(Protocol):
 
     @_call("the target of weight transfers")
     def transfer_target(self) -> TransferTarget | None:
-        """The destination of weights; None if the engine shares them with the trainer."""
+        """Return the destination of weights, or None if the engine shares them with the trainer."""
 
     @_call("the prompts of the first problems")
     def probe_tokens(self) -> tuple[int, ...]:
-        """The tokens that both trainer and engine score: the prompts of the first problems."""
+        """Return the tokens that trainer and engine both score: texts of the first problems."""
 
     @_call("the verification of transfers")
     def verification(self) -> list[Verified]:
-        """How transfers to each engine are verified, and the noise measured for this."""
+        """Return how transfers to each engine are verified, with the noise measured at the start."""
 
     @_call("the engine to score the first probe")
     def verify(self, version: int, probe: Probe) -> str | None:
-        """Check that the engine holds the policy it was started with. Returns the problem, or None."""
+        """Check that the engine has the policy it was started with, and return the problem, or None."""
 
     @_call("the engine to pause")
     def pause(self) -> None:
@@ -131,24 +131,24 @@ class RolloutService(Protocol):
 
     @_call("the engine to load version {version}")
     def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
-        """Load ``version``, drop caches and resume requests. Returns the problem, or None if the probe agrees."""
+        """Load ``version``, drop caches and resume requests. Return the problem, or None if the probe agrees."""
 
     def interrupt(self) -> None:
-        """Cancel interruptible calls, now and in future. Callable from any thread."""
+        """Cancel current and future interruptible calls. Callable from any thread."""
 
     def close(self) -> None:
         """Release the worker's rollouts, engine and environment."""
 
 
 FOLLOWED = 3
-"""Exit code of a rank that ended because the rollout worker or another rank is gone or stuck."""
+"""Exit code of a rank that exited because the rollout worker or another rank exited or is stuck."""
 STUCK = 6
 """Exit code of a rank whose main thread was stuck."""
 
 STOP_TIMEOUT = 60.0
 """Seconds for the worker to cancel its rollouts; it waits only for running programs and requests."""
 
-# Seconds between checks of whether to end a wait.
+# Seconds between two checks of the conditions that end a wait.
 _LOOK = 0.5
 
 
@@ -164,9 +164,9 @@ class Startup:
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """The first message on the connection of another rank.
+    """The first message on a connection of a rank other than rank 0.
 
-    ``control``: the connection carries the rank's beats and interrupts to the worker, and :class:`StuckRanks` back.
+    ``control``: the connection is for the rank's heartbeats and interrupts, and for :class:`StuckRanks` in return.
     """
 
     rank: int
@@ -175,7 +175,7 @@ class Caller:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRequest:
-    """A call of the service's method ``name``. All ranks send it and wait together; ``arguments`` are rank 0's."""
+    """A call to the service's method ``name``. All ranks send it and wait together; ``arguments`` are rank 0's."""
 
     name: str
     waiting_for: str
@@ -184,9 +184,9 @@ class WorkerRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a call failed. ``interrupted``: the run was asked to stop; otherwise it ends with ``exit_code``.
+    """The reason why a call failed. ``interrupted``: a stop was requested; otherwise the run ends with ``exit_code``.
 
-    ``lost``: because another rank is gone.
+    ``lost``: another rank exited or is stuck.
     """
 
     message: str
@@ -212,7 +212,7 @@ class StuckRanks:
 
 
 class WorkerLostError(WorldError):
-    """The other end of a connection is gone or did not answer in time."""
+    """The other end of a connection exited or did not respond in time."""
 
 
 def receive(
@@ -224,9 +224,9 @@ def receive(
     stop_timeout: float = STOP_TIMEOUT,
     waits: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Return the next message. Raises WorkerLostError if the other end is gone or ``seconds`` have passed.
+    """Wait for the next message and return it. Raises WorkerLostError if the other end exits, or after ``seconds``.
 
-    Once ``stops`` is set, the other end must answer within ``stop_timeout`` seconds. ``waits`` is called twice a
+    Once ``stops`` is set, the other end must respond within ``stop_timeout`` seconds. ``waits`` is called twice a
     second.
     """
     began = time.monotonic()

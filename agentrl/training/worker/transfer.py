@@ -30,7 +30,7 @@ class WeightMismatchError(AgentRLError):
 
 
 class WeightSender:
-    """Sends a policy's weights. Every rank has one and calls it at the same places."""
+    """Sends a policy's weights. Every rank has one, and all ranks make the same calls."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class WeightSender:
         base: str,
         host: str = "127.0.0.1",
     ) -> None:
-        """``folder`` holds files of weights; ``host`` is the address at which servers reach rank 0.
+        """``folder`` receives weight files. ``host`` is the address at which servers reach rank 0.
 
-        ``lora``: the policy's adapters, on the model ``base``.
+        ``lora`` describes the policy's adapters on the model ``base``.
         """
         self._service = service
         self._engine = engine
@@ -59,9 +59,9 @@ class WeightSender:
         self._direct: tuple[TransferTarget, DirectTransfer] | None = None
 
     def begin(self) -> float:
-        """Make sure that the engine holds the start policy, and return the noise between trainer and engine (nats).
+        """Ensure that the engine has the initial policy, and return the noise between trainer and engine (nats).
 
-        Called when a run starts, and also when it resumes; the trainer must hold the start policy too. Raises
+        Call this when a run starts and when it resumes, while the trainer has the initial policy too. Raises
         WeightMismatchError if the two are different policies.
         """
         target = self._service.transfer_target()
@@ -110,10 +110,10 @@ class WeightSender:
         directory = None if target.opener else on_every_rank(partial(self._export, target, version))[0]
         self._service.pause()
         if target.opener:
-            now = self._service.transfer_target()  # servers may have been lost or restarted until they paused
+            now = self._service.transfer_target()  # servers may have been lost or restarted before they paused
             self._direct_to(target if now is None else now).send()
             if torch.cuda.is_available():
-                # Colocated servers wake their caches next, in the room of the transfer's buffer and copy.
+                # Colocated servers allocate their caches next, in the memory of the transfer's buffer and copy.
                 torch.cuda.empty_cache()
         return self._service.install(directory, version, self._with_checksums(probe))
 
@@ -124,7 +124,7 @@ class WeightSender:
         return AdapterSource(module, summed=summed) if target.form == "adapter" else self._source
 
     def _export(self, target: TransferTarget, version: int) -> str:
-        """Rank 0 writes. Every rank takes part in the gathering to its end, even if writing fails."""
+        """Write the weights on rank 0. Every rank completes the gathering, even if writing fails."""
         tensors = iter(self._source)
         try:
             if self._engine.rank > 0:
@@ -141,7 +141,7 @@ class WeightSender:
                 pass
 
     def _direct_to(self, target: TransferTarget) -> DirectTransfer:
-        """The open transfer, or a new one if the set of servers has changed."""
+        """Return the open transfer, or a new one if the set of servers has changed."""
         if self._direct is not None and self._direct[0] != target:
             self._direct[1].close()
             self._direct = None
@@ -154,13 +154,13 @@ class WeightSender:
         return self._with_checksums(score_probe(self._engine, self._probe))
 
     def _with_checksums(self, probe: Probe) -> Probe:
-        """The probe with the checksums of the weights sent last."""
+        """Return the probe with the checksums of the weights sent last."""
         return replace(probe, checksums=self._source.checksums)
 
 
 @torch.no_grad()
 def score_probe(engine: TrainingEngine, token_ids: tuple[int, ...]) -> Probe:
-    """The trained policy's log-probabilities of ``token_ids[1:]`` at temperature 1. Collective under ZeRO-3."""
+    """Compute the trained policy's log-probabilities of ``token_ids[1:]`` at temperature 1. Collective under ZeRO-3."""
     ids = torch.tensor([token_ids], device=engine.device)
     prompt_lengths, mask = torch.ones_like(ids[:, 0]), torch.ones_like(ids[:, 1:], dtype=torch.bool)
     engine.module.eval()
