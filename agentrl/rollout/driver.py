@@ -1,4 +1,4 @@
-"""The driver: plays rollouts with an engine, each independently, and forms groups of their trajectories.
+"""The driver: plays rollouts independently with an engine, and forms groups of their trajectories.
 
 The engine's KV cache limits how many rollouts are in flight. A trajectory without room for its next token loses its
 keys and values and recomputes them later, so new trajectories start only while the running ones have room to grow.
@@ -51,7 +51,7 @@ _REMEMBERED = 512
 
 
 class Admission:
-    """Admits trajectories, first come, first served.
+    """Admission control for trajectories, first come, first served.
 
     ``poll`` returns the usage of the engine's cache, or None if it is unknown. A background task polls while more
     trajectories than the safe number are in flight or any trajectory waits.

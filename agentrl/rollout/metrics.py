@@ -107,7 +107,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 class VersionClock:
-    """Maps policy versions to the training steps after which the engine held them.
+    """Maps policy versions to the training steps after which they were installed in the engine.
 
     Versions count optimizer updates, but staleness counts steps. The staleness of a token is the number of steps
     trained since its version was the newest. A trajectory is as stale as its oldest model token.

@@ -1,4 +1,4 @@
-"""Policies: they sample the turns of one rollout and enforce its limits.
+"""Policies, which sample the turns of one rollout and enforce its limits.
 
 :class:`TokenPolicy` is the only class that handles both tokens and text. A trajectory contains exactly the ids that the
 engine sampled. An observation is encoded once, separately, as plain text except for marks set by the protocol. Text is
@@ -36,7 +36,7 @@ _WIDTH = 16
 
 
 class FairYield:
-    """Lets at most 16 tasks pass in one iteration of the event loop, first come, first served.
+    """Admits at most 16 tasks per iteration of the event loop, first come, first served.
 
     Without it, all work that a batch of completions triggers (decoding, parsing, starting programs) would run in one
     iteration and delay timers, new requests and cancellations. A task does not wait if the gate is free.

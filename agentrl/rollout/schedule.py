@@ -1,4 +1,4 @@
-"""The schedule of groups: when they start and which finished groups form a batch; and the sources that play them.
+"""The schedule of groups (when groups start, which ones form a batch), and the sources that play groups.
 
 :class:`Schedule` is pure arithmetic without clocks or tasks. A :class:`RolloutSource` supplies a step's groups, either
 on demand or from rollouts that run ahead of training in the background.

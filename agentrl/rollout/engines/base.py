@@ -1,4 +1,4 @@
-"""Engines: they take token ids and return sampled token ids with log-probabilities and policy versions.
+"""Interfaces of engines, which sample token ids with log-probabilities and policy versions.
 
 An :class:`Engine` samples. A :class:`ManagedEngine` controls its lifecycle, including weight updates. An
 :class:`EnginePlugin` is selected by ``rollout.engine``: a built-in engine, an engine registered with
@@ -219,7 +219,7 @@ _Plugin = TypeVar("_Plugin", bound="type[EnginePlugin]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFacts:
-    """Properties of an engine under the current settings.
+    """Properties of an engine as configured by the settings.
 
     >>> EngineFacts(about="two servers of example", servers=2).in_process
     False

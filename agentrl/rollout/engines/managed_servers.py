@@ -47,7 +47,7 @@ class ManagedServers(ABC):
         """Return the client of the server at ``address``."""
 
     def plans(self, gpus: Sequence[str] | None) -> Sequence[ServerPlan]:
-        """Return the servers to start, ``settings.replicas`` of them, or raise SettingsError.
+        """Return the plans of the ``settings.replicas`` servers to start. The default raises SettingsError.
 
         ``gpus``: the GPUs to use; None: the GPUs of this machine, of which training uses the first
         ``request.training_gpus``.

@@ -1,4 +1,4 @@
-"""One server of an engine: its client, its load, its process if it was started here, and the detection of stalls.
+"""One server of an engine: its client, load and process (if started here), and the detection of stalls.
 
 A request is sent to the server with the least work, including the prefix that the server would have to recompute.
 

@@ -41,7 +41,7 @@ class ServerPlan(ABC):
     host: str
     port: int
     gpus: tuple[str, ...] = ()
-    on_node: bool = False  # of a cluster
+    on_node: bool = False  # started on a node of a cluster
 
     @property
     def address(self) -> str:
@@ -56,7 +56,7 @@ class ServerPlan(ABC):
         return [sys.executable, *self.arguments()]
 
     def changes(self) -> dict[str, str | None]:
-        """Return the changes to the environment of the starting process; None unsets a variable."""
+        """Return the changes to the environment of this process; None unsets a variable."""
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
         return {**dict.fromkeys(FOREIGN), **gpus}
 

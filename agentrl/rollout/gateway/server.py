@@ -33,7 +33,7 @@ from agentrl.rollout.gateway.tree import Generation
 from agentrl.rollout.gateway.wire import FROZEN, Access, ChatRequest, WireError, WireModel, read_body, read_request
 from agentrl_envs.types import MAX_REWARD
 
-_KEEP_ALIVE = 15.0  # seconds between comments in a stream that waits for the engine
+_KEEP_ALIVE = 15.0  # seconds between comments in a stream while the engine samples
 _BACKLOG = 2048
 _LONGEST_WAIT = 60.0  # seconds for which a worker may wait for a rollout
 

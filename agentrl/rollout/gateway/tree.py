@@ -188,7 +188,7 @@ class GenerationTree:
 
 
 def _same_thoughts(generation: Generation, messages: Sequence[AgentMessage]) -> bool:
-    """True if the reasoning in ``messages`` matches the path. Missing reasoning counts as a match."""
+    """Return True if the reasoning in ``messages`` matches the path. Missing reasoning counts as a match."""
     pairs = ((messages[position].reasoning, one.reply.reasoning) for position, one in generation.replies.items())
     return all(sent is None or sent.strip() == (sampled or "").strip() for sent, sampled in pairs)
 

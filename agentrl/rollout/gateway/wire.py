@@ -45,7 +45,7 @@ _SAYS_NOTHING: tuple[object, ...] = ("", 0, False, [], {})
 
 
 class WireError(Exception):
-    """Rejects a request with an HTTP status and the fields of OpenAI's error object."""
+    """Raised to reject a request, with an HTTP status and the fields of OpenAI's error object."""
 
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400, kind: str = ""
