@@ -113,7 +113,7 @@ class PolicyModel(nn.Module):
         attention: AttentionBackend = "sdpa",
         sequence: SequenceGroup | None = None,
     ) -> None:
-        """Replace the head of ``causal_lm`` by a :class:`FusedHead` with ``backend``.
+        """Replace the head of ``causal_lm`` with a :class:`FusedHead` that uses ``backend``.
 
         The ranks of a ``sequence`` group share rows, so they must receive the same batches.
 
@@ -202,8 +202,8 @@ class PolicyModel(nn.Module):
     ) -> Tensor:
         """Return the exact energy ``||grad_theta sum_t rho_t ln p(y_t)||^2`` of every trajectory, [B].
 
-        Costs one forward and one backward pass. ``input_ids`` [B, S] are left-aligned. ``prompt_lengths`` [B],
-        ``response_mask`` and ``importance_weights`` [B, T] are as in :class:`agentrl.batch.Batch`. See
+        Costs one forward and one backward pass. ``input_ids`` [B, S], ``prompt_lengths`` [B] and ``response_mask``
+        [B, T] are as in :class:`agentrl.batch.Batch`. ``importance_weights`` are [B, T]. See
         :func:`agentrl.kernels.trajectory_energies`. Collective under ZeRO-3. Ranks that share rows divide the
         trajectories among themselves.
         """
@@ -265,7 +265,7 @@ class ValueModel(nn.Module):
         attention: AttentionBackend = "sdpa",
         sequence: SequenceGroup | None = None,
     ) -> None:
-        """The ranks of a ``sequence`` group share rows.
+        """Build the critic on the transformer of ``causal_lm``. The ranks of a ``sequence`` group share rows.
 
         Raises SettingsError if the model does not support packed rows.
         """

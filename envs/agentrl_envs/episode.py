@@ -83,7 +83,7 @@ class Episode(Protocol):
 
 @runtime_checkable
 class NamesCalls(Protocol):
-    """An episode that reports the method of a custom class for which it waits."""
+    """An episode that reports the running method call of a custom class."""
 
     @property
     def calling(self) -> str:

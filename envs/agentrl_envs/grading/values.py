@@ -210,7 +210,7 @@ def _integer_power(base: Scalar, exponent: int) -> Scalar:
 
 
 def _root(value: Scalar, degree: Scalar) -> Scalar:
-    """Return a root: the real root for odd degrees."""
+    """Return the root of degree ``degree``. Roots of odd degree are real."""
     if not isinstance(degree, Fraction) or degree.denominator != 1 or not 0 < degree <= _ROOT_DEGREE:
         return _power(value, _over(degree))
     number = int(degree)

@@ -88,7 +88,7 @@ class Protocol(typing.Protocol):
         ...
 
     def observation(self, text: str, results: Sequence[str]) -> str:
-        """Return the text that follows the turn ``text``: the results of its program or calls, formatted."""
+        """Format the results of a turn's program or calls as the text that follows the turn ``text``."""
         ...
 
 
