@@ -149,7 +149,7 @@ class ChatFormat:
         return self.after_problem.rstrip().endswith("<think>")
 
     def responses(self, texts: Sequence[str], ids: Sequence[str] = ()) -> MarkedText:
-        """Return the text from the end of a model turn, over tool responses, to the start of the next model turn.
+        """Return the text between two model turns: the turn's end, tool responses, and the start of the next turn.
 
         ``ids`` are the call ids that the model wrote, if any.
         """
@@ -166,7 +166,7 @@ class ChatFormat:
         return MarkedText(*parts, Mark(self.after_response.replace(CALL_ID, last)), messages=messages)
 
     def reply(self, text: str) -> MarkedText:
-        """Return the text from the end of a model turn, over a user message, to the start of the next model turn."""
+        """Return the text between two model turns: the turn's end, a user message, and the start of the next turn."""
         if self.user is None:
             raise EpisodeUsageError("this chat format cannot write a user message after a model turn: set user=")
         before, after = self.user

@@ -94,8 +94,8 @@ class NamesCalls(Protocol):
 class Policy(Protocol[Played]):
     """The model's side of one rollout: encodes the prompt, samples turns and records observations.
 
-    `end` returns the rollout: its trajectories with token ids if an engine samples, or a transcript if an endpoint
-    does.
+    `end` returns the rollout: trajectories with token ids if an engine samples, or a transcript if an API endpoint
+    samples.
     """
 
     def begin(self, prompt: str) -> None:

@@ -24,7 +24,7 @@ from agentrl_sandbox.client import SandboxSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemplateUse:
-    """How an environment uses the policy's chat template.
+    """Use of the policy's chat template by an environment.
 
     ``setting`` is the setting that requires the template, for error messages. ``tools`` are the functions that the
     template lists. If ``lists_tools`` is false, only plain text is valid. If ``optional`` is true, a model without a

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
-    """Creates the environment around a user's class.
+    """Creates environments from a custom class.
 
     With ``of_trl``, every public method except ``reset`` is a tool.
     """
@@ -195,14 +195,14 @@ class ClassEnvironment(Environment):
             await sandbox.close()
 
     def describe(self) -> list[str]:
-        """Return lines about the class, its tools and the sandbox's isolation."""
+        """Return console lines about the class, its tools and the sandbox's isolation."""
         names = ", ".join(schema.name for schema in self._protocol.tools.schemas) or "none"
         lines = [f"environment {self._factory.name}: up to {self.settings.max_turns} turns, tools: {names}"]
         return lines if self._sandbox is None else [*lines, f"sandbox: {self._sandbox.isolation.describe()}"]
 
 
 class ClassEpisode:
-    """One problem, played with an instance of the user's class."""
+    """One problem, played with an instance of the custom class."""
 
     def __init__(
         self,

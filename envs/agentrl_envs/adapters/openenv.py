@@ -248,7 +248,7 @@ logger = logging.getLogger(__name__)
 def openenv_environment(url: str) -> OptionsFactory[OpenEnvSettings]:
     """Return the factory of environments on the server at ``url``.
 
-    Raises PluginError without the package websockets.
+    Raises PluginError if the package websockets is missing.
     """
     if importlib.util.find_spec("websockets") is None:
         raise PluginError(f"environment openenv:{url} needs the package websockets: {install_extra('openenv')}")
@@ -258,7 +258,7 @@ def openenv_environment(url: str) -> OptionsFactory[OpenEnvSettings]:
 
 @dataclass(frozen=True, kw_only=True)
 class TextFields:
-    """The fields that contain text: in an action, in the first observation and in later ones."""
+    """The text fields: in an action, in the first observation and in later observations."""
 
     action: Mapping[str, object]
     first: str
@@ -301,7 +301,7 @@ class OpenEnvEnvironment(Environment):
         return OpenEnvEpisode(problem, self)
 
     async def close(self) -> None:
-        """Do nothing: sessions end with their episodes."""
+        """Do nothing, because sessions end with their episodes."""
 
     def describe(self) -> list[str]:
         """Return the server's address and its text fields."""
