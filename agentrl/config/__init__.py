@@ -1,4 +1,4 @@
-"""Composition, layering, checks, display and comparison of a run's settings. Imports no heavy library."""
+"""A run's settings: composition, layering, checks, display and comparison. Imports no heavy library."""
 
 from agentrl.config.checks import Command, check_settings, settings_warnings
 from agentrl.config.layers import load_settings, run_config_of

@@ -1,4 +1,4 @@
-"""Checks across settings. Contradictions raise SettingsError, surprising combinations produce a warning."""
+"""Checks across settings. Contradictions raise SettingsError, and surprising combinations produce warnings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Command = Literal["train", "coldstart", "eval", "variance", "check-data", "regra
 def check_settings(settings: Settings, command: Command = "train") -> None:
     """Raise a SettingsError with one line for each contradiction and each setting that ``command`` lacks."""
     if command in ("check-data", "regrade", "plan"):
-        return  # these commands need no model or no rollouts, or plan for settings that are not complete yet
+        return  # these commands require no model or no rollouts, or accept incomplete settings
     problems = [*_missing(settings, command)]
     if command != "eval":  # an evaluation does not train, and it checks prompts and model before sampling
         problems += [*_length_contradictions(settings), *_objective_contradictions(settings)]
@@ -146,7 +146,7 @@ def _model_problems(settings: Settings) -> Iterator[str]:
 
 
 def _adapter_problems(settings: Settings, command: Command) -> Iterator[str]:
-    """Settings of adapters without an adapter, and of adapters that the transfer cannot serve."""
+    """Yield adapter settings that have no effect because no adapter is trained."""
     lora, off = settings.model.lora, LoRASettings()
     if lora.rank == 0:
         for name in ("alpha", "targets", "learning_rate_factor"):
@@ -158,7 +158,7 @@ def _adapter_problems(settings: Settings, command: Command) -> Iterator[str]:
 
 
 def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
-    """Contradictions of conversations that need a model with a chat template."""
+    """Yield contradictions of conversations that require a model with a chat template."""
     environment = settings.environment
     if not isinstance(environment, ChatSettings):
         return

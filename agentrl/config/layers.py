@@ -1,4 +1,4 @@
-"""Resolution of the settings of a run.
+"""Resolution of a run's settings from layers.
 
 The layers, in increasing precedence: the defaults of the settings models (the published values for large models), the
 ``tiny`` preset if ``model.path`` is not set, ``--config FILE`` with its ``base`` chain, and ``key=value`` arguments.
@@ -32,7 +32,7 @@ _OF_TRAINING = ("limit", "weight")
 
 
 def evaluate_on_heldout(layers: Sequence[Layer], presets: Collection[str], train: object) -> list[Layer]:
-    """Replace ``data.eval`` in the layers with an origin in ``presets`` by the held-out parts of ``train``.
+    """Replace ``data.eval`` in layers whose origin is in ``presets`` by the held-out parts of ``train``.
 
     ``train`` is the merged ``data.train`` of all layers before validation.
     """
@@ -54,7 +54,7 @@ def _with_eval(layer: Layer, heldout: list[dict[str, object]]) -> Layer:
 
 
 def _heldout(entry: Mapping[str, object]) -> dict[str, object] | None:
-    """Held-out part of a training source, or None if it has none, like a file without ``part=train``.
+    """Return the held-out part of a training source, or None if it has none, like a file without ``part=train``.
 
     >>> _heldout({"path": "builtin:seeds", "limit": 9})
     {'path': 'builtin:seeds', 'split': 'heldout'}
@@ -70,7 +70,7 @@ def _heldout(entry: Mapping[str, object]) -> dict[str, object] | None:
 
 _log = logging.getLogger(__name__)
 PRESET = "tiny"
-_EMBEDDED = (PRESET, "arithmetic")  # presets for the embedded policy, which the user's own model and data override
+_EMBEDDED = (PRESET, "arithmetic")  # presets for the embedded policy; the user's model and data override them
 COMMAND_LINE = "command line"
 _ENV_OPTION = "--env"
 
@@ -78,7 +78,7 @@ _BASICS = ("env", "plugins", "name", "runs_dir", "model", "coldstart")
 _DIRECT = ("direct_share", "direct_turn", "direct_steps")
 
 Override = tuple[list[str], object]
-"""Parts of a dotted key, and its new value."""
+"""Parts of a dotted key, and the value to set."""
 
 
 def load_settings(
@@ -121,14 +121,14 @@ def load_settings(
 
 
 def _reasoning_gym(env: str) -> Layer:
-    """Layer of ``--env reasoning_gym:NAME``: SimpleTIR on the problems of a data set, graded by its rules."""
+    """Return the layer of ``--env reasoning_gym:NAME``: SimpleTIR on a data set's problems, graded by its rules."""
     sources = {"train": [{"path": env}], "eval": [{"path": env, "split": "heldout"}]}
     score = "agentrl_envs.adapters.reasoning_gym:score"
     return Layer(origin=f"{_ENV_OPTION} {env}", values={"data": sources, "grader": {"function": score}})
 
 
 def _evaluated(layers: list[Layer], top: Sequence[Override]) -> list[Layer]:
-    """Layers in which a preset's ``data.eval`` follows ``data.train``, unless other layers set ``data.eval``."""
+    """Derive the presets' ``data.eval`` from ``data.train``, unless other layers set ``data.eval``."""
     presets = _origins()
     presets |= {layer.origin for layer in layers if layer.origin.startswith(f"{_ENV_OPTION} ")}
     layers = [_with_own_sources(layer, top) if layer.origin in presets else layer for layer in layers]
@@ -140,7 +140,7 @@ def _evaluated(layers: list[Layer], top: Sequence[Override]) -> list[Layer]:
 
 
 def _with_own_sources(preset: Layer, top: Sequence[Override]) -> Layer:
-    """Preset in which a path of the user replaces a complete source, including the split of the preset's data."""
+    """Replace complete sources of a preset by the user's paths, including the split of the preset's source."""
     values = copy.deepcopy(dict(preset.values))
     for keys, path in top:
         if len(keys) == 4 and keys[0] == "data" and keys[3] == "path" and not is_generated(str(path)):
@@ -152,7 +152,7 @@ def _with_own_sources(preset: Layer, top: Sequence[Override]) -> Layer:
 
 
 def _resumed(run: Path, files: list[Layer], top: list[Override]) -> Settings:
-    """Saved settings of a run with the requested changes. Raises SettingsError that lists forbidden changes."""
+    """Apply the requested changes to a run's saved settings. Raises SettingsError that lists forbidden changes."""
     saved = [_updated(layer) for layer in overlay_chain(str(run / "config.yaml"))]
     identity: list[Override] = [(["name"], run.name), (["runs_dir"], str(run.parent))]
     before = _validate(saved, identity, "train")
@@ -169,9 +169,9 @@ def _resumed(run: Path, files: list[Layer], top: list[Override]) -> Settings:
 
 
 def _updated(layer: Layer) -> Layer:
-    """The layer of a run's ``config.yaml``, with settings renamed and dropped that were renamed or removed since.
+    """Update the layer of a run's ``config.yaml``: apply later renames, and drop settings that were removed since.
 
-    A new name that the layer also contains keeps its value.
+    A new name that the layer already contains keeps its value.
     """
     values = copy.deepcopy(dict(layer.values))
     dropped = []
@@ -197,7 +197,7 @@ def _updated(layer: Layer) -> Layer:
 
 
 def find_run(merged: Mapping[str, object]) -> Path:
-    """Return the run directory called ``name``, or the newest one. Raises SettingsError if there is no such run."""
+    """Return the run directory called ``name``, or the newest run. Raises SettingsError if there is no such run."""
     runs = Path(str(merged.get("runs_dir") or Settings().runs_dir))
     directories = [path.parent for path in runs.glob("*/config.yaml")]
     name = merged.get("name")
@@ -213,7 +213,7 @@ def find_run(merged: Mapping[str, object]) -> Path:
 
 
 def _preset(asked: Mapping[str, object], named: set[str]) -> list[Layer]:
-    """Layers of the tiny preset except those in ``named`` (through a ``base``), or none if a model is set."""
+    """Return the tiny preset's layers except those in ``named`` (used as ``base``); empty if a model is set."""
     model = asked["model"]
     if not isinstance(model, dict) or model.get("path") is not None:
         return []
@@ -223,8 +223,9 @@ def _preset(asked: Mapping[str, object], named: set[str]) -> list[Layer]:
 def _fitting(layers: list[Layer], asked: Mapping[str, object]) -> list[Layer]:
     """Remove settings from the presets for the embedded policy that do not fit the user's environment, model or data.
 
-    For another environment, settings of SimpleTIR's environment are removed. Demonstrations of the user are not
-    replaced by direct answers, which only generated demonstrations have. A model of the user gets no cold start.
+    For other environments, the settings of SimpleTIR's environment are removed. With the user's demonstrations, the
+    settings of direct answers are removed, because only generated demonstrations support them. With the user's model,
+    the cold start is removed.
     """
     presets = _origins()
     return [
@@ -233,7 +234,7 @@ def _fitting(layers: list[Layer], asked: Mapping[str, object]) -> list[Layer]:
 
 
 def _origins() -> set[str]:
-    """Files of the presets for the embedded policy."""
+    """Return the paths of the presets for the embedded policy."""
     return {layer.origin for name in _EMBEDDED for layer in overlay_chain(name)}
 
 
@@ -258,12 +259,12 @@ def _suitable(values: Mapping[str, object], asked: Mapping[str, object]) -> dict
 
 
 def _basics(layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, object]:
-    """Current values of the settings that determine which other layers apply."""
+    """Return the current values of the settings that determine which other layers apply."""
     return _merge_all(SIMPLETIR, layers, [one for one in top if one[0][0] in _BASICS])
 
 
 def _merge_all(env: str, layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, object]:
-    """Defaults of ``env``, overridden by ``layers`` and then by ``top``."""
+    """Merge the defaults of ``env``, then ``layers``, then ``top``, in increasing precedence."""
     merged: dict[str, object] = settings_model(env)().model_dump(mode="json")
     for layer in layers:
         plugins = _added(merged["plugins"], layer.values.get("plugins", []))
@@ -274,7 +275,7 @@ def _merge_all(env: str, layers: Sequence[Layer], top: Sequence[Override]) -> di
 
 
 def _added(below: object, above: object) -> object:
-    """Concatenate the plug-ins of two layers, because each layer's settings may name what its plug-ins register."""
+    """Concatenate the plug-ins of two layers, because a layer's settings may use names that its plug-ins register."""
     if not isinstance(below, list) or not isinstance(above, list):
         return above
     return [*below, *(name for name in above if name not in below)]
@@ -298,7 +299,7 @@ def _override(text: str) -> Override:
 
 
 def _assign(merged: dict[str, object], keys: list[str], value: object) -> None:
-    """Set one dotted key. A number is a list index; the index after the last one appends."""
+    """Set one dotted key. A number is a list index, and the index after the last entry appends."""
     key = ".".join(keys)
 
     def assigned(here: object, depth: int) -> object:
@@ -335,7 +336,7 @@ def _command_line(top: Sequence[Override]) -> list[Layer]:
 
 def _validate(below: Sequence[Layer], top: Sequence[Override], command: Command) -> Settings:
     basics = _basics(below, top)
-    _load_plugins(basics["plugins"])  # first, because other settings may name what plug-ins register
+    _load_plugins(basics["plugins"])  # first, because other settings may use names that plug-ins register
     env = _checked_env(basics["env"])
     merged = interpolate(_merge_all(env, below, top))
     try:
@@ -348,7 +349,7 @@ def _validate(below: Sequence[Layer], top: Sequence[Override], command: Command)
 
 
 def _load_plugins(plugins: object) -> None:
-    """Load the plug-ins. A value that is not a list of names is left for the settings model to reject."""
+    """Load the plug-ins. The settings model rejects values that are not lists of names."""
     named = interpolate(plugins, path="plugins")
     if isinstance(named, list) and all(isinstance(name, str) for name in named):
         load_plugins(named)

@@ -1,4 +1,4 @@
-"""Messages for invalid settings, with the key, its value, its origin, the valid values and the nearest valid key."""
+"""Messages for invalid settings: the key, value and origin, the valid values and the nearest valid key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentrl.config.overlays import Layer
 from agentrl.config.settings import settings_model
 from agentrl.errors import SettingsError
 
-_Node = dict[str, Any]  # of a JSON schema
+_Node = dict[str, Any]  # node of a JSON schema
 
 _LIMITS = {
     "minimum": "at least {}",
@@ -38,11 +38,11 @@ CONVERTED: dict[str, Callable[[Any], object]] = {
     "evaluation.chat_template": lambda wrapped: "always" if wrapped else "auto",
     "reward.function": lambda name: {name: 1.0},
 }
-"""For renamed settings whose values changed too: the new value of an old one."""
+"""Renamed settings whose values also changed: old name -> function from the old value to the new value."""
 REMOVED = {
     "sandbox.standby": "a server that exits is restarted automatically",
 }
-"""Removed settings: old name -> what applies instead. Rejected, except in the config.yaml of an old run."""
+"""Removed settings: old name -> replacement behaviour. Rejected, except in the config.yaml of an old run."""
 _KINDS = {"number": "a number", "integer": "a whole number", "string": "text", "boolean": "true or false"}
 
 
@@ -53,7 +53,7 @@ def settings_error(error: ValidationError, env: str, layers: Sequence[Layer]) ->
 
 
 def known_keys(env: str) -> list[str]:
-    """Return the dotted keys of all settings of a run in ``env``; ``0`` stands for any list index."""
+    """Return the dotted keys of all settings of a run in ``env``. ``0`` denotes any list index."""
     return list(_walk(_schema(env), _schema(env), ""))
 
 
@@ -70,7 +70,8 @@ def nearest_key(key: str, env: str) -> str:
         ending = difflib.SequenceMatcher(None, last, known_last).ratio()
         initials = "".join(word[0] for word in known_last.split("_") if word) == last
         section = 0.01 * whole if "." in key else 0.0
-        # The complete key counts most, then its last part, then initials. The section decides between equal last parts.
+        # The complete key has the largest weight, then its last part, then its initials. The section breaks ties
+        # between equal last parts.
         return max(whole, 0.98 * ending + section, 0.9 * initials)
 
     return max(known_keys(env), key=likeness)
@@ -85,7 +86,7 @@ def valid_values(key: str, env: str) -> str:
 
 
 def _follow(schema: _Node, path: Sequence[str]) -> tuple[list[str], _Node]:
-    """Longest prefix of the path that is in the schema, and its node."""
+    """Return the longest prefix of the path that is in the schema, and its node."""
     known: list[str] = []
     node = schema
     for part in path:
@@ -120,7 +121,7 @@ def _describe(detail: ErrorDetails, env: str, layers: Sequence[Layer]) -> str:
     key = ".".join(path if detail["type"] == "extra_forbidden" else known)
     missing = detail["type"] == "missing" and len(path) == len(known)
     origin, merged_value = find_value(key.rpartition(".")[0] if missing else key, layers)
-    # For an invalid list entry, show the whole list.
+    # For an invalid list entry, report the whole list.
     value = detail["input"] if len(path) == len(known) else merged_value
     suffix = f" ({origin})" if origin else ""
     if detail["type"] == "extra_forbidden":
@@ -161,7 +162,7 @@ def _schema(env: str) -> _Node:
 
 
 def _options(root: _Node, node: _Node) -> list[_Node]:
-    """Alternatives of a node, with references resolved and null omitted."""
+    """Return the alternatives of a node, with references resolved and null omitted."""
     if "$ref" in node:
         return _options(root, root["$defs"][node["$ref"].rpartition("/")[2]])
     alternatives = node.get("anyOf") or node.get("oneOf")
@@ -196,7 +197,7 @@ def _walk(root: _Node, node: _Node, path: str) -> Iterable[str]:
 
 
 def _valid(root: _Node, node: _Node) -> str:
-    """Valid values of a node in words, for example ``a whole number at least 1, or none``."""
+    """Describe the valid values of a node, for example ``a whole number at least 1, or none``."""
     options = _options(root, node)
     form = node.get("form")  # description of a pattern in words
     words = [str(form)] if form else [_valid_option(option) for option in options]

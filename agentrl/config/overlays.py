@@ -1,7 +1,7 @@
-"""YAML overlays: shipped overlays, user files, their ``base:`` chains and ``${VARIABLE}`` in their values.
+"""YAML overlays: shipped overlays, user files, ``base:`` chains and ``${VARIABLE}`` in values.
 
-Where YAML 1.1 has surprising rules, the rules of the 1.2 core schema apply: ``1e-6`` is a number, ``no`` and ``on`` are
-text, dates are text, and a duplicate key in a mapping is an error.
+The YAML 1.2 core schema replaces surprising rules of YAML 1.1: ``1e-6`` is a number, ``no`` and ``on`` are text, dates
+are text, and a duplicate key in a mapping is an error.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from agentrl_envs.registry import did_you_mean
 _IN_SHORT = {
     "cluster": "kind",
     "sandbox": "url",
-}  # sections that a single word can replace, and the setting that it sets
+}  # sections that accept a single word, and the setting that the word sets
 _VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One source of settings: its origin for messages, and the values that it sets."""
+    """A source of settings: its origin, for messages, and its values."""
 
     origin: str
     values: Mapping[str, object]
@@ -48,7 +48,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-# PyYAML implements YAML 1.1. Its resolvers of these types are replaced by those of the 1.2 core schema.
+# PyYAML implements YAML 1.1. The resolvers of these types are replaced by the resolvers of the 1.2 core schema.
 _REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "timestamp")}
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
@@ -78,7 +78,7 @@ def parse_yaml(text: str, origin: str) -> object:
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Return name -> file of every overlay that is shipped with the package, in an installation or a checkout."""
+    """Return the shipped overlays, name -> file, of an installation or a checkout."""
     installed = Path(str(resources.files("agentrl"))) / "configs"
     checkout = Path(str(resources.files("agentrl"))).parent / "configs"
     folder = installed if installed.is_dir() else checkout
@@ -92,9 +92,9 @@ def shipped_config(name: str) -> Path | None:
 
 
 def find_config(name: str) -> Path:
-    """Return the file at this path, otherwise the shipped overlay of this name.
+    """Return the file at this path, or else the shipped overlay of this name.
 
-    Raises SettingsError with the names of the shipped overlays.
+    Raises SettingsError with the names of the shipped overlays if neither exists.
     """
     path = Path(name)
     file = path if path.is_file() else shipped_config(name)
@@ -106,7 +106,7 @@ def find_config(name: str) -> Path:
 
 
 def overlay_chain(name: str, _seen: tuple[Path, ...] = ()) -> list[Layer]:
-    """Read the layers of an overlay, its ``base`` first. Raises SettingsError if one cannot be read or is circular."""
+    """Read the layers of an overlay, ``base`` first. Raises SettingsError if one cannot be read or is circular."""
     path = find_config(name).resolve()
     if path in _seen:
         raise SettingsError(f"{path}: 'base' is circular: {' -> '.join(p.name for p in (*_seen, path))}")
@@ -144,7 +144,7 @@ def interpolate(values: object, environment: Mapping[str, str] = os.environ, pat
 
 
 def in_short(section: str, value: object) -> str | None:
-    """Return the setting that a word in place of a section sets, or None if ``value`` is not such a word.
+    """Return the setting that a word sets in place of a section, or None if ``value`` is not a word for ``section``.
 
     >>> in_short("cluster", "local"), in_short("sandbox", "local://"), in_short("env", "simpletir")
     ('kind', 'url', None)

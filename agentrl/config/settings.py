@@ -1,4 +1,4 @@
-"""Settings of a run, composed of sections that belong to the packages that use them, and differences between runs."""
+"""Settings of a run, composed of sections that the packages define, and differences between runs."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""The shape of a model from its configuration, and the memory of a training rank and of a server in closed form.
+"""Closed-form memory of a training rank and of a server, from the shape of a model.
 
-Symbols: ``n`` ranks; ``P`` parameters of the model and ``A`` trained ones (``P``, or the adapters'); ``N`` tokens of a
-micro-batch on one rank; ``D`` hidden units; ``V`` vocabulary; ``s`` bytes of a weight.
+Symbols: ``n`` ranks; ``P`` parameters; ``A`` trained parameters (``P``, or the adapters' parameters); ``N`` tokens of a
+micro-batch on one rank; ``D`` hidden units; ``V`` vocabulary size; ``s`` bytes of a weight.
 
-Sources: the ZeRO paper (arXiv 1910.02054, section 5) for what each stage shards; DeepSpeed 0.19's code for its buffers;
+Sources: the ZeRO paper (arXiv 1910.02054, section 5) for the sharding of each stage; DeepSpeed 0.19's code for buffers;
 `transformers`' Llama, Qwen and Gemma layers for the tensors that autograd keeps; docs/kernels.md for the methods of the
 head. `benchmarks/plan.py` compares the estimate with real steps.
 
-Not estimated: layers without a gated MLP (GPT-2 keeps about half as much again), and kernels' own workspace.
+Not estimated: layers without a gated MLP (GPT-2 keeps about 50 % more), and the workspace of kernels.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 GB = 10**9
-"""``--memory`` and the messages of a plan use GB, as the names of GPUs do."""
+"""``--memory`` and the messages of a plan use GB, like the names of GPUs."""
 CONTEXT = 1 * GIB
 """Assumed for each process on a GPU: CUDA context, NCCL's buffers, the libraries' kernels."""
 SLACK = 0.05
-"""Share of a GPU's memory assumed lost to fragmentation."""
+"""Fraction of a GPU's memory assumed lost to fragmentation."""
 SERVER_OVERHEAD = 2 * GIB
 """Assumed for a GPU of a vLLM server: its context, profiled activations and CUDA graphs."""
 REDUCE_BUCKET = 500_000_000
-"""Elements of gradients that DeepSpeed collects at most before it reduces them."""
+"""Maximum number of gradient elements that DeepSpeed collects before it reduces them."""
 
-_LIVE = 1_000_000_000  # gathered elements that ZeRO-3 keeps at most (stage3_max_live_parameters)
+_LIVE = 1_000_000_000  # maximum number of gathered elements in ZeRO-3 (stage3_max_live_parameters)
 _FLOAT32 = 4
-_STATISTICS = 12  # float32 numbers of a token that its statistics and its loss keep
+_STATISTICS = 12  # float32 numbers per token for its statistics and its loss
 # The blocks of the head, as in agentrl.kernels.
 _KEPT = 1 << 23  # chunked: logits that are kept for backward, in elements
 _BLOCK = {"cpu": 1 << 23, "cuda": 1 << 26}  # chunked: elements of a block of rows
@@ -57,7 +57,7 @@ _SLICE = 2048  # triton: rows of the weight in a tile's slice
 Offload = Literal["none", "optimizer", "all"]
 Placement = Literal["colocated", "dedicated"]
 Bytes = dict[str, int]
-"""Parts by name."""
+"""Bytes of named parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +75,9 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    mlp: int  # hidden units of the MLP that one token uses, of all its experts
+    mlp: int  # hidden units of the MLP for one token, summed over its experts
     experts: int  # experts of a token; 0 without routing
-    norms: int  # of each layer, over the hidden units
+    norms: int  # per layer, over the hidden units
     head_norms: bool  # whether queries and keys are normalized
 
 
@@ -88,7 +88,7 @@ class TrainingSetup:
     ranks: int
     stage: int  # of ZeRO, as DeepSpeed runs it
     bfloat16: bool
-    tokens: int  # of a micro-batch, on all ranks that share its row
+    tokens: int  # of a micro-batch, on all ranks of its sequence-parallel group
     checkpointing: bool = False
     checkpoint_offload: bool = False
     offload: Offload = "none"
@@ -110,7 +110,7 @@ class TrainingSetup:
         return -(-self.tokens // self.sequence_parallel)
 
     def sharded(self, elements: int, *, from_stage: int) -> int:
-        """Return the elements per rank, which are divided from this ZeRO stage on. The last part is padded."""
+        """Return the elements per rank if ZeRO shards them from this stage on. The last shard is padded."""
         return -(-elements // self.ranks) if self.stage >= from_stage else elements
 
 
@@ -120,7 +120,7 @@ class RankMemory:
 
     static: Bytes
     phases: dict[str, Bytes]
-    host: int  # in the host's memory, for everything offloaded
+    host: int  # bytes in host memory, for all offloaded parts
 
     @property
     def busiest(self) -> str:
@@ -154,7 +154,7 @@ class ServerMemory:
     weights: int
     overhead: int  # SERVER_OVERHEAD
     kv_cache: int  # the rest of the share
-    kv_tokens: int  # that the server's GPUs hold together
+    kv_tokens: int  # capacity of all GPUs of the server
 
     @property
     def total(self) -> int:
@@ -162,16 +162,16 @@ class ServerMemory:
 
 
 def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, context: int = 0) -> RankMemory:
-    """Estimate the memory of a rank. ``kv_tokens``: size of the built-in engine's cache; ``context``: assumed bytes."""
+    """Estimate the memory of a rank. ``kv_tokens``: the built-in engine's cache; ``context``: assumed CUDA bytes."""
     adapters = setup.lora_rank * shape.adapted  # r (inputs + outputs) of each adapted layer (arXiv 2106.09685)
     trained = adapters or shape.parameters
-    largest = 0 if adapters else shape.largest_parameter  # of the trained tensors; an adapter's are small
+    largest = 0 if adapters else shape.largest_parameter  # of the trained tensors; the tensors of adapters are small
     part = setup.sharded(trained, from_stage=1)
     on_device = setup.offload == "none"
 
-    # s P / n at stage 3, 4 A / n for gradients from stage 2, 8 A / n for AdamW's moments and 4 A / n for the float32
-    # master copy from stage 1; ZeRO copies float32 weights too. With the optimizer offloaded, stage 3 keeps gradients
-    # in host memory; stages 1 and 2 accumulate them on the device all the same.
+    # Weights take s P / n at stage 3, gradients 4 A / n from stage 2, AdamW's moments 8 A / n and the float32 master
+    # copy 4 A / n from stage 1. ZeRO also copies float32 weights. With an offloaded optimizer, stage 3 keeps gradients
+    # in host memory, but stages 1 and 2 still accumulate them on the device.
     weights = setup.sharded(shape.parameters + adapters, from_stage=3) * setup.size * (setup.offload != "all")
     gradients = _FLOAT32 * setup.sharded(trained, from_stage=2) * (on_device or setup.stage < 3)
     moments = 2 * _FLOAT32 * part * on_device
@@ -179,29 +179,29 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
     gathers = setup.stage == 3 and setup.ranks > 1
     gathered = min(shape.parameters, max(_LIVE, shape.largest_parameter)) * setup.size * gathers
 
-    # The bucket: float32 and always present at stage 3; in the weights' dtype at stage 1 from an update's first
-    # gradient on, and at stage 2 during each backward. Stage 2 reduces a flat copy of it, and in bfloat16 a float32
-    # copy of that, or of one larger tensor.
+    # The bucket is float32 and always allocated at stage 3. It has the weights' dtype at stage 1 (from the first
+    # gradient of an update on) and at stage 2 (during each backward). Stage 2 also holds a flat copy of the bucket and,
+    # in bfloat16, a float32 copy of the flat copy or of a single larger tensor.
     filled = min(REDUCE_BUCKET, trained)
     bucket = filled * (_FLOAT32 if setup.stage == 3 else setup.size) * (setup.stage > 0)
     wide = _FLOAT32 * max(filled, largest) if setup.bfloat16 else 0
     reduction = {"reduction": filled * setup.size + wide if setup.stage == 2 else 0}
-    # An optimizer step takes the norm of one tensor after another in float64; stage 3, and float32 at stages 1 and 2,
-    # copy the rank's gradients. Without ZeRO, AdamW works in place.
+    # An optimizer step computes the norms of single tensors in float64. Stage 3, and float32 at stages 1 and 2, copy
+    # the rank's gradients. Without ZeRO, AdamW works in place.
     copied = _FLOAT32 * part if setup.stage == 3 or not setup.bfloat16 else 0
     step = max(2 * _FLOAT32 * min(largest, part), copied) * (setup.stage > 0 and on_device)
 
     below = activations(shape, setup)
     saved = {"activations": below.saved}
     waiting = {"gradient bucket": bucket} if setup.stage == 2 else {}
-    early = reduction if trained > REDUCE_BUCKET else {}  # the bucket fills up while activations are still there
+    early = reduction if trained > REDUCE_BUCKET else {}  # the bucket fills while activations are still allocated
     phases = {
         "head": saved | {"head": head_bytes(shape, setup)},
         "backward": saved | waiting | {"backward": below.peak - below.saved} | early,
     }
-    if setup.stage != 1:  # stage 1 reduces in the step, where the bucket takes the place of the gradients
+    if setup.stage != 1:  # stage 1 reduces in the step, in place of the gradients
         phases |= {"reduction": waiting | reduction, "step": {"step": step}}
-    moved = 4 * _FLOAT32 + (setup.size if setup.stage < 3 else 0)  # gradients, master copy, moments; a trained weight
+    moved = 4 * _FLOAT32 + (setup.size if setup.stage < 3 else 0)  # gradients, master copy, moments; a weight
     offloaded = setup.sharded(shape.parameters, from_stage=3) * setup.size * (setup.offload == "all")
     return RankMemory(
         static={
@@ -226,16 +226,16 @@ def activations(shape: ModelShape, setup: TrainingSetup) -> Activations:
 
     A layer keeps, for each token:
 
-    - of a norm its input in float32 and, if its weight is trained, the normalized input: ``4 D + s D``. The two norms
+    - for a norm: its input in float32 and, if its weight is trained, the normalized input: ``4 D + s D``. The two norms
       before projections also keep their output, ``s D``;
-    - of fused attention (arXiv 2307.08691) queries, keys, values and result, and a float32 number for each head. Ranks
-      that share rows keep the result by heads and by tokens, and copies of key-value heads if there are fewer than
-      ranks;
-    - of the MLP four tensors of its width: gate, activation, up-projection and their product. Routing copies the input
-      and the result for each expert.
+    - for fused attention (arXiv 2307.08691): queries, keys, values and the result, and a float32 number per head.
+      Sequence-parallel ranks keep the result sharded by heads and by tokens, and copies of key-value heads if there are
+      fewer heads than ranks;
+    - for the MLP: four tensors of its width (gate, activation, up-projection and their product). Routing copies the
+      input and the result for each expert.
 
     Backward holds three gradients of the MLP's width in the last layer, or five float32 tensors in the final norm.
-    With checkpointing a layer keeps its input alone, and one layer is recomputed at a time.
+    With checkpointing, a layer keeps only its input, and one layer is recomputed at a time.
     """
     size, hidden, queries = setup.size, shape.hidden, shape.heads * shape.head_dim
     trained = size * (not setup.lora_rank)
@@ -253,10 +253,10 @@ def activations(shape: ModelShape, setup: TrainingSetup) -> Activations:
         saved, host = shape.layers * layer + final + rotary, 0
         peak = saved + max(5 * _FLOAT32 * hidden, width - final)
     else:
-        # In float32 a layer's input is the input of its first norm, which is not copied.
+        # In float32, a layer's input is also the saved input of its first norm, without a copy.
         recomputed = rotary + layer + width - (0 if setup.bfloat16 else size * hidden)
         if setup.checkpoint_offload:
-            # The final norm's input is saved for two operations, and each copy moves.
+            # The final norm's input is saved for two operations, and both copies are moved.
             saved, host = rotary + size * hidden, inputs + norm + _FLOAT32 * hidden
             peak = size * hidden + recomputed
         else:
@@ -267,15 +267,15 @@ def activations(shape: ModelShape, setup: TrainingSetup) -> Activations:
 
 
 def head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Peak memory of the head in bytes, in addition to the hidden states of the micro-batch.
+    """Return the head's peak memory in bytes, in addition to the hidden states of the micro-batch.
 
-    A copy of the states of its tokens, their statistics, and in backward gradients of the states [N, D] and of a
-    trained weight [V, D], plus the blocks of the backend:
+    The head needs a copy of the tokens' states and their statistics. Backward adds gradients of the states [N, D] and
+    of a trained weight [V, D]. The backends add:
 
-    - ``reference``: all logits and everything that autograd keeps of them, ``5 x 4 N V``;
-    - ``chunked``: a block of logits and three pieces of it; up to ``2^23`` logits are kept whole. The gradient of a
-      bfloat16 weight is added up in float32, ``4 D V``, on a GPU from a bfloat16 copy of the block;
-    - ``triton``: a tile of float32 logits; in bfloat16 also its gradient, and float32 gradients of the states and of a
+    - ``reference``: all logits and the tensors that autograd saves, ``5 x 4 N V``;
+    - ``chunked``: a block of logits and three pieces of it. Up to ``2^23`` logits are kept whole. The gradient of a
+      bfloat16 weight is accumulated in float32, ``4 D V``, on a GPU from a bfloat16 copy of the block;
+    - ``triton``: a tile of float32 logits. In bfloat16 also its gradient, and float32 gradients of the states and of a
       slice of the weight.
     """
     tokens, size, logits = setup.local_tokens, setup.size, setup.local_tokens * shape.vocabulary
@@ -299,12 +299,12 @@ def head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
 
 
 def kv_bytes(shape: ModelShape, size: int) -> int:
-    """Bytes of one token in a KV cache: a key and a value of every layer and KV head."""
+    """Return the bytes of one token in a KV cache: a key and a value per layer and KV head."""
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * size
 
 
 def server_memory(shape: ModelShape, *, memory: int, share: float, tensor_parallel: int, size: int = 2) -> ServerMemory:
-    """Estimate one GPU of a vLLM server that may use ``share`` of ``memory`` bytes. Too few KV heads are copied."""
+    """Estimate one GPU of a vLLM server that may use ``share`` of ``memory`` bytes. KV heads are copied if too few."""
     weights = -(-shape.parameters * size // tensor_parallel)
     left = max(0, int(share * memory) - weights - SERVER_OVERHEAD)
     divided = min(tensor_parallel, shape.kv_heads)
@@ -328,16 +328,16 @@ _ALL_LAYERS = LoRASettings()
 def read_shape(model: ModelSettings) -> ModelShape:
     """Return the shape of ``model.path``, or of the embedded tiny policy.
 
-    Ids whose configuration cannot be read here (no network, nothing cached) are looked up among the shipped ones.
-    Raises SettingsError for what is none of these.
+    Ids whose configuration cannot be read (no network, no cache) are looked up in the shipped configurations. Raises
+    SettingsError if no configuration is found.
     """
     return shape_of(model.path or "the embedded tiny policy", config_of(model), model.lora)
 
 
 def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings = _ALL_LAYERS) -> ModelShape:
-    """Measure a model on the meta device, so that its own code decides. ``lora`` selects the adapted layers.
+    """Build a model on the meta device and measure its shape. ``lora`` selects the adapted layers.
 
-    Raises SettingsError for a model that cannot be trained, and for adapted layers that it does not have.
+    Raises SettingsError if the model cannot be trained or has no such layers.
     """
     from transformers import AutoModelForCausalLM
 
@@ -352,7 +352,7 @@ def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings = _ALL_LAYE
     adapted = [model.get_submodule(name) for name in target_layers(model, lora)]
     text = config.get_text_config()
     heads = text.num_attention_heads
-    # Not every architecture's configuration has these.
+    # Some architectures' configurations lack the following fields.
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     experts = getattr(text, "num_experts_per_tok", None) or 0
     dense = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
@@ -371,17 +371,17 @@ def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings = _ALL_LAYE
         head_dim=head_dim,
         mlp=experts * expert if experts else dense,
         experts=experts,
-        norms=(vectors.count(text.hidden_size) - 1) // text.num_hidden_layers,  # one follows the last layer
+        norms=(vectors.count(text.hidden_size) - 1) // text.num_hidden_layers,  # one norm follows the last layer
         head_norms=head_dim in vectors,
     )
 
 
 def config_of(model: ModelSettings) -> PreTrainedConfig:
-    """Return the configuration of ``model.path``. Raises SettingsError if it cannot be read here."""
+    """Return the configuration of ``model.path``. Raises SettingsError if it cannot be read on this machine."""
     path = model.path
     if path is None:
         found = read_config(model)
-        assert found is not None  # the tiny policy's is made, not read
+        assert found is not None  # the tiny policy's configuration is built, not read
         return found
     if path in shipped_shapes():
         return _shipped(path)
@@ -418,7 +418,7 @@ def _from_file(path: Path) -> PreTrainedConfig:
 
 @cache
 def shipped_shapes() -> dict[str, dict[str, object]]:
-    """Configurations by Hugging Face id, for plans without a network: shapes only, no tokens and no rotary settings."""
+    """Return shapes by Hugging Face id, for plans without a network. They lack token ids and rotary settings."""
     text = resources.files("agentrl.planning").joinpath("shapes.json").read_text(encoding="utf-8")
     found: dict[str, dict[str, object]] = json.loads(text)
     return found

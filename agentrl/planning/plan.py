@@ -1,6 +1,6 @@
-"""``agentrl plan``: find the cheapest settings with which a model trains on given GPUs. Also the dry run's estimate.
+"""``agentrl plan``: the cheapest settings that train a model on given GPUs. Also the estimate of the dry run.
 
-The candidates are few and their memory is a formula, so every one is tried, cheapest first.
+The candidates are few and their memory has a closed form, so all are tried, cheapest first.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from agentrl_envs.registry import install_extra
 Values = dict[str, object]
 """Settings by dotted key."""
 
-_LORA_RANK = 32  # of proposed adapters: the published practice for reinforcement learning is 1 to 32
+_LORA_RANK = 32  # rank of proposed adapters; published reinforcement learning uses 1 to 32
 _OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "all")
-_TOKEN_STEP = 1024  # micro-batches are planned in multiples of it
-_MOST_STEPS = 64  # no plan proposes a larger micro-batch: by then a GPU is busy
+_TOKEN_STEP = 1024  # planned micro-batches are multiples of this number of tokens
+_MOST_STEPS = 64  # limit of a planned micro-batch, which already saturates a GPU
 _LARGEST_SHARE = 0.85
 _SHARE_STEP = 0.05
 _SHORTEST = 64
-_SIZES = (80, 48)  # GB of the GPUs that a dry run considers on a machine without one
+_SIZES = (80, 48)  # GB of the GPUs that a dry run assumes on a machine without a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +58,10 @@ class PlanRequest:
     """Options of ``agentrl plan``. Omitted options are None."""
 
     gpus: int | None = None
-    memory: float | None = None  # GB of each
+    memory: float | None = None  # GB per GPU
     context: int | None = None  # tokens of prompt and response
     lora: bool = False
-    base: tuple[str, ...] = ()  # each --config, which the overlay changes
+    base: tuple[str, ...] = ()  # the --config overlays that the plan extends
     write: Path | None = None
 
 
@@ -70,7 +70,7 @@ class Hardware:
     """The GPUs of a run."""
 
     gpus: int
-    memory: int  # bytes of each
+    memory: int  # bytes per GPU
 
     def __str__(self) -> str:
         return f"{self.gpus} {'GPU' if self.gpus == 1 else 'GPUs'} of {self.memory / GB:g} GB"
@@ -85,7 +85,7 @@ class Requirements:
     bfloat16: bool = True
     reference: bool = False
     critic: bool = False
-    tensor_parallel: int | None = None  # None: the smallest that fits
+    tensor_parallel: int | None = None  # None: the smallest size that fits
     lora_ranks: tuple[int, ...] = (0,)  # 0: all weights are trained
 
     @classmethod
@@ -176,14 +176,14 @@ def _candidates(
 
 
 def _cost(candidate: tuple[TrainingSetup, Placement]) -> tuple[bool, float]:
-    """Sort key: relative time of a step, with adapters last because they train different parameters.
+    """Return the sort key of a candidate: relative step time. Adapters are last: they train different parameters.
 
-    Recomputing a forward adds one of three parts. Its inputs in host memory cross the bus twice: for 7B 0.4 MB a token,
-    16 us at 25 GB/s, beside 150 us of computing. Stage 3 sends half as much again (arXiv 1910.02054, section 7).
-    Offloaded states cross the bus in each step, offloaded weights in each micro-batch (arXiv 2104.07857). Two ranks
-    that share rows send up to 4 D numbers of two bytes a token and layer, forward and backward, half of them to the
-    other: for 7B 0.8 MB a token, 40 us at 20 GB/s (no NVLink), beside 110 us of computing at 400 TFLOP/s. Dedicated
-    servers halve the GPUs that train, and wait while those do.
+    Recomputing the forward adds one third. Checkpoints in host memory cross the bus twice: for 7B, 0.4 MB per token,
+    16 us at 25 GB/s, compared with 150 us of computation. Stage 3 sends 50 % more (arXiv 1910.02054, section 7).
+    Offloaded states cross the bus in each step, offloaded weights in each micro-batch (arXiv 2104.07857). Two
+    sequence-parallel ranks send up to 4 D numbers of two bytes per token and layer, in forward and backward, half of
+    them to the other rank: for 7B, 0.8 MB per token, 40 us at 20 GB/s (no NVLink), compared with 110 us of computation
+    at 400 TFLOP/s. Dedicated servers halve the GPUs that train, and are idle during training.
     """
     setup, placement = candidate
     factors = (
@@ -191,7 +191,7 @@ def _cost(candidate: tuple[TrainingSetup, Placement]) -> tuple[bool, float]:
         1.1 if setup.checkpoint_offload else 1.0,
         1.15 if setup.stage == 3 else 1.0,
         {"none": 1.0, "optimizer": 1.3, "all": 3.0}[setup.offload],
-        1.0 if setup.sequence_parallel == 1 else 1.35 + 0.01 * setup.sequence_parallel,  # as few as will do
+        1.0 if setup.sequence_parallel == 1 else 1.35 + 0.01 * setup.sequence_parallel,  # prefers small groups
         2.0 if placement == "dedicated" else 1.0,
     )
     return setup.lora_rank > 0, math.prod(factors)
@@ -203,7 +203,7 @@ def _contexts(placement: str) -> int:
 
 
 def _largest_micro_batch(shape: ModelShape, setup: TrainingSetup, placement: str, memory: int) -> int:
-    """Return the tokens of the largest micro-batch that fits, a multiple of 1,024 up to 65,536, or 0."""
+    """Return the size in tokens of the largest micro-batch that fits, a multiple of 1,024 up to 65,536, or 0."""
     for tokens in range(_MOST_STEPS * _TOKEN_STEP, 0, -_TOKEN_STEP):
         rank = rank_memory(shape, replace(setup, tokens=tokens), context=_contexts(placement))
         if rank.total <= usable(memory):
@@ -212,7 +212,7 @@ def _largest_micro_batch(shape: ModelShape, setup: TrainingSetup, placement: str
 
 
 def _server_share(rank: RankMemory, memory: int) -> float:
-    """Return the GPU share of a server that wakes while the rank keeps only weights, including reference and critic."""
+    """Return a colocated server's share of the GPU while the rank keeps its weights, reference and critic."""
     kept = sum(rank.static[name] for name in ("weights", "gathered weights", "reference")) + CONTEXT
     kept += rank.static["weights"] if rank.static["critic"] else 0
     share = min(_LARGEST_SHARE, (usable(memory) - kept) / memory)
@@ -220,7 +220,7 @@ def _server_share(rank: RankMemory, memory: int) -> float:
 
 
 def plan_for(shape: ModelShape, machine: Hardware, required: Requirements) -> Plan:
-    """Return the cheapest plan. Raises SettingsError with the nearest hardware or context that fits."""
+    """Return the cheapest plan. Raises SettingsError with alternative hardware and context if no plan fits."""
     found = find_plan(shape, machine, required)
     if found is not None:
         return found
@@ -311,7 +311,7 @@ def _part(name: str, size: int) -> str:
 
 
 def plan_command(settings: Settings, request: PlanRequest, *, critic: bool) -> list[str]:
-    """Return the lines that ``agentrl plan`` prints, and write the overlay if asked to."""
+    """Return the output lines of ``agentrl plan``, and write the overlay to ``request.write`` if it is set."""
     if settings.model.path is None:
         raise SettingsError("no model to plan for: set --model DIRECTORY, FILE.json or OWNER/NAME, or --config FILE")
     machine = _machine(request, settings)
@@ -383,13 +383,13 @@ def _has_peft() -> bool:
 
 
 def memory_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Iterator[str]:
-    """Describe the estimate of one rank for the dry run, and with servers whether GPUs have room for both."""
+    """Yield the dry run's memory estimate of a rank and, with servers, the verdict whether both fit on the GPUs."""
     facts = engine_facts(settings.rollout)
     rollout, placement = settings.rollout, _placement_of(facts)
     on_gpus = torch.cuda.is_available() or facts.servers
     setup = _setup_of(settings, backend="triton" if on_gpus else "chunked", critic=critic)
     context = (_contexts(placement) if facts.servers else CONTEXT) if on_gpus else 0
-    # The transformers engine's cache, or all trajectories at their longest if those are fewer.
+    # The transformers engine's cache, limited to all concurrent trajectories at maximum length.
     rows = min(rollout.concurrency, rollout.problems_per_step * rollout.group_size)
     kv_tokens = min(facts.kv_slots or 0, rows * (rollout.max_prompt_tokens + rollout.max_response_tokens))
     rank = rank_memory(shape, setup, kv_tokens=kv_tokens, context=context)
@@ -406,7 +406,7 @@ def _placement_of(facts: EngineFacts) -> Placement:
 
 
 def _setup_of(settings: Settings, *, backend: Literal["chunked", "triton"], critic: bool) -> TrainingSetup:
-    """Return the training setup of these settings. ``backend``: the meaning of ``training.head_backend=auto``."""
+    """Return the training setup of these settings. ``backend``: the resolved ``training.head_backend=auto``."""
     training, bfloat16 = settings.training, settings.model.dtype == "bfloat16"
     return TrainingSetup(
         ranks=training.num_processes,
