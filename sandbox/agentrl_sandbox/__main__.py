@@ -1,4 +1,4 @@
-"""``python -m agentrl_sandbox``: the command ``agentrl-sandbox``."""
+"""Entry point of ``python -m agentrl_sandbox``, which is the command ``agentrl-sandbox``."""
 
 import sys
 

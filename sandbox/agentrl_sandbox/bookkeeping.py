@@ -1,4 +1,4 @@
-"""Bookkeeping of a sandbox client: calls that share a run, and the sessions that are open."""
+"""Bookkeeping of a sandbox client: calls that share a run, and open sessions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from agentrl_sandbox.types import Execution, Outcome, UnknownSessionError
 
-_REMEMBERED_BYTES = 16 << 20  # a minute of small results at 270 calls a second
+_REMEMBERED_BYTES = 16 << 20  # one minute of small results at 270 calls per second
 _OVERHEAD_BYTES = 1024
 
 
@@ -25,20 +25,20 @@ class _SharedRun:
 class Once:
     """Shares one run between calls with equal keys. Infrastructure failures are not cached, so that a retry can run.
 
-    It caches the latest results, up to ``remembered_bytes`` of output and files.
+    The latest results are cached, up to ``remembered_bytes`` of output and files.
     """
 
     def __init__(self, remembered_bytes: int = _REMEMBERED_BYTES) -> None:
         self._limit = remembered_bytes
         self._bytes = 0
         self._running: dict[object, _SharedRun] = {}
-        self._tasks: set[asyncio.Task[Execution]] = set()  # including those that nobody waits for
+        self._tasks: set[asyncio.Task[Execution]] = set()  # including cancelled runs without waiters
         self._finished: OrderedDict[object, Execution] = OrderedDict()
 
     async def run(self, key: object, start: Callable[[], Coroutine[None, None, Execution]]) -> Execution:
         """Return the result of ``start()``, or of a running or cached run with this key.
 
-        Cancelling every call that waits cancels the run.
+        The run is cancelled when all calls that wait for it are cancelled.
         """
         if key in self._finished:
             self._finished.move_to_end(key)
@@ -85,7 +85,7 @@ def _size(execution: Execution) -> int:
 
 _Home = TypeVar("_Home")
 _Key = TypeVar("_Key")
-_REMEMBERED = 65_536  # live sessions, whose end may have gone unnoticed, and as many ended ones
+_REMEMBERED = 65_536  # limit of live sessions, whose end may have been missed, and of ended sessions
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -102,13 +102,13 @@ class SessionBook(Generic[_Home, _Key]):
 
     def __init__(self) -> None:
         self._live: OrderedDict[str, BookedSession[_Home, _Key]] = OrderedDict()
-        self._ended: OrderedDict[str, str] = OrderedDict()  # with why
+        self._ended: OrderedDict[str, str] = OrderedDict()  # name -> reason
 
     def __len__(self) -> int:
         return len(self._live)
 
     def add(self, home: _Home, number: _Key, name: str | None = None) -> str:
-        """Add an open session and return its name: by default a new one, which cannot be guessed."""
+        """Add an open session and return its name, by default a new random name that cannot be guessed."""
         name = name or secrets.token_hex(16)
         self._live[name] = BookedSession(home=home, number=number)
         if len(self._live) > _REMEMBERED:
@@ -119,7 +119,7 @@ class SessionBook(Generic[_Home, _Key]):
         return [session.home for session in self._live.values()]
 
     def find(self, name: str) -> BookedSession[_Home, _Key]:
-        """Return the open session with this name. Raises UnknownSessionError."""
+        """Return the open session with this name. Raises UnknownSessionError if there is none."""
         session = self._live.get(name)
         if session is None:
             raise self.gone(name, "it was never opened")
@@ -131,7 +131,7 @@ class SessionBook(Generic[_Home, _Key]):
 
     @asynccontextmanager
     async def turn(self, name: str) -> AsyncIterator[BookedSession[_Home, _Key]]:
-        """Wait for exclusive use of a session. Raises UnknownSessionError."""
+        """Wait for exclusive use of a session. Raises UnknownSessionError if it does not exist or ends meanwhile."""
         async with self.find(name).lock:
             yield self.find(name)  # it may have ended meanwhile
 
@@ -144,7 +144,7 @@ class SessionBook(Generic[_Home, _Key]):
             self._ended.popitem(last=False)
 
     def end_at(self, home: _Home, why: str, number: _Key | None = None) -> None:
-        """Record that the session ``number`` at ``home`` has ended, or all sessions there if it is None."""
+        """Record the end of the session ``number`` at ``home``, or of all sessions there if ``number`` is None."""
         for name, session in list(self._live.items()):
             if session.home is home and number in (None, session.number):
                 self.end(name, why)

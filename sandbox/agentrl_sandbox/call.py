@@ -1,12 +1,12 @@
-"""A program to run and its result: records, checks of arguments, and frames between client, gateway and runner.
+"""Programs to run and their results: records, argument checks, and frames between client, gateway and runner.
 
-A frame is a length, a JSON header, and bytes that JSON need not escape.
+A frame consists of lengths, a JSON header, and binary blobs.
 
 >>> frames = FrameBuffer[dict[str, object]]()
 >>> frames.feed(pack({"id": 1}, b"abc", b""))
 [({'id': 1}, [b'abc', b''])]
 
-Names of files that are written to or fetched from a scratch directory are relative paths inside it.
+Names of files in a scratch directory are relative paths inside it.
 
 >>> check_names(["data/points.csv", "notes"])
 >>> check_names(["../secret"])
@@ -42,7 +42,7 @@ class FrameError(ValueError):
 
 def pack(header: Mapping[str, object], *blobs: bytes) -> bytes:
     whole = {**header, "blobs": [len(blob) for blob in blobs]} if blobs else header
-    # Not escaped: escapes could triple the size of file names, which the limits of messages do not allow for.
+    # Without escapes, which could triple the size of file names. The size limits of messages do not allow for them.
     text = json.dumps(whole, ensure_ascii=False).encode("utf-8", "surrogatepass")
     size = len(text) + sum(len(blob) for blob in blobs)
     if size > _MAX_FRAME:
@@ -58,7 +58,7 @@ class FrameBuffer(Generic[_Header]):
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[Frame[_Header]]:
-        """Take bytes and return the frames they complete. Raises FrameError for invalid frames."""
+        """Add received bytes and return the completed frames. Raises FrameError for invalid frames."""
         self._data += data
         frames: list[Frame[_Header]] = []
         position = 0
@@ -105,12 +105,12 @@ MOST_FILES = 1024
 _DEEPEST = 32
 _LONGEST = 255  # bytes of a component
 LONGEST_NAME = 4096
-"""Most characters of a whole name."""
+"""Maximum length of a complete name in characters."""
 _PAGE = 4096
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise ValueError for a name that is not a relative path inside the directory, or for too many names."""
+    """Raise ValueError if a name is not a relative path inside the directory, or if there are too many names."""
     count = 0
     for name in names:
         count += 1
@@ -122,7 +122,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def check_files(files: Mapping[str, bytes], room: int) -> None:
-    """Raise ValueError for invalid names, names that are both file and directory, and more than ``room`` bytes."""
+    """Raise ValueError if a name is invalid or both file and directory, or if the files exceed ``room`` bytes."""
     check_names(files)
     for name in files:
         parts = name.split("/")
@@ -218,7 +218,7 @@ class Call:
 
     @classmethod
     def from_frame(cls, header: CallHeader, blobs: list[bytes]) -> Call:
-        """The inverse of ``frame``."""
+        """Parse the result of ``frame``."""
         program, stdin, *contents = blobs
         return cls(
             program=program.decode("utf-8", "surrogatepass"),
@@ -232,7 +232,7 @@ class Call:
 
 
 class CallSandbox(Sandbox, ABC):
-    """Base of sandboxes that take the arguments of ``execute`` as one ``Call``."""
+    """Base class of sandboxes that receive the arguments of ``execute`` as one ``Call``."""
 
     async def execute(
         self,
@@ -259,18 +259,18 @@ class CallSandbox(Sandbox, ABC):
 
     @abstractmethod
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
-        """Run one program. Equal calls with one ``request_id`` share a run."""
+        """Run one program. Equal calls with the same ``request_id`` share a run."""
 
 
 def checked_timeout(seconds: float) -> float:
-    """Return ``seconds`` if it is a valid timeout of a program. Raises ValueError otherwise."""
+    """Return ``seconds`` if it is a valid timeout. Raises ValueError otherwise."""
     if not 0 < seconds <= 3600:
         raise ValueError(f"timeout must be above 0 and at most 3600 seconds; got {seconds}")
     return seconds
 
 
 def execution_frame(operation: str, identifier: int, execution: Execution) -> Frame[ExecutionHeader]:
-    """The frame that answers a request with an execution."""
+    """Build the frame that answers a request with an execution."""
     header: ExecutionHeader = {
         "op": operation,
         "id": identifier,
@@ -286,7 +286,7 @@ def execution_frame(operation: str, identifier: int, execution: Execution) -> Fr
 
 
 def read_execution(header: ExecutionHeader, blobs: Sequence[bytes]) -> Execution:
-    """The inverse of ``execution_frame``."""
+    """Parse the result of ``execution_frame``."""
     stdout, stderr = (blob.decode("utf-8", "replace") for blob in blobs[:2])
     return Execution(
         outcome=Outcome(header["outcome"]),

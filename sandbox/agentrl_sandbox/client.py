@@ -49,9 +49,10 @@ __all__ = [
 
 
 async def open_sandbox(settings: SandboxSettings) -> Sandbox:
-    """Open the sandbox that ``settings.url`` names and check its isolation.
+    """Open the sandbox at ``settings.url`` and check its isolation.
 
-    Raises UnisolatedError if a property is missing (unless ``allow_unisolated``) and StartError if it cannot start.
+    Raises UnisolatedError if a property is missing (unless ``allow_unisolated``) and StartError if the sandbox does not
+    start.
     """
     if settings.scheme == "docker":
         from agentrl_sandbox.docker import open_docker

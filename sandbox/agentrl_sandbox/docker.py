@@ -1,6 +1,6 @@
-"""``docker://IMAGE``: programs run in a container that this client owns. Only this module uses the Docker SDK.
+"""``docker://IMAGE``: programs run in a container of this client. Only this module uses the Docker SDK.
 
-The container has no network and shares only one directory with this machine, which holds its socket.
+The container has no network. It shares only the directory of its socket with this machine.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from agentrl_sandbox.types import BusyError, ClosedError, Execution, StartError,
 
 _SOCKETS = "/run/agentrl"
 _START_SECONDS = 120.0
-_LINGER_SECONDS = 30  # a container whose client was killed stops after this time and is removed
-_QUEUE_LIMIT = 1_000_000  # calls of this process wait here and are not rejected
+_LINGER_SECONDS = 30  # after this time, the container of a killed client stops and is removed
+_QUEUE_LIMIT = 1_000_000  # large, because calls of this process wait instead of being rejected
 _MEGABYTE = 1 << 20
-_SPARE_MB = 1024  # for the interpreters themselves
+_SPARE_MB = 1024  # for the warm interpreters
 _SPARE_PIDS = 64
-_PIDS_A_SESSION = 4  # of an idle session
+_PIDS_A_SESSION = 4  # processes of an idle session
 
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
-"""The capabilities a runner needs to give each slot its own user and to clean up after it, as in compose.yaml."""
+"""Capabilities that a runner needs for a separate user per slot and for cleanup, as in compose.yaml."""
 
 
 class DockerSandbox(RunnerPool):
-    """A sandbox in a container, which is replaced when it exits. Created by ``open_docker``."""
+    """A sandbox in a container, which is replaced if it exits. Created by ``open_docker``."""
 
     def __init__(self, settings: SandboxSettings, client: docker.DockerClient) -> None:
         self._settings = settings
         self._client = client
         self._image = settings.url.removeprefix("docker://")
-        # Inside a directory that only this user may enter, since the mounted one may briefly belong to root.
+        # The parent directory admits only this user, because the mounted directory may briefly belong to root.
         self._directory = Path(tempfile.mkdtemp(prefix="agentrl-sandbox-"))
         self._sockets = self._directory / "sockets"
         self._sockets.mkdir(mode=0o700)
@@ -52,7 +52,7 @@ class DockerSandbox(RunnerPool):
         self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the container and wait for its runner. Raises StartError and UnisolatedError."""
+        """Start the container and wait for its runner. Raises StartError or UnisolatedError."""
         self.open()
         await asyncio.to_thread(self._run_container)
         waiting = asyncio.ensure_future(self.registry.wait_for_runner(_START_SECONDS))
@@ -79,7 +79,7 @@ class DockerSandbox(RunnerPool):
         started = time.monotonic()
         try:
             return await super().run(call, request_id)
-        except (BusyError, ClosedError) as error:  # closed while it waited
+        except (BusyError, ClosedError) as error:  # closed while the call waited
             return failed_execution(str(error), started)
 
     async def close(self) -> None:
@@ -93,7 +93,7 @@ class DockerSandbox(RunnerPool):
         await asyncio.to_thread(self._remove)
 
     async def _keep(self, ending: asyncio.Future[str]) -> None:
-        """Start a new container whenever the current one ends."""
+        """Start a new container whenever the current container ends."""
         while True:
             await ending
             while True:
@@ -101,7 +101,7 @@ class DockerSandbox(RunnerPool):
                     await asyncio.to_thread(self._run_container)
                     break
                 except StartError:
-                    await asyncio.sleep(1.0)  # the engine may be restarting; calls wait, up to retry_deadline
+                    await asyncio.sleep(1.0)  # the engine may be restarting; calls wait up to retry_deadline
             ending = asyncio.ensure_future(asyncio.to_thread(self._follow))
 
     def _run_container(self) -> None:
@@ -145,7 +145,7 @@ class DockerSandbox(RunnerPool):
             raise StartError(f"Docker did not start {self._image!r}: {error}") from error
 
     def _follow(self) -> str:
-        """Read the container's log until it ends, and return its last lines."""
+        """Read the container's log until the container ends. Returns the last lines."""
         last: deque[bytes] = deque(maxlen=8)
         with contextlib.suppress(DockerException):
             last.extend(self._container.logs(stream=True, follow=True))
@@ -160,7 +160,7 @@ class DockerSandbox(RunnerPool):
 
 
 async def open_docker(settings: SandboxSettings) -> DockerSandbox:
-    """Start a container. Raises StartError, and UnisolatedError unless ``allow_unisolated``."""
+    """Start a container. Raises StartError and, unless ``allow_unisolated``, UnisolatedError."""
     try:
         client = await asyncio.to_thread(docker.from_env)
     except DockerException as error:

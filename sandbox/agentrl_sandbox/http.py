@@ -1,4 +1,4 @@
-"""``http://HOST:PORT``: programs run at a service. Only this module uses the HTTP client library."""
+"""``http://HOST:PORT``: programs run at a service. Only this module uses httpx."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from agentrl_sandbox.types import (
 
 _T = TypeVar("_T")
 JsonObject = Mapping[str, Any]
-"""An answer of the service, which nothing has checked yet."""
+"""An unchecked response of the service."""
 
 _log = logging.getLogger(__name__)
-_IN_FLIGHT = 256  # concurrent requests unless ``workers`` is set; further calls wait here
+_IN_FLIGHT = 256  # concurrent requests unless ``workers`` is set; further calls wait in this process
 START_SECONDS = 60.0
 _CONNECT_SECONDS = 10.0
-_READ_TIMEOUT_SECONDS = 600.0  # beyond a program's time: how long the service may queue a call
-_IDLE_SECONDS = 30.0  # after which an idle connection is closed; the service keeps it longer
+_READ_TIMEOUT_SECONDS = 600.0  # in addition to a program's timeout, for the service's queue
+_IDLE_SECONDS = 30.0  # idle connections are closed after this time, before the service closes them
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 _ERRORS: dict[str, type[SandboxError]] = {
     error.__name__: error for error in (UnknownSessionError, SessionLimitError, SessionForkError)
@@ -56,18 +56,18 @@ _ERRORS: dict[str, type[SandboxError]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceRequest(Generic[_T]):
-    """A request to a service. ``seconds`` is the timeout of its program, and ``read`` parses the answer."""
+    """A request to a service. ``seconds`` is the timeout of its program, and ``read`` parses the response."""
 
     method: str
     path: str
     body: object = None
     seconds: float = 0.0
     read: Callable[[JsonObject], _T]
-    opens_session: bool = False  # the answer is the name of a new session
+    opens_session: bool = False  # the response is the name of a new session
 
 
 class RetryTimer:
-    """Pauses between the attempts of one request: random, doubling, and up to a deadline."""
+    """Pauses between the attempts of a request: exponential backoff with jitter, up to a deadline."""
 
     def __init__(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
@@ -79,7 +79,7 @@ class RetryTimer:
         return max(0.0, self._deadline - time.monotonic())
 
     async def pause(self, busy: BusyError, late: str) -> None:
-        """Sleep before the next attempt. Raises BusyError that begins with ``late`` if the deadline is too near."""
+        """Sleep before the next attempt. Raises BusyError with the prefix ``late`` if it exceeds the deadline."""
         seconds = max(self._pause, busy.retry_after) * random.uniform(0.5, 1.5)
         if seconds > self.left:
             raise BusyError(f"{late}: {busy}") from busy
@@ -88,43 +88,43 @@ class RetryTimer:
 
 
 class ServiceSandbox(CallSandbox, ABC):
-    """The methods of ``Sandbox`` as requests that are retried up to ``retry_deadline``."""
+    """Base class that implements ``Sandbox`` with requests, which are retried up to ``retry_deadline``."""
 
     def __init__(self, settings: SandboxSettings) -> None:
         self._settings = settings
         self._closed = False
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
-        """See ``Sandbox``. Raises ClosedError, UnknownSessionError, RefusedError, and ValueError for bad arguments."""
+        """Run a program; see ``Sandbox``. Raises ClosedError, UnknownSessionError, RefusedError and ValueError."""
         if self._closed:
             raise ClosedError("the sandbox was closed")
         request = run_request(call, request_id, default=self._settings.timeout)
         started = time.monotonic()
         try:
             return await self._call(request, call.session)
-        except (BusyError, ClosedError) as error:  # closed while it ran
+        except (BusyError, ClosedError) as error:  # closed while the program ran
             return failed_execution(str(error), started)
 
     async def open_session(self) -> str:
-        """See ``Sandbox``. Raises BusyError if there is no capacity until ``retry_deadline``."""
+        """Open a session; see ``Sandbox``. Raises BusyError if no capacity is available until ``retry_deadline``."""
         return await self._call(
             ServiceRequest(method="POST", path="/v1/sessions", body={}, read=_session, opens_session=True)
         )
 
     async def fork_session(self, session: str) -> str:
-        """See ``Sandbox``. Raises BusyError if there is no capacity until ``retry_deadline``."""
+        """Fork a session; see ``Sandbox``. Raises BusyError if no capacity is available until ``retry_deadline``."""
         path = f"/v1/sessions/{session}/fork"
         request = ServiceRequest(method="POST", path=path, body={}, read=_session, opens_session=True)
         return await self._call(request, session)
 
     async def close_session(self, session: str) -> None:
-        """See ``Sandbox``. Raises BusyError if the service is unreachable until ``retry_deadline``."""
+        """Close a session; see ``Sandbox``. Raises BusyError if the service is unreachable until ``retry_deadline``."""
         path = f"/v1/sessions/{session}"
         await self._call(ServiceRequest(method="DELETE", path=path, read=lambda answer: None), session)
 
     @abstractmethod
     async def _call(self, request: ServiceRequest[_T], session: str | None = None) -> _T:
-        """Send a request, which uses ``session``, until it gets a valid answer. Raises BusyError after the deadline."""
+        """Send a request, in ``session``, until the response is valid. Raises BusyError after the deadline."""
 
 
 class HttpSandbox(ServiceSandbox):
@@ -142,21 +142,21 @@ class HttpSandbox(ServiceSandbox):
         self._idle: list[httpx.AsyncHTTPTransport] = []
         self._busy: set[httpx.AsyncHTTPTransport] = set()
         self._room = asyncio.Semaphore(settings.workers or _IN_FLIGHT)
-        self._absent = False  # the last request got no answer
+        self._absent = False  # True if the last request received no response
 
     @property
     def isolation(self) -> Isolation:
         return self._isolation
 
     async def check(self) -> None:
-        """Wait until the service is ready, then check its isolation, its limits and the token.
+        """Wait until the service is ready, then check its isolation and limits and the token.
 
-        Raises StartError, UnisolatedError and RefusedError.
+        Raises StartError, UnisolatedError or RefusedError.
         """
         await self.verify(await self._ready())
 
     async def verify(self, state: JsonObject) -> None:
-        """Check the isolation and the limits that the service reports, and run a program there. Raises as ``check``."""
+        """Check the isolation and limits reported by the service, and run a program. Raises the errors of ``check``."""
         self._isolation = _isolation(state)
         missing = self._isolation.missing
         if missing and not self._settings.allow_unisolated:
@@ -173,14 +173,14 @@ class HttpSandbox(ServiceSandbox):
             await connection.aclose()
 
     async def once(self, request: ServiceRequest[_T]) -> _T:
-        """Send a request without retries. Raises BusyError if a retry may help: AbsentError if there was no answer."""
+        """Send a request without retries. Raises BusyError if a retry may help (AbsentError: no response)."""
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("a sandbox belongs to the event loop that opened it: open another sandbox in this loop")
         async with self._room:
             return request.read(await self._send(request))
 
     async def read_state(self) -> JsonObject:
-        """Return the state of the service. Raises BusyError if it is not ready, StartError if it is no such service."""
+        """Return the state of the service. Raises BusyError if it is not ready and StartError if it is none."""
         state = await self._send(ServiceRequest(method="GET", path="/ready", read=dict))
         if isinstance(state, dict) and isinstance(state.get("isolation"), dict):
             return state
@@ -235,7 +235,7 @@ class HttpSandbox(ServiceSandbox):
             raise BusyError(f"{self._settings.url} sent a response that is not JSON: {error}") from error
 
     def _warn_absent(self, error: AbsentError) -> None:
-        """Warn once at the start of an outage. Waiting calls log nothing until their retry deadline."""
+        """Warn once at the start of an outage, because waiting calls log nothing until their retry deadline."""
         if not self._absent and not self._closed:
             self._absent = True
             _log.warning(
@@ -244,10 +244,10 @@ class HttpSandbox(ServiceSandbox):
             )
 
     def _one_connection(self) -> httpx.AsyncHTTPTransport:
-        """Create a transport for one request at a time. A pool would scan all its connections on every request.
+        """Create a transport for one request at a time. A pool would scan all connections on every request.
 
-        A full client would follow redirects, keep cookies and use this process's proxies, which is not wanted here,
-        and takes twice the time.
+        A complete client would follow redirects, store cookies and use this process's proxies, and it takes twice the
+        time.
         """
         return httpx.AsyncHTTPTransport(
             verify=self._tls,
@@ -285,7 +285,7 @@ class HttpSandbox(ServiceSandbox):
             await asyncio.sleep(random.uniform(0.1, 0.5))
 
     def _check_limits(self, state: JsonObject) -> None:
-        """Raise StartError unless the limits set here equal the limits of the service, which clients cannot change."""
+        """Raise StartError if a limit in these settings differs from the service's. Clients cannot change limits."""
         for name in self._settings.model_fields_set & set(LIMITS):
             wanted, there = getattr(self._settings, name), state.get("limits", {}).get(name)
             if there is None:
@@ -298,7 +298,7 @@ class HttpSandbox(ServiceSandbox):
 
 
 async def open_http(settings: SandboxSettings) -> HttpSandbox:
-    """Connect to a service. Raises StartError, UnisolatedError (unless ``allow_unisolated``) and RefusedError."""
+    """Connect to a service. Raises StartError, RefusedError and, unless ``allow_unisolated``, UnisolatedError."""
     sandbox = HttpSandbox(settings)
     try:
         await sandbox.check()
@@ -309,7 +309,7 @@ async def open_http(settings: SandboxSettings) -> HttpSandbox:
 
 
 def run_request(call: Call, request_id: str | None, *, default: float) -> ServiceRequest[Execution]:
-    """Return the request that runs a program. ``default``: timeout in seconds. Raises ValueError."""
+    """Build the request that runs a program. ``default``: timeout in seconds. Raises ValueError if it is invalid."""
     seconds = checked_timeout(default if call.timeout is None else call.timeout)
     body = {
         "program": call.program,
@@ -332,7 +332,7 @@ def _isolation(state: JsonObject) -> Isolation:
 
 
 def _session(answer: JsonObject) -> str:
-    """Parse the name of a session. Raises BusyError for an invalid answer."""
+    """Parse the name of a session. Raises BusyError for an invalid response."""
     try:
         return str(answer["session"])
     except (KeyError, TypeError) as error:
@@ -340,7 +340,7 @@ def _session(answer: JsonObject) -> str:
 
 
 def _execution(answer: JsonObject) -> Execution:
-    """Parse an execution. Raises BusyError for an invalid answer, as after a broken connection."""
+    """Parse an execution. Raises BusyError for an invalid response, as for a broken connection."""
     try:
         files = {name: base64.b64decode(content) for name, content in answer["files"].items()}
         outcome, seconds = Outcome(answer["outcome"]), float(answer["seconds"])

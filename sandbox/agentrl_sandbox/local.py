@@ -49,14 +49,14 @@ from agentrl_sandbox.types import (
     failed_execution,
 )
 
-_GRACE_SECONDS = 30.0  # beyond a program's deadline; then the server counts as hung
-_SESSION_SECONDS = 60.0  # for opening, forking and closing sessions, for which the server has deadlines of its own
-_START_SECONDS = 60.0  # importing SymPy from a cold disk
-_END_SECONDS = 15.0  # for a server to end; without namespaces it removes files of programs first
+_GRACE_SECONDS = 30.0  # after a program's deadline; then the server counts as hung
+_SESSION_SECONDS = 60.0  # for opening, forking and closing sessions, in addition to the server's deadlines
+_START_SECONDS = 60.0  # for importing SymPy from a cold disk
+_END_SECONDS = 15.0  # for a server to exit; without namespaces, it first removes the files of programs
 
 
 class ServerGoneError(ConnectionError):
-    """The server ended while programs waited for it."""
+    """The server exited while programs waited for it."""
 
 
 class ServerRefusedError(Exception):
@@ -69,7 +69,7 @@ class ServerRefusedError(Exception):
 
 
 class ForkServerProcess(asyncio.Protocol):
-    """One server process. Create it with ``start``."""
+    """A server process. Create it with ``start``."""
 
     def __init__(self, process: subprocess.Popen[bytes], messages: IO[bytes]) -> None:
         loop = asyncio.get_running_loop()
@@ -90,7 +90,7 @@ class ForkServerProcess(asyncio.Protocol):
 
     @classmethod
     async def start(cls, config: RunnerConfig) -> ForkServerProcess:
-        """Start a server with a clean environment. Raises StartError with the kernel's reason."""
+        """Start a server with a clean environment. Raises StartError with the reason if it does not start."""
         try:
             process, messages, ours = _spawn(config)
         except OSError as error:
@@ -113,23 +113,23 @@ class ForkServerProcess(asyncio.Protocol):
         return server
 
     async def warm(self) -> None:
-        """Wait until both interpreters are warm. Raises StartError."""
+        """Wait until both interpreters are warm. Raises StartError if the server exits or takes too long."""
         try:
             await asyncio.wait_for(asyncio.shield(self.ready), _START_SECONDS)
         except (ServerGoneError, TimeoutError) as error:
             raise StartError(await self.fail(str(error))) from error
 
     async def fail(self, what: str) -> str:
-        """Close the server, and return an error message with its last output."""
+        """Close the server. Returns an error message with the server's last line of output."""
         self._messages.seek(0)
         last = self._messages.read().decode("utf-8", "replace").strip().splitlines()[-1:]
         await self.close()
         return f"the sandbox's server did not start: {' '.join([what or 'no answer', *last])}"
 
     async def run(self, call: Call, session: int | None) -> Execution:
-        """Send one program and wait for its end.
+        """Run one program and wait for its end.
 
-        Raises ServerGoneError, TimeoutError and, in a session, ServerRefusedError.
+        Raises ServerGoneError, TimeoutError or, in a session, ServerRefusedError.
         """
         header, blobs = call.frame()
         return read_execution(
@@ -137,7 +137,7 @@ class ForkServerProcess(asyncio.Protocol):
         )
 
     async def request(self, operation: str, session: int, **more: int) -> None:
-        """Open, fork or close a session. Raises ServerGoneError, TimeoutError and ServerRefusedError."""
+        """Open, fork or close a session. Raises ServerGoneError, TimeoutError or ServerRefusedError."""
         await self._request({"op": operation, "number": session, **more}, [], _SESSION_SECONDS)
 
     def close_session(self, session: int) -> None:
@@ -148,8 +148,8 @@ class ForkServerProcess(asyncio.Protocol):
     async def _request(self, header: Mapping[str, object], blobs: list[bytes], timeout: float) -> Frame[ServerReply]:
         """Send one message and wait for the answer.
 
-        The grace period is a separate wait: after a long pause of the event loop, answers already in the socket are
-        read before the server counts as hung.
+        The grace period is a separate wait, so that after a long pause of the event loop, answers that are already in
+        the socket are read before the server counts as hung.
         """
         if self._transport is None or self.gone:
             raise ServerGoneError("the sandbox's server has exited")
@@ -221,7 +221,7 @@ class ForkServerProcess(asyncio.Protocol):
 
 
 def _spawn(config: RunnerConfig) -> tuple[subprocess.Popen[bytes], IO[bytes], socket.socket]:
-    """Start a server. Returns the process, the file with its messages, and the client's socket. Raises OSError."""
+    """Start a server. Returns its process, the file with its error output, and the client's socket."""
     with contextlib.ExitStack() as opened:
         ours, theirs = socket.socketpair()
         opened.enter_context(ours)
@@ -238,16 +238,16 @@ def _spawn(config: RunnerConfig) -> tuple[subprocess.Popen[bytes], IO[bytes], so
                 cwd="/",
                 start_new_session=True,
             )
-        opened.pop_all()  # they live as long as the server
+        opened.pop_all()  # stays open for the lifetime of the server
     return process, messages, ours
 
 
 _LIBRARIES = ("numpy", "sympy", "mpmath", "scipy", "networkx", "pandas")
-# Users that most likely nobody else has: a limit on processes counts all of a user's on a host, also in other
+# User ids that are most likely unused. A limit on processes counts all processes of a user on the host, including other
 # containers, so two runners must not share users.
 _USERS = range(1_879_048_192, 2_147_483_648)  # unused in systemd's table of users and groups
-_FEW_USERS = range(20_000, 60_000)  # for containers that know 65,536 users
-_STEP = 2048  # the most workers and sessions that a runner has
+_FEW_USERS = range(20_000, 60_000)  # for containers with only 65,536 user ids
+_STEP = 2048  # maximum number of workers and sessions of a runner
 _FIX = (
     "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, and where AppArmor "
     "restricts them kernel.apparmor_restrict_unprivileged_userns=0), or use a kernel with seccomp and Landlock (Linux "
@@ -256,7 +256,7 @@ _FIX = (
 
 
 class LocalSandbox(CallSandbox):
-    """A fork server that is restarted when it dies. Created by ``open_local``."""
+    """A fork server that is restarted if it exits. Created by ``open_local``."""
 
     def __init__(self, settings: SandboxSettings, config: RunnerConfig, server: ForkServerProcess) -> None:
         self._loop = asyncio.get_running_loop()
@@ -277,7 +277,7 @@ class LocalSandbox(CallSandbox):
         return self._isolation
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
-        """Run a program; see ``Sandbox.execute``. Cancelling kills it and the session it runs in.
+        """Run a program; see ``Sandbox.execute``. Cancelling the call kills the program and its session.
 
         Raises ClosedError, UnknownSessionError, ValueError for an invalid timeout or file name, and RuntimeError in
         another event loop.
@@ -302,7 +302,7 @@ class LocalSandbox(CallSandbox):
         return self._sessions.add(server, number)
 
     async def fork_session(self, session: str) -> str:
-        """Fork a session, once its program has ended; see ``Sandbox.fork_session``."""
+        """Fork a session after its program has ended; see ``Sandbox.fork_session``."""
         self._check_open()
         async with self._sessions.turn(session) as origin:
             number = next(self._numbers)
@@ -325,7 +325,7 @@ class LocalSandbox(CallSandbox):
         try:
             await live.home.request("close", live.number)
         except ServerGoneError:
-            return  # the session ended with it
+            return  # the session ended with its server
         except TimeoutError as error:
             raise SandboxError(f"session {session!r} did not end: {error}") from error
 
@@ -338,9 +338,9 @@ class LocalSandbox(CallSandbox):
         await self._once.wait_finished()
 
     async def check(self, reasons: Sequence[str] = ()) -> None:
-        """Probe every property. Raises UnisolatedError for one that is missing, unless the settings allow it.
+        """Probe all properties. Raises UnisolatedError if a property is missing, unless the settings allow it.
 
-        ``reasons`` say why stronger isolation modes are unavailable.
+        ``reasons`` explain why stronger isolation modes are unavailable.
         """
         mode, layers = self._config.isolate, self._server.layers
         self._isolation = await probe(self, mode=mode, layers=layers, settings=self._settings)
@@ -377,7 +377,7 @@ class LocalSandbox(CallSandbox):
             return failed_execution("the sandbox's server did not respond after the program's deadline", started)
 
     async def _request_session(self, server: ForkServerProcess, made: int, op: str, session: int, **more: int) -> None:
-        """Open or fork the session ``made`` at a server, and close it again if the caller is cancelled."""
+        """Open or fork the session ``made`` at a server. Closes it again if the caller is cancelled."""
         try:
             await server.request(op, session, **more)
         except ServerRefusedError as refused:
@@ -394,7 +394,7 @@ class LocalSandbox(CallSandbox):
             if self._closed:
                 raise ServerGoneError("the sandbox was closed")
             if self._server.gone:
-                await self._server.close()  # before another one runs programs as the same users
+                await self._server.close()  # before another server runs programs as the same users
                 config = replace(self._config, first_user=first_user(self._settings))
                 self._server = await ForkServerProcess.start(config)
                 self._follow(self._server)
@@ -409,8 +409,8 @@ class LocalSandbox(CallSandbox):
 async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None = None) -> LocalSandbox:
     """Start a server with the strongest isolation that this machine allows, and probe it.
 
-    ``modes`` are tried in order: ``root`` and ``user`` namespaces (None: those available to this process).
-    Raises UnisolatedError (unless ``allow_unisolated``) and StartError.
+    ``modes`` are tried in order: ``root`` and ``user`` namespaces (None: the modes available to this process).
+    Raises StartError and, unless ``allow_unisolated``, UnisolatedError.
     """
     if modes is None:
         modes = ("root", "user") if os.geteuid() == 0 else ("user",)
@@ -455,9 +455,9 @@ def runner_config(settings: SandboxSettings, mode: str) -> RunnerConfig:
 
 
 def first_user(settings: SandboxSettings) -> int:
-    """Return the first user id of a server's programs: the configured id, or a random one.
+    """Return the first user id of a server's programs: the configured id, or a random id.
 
-    Raises StartError.
+    Raises StartError if the user ids of this machine cannot be read.
     """
     if settings.first_user is not None:
         return settings.first_user
@@ -474,7 +474,7 @@ def free_users() -> int:
 
 
 def _is_mapped(user: int) -> bool:
-    """Return True if the user namespace of this process maps this user id. Group ids are mapped alike in practice."""
+    """Return True if this process's user namespace maps a user id. In practice, group ids are mapped the same way."""
     with open("/proc/self/uid_map", encoding="ascii") as file:
         spans = [tuple(map(int, line.split())) for line in file]
     return any(first <= user < first + length for first, _, length in spans)

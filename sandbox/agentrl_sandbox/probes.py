@@ -1,8 +1,8 @@
-"""Probes each isolation property with real programs that try what must not be possible.
+"""Probes of the isolation properties, with real programs that attempt forbidden operations.
 
-A probe observes, inside and outside the sandbox, whether the program got through or ended without getting through. A
-probe that was cut short shows neither; it is repeated with more time and never counts as missing isolation, since the
-machine may just be slow.
+A probe observes, inside and outside the sandbox, whether the attack succeeded or the program ended without success. A
+probe that was interrupted is inconclusive: it is repeated with more time and never counts as missing isolation, because
+the machine may just be slow.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pathlib import Path
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, Sandbox, StartError
 
-# Which layers provide which property, by mode and kernel. The probes check that they do.
+# The layers that provide each property, by mode and kernel. The probes verify them.
 
 
 def layers_of(mode: str, found: Mapping[str, int]) -> dict[str, str]:
-    """Return the layers that provide each property here, strongest first.
+    """Return the layers that provide each property on this machine, strongest first.
 
     >>> found = {"landlock": 4, "seccomp": 1, "separate_users": 0}
     >>> layers_of("none", found)["no_network"]
@@ -60,10 +60,10 @@ def _those(*layers: tuple[str, bool]) -> str:
 # The programs that the probes run: templates for ``str.format``, or texts to run unchanged.
 
 GOT_THROUGH = 3
-"""The exit status of a program that got through."""
+"""Exit status of a program whose attack succeeded."""
 
 AHEAD = 1 << 20
-"""Bytes that a program may write before they are counted."""
+"""Bytes that a program may write before the server counts them."""
 
 NETWORK = """
 import socket
@@ -109,7 +109,7 @@ time.sleep({seconds})
 print(begin, time.monotonic())
 """
 
-# It prints little, to fit in the smallest output_limit.
+# The program prints little, to fit into the smallest output_limit.
 READS = """
 import os, time
 
@@ -200,26 +200,26 @@ os._exit(3)
 
 
 _TRIES = (1, 3, 9)  # factors on the time limits
-_PROBE_SECONDS = 0.3  # the deadline that the time probe is given
+_PROBE_SECONDS = 0.3  # deadline of the time probe
 _PROBE_TIMEOUT_SECONDS = 20.0  # for probes that should exit by themselves
-_NEIGHBOUR_SECONDS = 0.3  # spent looking for a neighbour's files
+_NEIGHBOUR_SECONDS = 0.3  # time to search for a neighbour's files
 
 Execute = Callable[..., Awaitable[Execution]]
-# From a factor on the time limits to whether the property held; raises InconclusiveProbeError.
+# Runs a probe with a factor on the time limits. Returns True if the property held; raises InconclusiveProbeError.
 Look = Callable[[int], Awaitable[bool]]
 
 
 class InconclusiveProbeError(Exception):
-    """A probe's program ended in a way that allows no conclusion."""
+    """The end of a probe's program is inconclusive."""
 
     def __init__(self, ran: Execution) -> None:
         super().__init__(" ".join([ran.outcome.value, *ran.stderr.strip().splitlines()[-1:]]))
 
 
 async def probe(sandbox: Sandbox, *, mode: str, layers: Mapping[str, int], settings: SandboxSettings) -> Isolation:
-    """Run all probes; for each property return the layer that provides it, or None. Raises StartError.
+    """Run all probes and return the layer that provides each property, or None. Raises StartError.
 
-    ``layers`` is what the server found of the layers that need no namespace.
+    ``layers`` are the layers that the server reports, apart from namespaces.
     """
 
     async def execute(program: str, *, timeout: float) -> Execution:
@@ -239,7 +239,7 @@ async def probe(sandbox: Sandbox, *, mode: str, layers: Mapping[str, int], setti
             "scratch_only_writes": partial(_writes, execute),
             "no_foreign_reads": partial(_reads, execute, victim, settings.concurrency > 1),
             "bounded_memory": partial(_program, execute, memory, _succeeds, (Outcome.MEMORY_LIMIT,)),
-            # Either no more can be made, or the program that has them is killed.
+            # Either further forks fail, or the program is killed.
             "bounded_processes": partial(_program, execute, processes, _reported_success, (Outcome.OK, Outcome.KILLED)),
             "bounded_time": partial(_time, execute),
             "bounded_output": partial(_program, execute, output, _succeeds, (Outcome.OUTPUT_LIMIT,)),
@@ -265,7 +265,7 @@ async def probe(sandbox: Sandbox, *, mode: str, layers: Mapping[str, int], setti
 
 
 async def _repeat_until_conclusive(name: str, probe_once: Look) -> bool:
-    """Repeat a probe until it is conclusive. Raises StartError."""
+    """Repeat a probe until it is conclusive. Raises StartError if all attempts are inconclusive."""
     endings: list[str] = []
     for slower in _TRIES:
         try:
@@ -286,11 +286,11 @@ def _judge(ran: Execution, *, broken: bool, held: tuple[Outcome, ...] = (Outcome
 
 
 class _Victim:
-    """A process of this user with a secret in its environment, its memory and an open file that has no name."""
+    """A process of this user with a secret in its environment, its memory and an unnamed open file."""
 
     def __init__(self, process: subprocess.Popen[bytes], start: str, rest: str) -> None:
         self.process = process
-        self.start = start  # of the secret; programs know it, to find the rest
+        self.start = start  # first half of the secret, which programs search for
         self.rest = rest
 
 
@@ -311,7 +311,7 @@ def _victim_process() -> Iterator[_Victim]:
 
 
 async def _network(execute: Execute, slower: int) -> bool:
-    """Listen on a TCP and a UDP socket. The program's message must not arrive; other processes may connect."""
+    """Probe with a TCP and a UDP socket that no message of the program may reach. Other processes may connect."""
     word = secrets.token_hex(8)
     with socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
         for listener in (tcp, udp):
@@ -345,7 +345,7 @@ def _open_directory() -> Iterator[str]:
 
 
 async def _writes(execute: Execute, slower: int) -> bool:
-    """Writes to directories that this user may write to must have no effect there. Writes to scratch must succeed."""
+    """Probe that writes have no effect in directories outside scratch, and that scratch is writable."""
     name = f"agentrl-sandbox-probe-{secrets.token_hex(8)}"
     with _open_directory() as open_to_all:
         untouched = Path(open_to_all, "untouched")
@@ -366,9 +366,9 @@ def _is_untouched(file: Path) -> bool:
 
 
 async def _reads(execute: Execute, victim: _Victim, neighbours: bool, slower: int) -> bool:
-    """Secrets in a world-readable file, in another program's files and in open files of a process must stay hidden.
+    """Probe that secrets are unreadable in a world-readable file, in another program's files and in a process.
 
-    ``neighbours``: programs run side by side, so that one that looked for another's files must have met them.
+    ``neighbours``: programs run concurrently, so the search is conclusive only if the other program's file existed.
     """
     timeout = slower * _PROBE_TIMEOUT_SECONDS
     with _open_directory() as open_to_all:
@@ -389,7 +389,7 @@ async def _reads(execute: Execute, victim: _Victim, neighbours: bool, slower: in
 
 
 def _met(neighbour: Execution, reader: Execution) -> bool:
-    """Return True if the reader searched all files once while the neighbour's file existed. Lines are time spans."""
+    """Return True if the reader completed a search while the neighbour's file existed. Output lines are time spans."""
     spans = [[float(word) for word in line.split()] for line in neighbour.stdout.splitlines()]
     looks = [[float(word) for word in line.split()] for line in reader.stdout.splitlines()]
     return any(begin <= look[0] and look[1] <= end for begin, end in spans for look in looks)
@@ -412,7 +412,7 @@ def _succeeds(ran: Execution) -> bool:
 
 
 async def _time(execute: Execute, slower: int) -> bool:
-    """A program that ignores signals must be ended at its timeout."""
+    """Probe that a program that ignores signals is killed at its timeout."""
     ran = await execute(TIME, timeout=slower * _PROBE_SECONDS)
     if "spins" not in ran.stdout:
         raise InconclusiveProbeError(ran)

@@ -1,4 +1,4 @@
-"""Settings of a sandbox and of its HTTP gateway, and how commands read them from variables and arguments."""
+"""Settings of a sandbox and of its HTTP gateway, read from environment variables and command-line arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMITS = (
     *("memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit"),
     *("fetch_limit", "max_sessions", "session_idle_timeout"),
 )
-"""The settings that limit programs and sessions. A service has its own, which its clients can only compare."""
+"""Settings that limit programs and sessions. Clients can compare a service's limits but not change them."""
 
 
 class SandboxSettings(BaseModel):
@@ -115,22 +115,22 @@ class SandboxSettings(BaseModel):
 
     @property
     def addresses(self) -> list[str]:
-        """The addresses in ``url``; more than one for a list of services."""
+        """Addresses in ``url``, several for a list of services."""
         return self.url.split(",")
 
     @property
     def scheme(self) -> str:
-        """``local``, ``docker``, ``ray``, ``http`` or ``https``."""
+        """Scheme of ``url``: ``local``, ``docker``, ``ray``, ``http`` or ``https``."""
         return self.url.partition("://")[0]
 
     @property
     def slots(self) -> int:
-        """The number of users that programs run as: one for each worker and each session."""
+        """Number of users that programs run as: one for each worker and each session."""
         return self.concurrency + self.max_sessions
 
     @property
     def concurrency(self) -> int:
-        """The number of programs that run at once."""
+        """Maximum number of concurrent programs."""
         if self.workers is not None:
             return self.workers
         return max(4, 2 * len(os.sched_getaffinity(0)))
@@ -144,7 +144,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 class ServiceSettingsError(SandboxError):
-    """A command has invalid settings. The message names them."""
+    """A command's settings are invalid."""
 
 
 class GatewaySettings(BaseModel):
@@ -183,7 +183,7 @@ class GatewaySettings(BaseModel):
 
     @property
     def hosts(self) -> frozenset[str]:
-        """All names accepted in a Host header."""
+        """All accepted names in a Host header."""
         more = {name.strip().lower() for name in self.allowed_hosts.split(",") if name.strip()}
         own = set() if self.host in ("0.0.0.0", "::") else {self.host.lower()}
         return frozenset({"127.0.0.1", "localhost", "::1", *own, *more})
@@ -194,7 +194,7 @@ def read_settings(
 ) -> _Model:
     """Read settings from nonempty variables ``SANDBOX_NAME`` and arguments ``name=value``, which take precedence.
 
-    The fields ``without`` cannot be set. Raises ServiceSettingsError.
+    Fields in ``without`` cannot be set. Raises ServiceSettingsError if a setting is invalid.
     """
     arguments = list(arguments)
     given = {argument.partition("=")[0] for argument in arguments}

@@ -1,7 +1,7 @@
-"""``http://A,http://B``: a list of services with health checks. Calls of a lost service go to the others.
+"""``http://A,http://B``: several services with health checks. Calls to a lost service are sent to the others.
 
-A service that fails a health check or a call gets no new calls. After ``service_deadline`` seconds of failures it is
-lost: calls that still wait there are cut off, and its sessions have ended. It is used again after its next good check.
+A service that fails a health check or a call receives no new calls. After ``service_deadline`` seconds of failures it
+is lost: its pending calls are cancelled and its sessions have ended. It is used again after a successful health check.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from agentrl_sandbox.types import (
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-_CHECK_EVERY, _RECHECK_EVERY = 5.0, 1.0  # seconds between health checks of a service that answers, and that does not
-_CHECK_SECONDS = 10.0  # for the answer to a health check, or service_deadline if that is less
-_MOST_LOSSES = 2  # of services under one call: its program may be what ends them
+_CHECK_EVERY, _RECHECK_EVERY = 5.0, 1.0  # seconds between health checks of usable and unusable services
+_CHECK_SECONDS = 10.0  # for a response to a health check, or service_deadline if that is less
+_MOST_LOSSES = 2  # of services during one call; its program may be the cause
 
 
 class _Service(HttpSandbox):
-    """One service, its health, and the calls in flight there."""
+    """A service, its health, and its calls in flight."""
 
     def __init__(self, settings: SandboxSettings) -> None:
         super().__init__(settings)
         self.address, self.deadline = settings.url, settings.service_deadline
-        self.verified = False  # it has shown its isolation and limits and run a program; until it is lost
+        self.verified = False  # its isolation and limits were checked and it ran a program; reset when it is lost
         self.failing_since: float | None = None
         self.error: SandboxError | None = None
         self.workers = 1
@@ -58,7 +58,7 @@ class _Service(HttpSandbox):
         return self.verified and self.failing_since is None
 
     async def send(self, request: ServiceRequest[_T]) -> _T:
-        """Send a request once. Raises BusyError if another attempt may help, here or elsewhere."""
+        """Send a request once. Raises BusyError if a retry at this or another service may help."""
         try:
             async with asyncio.timeout(None) as limit:
                 self.calls.add(limit)
@@ -73,7 +73,7 @@ class _Service(HttpSandbox):
             raise
 
     async def check(self) -> None:
-        """Check its health, and also its isolation if it is not in use. Raises SandboxError."""
+        """Check the service's health and, if it is not in use, its isolation. Raises SandboxError if a check fails."""
         try:
             async with asyncio.timeout(min(_CHECK_SECONDS, self.deadline)):
                 state = await self.read_state()
@@ -88,7 +88,7 @@ class _Service(HttpSandbox):
         self.verified, self.failing_since = True, None
 
     def fail(self, error: SandboxError) -> None:
-        """Send no new calls until the next good check."""
+        """Send no new calls until the next successful check."""
         self.error = error
         if self.failing_since is None:
             self.failing_since = time.monotonic()
@@ -98,8 +98,8 @@ class _Service(HttpSandbox):
 class SeveralSandboxes(ServiceSandbox):
     """Runs programs at several services. Created by ``open_several``.
 
-    A program without a session goes to the service with the least load, and to another one if that is lost: it leaves
-    nothing behind but its result, so it may run twice. A session lives at one service and ends with it.
+    A program without a session runs at the service with the lowest load, and at another service if that service is
+    lost. It may run twice, because it leaves no state. A session belongs to one service and ends with it.
     """
 
     def __init__(self, settings: SandboxSettings) -> None:
@@ -111,7 +111,7 @@ class SeveralSandboxes(ServiceSandbox):
 
     @property
     def isolation(self) -> Isolation:
-        """The properties that hold at every service in use."""
+        """Properties that hold at all services in use."""
         known = [service.isolation for service in self._services if service.verified]
         layers = {
             name: known[0].layers[name] if all(one.layers[name] for one in known) else None
@@ -120,9 +120,9 @@ class SeveralSandboxes(ServiceSandbox):
         return Isolation(layers=layers, mode=", ".join(sorted({one.mode for one in known})) or "unknown")
 
     async def open(self) -> None:
-        """Wait for the services. Those that do not answer may join later.
+        """Wait until a service is usable. Services that do not respond may join later.
 
-        Raises StartError if none answers, and UnisolatedError, RefusedError and StartError if one cannot be used.
+        Raises StartError if no service responds, and UnisolatedError, RefusedError or StartError if one is unusable.
         """
         deadline = time.monotonic() + min(START_SECONDS, self._settings.retry_deadline)
         while True:
@@ -139,7 +139,7 @@ class SeveralSandboxes(ServiceSandbox):
 
     async def close_session(self, session: str) -> None:
         if not self._book.has_ended(session):
-            with contextlib.suppress(UnknownSessionError):  # it may end with its service meanwhile
+            with contextlib.suppress(UnknownSessionError):  # its service may be lost meanwhile
                 await super().close_session(session)
                 self._book.end(session, "it was closed")
 
@@ -154,7 +154,7 @@ class SeveralSandboxes(ServiceSandbox):
         self._changed.set()
 
     async def _call(self, request: ServiceRequest[_T], session: str | None = None) -> _T:
-        """Send a request until it succeeds: to a session's service, or first to the one with the least load.
+        """Send a request until it succeeds, to the session's service or to the service with the lowest load.
 
         Raises BusyError after the deadline, and UnknownSessionError once the session's service is lost.
         """
@@ -175,7 +175,7 @@ class SeveralSandboxes(ServiceSandbox):
                 busy = error
             if session is None:
                 losses += isinstance(busy, AbsentError) and busy.begun
-                # Without isolation a program can end the service itself, so it gets no second one.
+                # Without isolation, a program can end the service itself, so it is not sent to a second service.
                 if losses and (losses > _MOST_LOSSES or self.isolation.missing):
                     raise BusyError(
                         f"gave up after {losses} services were lost while running the program: {busy}"
@@ -189,7 +189,7 @@ class SeveralSandboxes(ServiceSandbox):
             await timer.pause(busy, f"no response within {self._settings.retry_deadline:g} s")
 
     async def _choose(self, tried: set[_Service], timer: RetryTimer) -> _Service:
-        """Return the service for the next call, when one is usable. Raises BusyError after the deadline."""
+        """Wait for a usable service and return the service for the next call. Raises BusyError after the deadline."""
         while not self._closed:
             if usable := [service for service in self._services if service.usable]:
                 homes = self._book.homes()
@@ -231,7 +231,7 @@ class SeveralSandboxes(ServiceSandbox):
 
 
 async def open_several(settings: SandboxSettings) -> SeveralSandboxes:
-    """Connect to the services. Raises StartError, UnisolatedError (unless ``allow_unisolated``) and RefusedError."""
+    """Connect to the services. Raises StartError, RefusedError and, unless ``allow_unisolated``, UnisolatedError."""
     sandbox = SeveralSandboxes(settings)
     try:
         await sandbox.open()

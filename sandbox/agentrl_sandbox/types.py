@@ -1,10 +1,10 @@
-"""The results of programs, the isolation of a sandbox, the ``Sandbox`` protocol and the errors of a sandbox.
+"""Results of programs, isolation properties, the ``Sandbox`` protocol and its errors.
 
 >>> done = Execution(outcome=Outcome.OK, stdout="2\\n", stderr="", exit_code=0, seconds=0.01, truncated=False)
 >>> done.outcome == "ok"
 True
 
-A program that fails is not an error: its outcome is reported.
+A failed program does not raise an error. Its outcome is reported.
 
 SandboxError
 ├── UnisolatedError     an isolation property does not hold on this machine
@@ -13,11 +13,11 @@ SandboxError
 ├── SessionLimitError   max_sessions sessions are open
 ├── SessionForkError    a live session could not be forked; it continues
 ├── UnknownSessionError the session never existed, or has ended
-├── BusyError           a service has no capacity now; the same call may succeed later
-│   ├── QueueFullError  its queue is full
-│   └── AbsentError     it did not answer, or the connection broke
-├── RefusedError        a service rejected a call; retrying does not help
-└── settings.ServiceSettingsError  a command was given invalid settings
+├── BusyError           a service has no capacity; the call may succeed later
+│   ├── QueueFullError  the service's queue is full
+│   └── AbsentError     the service did not respond, or the connection broke
+├── RefusedError        a service rejected a call; a retry does not help
+└── settings.ServiceSettingsError  a command's settings are invalid
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from typing import Protocol
 
 
 class Outcome(StrEnum):
-    """How a program ended, according to the kernel and the limits, never to the program's output."""
+    """How a program ended, derived from the kernel and the limits, never from the program's output."""
 
     OK = "ok"  # exit status 0
     ERROR = "error"  # an uncaught exception, a SyntaxError, or another exit status
-    TIMEOUT = "timeout"  # killed at its deadline, of wall clock or of CPU
-    MEMORY_LIMIT = "memory_limit"  # killed for its memory, or ended by an uncaught MemoryError
-    OUTPUT_LIMIT = "output_limit"  # killed for flooding its output or its scratch directory
+    TIMEOUT = "timeout"  # killed at its wall-clock or CPU deadline
+    MEMORY_LIMIT = "memory_limit"  # killed for exceeding its memory limit, or ended by an uncaught MemoryError
+    OUTPUT_LIMIT = "output_limit"  # killed for exceeding the limit of its output or scratch directory
     KILLED = "killed"  # ended by a signal that the sandbox did not send
-    INFRASTRUCTURE_FAILURE = "infrastructure_failure"  # the sandbox failed; the run says nothing about the program
+    INFRASTRUCTURE_FAILURE = "infrastructure_failure"  # the sandbox failed; no result of the program
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
     """The result of a program.
 
-    ``exit_code`` is the exit status, minus the signal's number when a signal ended the program, and None for
-    infrastructure failures. ``seconds`` is wall time. ``truncated``: a stream was longer than
-    ``output_limit``, and only its head and tail were kept. ``files`` are those ``fetch_files`` that exist.
-    ``session_ended`` is true if the session ended together with this program.
+    ``exit_code`` is the exit status, minus the signal number if a signal ended the program, or None for infrastructure
+    failures. ``seconds`` is wall-clock time. ``truncated`` is true if a stream exceeded ``output_limit``, so that only
+    its head and tail were kept. ``files`` contains the existing ``fetch_files``. ``session_ended`` is true if the
+    session ended with this program.
     """
 
     outcome: Outcome
@@ -62,7 +62,7 @@ class Execution:
 
 
 def failed_execution(why: str, started: float) -> Execution:
-    """Return the result of a run that the sandbox failed to complete. ``started`` is a time of ``time.monotonic``."""
+    """Return an infrastructure failure with the reason ``why``. ``started`` is a time of ``time.monotonic``."""
     return Execution(
         outcome=Outcome.INFRASTRUCTURE_FAILURE,
         stdout="",
@@ -84,12 +84,12 @@ PROPERTIES: Mapping[str, str] = {
     "no_foreign_signals": "a program cannot signal other processes",
     "no_tracing": "a program cannot trace other processes or read their memory",
 }
-"""The properties that are probed when a sandbox opens, with their meanings."""
+"""Isolation properties that are probed when a sandbox opens, and their descriptions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Isolation:
-    """The layer that provides each of ``PROPERTIES``, or None if a probe showed that it is missing.
+    """Layer that provides each of ``PROPERTIES``, or None if a probe found the property missing.
 
     >>> Isolation(layers={"no_network": "namespaces", "bounded_time": "server"}, mode="root").describe()
     'no_network, bounded_time (root namespaces)'
@@ -113,7 +113,7 @@ class Sandbox(Protocol):
 
     @property
     def isolation(self) -> Isolation:
-        """The result of the probes when the sandbox opened."""
+        """Result of the probes when the sandbox was opened."""
         ...
 
     async def execute(
@@ -128,25 +128,31 @@ class Sandbox(Protocol):
         fetch_files: Sequence[str] = (),
         echo: bool = False,
     ) -> Execution:
-        """Run a program. ``timeout`` in seconds (None: the setting's). Equal calls with one ``request_id``
-        share one run.
+        """Run a program, for at most ``timeout`` seconds (None: the setting's).
 
-        ``files`` are written to the scratch directory before the run, ``fetch_files`` are read from it afterwards.
-        ``echo`` prints the value of a last expression. A ``session`` keeps variables and files of earlier programs.
-        Raises ValueError for a bad argument and UnknownSessionError.
+        Equal calls with the same ``request_id`` share one run. ``files`` are written to the scratch directory before
+        the run, and ``fetch_files`` are read from it afterwards. ``echo`` prints the value of the last expression. A
+        ``session`` keeps the variables and files of its earlier programs. Raises ValueError for an invalid argument
+        and UnknownSessionError for an unknown session.
         """
         ...
 
     async def open_session(self) -> str:
-        """Start an interpreter that keeps its state between programs. Raises SessionLimitError."""
+        """Start an interpreter that keeps its state between programs. Returns the name of the session.
+
+        Raises SessionLimitError if ``max_sessions`` sessions are open.
+        """
         ...
 
     async def fork_session(self, session: str) -> str:
-        """Branch a session. Raises UnknownSessionError, SessionLimitError and SessionForkError."""
+        """Fork a session. Returns the fork's name.
+
+        Raises UnknownSessionError, SessionLimitError or SessionForkError.
+        """
         ...
 
     async def close_session(self, session: str) -> None:
-        """End a session and its program; no effect if it has ended. Raises UnknownSessionError."""
+        """End a session and its program. No effect if the session has ended. Raises UnknownSessionError."""
         ...
 
     async def close(self) -> None:
@@ -155,11 +161,11 @@ class Sandbox(Protocol):
 
 
 class SandboxError(Exception):
-    """Base of this package's errors."""
+    """Base class of this package's errors."""
 
 
 class UnisolatedError(SandboxError):
-    """The sandbox cannot isolate programs here; ``missing`` names the properties, ``why`` the reason and the fix."""
+    """The sandbox cannot isolate programs. ``missing``: the properties; ``why``: the reason and the fix."""
 
     def __init__(self, where: str, missing: tuple[str, ...], why: str) -> None:
         meanings = "; ".join(f"{name} ({PROPERTIES[name]})" for name in missing)
@@ -176,11 +182,11 @@ class ClosedError(SandboxError):
 
 
 class SessionLimitError(SandboxError):
-    """As many sessions are open as ``max_sessions`` allows."""
+    """``max_sessions`` sessions are open."""
 
 
 class SessionForkError(SandboxError):
-    """A session could not be forked. It continues."""
+    """A session could not be forked. The session continues."""
 
 
 class UnknownSessionError(SandboxError):
@@ -188,7 +194,7 @@ class UnknownSessionError(SandboxError):
 
 
 class BusyError(SandboxError):
-    """No capacity for a call now. Retry it after ``retry_after`` seconds."""
+    """A service has no capacity for a call. Retry after ``retry_after`` seconds."""
 
     def __init__(self, message: str, *, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -200,7 +206,7 @@ class QueueFullError(BusyError):
 
 
 class AbsentError(BusyError):
-    """A service did not answer. ``begun``: it may have begun the call."""
+    """A service did not respond. ``begun``: the service may have started the call."""
 
     def __init__(self, message: str, *, begun: bool) -> None:
         super().__init__(message, retry_after=0)
@@ -208,4 +214,4 @@ class AbsentError(BusyError):
 
 
 class RefusedError(SandboxError):
-    """A service rejected a call, for example because of its token or size. Retrying does not help."""
+    """A service rejected a call, for example because of its token or size. A retry does not help."""

@@ -1,1 +1,1 @@
-"""Conformance programs and attacks as data: what a sandbox must support and what it must withstand."""
+"""Test cases for sandboxes: programs that must work and attacks that must fail."""

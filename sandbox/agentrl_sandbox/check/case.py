@@ -11,21 +11,19 @@ from agentrl_sandbox.http import HttpSandbox, JsonObject, ServiceRequest
 from agentrl_sandbox.runner.seccomp import MACHINES, number
 from agentrl_sandbox.types import BusyError, Execution, Outcome, SandboxError
 
-# One test case for a sandbox.
-
 Judge = Callable[[Execution], bool]
 
 ENDED = (Outcome.OK, Outcome.ERROR, Outcome.KILLED, Outcome.MEMORY_LIMIT, Outcome.TIMEOUT, Outcome.OUTPUT_LIMIT)
-"""Every outcome of a program; the remaining one means that the sandbox failed."""
+"""All outcomes of a program except the failure of the sandbox."""
 
 
 @dataclass(frozen=True)
 class Case:
     """A program and the expected result.
 
-    ``guards`` is ``conformance`` or the property that the program attacks. ``after`` runs once the program has ended
-    and must print ``clean`` if it sees no trace of the first one. Attack programs print ``reached`` for each attempt
-    that succeeded; their output is trusted, since they are part of this suite.
+    ``guards`` is ``conformance`` or the property that the program attacks. The program ``after`` runs next and must
+    print ``clean`` if it detects no trace of the first program. Attack programs print ``reached`` for each successful
+    attempt. Their output is trusted, because they are part of this suite.
     """
 
     name: str
@@ -46,7 +44,7 @@ def ends(*outcomes: Outcome) -> Judge:
 
 
 def fails_with(name: str) -> Judge:
-    """Judge: the program ended with an uncaught exception of this name."""
+    """Return a judge that passes if the program ended with an uncaught exception of this name."""
 
     def judge(run: Execution) -> bool:
         lines = run.stderr.strip().splitlines()
@@ -56,17 +54,17 @@ def fails_with(name: str) -> Judge:
 
 
 def survives(run: Execution) -> bool:
-    """Judge: the sandbox reported how the program ended."""
+    """Return True if the sandbox reported the program's end."""
     return run.outcome in ENDED
 
 
 def reaches_no_target(run: Execution) -> bool:
-    """Judge: all attempts of the program failed, or it was killed for trying."""
+    """Return True if all attempts of the program failed or if it was killed."""
     return run.outcome in ENDED and "reached" not in run.stdout and ("tried" in run.stdout or run.outcome != Outcome.OK)
 
 
 def attempts(guards: str, name: str, body: str, *, prologue: str = "", after: str | None = None) -> Case:
-    """Return a case that tries single statements, one per line. A statement without an OSError counts as reached."""
+    """Build a case from single statements, one per line. A statement without an OSError counts as reached."""
     lines = [line.strip() for line in body.strip().splitlines()]
     program = (
         f"{_HELPERS}{prologue}\n"
@@ -116,14 +114,14 @@ def system(name, *arguments):
 )
 
 
-_KILLED = 128  # exit codes above this report a signal, as in a shell
+_KILLED = 128  # higher exit codes report a signal, as in a shell
 
 
 class FusionSandbox(HttpSandbox):
-    """``POST /run_code`` of SandboxFusion or a compatible service. It has no sessions and no request ids."""
+    """Client of ``POST /run_code`` of SandboxFusion or a compatible service, without sessions and request ids."""
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
-        """Run a program. The interface ignores ``request_id``. Raises SandboxError for sessions and echo."""
+        """Run a program. ``request_id`` is ignored. Raises SandboxError for sessions and echo."""
         if call.session is not None or call.echo:
             raise SandboxError("SandboxFusion's interface does not support sessions or echo")
         seconds = self._settings.timeout if call.timeout is None else call.timeout
@@ -149,7 +147,7 @@ class FusionSandbox(HttpSandbox):
 
 
 def fusion_execution(answer: JsonObject, seconds: float) -> Execution:
-    """Convert an answer of ``/run_code``.
+    """Convert a response of ``/run_code`` to an execution.
 
     >>> result = {"status": "Finished", "return_code": 1, "stdout": "", "stderr": "MemoryError", "execution_time": 0.1}
     >>> fusion_execution({"status": "Failed", "run_result": result}, 0.2).outcome.value
@@ -252,4 +250,4 @@ CONFORMANCE = (
         after="import sys\nprint('dirty' if 'left' in globals() or 'left' in sys.modules else 'clean')",
     ),
 )
-"""In the order of the output; ``suite`` adds cases of more than one program."""
+"""Programs that must work, in the order of the report. ``suite`` adds cases with several programs."""

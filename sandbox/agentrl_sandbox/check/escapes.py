@@ -1,4 +1,4 @@
-"""Attacks on what a program must not access: network, the host's files and processes, the kernel, other programs."""
+"""Attacks on resources that programs must not access: network, host files and processes, kernel, other programs."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ for path in ("/dev/shm/agentrl-left", "/tmp/agentrl-left", "/var/tmp/agentrl-lef
     except OSError:
         pass
 """
-# Without namespaces, files in shared directories are removed just after their program's result is sent.
+# Without namespaces, files in shared directories are removed shortly after the program's result is sent.
 _NOT_SHARED = """
 import ctypes, os, time
 libc = ctypes.CDLL(None)
@@ -251,4 +251,4 @@ ESCAPES = (
     Case("becoming root", _ROOT, reaches_no_target, "no_privileged_calls"),
     Case("exhausting descriptors", _DESCRIPTORS, ends(Outcome.ERROR), "robust"),
 )
-"""Attacks by property; after each, ``suite`` checks that the sandbox still works."""
+"""Attacks by property. After each attack, ``suite`` checks that the sandbox still works."""

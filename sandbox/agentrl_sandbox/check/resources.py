@@ -1,4 +1,4 @@
-"""Programs that exhaust resources. Each stops by itself if nothing else stops it, and then reports that."""
+"""Programs that exhaust resources. A program that is not stopped ends at its own limit and prints ``reached``."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ except OSError:
 print("reached" if made == {_MOST_FILES} else "bounded")
 """
 
-# Kernel memory that is held for a program. Each attack stops at about a gigabyte.
+# Attacks on kernel memory. Each stops at about one gigabyte.
 _C = """
 import ctypes, fcntl, mmap, os, resource, select, socket, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -294,4 +294,4 @@ RESOURCES = (
     Case("subclass of SystemExit", "class E(SystemExit): pass\nraise E(7)", _exits_with(7), "robust"),
     Case("forged messages on every descriptor", _FORGED, _exits_with(9), "robust"),
 )
-"""Bombs, endless loops and floods, and texts that break interpreters."""
+"""Bombs, endless loops, floods, and sources that break interpreters."""

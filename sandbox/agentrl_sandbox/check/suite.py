@@ -1,4 +1,4 @@
-"""``agentrl-sandbox check``: runs the whole suite against one sandbox, one line per case."""
+"""``agentrl-sandbox check``: run the complete suite against one sandbox and print one line per case."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from agentrl_sandbox.check.resources import RESOURCES
 from agentrl_sandbox.client import SandboxSettings, open_sandbox
 from agentrl_sandbox.types import Execution, Outcome, Sandbox
 
-# Runs the cases against a sandbox, one after another, and reports which passed.
-
 CASES: Sequence[Case] = (*CONFORMANCE, *RESOURCES, *ESCAPES)
 _AT_ONCE = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """The result of one case; ``why`` is empty if it passed."""
+    """Result of one case. ``why`` is empty if the case passed."""
 
     name: str
     guards: str
@@ -34,14 +32,14 @@ class Finding:
 
 
 async def run_case(sandbox: Sandbox, case: Case) -> Finding:
-    """Run the program, the check after it, and a check that the sandbox still works."""
+    """Run the program, its ``after`` program, and a check that the sandbox still works."""
     return await _find(case.name, case.guards, _run_one(sandbox, case))
 
 
 async def run_suite(
     sandbox: Sandbox, cases: Sequence[Case] = CASES, *, identifiers: bool = True
 ) -> AsyncIterator[Finding]:
-    """Run all cases, then those with several programs, even after failures. ``identifiers``: pass ``request_id``."""
+    """Run all cases, then the cases with several programs. ``identifiers``: also test ``request_id``."""
     for case in cases:
         yield await run_case(sandbox, case)
     yield await _find(f"{_AT_ONCE} programs at once", "conformance", _answers_are_not_mixed_up(sandbox))
@@ -84,7 +82,7 @@ async def _one_identifier_runs_once(sandbox: Sandbox) -> str:
 
 
 async def _neighbours_are_hidden(sandbox: Sandbox) -> str:
-    """One program writes a secret to its scratch directory and waits while another searches for it."""
+    """Run a program that writes a secret to its scratch directory, and another program that searches for it."""
     secret = f"secret-{time.time_ns()}"
     holder = asyncio.ensure_future(
         sandbox.execute(f"import time\nopen('{secret}', 'w').close()\ntime.sleep(3)\nprint('kept')", timeout=30.0)
@@ -110,7 +108,7 @@ def _told(run: Execution) -> str:
 
 
 async def check(settings: SandboxSettings, *, fusion: bool) -> int:
-    """Print the results. Returns 0 if every case passed, else 1. Raises SandboxError if the sandbox is unreachable."""
+    """Run the suite and print the results. Returns 0 if all cases passed, else 1. Raises SandboxError."""
     sandbox: Sandbox = FusionSandbox(settings) if fusion else await open_sandbox(settings)
     print(f"{settings.url}: {'SandboxFusion interface' if fusion else sandbox.isolation.describe()}\n", flush=True)
     findings = []
@@ -131,7 +129,7 @@ def line(finding: Finding) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return the number of passed cases of each property.
+    """Format the number of passed cases of each property.
 
     >>> print(summary([Finding(name="a", guards="robust", seconds=0.1)]))
     robust  1 of 1 held

@@ -1,1 +1,1 @@
-"""The fork server: runs in processes of its own and imports nothing but the standard library and this package."""
+"""The fork server, which runs in separate processes and imports only the standard library and this package."""

@@ -1,4 +1,4 @@
-"""The forked child: it isolates itself, then runs the program."""
+"""The forked child, which isolates itself and then runs the program."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ OUT_OF_MEMORY = b"M"
 _STATUS_DESCRIPTOR = 200
 _FETCHED_DESCRIPTOR = 201
 _OPEN_FILES = 256
-_QUEUED_SIGNALS = 256  # also bounds timers, of which the kernel would allow 100,000
-_NICENESS = 5  # so that busy programs cannot keep the server from killing them
+_QUEUED_SIGNALS = 256  # also bounds timers; the kernel would allow 100,000
+_NICENESS = 5  # so that busy programs cannot delay the server
 _SPARE_MEMORY = 16 << 20  # extra bytes for reporting a MemoryError
-_OTHER_TASKS = 256  # tasks that the server's user may add later, where programs share that user
+_OTHER_TASKS = 256  # tasks that the server's user may add later, if programs share this user
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChildLimits:
-    """The limits shared by all children of a zygote."""
+    """Limits shared by all children of a zygote."""
 
     isolate: str
     first_user: int | None  # slot i has user first_user + i; None: programs keep the server's user
@@ -45,7 +45,7 @@ class ChildLimits:
 
     @classmethod
     def from_config(cls, config: RunnerConfig, generators: tuple[Callable[[], None], ...]) -> ChildLimits:
-        """Derive the limits in the warm zygote. The memory limit is on top of what the interpreter has mapped."""
+        """Derive the limits in the warm zygote. The memory limit is added to the memory mapped by the interpreter."""
         with open("/proc/self/statm", encoding="ascii") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
         size = config.scratch_mb << 20
@@ -74,7 +74,7 @@ class ChildLimits:
 
 
 def limit_children(limits: ChildLimits) -> None:
-    """Set the limits that all children inherit, once, in the zygote."""
+    """Set the limits that all children inherit. Call it once, in the zygote."""
     os.umask(0o022)
     kernel.no_new_privileges()
     for kind, soft, hard in (
@@ -88,7 +88,7 @@ def limit_children(limits: ChildLimits) -> None:
 
 
 def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: list[int]) -> NoReturn:
-    """Isolate this process, run the program, exit. Never returns, whatever the program does."""
+    """Isolate this process, run the program, and exit. Never returns, whatever the program does."""
     exit_code, leave, write = 70, os._exit, os.write  # programs may replace them
     try:
         _take_descriptors(descriptors)
@@ -98,12 +98,12 @@ def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: lis
         limits.lockdown.close(scratch)
         close_descriptors_but(_STATUS_DESCRIPTOR, *([_FETCHED_DESCRIPTOR] if len(descriptors) > 4 else []))
         limits.reseed()
-        os.write(_STATUS_DESCRIPTOR, STARTED)  # later failures are the program's, not the sandbox's
+        os.write(_STATUS_DESCRIPTOR, STARTED)  # later failures are failures of the program
         exit_code, mark, names = _run(scratch)
-        if names and os.getpid() == pid:  # not a forked child of the program, which also returns here
+        if names and os.getpid() == pid:  # false in a forked child of the program, which also returns here
             _fetch(scratch, names)
         if os.getpid() == pid:
-            with contextlib.suppress(OSError):  # the program closed it: then the outcome is an ordinary error
+            with contextlib.suppress(OSError):  # if the program closed it, the outcome is an ordinary error
                 write(_STATUS_DESCRIPTOR, mark)
     except OSError as error:
         os.write(_STATUS_DESCRIPTOR, str(error).encode())
@@ -123,7 +123,7 @@ def _take_descriptors(descriptors: list[int]) -> None:
 
 
 def close_descriptors_but(*kept: int) -> None:
-    """Close all descriptors except the standard streams and ``kept``, which is ascending."""
+    """Close all descriptors except the standard streams and ``kept``, in ascending order."""
     first = 3
     for descriptor in kept:
         os.closerange(first, descriptor)
@@ -132,7 +132,7 @@ def close_descriptors_but(*kept: int) -> None:
 
 
 def isolate(limits: ChildLimits, slot: int) -> str:
-    """Leave the zygote's namespaces and user. Returns the scratch directory, which becomes the working directory."""
+    """Leave the zygote's namespaces and user, and enter the scratch directory. Returns its path."""
     os.nice(_NICENESS)
     kernel.offer_to_oom_killer()
     signal.set_wakeup_fd(-1)
@@ -144,7 +144,7 @@ def isolate(limits: ChildLimits, slot: int) -> str:
         directory = f"{os.environ.pop(SCRATCH_VARIABLE)}/{slot}"
         os.environ["HOME"] = os.environ["TMPDIR"] = directory
     else:
-        # Signals to a process group cross PID namespaces. No new session: that would get its own share of CPU time.
+        # Signals to a process group cross PID namespaces. A new session would receive a separate share of CPU time.
         os.setpgid(0, 0)
         kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC)
         directory = SCRATCH
@@ -167,7 +167,7 @@ def isolate(limits: ChildLimits, slot: int) -> str:
 def _run(scratch: str) -> tuple[int, bytes, tuple[str, ...]]:
     """Run the program as ``__main__``. Returns its exit status, the mark for the status pipe, and names to fetch.
 
-    Only this mark counts, not what others write to the pipe, such as a fork that ran out of memory.
+    Only this mark counts. Marks of other processes, such as a fork that ran out of memory, are ignored.
     """
     sys.path.insert(0, "")
     gc.enable()
@@ -185,6 +185,6 @@ def _run(scratch: str) -> tuple[int, bytes, tuple[str, ...]]:
 
 
 def _fetch(scratch: str, names: tuple[str, ...]) -> None:
-    """Fetch files. A program may have broken what this needs; the outcome is unchanged."""
+    """Fetch files. Ignores all errors, because the program may have broken the interpreter."""
     with contextlib.suppress(BaseException):
         fetch_files(scratch, names, Fetched(_FETCHED_DESCRIPTOR, names))

@@ -1,7 +1,7 @@
-"""Cleanup without namespaces: processes and files that programs leave behind, and a process above the server.
+"""Cleanup without namespaces: leftover processes and files of programs, and the supervisor of the server.
 
-The kernel kills the processes of a PID namespace. Without one, the process above the server outlives it, adopts
-orphans and kills them itself.
+The kernel kills the processes of a PID namespace. Without a namespace, the parent process of the server outlives the
+server, adopts orphans and kills them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
 from agentrl_sandbox.runner.isolation import has_separate_users
 from agentrl_sandbox.runner.usage import children, files_of
 
-# Finds the processes below a process and kills those that a program left behind.
+# Kills the processes that a program left behind.
 
 _KILL_SECONDS = 10.0  # for processes to end after SIGKILL
 _PAUSE_SECONDS = 0.001
@@ -30,8 +30,8 @@ _PAUSE_SECONDS = 0.001
 def kill_leftover_processes(keep: Collection[int], user: int | None = None) -> None:
     """Kill and reap every child of this process except ``keep``, with all descendants.
 
-    This process must adopt orphans, so that all leftover processes are its children. If a slot has its own ``user``,
-    all of its processes are killed at once, so that none can escape by forking. Raises TimeoutError.
+    This process must adopt orphans, so that all leftover processes are its children. If a slot has a separate ``user``,
+    all processes of the user are killed at once, so that none can escape by forking. Raises TimeoutError.
     """
     deadline = time.monotonic() + _KILL_SECONDS
     while strays := [pid for pid in children(os.getpid()) if pid not in keep]:
@@ -62,7 +62,7 @@ def run_as(user: int | None, action: Callable[[], None]) -> int:
 
 
 def run_helper(user: int | None, action: Callable[[], None]) -> None:
-    """``run_as``, and wait for it. Raises OSError if it failed."""
+    """Run ``action`` as ``user`` in a forked process and wait for it. Raises OSError if it fails."""
     _, status = os.waitpid(run_as(user, action), 0)
     if status != 0:
         raise OSError(f"a helper process exited with status {os.waitstatus_to_exitcode(status)}")
@@ -71,8 +71,8 @@ def run_helper(user: int | None, action: Callable[[], None]) -> None:
 def _end_trees(roots: Collection[int]) -> None:
     """Kill these processes and all their descendants.
 
-    It signals whole process groups, which the kernel does atomically between forks, and stops all processes before it
-    kills any. Stopped processes still count against RLIMIT_NPROC, so a fork bomb in other groups is exhausted.
+    Signals are sent to complete process groups, atomically between forks. All processes are stopped before any is
+    killed. Stopped processes still count against RLIMIT_NPROC, so a fork bomb in other groups runs out of processes.
     """
     own, stopped = os.getpgid(0), set[int]()
     while found := _stop_below([*roots, *stopped], stopped, own):
@@ -98,7 +98,7 @@ def _stop_below(roots: list[int], stopped: set[int], own: int) -> set[int]:
 
 
 def _signal(pid: int, number: int, own: int) -> None:
-    """Signal a process, and its process group unless that is still ``own``."""
+    """Send a signal to the process group of a process, or only to the process if the group is ``own``."""
     with contextlib.suppress(ProcessLookupError):
         group = os.getpgid(pid)
         if group == own:
@@ -107,14 +107,14 @@ def _signal(pid: int, number: int, own: int) -> None:
             os.killpg(group, number)
 
 
-# Without namespaces: removes the files that a program left in its scratch directory and in shared memory.
+# Removes the files that a program left in its scratch directory and in shared memory.
 
 SHARED_MEMORY = "/dev/shm"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def is_clean(scratch: str, user: int | None) -> bool:
-    """Return True if a program left no files in its scratch directory or, with its own user, in shared memory."""
+    """Return True if a program left no files in its scratch directory or, with a separate user, in shared memory."""
     with os.scandir(scratch) as entries:
         if any(entries):
             return False
@@ -122,7 +122,7 @@ def is_clean(scratch: str, user: int | None) -> bool:
 
 
 def clean(scratch: str, user: int | None) -> None:
-    """Remove all files of a program. Call it as the program's user, once no process of it is left."""
+    """Remove all files of a program. Call it as the program's user, after its last process has ended."""
     empty(scratch)
     if user is not None:
         for path, _ in list(files_of(user, SHARED_MEMORY)):
@@ -133,11 +133,11 @@ def clean(scratch: str, user: int | None) -> None:
 def empty(directory: str) -> None:
     """Remove everything in a directory, at any depth and with any permissions.
 
-    It moves down and up one step at a time, so paths, open files and the stack do not grow with the depth.
+    The traversal moves one level at a time, so paths, open files and the stack do not grow with the depth.
     """
     here = os.open(directory, _DIRECTORY)
     way: list[str] = []  # the path from the directory to here
-    waiting = [_unlink_files(here)]  # for each directory on the way, its remaining subdirectories
+    waiting = [_unlink_files(here)]  # for each directory on the path, its remaining subdirectories
     while way or waiting[-1]:
         if waiting[-1]:
             name = waiting[-1].pop()
@@ -159,7 +159,7 @@ def _go(here: int, name: str) -> int:
 
 
 def _unlink_files(directory: int) -> list[str]:
-    """Remove everything except directories; return their names."""
+    """Remove all entries except directories, and return the names of the directories."""
     directories: list[str] = []
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -175,7 +175,7 @@ _POLL_SECONDS = 1.0
 
 
 def fork_server(config: RunnerConfig, descriptor: int) -> None:
-    """Create the scratch directories and fork the server; only the server returns. ``descriptor`` is its socket.
+    """Create the scratch directories and fork the server. Only the server returns. ``descriptor`` is its socket.
 
     Raises PermissionError if the programs' users cannot access the interpreter.
     """
@@ -199,7 +199,7 @@ def fork_server(config: RunnerConfig, descriptor: int) -> None:
 
 
 def clean_up(config: RunnerConfig, directory: str) -> None:
-    """Kill every process below this one and remove the scratch directories of all slots."""
+    """Kill all descendants of this process and remove the scratch directories of all slots."""
     kill_leftover_processes(())
     separate_users = has_separate_users(config)
     with contextlib.suppress(FileNotFoundError):
@@ -212,7 +212,7 @@ def clean_up(config: RunnerConfig, directory: str) -> None:
 
 
 def _check_reach(config: RunnerConfig) -> None:
-    """Without namespaces other users must be able to enter the interpreter's directories."""
+    """Raise PermissionError if the programs' users cannot enter the interpreter's directories."""
     closed = [path for path in dict.fromkeys(config.readable) if not _can_list(config.first_user, path)]
     if closed:
         raise PermissionError(
@@ -230,7 +230,7 @@ def _can_list(user: int, path: str) -> bool:
 
 
 def _make_scratch(config: RunnerConfig) -> str:
-    """Create one directory per slot. Its user may write to it through its group but not change its permissions."""
+    """Create one directory per slot. Its user may write through the group but not change the permissions."""
     directory = tempfile.mkdtemp(prefix="agentrl-sandbox-")
     separate_users = has_separate_users(config)
     os.chmod(directory, 0o711 if separate_users else 0o700)

@@ -1,4 +1,4 @@
-"""Configuration of the fork server, its messages with client and zygotes, and the choice of a zygote."""
+"""Configuration of the fork server, its messages to client and zygotes, and the choice of a zygote."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import TypedDict
 
 from agentrl_sandbox.call import CallHeader, ExecutionHeader
 
-# The headers of messages between client, fork server, zygotes and session inits. ``op`` says which fields one has.
-#
-# The modules that read them list the operations: ``server``, ``zygote`` and ``session_process``.
+# Headers of the messages between client, fork server, zygotes and session inits. ``op`` determines the other fields.
+# The modules ``server``, ``zygote`` and ``session_process`` document the operations.
 
 
 class ServerRequest(CallHeader, total=False):
@@ -47,17 +46,16 @@ class ProcessMessage(TypedDict, total=False):
     why: str
 
 
-# Chooses the interpreter from which a program is forked. A wrong choice costs time but does not change the result.
-#
-# The text is scanned with regular expressions, not parsed: parsing untrusted code could exhaust the server, and both
-# interpreters can import everything.
+# Chooses the interpreter from which a program is forked. A wrong choice costs time but does not change the result,
+# because both interpreters can import all modules. The source is scanned with regular expressions, because parsing
+# untrusted code could exhaust the server.
 
 _BARE_MODULES = """
 math cmath random itertools functools collections fractions decimal operator string re time heapq bisect copy numbers
 statistics datetime json typing enum abc io contextlib dataclasses types
 """
 BARE_MODULES = tuple(_BARE_MODULES.split())
-"""Modules that the bare interpreter has already imported."""
+"""Modules imported by the bare interpreter."""
 
 _FREE_MODULES = frozenset(BARE_MODULES) | {"sys", "os", "__future__", "signal", "gc", "errno", "resource", "ctypes"}
 _SUSPECT = re.compile(r"\b(import|__import__|importlib|exec|eval|runpy|subprocess|multiprocessing|pickle)\b")
@@ -93,7 +91,7 @@ def _is_free(clause: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerConfig:
-    """Limits and paths, fixed for the lifetime of a server. ``isolate`` is one of ``root``, ``user``, ``none``."""
+    """Limits and paths, fixed for the lifetime of a server. ``isolate`` is ``root``, ``user`` or ``none``."""
 
     isolate: str
     memory_mb: int
@@ -106,14 +104,14 @@ class RunnerConfig:
     session_idle_timeout: float
     workers: int
     library_paths: Sequence[str]  # directories on the programs' sys.path, beyond the standard library
-    package_path: str  # the directory that holds this package
+    package_path: str  # the directory that contains this package
     readable: Sequence[str]  # directories that programs may read, beyond the system's
     client_pid: int
     first_user: int  # with root, the program in slot i runs as user and group ``first_user + i``
 
     @property
     def slots(self) -> int:
-        """The number of users and scratch directories: one for each worker, then one for each session."""
+        """Number of users and scratch directories: one for each worker, then one for each session."""
         return self.workers + self.max_sessions
 
     def to_json(self) -> str:
@@ -125,13 +123,13 @@ class RunnerConfig:
 
 
 SCRATCH_VARIABLE = "AGENTRL_SCRATCH"
-"""Without namespaces: the variable that gives server and zygotes the directory of the scratch directories."""
+"""Environment variable with the parent of the scratch directories, set for server and zygotes without namespaces."""
 
 
 def python_command(executable: str, module: str, package_path: str, *arguments: str) -> list[str]:
     """Return the command line that runs ``module.main`` without site, user or working directory on ``sys.path``.
 
-    ``-I`` would ignore PYTHONHASHSEED, which is fixed so that sets print alike from run to run.
+    ``-I`` would ignore PYTHONHASHSEED, which is fixed so that sets are printed in the same order in every run.
     """
     start = f"import sys; sys.path.append({package_path!r}); from {module} import main; main()"
     return [executable, "-s", "-S", "-P", "-X", "utf8", "-c", start, *arguments]

@@ -1,7 +1,7 @@
-"""Writes and reads files of a scratch directory, in the child, as the slot's user.
+"""Files in a scratch directory, written and read by the child as the slot's user.
 
-A program may have put anything there. Each path component is opened relative to the previous one, without following
-links, so a path cannot leave the directory. Fetched files are opened without blocking and must be regular files.
+The contents of the directory are untrusted. Each path component is opened relative to the previous component, without
+following links, so a path cannot leave the directory. Fetched files are opened without blocking and must be regular.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Iterator, Sequence
 
 # The memory file that returns fetched files. It cannot grow, and its contents are untrusted.
 #
-# Eight bytes for the length of the rest, then for each file its index among the requested names (4 bytes), its size
-# (8 bytes) and its content. The length is written last: until then nothing counts as fetched.
+# It contains the length of the rest (8 bytes), then for each file its index in the requested names (4 bytes), its size
+# (8 bytes) and its content. The length is written last, and until then no file counts as fetched.
 
 _LENGTH = struct.Struct("!Q")
 _RECORD = struct.Struct("!IQ")
 _F_ADD_SEALS = 1033
-_SEALS = 0x1 | 0x2 | 0x4  # no further seal, no shrinking, no growing
+_SEALS = 0x1 | 0x2 | 0x4  # forbid further seals, shrinking and growing
 
 
 def create_fetch_file(limit: int, names: Sequence[str]) -> int:
-    """Create a memory file for at most ``limit`` bytes of content. It uses memory only as it is written."""
+    """Create a memory file for at most ``limit`` bytes of content. Memory is allocated on write."""
     file = os.memfd_create("files", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, _LENGTH.size + len(names) * _RECORD.size + limit)
     fcntl.fcntl(file, _F_ADD_SEALS, _SEALS)
@@ -58,7 +58,7 @@ class Fetched:
         self._end = _LENGTH.size
 
     def add(self, index: int, source: int, size: int) -> None:
-        """Append a file of ``size`` bytes if it fits completely. After an OSError nothing was appended."""
+        """Append a file of ``size`` bytes if it fits completely. After an OSError, nothing is appended."""
         if size > self._left:
             return
         os.lseek(self._file, self._end + _RECORD.size, os.SEEK_SET)
@@ -68,13 +68,13 @@ class Fetched:
             if sent == 0:
                 break
             left -= sent
-        size -= left  # the file became shorter meanwhile
+        size -= left  # the file was truncated while it was read
         os.pwrite(self._file, _RECORD.pack(index, size), self._end)
         self._end += _RECORD.size + size
         self._left -= size
 
     def seal(self) -> None:
-        """Write the length. Until then, the file counts as empty."""
+        """Write the length, before which the file counts as empty."""
         os.pwrite(self._file, _LENGTH.pack(self._end - _LENGTH.size), 0)
 
 
@@ -84,7 +84,7 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def write_files(scratch: str, source: int, files: Sequence[tuple[str, int]]) -> None:
-    """Write files of these names and sizes, in order, from the position of ``source``. Raises OSError."""
+    """Write files with these names and sizes, in order, from the position of ``source``. Raises OSError."""
     for name, size in files:
         with _opened(scratch, name, _WRITE, make=True) as target:
             if not stat.S_ISREG(os.fstat(target).st_mode):
@@ -93,9 +93,9 @@ def write_files(scratch: str, source: int, files: Sequence[tuple[str, int]]) -> 
 
 
 def fetch_files(scratch: str, names: Sequence[str], fetched: Fetched) -> None:
-    """Copy the files in ``names`` that are regular and fit into ``fetched``."""
+    """Copy the files in ``names`` into ``fetched``, if they are regular and fit."""
     for index, name in enumerate(names):
-        # Missing files, links and what cannot be read are left out.
+        # Missing files, links and unreadable files are skipped.
         with contextlib.suppress(OSError), _opened(scratch, name, _READ, make=False) as file:
             status = os.fstat(file)
             if stat.S_ISREG(status.st_mode):
@@ -105,7 +105,7 @@ def fetch_files(scratch: str, names: Sequence[str], fetched: Fetched) -> None:
 
 @contextlib.contextmanager
 def _opened(scratch: str, name: str, flags: int, *, make: bool) -> Iterator[int]:
-    """Open a file. ``make`` creates its parent directories."""
+    """Open a file. ``make``: create its parent directories."""
     *directories, last = name.split("/")
     current = os.open(scratch, _DIRECTORY)
     try:

@@ -1,7 +1,6 @@
-"""Runs a program's text as ``__main__`` in this process and returns the exit status that Python would.
+"""Execution of a program as ``__main__`` in this process, with the exit status that Python would return.
 
-Here are also the order for a run, which the child reads from a memory file, fresh random states, and the echo of a
-last expression.
+Also the memory file through which a child receives its program, fresh random states, and the echo of a last expression.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from agentrl_sandbox.runner.files import write_files
 
 # One program to run, and the memory file in which a child receives it.
 #
-# The memory file holds the length of a header (8 bytes), the header, the program, the files, and last the program's
-# stdin: the child reads up to there and passes the rest of the file to the program as descriptor 0.
+# The memory file contains the length of a header (8 bytes), the header, the program, the files, and the program's
+# stdin. The child reads up to stdin and passes the rest of the file to the program as descriptor 0.
 
 _F_ADD_SEALS = 1033
-_SEALS = 0x1 | 0x2 | 0x4 | 0x8  # no further seal, no shrinking, no growing, no writing
+_SEALS = 0x1 | 0x2 | 0x4 | 0x8  # forbid further seals, shrinking, growing and writing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """A run on the server's side. ``session`` is the server's number."""
+    """The server's record of a requested run. ``session`` is the session's number at the server."""
 
     identifier: int
     session: int | None
@@ -58,7 +57,7 @@ class Order:
 
 
 def to_memory_file(call: Call) -> int:
-    """Create a memory file for the child, positioned at its start. The program cannot write to it."""
+    """Create a memory file for the child, positioned at its start. It is sealed against writes by the program."""
     _, (source, stdin, *contents) = call.frame()
     header = {
         "source": len(source),
@@ -78,7 +77,7 @@ def to_memory_file(call: Call) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A run on the child's side. The contents of files stay in the memory file."""
+    """The child's record of its run. The contents of files stay in the memory file."""
 
     source: bytes
     echo: bool
@@ -104,20 +103,20 @@ def _read(descriptor: int, size: int) -> bytes:
     return data
 
 
-# Reseeds the random generators of a warm interpreter, since all its children would draw the same numbers.
+# Reseeds the random generators of a warm interpreter. Otherwise all its children would draw the same numbers.
 #
-# Only ``random`` reseeds itself after a fork. Libraries may have created generators at import: SymPy has three, NumPy
-# one. They are found once, in the warm interpreter, and reseeded in each child.
+# Only ``random`` reseeds itself after a fork. Libraries create generators when they are imported (SymPy three, NumPy
+# one). They are located once, in the warm interpreter, and reseeded in each child.
 
 _SEED_BYTES = 32
 _KEY_BYTES = 624 * 4
 
 
 def find_generators() -> tuple[Callable[[], None], ...]:
-    """Return a function for each random generator in memory that seeds it from the kernel's randomness.
+    """Return, for each random generator in memory, a function that seeds it from the kernel's randomness.
 
-    The slow work is done here, once: a call into NumPy costs a fresh child most of a millisecond. Call this before
-    ``gc.freeze``, which hides objects.
+    Slow work is done once, in this function, because a call into NumPy costs a fresh child almost a millisecond. Call
+    it before ``gc.freeze``, which hides objects.
     """
     things = gc.get_objects()
     after_fork = random.seed.__self__  # type: ignore[attr-defined]
@@ -126,19 +125,19 @@ def find_generators() -> tuple[Callable[[], None], ...]:
     if numpy is None:
         return tuple(own)
     for item in things:
-        if isinstance(item, numpy.random.RandomState):  # it may hold a cached normal number
+        if isinstance(item, numpy.random.RandomState):  # it may contain a cached normal variate
             item.set_state({**item.get_state(legacy=False), "has_gauss": 0, "gauss": 0.0})
     return (*own, *(_bits(item) for item in things if isinstance(item, numpy.random.BitGenerator)))
 
 
 def _python(generator: random.Random) -> Callable[[], None]:
-    generator.gauss_next = None  # type: ignore[attr-defined]  # also a cached number
+    generator.gauss_next = None  # type: ignore[attr-defined]  # also a cached variate
     seed = super(random.Random, generator).seed
     return lambda: seed(int.from_bytes(os.urandom(_SEED_BYTES), "big"))
 
 
 def _bits(generator: Any) -> Callable[[], None]:
-    """Reseed a NumPy bit generator: its state, and the seeds of those it spawns."""
+    """Return a function that reseeds a NumPy bit generator, including the seeds of generators that it spawns."""
 
     def renew() -> None:
         generator.__setstate__(type(generator)().__getstate__())
@@ -146,12 +145,12 @@ def _bits(generator: Any) -> Callable[[], None]:
     address = generator.ctypes.state_address
     if type(generator).__name__ != "MT19937" or not _lies_at(address, generator.state["state"]):
         return renew
-    generator._legacy_seeding(None)  # from here on it cannot spawn
+    generator._legacy_seeding(None)  # afterwards it cannot spawn generators
     return lambda: _write_key(address)
 
 
 def _lies_at(address: int, state: dict[str, Any]) -> bool:
-    """Return True if the Mersenne Twister's key and position have the memory layout of all NumPy versions so far."""
+    """Return True if the Mersenne Twister's key and position have the memory layout of known NumPy versions."""
     key, position = ctypes.string_at(address, _KEY_BYTES), ctypes.c_int.from_address(address + _KEY_BYTES).value
     return (key, position) == (state["key"].tobytes(), state["pos"])
 
@@ -165,8 +164,8 @@ def _write_key(address: int) -> None:
 # Compiles a program so that the value of its last expression is printed, as in a notebook.
 #
 # If the last statement of the syntax tree is an expression, it is compiled as in the interactive interpreter, which
-# passes its value to ``sys.displayhook``: the representation is printed, or nothing for None. A semicolon after the
-# expression suppresses this.
+# passes the value to ``sys.displayhook``. The hook prints the representation of values other than None. A semicolon
+# after the expression suppresses the output.
 
 _FUTURE = functools.reduce(
     operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -175,7 +174,7 @@ _LINES = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n|\Z)")
 
 
 def compile_with_echo(text: str, name: str) -> list[CodeType]:
-    """Return the code objects to execute in order. Raises the errors of ``compile`` before any code runs."""
+    """Compile to code objects that are executed in order. Raises the errors of ``compile`` before any code runs."""
     tree = compile(text, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
     assert isinstance(tree, ast.Module)
     last = tree.body[-1] if tree.body else None
@@ -199,7 +198,7 @@ def _is_silenced(text: str, last: ast.Expr) -> bool:
 
 
 UNCAUGHT = 1
-"""The exit status of a program that an exception ended."""
+"""Exit status of a program that ended with an uncaught exception."""
 
 
 def make_main() -> ModuleType:
@@ -211,9 +210,10 @@ def make_main() -> ModuleType:
 
 
 def take_task(scratch: str, on_out_of_memory: Callable[[], None]) -> Task | None:
-    """Read the task from descriptor 0 and write its files. If that fails, print the reason and return None.
+    """Read the task from descriptor 0 and write its files. On failure, prints the reason and returns None.
 
-    The caller, often a policy, chooses number, names and sizes of the files, so exceeding a limit is its own error.
+    The caller, often a policy, chooses number, names and sizes of the files, so exceeding a limit is an error of the
+    program.
     """
     try:
         task = read_task(0)
@@ -229,7 +229,7 @@ def take_task(scratch: str, on_out_of_memory: Callable[[], None]) -> Task | None
 
 
 def run(task: Task, name: str, main: ModuleType, on_out_of_memory: Callable[[], None]) -> int:
-    """Run the program in ``main``, as ``name`` in tracebacks. Returns its exit status; reports an exception."""
+    """Run the program in ``main``, as ``name`` in tracebacks. Prints an uncaught exception. Returns the exit status."""
     try:
         _execute(task, name, main)
     except SystemExit as leaving:
@@ -241,7 +241,7 @@ def run(task: Task, name: str, main: ModuleType, on_out_of_memory: Callable[[], 
 
 
 def finish(exit_code: int, on_out_of_memory: Callable[[], None], *, leaves: bool) -> int:
-    """Join non-daemon threads and flush streams; if the interpreter ``leaves``, as at exit. Returns the exit status."""
+    """Join non-daemon threads and flush streams. ``leaves``: also run exit functions. Returns the exit status."""
     threading = sys.modules.get("threading")
     try:
         if leaves:
@@ -283,7 +283,7 @@ def _exit_status(code: object) -> int:
 
 
 def _report(error: BaseException, on_out_of_memory: Callable[[], None]) -> None:
-    """Print the traceback as Python does, starting at the program's first frame."""
+    """Print the traceback in Python's format, starting at the program's first frame."""
     if isinstance(error, MemoryError):
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))

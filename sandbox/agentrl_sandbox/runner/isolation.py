@@ -1,4 +1,4 @@
-"""Isolation layers of a program: Landlock, its file system, and the last step before the program runs."""
+"""Isolation layers of a program: Landlock, its file system, and the lockdown just before the program runs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from collections.abc import Iterable
 from agentrl_sandbox.runner import kernel, seccomp
 from agentrl_sandbox.runner.config import RunnerConfig
 
-# Restricts a process with Landlock to given files, without TCP ports, foreign processes or abstract sockets.
+# Landlock restricts a process to given files and denies TCP ports, signals to other processes and abstract sockets.
 #
-# Paths are opened once, in the zygote; a child only adds the rules and enforces them. Every right that the kernel's
-# Landlock supports is denied unless a rule grants it; older kernels support fewer (``abi``).
+# Paths are opened once, in the zygote. A child only adds the rules and enforces them. All rights that the kernel's
+# Landlock supports are denied unless a rule grants them. Older kernels support fewer rights (``abi``).
 
-_CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446  # the same on every machine
+_CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446  # the same on all architectures
 _VERSION = 1
 _PATH_BENEATH = 1
-_QUIET = 1  # denials do not fill the host's audit log (ABI 7)
+_QUIET = 1  # keeps denials out of the host's audit log (ABI 7)
 
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _REMOVE_DIR, REMOVE_FILE, _MAKE_DIR, MAKE_FILE = 1 << 4, 1 << 5, 1 << 7, 1 << 8
@@ -32,7 +32,7 @@ _EDIT = WRITE_FILE | TRUNCATE | _REMOVE_DIR | REMOVE_FILE | _MAKE_DIR | MAKE_FIL
 SCRATCH_RIGHTS = LOOK | _EDIT
 DEVICE = READ_FILE | WRITE_FILE | TRUNCATE
 OWN_SHARED_MEMORY = READ_FILE | WRITE_FILE | TRUNCATE | MAKE_FILE | REMOVE_FILE
-_FOR_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | _IOCTL_DEVICE  # the rights a rule on a file may give
+_FOR_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | _IOCTL_DEVICE  # the rights that a rule on a file may grant
 
 _FILES_BY_ABI = {1: (1 << 13) - 1, 2: _REFER, 3: TRUNCATE, 5: _IOCTL_DEVICE}
 _TCP = 0b11  # bind and connect, ABI 4
@@ -54,7 +54,7 @@ def abi() -> int:
 
 
 class Rules:
-    """The rules shared by all children: readable files, and devices. Holds a descriptor for each."""
+    """Rules shared by all children: readable files and devices, each with an open descriptor."""
 
     def __init__(self, version: int, rights: Iterable[tuple[str, int]]) -> None:
         self._files = sum(bits for since, bits in _FILES_BY_ABI.items() if since <= version)
@@ -65,7 +65,7 @@ class Rules:
         self._rules = [self._rule(path, bits) for path, bits in rights if os.path.exists(path)]
 
     def enforce(self, own: Iterable[tuple[str, int]]) -> None:
-        """Restrict this process and its children permanently, with rules for its own paths added. Raises OSError."""
+        """Restrict this process and its children permanently, with additional rules ``own``. Raises OSError."""
         arguments = ctypes.byref(self._attributes), ctypes.c_size_t(self._size), ctypes.c_uint(0)
         ruleset = kernel.checked_call("landlock_create_ruleset", _CREATE, *arguments)
         mine = [_PathBeneath(bits & self._files, os.open(path, os.O_PATH)) for path, bits in own]
@@ -82,15 +82,15 @@ class Rules:
         return _PathBeneath(rights & known, descriptor)
 
 
-# The file system that programs see: the interpreter and the system's libraries, read-only, and a scratch directory.
+# The file system of programs: the interpreter and the system's libraries, read-only, and a scratch directory.
 #
-# The server calls ``enter`` once, before it starts anything. A program's ``/scratch`` is mounted later, in the mount
-# namespace of the program.
+# The server calls ``enter`` once, before it starts any process. ``/scratch`` is mounted later, in the mount namespace
+# of the program.
 
 SCRATCH = "/scratch"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
-# Without /dev/zero, because nothing counts the memory of a shared mapping of it.
+# Without /dev/zero, because the memory of its shared mappings is not counted.
 _DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 _LINKS = {"/tmp": SCRATCH, "/dev/shm": SCRATCH, "/dev/fd": "/proc/self/fd"}
 _BUILD_AT = "/tmp"  # hidden by the new root, in this mount namespace only
@@ -99,7 +99,7 @@ _BUILD_AT = "/tmp"  # hidden by the new root, in this mount namespace only
 def enter(readable: Iterable[str]) -> None:
     """Move this process into new namespaces, with a root that contains only ``readable`` and the system.
 
-    The only network is then an unconfigured loopback. Raises OSError if the kernel refuses.
+    The only network is an unconfigured loopback. Raises OSError if the kernel denies the namespaces.
     """
     kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
     with contextlib.suppress(OSError):  # a kernel without cgroups has no cgroup namespace
@@ -120,13 +120,13 @@ def enter(readable: Iterable[str]) -> None:
 
 
 def mount_proc(flags: int) -> None:
-    """Mount /proc of this PID namespace, and hide the command line of the host's kernel."""
+    """Mount /proc of this PID namespace, and hide the host kernel's command line."""
     kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC)
     kernel.mount("/dev/null", "/proc/cmdline", None, kernel.MS_BIND)
 
 
 def become_namespace_root(also: int = 0) -> None:
-    """Enter a new user namespace in which this process's user is root and the only user."""
+    """Enter a new user namespace in which this process's user is root and the only user. ``also``: further flags."""
     user, group = os.geteuid(), os.getegid()
     kernel.unshare(kernel.CLONE_NEWUSER | also)
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
@@ -135,7 +135,7 @@ def become_namespace_root(also: int = 0) -> None:
 
 
 def visible(readable: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the files visible to programs: readable paths, none inside another, and devices."""
+    """Return the files and the devices visible to programs. No path is inside another."""
     wanted = [path for path in _SYSTEM if not os.path.islink(path)]
     for path in readable:
         wanted += [os.path.abspath(path), os.path.realpath(path)]
@@ -148,7 +148,7 @@ def visible(readable: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _open_sources(readable: Iterable[str]) -> dict[str, tuple[int, bool]]:
-    """Open path descriptors of all paths to bind, so that the new root may cover any of them."""
+    """Open descriptors of all paths to bind, because the new root may cover them."""
     files, devices = visible(readable)
     chosen = files + devices
     return {path: (os.open(path, os.O_PATH | os.O_CLOEXEC), os.path.isdir(path)) for path in chosen}
@@ -173,7 +173,7 @@ def _add_links() -> None:
             os.symlink(os.readlink(path), _BUILD_AT + path)
     for path, target in _LINKS.items():
         if os.path.isdir(_BUILD_AT + path):
-            continue  # the interpreter is inside it, so it stays a read-only directory that shows only that
+            continue  # contains the interpreter, so it remains a read-only directory without other entries
         os.makedirs(os.path.dirname(_BUILD_AT + path), exist_ok=True)
         os.symlink(target, _BUILD_AT + path)
 
@@ -191,7 +191,7 @@ _SHARED_MEMORY = "/dev/shm"
 
 
 class Lockdown:
-    """The last restriction of a child. Prepared once in the zygote."""
+    """The final restriction of a child, prepared once in the zygote."""
 
     def __init__(self, config: RunnerConfig) -> None:
         namespaces = config.isolate != "none"
@@ -211,7 +211,7 @@ class Lockdown:
             self._rules = Rules(version, rights)
 
     def close(self, scratch: str) -> None:
-        """Restrict this process permanently: it can write only to ``scratch``. Raises OSError."""
+        """Restrict this process permanently, so that it can write only to ``scratch``. Raises OSError."""
         if self._rules is not None:
             self._rules.enforce(((scratch, SCRATCH_RIGHTS), (self._processes, LOOK)))
         if self._filter is not None:
@@ -219,7 +219,7 @@ class Lockdown:
 
 
 def has_separate_users(config: RunnerConfig) -> bool:
-    """Return True if every slot has its own user."""
+    """Return True if every slot has a separate user."""
     return config.isolate != "user" and kernel.may_change_user()
 
 

@@ -1,4 +1,4 @@
-"""Linux calls that Python does not provide. Each raises OSError with the kernel's errno."""
+"""Linux system calls that Python lacks. They raise OSError with the kernel's errno."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _CAP_VERSION_3 = 0x20080522
 _libc = ctypes.CDLL(None, use_errno=True)
 _machine = platform.machine()
 for _name in ("mount", "umount2", "prctl", "setns", "syscall", "unshare"):
-    getattr(_libc, _name)  # look the symbol up here and not in every child
+    getattr(_libc, _name)  # look up the symbol once, and not in every child
 
 
 class _MountAttr(ctypes.Structure):
@@ -57,22 +57,22 @@ class _MountAttr(ctypes.Structure):
 
 
 def system_call(number: int, *arguments: object) -> int:
-    """Make a system call by number; -1 if it fails."""
+    """Make a system call by number. Returns -1 if it fails."""
     return int(_libc.syscall(ctypes.c_long(number), *arguments))
 
 
 def checked_call(name: str, number: int, *arguments: object) -> int:
-    """Make a system call by number. Raises OSError."""
+    """Make a system call by number. Raises OSError if it fails."""
     return _call("syscall", name, ctypes.c_long(number), *arguments)
 
 
 def unshare(flags: int) -> None:
-    """Move this process (its future children, for a PID namespace) into new namespaces."""
+    """Move this process into new namespaces. A new PID namespace applies to its future children."""
     _call("unshare", "unshare", ctypes.c_int(flags))
 
 
 def setns(descriptor: int, kind: int) -> None:
-    """Join the namespace behind a descriptor."""
+    """Join the namespace of a descriptor."""
     _call("setns", "setns", ctypes.c_int(descriptor), ctypes.c_int(kind))
 
 
@@ -95,14 +95,14 @@ def add_mount_attributes(target: str, attributes: int, *, recursive: bool) -> No
 
 
 def pivot_root_here() -> None:
-    """Make the current directory, a mount point, the root, and drop the old root."""
+    """Make the current directory, which must be a mount point, the root, and detach the old root."""
     checked_call("pivot_root", _number(_SYS_PIVOT_ROOT), b".", b".")
     detach(".")
     os.chdir("/")
 
 
 def collapse_pages(begin: int, end: int) -> int:
-    """Merge touched pages of an address range into huge ones; returns how many the kernel made (0 if it cannot)."""
+    """Merge the pages of an address range into huge pages. Returns the number of huge pages, 0 if not supported."""
     aligned = range(-(-begin // _HUGE) * _HUGE, end // _HUGE * _HUGE, _HUGE)
     made = 0
     for address in aligned:
@@ -112,14 +112,14 @@ def collapse_pages(begin: int, end: int) -> int:
 
 
 def die_with_parent(signal_number: int) -> None:
-    """Send this process a signal when the thread that made it ends."""
+    """Send this process a signal when the thread that created it ends."""
     _prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 def adopt_orphans(*, needed: bool) -> None:
     """Become the parent of every orphaned descendant.
 
-    Old versions of gVisor cannot. That is an error only if ``needed``: if stray processes cannot be found by user.
+    Old versions of gVisor do not support this, which is an error only if ``needed``.
     """
     try:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -129,22 +129,22 @@ def adopt_orphans(*, needed: bool) -> None:
 
 
 def set_dumpable() -> None:
-    """Give this process's /proc entries back to its user after a change of user."""
+    """Make the user own this process's /proc entries again after a change of user."""
     _prctl(_PR_SET_DUMPABLE, 1)
 
 
 def forbid_tracing() -> None:
-    """Close this process's memory and /proc entries to other processes of its user."""
+    """Deny other processes of the same user access to this process's memory and /proc entries."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def no_new_privileges() -> None:
-    """Keep this process and its children from gaining privileges by exec."""
+    """Prevent this process and its children from gaining privileges by exec."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, also across exec."""
+    """Drop all capabilities, also across exec."""
     capability = 0
     while _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) == 0:
         capability += 1
@@ -154,9 +154,9 @@ def drop_capabilities() -> None:
 
 
 def may_change_user() -> bool:
-    """Return True if this process may switch to another user, give it files and kill its processes.
+    """Return True if this process may become another user, change the owner of files and kill the user's processes.
 
-    That takes CAP_CHOWN, CAP_KILL, CAP_SETGID and CAP_SETUID.
+    This requires CAP_CHOWN, CAP_KILL, CAP_SETGID and CAP_SETUID.
     """
     with open("/proc/self/status", encoding="ascii") as file:
         effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff"))
@@ -164,7 +164,7 @@ def may_change_user() -> bool:
 
 
 def become(user: int) -> None:
-    """Switch to a user and the group of the same number, and drop all other groups."""
+    """Switch to a user and to the group with the same id, and drop all other groups."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
@@ -172,9 +172,9 @@ def become(user: int) -> None:
 
 @contextlib.contextmanager
 def files_of(user: int | None) -> Iterator[None]:
-    """Access files and /proc with a user's rights (None: unchanged), without receiving its signals.
+    """Access files and /proc with a user's rights (None: unchanged), without becoming a target of the user's signals.
 
-    Changing the file system user resets ``die_with_parent``, which is restored at the end.
+    A change of the file system user resets ``die_with_parent``, which is restored at the end.
     """
     if user is None:
         yield
@@ -193,7 +193,7 @@ def files_of(user: int | None) -> Iterator[None]:
 
 
 def offer_to_oom_killer() -> None:
-    """Have the kernel kill this process and its children first when memory runs out."""
+    """Make this process and its children the first targets of the out-of-memory killer."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")
 

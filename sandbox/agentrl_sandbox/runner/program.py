@@ -1,4 +1,4 @@
-"""A running program on the server's side: its output, limits and outcome, and the zygotes that fork it."""
+"""The server's view of a running program: output, limits and outcome. Also the zygotes that fork programs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from agentrl_sandbox.runner.usage import (
 )
 from agentrl_sandbox.types import Execution, Outcome
 
-# One output stream of a program: drained while it runs, keeping its head and tail.
+# An output stream of a program, drained while the program runs.
 
 _CHUNK = 65_536
 
@@ -51,7 +51,7 @@ class Capture:
         self._tail_size = 0
 
     def drain(self, most: int) -> bool:
-        """Read available data, at most about ``most`` bytes. True while more may come later."""
+        """Read available data, about ``most`` bytes at most. Returns True while the stream is open."""
         taken = 0
         while self.open and taken < most:
             try:
@@ -72,7 +72,7 @@ class Capture:
         return self.total > 2 * self._half
 
     def text(self) -> bytes:
-        """Head and tail, with a note between them if bytes were dropped."""
+        """Return head and tail, with a note in between if bytes were dropped."""
         tail = b"".join(self._tail)
         if not self.truncated:
             return bytes(self._head) + tail
@@ -93,9 +93,9 @@ class Capture:
             self._tail_size -= len(self._tail.popleft())
 
 
-# Enforces limits that the kernel does not: the memory of a program's processes, and files without their own mount.
+# Limits that the kernel does not enforce: the total memory of a program's processes, and files without a mount.
 #
-# A program decides how much there is to check, so expensive checks take at most a tenth of the server's time.
+# The program determines the amount of work, so expensive checks take at most a tenth of the server's time.
 
 _PERIOD = 10.0  # time between checks, as a multiple of a check's duration
 _SOCKET_BYTES = "/proc/sys/net/core/wmem_default"
@@ -103,7 +103,7 @@ _USUAL_SOCKET_BYTES = 212_992  # default if the network namespace does not show 
 
 
 class Watch:
-    """Checks whether a program exceeds a limit. ``scratch`` holds the slots' directories, without namespaces."""
+    """Checks of a program's limits. ``scratch``: parent of the slots' directories, without namespaces."""
 
     def __init__(self, config: RunnerConfig, scratch: str = "") -> None:
         self._memory = config.memory_mb << 20
@@ -131,11 +131,11 @@ class Watch:
         return kernels.room
 
     def scratch_is_over(self, program: Program) -> bool:
-        """Return True if the files exceed ``scratch_mb`` or are too many. With namespaces the mount enforces this."""
+        """Return True if the files exceed ``scratch_mb`` or are too many. With namespaces, the mount enforces this."""
         return bool(self._scratch) and self._seldom(program, "scratch", lambda: self._count(program).is_over)
 
     def _seldom(self, program: Program, what: str, poll: Callable[[], bool]) -> bool:
-        """Run a check with the rights of the program's user, if it is due."""
+        """Run a check with the rights of the program's user if it is due. Returns its result."""
         started = time.monotonic()
         if started < program.due.get(what, 0.0):
             return False
@@ -172,21 +172,21 @@ class Program:
     cpu_limit: int
     stdout: Capture
     stderr: Capture
-    status: Capture | None  # None in a session, which reports the end itself
+    status: Capture | None  # None in a session, whose interpreter reports the end
     fetch: tuple[str, ...] = ()
-    fetched_file: int = -1  # the memory file that returns them
+    fetched_file: int = -1  # the memory file that returns fetched files
     session: int | None = None
-    pid: int = 0  # of its first process, or of the session's init process
+    pid: int = 0  # of the first process, or of the session init
     due: dict[str, float] = field(default_factory=dict)  # times of the next expensive checks
-    reason: Outcome | None = None  # why the server killed it
+    reason: Outcome | None = None  # reason why the server killed the program
 
     @property
     def captures(self) -> tuple[Capture, ...]:
-        """Standard output, standard error, and status where there is one."""
+        """Standard output, standard error, and the status pipe if there is one."""
         return (self.stdout, self.stderr) if self.status is None else (self.stdout, self.stderr, self.status)
 
     def execution(self, ending: Ending) -> Execution:
-        """Return the result for the client. After a kill it contains no files."""
+        """Return the result for the client. The result of a killed program contains no files."""
         killed = self.reason is not None or ending.exit_code is None or ending.exit_code < 0
         return Execution(
             outcome=ending.outcome,
@@ -213,9 +213,10 @@ class Ending:
 
 
 def launch(order: Order, config: RunnerConfig, kind: str, slot: int) -> tuple[Program, list[int]]:
-    """Start a program's deadline and open its pipes. Returns the descriptors for the child, which the caller closes:
+    """Start a program's deadline and open its pipes. Returns the program and the descriptors for the child.
 
-    the memory file, stdout, stderr, the status pipe (outside sessions), and the fetch file if there is one.
+    The descriptors, which the caller closes, are the memory file, stdout, stderr, the status pipe (outside sessions),
+    and the fetch file if there is one.
     """
     descriptors = [to_memory_file(order.call)]
     limits = [config.output_limit, config.output_limit] + ([] if order.session is not None else [_STATUS_LIMIT])
@@ -250,7 +251,7 @@ def launch(order: Order, config: RunnerConfig, kind: str, slot: int) -> tuple[Pr
 def judge(program: Program, status: int, cpu_seconds: float) -> Ending:
     """Determine the outcome from the wait status, the limits and the status pipe.
 
-    The child writes STARTED to the status pipe once it is isolated and before the program runs, so a program cannot
+    The child writes STARTED to the status pipe after it is isolated and before the program runs, so a program cannot
     fake an infrastructure failure.
     """
     assert program.status is not None
@@ -269,10 +270,10 @@ def judge(program: Program, status: int, cpu_seconds: float) -> Ending:
 
 
 def judge_exit(program: Program, exit_code: int, *, out_of_memory: bool) -> Ending:
-    """Determine the outcome from an exit status (negative for a signal) and the reason of a kill by the server.
+    """Determine the outcome from an exit status (negative for a signal) and the reason for a kill by the server.
 
-    ``out_of_memory``: the interpreter reported an uncaught MemoryError, which counts only with the exit status of an
-    uncaught exception.
+    ``out_of_memory``: the interpreter reported an uncaught MemoryError. The report counts only with the exit status of
+    an uncaught exception.
     """
     if program.reason is not None and (exit_code < 0 or program.reason is not Outcome.TIMEOUT):
         return Ending(outcome=program.reason, exit_code=exit_code)
@@ -288,12 +289,12 @@ _MAX_MESSAGE = 65_536
 
 
 class ZygoteHandle:
-    """Starts a warm interpreter, sends it programs and reads its reports."""
+    """A warm interpreter, to which the server sends programs and from which it reads reports."""
 
     def __init__(self, kind: str, config: RunnerConfig) -> None:
         self.kind = kind
         self.ready = False
-        self.resident = 0  # bytes of the warm interpreter, which every child starts with
+        self.resident = 0  # bytes of the warm interpreter, shared by every child at its start
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stdin = os.memfd_create("stdin")
         command = python_command(
@@ -306,7 +307,7 @@ class ZygoteHandle:
             str(os.getpid()),
         )
         with theirs:
-            # The standard streams have the types that programs will have: a file and pipes.
+            # The standard streams have the same types as the streams of programs: a file and pipes.
             self._process = subprocess.Popen(
                 command, stdin=stdin, stdout=subprocess.PIPE, pass_fds=(theirs.fileno(),), env=dict(os.environ)
             )
@@ -328,7 +329,7 @@ class ZygoteHandle:
         socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
 
     def send_command(self, operation: str, identifier: int) -> None:
-        """Send a command about a child or slot. Ignored if the zygote has exited: its children exited with it."""
+        """Send a command about a child or slot. Ignored if the zygote has exited, and its children with it."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._socket.send(json.dumps({"op": operation, "id": identifier}).encode())
 

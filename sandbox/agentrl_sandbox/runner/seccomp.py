@@ -1,7 +1,7 @@
-"""The filter of system calls: built once, installed in every child before its program runs.
+"""The system call filter, built once and installed in every child before its program runs.
 
-Denied calls fail as if a privilege were missing, or as if the kernel were older if libraries can handle that. Calls
-newer than this list fail as unknown. A call for another architecture kills the process.
+Denied calls fail with EPERM, or with ENOSYS if libraries have a fallback for older kernels. Calls newer than this list
+fail with ENOSYS. A call for another architecture kills the process.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from itertools import groupby
 
 from agentrl_sandbox.runner import kernel
 
-# The numbers of the filtered system calls on x86-64 and 64-bit ARM; None where a call does not exist.
+# The numbers of the filtered system calls on x86-64 and 64-bit ARM.
 
 LAST_KNOWN = 462
-"""The newest call considered (mseal, Linux 6.10). From 424 on numbers are the same on all machines."""
+"""Number of the newest known call (mseal, Linux 6.10). From 424 on, numbers are the same on all machines."""
 
 _TABLE = """
 _sysctl 156 -, accept 43 202, accept4 288 242, acct 163 89, add_key 248 217, adjtimex 159 171, bind 49 200,
@@ -53,7 +53,7 @@ _NUMBERS = {name: tuple(None if text == "-" else int(text) for text in numbers) 
 _COLUMN = {"x86_64": 0, "aarch64": 1}
 
 MACHINES = tuple(_COLUMN)
-"""The machines with known numbers."""
+"""Machines with known system call numbers."""
 
 
 def number(name: str, machine: str) -> int | None:
@@ -65,9 +65,9 @@ def number(name: str, machine: str) -> int | None:
     return _NUMBERS[name][_COLUMN[machine]]
 
 
-# Classic BPF for seccomp: a decision by system call number as a binary tree, with checks of arguments at its leaves.
+# Classic BPF for seccomp: a binary search by system call number, with checks of arguments at its leaves.
 #
-# A code is a list of instructions in which every path returns, so codes can be concatenated.
+# A code is a list of instructions in which all paths return, so codes can be concatenated.
 
 Instruction = tuple[int, int, int, int]  # operation, jump if true, jump if false, constant
 Code = list[Instruction]
@@ -99,7 +99,7 @@ def unless_any_bit(argument: int, bits: int, otherwise: Code) -> Code:
 
 
 def unless_one_of(argument: int, values: tuple[int, ...], otherwise: Code) -> Code:
-    """Allow the call if the lower half of an argument is none of ``values``."""
+    """Allow the call if the lower half of an argument is not one of ``values``."""
     return [_load(argument), *_jump_over_if_equal(values, allow()), *otherwise]
 
 
@@ -132,7 +132,7 @@ def _load(argument: int, *, upper: bool = False) -> Instruction:
 
 
 def _jump_over_if_equal(values: tuple[int, ...], code: Code) -> Code:
-    """Compare the loaded word with each value, and skip ``code`` on a match."""
+    """Compare the loaded word with each value and skip ``code`` on a match."""
     tests = [(_IF_EQUAL, len(values) - 1 - index + len(code), 0, value) for index, value in enumerate(values)]
     return [*tests, *code]
 
@@ -186,19 +186,19 @@ def _groups(text: str) -> dict[str, tuple[str, ...]]:
 
 
 DENIED = _groups(_TEXT)
-"""Calls that fail with EPERM in every mode, by purpose."""
+"""Calls that fail with EPERM in all modes, by purpose."""
 
 MISSING = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register", "flock")
 """Calls that fail with ENOSYS, so that libraries fall back to older calls. ``flock`` on a file of the interpreter would
 lock it for all programs; ``lockf`` works."""
 
 DENIED_WITHOUT_SEPARATE_USER = _groups(_TEXT_WITHOUT_SEPARATE_USER)
-"""Also denied if programs share the server's user: changes of files that Landlock does not prevent, and leaving the
-process group, by which a fork bomb is killed."""
+"""Calls that are also denied if programs share the server's user: changes of files that Landlock does not prevent, and
+leaving the process group, through which a fork bomb is killed."""
 
 _ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
-_NEW_NAMESPACES = 0x7E02_0000  # every CLONE_NEW* that clone(2) knows
-_AS_SIBLING = 0x8000  # CLONE_PARENT would leave the watched process tree
+_NEW_NAMESPACES = 0x7E02_0000  # all CLONE_NEW* flags of clone(2)
+_AS_SIBLING = 0x8000  # CLONE_PARENT, which would leave the watched process tree
 _AS_THREAD, _SHARING_FILES = 0x10000, 0x400  # CLONE_THREAD, CLONE_FILES
 # Allowed options: names, timer slack, huge pages, no_new_privs, vector lengths, and queries. New kernels add options,
 # and some of them allocate kernel memory (PR_FUTEX_HASH took 256 MB in one call).
@@ -206,8 +206,8 @@ _PRCTL = (2, 3, 15, 16, 21, 23, 25, 27, 29, 30, 37, 38, 39, 40, 41, 42, 51, 56)
 _FCNTL = (
     1024,  # F_SETLEASE
     1026,  # F_NOTIFY
-    1031,  # F_SETPIPE_SZ: the watch counts pipes at the default size
-    36,  # F_OFD_GETLK, F_OFD_SETLK and F_OFD_SETLKW: such locks persist while their files are in flight
+    1031,  # F_SETPIPE_SZ, because the watch counts pipes at the default size
+    36,  # F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW, whose locks persist while their files are in flight
     37,
     38,
 )
@@ -216,7 +216,7 @@ _BUFFER_SIZES = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBU
 _SHARED_ANONYMOUS, _MAP_KIND = 0x21, 0x2F  # flags of mmap
 _MAP_HUGETLB = 0x40000
 _IOCTL = (
-    0x5412,  # TIOCSTI: typing into a terminal
+    0x5412,  # TIOCSTI: simulates terminal input
     0x541C,  # TIOCLINUX
     0x541D,  # TIOCCONS
     0x4008_6602,  # FS_IOC_SETFLAGS
@@ -239,7 +239,7 @@ class Filter:
         self._call = _SYS_SECCOMP[platform.machine()]
 
     def install(self) -> None:
-        """Install the filter for good in this process and its children. Requires no_new_privileges. Raises OSError."""
+        """Install the filter permanently in this process and its children, after no_new_privileges. Raises OSError."""
         mode = ctypes.c_uint(_SET_MODE_FILTER), ctypes.c_uint(_FLAG_SPECULATION_ALLOWED)
         kernel.checked_call("seccomp", self._call, *mode, ctypes.byref(self._program))
 
@@ -254,7 +254,7 @@ def available() -> bool:
 
 
 def build(machine: str, *, separate_user: bool) -> bytes:
-    """Build the instructions of the filter. ``separate_user``: only the program uses its user id."""
+    """Build the filter. ``separate_user``: only the program uses its user id."""
     groups = DENIED if separate_user else DENIED | DENIED_WITHOUT_SEPARATE_USER
     refused = [name for group in groups.values() for name in group]
     by_name: dict[str, Code] = {
@@ -266,7 +266,7 @@ def build(machine: str, *, separate_user: bool) -> bytes:
     actions = {call: code for call, code in numbered.items() if call is not None}
     beyond = fail(errno.ENOSYS)
     if machine == "x86_64":
-        beyond = [(0x35, 0, 1, 0x4000_0000), *kill(), *beyond]  # calls of x32 carry this bit
+        beyond = [(0x35, 0, 1, 0x4000_0000), *kill(), *beyond]  # this bit marks calls of x32
     return decide(_ARCHITECTURES[machine], actions, LAST_KNOWN, beyond)
 
 
@@ -296,7 +296,7 @@ def _by_argument() -> dict[str, Code]:
         ),
         "personality": only_if_one_of(0, (_QUERY_PERSONALITY,), allow(), refuse),
         "prctl": only_if_one_of(0, _PRCTL, allow(), refuse),
-        # A pair of datagram sockets could still send to a name, so only connected kinds are made.
+        # Datagram socket pairs could still send to a name, so only connected types are allowed.
         "socketpair": only_if_one_of(0, (_AF_UNIX,), connected, refuse),
         "setsockopt": only_if_one_of(1, (_SOL_SOCKET,), unless_one_of(2, _BUFFER_SIZES, refuse), allow()),
         "sendto": only_if_null(4, refuse),
