@@ -83,7 +83,7 @@ class EvaluationDirectory:
     def results(self) -> Results:
         """Return ``results.json``. Raises SettingsError if the evaluation is not finished."""
         if not self.results_file.is_file():
-            raise SettingsError(f"{self.path} is not finished: run the command that started it again")
+            raise SettingsError(f"{self.path} is not finished: repeat the command that started it")
         return cast(Results, self._json(self.results_file))
 
     def problem_sets(self) -> list[ProblemSet]:

@@ -83,7 +83,8 @@ def score_groups(groups: Sequence[Group], *, step: int, samples: int, falsified:
     """Score finished groups, counting excluded rollouts separately. Raises WorldError if all rollouts are excluded."""
     if not _has_data(groups):
         raise WorldError(
-            f"evaluation at step {step}: every rollout of {len(groups)} problems failed for reasons outside the policy"
+            f"evaluation at step {step}: every rollout of {len(groups)} problems failed for reasons outside the "
+            "policy; run agentrl doctor to check the sandbox and the servers"
         )
     families: dict[str, list[Group]] = defaultdict(list)
     for group in groups:

@@ -249,9 +249,9 @@ class _FailureLimit:
         self._failures = self._failures + 1 if transcript.ended is Ended.INFRASTRUCTURE_FAILURE else 0
         if self._failures >= self._most:
             raise WorldError(
-                f"{self._failures} consecutive rollouts failed for reasons outside the policy, the last one with: "
-                f"{transcript.failure or 'a failure of the sandbox or grader, see the log above'}; finished rollouts "
-                f"are kept in {self._path}: run the same command to continue"
+                f"{self._failures} consecutive rollouts failed for reasons outside the policy, the last because of: "
+                f"{transcript.failure or 'a failure of the sandbox or grader, see the log above'}. Finished rollouts "
+                f"are kept in {self._path}; run the same command to continue"
             )
 
 

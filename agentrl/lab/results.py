@@ -47,9 +47,9 @@ class ProblemLine(TypedDict):
     number: int  # index among the problems
     problem: str
     outcome: str
-    turns: float  # mean over its trajectories
-    tokens: float  # model tokens, mean
-    reward: float  # mean
+    turns: float  # mean number of turns
+    tokens: float  # mean number of model tokens
+    reward: float  # mean reward
     moments: dict[str, dict[str, list[float | None]]] | None  # by group size and estimator, in the order of COLUMNS
     energies: Energies | None
     shown: Shown | None

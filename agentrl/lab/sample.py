@@ -33,7 +33,7 @@ class ProblemSample:
     cross_energy: Tensor  # [S, T] sum_{k <= t} max(0, <delta_k, delta_t>)
     trajectory_energy: Tensor  # [S] exact
     greedy_return: float
-    alike: Tensor  # [S] first trajectory with the same tokens; values other than the reward are computed once for these
+    alike: Tensor  # [S] first trajectory with the same tokens, for which all values except the reward are computed once
     importance_weights: Tensor | None = None  # [S, T] rho, 0 if rejected; None: sampled by the policy itself
 
     @property

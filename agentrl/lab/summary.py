@@ -46,7 +46,7 @@ class Line:
     cosine: IntervalEstimate  # sum <g_j, g*_j> / sqrt(sum ||g_j||^2 sum ||g*_j||^2)
     bias: IntervalEstimate  # sqrt(sum ||g_j - g*_j||^2 / sum ||g*_j||^2)
     to_best: IntervalEstimate  # noise divided by the least noise at this group size, paired by problem
-    to_baseline: IntervalEstimate | None  # noise divided by that of the baseline estimator, paired by problem
+    to_baseline: IntervalEstimate | None  # noise divided by the baseline estimator's noise, paired by problem
     directional_to_baseline: IntervalEstimate | None
     head_variance: float | None  # variance of the head's gradient alone, mean over problems
     diagonal: float  # diagonal proxy, mean over problems

@@ -31,7 +31,7 @@ class AlertRule:
     """A rule, the metrics that it reads, and advice for the user."""
 
     name: str
-    metrics: tuple[str, ...]  # names in the catalogue of the metrics that the rule reads
+    metrics: tuple[str, ...]  # catalogue names of the metrics that the rule reads
     fires: str  # the condition, with its threshold
     advice: str
     rule: Rule

@@ -1,4 +1,4 @@
-"""Console output of a run: notes, tables and progress. The display is live on a terminal, plain lines elsewhere."""
+"""Console output of a run: notes, tables and progress. Live on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

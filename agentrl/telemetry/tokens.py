@@ -61,7 +61,7 @@ class TrajectoryTokens:
     parent: int  # branch from which this one forks; -1: none
     fork: int  # number of the parent's model tokens before the fork
     share: float  # share of the rollout's model tokens; 1 without branches
-    update: int  # index of the update in the step that trained on it
+    update: int  # index of the step's update that trained on this trajectory
     loss_weight: float
     log_probs: np.ndarray  # [K]
     entropy: np.ndarray  # [K] float16, nats

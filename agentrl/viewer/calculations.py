@@ -1,4 +1,4 @@
-"""``python -m agentrl.viewer.calculations RUN``: process that answers each line of JSON on its input with a line.
+"""``python -m agentrl.viewer.calculations RUN``: answer lines of JSON on the standard input with lines of JSON.
 
 The viewer starts this process for requests that need torch and the run's plug-ins: other estimators, and the
 explanation of a token. A request is ``{"ask": NAME, ...}`` with the arguments of the method ``NAME``. The answer is

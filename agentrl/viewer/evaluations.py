@@ -186,7 +186,7 @@ def _searchable(problem: JSONObject) -> str:
 def _finished(path: Path) -> Results:
     results = read_object(path / "results.json")
     if not results:
-        raise SettingsError(f"{path} is not finished: run the command that started it again")
+        raise SettingsError(f"{path} is not finished: repeat the command that started it")
     return cast(Results, results)
 
 

@@ -77,7 +77,7 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="A and B have no benchmark in common: A has toy; B has else"):
         compare(first, other)
     (tmp_path / "a" / "results.json").unlink()
-    with pytest.raises(SettingsError, match="is not finished: run the command that started it again"):
+    with pytest.raises(SettingsError, match="is not finished: repeat the command that started it"):
         compare_command(tmp_path / "a", tmp_path / "a")
     with pytest.raises(SettingsError, match="is not an evaluation"):
         compare_command(tmp_path, tmp_path / "a")

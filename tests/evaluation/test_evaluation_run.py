@@ -306,7 +306,8 @@ async def test_failures_outside_the_policy_are_played_again_and_else_no_data(tmp
 async def test_nothing_but_failures_ends_with_the_reason(tmp_path: Path) -> None:
     engine = WrittenEngine(failed)
     with pytest.raises(
-        WorldError, match=r"100 consecutive rollouts failed .* the engine is down; .*: run the same command to continue"
+        WorldError,
+        match=r"100 consecutive rollouts failed .* the engine is down. Finished .*; run the same command to continue",
     ):
         await play(engine, tmp_path, [problem_set(60)])
     assert len(engine.asked) == 100

@@ -144,7 +144,7 @@ def _work(
     with run.log.open("ab") as log:
         process = subprocess.Popen(train_command(study, run), stdout=log, stderr=subprocess.STDOUT)
         running.add(process)
-        if stop.is_set():  # it was set before the process was in `running`
+        if stop.is_set():  # `stop` was set before the process was added to `running`
             process.terminate()
         code = process.wait()
         running.discard(process)

@@ -104,7 +104,7 @@ def paired_differences(scores: Mapping[str, Mapping[int, float]], baseline: str)
 
 
 def sign_flip_p(values: np.ndarray) -> float:
-    """Compute the two-sided p-value of the sign-flip test: the fraction of sign patterns with a mean as far from 0.
+    """Compute the two-sided sign-flip p-value: the fraction of sign patterns with a mean at least as far from 0.
 
     The p-value is exact for up to 20 values. For more values, a million random patterns are used.
 
