@@ -202,7 +202,10 @@ def test_a_bug_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch, work: Recorde
             ["eval", "--model", "a/b", "--benchmarks", "aime24", "--data-dir", "gone"],
             "gone/aime24.jsonl: no such file; there is no folder gone",
         ),
-        (["eval", "--model", "a/b", "evaluation.top_p=0"], "error: evaluation.top_p=0 (command line): valid is"),
+        (
+            ["eval", "--model", "a/b", "evaluation.top_p=0"],
+            "error: evaluation.top_p=0 (command line): expected a number above 0",
+        ),
         (["compare", "a", "b"], "error: a is not an evaluation"),
         (["regrade", "a"], "error: a is not an evaluation"),
         (["train", "--stepz", "3"], "No such option: --stepz"),
