@@ -22,15 +22,16 @@ def compute_advantages(
     calls: Calls | None = None,
     **options: object,
 ) -> Advantages:
-    """Advantages, returns and baselines [B, T] of the named estimator, detached; 0 off the model tokens.
+    """Compute advantages, returns and baselines [B, T] of the named estimator, detached and 0 off model tokens.
 
     Sums are in float64; the result is float32, or float64 if the rewards are. Options: the fields of the estimator's
-    options record. All trajectories of a group must be in one call; where `estimator_needs(...).step_wide` (whitening,
-    pooled baselines, and gpg's c) the rows of the whole optimizer step, of all ranks. Unless the estimator's span is
-    "step", the groups may lie in a call of each rank, if `calls` brings these together; a rank without groups calls
-    with no rows.
+    options record. All trajectories of a group must be in one call. If `estimator_needs(...).step_wide` (whitening,
+    pooled baselines, and gpg's c), the rows of the whole optimizer step, of all ranks, must be in one call. Unless the
+    estimator's span is "step", every rank may instead make a call with its groups, if `calls` connects these calls. A
+    rank without groups passes no rows.
 
-    Raises UnknownNameError, InvalidOptionError, MissingInputError, InvalidInputError.
+    Raises UnknownNameError for an unknown estimator or option, InvalidOptionError for an invalid option,
+    MissingInputError for a missing input, and InvalidInputError for an invalid input.
     """
     entry = ESTIMATORS[estimator]
     record = entry.make_options(f"estimator {estimator!r}", options)
@@ -52,7 +53,7 @@ def _in_blocks(entry: EstimatorEntry, record: object, inputs: AdvantageInputs, c
     raw = torch.empty(shape, dtype=torch.float64 if normalize == "whiten" else dtype, device=device)
     returns, baselines = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     blocks = list(blocks_of_rows(inputs))
-    takes_part = entry.span == "ranks" and calls is not None  # also without rows: the other calls wait for its sums
+    takes_part = entry.span == "ranks" and calls is not None  # even without rows: the other calls wait for its sums
     at_once = takes_part or (bool(blocks) and entry.span != "group")
     whole = None
     if at_once:
@@ -61,7 +62,7 @@ def _in_blocks(entry: EstimatorEntry, record: object, inputs: AdvantageInputs, c
     for rows in blocks:
         block = EstimatorInputs.of(take_rows(inputs, rows), rows, weighted=entry.weighted)
         estimate = entry.function(block, record) if whole is None else whole.take(rows)
-        block.check_loss_ratio()  # also where the estimator does not use the weights
+        block.check_loss_ratio()  # even if the estimator does not use the weights
         advantages = _advantages(estimate, block, normalize)
         if normalize == "whiten":
             moments = moments.merge(Moments.of(advantages, block.mask))
@@ -98,9 +99,9 @@ def _whiten(raw: Tensor, mask: Tensor, moments: Moments, blocks: list[Tensor], d
 
 
 def normalize_by_group(advantages: Tensor, mask: Tensor, groups: Groups) -> Tensor:
-    """A / (std + 1e-6), std the unbiased one over the model tokens of the group's trajectories, [B, T].
+    """Compute A / (std + 1e-6) [B, T], with the unbiased std over the model tokens of the group's trajectories.
 
-    A group of one trajectory has std 1, and so stays as it is.
+    A group of one trajectory is not changed.
     """
     counts = groups.sum(mask.sum(-1).to(advantages.dtype))
     sums = groups.sum(advantages.masked_fill(~mask, 0.0).sum(-1))
@@ -113,7 +114,7 @@ def normalize_by_group(advantages: Tensor, mask: Tensor, groups: Groups) -> Tens
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and sum of squared deviations of the advantages at model tokens, added up block by block."""
+    """Count, mean and sum of squared deviations of advantages at model tokens, merged block by block."""
 
     count: Tensor
     mean: Tensor

@@ -1,4 +1,4 @@
-"""Rollout correction: metrics, weights and masks for tokens that another policy, or another program, sampled.
+"""Rollout correction: metrics, weights and masks for tokens sampled by another policy or another implementation.
 
 log_rho = ln p of the training policy (before the update) - ln p of the policy that sampled (docs/formulas.md 6).
 """
@@ -41,7 +41,7 @@ class CorrectionOptions(Options):
     """Weights and masks of the rollout correction. Each is off by default, and all may be combined.
 
     `weights`: the ratio of the `token`, of the `sequence` (product over its model tokens) or its `geometric` mean.
-    `weight_bound`: `truncate` (TIS) cuts above at `weight_high`; `icepop` puts 0 outside [weight_low, weight_high].
+    `weight_bound`: `truncate` (TIS) caps weights at `weight_high`; `icepop` sets 0 outside [weight_low, weight_high].
     `self_normalize`: divide by the mean weight of the optimizer step.
     `ratio_mask` (MIS): keep tokens or sequences whose ratio is within [ratio_low, ratio_high]: with 0.5 and 1.5 a ratio
     of 1.8 is rejected and 0.6 kept (a well-known implementation has it inverted).
@@ -81,9 +81,10 @@ _OPTIONS = Entry(function=lambda: None, options=CorrectionOptions)
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """Detached. `weights` [B, T] multiply the per-token loss after clipping; 0 off the response mask.
+    """Result of the rollout correction, detached. `weights` [B, T] multiply the per-token loss after clipping.
 
-    `loss_mask` [B, T] bool: the tokens that remain in the loss. `metrics`: see `rollout_correction`.
+    `weights` are 0 off the response mask. `loss_mask` [B, T] bool: the tokens that remain in the loss. `metrics`: see
+    `rollout_correction`.
     """
 
     weights: Tensor
@@ -92,7 +93,7 @@ class Correction:
 
     @property
     def importance_weights(self) -> Tensor:
-        """weights * loss_mask, what `AdvantageInputs.importance_weights` takes for the energies of a baseline."""
+        """weights * loss_mask, the `AdvantageInputs.importance_weights` for the energies of a baseline."""
         return torch.where(self.loss_mask, self.weights, 0.0)
 
 
@@ -106,18 +107,19 @@ def rollout_correction(
     normalizer: Tensor | None = None,
     **options: object,
 ) -> Correction:
-    """Weights, loss mask and diagnostics from [B, T] log-probabilities; a row is a whole sequence.
+    """Compute weights, loss mask and diagnostics from log-probabilities [B, T]. A row is a whole sequence.
 
     Options: the fields of `CorrectionOptions`. Sequence ratios are over `response_mask`. The result's
-    mask is a subset of `loss_mask` (default: the response mask). With `self_normalize` weights are divided by
-    their mean over the tokens left to the loss (`token`) or the sequences with such a token; `normalizer` is the sum
-    of `correction_sums` over the step's micro-batches and ranks, without it this call is taken for the whole step.
+    mask is a subset of `loss_mask` (default: the response mask). With `self_normalize`, weights are divided
+    by their mean over the tokens in the loss (`token`) or the sequences with such a token. `normalizer` is the sum of
+    `correction_sums` over the step's micro-batches and ranks. Without it, this call is the whole step.
 
     Metrics, float64 scalars over the model tokens of this call: those of `mismatch_metrics` and `perplexity_metrics`,
-    `rho_min`, `rho_max`, `truncated_fraction` (weight cut or put to 0), `masked_fraction` (rejected here, of the tokens
-    left before) and `weight_mean` (over the tokens left, before normalisation).
+    `rho_min`, `rho_max`, `truncated_fraction` (weight capped or set to 0), `masked_fraction` (rejected here, of the
+    tokens left before) and `weight_mean` (over the tokens left, before normalisation).
 
-    Values off the response mask reach nothing. Raises UnknownNameError, InvalidOptionError, InvalidInputError.
+    Values off the response mask have no effect. Raises UnknownNameError or InvalidOptionError for invalid options, and
+    InvalidInputError for invalid tensors.
     """
     record = correction_options(**options)
     parts = _correct(train_log_probs, rollout_log_probs, response_mask, loss_mask, record)
@@ -149,7 +151,7 @@ def correction_sums(
 
 
 def correction_options(**options: object) -> CorrectionOptions:
-    """The checked options record; UnknownNameError names the nearest option, InvalidOptionError the bad value."""
+    """Return the checked options. Raises UnknownNameError for an unknown option, InvalidOptionError for a bad value."""
     record: CorrectionOptions = _OPTIONS.make_options("the rollout correction", options)
     return record
 
@@ -160,10 +162,10 @@ class _Parts:
 
     log_rho: Tensor
     model: Tensor  # the response mask
-    before: Tensor  # the loss mask that came in
-    left: Tensor  # the loss mask that goes out
+    before: Tensor  # the input loss mask
+    left: Tensor  # the resulting loss mask
     weights: Tensor  # bounded, not normalised, 0 off the model tokens
-    bounded: Tensor  # bool: where the bound changed the weight
+    bounded: Tensor  # bool, True if the bound changed the weight
 
     def sums(self, record: CorrectionOptions) -> Tensor:
         weights = torch.where(self.left, self.weights, 0.0)
@@ -211,7 +213,7 @@ def _weights(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> tuple
 
 
 def _ratio_kept(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> Tensor:
-    """Masked importance sampling: True where the ratio lies within [ratio_low, ratio_high]."""
+    """Return the mask of masked importance sampling: True if the ratio is in [ratio_low, ratio_high]."""
     if record.ratio_mask is None:
         return torch.ones_like(model)
     ratio = _ratio(log_rho, model, record.ratio_mask)
@@ -219,7 +221,7 @@ def _ratio_kept(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> Te
 
 
 def _divergence_kept(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> Tensor:
-    """True where the divergence estimate is at most divergence_high."""
+    """Return a mask: True if the divergence estimate is at most divergence_high."""
     if record.divergence_mask is None:
         return torch.ones_like(model)
     if record.divergence_mask == "k2":
@@ -234,7 +236,7 @@ def _divergence_kept(log_rho: Tensor, model: Tensor, record: CorrectionOptions) 
 
 
 def _ratio(log_rho: Tensor, model: Tensor, level: str) -> Tensor:
-    """The ratio of the token, of its sequence, or its sequence's geometric mean, at every position [B, T]."""
+    """Return the ratio of the token, of its sequence, or the sequence's geometric mean, at every position [B, T]."""
     if level == "sequence":
         log_rho = log_rho.sum(-1, keepdim=True).expand_as(model)
     elif level == "geometric":
@@ -247,20 +249,20 @@ def _exp(log_rho: Tensor) -> Tensor:
 
 
 def _mean(values: Tensor, model: Tensor) -> Tensor:
-    """The mean over each row's model tokens of values [B, T], 0 off them, at every position."""
+    """Return the mean of values [B, T], 0 off model tokens, over each row's model tokens, at every position."""
     return (values.sum(-1, keepdim=True) / model.sum(-1, keepdim=True).clamp(min=1)).expand_as(model)
 
 
 @torch.no_grad()
 def mismatch_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-    """Diagnostics over the model tokens of [B, T] log-probabilities, as float64 scalars; all 0 (ess 1) without tokens.
+    """Compute diagnostics of log-probabilities [B, T] over model tokens: float64 scalars, 0 (ess 1) without tokens.
 
     Of log_rho = train - rollout (clamped to +-20 where it is exponentiated): `mean_abs_difference`,
     `max_abs_difference`; `kl_k1` mean(-log_rho) and `kl_k3` mean(rho - log_rho - 1), estimates of KL(rollout || train);
     `chi2` mean(rho^2) - 1; `ess` (sum rho)^2 / (n sum rho^2); `log_ppl_gap` |mean train - mean rollout| of every
-    trajectory, averaged over those with a model token; `tokens`, how many there are.
+    trajectory, averaged over trajectories with a model token; `tokens`, their number.
 
-    Raises InvalidInputError on wrong shapes and on a non-finite log-probability at a model token.
+    Raises InvalidInputError for wrong shapes and for a non-finite log-probability at a model token.
     """
     mask = checked_mask(train_log_probs, rollout_log_probs, response_mask)
     log_rho = torch.where(mask, train_log_probs.double(), 0.0) - torch.where(mask, rollout_log_probs.double(), 0.0)
@@ -285,9 +287,9 @@ def mismatch_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, respons
 
 @torch.no_grad()
 def perplexity_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-    """exp(-mean ln p) of every trajectory, averaged over those with a model token; float64 scalars, 0 without any.
+    """Compute exp(-mean ln p), averaged over trajectories with a model token: float64 scalars, 0 without any.
 
-    `train_perplexity`, `rollout_perplexity` (the exponent at most 20), and `trajectories`, how many those are.
+    `train_perplexity`, `rollout_perplexity` (with exponents of at most 20), and `trajectories`, their number.
     """
     mask = checked_mask(train_log_probs, rollout_log_probs, response_mask)
     lengths = mask.sum(-1)
@@ -306,7 +308,7 @@ def perplexity_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, respo
 
 
 def checked_mask(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> Tensor:
-    """The mask as bool, once shapes fit and the log-probabilities are finite there."""
+    """Return the mask as bool after checking that shapes match and log-probabilities are finite where it is True."""
     mask = as_mask("response_mask", response_mask)
     check_alike(response_mask=mask, train_log_probs=train_log_probs, rollout_log_probs=rollout_log_probs)
     check_finite("train_log_probs", train_log_probs, mask)

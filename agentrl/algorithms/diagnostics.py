@@ -18,10 +18,10 @@ _BLOCK_ELEMENTS = 1 << 23
 
 @torch.no_grad()
 def diagonal_proxy(token_energy: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
-    """sum_t w_t A_t^2 of every trajectory, [B] float64, from [B, T] tensors.
+    """Compute sum_t w_t A_t^2 of every trajectory, [B] float64, from [B, T] tensors.
 
-    Exactly the squared norm of the policy gradient with respect to the trajectory's (tempered) logits. As an estimate
-    of the parameter gradient's norm it drops the cross terms between tokens: never call it ||g||^2; no S goes with it.
+    This is exactly the squared norm of the policy gradient with respect to the trajectory's (tempered) logits. It is
+    not ||g||^2 of the parameters, because it omits the cross terms between tokens, and has no corresponding S.
     """
     mask = response_mask.bool()
     check_alike(token_energy=token_energy, advantages=advantages, response_mask=mask)
@@ -40,11 +40,11 @@ class HeadVariance:
 
 
 class HeadVarianceAccumulator:
-    """P and S of g = sum_t A_t delta_t h_t^T / tau over groups that arrive in micro-batches, each whole, in one call.
+    """Accumulates P and S of g = sum_t A_t delta_t h_t^T / tau over groups, each of which is passed in one call.
 
-    Where logits are capped, z = cap tanh(x / cap), delta is (e_y - p) dz/dx, the gradient at the head's output x.
-    One product per group gives both: 4 S V D operations for S tokens. Memory: one float32 [V, D] sum, and blocks of the
-    vocabulary. Over several ranks: add up `gradient_sum`, `power_sum` and `groups`.
+    With capped logits z = cap tanh(x / cap), delta is (e_y - p) dz/dx, the gradient at the head's output x. One product
+    per group yields both: 4 S V D operations for S tokens. Memory: one float32 [V, D] sum, and blocks of the
+    vocabulary. Over several ranks, sum `gradient_sum`, `power_sum` and `groups`.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class HeadVarianceAccumulator:
     ) -> None:
         """Add the groups of a micro-batch of B trajectories with N model tokens in all.
 
-        hidden [N, D], targets [N], advantages [N]; rows [N] gives the trajectory 0 .. B-1 of a token and
-        groups [B] the group of a trajectory (its size counts every trajectory, also those without a token
-        here).
+        hidden [N, D], targets [N], advantages [N]; rows [N] is the trajectory 0 .. B-1 of each token,
+        groups [B] the group of each trajectory. The size of a group includes trajectories without a token here.
 
-        Ranks that share the trajectories give the states of their own tokens alone: hidden [n, D], and `held` [n], the
-        numbers of these tokens. `over_ranks` adds up a tensor over these ranks; all get the sums of all.
+        Ranks that share the trajectories pass only the states of their own tokens, hidden [n, D], and the indices of
+        these tokens, `held` [n]. `over_ranks` all-reduces a tensor over these ranks, so that all ranks have the
+        complete sums.
         """
         count = len(targets)
         own = torch.arange(count, device=hidden.device) if held is None else held
@@ -98,7 +98,7 @@ class HeadVarianceAccumulator:
         token_labels = labels[rows]
         scale = advantages.to(self._dtype) / (sizes[token_labels].to(self._dtype) * self._temperature)
         for group in range(len(sizes)):
-            tokens = int((token_labels == group).sum())  # of all ranks, so all take the same blocks
+            tokens = int((token_labels == group).sum())  # over all ranks, so that all ranks use the same blocks
             if not tokens:
                 continue
             places = (token_labels[own] == group).nonzero().squeeze(-1)
@@ -110,7 +110,7 @@ class HeadVarianceAccumulator:
         self.groups += len(sizes)
 
     def result(self) -> HeadVariance:
-        """P, S and Var of the groups added so far. InvalidInputError if there are none."""
+        """Return P, S and Var of the groups added so far. Raises InvalidInputError if there are none."""
         if self.groups == 0:
             raise InvalidInputError("no group was added: call update before result")
         power = float(self.power_sum) / self.groups
@@ -119,7 +119,7 @@ class HeadVarianceAccumulator:
         return HeadVariance(power=power, signal=signal, variance=variance, groups=self.groups)
 
     def _products(self, hidden: Tensor, targets: Tensor, scale: Tensor, tokens: int) -> Iterator[tuple[slice, Tensor]]:
-        """sum_t scale_t delta_t h_t^T over tokens of a group of `tokens` in all, block of the vocabulary by block."""
+        """Yield sum_t scale_t delta_t h_t^T of a group of `tokens` tokens for each block of the vocabulary."""
         step = max(1, _BLOCK_ELEMENTS // max(tokens, hidden.shape[1]))
         normalizer = self._log_normalizer(hidden, step)
         for start in range(0, self._weight.shape[0], step):

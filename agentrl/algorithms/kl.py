@@ -1,4 +1,4 @@
-"""The KL penalty per token, and its coefficient beta: constant, or steered towards a target (docs/formulas.md 5)."""
+"""The KL penalty per token, and its coefficient beta: constant, or adapted to a target (docs/formulas.md 5)."""
 
 import math
 
@@ -29,18 +29,20 @@ def kl_penalty(
     full: Tensor | None = None,
     ratio: Tensor | None = None,
 ) -> Tensor:
-    """The penalty at every token, of the shape of `log_probs`; the reference is detached.
+    """Compute the penalty at every token, in the shape of `log_probs`. The reference is detached.
 
     With d = ln p_ref - ln p:  `k1` -d;  `abs` |d|;  `k2` d^2 / 2;  `k3` e^d - d - 1 (the exponent clamped to +-20,
     the result not);  `full` the exact KL(p || p_ref) over the vocabulary, given as the tensor `full` (see
     `agentrl.kernels.full_kl`);  `X+` has the value of X and the gradient of k2.
 
-    As a *loss* on tokens sampled by p, the expected gradient is: k1 none at all; abs that of ||p - p_ref||_1; k3 that
-    of the forward KL(p_ref || p); k2, `full` and every `X+` that of KL(p || p_ref), its prefix given. On tokens
-    sampled by another policy give `ratio`, that of p to it: the penalty is multiplied by its detached value, and the
-    same holds. In the *reward* only k1 is exact: see `reward_kl`. Where `mask` is False the penalty is 0, nothing read.
+    As a *loss* on tokens sampled by p, the expected gradient is: 0 for k1; the gradient of ||p - p_ref||_1 for abs; of
+    the forward KL(p_ref || p) for k3; of KL(p || p_ref), given the prefix, for k2, `full` and every `X+`. For tokens
+    sampled by another policy, pass the `ratio` of p to this policy. The penalty is multiplied by its detached value,
+    and the same holds. In the *reward*, only k1 is exact: see `reward_kl`. Where `mask` is False, the penalty is 0 and
+    no value is read.
 
-    Raises InvalidOptionError, InvalidInputError, and MissingInputError if `full` is needed and not given.
+    Raises InvalidOptionError for an unknown estimator, InvalidInputError for mismatched shapes, and MissingInputError
+    if `full` is needed and None.
     """
     check_choice("KL estimator", estimator, KL_ESTIMATORS)
     tensors = {"reference_log_probs": reference_log_probs, "mask": mask, "full": full, "ratio": ratio}
@@ -83,29 +85,29 @@ def _value(difference: Tensor, estimator: str, full: Tensor | None) -> Tensor:
 
 
 class KLController:
-    """Gives the coefficient `beta` of a step and receives the measured KL afterwards."""
+    """Holds the coefficient `beta` of a step, and is updated with the measured KL afterwards."""
 
     def __init__(self, beta: float) -> None:
         check_range("beta", beta, 0.0)
         self.beta = beta
 
     def update(self, kl: float, trajectories: int) -> None:
-        """Take the mean KL of a step's tokens and how many trajectories the step had."""
+        """Update beta from the mean KL of a step's tokens and its number of trajectories."""
         if not math.isfinite(kl) or trajectories < 0:
             raise InvalidInputError(
                 f"kl must be finite and trajectories must not be negative; got {kl} and {trajectories}"
             )
 
     def state_dict(self) -> dict[str, float]:
-        """The state to keep in a checkpoint: {"beta": ...}."""
+        """Return the state for a checkpoint: {"beta": ...}."""
         return {"beta": self.beta}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from a `state_dict`."""
+        """Restore a `state_dict`."""
 
 
 class FixedKL(KLController):
-    """Always the same beta, which comes from the settings, also after a resume with other settings."""
+    """Constant beta from the settings, also if a run is resumed with different settings."""
 
 
 class AdaptiveKL(KLController):
@@ -118,7 +120,7 @@ class AdaptiveKL(KLController):
     """
 
     def __init__(self, beta: float, *, target: float, horizon: float) -> None:
-        """beta: the first coefficient, positive (from 0 it could not move); horizon in trajectories."""
+        """beta: the initial coefficient, positive because 0 would never change; horizon in trajectories."""
         check_positive("beta", beta)
         check_positive("target", target)
         check_positive("horizon", horizon)
@@ -127,7 +129,7 @@ class AdaptiveKL(KLController):
         self.horizon = horizon
 
     def update(self, kl: float, trajectories: int) -> None:
-        """One step of proportional control; beta stays positive however large the step is."""
+        """Apply one step of proportional control. Raises InvalidInputError if beta would not remain positive."""
         super().update(kl, trajectories)
         error = min(max(kl / self.target - 1, -_STEP_LIMIT), _STEP_LIMIT)
         factor = 1 + error * trajectories / self.horizon
@@ -139,6 +141,6 @@ class AdaptiveKL(KLController):
         self.beta *= factor
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take beta; target and horizon are those of the settings."""
+        """Restore beta. Target and horizon come from the settings."""
         check_positive("beta", state["beta"])
         self.beta = state["beta"]

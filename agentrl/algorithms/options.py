@@ -1,4 +1,4 @@
-"""Names, options and checks that all algorithms share, and their exceptions.
+"""Names, options and checks shared by all algorithms, and their exceptions.
 
     AlgorithmError (a ValueError)
     ├── InvalidOptionError   an option's value is outside its range
@@ -6,7 +6,7 @@
     └── InvalidInputError    a tensor has a wrong shape, dtype or value
 
 InvalidOptionError and UnknownNameError of `agentrl_envs.registry` are mistakes in the user's settings. The others are
-bugs of the caller.
+bugs in the caller.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from agentrl_envs.registry import UnknownNameError as UnknownNameError
 
 
 class AlgorithmError(ValueError):
-    """Base of everything that this package raises on purpose."""
+    """Base class of this package's exceptions."""
 
 
 class InvalidOptionError(AlgorithmError):
-    """A known option with a value outside its range."""
+    """A known option has a value outside its range."""
 
 
 class MissingInputError(AlgorithmError):
-    """An optional tensor is missing that the chosen options need."""
+    """An optional tensor that the chosen options need is missing."""
 
 
 class InvalidInputError(AlgorithmError):
-    """A tensor of a wrong shape, dtype or value."""
+    """A tensor has a wrong shape, dtype or value."""
 
 
 def check_choice(option: str, value: object, choices: Iterable[str | None]) -> None:
-    """Raise InvalidOptionError unless `value` is one of `choices`, naming the nearest."""
+    """Raise InvalidOptionError, with the nearest choice, unless `value` is one of `choices`."""
     known = list(choices)
     if value in known:
         return
@@ -53,13 +53,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def option(default: T, check: Callable[..., None], *limits: object) -> T:
-    """A field of `Options` with its check, one of `agentrl.algorithms.options`: check(name, value, *limits)."""
+    """Define a field of `Options` with a check of this module, called as check(name, value, *limits)."""
     return field(default=default, metadata={"check": check, "limits": limits})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of option records, whose defaults are *the* defaults. InvalidOptionError on a value out of its limits."""
+    """Base class of option records, which define the defaults. Raises InvalidOptionError for an invalid value."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -69,7 +69,7 @@ class Options:
 
 @dataclass(frozen=True)
 class NoOptions:
-    """For functions that take none."""
+    """Options of functions without options."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Entry(Generic[F]):
     options: type
 
     def make_options(self, owner: str, given: Mapping[str, object]) -> Any:
-        """The options record from keyword arguments; UnknownNameError names the nearest option."""
+        """Create the options record from keyword arguments. Raises UnknownNameError with the nearest option."""
         known = [item.name for item in fields(self.options)]
         for name in given:
             if name not in known:
@@ -92,15 +92,15 @@ E = TypeVar("E", bound=Entry[Any])
 
 
 class OptionsRegistry(Registry[E]):
-    """Names -> entries with options."""
+    """Registry of entries with options, by name."""
 
     def option_names(self, name: str) -> tuple[str, ...]:
-        """The options that the entry takes."""
+        """Return the names of the entry's options."""
         return tuple(item.name for item in fields(self[name].options))
 
 
 def as_mask(name: str, mask: Tensor) -> Tensor:
-    """The mask as bool; integer and floating masks of zeros and ones are accepted."""
+    """Convert a mask to bool. Integer and floating-point masks of zeros and ones are accepted."""
     if mask.dtype == torch.bool:
         return mask
     if mask.is_complex() or not bool(((mask == 0) | (mask == 1)).all()):
@@ -109,7 +109,7 @@ def as_mask(name: str, mask: Tensor) -> Tensor:
 
 
 def check_alike(**tensors: Tensor | None) -> None:
-    """Raise InvalidInputError unless the first tensor is [B, T] and all others that are given have its shape."""
+    """Raise InvalidInputError unless the first tensor is [B, T] and all others have its shape or are None."""
     (first, leader), *others = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
     if leader.ndim != 2:
         raise InvalidInputError(f"{first} must be [B, T]; got {tuple(leader.shape)}")
@@ -121,7 +121,10 @@ def check_alike(**tensors: Tensor | None) -> None:
 
 
 def as_loss_mask(loss_mask: Tensor | None, response_mask: Tensor) -> Tensor:
-    """The loss mask as bool, by default the response mask; InvalidInputError if it holds a token that is not there."""
+    """Return the loss mask as bool, by default the response mask.
+
+    Raises InvalidInputError if the loss mask is True where the response mask is False.
+    """
     if loss_mask is None:
         return response_mask
     check_alike(response_mask=response_mask, loss_mask=loss_mask)
@@ -134,7 +137,7 @@ def as_loss_mask(loss_mask: Tensor | None, response_mask: Tensor) -> Tensor:
 def check_finite(name: str, tensor: Tensor, mask: Tensor, rows: Tensor | None = None) -> None:
     """Raise InvalidInputError at the first NaN or infinity where the mask is True.
 
-    `rows` are the numbers by which the message names the rows, if they are not 0, 1, ...
+    `rows` are the row indices for the message, by default 0, 1, ...
     """
     refuse_first(
         mask & ~torch.isfinite(tensor),
@@ -157,7 +160,7 @@ def check_not_negative(name: str, tensor: Tensor, mask: Tensor, rows: Tensor | N
 
 
 def refuse_first(bad: Tensor, message: str, name: str, tensor: Tensor, rows: Tensor | None) -> None:
-    """Raise InvalidInputError at the first True of ``bad``; the message may name {name}, {value}, {row}, {position}."""
+    """Raise InvalidInputError at the first True of ``bad``. Message fields: {name}, {value}, {row}, {position}."""
     if bool(bad.any()):
         row, position = bad.nonzero()[0].tolist()
         value = float(tensor[row, position].detach())
@@ -166,7 +169,7 @@ def refuse_first(bad: Tensor, message: str, name: str, tensor: Tensor, rows: Ten
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return True for a number that is not a truth value."""
+    """Return True for a number other than a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -199,6 +202,6 @@ def check_order(low_name: str, low: object, high_name: str, high: object) -> Non
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raise InvalidOptionError unless it is True or False."""
+    """Raise InvalidOptionError unless value is True or False."""
     if not isinstance(value, bool):
         raise InvalidOptionError(f"{name}={value!r} must be True or False")

@@ -27,16 +27,16 @@ class AdvantageInputs:
     >>> compute_advantages("rloo", inputs).advantages.tolist()
     [[1.0, 1.0, 1.0, 0.0], [-1.0, -1.0, 0.0, -1.0]]
 
-    Values at positions outside the response mask reach no result, whatever they are.
+    Values at positions outside the response mask have no effect.
 
-    Rows with the same group and sample are the branches of one rollout, to every estimator one row
-    (`agentrl.algorithms.estimators.branches`). Discounts, `gae` and the baselines of tokens follow `parents` and
-    `forks`, from the root of the conversation to the token.
+    Rows with the same group and sample are the branches of one rollout, which every estimator treats as one row
+    (`agentrl.algorithms.estimators.branches`). Discounts, `gae` and token baselines follow `parents` and `forks`, from
+    the root of the conversation to the token.
 
-    Energies count a token with `(importance_weights * loss_mask)^2`; a missing one of the two counts as 1 on every
-    model token. So a token rejected by a zero weight and one rejected by the loss mask give the same baseline. Rewards,
-    returns and compact indices are those of the response mask whatever is rejected. `cross_energy` and
-    `trajectory_energy` come with the weights already inside, because they do not factor.
+    Energies weight a token with `(importance_weights * loss_mask)^2`; if one of the two is None, it is 1 on every model
+    token. Therefore a zero weight and the loss mask reject a token with the same effect on the baseline. Rewards,
+    returns and compact indices use the response mask, including rejected tokens. `cross_energy` and
+    `trajectory_energy` already include the weights, because they do not factor.
     """
 
     rewards: Tensor  # [B, T] float
@@ -44,30 +44,33 @@ class AdvantageInputs:
     groups: Tensor  # [B] int64, equal for trajectories of one problem
     log_probs: Tensor | None = None  # [B, T] of the policy that is trained
     sum_pi_squared: Tensor | None = None  # [B, T]
-    token_energy: Tensor | None = None  # [B, T] w_t as the kernel computes it; without it, formed from the two above
+    token_energy: Tensor | None = None  # [B, T] w_t of the kernel; if None, computed from the two fields above
     hidden_norm_squared: Tensor | None = None  # [B, T] for head-exact energy
     cross_energy: Tensor | None = None  # [B, T] sum_{k<=t} rho_k rho_t <delta_k, delta_t>^+, laboratory only
     importance_weights: Tensor | None = None  # [B, T] truncated rho, 0 where rejected from the loss
-    loss_mask: Tensor | None = None  # [B, T] bool, the response mask minus what is rejected from the loss
+    loss_mask: Tensor | None = None  # [B, T] bool, the response mask without tokens rejected from the loss
     trajectory_energy: Tensor | None = None  # [B] exact ||sum_t rho_t grad log p_t||^2
     values: Tensor | None = None  # [B, T] critic
-    bootstrap_values: Tensor | None = None  # [B] critic's V after the last token; 0, or None for all, where it ended
+    bootstrap_values: Tensor | None = None  # [B] critic's V after the last token, 0 if the episode ended; None: all 0
     greedy_returns: Tensor | None = None  # [B] return of the problem's greedy rollout
-    samples: Tensor | None = None  # [B] int64 rollout of the group; rows of one rollout count as one
-    branches: Tensor | None = None  # [B] int64 the row's place in its rollout; the last one carries the reward
+    samples: Tensor | None = None  # [B] int64 index of the rollout in its group; rows of one rollout count as one
+    branches: Tensor | None = None  # [B] int64 index of the row in its rollout; the last one has the reward
     parents: Tensor | None = (
-        None  # [B] int64 the branch of the same rollout that it forks from; -1, or None for all: none
+        None  # [B] int64 the branch of the same rollout from which it forks, -1 for a root; None: all -1
     )
     forks: Tensor | None = None  # [B] int64 model tokens of that branch before the fork, at least 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advantages:
-    """The result of `compute_advantages`: each [B, T], detached, 0 off model tokens. An estimator returns float64, one
-    number a token [B, T] or a trajectory [B, 1]; its values off the model tokens do not matter.
+    """The result of `compute_advantages`: each [B, T], detached, 0 off model tokens.
 
-    `returns` holds G_k (token estimators), R on every model token (scalar ones) or A + V (gae), `baselines` what was
-    subtracted: without normalisation advantages = returns - baselines, but for gpg's c and grpo's standard deviation.
+    An estimator returns float64, one number per token [B, T] or per trajectory [B, 1], with any values off model
+    tokens.
+
+    `returns` holds G_k (token estimators), R on every model token (scalar ones) or A + V (gae), `baselines` the
+    subtracted values. Without normalisation, advantages = returns - baselines, except for gpg's factor c and grpo's
+    standard deviation.
     """
 
     advantages: Tensor
@@ -85,7 +88,7 @@ _NOT_FLOATING = (*_OF_ROLLOUTS, "response_mask", "loss_mask")
 
 
 def check_shapes(inputs: AdvantageInputs) -> None:
-    """Raise InvalidInputError unless shapes and dtypes are those of the record."""
+    """Raise InvalidInputError unless shapes and dtypes match the record's definition."""
     if inputs.rewards.ndim != 2:
         raise InvalidInputError(f"rewards must be [B, T]; got {tuple(inputs.rewards.shape)}")
     shape = inputs.rewards.shape
@@ -123,14 +126,14 @@ def check_rewards_placed(rewards: Tensor, mask: Tensor, rows: Tensor) -> None:
 
 
 class Calls(Protocol):
-    """The calls that together hold the groups of a step. All make the same requests in the same order."""
+    """The calls that together contain the groups of a step. All make the same requests in the same order."""
 
     @property
     def index(self) -> int:
-        """The number of this call, from 0."""
+        """Index of this call, from 0."""
 
     def gather(self, values: Tensor) -> Tensor:
-        """``values`` of all calls in their order, [calls, ...]; of one shape everywhere."""
+        """Return ``values`` of all calls in order, [calls, ...]. Shapes must be equal."""
 
 
 class OneCall:
@@ -151,7 +154,7 @@ class Groups:
     """J groups of at most N of the B rows.
 
     >>> groups = Groups.of(torch.tensor([7, 3, 7]))
-    >>> groups.stack(torch.tensor([1., 2., 3.])).tolist()  # group 3, with an empty place, and group 7
+    >>> groups.stack(torch.tensor([1., 2., 3.])).tolist()  # group 3, with an empty slot, and group 7
     [[2.0, 1.0], [1.0, 3.0]]
     >>> groups.present.tolist()
     [[True, False], [True, True]]
@@ -160,16 +163,16 @@ class Groups:
     """
 
     labels: Tensor  # [B] groups renumbered 0 .. J-1
-    sizes: Tensor  # [J] rows in each
-    slots: Tensor  # [B] where in the flattened [J, N] a row stands
-    present: Tensor  # [J, N] bool: places that hold a row
-    in_order: bool  # row i stands in place i: stacking is a view
+    sizes: Tensor  # [J] number of rows of each group
+    slots: Tensor  # [B] index of each row in the flattened [J, N]
+    present: Tensor  # [J, N] bool, True for slots with a row
+    in_order: bool  # True if row i has slot i, so that stacking is a view
 
     @classmethod
     def of(cls, ids: Tensor) -> Groups:
-        """Return the groups of arbitrary group ids [B], equal for the rows of a group."""
+        """Create the groups from arbitrary ids [B], which are equal for the rows of a group."""
         unique, labels, sizes = torch.unique(ids, return_inverse=True, return_counts=True)
-        largest = int(sizes.max()) if sizes.numel() else 1  # without rows every reduction over a group still works
+        largest = int(sizes.max()) if sizes.numel() else 1  # 1, so that reductions over groups work without rows
         order = labels.argsort(stable=True)
         place = torch.arange(ids.numel(), device=ids.device)
         rank = place - (sizes.cumsum(0) - sizes)[labels[order]]
@@ -202,14 +205,14 @@ class Groups:
         return flat if self.in_order else flat[self.slots]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over the row's group of values [B] -> [B]."""
+        """Return the sum of values [B] over each row's group, [B]."""
         return torch.where(self.present, self.stack(values), 0).sum(1)[self.labels]
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean over the row's group of values [B] -> [B], exact where a group's values are all equal."""
+        """Return the mean of values [B] over each row's group, [B], exact if a group's values are equal."""
         lowest = self.lowest(values)
         return lowest + self.sum(values - lowest) / self.members
 
     def lowest(self, values: Tensor) -> Tensor:
-        """Smallest of the row's group of values [B] -> [B]."""
+        """Return the minimum of values [B] over each row's group, [B]."""
         return torch.where(self.present, self.stack(values), torch.inf).amin(1)[self.labels]

@@ -19,10 +19,10 @@ from agentrl.algorithms.options import (
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: float, buffer: float) -> Tensor:
-    """DAPO's soft penalty [B] for responses of `lengths` [B] *model* tokens (arXiv 2503.14476).
+    """Compute DAPO's soft penalty [B] for responses of `lengths` [B] *model* tokens (arXiv 2503.14476).
 
-    0 for L <= max_length - buffer, (max_length - buffer - L) / buffer up to max_length, -1 above. InvalidOptionError
-    unless 0 < buffer <= max_length.
+    0 for L <= max_length - buffer, (max_length - buffer - L) / buffer up to max_length, -1 above. Raises
+    InvalidOptionError unless 0 < buffer <= max_length.
 
     >>> overlong_penalty(torch.tensor([60, 80, 90, 100, 101]), max_length=100, buffer=20).tolist()
     [0.0, 0.0, -0.5, -1.0, -1.0]
@@ -34,7 +34,7 @@ def overlong_penalty(lengths: Tensor, *, max_length: float, buffer: float) -> Te
 
 
 def add_at_last_token(rewards: Tensor, response_mask: Tensor, amounts: Tensor) -> Tensor:
-    """rewards [B, T] with amounts [B] added at each row's last model token. Rows without one are InvalidInputError."""
+    """Add amounts [B] to rewards [B, T] at each row's last model token. Raises InvalidInputError for empty rows."""
     mask = as_mask("response_mask", response_mask)
     check_alike(rewards=rewards, response_mask=mask)
     if amounts.shape != rewards.shape[:1]:
@@ -50,7 +50,7 @@ def add_at_last_token(rewards: Tensor, response_mask: Tensor, amounts: Tensor) -
 
 @dataclass(frozen=True, kw_only=True)
 class RewardKL:
-    """`rewards` [B, T] with the penalty in them, and the penalty `kl` [B, T] itself (without beta, 0 off the mask)."""
+    """`rewards` [B, T] including the penalty, and the penalty `kl` [B, T] without beta, 0 off the mask."""
 
     rewards: Tensor
     kl: Tensor
@@ -67,13 +67,14 @@ def reward_kl(
     estimator: str = "k1",
     full: Tensor | None = None,
 ) -> RewardKL:
-    """r_t - beta kl_t at the model tokens; all tensors [B, T], the result detached, other positions as they were.
+    """Compute r_t - beta kl_t at the model tokens; all tensors [B, T], detached, other positions unchanged.
 
-    `log_probs` are those of the policy that sampled. With k1 the expected gradient is that of R - beta KL of the whole
-    trajectories; abs, k2 and k3 penalise other functions of the policy, and `full` counts, token by token, only
-    divergence that an earlier token has led to. Estimators `X+` differ from X in their gradient alone: not here.
+    `log_probs` are those of the policy that sampled. With k1, the expected gradient is that of R - beta KL of whole
+    trajectories. abs, k2 and k3 penalise other functions of the policy. `full` credits a token only with divergence at
+    later tokens. Estimators `X+` differ from X only in their gradient and are not available here.
 
-    Raises InvalidOptionError (estimator, negative beta), InvalidInputError, MissingInputError.
+    Raises InvalidOptionError for an unknown estimator or negative beta, InvalidInputError for invalid tensors, and
+    MissingInputError if `full` is needed and None.
     """
     check_choice("KL estimator in the reward", estimator, REWARD_KL_ESTIMATORS)
     check_range("beta", beta, 0.0)

@@ -1,4 +1,4 @@
-"""Energies of tokens (docs/formulas.md 3), and the baselines that they weigh: means over a group, column by column."""
+"""Token energies (docs/formulas.md 3), and energy-weighted baselines: means over a group, column by column."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ENERGIES = ("logit_proxy", "length", "head_exact")
 
 
 def logit_proxy_energy(log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
-    """w = ||e_y - p||^2 = (1 - p)^2 + sum_{v != y} p(v)^2, any shape, never negative, without cancellation near p = 1.
+    """Compute w = ||e_y - p||^2 = (1 - p)^2 + sum_{v != y} p(v)^2, any shape, not negative, accurate near p = 1.
 
-    That of sum p^2 - p^2 is avoided only inside the kernel: prefer its `energy`.
+    Only the kernel avoids the cancellation in sum p^2 - p^2, so prefer its `energy`.
 
     >>> round(logit_proxy_energy(torch.tensor(0.75).log(), torch.tensor(0.625)).item(), 6)
     0.125
@@ -26,11 +26,11 @@ def logit_proxy_energy(log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
 
 
 def token_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
-    """w_t [B, T] in float64 of the kind `energy`, 0 off the mask.
+    """Compute w_t [B, T] in float64 for the kind `energy`, 0 off the mask.
 
-    `logit_proxy`: the kernel's `token_energy`, else from log_probs and sum_pi_squared. `head_exact`: that times
-    ||h||^2, without 1 / tau^2 of docs/formulas.md 3, which cancels in every baseline. `length`: 1. Raises
-    MissingInputError (naming the setting) or InvalidInputError.
+    `logit_proxy`: the kernel's `token_energy`, or computed from log_probs and sum_pi_squared. `head_exact`: the proxy
+    times ||h||^2, without the factor 1 / tau^2 of docs/formulas.md 3, which cancels in every baseline. `length`: 1.
+    Raises MissingInputError for a missing input and InvalidInputError for an invalid value.
     """
     check_choice("energy", energy, ENERGIES)
     if energy == "length":
@@ -44,7 +44,7 @@ def token_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
 def weighted_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
     """Compute (rho_t loss_mask_t)^2 w_t on model tokens, [B, T]. Its running sum is the realized energy W_k.
 
-    The ratio stands inside that sum (arXiv 2602.07078, the line before Eq. 60).
+    The ratio is inside that sum (arXiv 2602.07078, the line before Eq. 60).
     """
     energies = token_energy(inputs, energy)
     ratio = inputs.loss_ratio
@@ -78,23 +78,23 @@ TAILS = ("zero", "carry", "self")
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """J groups of N rows, laid out so that a column holds what shares one baseline within a group.
+    """J groups of N rows, laid out so that the entries of a group in one column share a baseline.
 
-    `valid` marks the entries that exist, `returns` is G and `weights` W + eps there.
+    `valid` marks existing entries. For these, `returns` is G and `weights` is W + eps.
     """
 
     returns: Tensor  # [J, N, C] float64
     weights: Tensor  # [J, N, C] float64, positive where valid
     valid: Tensor  # [J, N, C] bool
-    sizes: Tensor  # [J] rows of the group, at most N
+    sizes: Tensor  # [J] number of rows of the group, at most N
 
 
 def column_baselines(columns: Columns, *, tail: str, leave_one_out: bool) -> Tensor:
-    """b: sum W G / sum W over the group's entries of a column, [J, N, C], or [J, 1, C] where all rows share it.
+    """Compute b = sum W G / sum W over the group's entries of a column: [J, N, C], or [J, 1, C] if all rows share it.
 
-    With `leave_one_out` every entry is left out of its own sums. Where an entry is alone in its column: 0 (`zero`), the
-    row's last baseline in a column with two or more, 0 if there was none (`carry`), or G itself (`self`). A group
-    with one row has baseline 0 everywhere. Meaningless where not valid.
+    With `leave_one_out`, every entry is excluded from its own sums. If an entry is alone in its column, b is 0
+    (`zero`), the row's last baseline in a column with two or more entries, or 0 without one (`carry`), or G (`self`). A
+    group with one row has baseline 0 everywhere. Values that are not valid are arbitrary.
     """
     sums = _Sums.of(columns)
     shared = sums.excluding_own() if leave_one_out else sums.mean()
@@ -104,7 +104,7 @@ def column_baselines(columns: Columns, *, tail: str, leave_one_out: bool) -> Ten
 
 @dataclass(frozen=True, kw_only=True)
 class _Sums:
-    """Group sums of every column, returns taken above the column's lowest: equal returns give exactly themselves."""
+    """Group sums of every column. Returns are relative to the column's lowest: the mean of equal returns is exact."""
 
     weights: Tensor  # [J, N, C], 0 where invalid
     above: Tensor  # [J, N, C] G - lowest, 0 where invalid
@@ -126,15 +126,15 @@ class _Sums:
         )
 
     def mean(self) -> Tensor:
-        """The weighted mean of every column, [J, 1, C]; 0 in empty columns."""
+        """Return the weighted mean of every column, [J, 1, C]; 0 in empty columns."""
         total = self.weights.sum(1, keepdim=True).masked_fill_(self.count == 0, 1.0)
         return self.lowest + (self.weights * self.above).sum(1, keepdim=True) / total
 
     def excluding_own(self) -> Tensor:
-        """Return the weighted mean over the other rows, [J, N, C]; meaningless where there is none.
+        """Return the weighted mean over the other rows, [J, N, C]; arbitrary without other rows.
 
-        Total minus own cancels where own is nearly all of it, so the sums without the heaviest row are formed on
-        their own.
+        Subtracting a row from the total cancels if the row dominates it, so the sums without the heaviest row are
+        computed separately.
         """
         weighted = self.weights * self.above
         heaviest = self.weights.max(1, keepdim=True).indices
@@ -158,6 +158,6 @@ def _with_tail(columns: Columns, count: Tensor, shared: Tensor, tail: str) -> Te
     position = torch.arange(shared.shape[-1], device=shared.device)
     last = torch.where(count >= 2, position, -1)  # [J, 1, C]
     if last.shape[-1]:
-        last = last.cummax(-1).values  # the last column, so far, with two or more contributors
+        last = last.cummax(-1).values  # the last column so far with two or more contributors
     carried = shared.gather(-1, last.clamp(min=0).expand_as(shared)).masked_fill_(last < 0, 0.0)
     return torch.where(alone, carried, shared)

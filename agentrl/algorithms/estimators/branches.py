@@ -1,8 +1,8 @@
-"""Rollouts with branches: every estimator gets one row per rollout, also where an agent's history branched.
+"""Rollouts with branches: every estimator receives one row per rollout, even if an agent's history branched.
 
-A rollout is one episode, whatever the contexts of its turns. Its row holds the model tokens of its sequences one after
-the other, so sums and means over a group count every rollout once, and a return is that of the rollout. No token occurs
-in two sequences. The rows of groups without branches stay as they are.
+A rollout is one episode, independent of the contexts of its turns. Its row contains the model tokens of its sequences
+one after the other, so sums and means over a group count every rollout once, and a return is the return of the rollout.
+No token occurs in two sequences. The rows of groups without branches are not changed.
 
 :class:`RolloutRows` merges and splits rows. :class:`Compact`, :class:`BranchPaths` and :class:`BranchWays` index tokens
 within a row or along a branch, without loops over rows; :func:`reward_to_go` sums rewards along them.
@@ -33,20 +33,20 @@ class Compact:
     [[1.0, 0.0, 3.0], [0.0, 5.0, 0.0]]
     """
 
-    mask: Tensor  # [B, T] bool: the positions that are kept
+    mask: Tensor  # [B, T] bool: the positions to keep
     index: Tensor  # [B, T] compact index of every position (that of the last model token before it; at least 0)
-    position: Tensor  # [B, K] where each entry came from; 0 for entries that do not exist
-    valid: Tensor  # [B, K] bool: which entries of the compact layout exist
+    position: Tensor  # [B, K] original position of each entry; 0 for entries that do not exist
+    valid: Tensor  # [B, K] bool: True for entries that exist
 
     @classmethod
     def of(cls, mask: Tensor) -> Compact:
-        """The compact layout of a boolean mask [B, T]."""
+        """Create the compact layout of a boolean mask [B, T]."""
         rows, width = mask.shape
         count = mask.sum(-1)
         longest = int(count.max()) if count.numel() else 0
         valid = torch.arange(longest, device=mask.device) < count.unsqueeze(-1)
         index = (mask.cumsum(-1) - 1).clamp_(min=0)
-        # What is off the mask goes to one more entry at the end, which is cut off.
+        # Positions off the mask are written to an additional last entry, which is cut off.
         target = index.masked_fill(~mask, longest)
         source = torch.arange(width, device=mask.device).expand(rows, width)
         position = index.new_zeros(rows, longest + 1).scatter_(-1, target, source)[:, :longest]
@@ -69,13 +69,13 @@ class Compact:
 
 @dataclass(frozen=True)
 class BranchPaths:
-    """R rollouts, a row [W] of model tokens each, by their index on the way from the root of the conversation.
+    """Paths in R rollouts, each a row [W] of model tokens, from the root of the conversation to each token.
 
-    The sequences of a rollout form trees: a branch begins behind a token of another one. Tokens that several ways share
-    stand in the row once.
+    The sequences of a rollout form trees: a branch begins after a token of another branch. The row contains tokens that
+    several paths share once.
 
     >>> mask = torch.tensor([[True, True, True]])
-    >>> paths = BranchPaths(mask, torch.tensor([[-1, 0, 0]]))  # the third token forks behind the first
+    >>> paths = BranchPaths(mask, torch.tensor([[-1, 0, 0]]))  # the third token forks after the first
     >>> paths.sums(torch.tensor([[1., 2., 4.]])).tolist()
     [[1.0, 3.0, 5.0]]
     >>> paths.index.tolist()
@@ -83,10 +83,10 @@ class BranchPaths:
     """
 
     mask: Tensor  # [R, W] bool: model tokens
-    previous: Tensor  # [R, W] int64: the token before; -1: none
+    previous: Tensor  # [R, W] int64: index of the previous token on the path; -1: none
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sum values [R, W], 0 off the mask, over the tokens on the way from the root to each token, itself included.
+        """Sum values [R, W], 0 off the mask, over the tokens on the path from the root to each token, inclusive.
 
         Each round doubles the number of tokens that every token has summed.
         """
@@ -100,19 +100,19 @@ class BranchPaths:
 
     @cached_property
     def index(self) -> Tensor:
-        """Number of model tokens before each one on its way from the root, [R, W]; 0 off the mask."""
+        """Number of model tokens before each token on its path from the root, [R, W]; 0 off the mask."""
         return (self.sums(self.mask.long()) - 1).clamp_(min=0)
 
     @cached_property
     def ways(self) -> BranchWays:
-        """All ways from a root to a leaf."""
+        """All paths from a root to a leaf."""
         return BranchWays.of(self)
 
     def columns(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return a rollout's return, weight and existence at every index, each [R, C], from values [R, W].
 
-        Where several of its tokens have an index, they count as one with the mean of their weights, and of their
-        returns by these weights.
+        Several tokens with the same index count as one, with the mean of their weights and the weighted mean of their
+        returns.
         """
         none = ~self.mask
         count = self._sums(self.mask.to(weights.dtype))
@@ -120,7 +120,7 @@ class BranchPaths:
         lowest = torch.full_like(total, torch.inf)
         lowest.scatter_reduce_(-1, self.index, returns.masked_fill(none, torch.inf), "amin")
         lowest.masked_fill_(count == 0, 0.0)
-        above = (returns - self.scatter(lowest)).mul_(weights)  # so equal returns give exactly themselves
+        above = (returns - self.scatter(lowest)).mul_(weights)  # so that the mean of equal returns is exact
         mean = lowest + self._sums(above.masked_fill_(none, 0.0)) / total.masked_fill(count == 0, 1.0)
         return mean, total / count.clamp(min=1), count > 0
 
@@ -134,7 +134,7 @@ class BranchPaths:
 
 @dataclass(frozen=True, kw_only=True)
 class BranchWays:
-    """The L ways from a root to a leaf of R rollouts, each as a row of its own: [L, D], D the longest one's tokens.
+    """The L paths from a root to a leaf of R rollouts, one row per path: [L, D], D the tokens of the longest path.
 
     >>> ways = BranchPaths(torch.tensor([[True, True, True]]), torch.tensor([[-1, 0, 0]])).ways
     >>> ways.gather(torch.tensor([[1., 2., 4.]])).tolist()
@@ -145,12 +145,12 @@ class BranchWays:
 
     mask: Tensor  # [R, W] bool: model tokens
     rollout: Tensor  # [L] int64
-    place: Tensor  # [L, D] int64: where in its rollout's row each token stands
-    valid: Tensor  # [L, D] bool: which exist; they stand on the left
+    place: Tensor  # [L, D] int64: index of each token in its rollout's row
+    valid: Tensor  # [L, D] bool: entries that exist, left-aligned
 
     @classmethod
     def of(cls, paths: BranchPaths) -> BranchWays:
-        """Ways in the order of their leaves. In each round every token goes back one more power of two."""
+        """Create the paths in the order of their leaves. Each round steps back by one more power of two."""
         back = paths.previous.masked_fill(~paths.mask, -1)
         rows, tokens = (back >= 0).nonzero(as_tuple=True)
         leaves = paths.mask.clone()
@@ -172,7 +172,7 @@ class BranchWays:
         return tensor[self.rollout.unsqueeze(-1), self.place].masked_fill_(~self.valid, 0)
 
     def scatter(self, tensor: Tensor) -> Tensor:
-        """Average [L, D] over the ways of each token: [R, W], 0 off the mask."""
+        """Average [L, D] over the paths of each token: [R, W], 0 off the mask."""
         rows = self.rollout.unsqueeze(-1).expand_as(self.place)[self.valid]
         sums, counts = tensor.new_zeros(2, *self.mask.shape)
         sums.index_put_((rows, self.place[self.valid]), tensor[self.valid], accumulate=True)
@@ -181,10 +181,10 @@ class BranchWays:
 
 
 def reward_to_go(rewards: Tensor, gamma: float) -> Tensor:
-    """G_k = sum_{j >= k} gamma^(j-k) r_j along the last dimension of compact rewards [B, K].
+    """Compute G_k = sum_{j >= k} gamma^(j-k) r_j along the last dimension of compact rewards [B, K].
 
-    A product with powers of gamma inside blocks, and the same over the blocks' sums: a long row neither overflows nor
-    takes a loop over its tokens.
+    Multiplies by powers of gamma inside blocks, and recursively over the sums of blocks. Therefore a long row neither
+    overflows nor needs a loop over its tokens.
     """
     if gamma == 1.0:
         return running_sum(rewards.flip(-1)).flip(-1)
@@ -208,10 +208,10 @@ def reward_to_go(rewards: Tensor, gamma: float) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class MergedInputs(AdvantageInputs):
-    """A row [W] for each of R rollouts."""
+    """Inputs with one row [W] for each of R rollouts."""
 
     branched: Tensor  # [R] bool: a rollout of its group has branches
-    previous: Tensor  # [R, W] int64 where in the row the model token before each one stands; -1: it is the first
+    previous: Tensor  # [R, W] int64 index in the row of the model token before each one; -1: none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,8 +219,8 @@ class RolloutRows:
     """Positions of the tokens of B rows in the R rows of their rollouts, each W wide."""
 
     mask: Tensor  # [B, T] the model tokens
-    places: Tensor  # [B, T] where each of them stands in its rollout's row
-    previous: Tensor  # [B, T] and where the one before it on its way from the root stands; -1: none
+    places: Tensor  # [B, T] index of each model token in its rollout's row
+    previous: Tensor  # [B, T] index of the model token before it on its path from the root; -1: none
     rollout: Tensor  # [B] the rollout of each row
     first: Tensor  # [R] the first row of each rollout
     last: Tensor  # [R] its last row
@@ -259,7 +259,7 @@ class RolloutRows:
         )
 
     def merged(self, inputs: AdvantageInputs) -> MergedInputs:
-        """The inputs with a row for each rollout."""
+        """Return the inputs with one row per rollout."""
         given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
         tokens = {
             name: self._joined(tensor) for name, tensor in given.items() if tensor is not None and tensor.dim() == 2
@@ -275,7 +275,7 @@ class RolloutRows:
         if inputs.bootstrap_values is not None:
             merged = replace(merged, bootstrap_values=inputs.bootstrap_values[self.last])
         if inputs.trajectory_energy is not None:
-            # Of a sum of gradients, their sequences' taken as orthogonal.
+            # The energy of a sum of gradients, assuming that the gradients of sequences are orthogonal.
             energy = inputs.trajectory_energy
             merged = replace(
                 merged, trajectory_energy=energy.new_zeros(len(self.first)).index_add_(0, self.rollout, energy)
@@ -314,7 +314,7 @@ def _parents(inputs: AdvantageInputs, branches: Tensor, rollout: Tensor, order: 
 
 
 def _previous(inputs: AdvantageInputs, layout: Compact, places: Tensor, parents: Tensor) -> Tensor:
-    """[B, T] the place of the model token before each one: in its row, or for a row's first where its parent forks."""
+    """Return the index of the model token before each one, [B, T]; for the first of a row, the fork of its parent."""
     index = layout.index - 1
     source = layout.position.gather(-1, index.clamp(min=0))
     previous = places.gather(-1, source).masked_fill_(index < 0, -1)

@@ -18,12 +18,12 @@ from agentrl.algorithms.estimators.registry import (
 )
 from agentrl.algorithms.records import Advantages
 
-_EQUAL = 1e-9  # rewards of a group that differ by less than this share of the largest differ by rounding alone
+_EQUAL = 1e-9  # rewards of a group that differ by less than this fraction of the largest differ by rounding only
 
 
 @register_estimator("grpo", options=ScalarOptions, aggregation="seq_mean_token_mean", group_based=True)
 def grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
-    """A = (R - mean) / (std + 1e-6) over the group, std unbiased (Shao et al., arXiv 2402.03300).
+    """Compute A = (R - mean) / (std + 1e-6) over the group, std unbiased (Shao et al., arXiv 2402.03300).
 
     A group of one: mean 0 and std 1, so A = R.
     """
@@ -36,13 +36,13 @@ def grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
 
 @register_estimator("dr_grpo", options=ScalarOptions, aggregation="seq_mean_token_sum_norm", group_based=True)
 def dr_grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
-    """A = R - mean of the group (Liu et al., arXiv 2503.20783). A group of one: A = R."""
+    """Compute A = R - mean of the group (Liu et al., arXiv 2503.20783). A group of one: A = R."""
     return scalar_estimate(inputs.totals, group_means(inputs))
 
 
 @register_estimator("rloo", options=ScalarOptions, group_based=True)
 def rloo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
-    """A = R - mean of the others = N / (N - 1) (R - mean) (Ahmadian et al., arXiv 2402.14740).
+    """Compute A = R - mean of the others = N / (N - 1) (R - mean) (Ahmadian et al., arXiv 2402.14740).
 
     A group of one: baseline 0, so A = R.
     """
@@ -53,7 +53,7 @@ def rloo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
 
 @register_estimator("reinforce_pp_baseline", options=WhitenedOptions, group_based=True)
 def reinforce_pp_baseline(inputs: EstimatorInputs, options: WhitenedOptions) -> Advantages:
-    """A = R - mean of the group, then whitened over the step: the default of `normalize` (Hu, arXiv 2501.03262).
+    """Compute A = R - mean of the group, whitened over the step by default (`normalize`; Hu, arXiv 2501.03262).
 
     A group of one: A = R before whitening.
     """
@@ -62,15 +62,15 @@ def reinforce_pp_baseline(inputs: EstimatorInputs, options: WhitenedOptions) -> 
 
 @register_estimator("remax", options=ScalarOptions, requires=("greedy_returns",))
 def remax(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
-    """A = R - R_greedy, the return of one greedy rollout of the problem (Li et al., arXiv 2310.10505)."""
+    """Compute A = R - R_greedy, the return of one greedy rollout of the problem (Li et al., arXiv 2310.10505)."""
     return scalar_estimate(inputs.totals, inputs.read_trajectories("greedy_returns"))
 
 
 @register_estimator("gpg", options=ScalarOptions, span="ranks", group_based=True)
 def gpg(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
-    """A = c (R - mean), c = B over the trajectories in groups whose rewards differ, 1 if none (arXiv 2504.02546).
+    """Compute A = c (R - mean), c = B / trajectories in groups with unequal rewards, or 1 (arXiv 2504.02546).
 
-    B counts the trajectories of the step. A group of one: A = c R, and its reward differs from none.
+    B counts the trajectories of the step. A group of one: A = c R; its rewards are equal.
     """
     totals = inputs.totals
     lowest, highest = inputs.groups.lowest(totals), -inputs.groups.lowest(-totals)
@@ -84,9 +84,9 @@ def gpg(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
 
 @register_estimator("opo", options=WeightedOptions, group_based=True)
 def opo(inputs: EstimatorInputs, options: WeightedOptions) -> Advantages:
-    """A = R - b, b = sum (K + eps) R / sum (K + eps), K the model tokens (Hao et al., arXiv 2505.23585).
+    """Compute A = R - b, b = sum (K + eps) R / sum (K + eps), K the model tokens (Hao et al., arXiv 2505.23585).
 
-    K counts rejected tokens too: with importance weights or a loss mask, `ogb` with `energy="length"` is the weighted
+    K includes rejected tokens. With importance weights or a loss mask, use `ogb` with `energy="length"` as the weighted
     form. A group of one: A = R.
     """
     weights = inputs.lengths.double() + options.epsilon
@@ -94,12 +94,12 @@ def opo(inputs: EstimatorInputs, options: WeightedOptions) -> Advantages:
 
 
 def group_means(inputs: EstimatorInputs) -> Tensor:
-    """Mean R of the row's group [B]; 0 for a group of one."""
+    """Return the mean R of the row's group [B]; 0 for a group of one."""
     return torch.where(inputs.members == 1, 0.0, inputs.groups.mean(inputs.totals))
 
 
 def weighted_means(inputs: EstimatorInputs, weights: Tensor, *, leave_one_out: bool) -> Tensor:
-    """sum W R / sum W over the row's group for positive weights [B], [B]; 0 for a group of one."""
+    """Compute sum W R / sum W over the row's group for positive weights [B]; 0 for a group of one. Returns [B]."""
     groups = inputs.groups
     columns = Columns(
         returns=groups.stack(inputs.totals.unsqueeze(-1)),
@@ -107,7 +107,7 @@ def weighted_means(inputs: EstimatorInputs, weights: Tensor, *, leave_one_out: b
         valid=groups.present.unsqueeze(-1),
         sizes=groups.sizes,
     )
-    # In a group of two or more nobody is alone here, so no tail rule acts.
+    # No row is alone in its column if its group has two or more rows, so the tail rule has no effect.
     return groups.unstack(column_baselines(columns, tail="zero", leave_one_out=leave_one_out)).squeeze(-1)
 
 
@@ -122,21 +122,21 @@ def scalar_estimate(totals: Tensor, baselines: Tensor, advantages: Tensor | None
 
 @register_estimator("reinforce_pp", options=DiscountedOptions, per_token=True)
 def reinforce_pp(inputs: EstimatorInputs, options: DiscountedOptions) -> Advantages:
-    """A_k = G_k, then whitened over the step: the default of `normalize` (Hu, arXiv 2501.03262)."""
+    """Compute A_k = G_k, whitened over the step by default (`normalize`; Hu, arXiv 2501.03262)."""
     returns = inputs.returns(options.gamma)
     return Advantages(advantages=returns, returns=returns, baselines=torch.zeros_like(returns))
 
 
 @register_estimator("gae", options=GaeOptions, requires=("values",), per_token=True)
 def gae(inputs: EstimatorInputs, options: GaeOptions) -> Advantages:
-    """A_k = delta_k + gamma lam A_{k+1}, delta_k = r_k + gamma V_{k+1} - V_k (Schulman et al., arXiv 1506.02438).
+    """Compute A_k = delta_k + gamma lam A_{k+1}, delta_k = r_k + gamma V_{k+1} - V_k (arXiv 1506.02438).
 
-    k + 1 is the next model token, whatever stands between. V after the last one is the row's `bootstrap_values`: 0
-    where the episode ended, the critic's value of what would have come next where it was truncated. The returns, the
-    critic's targets, are A + V; A is whitened after that (the default of `normalize`).
+    k + 1 is the next model token, also after an observation. V after the last token is the row's `bootstrap_values`: 0
+    if the episode ended, the critic's value of the next token if it was truncated. The returns, the critic's targets,
+    are A + V. A is whitened afterwards by default (`normalize`).
 
-    In branched rollouts every way from the root to a leaf is such a row, with the rollout's `bootstrap_values` at its
-    end; a token on several ways has the mean of its advantages there.
+    In branched rollouts, every path from the root to a leaf is such a row, with the rollout's `bootstrap_values` at its
+    end. A token on several paths has the mean of its advantages.
     """
     layout, rewards = inputs.sequences
     values = layout.gather(inputs.read("values"))  # [B, K]

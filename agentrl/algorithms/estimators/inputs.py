@@ -1,4 +1,4 @@
-"""The inputs of estimators: AdvantageInputs of some rows, checked, and quantities derived from them."""
+"""The inputs of estimators: checked AdvantageInputs of some rows, and derived quantities."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -12,19 +12,19 @@ from agentrl.algorithms.options import InvalidInputError, MissingInputError, che
 from agentrl.algorithms.records import ONE_CALL, AdvantageInputs, Calls, Groups, check_rewards_placed, check_rows
 from agentrl.kernels.arithmetic import running_sum
 
-# Float64 numbers of one [b, T] that a processor keeps in its cache; elsewhere only memory counts.
+# Float64 elements of one [b, T] that fit into a CPU's cache; on other devices, only memory limits blocks.
 _BLOCK_ELEMENTS = {"cpu": 1 << 18}
 _OTHER_BLOCK_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
 class EstimatorInputs:
-    """Rows of a batch that hold whole groups; all derived tensors are float64, NaN-free and 0 off the model tokens."""
+    """Rows of a batch that contain whole groups. Derived tensors are float64, NaN-free and 0 off model tokens."""
 
-    source: AdvantageInputs  # as given, unchecked
+    source: AdvantageInputs  # unchecked
     groups: Groups
-    rows: Tensor  # [B] by which messages name the rows
-    calls: Calls = ONE_CALL  # where the step's other groups are
+    rows: Tensor  # [B] row indices for messages
+    calls: Calls = ONE_CALL  # access to the step's other groups
     weighted: bool = True  # False: the estimator does not depend on `loss_ratio`, which may be unknown yet
 
     @classmethod
@@ -65,7 +65,7 @@ class EstimatorInputs:
 
     @cached_property
     def totals(self) -> Tensor:
-        """R: the sum of a row's rewards, [B]; added one after the other, so that padding does not change a digit."""
+        """R: the sum of a row's rewards, [B], summed sequentially, so that padding does not change the rounding."""
         rows, width = self.mask.shape
         step = max(1, _block_elements(self.mask.device) // max(1, width))
         parts = [slice(start, start + step) for start in range(0, max(1, rows), step)]
@@ -78,7 +78,7 @@ class EstimatorInputs:
 
     @cached_property
     def paths(self) -> BranchPaths | None:
-        """The ways from the roots of branched rollouts to their tokens; None if no rollout has branches."""
+        """The paths from the roots of branched rollouts to their tokens; None if no rollout has branches."""
         source = self.source
         if not isinstance(source, MergedInputs) or not bool(source.branched.any()):
             return None
@@ -86,13 +86,13 @@ class EstimatorInputs:
 
     @property
     def loss_ratio(self) -> Tensor | None:
-        """rho * loss_mask, [B, T]; None if it is 1 on every model token. For estimators registered as weighted."""
+        """rho * loss_mask, [B, T]; None if 1 on every model token. Only for estimators registered as weighted."""
         if not self.weighted:
             raise MissingInputError("this estimator reads loss_ratio: register it with weighted=True")
         return self._loss_ratio
 
     def check_loss_ratio(self) -> None:
-        """Raise InvalidInputError if weights are given and not finite, or negative."""
+        """Raise InvalidInputError if importance weights are not finite or are negative."""
         _ = self._loss_ratio
 
     @cached_property
@@ -106,10 +106,10 @@ class EstimatorInputs:
         return counted.double() if ratio is None else ratio.masked_fill_(~counted, 0.0)
 
     def returns(self, gamma: float) -> Tensor:
-        """G on every model token, [B, T]: the reward-to-go, discounted by model tokens.
+        """Compute G on every model token, [B, T]: the reward-to-go, discounted by model tokens.
 
-        In branched rollouts that of every way from the root to a leaf, as `sequences` lays them out. A token on several
-        ways has the mean of theirs; without a discount that is everything but the rewards before it.
+        In branched rollouts, it is computed on every path from the root to a leaf, as laid out by `sequences`. A token
+        on several paths has their mean. Without a discount, this equals all rewards except those before the token.
         """
         if gamma == 1.0 and self.paths is not None:
             before = self.paths.sums(self.rewards) - self.rewards
@@ -121,10 +121,10 @@ class EstimatorInputs:
 
     @cached_property
     def sequences(self) -> tuple[Compact | BranchWays, Tensor]:
-        """The model tokens in the order in which one follows on the other, and their rewards: [B, K], or [L, D].
+        """Layout of the model tokens as sequences, and their rewards: [B, K], or [L, D] with branches.
 
-        A row is a trajectory; in branched rollouts it is a way from the root to a leaf, at whose end stands what the
-        rollout earned elsewhere.
+        A row is a trajectory. In branched rollouts, it is a path from the root to a leaf, whose last reward includes
+        the rewards of the rollout off this path.
         """
         if self.paths is None:
             return self.layout, self.layout.gather(self.rewards)
@@ -134,7 +134,10 @@ class EstimatorInputs:
         return ways, rewards.scatter_add_(-1, ways.valid.sum(-1, keepdim=True) - 1, elsewhere.unsqueeze(-1))
 
     def read(self, name: str, *, negative: bool = True) -> Tensor:
-        """An input [B, T] in float64, 0 off the mask; InvalidInputError where a model token has none (or one < 0)."""
+        """Return an input [B, T] in float64, 0 off the mask.
+
+        Raises InvalidInputError for a non-finite value at a model token, or a negative one unless ``negative``.
+        """
         values = self._read(name, slice(None))
         if not negative and values.numel() and float(values.min()) < 0:
             check_not_negative(name, values, self.mask, self.rows)
@@ -143,12 +146,15 @@ class EstimatorInputs:
     def _read(self, name: str, rows: slice) -> Tensor:
         tensor, mask = self._required(name)[rows].detach(), self.mask[rows]
         values = tensor.to(torch.float64, copy=True).masked_fill_(~mask, 0.0)
-        if not bool(torch.isfinite(values.sum())):  # a sum of finite numbers may overflow: look closer
+        if not bool(torch.isfinite(values.sum())):  # the sum of finite numbers may overflow, so check each
             check_finite(name, tensor, mask, self.rows[rows])
         return values
 
     def read_trajectories(self, name: str, *, negative: bool = True) -> Tensor:
-        """An input [B] in float64; InvalidInputError where it is not finite (or < 0)."""
+        """Return an input [B] in float64.
+
+        Raises InvalidInputError for a non-finite value, or a negative one unless ``negative``.
+        """
         values = self._required(name).detach().double()
         bad = ~torch.isfinite(values) if negative else ~(torch.isfinite(values) & (values >= 0))
         if bool(bad.any()):
@@ -171,7 +177,7 @@ def take_rows(inputs: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
 
 
 def blocks_of_rows(inputs: AdvantageInputs) -> Iterator[Tensor]:
-    """Rows in blocks of whole groups; groups with branched rollouts have blocks of their own."""
+    """Yield rows in blocks of whole groups. Groups with branched rollouts are in separate blocks."""
     width = inputs.rewards.shape[1]
     if not isinstance(inputs, MergedInputs):
         yield from blocks_of_groups(inputs.groups, width)
@@ -182,10 +188,10 @@ def blocks_of_rows(inputs: AdvantageInputs) -> Iterator[Tensor]:
 
 
 def blocks_of_groups(ids: Tensor, width: int) -> Iterator[Tensor]:
-    """Rows in blocks of whole groups of one size, in an order in which their groups lie together; none is empty.
+    """Yield rows in non-empty blocks of whole groups of one size, with the rows of a group in succession.
 
-    A block is as many groups as fit a cache, at least one, so that the passes over it are cheap and no intermediate
-    result has the size of the batch.
+    A block contains as many groups as fit into a cache, at least one. Therefore passes over it are cheap, and no
+    intermediate result has the size of the batch.
     """
     groups = Groups.of(ids)
     limit = _block_elements(ids.device)

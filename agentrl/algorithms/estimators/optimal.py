@@ -1,7 +1,7 @@
-"""Optimal baselines: means over the group weighted by energies, of a trajectory (`ogb`, `eob`) or of a token (`otb`).
+"""Optimal baselines: energy-weighted means over the group, per trajectory (`ogb`, `eob`) or per token (`otb`).
 
-Every weight is an energy W plus eps times the energy's scale, so the mean is exact for equal returns and becomes the
-plain mean where energies vanish. sum (W + eps) A = 0 over everything that shares a baseline (docs/formulas.md 4).
+Every weight is an energy W plus eps times the energy's scale, so the mean is exact for equal returns and equals the
+plain mean if energies vanish. sum (W + eps) A = 0 over all entries that share a baseline (docs/formulas.md 4).
 
 `ogb_pooled` uses the step's other groups as a prior. The optimal baseline is a ratio of expectations, E[W R] / E[W].
 A small group estimates both badly: if one outcome is rare, often none of its trajectories has it. So each expectation
@@ -29,13 +29,13 @@ from agentrl.algorithms.estimators.registry import (
 from agentrl.algorithms.records import Advantages
 from agentrl.kernels.arithmetic import running_sum
 
-# An optimal token baseline weighs all tokens alike, so the loss does too.
+# An optimal token baseline weights all tokens equally, so the loss must do the same.
 _token_baseline = partial(register_estimator, weighted=True, aggregation="token_mean", per_token=True, group_based=True)
 
 
 @register_estimator("ogb", options=GlobalBaselineOptions, weighted=True, group_based=True)
 def ogb(inputs: EstimatorInputs, options: GlobalBaselineOptions) -> Advantages:
-    """A = R - b, b = sum (W_K + eps) R / sum (W_K + eps), W_K = sum_j (rho_j loss_mask_j)^2 w_j.
+    """Compute A = R - b, b = sum (W_K + eps) R / sum (W_K + eps), W_K = sum_j (rho_j loss_mask_j)^2 w_j.
 
     The Optimal Global Baseline with the proxy energy (arXiv 2602.07078, Eq. 21). A group of one: A = R.
     """
@@ -44,11 +44,11 @@ def ogb(inputs: EstimatorInputs, options: GlobalBaselineOptions) -> Advantages:
 
 @register_estimator("eob", options=ExactEnergyOptions, weighted=True, requires=("trajectory_energy",), group_based=True)
 def eob(inputs: EstimatorInputs, options: ExactEnergyOptions) -> Advantages:
-    """A = R - b, b = sum (E + eps) R / sum (E + eps), E = ||sum_t rho_t grad log p_t||^2 as given, exact.
+    """Compute A = R - b, b = sum (E + eps) R / sum (E + eps), E = ||sum_t rho_t grad log p_t||^2, the exact input.
 
-    The optimal constant baseline (Greensmith et al., JMLR 5, 2004). E comes in units of its own, so its scale, by which
-    eps is multiplied, is the group's mean energy; that holds the own one too, so `leave_one_out` leaves a bias of the
-    order of eps. A group of one: A = R.
+    The optimal constant baseline (Greensmith et al., JMLR 5, 2004). E has no fixed unit, so eps is multiplied by the
+    group's mean energy. This mean includes the trajectory itself, so `leave_one_out` leaves a bias of order eps. A
+    group of one: A = R.
     """
     energy = inputs.read_trajectories("trajectory_energy", negative=False)
     weights = _softened(inputs, energy.unsqueeze(-1), inputs.groups.mean(energy), options).squeeze(-1)
@@ -57,11 +57,11 @@ def eob(inputs: EstimatorInputs, options: ExactEnergyOptions) -> Advantages:
 
 @_token_baseline("otb", options=TokenBaselineOptions, by_column=True)
 def otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
-    """A_t = G_t - b_t, b_t = sum (W_t + eps) G_t / sum (W_t + eps) over the group's model tokens in *column* t.
+    """Compute A_t = G_t - b_t, b_t = sum (W_t + eps) G_t / sum (W_t + eps) over the group's tokens in *column* t.
 
     The Optimal Token Baseline (arXiv 2602.07078, Theorem 4.1) for left-aligned answers without observations. With
-    observations a column mixes model tokens of some trajectories with gaps of others: use `tir_otb`. The branches of a
-    rollout have no columns in common: groups with a branched rollout get the baseline of `ogb`.
+    observations, a column mixes model tokens of some trajectories with gaps of others, so use `tir_otb`. The branches
+    of a rollout have no common columns: groups with a branched rollout use the baseline of `ogb`.
     """
     groups = inputs.groups
     if inputs.paths is not None:
@@ -80,12 +80,12 @@ def otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
 
 @_token_baseline("tir_otb", options=TokenBaselineOptions)
 def tir_otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
-    """A_k = G_k - b_k, b_k = sum (W_k + eps) G_k / sum (W_k + eps) over the group's trajectories with K > k.
+    """Compute A_k = G_k - b_k, b_k = sum (W_k + eps) G_k / sum (W_k + eps) over trajectories of the group with K > k.
 
-    The Optimal Token Baseline (arXiv 2602.07078) for tool-integrated reasoning: k counts model tokens, observations are
-    taken out before and put back after. Equals `otb` on contiguous, left-aligned masks. In branched rollouts k and W_k
-    run from the root of the conversation to the token, and a rollout's tokens with one k weigh as one, by the mean of
-    their W_k.
+    The Optimal Token Baseline (arXiv 2602.07078) for tool-integrated reasoning: k counts model tokens only, without
+    observations. Equals `otb` on contiguous, left-aligned masks. In branched rollouts, k and W_k
+    are counted from the root of the conversation, and tokens of a rollout with the same k count as one, with the mean
+    of their W_k.
     """
     energies = weighted_energy(inputs, options.energy)
     sums = running_sum(energies) if inputs.paths is None else inputs.paths.sums(energies)
@@ -94,24 +94,24 @@ def tir_otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantage
 
 @_token_baseline("otb_isolated", options=TokenBaselineOptions)
 def otb_isolated(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
-    """As `tir_otb` with the token's own energy (rho_k loss_mask_k)^2 w_k (arXiv 2602.07078, Eq. 52)."""
+    """Compute `tir_otb` with the token's own energy (rho_k loss_mask_k)^2 w_k (arXiv 2602.07078, Eq. 52)."""
     return _by_compact_index(inputs, weighted_energy(inputs, options.energy), options)
 
 
 @_token_baseline("otb_total", options=TokenBaselineOptions)
 def otb_total(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
-    """As `tir_otb` with the trajectory's whole energy W_K at every k: acausal (arXiv 2602.07078, Eq. 34)."""
+    """Compute `tir_otb` with the trajectory's total energy W_K at every k: acausal (arXiv 2602.07078, Eq. 34)."""
     energies = weighted_energy(inputs, options.energy).sum(-1, keepdim=True)
     return _by_compact_index(inputs, energies.expand(inputs.mask.shape), options)
 
 
 @_token_baseline("otb_cross", options=CrossBaselineOptions, requires=("cross_energy",), by_column=True)
 def otb_cross(inputs: EstimatorInputs, options: CrossBaselineOptions) -> Advantages:
-    """As `tir_otb` with sum_{j<=k} rho_j rho_k max(0, <delta_j, delta_k>) (arXiv 2602.07078, Eq. 46 and 48).
+    """Compute `tir_otb` with sum_{j<=k} rho_j rho_k max(0, <delta_j, delta_k>) (arXiv 2602.07078, Eq. 46 and 48).
 
-    `cross_energy` holds that whole sum, the importance weights inside (`agentrl.lab.sample.cross_energy` computes it):
-    `importance_weights` and `loss_mask` do not enter again. Those of branches do not follow from their tokens': groups
-    with a branched rollout get one baseline, weighted by the sums of the rollouts' cross energies.
+    `cross_energy` contains the complete sum with importance weights (`agentrl.lab.sample.cross_energy` computes it), so
+    `importance_weights` and `loss_mask` are not applied again. The cross energies of branches do not follow from their
+    tokens, so groups with a branched rollout use one baseline, weighted by the sums of the rollouts' cross energies.
     """
     energies = inputs.read("cross_energy", negative=False)
     return (_by_compact_index if inputs.paths is None else _of_rollouts)(inputs, energies, options)
@@ -120,13 +120,13 @@ def otb_cross(inputs: EstimatorInputs, options: CrossBaselineOptions) -> Advanta
 def _of_rollouts(
     inputs: EstimatorInputs, energies: Tensor, options: CrossBaselineOptions | GlobalBaselineOptions
 ) -> Advantages:
-    """R - b with the sums over the rollouts of the energies [B, T]."""
+    """Compute R - b, weighted by the sums of the energies [B, T] over rollouts."""
     weights = energy_weights(inputs, energies.sum(-1, keepdim=True), options).squeeze(-1)
     return scalar_estimate(inputs.totals, weighted_means(inputs, weights, leave_one_out=options.leave_one_out))
 
 
 def _by_compact_index(inputs: EstimatorInputs, energies: Tensor, options: CrossBaselineOptions) -> Advantages:
-    """G_k - b_k with the energies [B, T] of the model tokens, shared by compact index."""
+    """Compute G_k - b_k from the energies [B, T] of model tokens, with one baseline per compact index."""
     returns = inputs.returns(options.gamma)
     columns = compact_columns(inputs, returns, energy_weights(inputs, energies, options))
     shared = column_baselines(columns, tail=options.tail, leave_one_out=options.leave_one_out)
@@ -135,7 +135,7 @@ def _by_compact_index(inputs: EstimatorInputs, energies: Tensor, options: CrossB
 
 
 def compact_columns(inputs: EstimatorInputs, returns: Tensor, weights: Tensor) -> Columns:
-    """Values [B, T] of the model tokens, group by group and compact index by compact index."""
+    """Arrange values [B, T] of model tokens by group and compact index."""
     layout, groups = inputs.paths or inputs.layout, inputs.groups
     column_returns, column_weights, valid = layout.columns(returns, weights)
     return Columns(
@@ -149,7 +149,7 @@ def compact_columns(inputs: EstimatorInputs, returns: Tensor, weights: Tensor) -
 def energy_weights(
     inputs: EstimatorInputs, energies: Tensor, options: CrossBaselineOptions | GlobalBaselineOptions
 ) -> Tensor:
-    """W + eps from energies W [B, T] or [B, 1] that are made of tokens'."""
+    """Compute W + eps from energies W [B, T] or [B, 1] that are sums of token energies."""
     if getattr(options, "energy", None) == "head_exact":
         return _softened(inputs, energies, _hidden_scale(inputs), options)
     return _softened(inputs, energies, torch.ones_like(inputs.totals), options)
@@ -161,10 +161,11 @@ def _softened(
     scale: Tensor,
     options: CrossBaselineOptions | GlobalBaselineOptions | ExactEnergyOptions,
 ) -> Tensor:
-    """W + eps from energies W [B, T] or [B, 1] and their scale [B]: positive on model tokens.
+    """Compute W + eps from energies W [B, T] or [B, 1] and their scale [B]: positive on model tokens.
 
-    A loss that averages every sequence over its own tokens multiplies a trajectory's gradient by 1 / K, and so both by
-    1 / K^2. (eps alone would outweigh the energies of early tokens in long trajectories: 1 / K^2 is 4e-9 at 16,000.)
+    A loss that averages every sequence over its tokens multiplies a trajectory's gradient by 1 / K, and therefore both
+    W and eps by 1 / K^2. (Otherwise, eps would outweigh the energies of early tokens in long trajectories: 1 / K^2 is
+    4e-9 for 16,000 tokens.)
     """
     weights = energies + options.epsilon * torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
     if options.loss_aggregation == "seq_mean_token_mean":
@@ -173,7 +174,7 @@ def _softened(
 
 
 def _hidden_scale(inputs: EstimatorInputs) -> Tensor:
-    """Mean ||h||^2 over the model tokens of the row's group [B], so that no other group changes the result."""
+    """Return the mean ||h||^2 over the model tokens of the row's group [B], independent of other groups."""
     groups = inputs.groups
     sums = groups.sum(inputs.read("hidden_norm_squared", negative=False).sum(-1))
     return sums / groups.sum(inputs.lengths)
@@ -183,9 +184,10 @@ def _hidden_scale(inputs: EstimatorInputs) -> Tensor:
     "ogb_pooled", options=PooledOptions, weighted=True, span="ranks", equal_groups=True, group_based=True
 )
 def ogb_pooled(inputs: EstimatorInputs, options: PooledOptions) -> Advantages:
-    """A_i = R_i - b_i, b_i = (sum_j W_j R_j + c P[W R]) / (sum_j W_j + c P[W]), W as in `ogb`; sums over i's group.
+    """Compute A_i = R_i - b_i, b_i = (sum_j W_j R_j + c P[W R]) / (sum_j W_j + c P[W]), with W of `ogb`.
 
-    P is the mean over all trajectories of the step's other groups, c = `pool`. Alone in the step: A = R.
+    Sums are over i's group. P is the mean over all trajectories of the step's other groups, c = `pool`. A trajectory
+    that is alone in the step has A = R.
     """
     groups, calls, present = inputs.groups, inputs.calls, inputs.groups.present
     energies = weighted_energy(inputs, options.energy).sum(-1, keepdim=True)
@@ -209,7 +211,7 @@ def ogb_pooled(inputs: EstimatorInputs, options: PooledOptions) -> Advantages:
 
 
 def of_others(terms: Tensor) -> Tensor:
-    """Sums over the other entries of the last dimension, formed without subtraction: none is lost beside a larger."""
+    """Sum the other entries of the last dimension, without subtraction, so that small entries are not lost."""
     return _before(terms) + _before(terms.flip(-1)).flip(-1)
 
 

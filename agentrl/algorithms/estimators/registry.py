@@ -74,17 +74,17 @@ class EstimatorNeeds:
 class EstimatorEntry(Entry[EstimatorFunction]):
     """A registered estimator and its traits."""
 
-    requires: frozenset[str] = frozenset()  # inputs that it needs whatever its options
-    weighted: bool = False  # it reads `loss_ratio`: the rollout correction changes its advantages
+    requires: frozenset[str] = frozenset()  # inputs that it needs for any options
+    weighted: bool = False  # reads `loss_ratio`, so that the rollout correction changes its advantages
     span: Span = "group"
-    aggregation: str | None = None  # of the loss, by the estimator's derivation; None: the loss's default
-    equal_groups: bool = False  # it learns from groups of equal rewards: their advantages are not all 0
-    group_based: bool = False  # its baseline comes from the group's trajectories: groups of one have baseline 0
+    aggregation: str | None = None  # aggregation required by its derivation; None: the loss's default
+    equal_groups: bool = False  # groups of equal rewards have advantages other than 0
+    group_based: bool = False  # baseline of the group's trajectories; groups of one have baseline 0
     per_token: bool = False  # advantages differ between the tokens of a trajectory
-    by_column: bool = False  # baselines of tokens that branches do not share: branched rollouts get one of the rollout
+    by_column: bool = False  # token baselines by column; branched rollouts have one baseline
 
     def needs(self, record: object) -> EstimatorNeeds:
-        """Return the requirements with options as `make_options` returns them."""
+        """Return the requirements with the options ``record`` of `make_options`."""
         inputs = self.requires | _OF_ENERGY.get(getattr(record, "energy", ""), frozenset())
         reason = "" if self.span == "group" else "the estimator needs the groups of the whole step"
         if getattr(record, "normalize", None) == "whiten":
@@ -92,7 +92,7 @@ class EstimatorEntry(Entry[EstimatorFunction]):
         return EstimatorNeeds(inputs=inputs, weighted=self.weighted, step_wide=bool(reason), reason=reason)
 
     def check_inputs(self, name: str, inputs: AdvantageInputs) -> None:
-        """Raise MissingInputError for the first required input that is missing; the message names its provider."""
+        """Raise MissingInputError, with the provider in the message, for the first missing input."""
         for required in sorted(self.requires):
             if getattr(inputs, required) is None:
                 what = _PROVIDERS.get(required, required)
@@ -100,7 +100,7 @@ class EstimatorEntry(Entry[EstimatorFunction]):
 
 
 class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
-    """Names -> estimators."""
+    """Registry of estimators by name."""
 
     def register(
         self,
@@ -173,12 +173,12 @@ register_estimator = ESTIMATORS.register
 
 
 def estimator_needs(name: str, **options: object) -> EstimatorNeeds:
-    """The requirements of the named estimator with these options; omitted options have their defaults.
+    """Return the requirements of the named estimator with these options. Omitted options have their defaults.
 
     >>> estimator_needs("gae").step_wide, sorted(estimator_needs("gae", normalize=None).inputs)
     (True, ['values'])
 
-    Raises UnknownNameError, InvalidOptionError.
+    Raises UnknownNameError for an unknown estimator or option, and InvalidOptionError for an invalid option.
     """
     entry = ESTIMATORS[name]
     return entry.needs(entry.make_options(f"estimator {name!r}", options))
@@ -189,14 +189,14 @@ NORMALIZATIONS = (None, "group_std", "whiten")
 
 @dataclass(frozen=True, kw_only=True)
 class ScalarOptions(Options):
-    """Options of the estimators that put one number on a trajectory; for `normalize` see docs/formulas.md 4."""
+    """Options of estimators with one advantage per trajectory. docs/formulas.md 4 describes `normalize`."""
 
     normalize: str | None = option(None, check_choice, NORMALIZATIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhitenedOptions(ScalarOptions):
-    """ScalarOptions of estimators that are whitened by definition; `normalize=None` leaves the whitening out."""
+    """ScalarOptions of estimators that are whitened by definition. `normalize=None` disables the whitening."""
 
     normalize: str | None = option("whiten", check_choice, NORMALIZATIONS)
 
@@ -205,34 +205,34 @@ class WhitenedOptions(ScalarOptions):
 class DiscountedOptions(WhitenedOptions):
     """Options of `reinforce_pp`."""
 
-    gamma: float = option(1.0, check_range, 0.0, 1.0)  # discount a model token
+    gamma: float = option(1.0, check_range, 0.0, 1.0)  # discount per model token
 
 
 @dataclass(frozen=True, kw_only=True)
 class GaeOptions(DiscountedOptions):
     """Options of `gae`."""
 
-    lam: float = option(1.0, check_range, 0.0, 1.0)  # 0 trusts the critic after one token, 1 the rewards alone
+    lam: float = option(1.0, check_range, 0.0, 1.0)  # 0: critic after one token; 1: rewards only
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedOptions(ScalarOptions):
     """Options of `opo`: a weighted mean over the group."""
 
-    leave_one_out: bool = option(False, check_flag)  # leave a trajectory out of its own baseline: unbiased
+    leave_one_out: bool = option(False, check_flag)  # exclude a trajectory from its own baseline, which is unbiased
     epsilon: float = option(1e-8, check_positive)  # added to the weights, in units of their scale
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnergyOptions(WeightedOptions):
-    """Options of the optimal baselines: with seq_mean_token_mean as the loss's aggregation weights become W / K^2."""
+    """Options of optimal baselines. If the loss aggregation is seq_mean_token_mean, weights are W / K^2."""
 
     loss_aggregation: str = option("token_mean", check_choice, AGGREGATIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactEnergyOptions(EnergyOptions):
-    """Options of `eob`, whose energy is exact by definition; with another this baseline is `ogb`."""
+    """Options of `eob`, whose energy is exact by definition. With other energies, the baseline is `ogb`."""
 
     energy: str = option("exact", check_choice, ("exact",))
 
@@ -246,10 +246,10 @@ class GlobalBaselineOptions(EnergyOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CrossBaselineOptions(EnergyOptions):
-    """Options of `otb_cross`, whose energy is given."""
+    """Options of `otb_cross`, whose energy is an input."""
 
-    tail: str = option("zero", check_choice, TAILS)  # the baseline where one trajectory is alone
-    gamma: float = option(1.0, check_range, 0.0, 1.0)  # discount a model token
+    tail: str = option("zero", check_choice, TAILS)  # baseline of the only trajectory at an index
+    gamma: float = option(1.0, check_range, 0.0, 1.0)  # discount per model token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,4 +263,4 @@ class TokenBaselineOptions(CrossBaselineOptions):
 class PooledOptions(GlobalBaselineOptions):
     """Options of `ogb_pooled`."""
 
-    pool: float = option(4.0, check_positive)  # trajectories that the step's other groups count for
+    pool: float = option(4.0, check_positive)  # weight of the step's other groups, in trajectories

@@ -36,13 +36,13 @@ def policy_loss(
     selected: Tensor | None = None,
     **options: object,
 ) -> PolicyLoss:
-    """The named loss per token; all tensors [B, T].
+    """Compute the named loss per token; all tensors [B, T].
 
-    `old_log_probs` are those of the policy that the ratio is taken against, detached here; None: the very policy of
-    `log_probs`, every ratio 1. `response_mask` (default: the loss mask) marks all model tokens: the ratio of a sequence
-    is over them, whatever was rejected. `weights` (rollout correction) are detached and multiply the result. `selected`
-    is what `step_selection` gave for these rows; without it a step-wide loss takes this call for the whole step. Values
-    where the mask is False reach no result and no gradient. Options: the fields of the loss's options record.
+    `old_log_probs` of the ratio's denominator are detached; None: the policy of `log_probs`, so every ratio is 1.
+    `response_mask` (default: the loss mask) marks all model tokens; the ratio of a sequence includes rejected tokens.
+    `weights` (rollout correction) are detached and multiply the result. `selected` is the result of `step_selection`
+    for these rows; without it, a step-wide loss treats this call as the whole step. Values where the mask is False have
+    no effect on the result or the gradient. Options: the fields of the loss's options record.
 
     Raises UnknownNameError, InvalidOptionError or InvalidInputError, and AlgorithmError if the loss function returns
     anything but the loss per token and a dict of metrics.
@@ -82,11 +82,11 @@ def step_selection(
 ) -> Tensor:
     """Select the tokens of a step-wide loss, [B, T] bool, from the rows of one *whole* optimizer step.
 
-    A statistics pass computes `log_probs` with the weights that the step starts from; each micro-batch gives its rows
-    of the result to `policy_loss(selected=...)`. `keys` [B] int64 (default: the row number) name the trajectories: a
-    token's random number is a function of (seed, key, position), whatever the order of rows or the padding.
+    A statistics pass computes `log_probs` with the weights at the start of the step. Each micro-batch passes its rows
+    of the result to `policy_loss(selected=...)`. `keys` [B] int64 (default: the row index) identify the trajectories. A
+    token's random number is a function of (seed, key, position), independent of the order of rows and of padding.
 
-    Raises AlgorithmError for a loss that selects nothing, and what `policy_loss` raises.
+    Raises AlgorithmError for a loss without a selection, and the errors of `policy_loss`.
     """
     entry, traits = LOSSES[name], LOSSES.traits(name)
     if traits.selection is None:
@@ -97,10 +97,10 @@ def step_selection(
 
 
 def default_aggregation(loss: str, estimator: str) -> str:
-    """The aggregation that goes with a loss and an estimator, as their papers have it.
+    """Return the default aggregation of a loss and an estimator, as in their papers.
 
-    A loss that admits one alone decides; else the estimator, where its derivation asks for one (the trait
-    `aggregation`); else the loss. Raises UnknownNameError.
+    The estimator's trait `aggregation` decides if the loss supports it, otherwise the loss's default. Raises
+    UnknownNameError for an unknown loss or estimator.
     """
     traits = LOSSES.traits(loss)
     wanted = ESTIMATORS[estimator].aggregation or traits.aggregation
@@ -108,7 +108,7 @@ def default_aggregation(loss: str, estimator: str) -> str:
 
 
 def check_aggregation(loss: str, mode: str) -> None:
-    """Raise InvalidOptionError if the loss has no meaning under this aggregation (gspo and gmpo admit one only)."""
+    """Raise InvalidOptionError if the loss does not support this aggregation (gspo and gmpo support only one)."""
     check_choice(f"aggregation of loss {loss!r}", mode, LOSSES.traits(loss).aggregations)
 
 
@@ -177,7 +177,7 @@ def _loss_inputs(
 
 
 def _ratio_metrics(inputs: LossInputs) -> dict[str, Tensor]:
-    """Over an empty mask: means 0, extremes 1."""
+    """Compute metrics of the ratio. Over an empty mask, means are 0 and extremes 1."""
     ratio = inputs.ratio.detach()
     count = inputs.mask.sum()
     excess = torch.where(inputs.mask, ratio - 1 - ratio.log(), 0.0)
@@ -195,8 +195,8 @@ def _ratio_metrics(inputs: LossInputs) -> dict[str, Tensor]:
 class ValueLoss:
     """`per_token` [B, T], to be aggregated over the response mask; `metrics`: detached scalars over its tokens.
 
-    `value_mean`, `return_mean`, `squared_error`, `value_clip_fraction` (share of tokens whose gradient the clip
-    silences), `return_square_mean`, and `tokens`, by which all of these are to be weighted.
+    `value_mean`, `return_mean`, `squared_error`, `value_clip_fraction` (fraction of tokens whose gradient is clipped to
+    0), `return_square_mean`, and `tokens`, the weight of all means.
     """
 
     per_token: Tensor
@@ -211,11 +211,11 @@ def value_loss(
     old_values: Tensor | None = None,
     clip: float | None = 0.2,
 ) -> ValueLoss:
-    """max((V - ret)^2, (clip(V, V_old - c, V_old + c) - ret)^2) / 2 per token; all tensors [B, T].
+    """Compute max((V - ret)^2, (clip(V, V_old - c, V_old + c) - ret)^2) / 2 per token; all tensors [B, T].
 
-    `old_values` are the critic's at rollout, `returns` the targets A + V_old; both detached. clip=None: (V-ret)^2 / 2.
-    Values where the mask is False reach nothing. Raises InvalidOptionError (clip <= 0), MissingInputError (a clip
-    without old values), InvalidInputError.
+    `old_values` are the critic's values at rollout, `returns` the targets A + V_old; both are detached. clip=None:
+    (V-ret)^2 / 2. Values where the mask is False have no effect. Raises InvalidOptionError for clip <= 0,
+    MissingInputError for a clip without old values, and InvalidInputError for invalid tensors.
     """
     mask = as_mask("response_mask", response_mask)
     if clip is not None:
@@ -247,7 +247,7 @@ def value_loss(
     return ValueLoss(per_token=loss / 2, metrics=metrics)
 
 
-# splitmix64 (Steele, Lea, Flood 2014), its constants as signed numbers: int64 products wrap around as unsigned do.
+# Constants of splitmix64 (Steele, Lea, Flood 2014) as signed numbers; int64 products wrap around like unsigned ones.
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
@@ -268,5 +268,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, places: int) -> Tensor:
-    """x >> places without the sign."""
+    """Compute the logical shift x >> places, without the sign."""
     return (x >> places) & ((1 << (64 - places)) - 1)

@@ -1,11 +1,12 @@
-"""Every policy loss, with its options.
+"""All policy losses with their options.
 
-- on each token's ratio: reinforce, ppo, dual_clip, cispo, sapo
-- on the ratio of a whole sequence: gspo, gmpo. All model tokens of a sequence (a row) must be in one call.
-- by how far a token's probability has moved: dppo_tv, dppo_kl (arXiv 2602.04879). Both are -A sg[min(ratio, 20)] ln p
+- Functions of each token's ratio: reinforce, ppo, dual_clip, cispo, sapo.
+- Functions of the ratio of a whole sequence: gspo, gmpo. All model tokens of a sequence (a row) must be in one call.
+- Masks by the change of a token's probability: dppo_tv, dppo_kl (arXiv 2602.04879). Both are -A sg[min(ratio, 20)] ln p
   for the tokens they keep and 0 for the others.
-- without the few tokens whose advantage and log-probability covary most, which drive the collapse of entropy (Cui et
-  al., arXiv 2505.22617): clip_cov, kl_cov. They are selected over a whole optimizer step (`step_selection`).
+- Special treatment of the few tokens whose advantage and log-probability covary most, which drive the collapse of
+  entropy (Cui et al., arXiv 2505.22617): clip_cov, kl_cov. They are selected over a whole optimizer step
+  (`step_selection`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from agentrl.algorithms.options import (
 
 @dataclass(frozen=True, kw_only=True)
 class ClipOptions(Options):
-    """The interval [1 - clip_low, 1 + clip_high] outside which a ratio earns nothing more."""
+    """The interval [1 - clip_low, 1 + clip_high] outside which a ratio has no gradient."""
 
     clip_low: float = option(0.2, check_range, 0.0, 1.0)
     clip_high: float = option(0.2, check_range, 0.0)
@@ -84,7 +85,7 @@ class GateOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ProbabilityClipOptions(Options):
-    """Limits to which a token's probability may rise (clip_high) or fall (clip_low) before its loss stops."""
+    """Largest rise (clip_high) and fall (clip_low) of a token's probability before its loss becomes 0."""
 
     clip_low: float = option(0.15, check_range, 0.0, 1.0)
     clip_high: float = option(0.15, check_range, 0.0, 1.0)
@@ -92,7 +93,7 @@ class ProbabilityClipOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class DivergenceClipOptions(Options):
-    """Limits (nats of the binary KL) to which a token may rise (clip_high) or fall (clip_low) before its loss stops."""
+    """Largest binary KL (nats) of a rise (clip_high) or fall (clip_low) of a token before its loss becomes 0."""
 
     clip_low: float = option(0.05, check_range, 0.0)
     clip_high: float = option(0.05, check_range, 0.0)
@@ -100,7 +101,7 @@ class DivergenceClipOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCovarianceOptions(ClipOptions):
-    """ClipOptions, the share of tokens to drop, and the open interval of covariances to draw them from."""
+    """ClipOptions, the fraction of tokens to drop, and the open interval of their covariances."""
 
     covariance_fraction: float = option(2e-4, check_fraction)
     covariance_low: float = 1.0
@@ -113,7 +114,7 @@ class ClipCovarianceOptions(ClipOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class KLCovarianceOptions(Options):
-    """The share of tokens, largest covariance first, that are held back, and how strongly."""
+    """The fraction of tokens, largest covariance first, with a KL penalty, and its coefficient."""
 
     covariance_fraction: float = option(2e-4, check_fraction)
     kl_coefficient: float = option(1.0, check_range, 0.0)
@@ -121,19 +122,19 @@ class KLCovarianceOptions(Options):
 
 @register_loss("reinforce")
 def reinforce(inputs: LossInputs, options: NoOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A ln p (Williams 1992); on fresh data its gradient is that of `ppo`."""
+    """Compute -A ln p (Williams 1992). On fresh data, its gradient equals that of `ppo`."""
     return -inputs.advantages * inputs.log_probs, {}
 
 
 @register_loss("ppo", options=ClipOptions, traits=LossTraits(aggregation="seq_mean_token_mean"))
 def ppo(inputs: LossInputs, options: ClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)) (Schulman et al., arXiv 1707.06347)."""
+    """Compute max(-A ratio, -A clip(ratio, 1 - low, 1 + high)) (Schulman et al., arXiv 1707.06347)."""
     return clipped(inputs.ratio, inputs.advantages, options), clip_fractions(inputs, inputs.ratio, options)
 
 
 @register_loss("dual_clip", options=DualClipOptions, traits=LossTraits(aggregation="seq_mean_token_mean"))
 def dual_clip(inputs: LossInputs, options: DualClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """`ppo`, and for A < 0 never more than -A c, so a large ratio cannot push without bound (arXiv 1912.09729)."""
+    """Compute `ppo`, bounded by -A c for A < 0, which limits the effect of a large ratio (arXiv 1912.09729)."""
     negative = inputs.advantages < 0
     bound = -inputs.advantages * options.dual_clip
     loss = clipped(inputs.ratio, inputs.advantages, options)
@@ -144,7 +145,7 @@ def dual_clip(inputs: LossInputs, options: DualClipOptions) -> tuple[Tensor, dic
 
 @register_loss("cispo", options=WeightClipOptions)
 def cispo(inputs: LossInputs, options: WeightClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """-sg[clip(ratio, 1 - low, 1 + high)] A ln p: every token keeps its gradient (MiniMax, arXiv 2506.13585)."""
+    """Compute -sg[clip(ratio, 1 - low, 1 + high)] A ln p, where every token has a gradient (arXiv 2506.13585)."""
     ratio = inputs.ratio.detach()
     low, high = 1 - options.clip_low, 1 + options.clip_high
     metrics = {
@@ -156,7 +157,7 @@ def cispo(inputs: LossInputs, options: WeightClipOptions) -> tuple[Tensor, dict[
 
 @register_loss("sapo", options=GateOptions, traits=LossTraits(aggregation="seq_mean_token_mean"))
 def sapo(inputs: LossInputs, options: GateOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A (4 / t) sigmoid(t (ratio - 1)), t by the sign of A: a soft clip (Gao et al., arXiv 2511.20347)."""
+    """Compute -A (4 / t) sigmoid(t (ratio - 1)), a soft clip with t by the sign of A (arXiv 2511.20347)."""
     positive, negative = (
         inputs.ratio.new_tensor(t) for t in (options.temperature_positive, options.temperature_negative)
     )
@@ -166,7 +167,7 @@ def sapo(inputs: LossInputs, options: GateOptions) -> tuple[Tensor, dict[str, Te
 
 
 def clipped(ratio: Tensor, advantages: Tensor, options: ClipOptions) -> Tensor:
-    """max(-A ratio, -A clip(ratio, 1 - low, 1 + high))."""
+    """Compute max(-A ratio, -A clip(ratio, 1 - low, 1 + high))."""
     inside = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     return torch.maximum(-advantages * ratio, -advantages * inside)
 
@@ -178,7 +179,7 @@ def clipped_sides(ratio: Tensor, advantages: Tensor, options: ClipOptions) -> tu
 
 
 def clip_fractions(inputs: LossInputs, ratio: Tensor, options: ClipOptions) -> dict[str, Tensor]:
-    """Shares of the tokens that the lower and the upper bound silence."""
+    """Return the fractions of tokens whose gradient the lower and the upper bound set to 0."""
     low, high = clipped_sides(ratio.detach(), inputs.advantages, options)
     return {"clip_fraction_low": inputs.fraction(low), "clip_fraction_high": inputs.fraction(high)}
 
@@ -189,10 +190,10 @@ _TRAITS = LossTraits(aggregation="seq_mean_token_mean", aggregations=SEQUENCE_ME
 
 @register_loss("gspo", options=SequenceClipOptions, traits=_TRAITS)
 def gspo(inputs: LossInputs, options: SequenceClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """`ppo` with the ratio sg[u] p / sg[p], u = exp(min(mean of log_ratio, 10)) (Zheng et al., arXiv 2507.18071).
+    """Compute `ppo` with the ratio sg[u] p / sg[p], u = exp(min(mean of log_ratio, 10)) (arXiv 2507.18071).
 
-    The mean is over the sequence's model tokens, also those that the loss mask leaves out: u is a property of the
-    sequence. Only `seq_mean_token_mean` gives every sequence the same weight.
+    The mean is over all model tokens of the sequence, including those off the loss mask, because u is a property of the
+    sequence. Only `seq_mean_token_mean` weights every sequence equally.
     """
     u = inputs.sequence_log_ratio.clamp(max=_LOG_LIMIT).exp()  # (B, 1)
     ratio = u * (inputs.log_probs - inputs.log_probs.detach()).exp()
@@ -201,11 +202,11 @@ def gspo(inputs: LossInputs, options: SequenceClipOptions) -> tuple[Tensor, dict
 
 @register_loss("gmpo", options=LogClipOptions, traits=_TRAITS)
 def gmpo(inputs: LossInputs, options: LogClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """-mean(A) exp(mean_t s min(s log_ratio, s clip(log_ratio, -low, high))), s = sign A (arXiv 2507.20673).
+    """Compute -mean(A) exp(mean_t s min(s log_ratio, s clip(log_ratio, -low, high))), s = sign A (arXiv 2507.20673).
 
-    One value a sequence, from its *mean* advantage: credit given to single tokens is discarded. The value stands on
-    every token of the row's loss mask, so that `seq_mean_token_mean`, and no other aggregation, gives the mean over
-    sequences. Both means are over the loss mask. Weights that vary within a sequence act through their mean.
+    One value per sequence, from its *mean* advantage, so token-level credit is discarded. Every token of the row's loss
+    mask has this value, so only `seq_mean_token_mean` yields the mean over sequences. Both means are over the loss
+    mask. Weights that vary within a sequence have the effect of their mean.
     """
     lengths = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
     s = torch.sign(inputs.advantages)
@@ -226,7 +227,7 @@ _RATIO_LIMIT = 20.0
 
 @register_loss("dppo_tv", options=ProbabilityClipOptions)
 def dppo_tv(inputs: LossInputs, options: ProbabilityClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """Keeps A > 0 while p - p_old <= high, and the others while p - p_old >= -low (binary total variation)."""
+    """Keep tokens with A > 0 while p - p_old <= high, others while p - p_old >= -low (binary total variation)."""
     moved = inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()
     keep = torch.where(inputs.advantages > 0, moved <= options.clip_high, moved >= -options.clip_low)
     return _kept(inputs, keep)
@@ -234,7 +235,7 @@ def dppo_tv(inputs: LossInputs, options: ProbabilityClipOptions) -> tuple[Tensor
 
 @register_loss("dppo_kl", options=DivergenceClipOptions)
 def dppo_kl(inputs: LossInputs, options: DivergenceClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """Keeps A > 0 while KL <= high or p <= p_old, the others while KL <= low or p >= p_old; KL the binary one."""
+    """Keep tokens with A > 0 while the binary KL <= high or p <= p_old, others while it is <= low or p >= p_old."""
     log_p, old = inputs.log_probs.detach(), inputs.old_log_probs
     divergence = binary_kl(old, log_p)
     rising = (divergence <= options.clip_high) | (log_p <= old)
@@ -243,8 +244,8 @@ def dppo_kl(inputs: LossInputs, options: DivergenceClipOptions) -> tuple[Tensor,
 
 
 def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL of Bernoulli(p) from Bernoulli(q): p ln(p / q) + (1 - p) ln((1 - p) / (1 - q)); inf where q = 1 > p."""
-    log_p, log_q = log_p.clamp(max=0.0), log_q.clamp(max=0.0)  # rounding
+    """Compute KL(Bernoulli(p) || Bernoulli(q)) = p ln(p / q) + (1 - p) ln((1 - p) / (1 - q)); inf if q = 1 > p."""
+    log_p, log_q = log_p.clamp(max=0.0), log_q.clamp(max=0.0)  # above 0 by rounding
     rest = -torch.expm1(log_p)  # 1 - p
     log_rest_ratio = torch.log(rest) - torch.log(-torch.expm1(log_q))
     return log_p.exp() * (log_p - log_q) + torch.where(rest > 0, rest * log_rest_ratio, 0.0)
@@ -265,9 +266,9 @@ def covariance(inputs: LossInputs) -> Tensor:
 
 
 def select_for_clip_cov(inputs: LossInputs, options: ClipCovarianceOptions, draws: Tensor) -> Tensor:
-    """Random tokens among those that ppo does not clip and whose covariance lies in (low, high), [B, T] bool.
+    """Select random tokens that ppo does not clip and whose covariance is in (low, high), [B, T] bool.
 
-    As many as `covariance_fraction` of *all* tokens, at least one, if there are so many.
+    The number is `covariance_fraction` of *all* tokens, at least one, or all such tokens if they are fewer.
     """
     product = covariance(inputs)
     inside = (product > options.covariance_low) & (product < options.covariance_high)
@@ -277,16 +278,16 @@ def select_for_clip_cov(inputs: LossInputs, options: ClipCovarianceOptions, draw
 
 
 def select_for_kl_cov(inputs: LossInputs, options: KLCovarianceOptions, draws: Tensor) -> Tensor:
-    """The `covariance_fraction` of tokens with the largest covariance, at least one, [B, T] bool.
+    """Select the `covariance_fraction` of tokens with the largest covariance, at least one, [B, T] bool.
 
-    Among equal covariances the draws decide, so that the order of rows does not.
+    Random draws order equal covariances, so that the order of rows has no effect.
     """
     return _first(inputs.mask, -covariance(inputs), draws, _share(inputs, options.covariance_fraction))
 
 
 @register_loss("clip_cov", options=ClipCovarianceOptions, traits=LossTraits(selection=select_for_clip_cov))
 def clip_cov(inputs: LossInputs, options: ClipCovarianceOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """`ppo`, and 0 on the selected tokens, which keep their place in the normalizer."""
+    """Compute `ppo`, and 0 on the selected tokens, which still count in the normalizer."""
     selected = _selected(inputs)
     loss = torch.where(selected, 0.0, clipped(inputs.ratio, inputs.advantages, options))
     fractions = clip_fractions(inputs, inputs.ratio, options)
@@ -295,7 +296,7 @@ def clip_cov(inputs: LossInputs, options: ClipCovarianceOptions) -> tuple[Tensor
 
 @register_loss("kl_cov", options=KLCovarianceOptions, traits=LossTraits(selection=select_for_kl_cov))
 def kl_cov(inputs: LossInputs, options: KLCovarianceOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A ratio, and on the selected tokens + coefficient |log_ratio|."""
+    """Compute -A ratio, plus coefficient |log_ratio| on the selected tokens."""
     selected = _selected(inputs)
     penalty = torch.where(selected, options.kl_coefficient * inputs.log_ratio.abs(), 0.0)
     return -inputs.advantages * inputs.ratio + penalty, {"selected_fraction": inputs.fraction(selected)}
@@ -308,12 +309,12 @@ def _selected(inputs: LossInputs) -> Tensor:
 
 
 def _share(inputs: LossInputs, fraction: float) -> int:
-    """`fraction` of the tokens, rounded down (past the error of products like 0.29 * 100), at least one."""
+    """Return `fraction` of the tokens, rounded down with a tolerance for errors like 0.29 * 100, at least one."""
     return max(1, int(fraction * int(inputs.mask.sum()) + 1e-9))
 
 
 def _first(eligible: Tensor, rank: Tensor, draws: Tensor, count: int) -> Tensor:
-    """The `count` eligible entries of smallest (rank, draw), or all if they are fewer; bool of the same shape."""
+    """Select the `count` eligible entries with the smallest (rank, draw), or all if fewer; bool of the same shape."""
     places = eligible.flatten().nonzero().squeeze(-1)
     by_draw = draws.flatten()[places].argsort()
     places = places[by_draw]

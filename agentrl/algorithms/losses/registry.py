@@ -1,4 +1,4 @@
-"""The registry of policy losses, their input and output, and the aggregation of losses per token to one number."""
+"""The registry of policy losses, their input and output, and the aggregation of per-token losses to one number."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def aggregate(
     length: float | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """The loss of a micro-batch, a scalar connected to the graph of `per_token`; 0 if no token is left.
+    """Aggregate per-token losses to the loss of a micro-batch, a scalar with gradient; 0 if no token is left.
 
     `token_mean`               sum / tokens
     `token_sum`                sum
@@ -40,12 +40,13 @@ def aggregate(
     `seq_mean_token_sum`       sum / sequences
     `seq_mean_token_sum_norm`  sum / (sequences * length), `length` a constant of the settings
 
-    `weights` [B]: the share of each row in its sequence, where a sequence (an agent's rollout) is split into rows; rows
-    then count as that part of a sequence, and their means with that weight. Without it every row is a sequence.
+    `weights` [B]: the fraction of a sequence that each row represents, if a sequence (an agent's rollout) is split into
+    rows. Rows then count as this fraction of a sequence, and their means have this weight. Without it, every row is a
+    sequence.
 
-    Only tokens in the mask count, and sequences with at least one of them; values elsewhere reach neither result nor
-    gradient. `normalizer`, the sum of `loss_normalizer` over all micro-batches and ranks, replaces that count, so that
-    the values of micro-batches *add up* to the optimizer step's.
+    Only tokens in the mask count, and sequences with at least one of them. Other values affect neither result nor
+    gradient. `normalizer`, the sum of `loss_normalizer` over all micro-batches and ranks, replaces the count, so that
+    the values of micro-batches *sum* to the value of the optimizer step.
     """
     check_choice("aggregation", mode, AGGREGATIONS)
     check_alike(per_token=per_token, loss_mask=loss_mask)
@@ -71,7 +72,7 @@ def token_factors(
     length: float | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """The factor [B], float64, of every token in the mask of a row in `aggregate` with the same arguments.
+    """Return the factor [B], float64, of a row's tokens in the mask in `aggregate` with the same arguments.
 
     >>> token_factors(torch.tensor([[True, True], [True, False]]), "seq_mean_token_mean").tolist()
     [0.25, 0.5]
@@ -90,9 +91,9 @@ def token_factors(
 
 
 def loss_normalizer(loss_mask: Tensor, mode: str, weights: Tensor | None = None) -> Tensor:
-    """This call's contribution to the normalizer of `aggregate`: its tokens, its sequences, or (token_sum) 0.
+    """Return this call's contribution to the normalizer of `aggregate`: its tokens, its sequences, or (token_sum) 0.
 
-    Sequences are counted by their `weights`, those of `aggregate`.
+    Sequences are counted with the `weights` of `aggregate`.
     """
     check_choice("aggregation", mode, AGGREGATIONS)
     mask = as_mask("loss_mask", loss_mask)
@@ -117,8 +118,8 @@ def _check_length(mode: str, length: float | None) -> None:
 class PolicyLoss:
     """`per_token` [B, T], to be aggregated over the loss mask; `metrics`: detached scalars over its tokens.
 
-    Metrics of every loss: `ratio_mean`, `ratio_max`, `ratio_min`, `approx_kl` (k3 of old || new) and `tokens`, by
-    which the means of micro-batches are to be weighted.
+    Metrics of every loss: `ratio_mean`, `ratio_max`, `ratio_min`, `approx_kl` (k3 of old || new) and `tokens`, the
+    weight of the means of micro-batches.
     """
 
     per_token: Tensor
@@ -129,17 +130,17 @@ class PolicyLoss:
 class LossInputs:
     """The input of a loss function: masked [B, T] tensors, 0 (ratio 1) where the loss mask is False."""
 
-    log_probs: Tensor  # carries the gradient
+    log_probs: Tensor  # with gradient
     old_log_probs: Tensor  # detached
     advantages: Tensor  # detached
-    log_ratio: Tensor  # log_probs - old_log_probs, carries the gradient; clamped to +-20
+    log_ratio: Tensor  # log_probs - old_log_probs with gradient; clamped to +-20
     ratio: Tensor  # exp(log_ratio)
     mask: Tensor  # bool, the loss mask
     sequence_log_ratio: Tensor  # [B, 1] detached: the mean of log_ratio over the response mask, 0 without such a token
-    selected: Tensor | None = None  # bool, what the loss's selection chose; None for losses without one
+    selected: Tensor | None = None  # bool, tokens selected by the loss; None for losses without a selection
 
     def fraction(self, where: Tensor) -> Tensor:
-        """Share of the loss mask's tokens at which `where` is True."""
+        """Return the fraction of the loss mask's tokens at which `where` is True."""
         return (where & self.mask).sum() / self.mask.sum().clamp(min=1)
 
 
@@ -153,7 +154,7 @@ class LossTraits:
     """Properties of a loss that the trainer needs beside its formula."""
 
     aggregation: str = "token_mean"  # the default
-    aggregations: tuple[str, ...] = AGGREGATIONS  # those that give the loss its meaning
+    aggregations: tuple[str, ...] = AGGREGATIONS  # supported aggregations
     selection: SelectionFunction | None = None  # (inputs, options, draws) -> bool [B, T] over a whole optimizer step
 
     @property
@@ -170,7 +171,7 @@ class LossEntry(Entry[LossFunction]):
 
 
 class LossRegistry(OptionsRegistry[LossEntry]):
-    """Names -> losses."""
+    """Registry of losses by name."""
 
     def register(self, name: str, options: type = NoOptions, traits: LossTraits | None = None) -> Callable[[F], F]:
         """Return a decorator that registers a policy loss as `name`, a value of `algorithm.loss`.
@@ -194,7 +195,7 @@ class LossRegistry(OptionsRegistry[LossEntry]):
         return register
 
     def traits(self, name: str) -> LossTraits:
-        """The traits of a loss; UnknownNameError if there is none of that name."""
+        """Return the traits of a loss. Raises UnknownNameError for an unknown name."""
         return self[name].traits
 
 
