@@ -1,4 +1,4 @@
-"""Kernels: token statistics without the logits, exact energies of trajectories. torch and Triton only."""
+"""Kernels: token statistics without materialized logits, and exact energies of trajectories. torch and Triton only."""
 
 from agentrl.kernels.divergence import full_kl
 from agentrl.kernels.exact_energies import trajectory_energies

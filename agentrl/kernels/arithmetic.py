@@ -1,4 +1,4 @@
-"""Arithmetic that several kernels share: products with the head, capped logits, running sums.
+"""Arithmetic shared by several kernels: products with the head, capped logits, running sums.
 
 Logits are soft-capped as z = cap tanh(x / cap) for the head's output x. A scale of the output needs no extra case:
 softmax(s x / T) is softmax(x / (T / s)), and z = cap tanh(s x / cap) is s (cap / s) tanh(x / (cap / s)). Temperatures
@@ -31,14 +31,14 @@ def factor_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> torch.dt
     """Return the dtype in which the gradient of the logits enters products: half precision on CUDA, else `dtype`.
 
     With half-precision inputs on CUDA, products of half-precision factors run in the tensor cores, several times faster
-    than in `dtype`, the dtype of sums.
+    than in `dtype`, the accumulation dtype.
     """
     halves = weight.is_cuda and hidden.dtype == weight.dtype and weight.dtype in _HALVES
     return weight.dtype if halves else dtype
 
 
 def head_logits(hidden: Tensor, weight: Tensor, out: Tensor, temperature: float = 1.0) -> Tensor:
-    """out [R, V] <- hidden [R, D] weight^T / temperature, with weight [V, D] and out in the dtype of sums."""
+    """Write hidden [R, D] weight^T / temperature to out [R, V] in the accumulation dtype, with weight [V, D]."""
     if factor_dtype(hidden, weight, out.dtype) != out.dtype:
         # Divide afterwards, because hidden / temperature would be rounded to half precision.
         torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
@@ -56,7 +56,7 @@ def head_logits(hidden: Tensor, weight: Tensor, out: Tensor, temperature: float 
 def tempered_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, temperature: float, cap: float | None
 ) -> Tensor:
-    """out [R, V] <- z / temperature, with z = x = hidden weight^T + bias, or z = cap tanh(x / cap) with a cap."""
+    """Write z / temperature to out [R, V], with z = x = hidden weight^T + bias, or z = cap tanh(x / cap) with a cap."""
     divisor = temperature if cap is None else 1.0  # the cap is applied before the temperature
     head_logits(hidden, weight, out, divisor)
     if bias is not None:
@@ -77,12 +77,12 @@ def head_input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
 
 
 def add_head_weight_gradient(gradient: Tensor, hidden: Tensor, total: Tensor) -> None:
-    """total [V, D] += gradient^T [V, R] hidden [R, D], all in the dtype of sums."""
+    """Add gradient^T [V, R] hidden [R, D] to total [V, D], all in the accumulation dtype."""
     total.addmm_(gradient.t(), hidden)
 
 
 def add_product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool) -> None:
-    """out [A, C] <- left [A, B] right [B, C], or += if `accumulate`. out has the dtype of sums."""
+    """Write left [A, B] right [B, C] to out [A, C], or add it if `accumulate`. out has the accumulation dtype."""
     if not out.is_cuda:
         product = left.to(out.dtype) @ right.to(out.dtype)
         # Not addmm: on CPUs it may add the terms to `out` one by one, which rounds each time at the scale of `out`.

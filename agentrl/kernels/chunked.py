@@ -100,7 +100,7 @@ class _ChunkedStatistics(torch.autograd.Function):
 
 
 def _write_gradient(log_p: Tensor, targets: Tensor, at: slice, coefficients: RowCoefficients, *, out: Tensor) -> None:
-    """out [R, V] <- the gradient for the rows `at`. Their ln p [R, V] must be finite and is not changed."""
+    """Write the gradient of the rows `at` to out [R, V]. Their ln p [R, V] must be finite and is not changed."""
     offset = coefficients.offset[at].unsqueeze(-1)
     if coefficients.slope is None:
         torch.exp(log_p, out=out).mul_(offset)
@@ -160,5 +160,5 @@ def _piece_statistics(log_p: Tensor, targets: Tensor, *, clamp: bool, slope: Ten
 
 
 def _with_slope(p: Tensor, slope: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """(slope of the target [R], sum over the other tokens of (p slope)^2 [R]); p [R, V] is 0 at the target."""
+    """Return (slope of the target [R], sum over other tokens of (p slope)^2 [R]), for p [R, V] with 0 at the target."""
     return slope.gather(-1, index).squeeze(-1), torch.linalg.vector_norm(slope.mul(p), dim=-1).square()

@@ -98,7 +98,7 @@ class _FullKL(torch.autograd.Function):
 
 
 def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Divergence [R] from ln p and ln q [R, V].
+    """Compute the divergence [R] from ln p and ln q [R, V].
 
     sum p d with d = ln p - ln q equals sum (q - p + p d), because p and q both sum to 1. No term of the second form is
     negative, so terms do not cancel if the policies are close. Near d = 0 a term is computed as p (expm1(-d) + d).
@@ -111,19 +111,19 @@ def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _logit_gradient(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Gradient p (d - sum p d) [R, V] of the divergence with respect to the tempered logits of p."""
+    """Compute the gradient p (d - sum p d) [R, V] of the divergence with respect to the tempered logits of p."""
     p, d = log_p.exp(), _log_ratio(log_p, log_q)
     d = torch.where(p > 0, d, 0.0)
     return p * (d - (p * d).sum(-1, keepdim=True))
 
 
 def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """ln p - ln q, or 0 if p is 0."""
+    """Compute ln p - ln q, or 0 if p is 0."""
     return torch.where(log_p == -torch.inf, 0.0, log_p - log_q)
 
 
 def _dtype(tensors: Sequence[Any]) -> torch.dtype:
-    """float64 if the statistics of either policy are, otherwise float32."""
+    """Return float64 if the statistics of either policy are float64, otherwise float32."""
     hidden, weight, _, ref_hidden, ref_weight, _ = tensors
     return torch.promote_types(statistics_dtype(hidden, weight), statistics_dtype(ref_hidden, ref_weight))
 
@@ -131,7 +131,7 @@ def _dtype(tensors: Sequence[Any]) -> torch.dtype:
 def _blocks(
     tensors: Sequence[Any], maps: Sequence[tuple[float, float | None]]
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield (rows, tempered logits [R, V], those of the reference) of each block. The next block reuses the memory."""
+    """Yield (rows, tempered logits [R, V], reference logits) of each block. The next block reuses the memory."""
     hidden, weight, bias, ref_hidden, ref_weight, ref_bias = tensors
     dtype = _dtype(tensors)
     total, vocabulary = hidden.shape[0], weight.shape[0]

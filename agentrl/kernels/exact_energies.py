@@ -1,4 +1,4 @@
-"""trajectory_energies: ||grad_theta sum_t rho_t ln p(y_t)||^2 of every trajectory, in one forward and one backward."""
+"""Exact energies ||grad_theta sum_t rho_t ln p(y_t)||^2 of every trajectory, in one forward and one backward."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from agentrl.kernels.records import KernelInputError, check_cap
 
 @dataclass(frozen=True, kw_only=True)
 class _Rows:
-    """Trajectories as the passes take them: left-aligned, what is attended to first. All [B, S]."""
+    """Input of the passes: trajectories with attended positions first, then padding. All [B, S]."""
 
     input_ids: Tensor
-    mask: Tensor  # bool, the tokens y_t that count
-    active: Tensor  # bool, the positions whose state reaches the log-probability of one of them
-    coefficients: Tensor  # what multiplies it, 0 off the mask; in the dtype of accumulation
-    packed: tuple[PackedRow, AttentionBackend] | None  # what the model reads in their place
-    places: Tensor  # int64, of each active position among all that the model reads
+    mask: Tensor  # bool, the counted tokens y_t
+    active: Tensor  # bool, the positions whose state affects the log-probability of a counted token
+    coefficients: Tensor  # factors of the log-probabilities, 0 off the mask, in the accumulation dtype
+    packed: tuple[PackedRow, AttentionBackend] | None  # the packed row that the model reads instead
+    places: Tensor  # int64, index of each active position in the model's input
 
 
 def trajectory_energies(
@@ -39,23 +39,23 @@ def trajectory_energies(
     cap: float | None = None,
     packed: AttentionBackend | None = None,
 ) -> Tensor:
-    """E_b = ||grad_theta sum_t rho_t ln p(y_t)||^2 of each row [B], over the model's trainable parameters theta.
+    """Compute E_b = ||grad_theta sum_t rho_t ln p(y_t)||^2 of each row [B], over the trainable parameters theta.
 
-    model: a causal language model of `transformers` (its class one of `modules.MODELS`; its head may be a `FusedHead`),
-    sharded by ZeRO-3 or not. input_ids [B, S]: prompt and response, one trajectory a row. With `packed` the model reads
-    them as one row without padding, by this backend; its attention must be that of `agentrl.models`. token_mask [B, S]
-    bool: the *tokens* y_t whose log-probability counts; the distribution of token t comes from the state at t - 1.
-    attention_mask [B, S] bool: False at padding, wherever it stands; without it every column is attended to, which is
-    right for right padding. importance_weights [B, S]: rho_t, a constant, read only where token_mask is True.
+    model: a causal language model of a class in `layer_energies.MODELS`, sharded by ZeRO-3 or not, whose
+    head may be a `FusedHead`. input_ids [B, S]: prompt and response, one trajectory per row. With `packed`, the model
+    reads them as one row without padding, with this backend; its attention must be that of `agentrl.models`.
+    token_mask [B, S] bool: the *tokens* y_t whose log-probability counts. The state at position t - 1 predicts token t.
+    attention_mask [B, S] bool: False at padding in any position. Without it, every column is attended to, which is
+    correct for right padding. importance_weights [B, S]: rho_t, a constant, read only where token_mask is True.
     Temperature and cap as in `token_statistics`.
 
     One forward and one backward to the embedding's output; no `.grad` is touched (docs/formulas.md 4, arXiv
-    1510.01799). A row without a counted token has energy 0. The mode (train or eval) stays: with dropout it is the
-    energy of what was drawn. Sums and result are in float32, in float64 for float64 models; detached.
+    1510.01799). A row without a counted token has energy 0. The mode (train or eval) is not changed; with dropout,
+    the energy is that of the sampled mask. Sums and result are in float32, or float64 for float64 models, and detached.
 
     Memory beside that of a forward and backward: the gradients of one layer's output, products of one layer (64 MB at
     once, or one row's), and at the head the logits of a block of the vocabulary for one row (128 MB), never [B, S, V].
-    Under ZeRO-3 this is collective: every rank calls it, with as many rows as it likes; the head runs once.
+    Under ZeRO-3, the call is collective, with any number of rows on each rank; the head runs once.
 
     Raises KernelInputError for a model with trainable parameters that have no closed form here (the message names the
     module), reentrant gradient checkpointing, and inputs that do not fit together.
@@ -72,7 +72,7 @@ def trajectory_energies(
         layers.begin_backward()
         (gradient,) = torch.autograd.grad(hidden, embedded, _gradient_of_states(hidden, shares, rows))
     layers.check_complete()
-    # What an embedding multiplies its rows by belongs to the gradient of its weight.
+    # The scale of an embedding's rows is a factor of the gradient of its weight.
     at_weight = gradient.detach().flatten(0, 1).to(dtype) * parts.embedding_scale
     totals = layers.totals + _outer_energies(parts, shares, rows, at_weight)
     return totals.to(dtype)
@@ -86,9 +86,9 @@ def _prepared(
     dtype: torch.dtype,
     packed: AttentionBackend | None,
 ) -> _Rows:
-    """The rows without positions that are not attended to, and the tokens that count in them."""
+    """Return the rows with attended positions first, and their counted tokens."""
     if attention_mask is not None:
-        # What is attended to, in order, then the rest: a causal model needs no mask, and padding changes no row.
+        # Attended positions first, in order: then a causal model needs no mask, and padding has no effect.
         order = attention_mask.bool().long().argsort(dim=1, descending=True, stable=True)
         input_ids, mask = input_ids.gather(1, order), mask.gather(1, order)
         weights = None if weights is None else weights.gather(1, order)
@@ -97,7 +97,7 @@ def _prepared(
     active = counted.flip(-1).cumsum(-1).flip(-1) > counted  # a counted token comes later in the row
     read, places = None, torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
     if packed is not None:
-        # A shared prompt has other gradients in each of its trajectories, so each reads its own.
+        # A shared prompt has different gradients in each trajectory, so each trajectory has a copy.
         lengths = active.sum(-1).clamp(min=1)
         lines = zip(input_ids.cpu(), lengths.tolist(), strict=True)
         row = pack_row(lay_out([(line[:0], line[:count]) for line, count in lines], share_prompts=False))
@@ -109,7 +109,7 @@ def _prepared(
 
 
 def _before(mask: Tensor) -> Tensor:
-    """The positions t - 1 of the tokens t in a mask [B, S]; False in the last column. Row-major order is kept."""
+    """Return the positions t - 1 of the tokens t in a mask [B, S], False in the last column, in row-major order."""
     return torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
 
 
@@ -143,7 +143,7 @@ def _gradient_of_states(hidden: Tensor, shares: list[HeadRow], rows: _Rows) -> T
 
 
 def _head_shares(parts: Parts, hidden: Tensor, rows: _Rows, temperature: float, cap: float | None) -> list[HeadRow]:
-    """The head's share of every row, computed inside one call of the head, whose hooks have gathered its weight."""
+    """Compute the head's part of every row inside one call to the head, whose hooks have gathered its weight."""
     shares: list[HeadRow] = []
     states = hidden.flatten(0, 1)
     wants_cross = parts.tied and parts.embedding.weight.requires_grad
@@ -184,14 +184,14 @@ def _outer_energies(parts: Parts, shares: list[HeadRow], rows: _Rows, gradient: 
         total += biases
     if not parts.embedding.weight.requires_grad:
         return total
-    # The embedding gives its padding token no gradient.
+    # The padding token of the embedding has no gradient.
     padding = parts.embedding.padding_idx
     learns = rows.active if padding is None else rows.active & (rows.input_ids != padding)
     owner = learns.nonzero()[:, 0]
     total += embedding_energy(rows.input_ids[learns], owner, gradient[rows.places[learns]], len(shares))
     if parts.tied:
         for row, share in enumerate(shares):
-            assert share.cross is not None  # asked for above
+            assert share.cross is not None  # requested above
             active = rows.active[row]
             kept = learns[row, active].unsqueeze(-1)
             products = torch.where(kept, share.cross * gradient[rows.places[row, active]], 0.0)
@@ -219,12 +219,14 @@ def head_row(
     cap: float | None,
     inputs: Tensor | None,
 ) -> HeadRow:
-    """dx_t = c_t (onehot(y_t) - p_t) / tau, times dz/dx of a cap z = cap tanh(x / cap), for hidden [K, D], targets [K],
-    coefficients c [K]; `inputs` [S] asks for the cross term. coefficients in the accumulation dtype, hidden and weight
-    [V, D] in any.
+    """Compute the head's energies and gradients of one trajectory.
 
-    Logits are held for a block of the vocabulary. If all of them are no more than a block they are computed once,
-    otherwise twice: once for the normaliser.
+    dx_t = c_t (onehot(y_t) - p_t) / tau, times dz/dx of a cap z = cap tanh(x / cap), for hidden [K, D], targets [K] and
+    coefficients c [K]. `inputs` [S] requests the cross term. Coefficients are in the accumulation dtype, hidden and
+    weight [V, D] in any dtype.
+
+    Logits are materialized for one block of the vocabulary at a time. They are computed once if all fit into a block,
+    otherwise twice, because the normaliser needs a first pass.
     """
     blocks = _Blocks(hidden, weight, bias, temperature, cap, targets, coefficients.dtype)
     hidden = hidden.to(coefficients.dtype)
@@ -260,7 +262,7 @@ def head_row(
 
 
 class _Blocks:
-    """Tempered logits [K, v] of one block of the vocabulary after another; each may be overwritten."""
+    """Iterates over blocks of the vocabulary with tempered logits [K, v], which the caller may overwrite."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Gradients of a head: of logits from three numbers per row, of hidden states, weight and bias as sums over blocks."""
+"""Gradients of a head: logits from three numbers per row; hidden states, weight and bias as sums over blocks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Exact gradient norms of the layers between embedding and head, from their inputs and the gradients of their outputs.
 
 Contains the supported modules, the closed forms, and the hooks that collect inputs and gradients. A closed form takes R
-rows (trajectories) of S tokens, in which positions that do not count are zero, and returns [R] in float64. No form
-reads a weight, so a sharded weight need not be gathered.
+rows (trajectories) of S tokens, with zeros at positions that do not count, and returns [R] in float64. No closed form
+reads a weight, so sharded weights are not gathered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODELS = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
     *("GraniteForCausalLM", "Gemma2ForCausalLM"),
 )
-"""Classes of `transformers`. Others may scale embeddings outside of any module, so each must be looked at."""
+"""Supported classes of `transformers`. Other classes may scale embeddings outside modules and must be reviewed."""
 
 _NORMS = {
     **dict.fromkeys(
@@ -31,20 +31,23 @@ _NORMS = {
     ),
     "Gemma2RMSNorm": "eps",  # multiplies by 1 + weight: the same gradient
 }
-"""RMSNorms, and their name of the number that they add to the mean square."""
+"""RMSNorm classes, and their attribute for the epsilon that is added to the mean square."""
 _SCALED_EMBEDDINGS = {"Gemma2TextScaledWordEmbedding": "embed_scale"}
-"""Embeddings that multiply their rows, and their name of the factor."""
-_HEADS = ("FusedHead",)  # agentrl.models.FusedHead, a linear layer whose forward gives statistics
+"""Embedding classes that scale their rows, and their attribute for the factor."""
+_HEADS = ("FusedHead",)  # agentrl.models.FusedHead, a linear layer whose forward returns statistics
 _CHECKPOINTED = "GradientCheckpointingLayer"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """A causal language model taken apart. `layers` are the modules in the middle with trainable parameters of their
-    own: (name, module, whether its forward is computed again in backward)."""
+    """The parts of a causal language model.
+
+    `layers` are the modules between embedding and head with trainable parameters: (name, module, True if its forward is
+    recomputed in backward).
+    """
 
     backbone: Any
-    depth: int  # attention layers
+    depth: int  # number of attention layers
     embedding: nn.Embedding
     head: nn.Linear
     layers: tuple[tuple[str, nn.Module, bool], ...]
@@ -62,10 +65,10 @@ class Parts:
 
 
 def take_apart(model: Any) -> Parts:
-    """The parts of a causal language model of `transformers`.
+    """Return the parts of a causal language model of `transformers`.
 
-    Raises KernelInputError for a class that is not in MODELS, and names every module with trainable parameters that
-    has no closed form here (adapters, quantised layers), and parameters that several modules share.
+    Raises KernelInputError for a class that is not in MODELS, for modules with trainable parameters that have no closed
+    form (adapters, quantised layers), and for parameters that several modules share.
     """
     if type(model).__name__ not in MODELS:
         raise KernelInputError(
@@ -113,7 +116,7 @@ def _is_known(module: nn.Module, *, is_head: bool) -> bool:
 
 
 def _check_shared(model: nn.Module, embedding: nn.Module, head: nn.Module) -> None:
-    """Only embedding and head may be one parameter: every other pair would need a cross term of its own."""
+    """Raise KernelInputError if modules other than embedding and head share a parameter, which needs a cross term."""
     owner: dict[int, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -125,7 +128,7 @@ def _check_shared(model: nn.Module, embedding: nn.Module, head: nn.Module) -> No
 
 
 def _recomputed_modules(model: nn.Module) -> set[nn.Module]:
-    """Modules inside layers whose forward runs again in backward (gradient checkpointing, in training mode alone)."""
+    """Return the modules whose forward is recomputed in backward (gradient checkpointing, only in training mode)."""
     found: set[nn.Module] = set()
     for module in model.modules():
         classes = {kind.__name__ for kind in type(module).__mro__}
@@ -147,7 +150,7 @@ def gram_is_cheaper(tokens: int, inputs: int, outputs: int) -> bool:
 
 
 def linear_energy(inputs: Tensor, gradients: Tensor, dtype: torch.dtype) -> Tensor:
-    """||sum_s g_s a_s^T||_F^2 = sum_{s,s'} (a_s . a_s') (g_s . g_s') from a [R, S, D_in] and g [R, S, D_out].
+    """Compute ||sum_s g_s a_s^T||_F^2 = sum_{s,s'} (a_s . a_s') (g_s . g_s') from a [R, S, D_in] and g [R, S, D_out].
 
     Products are accumulated in `dtype`.
     """
@@ -158,18 +161,20 @@ def linear_energy(inputs: Tensor, gradients: Tensor, dtype: torch.dtype) -> Tens
 
 
 def bias_energy(gradients: Tensor) -> Tensor:
-    """||sum_s g_s||^2 from g [R, S, D]."""
+    """Compute ||sum_s g_s||^2 from g [R, S, D]."""
     return squared_norm(gradients.sum(1))
 
 
 def scale_energy(normalized: Tensor, gradients: Tensor) -> Tensor:
-    """||sum_s g_s * n_s||^2, both [R, S, ..., D]: of a scale that multiplies n elementwise, shared by the dimensions
-    between S and D (the heads of a q or k norm)."""
+    """Compute ||sum_s g_s * n_s||^2, both [R, S, ..., D], for a scale that multiplies n elementwise.
+
+    The scale is shared by the dimensions between S and D (the heads of a q or k norm).
+    """
     return squared_norm((normalized * gradients).flatten(1, -2).sum(1))
 
 
 def embedding_energy(ids: Tensor, rows: Tensor, gradients: Tensor, count: int) -> Tensor:
-    """sum_v ||sum_{s: x_s = v} e_s||^2 of each of `count` rows, from N tokens: ids [N], rows [N], gradients [N, D]."""
+    """Compute sum_v ||sum_{s: x_s = v} e_s||^2 of `count` rows, from N tokens: ids [N], rows [N], gradients [N, D]."""
     _, entry, owner = _distinct(ids, rows)
     sums = gradients.new_zeros(owner.shape[0], gradients.shape[1]).index_add_(0, entry, gradients)
     result = torch.zeros(count, dtype=torch.float64, device=gradients.device)
@@ -177,12 +182,12 @@ def embedding_energy(ids: Tensor, rows: Tensor, gradients: Tensor, count: int) -
 
 
 def squared_norm(values: Tensor) -> Tensor:
-    """The sum of squares over all dimensions but the first, in float64."""
+    """Compute the sum of squares over all dimensions but the first, in float64."""
     return torch.linalg.vector_norm(values.flatten(1), dim=1).double().square()
 
 
 def _distinct(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Distinct pairs (row, id): their keys [U], which of them a token is [N], and their rows [U]."""
+    """Return the distinct pairs (row, id): their keys [U], the index of each token's pair [N], and their rows [U]."""
     width = int(ids.max()) + 1 if ids.numel() else 1
     keys, entry = torch.unique(rows * width + ids, return_inverse=True)
     return keys, entry, keys // width
@@ -192,19 +197,19 @@ _CHUNK_ELEMENTS = 1 << 24  # of the inputs, gradients and products of the rows t
 
 
 class LayerEnergies:
-    """Energies of the layers between embedding and head, added up row by row while the backward pass runs.
+    """Energies of the layers between embedding and head, summed by row during the backward pass.
 
-    A layer's input is seen by a hook before its forward. Under gradient checkpointing that of the first forward is let
-    go and that of the recomputation taken: it comes before or after the gradient of the output, and before the
-    recomputation stops, which it does in the middle of a block's last layer. The gradient is always that of the first
-    forward's output, which is what the graph holds.
+    A hook reads a layer's input before its forward. Under gradient checkpointing, the input of the first forward is
+    ignored, and the input of the recomputation is used. The recomputation may run before or after the gradient of the
+    output is known. It stops inside a block's last layer, but after the hook of this layer. The gradient always belongs
+    to the output of the first forward, which is part of the graph.
     """
 
     def __init__(
         self, layers: tuple[tuple[str, nn.Module, bool], ...], active: Tensor, places: Tensor, dtype: torch.dtype
     ) -> None:
-        """`active` [B, S]: the positions whose state reaches a counted log-probability; `places` [B, S] of theirs among
-        all positions that the layers see. dtype: of the products.
+        """`active` [B, S]: positions whose state affects a counted log-probability; `places` [B, S]: their indices in
+        the layers' input. `dtype`: of the products.
         """
         self._sites = [_Site(name=name, module=module, recomputed=recomputed) for name, module, recomputed in layers]
         self._active = active
@@ -215,7 +220,7 @@ class LayerEnergies:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Listen to the layers."""
+        """Register the hooks of the layers, and remove them on exit."""
         handles: list[RemovableHandle] = []
         try:
             for site in self._sites:
@@ -227,11 +232,11 @@ class LayerEnergies:
                 handle.remove()
 
     def begin_backward(self) -> None:
-        """The forward pass is over: any further forward of a layer is a recomputation."""
+        """Mark the end of the forward pass. Further forwards of a layer are recomputations."""
         self._backward = True
 
     def check_complete(self) -> None:
-        """Raise KernelInputError if a layer was not heard of in backward."""
+        """Raise KernelInputError if a layer received no gradient in backward."""
         missing = [site.name for site in self._sites if not site.done]
         if missing:
             raise KernelInputError(f"no gradient reached {', '.join(missing)}: the forward does not use these modules")
@@ -283,7 +288,7 @@ class LayerEnergies:
                 self.totals[rows] += site.energy(part, gradient, self._dtype)
 
     def _chunks(self, site: _Site, inputs: Tensor, gradients: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Rows that are treated at once, and the columns where one of them is active."""
+        """Yield rows to process at once, and the columns in which any of them is active."""
         width = max(1, self._active.shape[1])
         product = min(width, inputs.shape[-1]) * gradients.shape[-1] if isinstance(site.module, nn.Linear) else 0
         size = width * (inputs[0].numel() + gradients[0].numel()) + product
@@ -308,7 +313,7 @@ class _Site:
     called: bool = False
 
     def count_call(self) -> None:
-        """Raise KernelInputError at a second call: its gradients would have to be added to the first one's."""
+        """Raise KernelInputError at a second call, whose gradients would have cross terms with the first call."""
         if self.called:
             raise KernelInputError(
                 f"{self.name} is called twice in one forward, for which exact energies have no cross term"
@@ -316,7 +321,7 @@ class _Site:
         self.called = True
 
     def energy(self, inputs: Tensor, gradients: Tensor, dtype: torch.dtype) -> Tensor:
-        """Squared norm [R] of the gradient of the layer's trainable parameters."""
+        """Compute the squared norm [R] of the gradient of the layer's trainable parameters."""
         bias = getattr(self.module, "bias", None)
         total = torch.zeros(inputs.shape[0], dtype=torch.float64, device=inputs.device)
         wide = gradients.to(dtype)

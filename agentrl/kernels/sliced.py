@@ -209,7 +209,7 @@ class _SlicedStatistics(torch.autograd.Function):
 
 
 def _collect(ctx: Any, tiles: _Tiles, targets: Tensor, normalisers: Tensor, gradients: _Gradients) -> None:
-    """Compute every tile's logits again, their gradient, and its contribution to the products."""
+    """Recompute every tile's logits, and add their gradient's contribution to the products."""
     first = 0 if ctx.ranks is None else ctx.ranks.first
     for columns, rows in tiles:
         z = tiles.logits(rows, columns)
@@ -332,7 +332,7 @@ class _Gradients:
 
 
 def _float16_scale(coefficients: Tensor) -> Tensor:
-    """Power of two, a tensor [], that scales the largest |gradient of a logit| to at most 2^15.
+    """Return a power of two, a tensor [], that scales the largest |gradient of a logit| to at most 2^15.
 
     p |offset + slope ln p| <= |offset| + |slope|, because p |ln p| <= 1/e.
     """

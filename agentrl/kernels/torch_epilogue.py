@@ -57,7 +57,7 @@ def to_gradient(
     start: int,
     cap: float | None = None,
 ) -> None:
-    """out [R, W] <- p (offset + slope ln p), and at_target at the target, from raw logits [R, W] of tokens from start.
+    """Write p (offset + slope ln p), and at_target at the target, to out [R, W], from raw logits of tokens from start.
 
     With a cap the logits are capped, and the gradient is with respect to the logits before the cap. normalisers [R, 2]
     are those of `finish_sums`, coefficients [R, 3] are offset, slope and at_target. The logits are overwritten; out may

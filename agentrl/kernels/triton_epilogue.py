@@ -29,7 +29,7 @@ def sums_kernel(  # type: ignore[no-untyped-def]  # Triton allows no Any in a ke
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: add logits [R, width] to sums [R, 6], or [R, 7] with a cap, in the order of `sliced`."""
+    """Add one row of logits [R, width] to sums [R, 6], or [R, 7] with a cap, in the order of `sliced`."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -91,7 +91,7 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: out [R, width] <- p (offset + slope ln p), and at_target at the target. out may be logits."""
+    """Write p (offset + slope ln p), and at_target at the target, to one row of out [R, width]. out may be logits."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width

@@ -1,4 +1,4 @@
-"""Attention over documents that are packed into one row without padding; none sees another."""
+"""Attention over documents packed into one row without padding. Documents do not attend to each other."""
 
 from agentrl.kernels.attention.backends import attend
 from agentrl.kernels.attention.row import (

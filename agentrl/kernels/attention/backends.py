@@ -1,9 +1,9 @@
 """Attention of one layer over a packed row, by three backends: `sdpa`, `flash` and `flex`.
 
-`sdpa` calls torch's function for documents of nearly equal lengths. It needs no mask [L, L]: a call has no other
-documents, and padding follows a document, where a causal query never reads. `flash` and `flex` call kernels that take
-the documents' boundaries. A prompt that several documents share is read once more, for its own states, so that no
-document's states depend on another.
+`sdpa` calls torch's function for documents of nearly equal lengths. It needs no mask [L, L], because every document is
+a separate batch entry, and a causal query never reads the padding after a document. `flash` and `flex` call kernels
+that take the documents' boundaries. A prompt that several documents share is also computed as a document, so that no
+states depend on another document.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def attend(
     window: int | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """Causal attention inside every document: query [1, H, L, E], key and value [1, G, L, E]; returns [1, L, H, E].
+    """Compute causal attention inside every document: query [1, H, L, E], key and value [1, G, L, E] -> [1, L, H, E].
 
-    A token sees the last ``window`` tokens of its document, itself included. Scores z become cap tanh(z / cap) with a
-    ``cap``. Where ranks share the row, L are this rank's tokens; H must be a multiple of their number.
+    A token attends to the last ``window`` tokens of its document, including itself. With a ``cap``, scores z are capped
+    to cap tanh(z / cap). If ranks share the row, L are this rank's tokens, and H must be a multiple of their number.
     """
     if (ranks := now.sequence) is None:
         return _attend(now, query, key, value, scale, window, cap)
@@ -75,7 +75,7 @@ def attend_by_blocks(
     window: int | None,
     cap: float | None,
 ) -> Tensor:
-    """`flex`: one call with a block mask of the row. Compiled on GPUs; on a CPU torch refuses its backward pass."""
+    """Run the backend `flex`: one call with a block mask. Compiled on GPUs; torch has no backward pass on CPUs."""
     if window not in row.window_masks:
         row.window_masks[window] = _block_mask(row, window)
     attended = _flex(compiled=query.is_cuda)(
@@ -129,9 +129,9 @@ def attend_by_segments(
     window: int | None,
     cap: float | None,
 ) -> Tensor:
-    """`flash`: one call for segments of different lengths; the causal mask aligns their last queries and last keys.
+    """Run the backend `flash`: one call for segments of different lengths, with last queries and last keys aligned.
 
-    Nothing is planned or compiled for a shape, so rows of new lengths cost nothing on the host.
+    No shape is planned or compiled, so rows of new lengths have no cost on the host.
     """
     bounds = row.bounds
     if bounds.indices is not None:
@@ -156,7 +156,7 @@ def attend_by_segments(
 
 @cache
 def varlen_kernel() -> Callable[..., Tensor | tuple[Tensor, ...]]:
-    """The function of flash-attn 3 or 2, else torch's, which takes no softcap, with flash-attn's arguments."""
+    """Return the function of flash-attn 3 or 2, or torch's with the same arguments, which does not support a cap."""
     try:
         from flash_attn_interface import flash_attn_varlen_func
     except ImportError:
@@ -180,9 +180,9 @@ def torch_varlen(
     softmax_scale: float | None,
     window_size: tuple[int, int],
     softcap: float,
-    **_: bool,  # always causal; torch's global switch makes its backward pass deterministic
+    **_: bool,  # always causal; torch's global setting makes the backward pass deterministic
 ) -> Tensor:
-    """flash-attn 2 as a part of torch, called with flash-attn's arguments."""
+    """Call torch's built-in flash-attn 2 with flash-attn's arguments. Raises KernelInputError for a cap."""
     from torch.nn.attention.varlen import varlen_attn
 
     if softcap:
@@ -212,7 +212,7 @@ def _rows(states: Tensor, indices: Tensor) -> Tensor:
 def _causal(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, cap: float | None
 ) -> Tensor:
-    """Causal attention of whole documents [n, H, w, E]."""
+    """Compute causal attention of whole documents [n, H, w, E]."""
     width, grouped = query.shape[2], query.shape[1] != key.shape[1]
     banded = window is not None and window < width
     if cap is None and not banded:
@@ -228,9 +228,9 @@ def _causal(
 def capped_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None, cap: float
 ) -> Tensor:
-    """softmax(cap tanh(scale q k^T / cap)) v where ``mask`` is True, as wide as float32: [n, H, w, E].
+    """Compute softmax(cap tanh(scale q k^T / cap)) v [n, H, w, E] where ``mask`` is True, with a float32 softmax.
 
-    Holds all scores [n, H, w, w].
+    Materializes all scores [n, H, w, w].
     """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

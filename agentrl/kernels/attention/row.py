@@ -1,7 +1,7 @@
 """Documents packed into one row of tokens without padding; documents with the same prompt share its tokens.
 
 A row may be divided over ranks (Ulysses, arXiv 2309.14509). Each rank holds a slice of the tokens. Only attention mixes
-tokens: there the ranks exchange slices of all heads for all tokens of some heads, and back.
+tokens. For attention, the ranks exchange their tokens of all heads for all tokens of some heads, and back.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 class SequenceGroup:
     """The ranks that share rows. All methods but :meth:`part` are collective, forward and backward."""
 
-    rank: int  # among them
+    rank: int  # in the group
     size: int
     group: torch.distributed.ProcessGroup
 
     def part(self, length: int) -> slice:
-        """This rank's slice of a row of ``length`` tokens, which the ranks divide."""
+        """Return this rank's slice of a row of ``length`` tokens, a multiple of the group size."""
         own = length // self.size
         return slice(self.rank * own, (self.rank + 1) * own)
 
@@ -44,7 +44,7 @@ class SequenceGroup:
         return received.transpose(0, 1).flatten(1, 2)[None]
 
     def keys_by_heads(self, states: Tensor) -> Tensor:
-        """As :meth:`by_heads` for G heads that queries share; the ranks that need the same one get a copy each."""
+        """Apply :meth:`by_heads` to G heads shared by queries. Ranks that need the same head receive a copy each."""
         copies = math.lcm(states.shape[1], self.size) // states.shape[1]
         return self.by_heads(states.repeat_interleave(copies, 1) if copies > 1 else states)
 
@@ -54,16 +54,16 @@ class SequenceGroup:
         return received.transpose(0, 1).flatten(1, 2)[None]
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum of ``values`` over the ranks, detached."""
+        """Return the sum of ``values`` over the ranks, detached."""
         summed = values.detach().clone()
         torch.distributed.all_reduce(summed, group=self.group)
         return summed
 
     def gather(self, values: Tensor, numbers: Tensor, total: int) -> Tensor:
-        """[total, ...] on every rank from each one's ``values`` [n, ...], which are those of ``numbers`` [n].
+        """Gather ``values`` [n, ...] with indices ``numbers`` [n] of every rank to [total, ...] on every rank.
 
-        Every rank is to compute the same loss from it. The gradient of ``values`` is that of this loss alone, not the
-        sum over ranks: so the ranks' gradients of a parameter add up to the loss's.
+        Every rank must compute the same loss from the result. The gradient of ``values`` is the gradient of this loss,
+        not the sum over ranks, so that the ranks' gradients of a parameter sum to the gradient of the loss.
         """
         own = values.new_zeros(total, *values.shape[1:]).index_copy(0, numbers, values)
         every = self.total(own)
@@ -83,7 +83,7 @@ class _Context(Protocol):
 
 
 class _Swap(torch.autograd.Function):
-    """(blocks [size, ...], ranks): block r goes to rank r, and the result's block r comes from there."""
+    """(blocks [size, ...], ranks): sends block r to rank r, and receives block r of the result from rank r."""
 
     @staticmethod
     def forward(ctx: _Context, blocks: Tensor, ranks: SequenceGroup) -> Tensor:
@@ -103,7 +103,7 @@ AttentionBackend = Literal["sdpa", "flex", "flash"]
 class Bounds(NamedTuple):
     """Lengths of the segments of a row, and of their keys: the keys of a shared prompt, then the segment's own."""
 
-    indices: Tensor | None  # [K] int64, index in the row of each key; None: the keys are the row, in order
+    indices: Tensor | None  # [K] int64, index in the row of each key; None: keys are the row in order
     queries: Tensor  # [S + 1] int32, cumulative lengths
     keys: Tensor  # [S + 1] int32, cumulative lengths
     most_queries: int
@@ -113,13 +113,13 @@ class Bounds(NamedTuple):
 class Layout(NamedTuple):
     """B documents, each a prompt and a response, as S segments of one row of L tokens; all on the host.
 
-    A token sees the tokens before it in its segment, and all tokens of the segment that its own one continues, if there
-    is one: a prompt that several documents share.
+    A token attends to the tokens before it in its segment, and to all tokens of the segment that its segment continues,
+    if there is one: a prompt that several documents share.
     """
 
     token_ids: Tensor  # [L] int32
-    lengths: Tensor  # [S] int32, tokens of each segment, in the order of the row
-    continued: Tensor  # [S] int32, number of the segment that it continues; its own number if none
+    lengths: Tensor  # [S] int32, number of tokens of each segment, in row order
+    continued: Tensor  # [S] int32, index of the segment that it continues; its own index if none
     prompt_ends: Tensor  # [B] int64, index in the row of each document's last prompt token
     starts: Tensor  # [B] int64, index in the row of each document's first response token; the others follow it
 
@@ -154,7 +154,7 @@ class PackedRow:
     def predicting(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return the index in the row of the state before each of these response tokens, which predicts it.
 
-        A column behind the end of a response gives an index inside the row, of no meaning.
+        For a column after the end of a response, the index is inside the row but arbitrary.
         """
         before = (self.starts[rows] + columns - 1).clamp(max=self.input_ids.shape[1] - 1)
         return torch.where(columns == 0, self.prompt_ends[rows], before)
@@ -171,12 +171,12 @@ class PackedRow:
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest document."""
+        """Number of tokens of the longest document."""
         return int((self.lengths + self.before).max())
 
     @cached_property
     def before(self) -> Tensor:
-        """Tokens of the document before each segment [S], which are those of the prompt that it continues."""
+        """Number of tokens of the document before each segment, [S]: the tokens of the prompt that it continues."""
         return _before(self.lengths, self.continued)
 
     @cached_property
@@ -186,19 +186,19 @@ class PackedRow:
 
     @cached_property
     def window_masks(self) -> dict[int | None, BlockMask]:
-        """The block masks that `flex` has made for this row, by window."""
+        """Cache of `flex`'s block masks for this row, by window."""
         return {}
 
     @cached_property
     def segment_of(self) -> tuple[Tensor, Tensor]:
-        """(number of the token's segment, number of the one that it continues), both [L]: a token sees these two."""
+        """(index of the token's segment, index of the segment that it continues), both [L]. Tokens attend to both."""
         device = self.input_ids.device
         numbers = torch.arange(len(self.lengths), device="cpu").repeat_interleave(self.lengths)
         return numbers.to(device), self.continued[numbers].to(device)
 
     @cached_property
     def bounds(self) -> Bounds:
-        """The row for kernels that take segments of several lengths; copied to the device once, not in every layer."""
+        """Segment boundaries for kernels with variable lengths, copied to the device once, not in every layer."""
         device = self.input_ids.device
         keys = self.lengths + self.before
 
@@ -220,10 +220,10 @@ class PackedRow:
 
     @cached_property
     def calls(self) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The row as batches of documents of nearly equal lengths, for one call of attention each.
+        """Batches of documents of nearly equal lengths, for one attention call each.
 
-        Returns (indices in the row [n, w] of the documents of each call, padded with their last; [L] the index of each
-        token of the row among all of these). A shared prompt is a document too: its own states come from there.
+        (row indices [n, w] of the documents of each call, padded with their last index; index [L] of each token of the
+        row in the concatenation of all calls). A shared prompt is also a document, from which its states are taken.
         """
         lengths = self.lengths + self.before
         tables: list[Tensor] = []
@@ -241,15 +241,17 @@ class PackedRow:
         return tuple(table.to(device) for table in tables), own.to(device)
 
     def _indices(self, numbers: Tensor, columns: Tensor) -> Tensor:
-        """Indices in the row of the tokens at ``columns`` of the documents that end with the segments ``numbers``."""
+        """Return row indices of the tokens at ``columns`` of the documents that end with the segments ``numbers``."""
         before, starts = self.before[numbers], self.segment_starts
         return torch.where(
             columns < before, starts[self.continued[numbers]] + columns, starts[numbers] + columns - before
         )
 
     def _of_nearly_equal_length(self) -> list[list[int]]:
-        """Numbers of segments by the length of their documents, the longest first, in parts whose shortest document has
-        at least four fifths of the longest one's tokens."""
+        """Split segment indices into parts of documents of nearly equal lengths, the longest first.
+
+        The shortest document of a part has at least four fifths of the tokens of its longest one.
+        """
         lengths = (self.lengths + self.before).tolist()
         parts: list[list[int]] = []
         for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
@@ -263,11 +265,11 @@ class PackedRow:
 def lay_out(documents: Sequence[tuple[Tensor, Tensor]], *, share_prompts: bool = True) -> Layout:
     """Return the layout of documents (prompt, response) of token ids, all on the host.
 
-    With ``share_prompts`` equal prompts stand in the row once, if more than one document has them.
+    With ``share_prompts``, the row contains a prompt that several documents have only once.
     """
     names = [tuple(prompt.tolist()) if share_prompts else number for number, (prompt, _) in enumerate(documents)]
     counts = Counter(names)
-    shared: dict[object, int] = {}  # number of the segment of each prompt that is shared
+    shared: dict[object, int] = {}  # index of the segment of each shared prompt
     segments: list[Tensor] = []
     continued: list[int] = []
     ends = [0]  # of the segments in the row
@@ -303,8 +305,8 @@ def lay_out(documents: Sequence[tuple[Tensor, Tensor]], *, share_prompts: bool =
 def pack_row(layout: Layout, *, multiple: int = 1) -> PackedRow:
     """Return the row of a layout, on the host.
 
-    A last segment of zeros, which no document reads, fills the row up to a ``multiple``, so that ranks that share it
-    have equally many tokens.
+    A last segment of zeros, which no document reads, pads the row to a ``multiple``, so that ranks that share the row
+    have the same number of tokens.
     """
     token_ids, lengths, continued = layout.token_ids.long(), layout.lengths.long(), layout.continued.long()
     if missing := -len(token_ids) % multiple:
@@ -327,10 +329,10 @@ def pack_row(layout: Layout, *, multiple: int = 1) -> PackedRow:
 def pack_padded(
     input_ids: Tensor, prompt_lengths: Tensor, mask: Tensor, *, share_prompts: bool = True, multiple: int = 1
 ) -> tuple[PackedRow, Tensor, Tensor]:
-    """Pack documents that stand left-aligned in ``input_ids`` [B, S]: (row, rows [N], columns [N]) on their device.
+    """Pack left-aligned documents in ``input_ids`` [B, S], and return (row, rows [N], columns [N]) on their device.
 
     ``mask`` [B, T] bool is True on the N response tokens of interest, whose rows and columns are returned in row-major
-    order. What follows a document's last one is left out. ``prompt_lengths`` [B], each at least 1. For callers outside
+    order. Tokens after a document's last True are omitted. ``prompt_lengths`` [B], each at least 1. For callers outside
     the training step: reads the tensors back to the host.
     """
     device, on_host = input_ids.device, mask.cpu()
@@ -350,7 +352,7 @@ def _before(lengths: Tensor, continued: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionPass:
-    """One forward of a transformer over a packed row; where ranks share the row, each computes a part of it."""
+    """One forward of a transformer over a packed row, or over this rank's part of a row that ranks share."""
 
     row: PackedRow
     backend: AttentionBackend
@@ -359,11 +361,11 @@ class AttentionPass:
 
     @property
     def part(self) -> slice:
-        """The tokens whose states are computed on this rank."""
+        """Slice of the tokens whose states are computed on this rank."""
         return part_of(self.row, self.sequence)
 
 
-# A context variable, not an argument of the forward: the layers of some models (StableLM, Nemotron) pass no further
+# A context variable, not an argument of the forward, because layers of some models (StableLM, Nemotron) do not pass
 # keyword arguments to their attention.
 _current: ContextVar[AttentionPass | None] = ContextVar("attention_pass", default=None)
 
@@ -376,18 +378,18 @@ def packed_states(
     backend: AttentionBackend,
     sequence: SequenceGroup | None = None,
 ) -> Tensor:
-    """Return the states [l, D] that a transformer of `transformers` with ``layers`` gives for this rank's tokens.
+    """Run a transformer of `transformers` with ``layers``, and return the states [l, D] of this rank's tokens.
 
-    Without a ``sequence`` of ranks these are all L. The transformer's attention must be
+    Without a ``sequence`` of ranks, these are all L tokens. The transformer's attention must be
     :func:`agentrl.models.attention.attention`, which reads :func:`current_pass`. Raises KernelInputError if a layer did
-    not call it: that layer would have mixed the documents.
+    not call this function, because the layer would have mixed documents.
     """
     now = AttentionPass(row=row, backend=backend, sequence=sequence)
     with _during(now):
         output = transformer(
             input_ids=row.input_ids[:, now.part],
             position_ids=row.position_ids[:, now.part],
-            # Four-dimensional, so that transformers makes no mask [L, L].
+            # Four-dimensional, so that transformers creates no mask [L, L].
             attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device),
             use_cache=False,
         )
@@ -401,13 +403,13 @@ def packed_states(
 
 
 def part_of(row: PackedRow, sequence: SequenceGroup | None) -> slice:
-    """Return the tokens of the row whose states a rank of ``sequence`` computes."""
+    """Return the slice of the row whose states a rank of ``sequence`` computes."""
     length = row.input_ids.shape[1]
     return slice(0, length) if sequence is None else sequence.part(length)
 
 
 def current_pass() -> AttentionPass | None:
-    """Return the forward that runs in this thread; None outside :func:`packed_states`."""
+    """Return the forward that runs in this thread, or None outside :func:`packed_states`."""
     return _current.get()
 
 
