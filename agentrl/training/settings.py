@@ -117,12 +117,12 @@ class KLSettings(_Settings):
 
     @property
     def resolved_estimator(self) -> str:
-        """The estimator that is set, or that of the placement."""
+        """The configured estimator, or the default of the placement."""
         return self.estimator or ("k1+" if self.placement == "loss" else "k1")
 
     @property
     def over_vocabulary(self) -> bool:
-        """Whether the estimator needs more of the reference than its log-probabilities."""
+        """True if the estimator needs the whole distribution of the reference, not only its log-probabilities."""
         return self.coefficient > 0 and self.resolved_estimator.startswith("full")
 
     @model_validator(mode="after")
@@ -178,12 +178,12 @@ class CorrectionSettings(_Settings):
 
     @property
     def active(self) -> bool:
-        """Whether anything is weighted or masked."""
+        """True if any token is weighted or masked."""
         return self.weights is not None or self.masks
 
     @property
     def masks(self) -> bool:
-        """Whether the loss mask depends on the forward."""
+        """True if the loss mask depends on the forward."""
         return self.ratio_mask is not None or self.divergence_mask is not None
 
 
@@ -257,11 +257,11 @@ class TrainingSettings(_Settings):
     applies"""
 
     def stage_that_runs(self, *, bfloat16: bool) -> int:
-        """DeepSpeed's stage.
+        """Return the ZeRO stage that DeepSpeed runs.
 
-        Below 2, bfloat16 would accumulate in bfloat16 (0) or stay on its GPU (1). At 2, float32 with an offloaded
-        optimizer runs as 1: DeepSpeed 0.19 adds up wrong gradients there once a backward fills several reduction
-        buckets, and it keeps the gradients on the device at both stages.
+        In bfloat16, stage 0 would accumulate in bfloat16, and stage 1 would keep the accumulated gradients on the GPU.
+        In float32 with an offloaded optimizer, stage 2 runs as 1, because DeepSpeed 0.19 accumulates wrong gradients at
+        stage 2 once a backward fills several reduction buckets. Both stages keep the gradients on the device.
         """
         if bfloat16:
             return max(self.zero_stage, 2)

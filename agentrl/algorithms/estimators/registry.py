@@ -60,7 +60,7 @@ class EstimatorNeeds:
 
     `inputs`: names of AdvantageInputs beside the three that are always needed; `token_energy` may be replaced by
     log_probs and sum_pi_squared. `step_wide`: the rows of the whole optimizer step, of all ranks, must be in one call;
-    otherwise the rows of each group. `reason` gives the cause, and is empty if not step_wide. `weighted`: advantages
+    otherwise the rows of each group. `reason` is the cause, empty if not step_wide. `weighted`: advantages
     depend on `importance_weights` and `loss_mask`, where these are given.
     """
 
@@ -132,12 +132,12 @@ class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
         `weighted` if the function reads `inputs.loss_ratio`, the weights and mask of the rollout correction. Advantages
         are computed before the forward if the estimator is not weighted and requires nothing that a forward computes.
 
-        By default, a call gets one or more complete groups. With span="step" it gets all rows of the step, on rank 0.
-        With span="ranks" it gets all rows of its rank, and exchanges sums with other ranks through `inputs.calls`.
-        `aggregation` is the default of `algorithm.aggregation`, for losses that admit it. Set `equal_groups` if groups
-        of equal rewards have advantages other than 0, so that they are not dropped. Set `group_based` if the baseline
-        is computed from the group's trajectories, `per_token` if the advantages of a trajectory's tokens differ, and
-        `by_column` if a branched rollout has one baseline.
+        By default, a call receives one or more complete groups. With span="step", it receives all rows of the step, on
+        rank 0. With span="ranks", it receives all rows of its rank, and exchanges sums with other ranks through
+        `inputs.calls`. `aggregation` is the default of `algorithm.aggregation`, for losses that admit it. Set
+        `equal_groups` if groups of equal rewards have advantages other than 0, so that they are not dropped. Set
+        `group_based` if the baseline is computed from the group's trajectories, `per_token` if the advantages of a
+        trajectory's tokens differ, and `by_column` if a branched rollout has one baseline.
 
         docs/estimators.md has a worked example. Raises NameTakenError if the name is taken, UnknownNameError if a
         required input does not exist, InvalidOptionError if a span or an aggregation does not.

@@ -136,8 +136,8 @@ class Heartbeat:
 @dataclass(frozen=True, kw_only=True)
 class _Heard:
     beat: Beat
-    since: float  # when the mark was first heard
-    last: float  # when anything was heard
+    since: float  # time of the mark's first heartbeat
+    last: float  # time of the last heartbeat
 
 
 class Watch:

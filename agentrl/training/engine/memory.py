@@ -1,4 +1,4 @@
-"""Running out of memory in training: the process ends, and the run continues with smaller micro-batches.
+"""Handling of out-of-memory errors: the process ends, and the run continues with smaller micro-batches.
 
 A rank without memory cannot take part in the collectives that the other ranks wait in, so no rank repeats the step.
 The rank records a smaller ``training.micro_batch_tokens`` in the run directory and raises OutOfMemoryError. Its exit
@@ -36,7 +36,7 @@ class MicroBatchMemoryError(Exception):
 
 @contextmanager
 def in_micro_batch(*, tokens: int, trajectories: int) -> Iterator[None]:
-    """Raise MicroBatchMemoryError if memory runs out inside, where a micro-batch of this size is computed."""
+    """Raise MicroBatchMemoryError if memory runs out inside the block, which computes a micro-batch of this size."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -86,11 +86,11 @@ class MicroBatchBudget:
 
     @contextmanager
     def guard(self, step: int) -> Iterator[None]:
-        """Record a smaller size if memory runs out inside.
+        """Record a smaller size if memory runs out inside the block.
 
-        Raises OutOfMemoryError, or SettingsError where smaller micro-batches do not help: after a micro-batch of one
-        trajectory, and after a second failure outside micro-batches. The first one may be due to the fragments of
-        memory that large micro-batches leave.
+        Raises OutOfMemoryError, or SettingsError if smaller micro-batches do not help: after a micro-batch of one
+        trajectory, and after a second failure outside micro-batches. The first failure may be due to memory that large
+        micro-batches fragmented.
         """
         try:
             yield
@@ -102,7 +102,7 @@ class MicroBatchBudget:
             raise self._ended(step, error, 0, 0) from error
 
     def _ended(self, step: int, cause: BaseException | None, tokens: int, trajectories: int) -> AgentRLError:
-        """Both numbers are 0 if memory ran out outside micro-batches."""
+        """Record a smaller size, and return the error to raise. Both numbers are 0 outside micro-batches."""
         before = self._record
         if trajectories == 1:
             where, final = f"in a micro-batch of one trajectory ({tokens} tokens), which cannot be smaller", True

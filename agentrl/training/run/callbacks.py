@@ -74,7 +74,7 @@ class RunFollower:
         self._inode, self._offset = self._state()
 
     def poll(self) -> None:
-        """Report what was written since the last call."""
+        """Call the callbacks for everything written since the last call."""
         for row in self._new_rows():
             kind, step = _kind_and_step(row)
             if (kind, step) in self._seen:

@@ -322,7 +322,7 @@ class Session:
         self._writer.finish(wait=False)
 
     def _alert(self, metrics: Metrics) -> None:
-        """Report the alerts that begin at this step, and stop the run if the settings say so."""
+        """Report the alerts that start at this step, and stop the run if ``telemetry.stop_on`` contains one of them."""
         if self._run is None:
             return
         if self._trained is None:

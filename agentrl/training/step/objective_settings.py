@@ -88,7 +88,7 @@ class ObjectiveSettings:
 
     @property
     def overlong_limit(self) -> int:
-        """Number of model tokens from which the soft length penalty is -1 times its factor."""
+        """Number of model tokens at which the soft length penalty reaches its maximum."""
         return self.reward.overlong_limit or self.response_tokens
 
 

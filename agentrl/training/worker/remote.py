@@ -124,7 +124,7 @@ class RemoteService:
 
     def close(self) -> None:
         """Close this rank's connection, which ends the worker."""
-        self._closed.set()  # first: from here on, a slow exit of the worker is not a stuck rank
+        self._closed.set()  # first, because a slow exit of the worker must not count as a stuck rank
         with contextlib.suppress(ValueError):  # torch._dynamo.reset() has removed it
             callback_handler.remove_start_callback(self._heartbeat.compiling)
         self._connection.close()

@@ -107,7 +107,7 @@ class RolloutService(Protocol):
 
     @_call("the worker to restore its state")
     def load_state_dict(self, state: QueueState) -> None:
-        """Continue from a saved position."""
+        """Restore a :meth:`state_dict`."""
 
     @_call("the target of weight transfers")
     def transfer_target(self) -> TransferTarget | None:
@@ -119,7 +119,7 @@ class RolloutService(Protocol):
 
     @_call("the verification of transfers")
     def verification(self) -> list[Verified]:
-        """Return how transfers to each engine are verified, with the noise measured at the start."""
+        """Return the verification method of transfers to each engine, with the noise measured at the start."""
 
     @_call("the engine to score the first probe")
     def verify(self, version: int, probe: Probe) -> str | None:
