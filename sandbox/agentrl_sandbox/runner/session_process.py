@@ -1,17 +1,17 @@
-"""A session's processes: its interpreter, and the init process that is its parent and the parent of its forks.
+"""A session's processes: its interpreter, and the init process, which is the parent of the interpreter and its forks.
 
-The interpreter runs one program after another in one ``__main__``, and forks on request.
+The interpreter runs programs one at a time in one ``__main__``, and forks on request.
 
     server -> process   {"op": "run", "serial"} with descriptors [program file, stdout, stderr] and [fetch file]
                         {"op": "fork", "serial", "directory"} with descriptors [the fork's socket, its birth socket]
-    process -> server   DONE: serial, exit status, whether memory ran out, error number of a fork that failed
+    process -> server   DONE: serial, exit status, true if memory ran out, error number of a failed fork
 
 Programs can tamper with this process, so the server trusts it only to report that a program of this session is done.
 Between programs the session init stops this process.
 
 The session init is forked from a warm interpreter, isolates itself like a program, and runs no untrusted code. It
-stops, kills and reaps the interpreters. They run as the same user, so it forbids tracing; the kernel blocks signals
-from its own namespace. It reports only facts about processes that the kernel confirms.
+stops, kills and reaps the interpreters. Because they run as the same user, it forbids tracing, and the kernel blocks
+signals from its namespace. It reports only facts about processes that the kernel confirms.
 
     server -> init   {"op": "wake", "id"} · {"op": "rest", "id"} · {"op": "kill", "id"}
                        {"op": "expect", "id"} with a socket (SO_PASSCRED) on which a fork will announce itself
@@ -48,7 +48,7 @@ from agentrl_sandbox.runner.usage import children, is_alive, tree
 
 
 def copy_scratch(source: str, target: str) -> int:
-    """Copy directories, regular files and links, not pipes, sockets and devices. Returns an errno or 0."""
+    """Copy directories, regular files and links, but not pipes, sockets and devices. Returns an errno or 0."""
     try:
         _copy_directory(source, target)
     except OSError as error:
@@ -89,7 +89,7 @@ def serve_session(control: int, scratch: str, first: str, lockdown: Lockdown) ->
     """
     leave = os._exit  # programs may replace os._exit
     try:
-        os.setpgid(0, 0)  # signals that programs send to their group must not reach the session init
+        os.setpgid(0, 0)  # programs' signals to their process group must not reach the session init
         os.mkdir(f"{scratch}/{first}", 0o700)
         kernel.set_dumpable()
         kernel.die_with_parent(signal.SIGKILL)
@@ -101,7 +101,7 @@ def serve_session(control: int, scratch: str, first: str, lockdown: Lockdown) ->
 
 
 class SessionProcess:
-    """The interpreter's side of a session."""
+    """A session in its interpreter process."""
 
     def __init__(self, control: int, scratch: str, directory: str) -> None:
         self._control = socket.socket(fileno=control)
@@ -176,7 +176,7 @@ class SessionProcess:
                 stream.flush()  # unwritten output must not appear in the next program's output
 
     def _restore_streams(self) -> None:
-        """Give each program fresh streams, even if an earlier one closed or replaced them."""
+        """Install fresh streams for a program, even if an earlier program closed or replaced them."""
         sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8")
         stdout, stderr = (
             stream if not stream.closed else open(number, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
@@ -188,7 +188,7 @@ class SessionProcess:
     # Forks.
 
     def _fork(self, directory: str, descriptors: list[int]) -> int:
-        """Fork twice: the first child ends at once, so that the session init adopts the fork. Returns an errno or 0."""
+        """Fork twice. The first child exits immediately, so the session init adopts the fork. Returns an errno or 0."""
         control, birth = descriptors
         try:
             between = _quiet_fork()
@@ -204,7 +204,7 @@ class SessionProcess:
         return os.waitstatus_to_exitcode(status)
 
     def _be_born(self, directory: str, control: int, birth: int) -> None:
-        """Become a separate session with its own socket and directory. The kernel identifies it to the session init."""
+        """Become a session with a separate socket and directory. The kernel identifies it to the session init."""
         self._control.close()
         self._control = socket.socket(fileno=control)
         inside = os.path.relpath(os.getcwd(), self._scratch)
@@ -222,11 +222,11 @@ class SessionProcess:
         os.environ["HOME"] = os.environ["TMPDIR"] = self._scratch
         tempfile = sys.modules.get("tempfile")
         if tempfile is not None:
-            tempfile.__dict__["tempdir"] = None  # read TMPDIR again
+            tempfile.__dict__["tempdir"] = None  # so that TMPDIR is read again
 
 
 def _leave_the_fork_to_init() -> None:
-    """Fork again, end this process, and return in the fork once it has been adopted."""
+    """Fork again and end this process. Returns in the fork after it has been adopted."""
     between = os.getpid()
     try:
         made = _quiet_fork()
@@ -239,9 +239,9 @@ def _leave_the_fork_to_init() -> None:
 
 
 def _quiet_fork() -> int:
-    """Fork without Python's warning about threads, which the fork does not have.
+    """Fork without Python's warning about threads, which do not exist in the fork.
 
-    ``random`` reseeds itself in every fork; a fork of a session keeps its origin's state.
+    ``random`` reseeds itself in every fork, so its state is restored: a fork of a session keeps its origin's state.
     """
     state = random.getstate()
     with warnings.catch_warnings():
@@ -260,12 +260,12 @@ _PAUSE_SECONDS = 0.001
 
 
 def run_session_init(limits: ChildLimits, slot: int, session: int, descriptors: list[int]) -> NoReturn:
-    """Isolate this process, start the session, and serve until its last process has ended. Never returns."""
+    """Isolate this process, start the session, and serve until the last process has ended. Never returns."""
     try:
         server = _take_descriptors(descriptors)
         try:
             scratch = isolate(limits, slot)
-            # one for the session init
+            # plus one for the session init
             resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_processes + 1, limits.max_processes + 1))
             kernel.forbid_tracing()
             limits.reseed()
@@ -287,7 +287,7 @@ def _take_descriptors(descriptors: list[int]) -> socket.socket:
 
 
 class SessionInit:
-    """The parent of a session's processes. Their numbers are assigned by the server."""
+    """The parent of the processes of a session and its forks. The server assigns session numbers."""
 
     def __init__(self, server: socket.socket, scratch: str, lockdown: Lockdown) -> None:
         self._server = server
@@ -353,7 +353,7 @@ class SessionInit:
         self._send({"op": "rested", "id": session})
 
     def _stop_resting(self) -> None:
-        """Stop all resting processes: a running process or the end of a stopped process group may have resumed one."""
+        """Stop all resting processes. A running process or the end of a stopped process group may have resumed them."""
         for session, pid in self._pids.items():
             if session not in self._running:
                 _signal(pid, signal.SIGSTOP)
@@ -365,7 +365,7 @@ class SessionInit:
         self._poll.register(birth, select.POLLIN)
 
     def _on_birth(self, descriptor: int) -> None:
-        """Check that the announced process, identified by the kernel, is a child of this one."""
+        """Check that the announced process, which the kernel identifies, is a child of this process."""
         session, birth = self._expected.pop(descriptor)
         self._poll.unregister(descriptor)
         with birth:
@@ -412,8 +412,8 @@ class SessionInit:
         """Kill orphans and the descendants of session processes at rest. Raises TimeoutError.
 
         All are stopped before any is killed. Stopped processes still count against RLIMIT_NPROC, so a fork bomb
-        cannot outrun the loop. A process may end before it is stopped and leave a child that the same look does not
-        find, so the loop ends with a look whose processes had all ended before it.
+        cannot outrun the loop. A process may end before it is stopped and leave a child that the same scan misses, so
+        the loop ends with a scan whose processes had all ended before it.
         """
         deadline = time.monotonic() + _KILL_SECONDS
         stopped: set[int] = set()
@@ -423,19 +423,19 @@ class SessionInit:
             if alive and alive <= stopped:
                 for pid in alive:
                     _signal(pid, signal.SIGKILL)
-                time.sleep(_PAUSE_SECONDS)  # they take a moment to end
+                time.sleep(_PAUSE_SECONDS)  # killed processes take a moment to end
             stopped |= alive
             ended = found - alive
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{len(alive)} processes of a program did not end in {_KILL_SECONDS:g} s")
 
     def _stop_leftovers(self) -> set[int]:
-        """Stop leftover processes, each before its children are listed. Returns their ids, including unreaped ones."""
+        """Stop leftover processes, each before its children are listed. Returns their ids, even if unreaped."""
         sessions = {pid: session for session, pid in self._pids.items()}
         found: list[int] = []
         for child in children(os.getpid()):
             if child not in sessions:
-                if not self._expected:  # it may be a fork that has not announced itself yet
+                if not self._expected:  # otherwise the child may be a fork that has not announced itself yet
                     found += tree(child, _stop)
             elif sessions[child] not in self._running:
                 found += tree(child, _stop)[1:]

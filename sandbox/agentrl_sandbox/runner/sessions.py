@@ -1,9 +1,9 @@
-"""The server's side of sessions: opens, runs, forks and ends them.
+"""Sessions at the server, which opens, runs, forks and ends them.
 
-A session's interpreter runs untrusted code. The server accepts one message from it: that the current program is done,
-once, with that program's serial number. Any other message ends the session. The server itself enforces deadlines and
-the limits on output and memory. The session init reports exits, as the kernel does to it, and stops the interpreter
-between programs.
+A session's interpreter runs untrusted code. The server accepts one message from it: the end of the current program,
+once, with the program's serial number. Any other message ends the session. The server itself enforces deadlines and the
+limits of output and memory. The session init reports exits that the kernel confirms, and stops the interpreter between
+programs.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from agentrl_sandbox.types import Outcome
 class State(Enum):
     """State of a session."""
 
-    OPENING = "opening"  # its PID is not known yet
+    OPENING = "opening"  # its PID is unknown
     IDLE = "idle"  # stopped
     RUNNING = "running"  # a program runs in it
-    FORKING = "forking"  # it is forking
-    RESTING = "resting"  # done; the session init stops it and kills leftover processes
+    FORKING = "forking"  # a fork was requested
+    RESTING = "resting"  # its program has ended; the session init stops it and kills leftover processes
     ENDING = "ending"  # it was killed
 
 
@@ -48,7 +48,7 @@ class State(Enum):
 class SessionFamily:
     """A session and its forks: one session init, one slot, one PID namespace."""
 
-    identifier: int  # negative, since zygotes keep them among the programs
+    identifier: int  # negative, because zygotes store families and programs together
     slot: int
     init: socket.socket
     pid: int = 0
@@ -56,14 +56,14 @@ class SessionFamily:
     sessions: dict[int, ServerSession] = field(default_factory=dict)
 
     def send_command(self, operation: str, session: int, descriptors: tuple[int, ...] = ()) -> None:
-        """Send a command to the session init. Ignored if it has exited, which its zygote reports."""
+        """Send a command to the session init. Ignored if the session init has exited, which its zygote reports."""
         try:
             socket.send_fds(self.init, [json.dumps({"op": operation, "id": session}).encode()], descriptors)
         except OSError:
             return
 
     def usage(self, beyond: int) -> tuple[dict[int, Usage], Usage]:
-        """Return the usage of each session, and of stray processes."""
+        """Return the usage of each session, and the usage of stray processes."""
         by_pid = {session.pid: session.identifier for session in self.sessions.values()}
         known: dict[int, Usage] = {}
         stray = Usage()
@@ -79,7 +79,7 @@ class SessionFamily:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Fork:
-    """A requested fork. The session init reports on the new process, and the origin on itself."""
+    """A requested fork. The session init reports the new process, and the origin reports its own result."""
 
     request: int
     child: ServerSession
@@ -93,20 +93,20 @@ class Fork:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class ServerSession:
-    """A session's interpreter, on the server's side."""
+    """The server's record of a session's interpreter."""
 
     identifier: int
     family: SessionFamily
     control: socket.socket
     state: State = State.OPENING
     due: float = math.inf  # deadline of its state
-    request: int = 0  # the request that waits for it to open
-    pid: int = 0  # in its own PID namespace
+    request: int = 0  # the request that opened the session, until it is answered
+    pid: int = 0  # inside its PID namespace
     serial: int = 0  # of the request that the interpreter must answer
     program: Program | None = None
     fork: Fork | None = None
-    answer: Frame[Mapping[str, object]] | None = None  # sent to the client once the session is idle
-    why: str = ""  # why it ends, if it does
+    answer: Frame[Mapping[str, object]] | None = None  # sent to the client when the session is idle
+    why: str = ""  # reason for its end
     closers: list[int] = field(default_factory=list)  # requests to close it
 
     def enter(self, state: State, seconds: float) -> None:
@@ -115,7 +115,7 @@ class ServerSession:
 
 
 def _inner_pid(pid: int) -> int:
-    """Return the PID of a process in its own PID namespace, or 0 if it has exited."""
+    """Return the PID of a process inside its PID namespace, or 0 if it has exited."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             for line in file:
@@ -127,14 +127,14 @@ def _inner_pid(pid: int) -> int:
 
 
 KIND = "science"
-"""The interpreter that sessions are forked from, since a session's imports are not known when it opens."""
+"""The interpreter from which sessions are forked, because a session's imports are unknown when it opens."""
 
 END_SECONDS = 5.0
-"""The time that the session init has to stop or kill a process before it is killed itself."""
+"""Seconds for the session init to stop or kill a process. After that, the session init is killed."""
 
 
 class ServerCallbacks(Protocol):
-    """The operations of the server that sessions use."""
+    """Operations of the server that sessions use."""
 
     def listen(self, descriptor: int, handler: Callable[[], None]) -> None: ...
     def ignore(self, descriptor: int) -> None: ...
@@ -148,7 +148,7 @@ class ServerCallbacks(Protocol):
 
 
 class SessionTable:
-    """The live sessions and families, and the messages to the client when one ends."""
+    """Live sessions and families, and the messages to the client when they end."""
 
     def __init__(self, server: ServerCallbacks) -> None:
         self._server = server
@@ -167,7 +167,7 @@ class SessionTable:
         if session.program is not None and session.program.reason is not None and not session.why:
             session.why = f"its program was killed: {session.program.reason.value}"
         if session.pid == 0:
-            return  # it is killed once it is born
+            return  # killed when the process is born
         session.enter(State.ENDING, END_SECONDS)
         session.family.send_command("kill", number)
 
@@ -182,7 +182,7 @@ class SessionTable:
             self.kill(session.identifier)
 
     def end_family(self, family: SessionFamily, why: str, *, killed: bool = False) -> None:
-        """Handle the end of a session init and its processes. ``killed``: by its own programs."""
+        """Handle the end of a session init and its processes. ``killed``: its own programs killed it."""
         self.end_processes(family, why, killed=killed)
         if self.families.pop(family.identifier, None) is not None:
             self._server.ignore(family.init.fileno())
@@ -209,21 +209,21 @@ class SessionTable:
             self._server.reply({"op": "refused", "id": session.request, "kind": "start", "why": why})
         session.program = None
         self._server.reply({"op": "ended", "number": session.identifier, "why": why})
-        if session.answer is not None:  # the answer of the program that ended the session
+        if session.answer is not None:  # answers the program that ended the session
             header, blobs = session.answer
             session.answer = {**header, "session_ended": True}, blobs
         self.answer(session)
         self.leave(session)
 
     def answer(self, session: ServerSession) -> None:
-        """Send the client the answer that was delayed until the session was idle."""
+        """Send the client the answer that was held back until the session was idle."""
         if session.answer is not None:
             header, blobs = session.answer
             session.answer = None
             self._server.reply(header, *blobs)
 
     def enter(self, session: ServerSession, on_message: Callable[[ServerSession], None]) -> None:
-        """Add a session. ``on_message`` is called when its interpreter sends a message."""
+        """Add a session. ``on_message`` is called for each message of its interpreter."""
         self.sessions[session.identifier] = session
         session.family.sessions[session.identifier] = session
         self._server.listen(session.control.fileno(), lambda: on_message(session))
@@ -243,7 +243,7 @@ _MAX_MESSAGE = 4096
 
 
 class SessionManager:
-    """All sessions of a server, by the client's numbers."""
+    """All sessions of a server, by their numbers at the client."""
 
     def __init__(self, config: RunnerConfig, server: ServerCallbacks) -> None:
         self._config = config
@@ -378,7 +378,7 @@ class SessionManager:
             return
         except OSError:
             data = b""
-        if not data:  # the session init reports how it ended
+        if not data:  # the session init reports the exit
             self._server.ignore(session.control.fileno())
             return
         serial, exit_code, out_of_memory, error = DONE.unpack(data) if len(data) == DONE.size else (None, 0, False, 0)
@@ -422,7 +422,7 @@ class SessionManager:
             return
         except OSError:
             data = b""
-        if not data:  # its zygote reports its exit
+        if not data:  # the zygote reports the exit
             self._server.ignore(family.init.fileno())
             return
         message: ProcessMessage = json.loads(data)
@@ -440,7 +440,7 @@ class SessionManager:
 
     def _on_born(self, session: ServerSession, pid: int, error: int) -> None:
         session.pid = pid
-        if session.why and pid:  # closed before it was born
+        if session.why and pid:  # the session was closed before its process was born
             self.kill(session.identifier)
         if session.request:
             self._server.reply({"op": "opened", "id": session.request})
@@ -470,7 +470,7 @@ class SessionManager:
         if message["op"] == "located":
             family.pid = message["pid"]
             for session in family.sessions.values():
-                if session.program is not None:  # it began before its session init was located
+                if session.program is not None:  # the program started before its session init was located
                     session.program.pid = family.pid
         else:
             while family.identifier in self._table.families and self._has_news(family):
@@ -498,7 +498,7 @@ class SessionManager:
         return min((session.due for session in self._table.sessions.values()), default=math.inf)
 
     def watch(self, now: float) -> None:
-        """End sessions that have been in their state too long."""
+        """End sessions that have exceeded the deadline of their state."""
         for session in list(self._table.sessions.values()):
             if now < session.due:
                 continue
@@ -507,7 +507,7 @@ class SessionManager:
                 self._table.end(session, f"it was idle for {self._config.session_idle_timeout:g} s")
             elif session.state is State.FORKING:
                 self._table.end(session, "it did not fork in time")
-            else:  # the session init does not answer
+            else:  # the session init does not respond
                 session.family.given_up = True
                 self._server.zygote(KIND).send_command("kill", session.family.identifier)
 

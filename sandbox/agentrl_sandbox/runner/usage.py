@@ -1,6 +1,7 @@
-"""Measures a program's memory, and its files in a scratch directory without a mount.
+"""Measurement of a program's memory, and of its files in a scratch directory without a mount.
 
-The program may change the directory meanwhile, so directories are opened one by one and never through links.
+The program may change the directory during the measurement, so directories are opened one at a time and never through
+links.
 """
 
 from __future__ import annotations
@@ -13,25 +14,25 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-# Measures the memory and tasks of a program and all its processes.
+# Memory and tasks of a program and all its processes.
 #
-# RLIMIT_AS bounds each process; this measures their sum. A program adopts its own orphans, as the first process of its
-# PID namespace or as a subreaper, so its process tree is complete.
+# RLIMIT_AS limits each process, but not their sum. A program adopts its orphans, as the first process of its PID
+# namespace or as a subreaper, so its process tree is complete.
 #
-# Kernel memory that is held for a program has no limit of its own, and most hosts of the sandbox do not allow it to
-# create a memory cgroup. So page tables are measured, and buffers are counted at their full size, which the system call
-# filter keeps programs from enlarging (``seccomp``).
+# Kernel memory of a program has no separate limit, and most hosts do not allow the sandbox to create a memory cgroup.
+# So page tables are measured, and buffers are counted at their full size, which the system call filter prevents
+# programs from enlarging (``seccomp``).
 
 _PAGE = resource.getpagesize()
-_MOST_PROCESSES = 8192  # twice what max_processes may be
+_MOST_PROCESSES = 8192  # twice the maximum of max_processes
 _INTERPRETERS_TABLES = 1 << 20  # page tables of a warm interpreter at its start
 _PIPE = 16 * _PAGE  # capacity of a pipe
-_MAPPING = 256  # the kernel's record of a mapped range
-_MAPPINGS_READ = 256 << 10  # most bytes read of a list of mappings; ordinary programs have 50 kB
+_MAPPING = 256  # bytes of the kernel's record of a mapped range
+_MAPPINGS_READ = 256 << 10  # maximum bytes read of a list of mappings; ordinary programs have 50 kB
 _MOST_MAPPINGS = 65_530  # vm.max_map_count
-# For a lock or a descriptor watched by epoll. Each takes 200 bytes, but long lists of them would slow down the watch.
+# Counted for a lock or a descriptor watched by epoll. Each takes 200 bytes, but long lists would slow down the watch.
 _RECORD = 16 << 10
-_RECORDS_READ = 1 << 20  # most bytes read of one descriptor's list of them
+_RECORDS_READ = 1 << 20  # maximum bytes read of one descriptor's list
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +59,7 @@ class Usage:
 
 
 def usage(pid: int, beyond: int = 0) -> Usage:
-    """Measure a process tree. Only memory above ``beyond`` bytes counts for each process; dead processes count as 0."""
+    """Measure a process tree. Counts the memory of each process above ``beyond`` bytes. Dead processes count as 0."""
     processes = tree(pid)
     result = [_resident_and_tables(process) for process in processes]
     return Usage(
@@ -73,7 +74,7 @@ def proportional_bytes(processes: list[int], beyond: int) -> int:
     """Measure the memory of processes above ``beyond`` bytes each. Shared pages count once.
 
     The kernel divides a page among the processes that map it. The zygote and possibly other programs also map the
-    interpreter's own pages, so the n processes have at most n of n + 1 parts of them.
+    interpreter's pages, so n processes account for at most n / (n + 1) of these pages.
     """
     total = sum(map(_proportional, processes))
     return total - beyond * len(processes) // (len(processes) + 1)
@@ -110,7 +111,7 @@ def _resident_and_tables(pid: int) -> tuple[int, int]:
 
 
 def _views(pid: int, name: str) -> Iterator[str]:
-    """Yield the paths of a process's file in /proc. If its first thread has ended, only other threads show content."""
+    """Yield the paths of a process's file in /proc. If the first thread has ended, only the others have content."""
     yield f"/proc/{pid}/{name}"
     yield from (f"/proc/{pid}/task/{task}/{name}" for task in tasks(pid))
 
@@ -119,8 +120,8 @@ def _views(pid: int, name: str) -> Iterator[str]:
 class KernelMemory:
     """Counts kernel memory that processes may hold in addition to their pages, up to ``room`` bytes.
 
-    Needs the rights of the processes' user, and counts only what these rights show. Does not count descriptors that are
-    in flight between sockets, of which the kernel allows a user twice RLIMIT_NOFILE.
+    Requires the rights of the processes' user, and counts only memory that is visible with them. Descriptors in flight
+    between sockets are not counted; the kernel allows a user twice RLIMIT_NOFILE of them.
     """
 
     room: int
@@ -134,7 +135,7 @@ class KernelMemory:
     def add(self, processes: list[int]) -> None:
         for pid in processes:
             self._add_descriptors(pid)
-            if len(processes) > 1:  # one process has at most 16 MB of mappings
+            if len(processes) > 1:  # the records of one process take at most 16 MB
                 self._add_mappings(pid)
             if self.is_over:
                 return
@@ -158,7 +159,7 @@ class KernelMemory:
     def _add_descriptor(self, path: str, details: str) -> None:
         target = os.readlink(path)
         if target.startswith(("socket:", "pipe:")):
-            if target not in self._seen:  # count sockets and pipes that processes share once
+            if target not in self._seen:  # count shared sockets and pipes once
                 self._seen.add(target)
                 self.room -= self.socket_bytes if target.startswith("socket:") else _PIPE
             return
@@ -189,12 +190,12 @@ def children(pid: int) -> list[int]:
 
 
 def tree(pid: int, visit: Callable[[int], None] = lambda process: None) -> list[int]:
-    """Return a process and all its descendants. ``visit`` is called with each before its children are listed.
+    """Return a process and all its descendants. ``visit`` is called with each process before its children are listed.
 
-    A program may fork as fast as it is looked at, so the list is bounded.
+    The list is bounded, because a program may fork as fast as it is scanned.
     """
     result = [pid]
-    for process in result:  # which grows meanwhile
+    for process in result:  # the list grows during the iteration
         visit(process)
         if len(result) < _MOST_PROCESSES:
             result += children(process)
@@ -221,7 +222,7 @@ def tasks(pid: int) -> list[str]:
 
 
 def tasks_of_user(user: int) -> int:
-    """Return the number of tasks of a user on this host that /proc shows."""
+    """Return the number of a user's tasks that /proc lists."""
     total = 0
     for name in os.listdir("/proc"):
         try:
@@ -233,21 +234,21 @@ def tasks_of_user(user: int) -> int:
 
 
 INODES = 16_384
-"""The number of files and directories that a program may have."""
+"""Maximum number of files and directories of a program."""
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SEEN = stat.S_IRUSR | stat.S_IXUSR
 _BLOCK = 512
-_SPARE = 1 << 20  # bytes for the file system's own block lists
+_SPARE = 1 << 20  # bytes for the file system's block lists
 
 
 class ScratchUse:
-    """The remaining quota of a program. Counting stops when it is used up."""
+    """The remaining quota of a program. Counting stops when the quota is exceeded."""
 
     def __init__(self, *, bytes_left: int, inodes_left: int) -> None:
         self._bytes_left = bytes_left + _SPARE
         self._inodes_left = inodes_left
-        self._linked: set[tuple[int, int]] = set()  # files of several names, whose bytes count once
+        self._linked: set[tuple[int, int]] = set()  # files with several names, whose bytes count once
         self._devices: set[int] = set()
 
     @property
@@ -256,7 +257,8 @@ class ScratchUse:
 
     def add_tree(self, directory: str) -> None:
         """Count everything in a directory. Raises OSError if it does not exist."""
-        way = [(os.open(directory, _DIRECTORY), [""])]  # the path to here, each with its unvisited subdirectories
+        # Open directories on the current path, each with its unvisited subdirectories.
+        way = [(os.open(directory, _DIRECTORY), [""])]
         try:
             self._devices.add(os.fstat(way[0][0]).st_dev)
             way[0] = way[0][0], self._add_entries(way[0][0])
@@ -271,20 +273,20 @@ class ScratchUse:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            self._inodes_left = -1  # no program needs so deep a tree
+            self._inodes_left = -1  # no program needs such a deep tree
         finally:
             for here, _ in way:
                 os.close(here)
 
     def add_files_of(self, user: int, directory: str) -> None:
-        """Count a user's files in a shared directory, if that exists."""
+        """Count a user's files in a shared directory, if the directory exists."""
         with contextlib.suppress(FileNotFoundError):
             self._devices.add(os.stat(directory).st_dev)
         for _, status in files_of(user, directory):
             self._add(status)
 
     def add_unlinked(self, processes: list[int]) -> None:
-        """Count unlinked files that processes hold open, on the same file systems."""
+        """Count unlinked files that processes keep open on the same file systems."""
         for pid in processes:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
                 for name in os.listdir(f"/proc/{pid}/fd"):
@@ -294,7 +296,7 @@ class ScratchUse:
                             self._add(status)
 
     def _add_entries(self, directory: int) -> list[str]:
-        """Count the entries of a directory; return the names of its subdirectories."""
+        """Count the entries of a directory. Returns the names of its subdirectories."""
         names: list[str] = []
         if os.fstat(directory).st_mode & _SEEN != _SEEN:
             os.fchmod(directory, 0o700)
@@ -321,10 +323,10 @@ class ScratchUse:
 
 
 def files_of(user: int, directory: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the paths and stat results of a user's files in a shared directory, if it exists."""
+    """Yield the paths and stat results of a user's files in a shared directory, if the directory exists."""
     with contextlib.suppress(FileNotFoundError, PermissionError), os.scandir(directory) as entries:
         for entry in entries:
-            with contextlib.suppress(FileNotFoundError):  # files of others come and go
+            with contextlib.suppress(FileNotFoundError):  # files of other users may disappear
                 status = entry.stat(follow_symlinks=False)
                 if status.st_uid == user:
                     yield entry.path, status

@@ -1,17 +1,17 @@
 """A warm interpreter that forks one child for each program.
 
-It never sees a program's text, which the child reads from a memory file. It talks to the server over a SEQPACKET
-socket, with one JSON object per message:
+The zygote never reads a program's source, which the child receives in a memory file. It communicates with the server
+over a SEQPACKET socket, with one JSON object per message:
 
     server -> zygote   {"op": "spawn", "id", "slot", "cpu"} with descriptors [program file, stdout, stderr, status]
-                       and [file to fetch into] where files are asked for
+                       and [fetch file] if files are fetched
                        {"op": "init", "id", "slot", "session"} with descriptors [init's socket, session's socket]
                        {"op": "kill", "id"} · {"op": "where", "id"} · {"op": "clean", "id"}: a slot
     zygote -> server   {"op": "ready"} · {"op": "failed", "id", "why"} · {"op": "located", "id", "pid"}
                        {"op": "exit", "id", "status", "cpu"} · {"op": "clean", "id"}
 
-An exit is reported once no process of the program is left. The server looks for leftover files and a helper removes
-them: children are copies of this process, so not even a file's name may enter its memory.
+An exit is reported after the last process of the program has ended. The server checks for leftover files and a helper
+removes them, because children are copies of this process and not even the name of a file may enter its memory.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from agentrl_sandbox.runner.interpreter import find_generators
 from agentrl_sandbox.runner.isolation import has_separate_users
 from agentrl_sandbox.runner.session_process import run_session_init
 
-# Makes the objects of a warm interpreter immortal, so that forks share their memory for longer.
+# Makes the objects of a warm interpreter immortal, so that forks share more memory.
 #
-# A child that merely reads an object counts the reference, which writes to the object's page and so copies it. From
-# CPython 3.12 on (PEP 683) the references of an immortal object are not counted.
+# Reading an object changes its reference count, which copies the page in a child. From CPython 3.12 on (PEP 683), the
+# references of an immortal object are not counted.
 
 
 def freeze_refcounts() -> int:
-    """Make all objects immortal that the garbage collector reaches. Returns their number.
+    """Make all objects that the garbage collector reaches immortal. Returns their number.
 
-    Does nothing and returns 0 if the interpreter has no immortal objects or stores counts differently. Objects that
-    exist now are never freed, so use this only in an interpreter that just forks.
+    Returns 0 without a change if the interpreter has no immortal objects or stores reference counts differently.
+    Existing objects are never freed, so call this only in an interpreter that only forks.
     """
     count = _immortal_count()
     if count is None:
@@ -61,7 +61,7 @@ def freeze_refcounts() -> int:
         if id(item) not in seen:
             seen.add(id(item))
             waiting += gc.get_referents(item)
-            if isinstance(item, CodeType):  # which the collector does not traverse
+            if isinstance(item, CodeType):  # code objects, which the collector does not traverse
                 waiting += (item.co_consts, item.co_names, item.co_linetable, item.co_exceptiontable, item.co_name)
     seen.remove(id(seen))
     for address in seen:
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def warm_up(*, science: bool) -> None:
-    """Import what programs use. A module that cannot be imported here is not available to programs."""
+    """Import modules that programs use. Programs cannot use modules that are not importable here."""
     _add_site_builtins()
     _put_shared_memory_into_files()
     for name in (*BARE_MODULES, "linecache", "traceback"):
@@ -152,7 +152,7 @@ def _add_site_builtins() -> None:
 def _put_shared_memory_into_files() -> None:
     """Make ``mmap.mmap(-1, length)`` map a file in the scratch directory, so that it counts toward the scratch limit.
 
-    The system call filter denies shared memory without a file, because it would persist when no process maps it.
+    The system call filter denies shared memory without a file, because it would persist after no process maps it.
     """
     plain = importlib.import_module("mmap")
 
@@ -180,7 +180,7 @@ def _put_shared_memory_into_files() -> None:
 
 
 def merge_heap_pages() -> None:
-    """Put the heap on huge pages, so that forks copy and exits drop far fewer page table entries."""
+    """Move the heap to huge pages, so that forks copy and exits release far fewer page table entries."""
     with open("/proc/self/maps", encoding="ascii") as file:
         lines = file.read().splitlines()
     for line in lines:
@@ -198,7 +198,7 @@ class Zygote:
         limit_children(limits)
         self._ids: dict[int, int] = {}  # process -> program
         self._pids: dict[int, int] = {}  # program -> process
-        self._slots: dict[int, int] = {}  # process of a program, or of a helper that cleans -> slot
+        self._slots: dict[int, int] = {}  # process of a program or of a cleanup helper -> slot
         self._bare = config.isolate == "none"
         self._scratch = os.environ.get(SCRATCH_VARIABLE, "")
         if self._bare:
@@ -240,7 +240,7 @@ class Zygote:
         return True
 
     def _kill(self, pid: int) -> None:
-        """Kill a program, with its process group if it leads one. An unreaped child keeps its PID."""
+        """Kill a program, with its process group if it leads one. The PID is valid, because the child is not reaped."""
         try:
             os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -288,7 +288,7 @@ class Zygote:
                 self._send({"op": "clean", "id": slot})
 
     def _clean(self, slot: int) -> None:
-        """Have a helper remove a slot's files, since removing many files would delay other programs."""
+        """Start a helper that removes a slot's files, because removing many files would delay other programs."""
         user, directory = self._limits.user(slot), f"{self._scratch}/{slot}"
         cleanup.kill_leftover_processes(self._slots, user)
         self._slots[cleanup.run_as(user, functools.partial(cleanup.clean, directory, user))] = slot

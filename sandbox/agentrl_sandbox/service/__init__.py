@@ -1,1 +1,1 @@
-"""The service: runners behind Unix sockets, and a gateway that speaks HTTP and executes nothing."""
+"""The service: runners behind Unix sockets, and an HTTP gateway that executes no programs."""

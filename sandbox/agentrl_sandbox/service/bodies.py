@@ -1,4 +1,4 @@
-"""The JSON of ``/v1``: requests, which are validated, and answers."""
+"""JSON bodies of ``/v1``: validated requests, and answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl_sandbox.types import Execution, Outcome
 
 
 def _any_text(value: object) -> str:
-    """Accept any JSON string, including lone surrogates, which the program's interpreter handles."""
+    """Return a JSON string unchanged. Lone surrogates are allowed, because the program's interpreter handles them."""
     if not isinstance(value, str):
         raise ValueError("expected a string")
     return value
@@ -25,7 +25,7 @@ class Base64Error(ValueError):
 
 
 def from_base64(value: object) -> bytes:
-    """Raises Base64Error."""
+    """Decode base64 text. Raises Base64Error if it is invalid."""
     if not isinstance(value, str):
         raise Base64Error("expected base64 text")
     try:
@@ -108,7 +108,7 @@ class ErrorAnswer(BaseModel):
 
 
 def execution_json(execution: Execution) -> dict[str, object]:
-    """The JSON of an ``ExecutionAnswer``."""
+    """Convert an execution to the JSON of an ``ExecutionAnswer``."""
     fields = {name: getattr(execution, name) for name in ExecutionAnswer.model_fields}
     return {**fields, "files": to_base64(execution.files)}
 

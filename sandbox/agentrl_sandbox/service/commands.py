@@ -20,16 +20,16 @@ from agentrl_sandbox.service.messages import check_answers_fit
 from agentrl_sandbox.settings import NO_TOKEN, GatewaySettings, SandboxSettings, read_settings
 from agentrl_sandbox.types import SandboxError, StartError
 
-# Starts and restarts runners on this machine, for a gateway without Docker.
+# Runners on this machine, for a gateway without Docker.
 
 _STOP_SECONDS = 10.0
-_SOON_SECONDS = 5.0  # a runner that lived shorter is restarted after a pause
+_SOON_SECONDS = 5.0  # a runner that exits sooner is restarted after a pause
 _PAUSE_SECONDS = 1.0
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH")
 
 
 def runner_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that a runner needs, without the token."""
+    """Return the environment variables that a runner needs, without the token."""
     wanted = {name: text for name, text in environment.items() if name in _PASSED_ON or name.startswith("SANDBOX_")}
     wanted.pop("SANDBOX_TOKEN", None)
     return wanted
@@ -37,7 +37,7 @@ def runner_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 @asynccontextmanager
 async def local_runners(count: int, arguments: Sequence[str]) -> AsyncIterator[tuple[Path, asyncio.Task[None]]]:
-    """Keep ``count`` runners alive. Yields their directory and a task that raises StartError if one cannot start."""
+    """Keep ``count`` runners running. Yields their directory and a task that fails if a runner cannot start."""
     with tempfile.TemporaryDirectory(prefix="agentrl-sandbox-") as directory:
         commands = [
             [
@@ -61,7 +61,7 @@ async def _keep_all(commands: Sequence[Sequence[str]]) -> None:
 
 
 async def _keep(command: Sequence[str]) -> None:
-    """Restart a runner whenever it ends. Raises StartError if its settings or the machine forbid it."""
+    """Restart a runner whenever it exits. Raises StartError if its settings or the machine prevent a start."""
     while True:
         started = time.monotonic()
         process = await asyncio.create_subprocess_exec(
@@ -96,7 +96,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Errors of the user or the machine become one message and exit code 2."""
+    """Run a command. User errors and failures of the machine end with one message and exit code 2."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     options = _parser().parse_args(arguments)
     try:
@@ -198,7 +198,7 @@ async def _serve_gateway(
 
 
 def _raise_start_error(supervising: asyncio.Task[None]) -> NoReturn:
-    """Raise the error of the supervising task, which ends by itself only if a runner cannot start."""
+    """Raise the error of the supervising task, which ends only if a runner cannot start."""
     try:
         supervising.result()
     except* StartError as errors:

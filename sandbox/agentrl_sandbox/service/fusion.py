@@ -1,7 +1,7 @@
 """The two endpoints of SandboxFusion's HTTP interface, with its fields and values.
 
-A program that ran gets status 200, whatever its outcome; so does a failure of the sandbox (``SandboxError``). Overload
-gets 429 and 503, as elsewhere. ``python`` is the only language. ``memory_limit_MB`` and ``compile_timeout`` are
+Programs return HTTP status 200, whatever their outcome, as do failures of the sandbox (``SandboxError``). Overload
+returns 429 and 503, as elsewhere. ``python`` is the only language. ``memory_limit_MB`` and ``compile_timeout`` are
 accepted but have no effect: the runner's own memory limit applies, and Python is not compiled beforehand.
 """
 
@@ -29,7 +29,7 @@ class _FusionRequest(BaseModel):
     fetch_files: list[Path] = []
 
     def contents(self) -> dict[str, bytes]:
-        """The files to write. Raises Base64Error."""
+        """Decode the files to write. Raises Base64Error if a content is invalid."""
         return {path: from_base64(content) for path, content in self.files.items() if content is not None}
 
 
@@ -101,7 +101,7 @@ _CELL_RESULTS = TypeAdapter(list[CellRunResult])
 
 
 async def run_code(request: RunCodeRequest, run: Run) -> RunCodeResponse:
-    """Run a program. Raises BusyError."""
+    """Run a program. Raises BusyError if no runner has capacity."""
     try:
         call = Call(
             program=request.code,
@@ -123,7 +123,7 @@ async def run_code(request: RunCodeRequest, run: Run) -> RunCodeResponse:
 
 
 async def run_jupyter(request: RunJupyterRequest, run: Run) -> RunJupyterResponse:
-    """Run cells one after the other in one namespace. Raises BusyError."""
+    """Run cells one at a time in one namespace. Raises BusyError if no runner has capacity."""
     task = {"cells": request.cells, "cell_timeout": request.cell_timeout}
     try:
         call = Call(

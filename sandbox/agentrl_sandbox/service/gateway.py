@@ -1,4 +1,4 @@
-"""The gateway: HTTP endpoints over a pool of runners, and the process that serves them. It executes no programs."""
+"""The gateway: HTTP endpoints for a pool of runners, and the process that serves them. It executes no programs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from agentrl_sandbox.types import (
     UnknownSessionError,
 )
 
-_MOST_NAMED = 16  # most invalid fields that an answer lists
+_MOST_NAMED = 16  # maximum number of invalid fields in an answer
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": meaning}
     for status, meaning in {
@@ -65,7 +65,7 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
 
 
 class Gateway:
-    """The state that endpoints share: the pool, the metrics, and whether the service is stopping."""
+    """State shared by the endpoints: the pool, the metrics, and a flag while the service is stopping."""
 
     def __init__(self, pool: RunnerPool, *, batch_limit: int) -> None:
         self.pool = pool
@@ -81,7 +81,7 @@ class Gateway:
         gauge("sessions", "open sessions", lambda: len(pool.sessions.book))
 
     def check_open(self) -> None:
-        """Raises BusyError while the service is stopping."""
+        """Raise BusyError while the service is stopping."""
         if self.draining:
             raise BusyError("the service is stopping", retry_after=2)
 
@@ -98,7 +98,7 @@ class Gateway:
 
 
 def build_app(gateway: Gateway) -> FastAPI:
-    """Create the application. Its lifespan opens and closes the pool."""
+    """Create the application, whose lifespan opens and closes the pool."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -142,7 +142,7 @@ def _add_errors(app: FastAPI, gateway: Gateway) -> None:
         return JSONResponse(body, status, {"Retry-After": str(after)} if again else None)
 
     async def refuse_body(request: Request, error: Exception) -> Response:
-        """Answer with the first invalid fields, without their values: NaN and lone surrogates cannot be sent back."""
+        """Return the first invalid fields, without their values, because NaN and lone surrogates cannot be encoded."""
         assert isinstance(error, RequestValidationError)
         gateway.metrics.refused(HTTPStatus.UNPROCESSABLE_ENTITY)
         wrong = [{key: field[key] for key in ("loc", "msg", "type")} for field in error.errors()[:_MOST_NAMED]]
@@ -249,7 +249,7 @@ def _json(value: object, status: int = HTTPStatus.OK) -> Response:
 
 
 _log = logging.getLogger(__name__)
-_KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close first
+_KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that clients close first
 _HEAD_SECONDS = 10.0  # from the first byte of a request to the end of its headers
 _HEAD_BYTES = 65_536
 _CHUNKS_BYTES = 1 << 20  # overhead of the chunked encoding of a body
@@ -320,7 +320,7 @@ def server_config(app: ASGIApp, *, receive_seconds: float, max_body: int) -> uvi
 
 
 class DrainingServer(uvicorn.Server):
-    """Server that finishes running calls after a signal and answers new calls with 503. A second signal stops it."""
+    """Server that finishes running calls after a signal and rejects new calls with 503. A second signal stops it."""
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway, drain_seconds: float) -> None:
         super().__init__(config)
@@ -330,7 +330,7 @@ class DrainingServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by uvicorn in its signal handler."""
+        """Start draining, or stop at a second signal. uvicorn calls this method in its signal handler."""
         if self._gateway.draining:
             self.should_exit = True
             self.force_exit = sig == signal.SIGINT
@@ -355,9 +355,9 @@ class DrainingServer(uvicorn.Server):
 async def serve_gateway(
     settings: GatewaySettings, sockets: Path, *, on_listening: Callable[[int], None] = lambda port: None
 ) -> None:
-    """Serve until SIGTERM, SIGINT or a cancellation. ``on_listening`` gets the port.
+    """Serve until SIGTERM, SIGINT or a cancellation. ``on_listening`` receives the port.
 
-    Raises StartError if it cannot listen.
+    Raises StartError if the address is not available.
     """
     token = settings.token or kept_token(settings.token_file)
     pool = RunnerPool(sockets, queue_limit=settings.queue_limit, queue_seconds=settings.queue_seconds)
@@ -377,7 +377,7 @@ async def serve_gateway(
         try:
             await asyncio.shield(serving)
         except asyncio.CancelledError:
-            server.should_exit = True  # uvicorn writes a traceback where it is cancelled
+            server.should_exit = True  # uvicorn prints a traceback if it is cancelled
             await serving
             raise
 
@@ -391,9 +391,9 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def kept_token(file: Path | None) -> str:
-    """Read the token from ``file``, which is created if needed. Without a file, return a new token and log it once.
+    """Return the token in ``file``, which is created if needed. Without a file, returns a new token and logs it once.
 
-    Raises StartError.
+    Raises StartError if the file cannot be used.
     """
     if file is None:
         token = secrets.token_urlsafe(32)

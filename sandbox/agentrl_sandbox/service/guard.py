@@ -1,8 +1,8 @@
-"""Authenticates requests before anything else sees them.
+"""Authentication of requests, before the application processes them.
 
-A web page cannot freely choose the Host header, Origin and content type that a browser sends for it. So a foreign Host
+A web page cannot freely choose the Host header, the Origin and the content type that a browser sends. So a foreign Host
 (DNS rebinding) or Origin is rejected, and a body must be JSON, which a page cannot send to another site without a
-preflight request. All paths that run programs also need the bearer token.
+preflight request. All paths that run programs also require the bearer token.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl_sandbox.types import Execution, Outcome
 
-# The Prometheus metrics.
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
 
 
 class Metrics:
-    """The metrics of one gateway, with a separate registry so that gateways in one process do not mix."""
+    """Prometheus metrics of one gateway, in a separate registry so that gateways in one process do not mix."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -41,7 +39,7 @@ class Metrics:
         self._refused = Counter("agentrl_sandbox_refused", refused, ["status"], registry=registry)
 
     def gauge(self, name: str, meaning: str, value: Callable[[], float]) -> None:
-        """Add a number that is read whenever Prometheus scrapes."""
+        """Add a gauge whose value is read at every scrape."""
         Gauge(f"agentrl_sandbox_{name}", meaning, registry=self._registry).set_function(value)
 
     def ran(self, execution: Execution, answer_seconds: float) -> None:
@@ -56,7 +54,8 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-_OPEN_PATHS = frozenset({"/health", "/ready", "/docs", "/openapi.json"})  # they run nothing and reveal no secret
+# These paths run no programs and reveal no secrets.
+_OPEN_PATHS = frozenset({"/health", "/ready", "/docs", "/openapi.json"})
 
 
 class _ClientLeftError(Exception):
@@ -65,7 +64,7 @@ class _ClientLeftError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RejectedRequestError(Exception):
-    """A request is rejected with this status."""
+    """A request is rejected with an HTTP status."""
 
     status: int
     detail: str
@@ -73,7 +72,7 @@ class RejectedRequestError(Exception):
 
 
 class Guard:
-    """ASGI middleware: rejects requests, bounds bodies, and cancels requests of disconnected clients."""
+    """ASGI middleware that rejects invalid requests, limits bodies, and cancels requests of disconnected clients."""
 
     def __init__(self, app: ASGIApp, *, token: str | None, hosts: frozenset[str], max_body: int) -> None:
         self._app = app
@@ -124,7 +123,7 @@ class Guard:
             raise RejectedRequestError(401, why, {"WWW-Authenticate": "Bearer"})
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        """Read the whole body, up to the limit. Raises RejectedRequestError and _ClientLeftError."""
+        """Read the complete body, up to the limit. Raises RejectedRequestError or _ClientLeftError."""
         said = headers.get(b"content-length", b"0")
         if not said.isdigit() or int(said) > self._max_body:
             raise RejectedRequestError(413, f"the body exceeds {self._max_body} bytes")
@@ -142,7 +141,7 @@ class Guard:
                 return b"".join(parts)
 
     async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Run the application; cancel it, and so kill its program, when the client disconnects."""
+        """Run the application. If the client disconnects, cancel it, which kills its program."""
         parts = [{"type": "http.request", "body": body, "more_body": False}]
         left: asyncio.Future[Message] = asyncio.ensure_future(receive())
 
@@ -162,7 +161,7 @@ class Guard:
 
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:
-    """Return the headers. Raises RejectedRequestError if a header that is checked here occurs twice."""
+    """Return the headers. Raises RejectedRequestError if a checked header occurs twice or host is missing."""
     headers: dict[bytes, bytes] = {}
     for name, value in scope["headers"]:
         if name in headers and name in (b"host", b"origin", b"authorization", b"content-type", b"content-length"):

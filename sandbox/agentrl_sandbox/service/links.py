@@ -1,4 +1,4 @@
-"""Connections to runners, which are found by their sockets in one directory."""
+"""Connections to runners, which are discovered by their sockets in one directory."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from agentrl_sandbox.service.messages import (
 )
 from agentrl_sandbox.types import PROPERTIES, Isolation
 
-# The gateway's side of one runner's socket. Runners are untrusted: an invalid message ends the connection.
+# The gateway's end of a runner's socket. Runners are untrusted, so an invalid message ends the connection.
 
 _HELLO_SECONDS = 10.0
-_GRACE_SECONDS = 60.0  # beyond a program's deadline; then the runner counts as hung
+_GRACE_SECONDS = 60.0  # after a program's deadline; then the runner counts as hung
 
 
 class RunnerGoneError(ConnectionError):
@@ -36,7 +36,7 @@ class RunnerGoneError(ConnectionError):
 
 
 class NotSentError(RunnerGoneError):
-    """The runner exited before the request was sent, so another runner may take it."""
+    """The runner exited before the request was sent, so another runner may run it."""
 
 
 class RunnerLink(asyncio.Protocol):
@@ -59,7 +59,7 @@ class RunnerLink(asyncio.Protocol):
 
     @classmethod
     async def connect(cls, path: str, name: str, on_change: Callable[[RunnerLink], None]) -> RunnerLink:
-        """Connect and wait for the runner's hello. Raises OSError and TimeoutError."""
+        """Connect and wait for the runner's hello. Raises OSError or TimeoutError."""
         loop = asyncio.get_running_loop()
         _, link = await loop.create_unix_connection(lambda: cls(name, on_change), path)
         try:
@@ -79,9 +79,9 @@ class RunnerLink(asyncio.Protocol):
         return not self.gone and not self.leaving and self.in_flight + count <= self.hello.result().workers
 
     async def request(self, header: Mapping[str, object], blobs: list[bytes], *, timeout: float) -> Answer:
-        """Send a request and return its answer. Cancelling this cancels the request at the runner.
+        """Send a request and return its answer. Cancelling the call cancels the request at the runner.
 
-        Raises NotSentError, RunnerGoneError and FrameError.
+        Raises NotSentError, RunnerGoneError or FrameError.
         """
         if self.gone or self._transport is None or self._transport.is_closing():
             raise NotSentError(self.why_gone)
@@ -111,10 +111,10 @@ class RunnerLink(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
 
     def data_received(self, data: bytes) -> None:
-        """Cut the bytes into frames; the first invalid one ends the connection."""
+        """Split the bytes into frames. The first invalid frame ends the connection."""
         try:
             for frame in self._frames.feed(data):
                 self._on_frame(frame)
@@ -156,7 +156,7 @@ class RunnerLink(asyncio.Protocol):
         self._on_change(self)
 
     def _disconnect_if_done(self) -> None:
-        """Disconnect from a stopping runner after its last answer. Until then a request may be in transit."""
+        """Disconnect from a stopping runner after its last answer. Before that, a request may be in transit."""
         if self.leaving and not self._waiting and self._transport is not None:
             self.why_gone = "it left"
             self._transport.close()
@@ -168,7 +168,7 @@ _MOST_RUNNERS = 1024
 
 
 class RunnerRegistry:
-    """Keeps a link to every runner in a directory; ``on_change`` is called when one may have capacity or is gone."""
+    """Links to all runners in a directory. ``on_change`` is called when a runner may have capacity or has exited."""
 
     def __init__(self, directory: Path, on_change: Callable[[RunnerLink], None]) -> None:
         self._directory = directory
@@ -204,14 +204,14 @@ class RunnerRegistry:
 
     @property
     def limits(self) -> dict[str, float]:
-        """The smallest value of each limit among all runners."""
+        """Smallest value of each limit among all runners."""
         hellos = [link.hello.result() for link in self.links.values()]
         names = {name for hello in hellos for name in hello.limits}
         return {name: min(hello.limits.get(name, 0.0) for hello in hellos) for name in sorted(names)}
 
     @property
     def isolation(self) -> Isolation:
-        """The properties that all runners provide. Without runners, all are missing."""
+        """Properties that all runners provide. Without runners, all properties are missing."""
         found = [link.hello.result().isolation for link in self.links.values()]
         layers: dict[str, str | None] = {}
         for name in dict.fromkeys([*PROPERTIES, *(name for isolation in found for name in isolation.layers)]):

@@ -1,4 +1,4 @@
-"""The messages between gateway and runners. The gateway validates everything from a runner with these models.
+"""Messages between gateway and runners. The gateway validates all messages from runners with these models.
 
     gateway -> runner    {"op": "execute", "id", ...} program stdin contents...
                        {"op": "open_session", "id"} · {"op": "fork_session" | "close_session", "id", "session"}
@@ -30,28 +30,28 @@ from agentrl_sandbox.types import (
 )
 
 MAX_FRAME = 64 << 20
-"""The largest frame in bytes, in either direction."""
+"""Maximum size of a frame in bytes, in both directions."""
 
 MAX_ANSWER = MAX_FRAME // 2
-"""The most bytes of output and files that a runner sends for one program."""
+"""Maximum number of bytes of output and files that a runner sends for one program."""
 
 REFUSALS: dict[str, type[SandboxError]] = {
     "unknown_session": UnknownSessionError,
     "session_limit": SessionLimitError,
     "session_fork": SessionForkError,
 }
-"""The errors behind those kinds of refusal that a caller can act on."""
+"""Errors for the kinds of refusal that a caller can handle."""
 
 _TOLD = ("timeout", *LIMITS)  # the settings that a runner announces
 _LONGEST_ENCODING = 3  # bytes of U+FFFD, which replaces an invalid byte
-_NOTES = 1024  # the most bytes of notes about dropped output
+_NOTES = 1024  # maximum bytes of notes about dropped output
 _Identifier = Annotated[int, Field(ge=1)]
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
 _Why = Annotated[str, Field(max_length=65_536)]
 
 
 class RunnerRequest(CallHeader, total=False):
-    """The header of a request to a runner."""
+    """Header of a request to a runner."""
 
     op: str
     id: int
@@ -76,13 +76,13 @@ class Hello(_Message):
 
 
 class Leaving(_Message):
-    """The runner finishes its requests and accepts no more."""
+    """The runner finishes its requests and accepts no further requests."""
 
     op: Literal["leaving"]
 
 
 class Ran(_Message):
-    """The end of a program."""
+    """Result of a program."""
 
     op: Literal["execution"]
     id: _Identifier
@@ -95,7 +95,7 @@ class Ran(_Message):
 
 
 class SessionMessage(_Message):
-    """The name of a session that was opened, forked or closed."""
+    """Name of a session that was opened, forked or closed."""
 
     op: Literal["session"]
     id: _Identifier
@@ -103,7 +103,7 @@ class SessionMessage(_Message):
 
 
 class RefusedMessage(_Message):
-    """Why a request was not carried out."""
+    """Reason for a refused request."""
 
     op: Literal["refused"]
     id: _Identifier
@@ -118,9 +118,9 @@ _MESSAGE: TypeAdapter[RunnerMessage] = TypeAdapter(Annotated[RunnerMessage, Fiel
 
 
 def check_answers_fit(settings: SandboxSettings) -> None:
-    """Check that programs cannot produce answers too large to send, which would look like sandbox failures.
+    """Check that no answer can be too large to send, because it would be reported as a failure of the sandbox.
 
-    Raises StartError.
+    Raises StartError if the limits allow larger answers.
     """
     largest = settings.fetch_limit + 2 * _LONGEST_ENCODING * settings.output_limit + _NOTES
     if largest > MAX_ANSWER:
@@ -142,7 +142,7 @@ def hello(settings: SandboxSettings, isolation: Isolation) -> dict[str, object]:
 
 
 def read(frame: Frame[dict[str, object]]) -> tuple[RunnerMessage, Execution | None]:
-    """Parse a runner's message, with its execution if it has one. Raises FrameError for anything invalid."""
+    """Parse a runner's message and its execution, or None. Raises FrameError if the message is invalid."""
     header, blobs = frame
     try:
         message = _MESSAGE.validate_python(header)

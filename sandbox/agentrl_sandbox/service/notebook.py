@@ -1,6 +1,6 @@
-"""A program that runs cells like a notebook: in one namespace, with separate output and result of each.
+"""A program that runs cells like a notebook: in one namespace, with a separate output and result for each cell.
 
-It is sent to a runner as text with the file ``CELLS`` and writes the file ``RESULTS``. Nothing imports it.
+The gateway sends its source to a runner with the file ``CELLS``. It writes the file ``RESULTS``. No module imports it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run_cell(number: int, source: str, seconds: float, namespace: dict[str, obje
 
 
 def execute(number: int, source: str, seconds: float, namespace: dict[str, object]) -> list[dict[str, str]]:
-    """Run the statements, then the last expression; return its value unless it is None."""
+    """Run the statements, then the last expression. Returns the expression's value unless it is None."""
     name = f"<cell {number}>"
     tree = ast.parse(source, name)
     last = tree.body[-1] if tree.body else None

@@ -27,13 +27,13 @@ from agentrl_sandbox.types import (
     failed_execution,
 )
 
-# A bounded queue in front of runners of bounded capacity.
+# A bounded queue for runners with limited capacity.
 
 Waiter = tuple[asyncio.Future[RunnerLink], RunnerLink | None]  # with the required runner, if any
 
 
 class Queue:
-    """FIFO queue of calls that wait for capacity. ``links`` returns the connected runners."""
+    """FIFO queue of calls that wait for a runner. ``links`` returns the connected runners."""
 
     def __init__(self, links: Callable[[], Iterable[RunnerLink]], *, limit: int, seconds: float) -> None:
         self._links = links
@@ -41,7 +41,7 @@ class Queue:
         self._seconds = seconds
         self._waiters: deque[Waiter] = deque()
         self._length = 0
-        self._promised: dict[RunnerLink, int] = {}  # assigned to a waiter that has not sent its request yet
+        self._promised: dict[RunnerLink, int] = {}  # capacity assigned to waiters that have not sent their requests yet
 
     @property
     def length(self) -> int:
@@ -53,9 +53,9 @@ class Queue:
             raise QueueFullError(f"{self._length} calls are waiting; at most {self._limit} may wait")
 
     async def acquire(self, only: RunnerLink | None = None) -> RunnerLink:
-        """Wait for a runner with capacity. The caller must send its request without awaiting anything else first.
+        """Wait for a runner with capacity. The caller must send its request before it awaits anything else.
 
-        Raises QueueFullError when the queue is full, BusyError when no runner had room for too long, and ClosedError.
+        Raises QueueFullError if the queue is full, BusyError if the wait takes too long, and ClosedError after a close.
         """
         if not self._waiters and (link := self._freest(only)) is not None:
             return link
@@ -79,7 +79,7 @@ class Queue:
                     self._waiters.remove(waiter)
             elif future.exception() is None:
                 self._release(future.result())
-                if promised is None:  # cancelled just as its turn came
+                if promised is None:  # cancelled after a runner was assigned
                     self.serve()
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class Queue:
         self._waiters.clear()
 
     def serve(self) -> None:
-        """Assign free capacity to the longest-waiting calls. Call it whenever there may be more capacity."""
+        """Assign free capacity to the calls that wait longest. Call it whenever there may be more capacity."""
         passed: deque[Waiter] = deque()
         while self._waiters:
             future, only = self._waiters.popleft()
@@ -117,14 +117,14 @@ class Queue:
             del self._promised[link]
 
 
-# The sessions of a pool: the runner of each, and whose turn it is. Runners limit their number and age.
+# The sessions of a pool and their runners. Runners limit the number and age of sessions.
 
 _T = TypeVar("_T")
 _WORK_SECONDS = 60.0  # for opening, forking and closing a session
 
 
 class PoolSessions:
-    """The open sessions by name. ``links`` returns the connected runners."""
+    """Open sessions by name. ``links`` returns the connected runners."""
 
     def __init__(self, links: Callable[[], Iterable[RunnerLink]]) -> None:
         self._links = links
@@ -132,16 +132,16 @@ class PoolSessions:
         self.book = SessionBook[RunnerLink, str]()
 
     async def close(self) -> None:
-        """Stop background work; sessions end with their runners' connections."""
+        """Stop background work. Sessions end with the connections to their runners."""
         tasks = list(self._background)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def make(self, like: str | None = None) -> str:
-        """Open a session, or fork one. If the caller is cancelled meanwhile, the session is closed again.
+        """Open a session, or fork the session ``like``. If the caller is cancelled, the new session is closed.
 
-        Raises SessionLimitError, SessionForkError, UnknownSessionError and BusyError.
+        Raises SessionLimitError, SessionForkError, UnknownSessionError or BusyError.
         """
         task = self._in_background(self._open() if like is None else self._fork(like))
         try:
@@ -151,12 +151,12 @@ class PoolSessions:
             raise
 
     async def end(self, session: str) -> None:
-        """End a session. No effect if it has ended. Raises UnknownSessionError, and BusyError if its runner fails."""
+        """End a session, unless it has ended. Raises UnknownSessionError, and BusyError if its runner fails."""
         if self.book.has_ended(session):
             return
         found = self.book.find(session)
         self.book.end(session, "it was closed")
-        with contextlib.suppress(NotSentError):  # it ended with its runner
+        with contextlib.suppress(NotSentError):  # the session ended with its runner
             await asyncio.shield(self._in_background(_request(found.home, "close_session", found.number)))
 
     async def _open(self) -> str:
@@ -196,7 +196,7 @@ class PoolSessions:
 
 
 async def _request(link: RunnerLink, operation: str, name: str | None = None) -> str:
-    """Send a session request. Raises NotSentError, BusyError if the runner fails, and the error of a refusal."""
+    """Send a session request. Raises NotSentError, BusyError if the runner fails, or the error of a refusal."""
     header = {"op": operation} if name is None else {"op": operation, "session": name}
     try:
         answer = await link.request(header, [], timeout=_WORK_SECONDS)
@@ -214,7 +214,7 @@ async def _request(link: RunnerLink, operation: str, name: str | None = None) ->
 
 
 class RunnerPool(CallSandbox):
-    """Sends each program to the runner with the fewest in flight; a session stays with its runner.
+    """Sandbox that sends each program to the runner with the fewest requests in flight. Sessions stay at their runner.
 
     At most ``queue_limit`` calls wait, each for at most ``queue_seconds``.
     """
@@ -246,8 +246,8 @@ class RunnerPool(CallSandbox):
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
         """Queue a program and run it once. If its runner fails, the outcome is an infrastructure failure.
 
-        Equal calls with one ``request_id`` share a run. Raises BusyError, UnknownSessionError, ClosedError
-        and ImpossibleCallError.
+        Equal calls with the same ``request_id`` share a run. Raises BusyError, UnknownSessionError, ClosedError or
+        ImpossibleCallError.
         """
         if self._closed:
             raise ClosedError("the sandbox was closed")
@@ -256,15 +256,15 @@ class RunnerPool(CallSandbox):
         return await self._once.run((request_id, call.digest()), lambda: self._run(call))
 
     async def open_session(self) -> str:
-        """See ``Sandbox``. Raises BusyError too."""
+        """Open a session; see ``Sandbox``. Also raises BusyError."""
         return await self.sessions.make()
 
     async def fork_session(self, session: str) -> str:
-        """See ``Sandbox``. The copy lives at the same runner. Raises BusyError too."""
+        """Fork a session at the same runner; see ``Sandbox``. Also raises BusyError."""
         return await self.sessions.make(like=session)
 
     async def close_session(self, session: str) -> None:
-        """See ``Sandbox``. Raises BusyError too."""
+        """Close a session; see ``Sandbox``. Also raises BusyError."""
         await self.sessions.end(session)
 
     async def _run(self, call: Call) -> Execution:
@@ -292,7 +292,7 @@ class RunnerPool(CallSandbox):
 
 
 async def _run_at(link: RunnerLink, call: Call) -> Execution:
-    """Run a program at a runner. Raises NotSentError, UnknownSessionError and ImpossibleCallError."""
+    """Run a program at a runner. Raises NotSentError, UnknownSessionError or ImpossibleCallError."""
     started = time.monotonic()
     header, blobs = call.frame()
     timeout = call.timeout or link.hello.result().limits.get("timeout", 3600.0)

@@ -1,4 +1,4 @@
-"""The runner: a local sandbox behind a Unix socket. It has no token, no gold answers and no network.
+"""The runner: a local sandbox behind a Unix socket. It has no token, no reference answers and no network.
 
 Only the owner can enter the socket's directory, and programs cannot connect to Unix sockets, so only the gateway can
 connect. A gateway's programs and sessions end with its connection.
@@ -25,7 +25,7 @@ from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import SandboxError, StartError
 
 _log = logging.getLogger(__name__)
-_FAREWELL_SECONDS = 5.0  # for a gateway without running requests to hang up
+_FAREWELL_SECONDS = 5.0  # for a gateway without running requests to disconnect
 
 
 async def serve_runner(
@@ -33,8 +33,8 @@ async def serve_runner(
 ) -> None:
     """Run until SIGTERM or SIGINT, then finish running requests. Raises SandboxError if it cannot start.
 
-    ``name`` is unique in the directory ``sockets``. The runner also ends ``linger`` seconds after the last gateway
-    left, and with the process ``parent``.
+    ``name`` is unique in the directory ``sockets``. The runner also exits ``linger`` seconds after the last gateway
+    disconnected, and with the process ``parent``.
     """
     messages.check_answers_fit(settings)
     if parent is not None:
@@ -63,9 +63,9 @@ async def serve_runner(
 def listening(directory: Path, name: str) -> Iterator[socket.socket]:
     """Listen on a socket ``NAME.sock`` that only the directory's owner can reach. The file is removed afterwards.
 
-    The file appears once connections are accepted. A directory of another user, such as one mounted into a container,
-    belongs to this process for a moment, since root without CAP_DAC_OVERRIDE could not write there. Raises
-    StartError.
+    The file appears when connections are accepted. The directory of another user, such as a directory mounted into a
+    container, temporarily belongs to this process, because root without CAP_DAC_OVERRIDE cannot write to it. Raises
+    StartError if the socket cannot be created.
     """
     path, early = directory / f"{name}.sock", directory / f".{name}.early"
     try:
@@ -139,7 +139,7 @@ class RunnerService:
     async def drain(self) -> None:
         """Announce the stop to all gateways, and wait until they have disconnected after their last answers.
 
-        Requests that were on their way are answered, too. A gateway that stays silent is hung up on.
+        Requests in transit are also answered. A gateway that does not disconnect is disconnected.
         """
         self.leaving = True
         for gateway in self.gateways:
@@ -170,7 +170,7 @@ class GatewayConnection(asyncio.Protocol):
         self.tasks: dict[int, asyncio.Task[None]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
         self._service.gateways.add(self)
         self._service.changed.set()
         self.send(self._service.hello)
@@ -206,7 +206,7 @@ class GatewayConnection(asyncio.Protocol):
             task.add_done_callback(self._forget(identifier))
 
     def send(self, header: Mapping[str, object], *blobs: bytes) -> None:
-        """Write one frame, unless the gateway is gone."""
+        """Write one frame, unless the gateway has disconnected."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(pack(header, *blobs))
 
@@ -219,14 +219,14 @@ class GatewayConnection(asyncio.Protocol):
             del self.tasks[identifier]
             if task.cancelled():  # before its first step
                 self.send(_refused(identifier, "cancelled", "cancelled"))
-            elif (bug := task.exception()) is not None:  # without an answer the gateway would drop this runner
+            elif (bug := task.exception()) is not None:  # without an answer, the gateway would disconnect this runner
                 _log.error("cannot answer a request", exc_info=bug)
                 self.send(_refused(identifier, "failed", f"{type(bug).__name__}: {bug}"))
 
         return forget
 
     async def _answer(self, identifier: int, header: messages.RunnerRequest, blobs: list[bytes]) -> None:
-        """Carry out one request and send exactly one answer."""
+        """Execute one request and send exactly one answer."""
         try:
             answer, out = await self._carry_out(identifier, header, blobs)
         except asyncio.CancelledError:
