@@ -23,7 +23,7 @@ PROBLEM = Problem(id="toy", statement="What is 2 + 3?", answer="5", source="toy"
 SHOWN = Demonstration(
     problem=PROBLEM,
     turns=(
-        ShownTurn(model=program("line_options(1)"), observation=observation("2")),
+        ShownTurn(model=program("look(1)"), observation=observation("2")),
         ShownTurn(model=program("final_answer(2+3)")),
     ),
 )
