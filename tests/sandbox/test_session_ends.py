@@ -163,7 +163,7 @@ async def test_a_killed_interpreter_ends_its_sessions():
     (owner,) = (int(pid) for pid in children if b"science" in Path(f"/proc/{pid}/cmdline").read_bytes())
     os.kill(owner, signal.SIGKILL)
     assert (await call).outcome is Outcome.INFRASTRUCTURE_FAILURE
-    assert "science interpreter ended" in await ended(sandbox, session)
+    assert "science interpreter exited" in await ended(sandbox, session)
     again = await sandbox.open_session()
     assert (await sandbox.execute("print(1)", session=again)).stdout == "1\n"
     await sandbox.close()
