@@ -139,7 +139,7 @@ class Trajectory:
         if not self.prompt_ids:
             raise TrajectoryError(f"a trajectory that ended {self.ended} must have a prompt")
         if not any(segment.origin == "model" for segment in self.segments):
-            raise TrajectoryError(f"a trajectory that ended {self.ended} must have a model token")
+            raise TrajectoryError(f"a trajectory that ended with {self.ended} must have at least one model token")
 
     @property
     def response_ids(self) -> tuple[int, ...]:

@@ -68,7 +68,7 @@ def variance_command(
     done = {line["number"] for line in lines}
     kept = sum(line["outcome"] == MEASURED for line in lines)
     if lines:
-        console.note(f"continuing a measurement of {len(lines)} sampled problems, of which {kept} are measured")
+        console.note(f"resuming a measurement: {kept} of {len(lines)} sampled problems are already measured")
     numbered = list(enumerate(problems))
     with bench.player() as player, console.progress(lab.problems, min(kept, lab.problems), "problem") as progress:
         for start in range(0, len(numbered), lab.batch):

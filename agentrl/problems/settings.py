@@ -85,7 +85,7 @@ class ProblemSourceSettings(BaseModel):
     def _consistent(self) -> ProblemSourceSettings:
         needed = [name for name in get_args(FieldName) if name in self.fields and self.fields[name] is None]
         if needed:
-            raise ValueError(f"fields.{needed[0]} must name a column; only other columns can be dropped with null")
+            raise ValueError(f"fields.{needed[0]} must name a column; only other fields can be set to null")
         if not math.isfinite(self.weight):
             raise ValueError(f"weight must be finite; got {self.weight}")
         if self.is_generated:

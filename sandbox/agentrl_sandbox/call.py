@@ -46,7 +46,7 @@ def pack(header: Mapping[str, object], *blobs: bytes) -> bytes:
     text = json.dumps(whole, ensure_ascii=False).encode("utf-8", "surrogatepass")
     size = len(text) + sum(len(blob) for blob in blobs)
     if size > _MAX_FRAME:
-        raise FrameError(f"a frame of {size} bytes exceeds {_MAX_FRAME}")
+        raise FrameError(f"a frame of {size} bytes exceeds the maximum of {_MAX_FRAME} bytes")
     return b"".join((_HEAD.pack(size, len(text)), text, *blobs))
 
 

@@ -375,7 +375,7 @@ def load_worker(named: str, settings: AgentGatewaySettings) -> Workers:
     words = split_command(named)
     if not words:
         raise PluginError(
-            "env=worker: names no command: write 'worker:COMMAND', or worker:external for workers that you start "
+            "env=worker: the command is missing: write 'worker:COMMAND', or worker:external for workers that you start "
             "yourself"
         )
     if named != EXTERNAL:

@@ -94,7 +94,9 @@ class HermesProtocol(TextAnswerProtocol):
         if not isinstance(arguments, dict):
             return _error(f'the call to {schema.name} needs "{self.chat.calls.key}", a JSON object')
         if _LONE_SURROGATE.search(json.dumps(arguments, ensure_ascii=False)):
-            return _error(f"the arguments of {schema.name} contain half of a surrogate pair, which is not a character")
+            return _error(
+                f"the arguments of {schema.name} contain half of a surrogate pair, which is not a valid character"
+            )
         refusal = schema.refusal(arguments)
         return _error(refusal) if refusal is not None else ToolRequest(name=schema.name, arguments=arguments)
 

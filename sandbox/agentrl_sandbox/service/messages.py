@@ -126,7 +126,8 @@ def check_answers_fit(settings: SandboxSettings) -> None:
     if largest > MAX_ANSWER:
         raise StartError(
             f"fetch_limit={settings.fetch_limit} and output_limit={settings.output_limit} allow answers of {largest} "
-            f"bytes (an invalid byte becomes {_LONGEST_ENCODING}), but the maximum is {MAX_ANSWER}: lower one of them"
+            f"bytes (an invalid byte expands to {_LONGEST_ENCODING} bytes), but the maximum is {MAX_ANSWER}: lower one "
+            "of the limits"
         )
 
 
@@ -157,7 +158,7 @@ def read(frame: Frame[dict[str, object]]) -> tuple[RunnerMessage, Execution | No
 
 def _execution(message: Ran, blobs: list[bytes]) -> Execution:
     if len(blobs) != 2 + len(message.files) or len(set(message.files)) != len(message.files):
-        raise FrameError("an execution's bytes do not fit its header")
+        raise FrameError("the size of an execution's payload does not match its header")
     if (message.exit_code is None) != (message.outcome is Outcome.INFRASTRUCTURE_FAILURE):
         raise FrameError("an execution's exit code does not fit its outcome")
     return read_execution(cast(ExecutionHeader, message.model_dump()), blobs)
