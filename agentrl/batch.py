@@ -1,4 +1,4 @@
-"""Micro-batches as arrays: packed by the rollout worker, and padded once by the rank that trains on them.
+"""Micro-batches as arrays. The rollout worker packs them, and the training rank pads them once.
 
 The example has a prompt of two tokens and two responses. The first response consists of one model token. The second
 response has an observation of one token between two model tokens:
@@ -44,7 +44,7 @@ from agentrl.trajectory import Trajectory
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Flat arrays of ``B`` trajectories, packed into one row of ``L`` tokens. Takes about 9 bytes per token.
+    """``B`` trajectories as flat arrays, packed into one row of ``L`` tokens. Uses about 9 bytes per token.
 
     The row has ``S`` segments (:class:`.PackedRow`). A prompt that several trajectories share is stored once. The
     responses consist of ``R`` runs, in the order of the trajectories. A run contains consecutive tokens of one origin.
@@ -86,8 +86,8 @@ class MicroBatch:
     ) -> MicroBatch:
         """Pack trajectories. ``no_loss`` contains the (group, sample) of rollouts that filters removed from the loss.
 
-        ``homes`` maps a group to the rank that receives its trajectories in a statistics pass; rank 0 if it is
-        None. ``greedy_returns`` maps a group to the reward of its greedy rollout.
+        ``homes`` maps each group to the rank that receives its trajectories in a statistics pass. If ``homes`` is None,
+        rank 0 receives all trajectories. ``greedy_returns`` maps each group to the reward of its greedy rollout.
         """
         segments = [segment for item in items for segment in item.segments]
         groups = np.array([item.group for item in items])
@@ -190,7 +190,7 @@ class Batch:
 
         response_mask, trained = sent(mask), sent(micro.trained)
         versions = sent(np.repeat(micro.version_spans[:, 0], micro.version_spans[:, 1]))
-        # nonzero_static takes the number of model tokens from the host, which avoids a synchronization with the device.
+        # nonzero_static receives the number of model tokens from the host, which avoids a device synchronization.
         places = torch.nonzero_static(response_mask, size=len(micro.log_probs))
         return cls(
             row=row.to(device),
@@ -241,7 +241,7 @@ class Batch:
 
     @cached_property
     def response_ids(self) -> Tensor:
-        """Token ids of the responses, [B, T] int64, 0 off model tokens."""
+        """Token ids of the responses, [B, T] int64. 0 for tokens that the model did not sample."""
         return scatter_tokens(self.row.tokens(self.rows, self.columns), self.response_mask)
 
 

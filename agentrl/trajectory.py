@@ -85,7 +85,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
-    """One conversation as tokens. The driver creates it once, and nothing changes it afterwards.
+    """One conversation as tokens. Created once by the driver, and immutable afterwards.
 
     ``group`` identifies the trajectories that share a baseline. It is the request number of their problem, which is
     unique in a run.
@@ -152,7 +152,7 @@ class Trajectory:
 
     @property
     def log_probs(self) -> tuple[float, ...]:
-        """The engine's log-probability of each response token, 0 off model tokens."""
+        """The engine's log-probability of each response token, or 0 if the model did not sample the token."""
         return tuple(value for item in self.segments for value in item.log_probs or (0.0,) * len(item.token_ids))
 
     @property
@@ -181,7 +181,7 @@ class Trajectory:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The policy version that sampled each response token, -1 off model tokens."""
+        """The policy version that sampled each response token, or -1 if the model did not sample the token."""
         spans = (span for item in self.segments for span in item.version_spans or ((-1, len(item.token_ids)),))
         return tuple(version for version, count in spans for _ in range(count))
 
@@ -192,11 +192,11 @@ class Trajectory:
 
     @property
     def is_excluded(self) -> bool:
-        """True if the rollout failed for reasons outside the policy. It enters no reward, baseline or average."""
+        """True if the rollout failed for reasons outside the policy. Rewards, baselines and averages ignore it."""
         return self.ended.is_excluded or (self.verdict is not None and self.verdict.is_excluded)
 
     def alone(self) -> Trajectory:
-        """Return a copy as the only trajectory of its rollout."""
+        """Return a copy that is the only trajectory of its rollout."""
         return replace(self, branch=0, branches=1, parent=-1, fork=0, weight=1.0, reward_elsewhere=0.0)
 
     def with_rewards(self, turns: Sequence[float], parts: Mapping[str, float]) -> Trajectory:
@@ -249,7 +249,7 @@ class Trajectory:
 
 
 def one_after_another(branches: Sequence[Trajectory]) -> Trajectory:
-    """Concatenate the branches of one rollout to one trajectory, for display only, not for training."""
+    """Concatenate the branches of one rollout into one trajectory. For display only, not for training."""
     *_, last = branches
     segments = tuple(segment for item in branches for segment in item.segments)
     return replace(last.alone(), prompt_ids=branches[0].prompt_ids, segments=segments)
@@ -281,7 +281,7 @@ class Group:
 
     @property
     def everyone(self) -> tuple[Trajectory, ...]:
-        """The trajectories, and the greedy trajectory if there is one."""
+        """All trajectories, including the greedy trajectory if there is one."""
         return self.trajectories if self.greedy is None else (*self.trajectories, self.greedy)
 
     def without(self, drop: Sequence[Trajectory]) -> Group:

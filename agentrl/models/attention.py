@@ -1,4 +1,4 @@
-"""The attention function of all models, registered with `transformers`. Supports padded batches and packed rows."""
+"""Attention function that all models use, registered with `transformers`. Supports padded batches and packed rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention. The signature is the one that `transformers` requires.
+    """Compute attention, with the signature that `transformers` requires.
 
     Inside :func:`.packed_states`, each document of the row attends only to itself. Otherwise, ``attention_mask`` is
     applied as in `sdpa`, and ``softcap`` caps the scores.
@@ -86,7 +86,7 @@ def _checked_window(module: torch.nn.Module, window: int | None) -> int | None:
 
 @cache
 def register_attention() -> str:
-    """Register :func:`attention` with `transformers`, and return its name there.
+    """Register :func:`attention` with `transformers` and return its registered name.
 
     Disables cuDNN attention in this process.
     """
@@ -119,7 +119,7 @@ def use_packed_attention(model: PreTrainedModel, *, ranks: int = 1) -> None:
 
 
 def sharing_obstacle(config: PreTrainedConfig, ranks: int) -> str | None:
-    """Return the reason why ``ranks`` cannot share a model's rows (training.sequence_parallel), or None."""
+    """Return the reason why ``ranks`` ranks cannot share rows (training.sequence_parallel), or None if they can."""
     text = config.get_text_config()
     heads: int = text.num_attention_heads
     if ranks > 1 and heads % ranks:
@@ -129,7 +129,7 @@ def sharing_obstacle(config: PreTrainedConfig, ranks: int) -> str | None:
 
 
 def length_obstacle(config: PreTrainedConfig, longest: int) -> str | None:
-    """Return the reason why sequences of up to ``longest`` tokens cannot be packed, or None.
+    """Return the reason why sequences of up to ``longest`` tokens cannot be packed, or None if they can.
 
     For some types of rotary embeddings, `transformers` rotates all tokens of a row according to the longest sequence in
     the row. Up to a model-specific length, the rotation is constant.
@@ -155,7 +155,7 @@ def length_obstacle(config: PreTrainedConfig, longest: int) -> str | None:
 
 
 def packing_obstacle(config: PreTrainedConfig) -> str | None:
-    """Return the reason why a model's configuration does not support packed documents, or None."""
+    """Return the reason why a model's configuration does not support packed documents, or None if it does."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     others = sorted({kind for kind in kinds if kind not in _KINDS})
     if not others:
@@ -185,7 +185,7 @@ def choose_attention(
 
 
 def attention_obstacle(backend: AttentionBackend, *, dtype: str, head_dim: int = 0, capped: bool = False) -> str | None:
-    """Return the reason why this machine cannot train with ``backend`` in ``dtype``, or None.
+    """Return the reason why this machine cannot train with ``backend`` in ``dtype``, or None if it can.
 
     ``head_dim`` is 0 if unknown. ``capped`` is true if the model caps its attention scores.
     """
@@ -227,7 +227,7 @@ def attention_length(config: PreTrainedConfig) -> float:
 
 
 def _has_flash_attn() -> bool:
-    """Return True if flash-attn can be imported. A build for another torch release cannot be imported."""
+    """Return True if flash-attn can be imported. A build for a different torch release cannot be imported."""
     return varlen_kernel() is not torch_varlen
 
 

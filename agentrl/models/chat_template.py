@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]  # a JSON schema of a function
 
-# Characters of the private use area do not occur in templates. In contents, `guard` replaces them.
+# Characters of the private use area do not occur in templates. `guard` replaces them in contents.
 _SLOT, _GUARD, _END = "\ue000", "\ue001", "\ue002"
 # The quote in a slot is escaped if the template writes the content as a JSON string (Llama's tool responses). The word
 # "Text" detects templates that alter a content, for example its case: the altered placeholder does not match.
@@ -67,7 +67,7 @@ class Layout:
     quoted: tuple[bool, ...]
 
     def before(self, message: int) -> tuple[str, ...] | None:
-        """Return the texts before a message, or None unless it appears exactly once."""
+        """Return the texts before a message, or None if the message does not appear exactly once."""
         if self.slots.count(message) != 1:
             return None
         return self.strings[: self.slots.index(message) + 1]
@@ -100,7 +100,7 @@ class ChatTemplate:
         template: str | None = None,
         options: Mapping[str, object] | None = None,
     ) -> None:
-        """``options`` are variables of the template."""
+        """Create a chat template. ``options`` are variables of the template."""
         self.plain = not (template or tokenizer.chat_template)
         self.options = dict(options or {})
         self._tokenizer = tokenizer
@@ -138,7 +138,7 @@ class ChatTemplate:
         tools: Sequence[Any] = (),
         options: Mapping[str, object] | None = None,
     ) -> Layout:
-        """Return the texts around the contents of ``messages``, which are placeholders. Raises ChatTemplateError."""
+        """Render ``messages`` with placeholders and return the texts around them. Raises ChatTemplateError."""
         pieces = _PLACE.split(self.render(messages, tools, options))
         texts: list[list[Part]] = [[Mark(pieces[0])] if pieces[0] else []]
         slots: list[int] = []
@@ -155,7 +155,7 @@ class ChatTemplate:
         return Layout(texts=tuple(map(tuple, texts)), slots=tuple(slots), quoted=tuple(quoted))
 
     def guard(self, value: object) -> object:
-        """Replace special tokens in the strings of a JSON value by placeholders."""
+        """Replace special tokens in the strings of a JSON value with placeholders."""
         if isinstance(value, str):
             return self._unsafe.sub(lambda found: f"{_GUARD}{self._guarded.index(found[0])}{_END}", value)
         if isinstance(value, Mapping):
@@ -163,11 +163,11 @@ class ChatTemplate:
         return [self.guard(one) for one in value] if isinstance(value, list) else value
 
     def leading_special(self, text: str) -> str:
-        """Return the special token at the start of ``text``, or ""."""
+        """Return the special token at the start of ``text``, or "" if there is none."""
         return next((token for token in self._special if text.startswith(token)), "")
 
     def first_special(self, text: str) -> str:
-        """Return the first special token in ``text``, or ""."""
+        """Return the first special token in ``text``, or "" if there is none."""
         found = [token for token in self._special if token in text]
         return min(found, key=lambda token: (text.index(token), -len(token)), default="")
 
@@ -287,7 +287,7 @@ class _Reader:
         return layout
 
     def opening(self, roles: tuple[str, ...]) -> MessageTexts:
-        """Return the texts around a prompt's messages with these roles, in the order of the template."""
+        """Return the texts around the messages of a prompt with these ``roles``, in the template's order."""
         layout = self.layout([{"role": role, "content": slot(number)} for number, role in enumerate(roles)])
         if sorted(layout.slots) != list(range(len(roles))):
             raise SettingsError(
@@ -297,7 +297,10 @@ class _Reader:
         return MessageTexts(texts=layout.strings, order=layout.slots)
 
     def reply(self) -> tuple[str, str, str]:
-        """Return the texts before the problem, and around a user message that follows a turn; "" if unsupported."""
+        """Return the text before the problem, and the texts before and after a user message that follows a turn.
+
+        All three are "" if the template does not support such a message.
+        """
         said, user = {"role": "assistant", "content": slot(1)}, {"role": "user", "content": slot(2)}
         try:
             first, _, before, after = self.pieces(_conversation(said, user)).strings
@@ -323,7 +326,7 @@ class _Reader:
     def responses(self) -> _Responses:
         """Return the texts after a turn with calls.
 
-        Raises SettingsError if they depend on the position in the conversation.
+        Raises SettingsError if the texts depend on the position in the conversation.
         """
         try:
             return self._responses(called=False)

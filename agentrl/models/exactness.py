@@ -186,7 +186,7 @@ def _keep_few_layers(config: PreTrainedConfig) -> None:
 
 
 def _keep_few_heads(config: PreTrainedConfig) -> None:
-    """Keep at most four heads, sharing keys in pairs if the model's heads share keys. Scale widths with the heads."""
+    """Keep at most four heads, and scale widths with them. If the model's heads share keys, pairs of heads do."""
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if not isinstance(width, int):
         return
@@ -225,7 +225,7 @@ def parameters(config: PreTrainedConfig) -> int:
 
 
 def random_model(config: PreTrainedConfig, *, attention: str, like: PreTrainedModel | None = None) -> PreTrainedModel:
-    """Return a float32 model in evaluation mode, with the weights of ``like`` or random ones.
+    """Return a float32 model in evaluation mode, with the weights of ``like`` or, without ``like``, random weights.
 
     The random weights are large enough that the predicted distributions are far from uniform.
     """

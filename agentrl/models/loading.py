@@ -23,7 +23,7 @@ EOS = "<|endoftext|>"
 
 
 def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> PreTrainedTokenizerBase:
-    """Train a byte-level BPE of ``vocabulary_size`` tokens in which digits and newlines are separate tokens.
+    """Train a byte-level BPE tokenizer with ``vocabulary_size`` tokens. Digits and newlines are separate tokens.
 
     Single digits let a small model copy and compute numbers. With separate newlines, every fence has the same tokens.
     """
@@ -137,7 +137,7 @@ def read_model(path: str | Path, settings: ModelSettings) -> Any:
 
 
 def empty_model(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
-    """Create the model without its weights, under the caller's context.
+    """Create the model without loading its weights, inside the caller's context (for example, ZeRO-3's sharding).
 
     Call `prepare_model` after the weights are loaded.
     """
@@ -188,7 +188,7 @@ def keep_checkpoints_on_host(transformer: nn.Module) -> None:
 def read_config(settings: ModelSettings) -> PreTrainedConfig | None:
     """Load the model's configuration without its weights.
 
-    Returns None if it is unavailable (no such file, no network).
+    Returns None if the configuration is unavailable (no such file, no network).
     """
     from transformers import AutoConfig
 
@@ -201,7 +201,7 @@ def read_config(settings: ModelSettings) -> PreTrainedConfig | None:
 
 
 def has_full_attention(config: PreTrainedConfig) -> bool:
-    """Return True if every layer attends to the whole context, without sliding windows and linear attention."""
+    """Return True if every layer attends to the whole context, without sliding windows or linear attention."""
     # Not every architecture's configuration has layer_types and sliding_window.
     kinds = getattr(config, "layer_types", None)
     return all(kind == "full_attention" for kind in kinds) if kinds else not getattr(config, "sliding_window", None)

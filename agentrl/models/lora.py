@@ -31,7 +31,7 @@ _FACTORS = (f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight")
 
 
 def with_adapter(model: _Model, settings: LoRASettings) -> _Model:
-    """Freeze ``model`` and add adapters to it. Returns the same model, unchanged if ``rank`` is 0.
+    """Freeze ``model``, add adapters to it and return it. If ``rank`` is 0, return it unchanged.
 
     The initial adapters are the same in every process and for every seed. Raises SettingsError if a target does not
     exist or is the head, or if peft is not installed.
@@ -58,7 +58,7 @@ def check_peft() -> None:
 
 
 def target_layers(model: PreTrainedModel, settings: LoRASettings) -> list[str]:
-    """Return the names of the layers with an adapter.
+    """Return the names of the layers to which adapters are added.
 
     Raises SettingsError for a target that does not exist or is the head.
     """
@@ -90,7 +90,7 @@ def is_factor(name: str) -> bool:
 
 
 def name_without_adapter(name: str) -> str:
-    """Return the name of a parameter without adapters.
+    """Return the parameter's name in the model without adapters.
 
     >>> name_without_adapter("model.layers.0.mlp.up_proj.base_layer.weight")
     'model.layers.0.mlp.up_proj.weight'
@@ -163,7 +163,7 @@ def write_adapter(directory: Path, factors: Mapping[str, Tensor], settings: LoRA
 
 
 def _layer(exported: str) -> str:
-    """Return the last component of the name of a factor's layer."""
+    """Return the last component of the layer name in a factor's exported name."""
     return exported.rpartition(".lora_")[0].rpartition(".")[2]
 
 

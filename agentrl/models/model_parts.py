@@ -1,4 +1,4 @@
-"""The parts of a causal language model of `transformers`: transformer, head, and the map from its output to logits."""
+"""Parts of a causal language model of `transformers`: transformer, head, and the map from head output to logits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EXTREME = 80.0
 
 @dataclass(frozen=True, kw_only=True)
 class LogitMap:
-    """A model's map from its head's output x to logits: z = scale x, or with a cap z = cap tanh(scale x / cap).
+    """Map from head output x to logits z. Without a cap, z = scale x. With a cap, z = cap tanh(scale x / cap).
 
     >>> LogitMap(scale=0.5, cap=2.0)(torch.tensor([2.0, 800.0]))
     tensor([0.9242, 2.0000])
@@ -42,7 +42,7 @@ class LogitMap:
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
     def with_slope(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the logits and, if there is a cap, their derivative with respect to scale times output, else None."""
+        """Return the logits and their derivative with respect to scale times output (None without a cap)."""
         logits = self(output)
         return logits, None if self.cap is None else 1 - (logits / self.cap).square()
 
@@ -110,7 +110,7 @@ def _declared(config: PreTrainedConfig) -> LogitMap:
 
 @torch.no_grad()
 def _difference(causal_lm: PreTrainedModel, parts: ModelParts) -> str | None:
-    """Describe how the model's map from hidden states to logits differs from the map of ``parts``. None if equal."""
+    """Describe how the model's logits for given hidden states differ from those of ``parts``. Returns None if equal."""
     if not parts.logit_map.scale > 0:
         return f"multiplies its head's output by {parts.logit_map.scale}"
     device, head = parts.head.weight.device, parts.head

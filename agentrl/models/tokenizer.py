@@ -108,7 +108,7 @@ class TextCodec:
 
     @property
     def table(self) -> list[bytes]:
-        """The bytes of every token id, empty for special tokens. The bytes of a sequence concatenate to its text."""
+        """The bytes of every token id, empty for special tokens. A text is the concatenated bytes of its tokens."""
         if self._table is None:
             self._table = self._build_table()
         return self._table
@@ -139,7 +139,7 @@ class TextCodec:
 
 
 def _without_added_tokens(backend: dict[str, Any]) -> Tokenizer:
-    """Create a tokenizer from its JSON, without added tokens, post-processor, padding and truncation.
+    """Create a tokenizer from its JSON, without added tokens, post-processor, padding or truncation.
 
     Added tokens that are also ordinary pieces (SentencePiece's ``</s>``) get names that no text can spell.
     """
@@ -167,9 +167,9 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def read_generation_ends(path: str | Path) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens in generation_config.json, or else config.json.
+    """Return the end-of-sequence tokens from generation_config.json or, if the file is missing, from config.json.
 
-    Chat models list tokens there that their tokenizer does not (``<|im_end|>`` in addition to ``<|endoftext|>``).
+    Chat models list tokens there that their tokenizer does not list (``<|im_end|>`` in addition to ``<|endoftext|>``).
     """
     from transformers import AutoConfig, GenerationConfig
 

@@ -1,1 +1,1 @@
-"""Problems and demonstrations: generation, loading, mixtures, splits and order. Imports no torch."""
+"""Problems and demonstrations: generation, loading, mixtures, splits and order. Does not import torch."""

@@ -35,7 +35,7 @@ def _plain(
 
 
 def _compute(rng: Random, expression: str, answer: int) -> tuple[ShownTurn, ...]:
-    """Return one program that submits the answer (70 %), or a program that prints it and a turn that states it."""
+    """Return one turn that submits the answer (70 %), or two turns that print the answer and then state it."""
     if rng.random() < 0.7:
         return (ShownTurn(model=program(f"final_answer({expression})")),)
     return (
@@ -60,7 +60,7 @@ def _one_secret(
     value: Callable[[int, int], int],
     *phrasings: str,
 ) -> ExerciseFamily:
-    """Build a family whose answer combines the hidden value of object ``a`` with the stated ``b`` in one operation."""
+    """Build a family whose answer combines the hidden value of object ``a`` and the stated ``b`` in one operation."""
 
     def solve(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTurn, ...], str]:
         a, b, secret = numbers["a"], numbers["b"], _secret(rng)

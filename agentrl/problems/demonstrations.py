@@ -64,12 +64,12 @@ def program(code: str) -> str:
 
 
 def observation(output: str) -> str:
-    """Return a program's output as an observation of the SimpleTIR protocol."""
+    """Format a program's output as an observation of the SimpleTIR protocol."""
     return f"\nCode execution result: {output}\n"
 
 
 def read_demonstrations(path: str | Path) -> list[Demonstration]:
-    """Read a JSONL file with the schema above.
+    """Read demonstrations from a JSONL file with the schema in the module docstring.
 
     Raises ProblemFileError for a missing file or a malformed line, ProblemFieldError for a row that is not a
     demonstration, and EmptyProblemsError for an empty file. Messages contain the file and the line.

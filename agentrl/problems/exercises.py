@@ -1,4 +1,4 @@
-"""Generated exercises: families of problems with solutions, and endless, seeded sources of them.
+"""Generated exercises: families of problems with solutions, and endless sources that draw from them by seed.
 
 Training and held-out problems are disjoint by construction: a hash of the family and of the numbers in the statement
 determines the split of a problem. Seed, phrasing, names and hidden values do not enter the hash, so a statement is in
@@ -37,7 +37,7 @@ class Exercise:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExerciseFamily:
-    """A family of problems: samples the numbers of a statement, writes the statement and solves it.
+    """A family of problems: samples the numbers of a statement, writes the statement and solves the problem.
 
     ``draw`` returns the numbers in the statement. ``solve`` receives a random generator, for hidden values and style,
     and these numbers. It returns ``(answer, turns, setup)``.
@@ -83,7 +83,7 @@ HELDOUT_SHARE = 8  # one in this many combinations of family and numbers is held
 
 
 class ExerciseSource:
-    """Generates problem ``i`` of a split, a seed and a choice of families, for any ``i`` >= 0. Stores no problems."""
+    """Generates problem ``i`` for a split, a seed and selected families, for any ``i`` >= 0. Stores no problems."""
 
     builtin: ClassVar[str]
     all_families: ClassVar[Mapping[str, ExerciseFamily]]

@@ -166,14 +166,14 @@ def _debug_sign(rng: Random, numbers: Numbers) -> Solution:
 
 
 def _debug_shift(rng: Random, numbers: Numbers) -> Solution:
-    """f(n) = n + s with a hidden s; one test reveals it."""
+    """Solve for f(n) = n + s with a hidden s. One test reveals s."""
     b, shift = numbers["b"], rng.randint(*SECRET_RANGE)
     turns = (call_turn("test(0)", shift), ShownTurn(model=program(f"final_answer({shift}+{b})")))
     return shift + b, turns, _define_test(f"n + {shift}")
 
 
 def _debug_square(rng: Random, numbers: Numbers) -> Solution:
-    """f(n) = p + q n + r n (n - 1) / 2; three tests reveal p, q and r."""
+    """Solve for f(n) = p + q n + r n (n - 1) / 2. Three tests reveal p, q and r."""
     b = numbers["b"]
     p, q, r = rng.randint(10, 40), rng.randint(1, 15), rng.randint(1, 9)
     values = [p, p + q, p + 2 * q + r]

@@ -42,7 +42,7 @@ class ProblemError(SettingsError, ValueError):
 
 
 class ProblemFileError(ProblemError):
-    """The file is missing, has an unknown extension, or does not match its extension."""
+    """The file is missing, has an unknown extension, or has content that does not match its extension."""
 
 
 class ProblemFieldError(ProblemError):
@@ -54,7 +54,7 @@ class EmptyProblemsError(ProblemError):
 
 
 class SamplerStateError(ProblemError):
-    """The saved sampler position belongs to other sources or another seed."""
+    """The saved sampler position belongs to different sources or a different seed."""
 
 
 Row = dict[str, object]

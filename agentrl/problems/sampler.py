@@ -1,4 +1,4 @@
-"""Problem sources, weighted mixtures of sources, and a sampler: an endless stream with a position that can be saved.
+"""Problem sources, weighted mixtures of sources, and an endless sampler whose position can be saved.
 
 The source of the n-th draw and the order of a finite source in its k-th epoch depend only on the seed. A position
 therefore consists of a few numbers, and an endless source is never materialized.
@@ -41,7 +41,7 @@ class ProblemSource(Protocol):
 
 
 class FiniteSource:
-    """Problems held in memory.
+    """A finite list of problems in memory.
 
     >>> source = FiniteSource("toy", [Problem(id="a", statement="1+1?", answer="2", source="toy")])
     >>> source.size, source.problem(0).id
@@ -49,7 +49,7 @@ class FiniteSource:
     """
 
     def __init__(self, name: str, problems: Sequence[Problem]) -> None:
-        """Create a source. Raises EmptyProblemsError for no problems and ProblemError if two problems share an id."""
+        """Create a source. Raises EmptyProblemsError without problems and ProblemError if two problems share an id."""
         if not problems:
             raise EmptyProblemsError(f"{name}: the source contains no problems")
         seen: set[str] = set()
@@ -79,7 +79,7 @@ class FiniteSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Sources with their sampling weights (positive, of any scale)."""
+    """Sources with their sampling weights. The weights are positive and need not sum to 1."""
 
     sources: tuple[ProblemSource, ...]
     weights: tuple[float, ...]
@@ -106,7 +106,7 @@ class Mixture:
 
 
 class SamplerState(TypedDict):
-    """Position of a sampler. ``sources`` is compared on loading, to reject a position that refers to other problems."""
+    """Position of a sampler. Loading compares ``sources``, to reject a position that refers to other problems."""
 
     seed: int
     drawn: int

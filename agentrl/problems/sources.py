@@ -96,10 +96,10 @@ class MaskedSplit:
 def split_by_masked_statement(
     problems: Sequence[Problem], *, heldout_fraction: float, exclude: Iterable[str] = ()
 ) -> MaskedSplit:
-    """Remove repeats and problems like those in ``exclude``, then split by a hash of the masked statement.
+    """Remove repeats and problems with the masked statement of an ``exclude`` entry, then split by masked statement.
 
-    The part of a problem depends only on its masked statement and ``heldout_fraction`` (in [0, 1]). Files that are
-    split separately are therefore consistent, and problems added to a file do not move the other problems.
+    The part of a problem depends only on a hash of its masked statement and ``heldout_fraction`` (in [0, 1]). Files
+    that are split separately are therefore consistent, and problems added to a file do not move the other problems.
     """
     if not 0 <= heldout_fraction <= 1:
         raise ValueError(f"heldout_fraction must be in [0, 1], got {heldout_fraction}")
@@ -134,7 +134,7 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """Counts of a source's rows: kept, and left out by reason."""
+    """Numbers of rows of a source that were kept, and that were left out for each reason."""
 
     name: str
     rows: int

@@ -1,4 +1,4 @@
-"""``agentrl new environment NAME``: writes an installable package with an environment, data, a test and settings."""
+"""``agentrl new environment NAME``: write an installable package with an environment, data, a test and settings."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def write_environment(name: str, folder: Path) -> list[Path]:
 
 
 def pinned(name: str) -> str:
-    """Return a requirement for an installed distribution, pinned to its recorded origin or else to its version.
+    """Return a requirement for an installed distribution, pinned to its recorded origin or, without one, its version.
 
     The origin (PEP 610) is a commit, a directory or an archive. Raises SettingsError if the distribution is not
     installed.

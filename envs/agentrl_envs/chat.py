@@ -32,7 +32,7 @@ from agentrl_envs.types import ChatMessage, Problem
 class Mark:
     """Text of a chat template. Only protocols create marks, never a model, a data set or a program.
 
-    ``ends_turn`` is true for the string that ends the model's turn. It is omitted if the model has sampled it.
+    ``ends_turn`` is true for the end-of-turn marker, which is omitted if the model has already sampled it.
     """
 
     text: str

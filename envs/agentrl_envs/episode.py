@@ -37,9 +37,9 @@ class EnvironmentContractError(AgentRLEnvError, TypeError):
 
 
 class UnavailableError(AgentRLEnvError):
-    """A service that an environment, tool or reward needs does not respond. User code may raise it.
+    """A service that an environment, tool or reward needs does not respond. User code may raise this error.
 
-    The rollout ends as an infrastructure failure. It is repeated, and never counted as a failure of the policy.
+    The rollout ends as an infrastructure failure. It is repeated and never counts as a failure of the policy.
     """
 
     def __init__(self, message: str, *, seconds: float = 0.0) -> None:
@@ -87,7 +87,7 @@ class NamesCalls(Protocol):
 
     @property
     def calling(self) -> str:
-        """The running or abandoned call, or ""."""
+        """Name of the running or abandoned call, or "" if there is none."""
         ...
 
 

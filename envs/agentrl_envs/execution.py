@@ -109,7 +109,7 @@ class EpisodeSandbox:
         files: Mapping[str, bytes] | None = None,
         fetch_files: Sequence[str] = (),
     ) -> Execution:
-        """Run `execute` from a synchronous function in a thread. Raises EpisodeUsageError on the event loop."""
+        """Run `execute` from a synchronous function in a thread. Raises EpisodeUsageError if called on the loop."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -177,7 +177,7 @@ def failed_call(seconds: float) -> ToolCall:
 
 
 async def _retried(run: Callable[[], Awaitable[Execution]], settings: ExecutionSettings) -> Execution:
-    """Return the result of the first successful attempt."""
+    """Retry ``run`` after sandbox failures, and return the result of the first successful attempt."""
     # The first attempt bypasses stamina, which takes ten times as long as the rest of the turn.
     first: SandboxError | _InfrastructureError | None = None
     try:

@@ -1,4 +1,4 @@
-"""Environment factories: the settings, the use of the chat template, and the tools behind an environment's name.
+"""Environment factories, which define the settings, chat-template use and tools of each environment name.
 
 `agentrl_envs.adapters.environments.resolve_environment` returns the factory for a name. Creating a factory or an
 environment acquires no resources, so a run can check its settings first.

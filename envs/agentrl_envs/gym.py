@@ -77,7 +77,7 @@ SAMPLE_PROBLEMS = (
 class ProblemEnv(gymnasium.Env[str, str]):
     """Problems as a gymnasium environment. An action is a model turn, and an observation is the text after it.
 
-    ``reset`` samples a problem with the seed, or takes ``options={"problem": Problem}``, and returns the prompt.
+    ``reset`` samples a problem with the seed, or uses ``options={"problem": Problem}``, and returns the prompt.
     ``info`` is deterministic. ``env.unwrapped.telemetry`` contains a `ToolCall`, with its duration, for each program
     since the last reset. An excluded episode is ``truncated``.
     """
@@ -107,7 +107,7 @@ class ProblemEnv(gymnasium.Env[str, str]):
         return loop.run(self._episode.start()), {"problem_id": problem.id}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
-        """Play one turn. ``terminated`` if the policy ended the episode, ``truncated`` if anything else did."""
+        """Play one turn. ``terminated`` is true if the policy ended the episode, ``truncated`` if anything else did."""
         if self._episode is None or self._loop is None:
             raise EpisodeUsageError("the episode is not running: call reset() before step()")
         step = self._loop.run(self._episode.step(action))
@@ -145,7 +145,7 @@ class ProblemEnv(gymnasium.Env[str, str]):
 
 
 class SimpleTIREnv(ProblemEnv):
-    """SimpleTIR, or another protocol with tools if ``settings`` selects one.
+    """Problems under SimpleTIR, or under another protocol with tools if ``settings`` selects one.
 
     Protocol hermes and ``settings.chat=always`` require ``chat``.
 

@@ -47,7 +47,7 @@ class UnknownNameError(PluginError, ValueError):
 
 
 class NameTakenError(PluginError, ValueError):
-    """The name is already registered for another object."""
+    """The name is already registered for a different object."""
 
 
 class Registry(Generic[Item]):

@@ -76,7 +76,7 @@ class Conversation:
 
     @property
     def sequences(self) -> tuple[tuple[Message, ...], ...]:
-        """All trajectories of the rollout. Only an agent whose history branched has several."""
+        """All trajectories of the rollout. Only an agent with a branched history has several."""
         return (*self.earlier, self.turns)
 
     @property

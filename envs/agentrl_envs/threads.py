@@ -71,7 +71,7 @@ class ObjectThread:
 
     @property
     def overdue(self) -> str:
-        """Name of a call that still runs after its deadline, or ""."""
+        """Name of the call that is still running after its deadline, or "" if there is none."""
         current = self._current
         return current[0] if current is not None and current[1].cancelled() else ""
 
@@ -175,7 +175,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[object, object, Result]) -> Result:
-        """Run a coroutine and return its result or raise its exception. KeyboardInterrupt cancels the coroutine."""
+        """Run a coroutine, and return its result or raise its exception. KeyboardInterrupt cancels the coroutine."""
         future = self.start(coroutine)
         try:
             return future.result()

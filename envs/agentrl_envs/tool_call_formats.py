@@ -90,7 +90,7 @@ class ParsedCall:
 
 
 def _unknown(name: str) -> None:
-    """Return None, as a schema lookup without tools."""
+    """Return None. Default schema lookup if no tools are known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

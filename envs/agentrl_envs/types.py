@@ -29,12 +29,12 @@ class Ended(StrEnum):
 
     @property
     def is_truncation(self) -> bool:
-        """True if a limit ended the rollout, and not the policy."""
+        """True if a limit, rather than the policy, ended the rollout."""
         return self in (Ended.TURN_LIMIT, Ended.TOKEN_LIMIT, Ended.DEADLINE)
 
     @property
     def is_excluded(self) -> bool:
-        """True if the rollout failed for reasons outside the policy. It enters no reward, baseline or average."""
+        """True if the rollout failed for reasons outside the policy. Rewards, baselines and averages ignore it."""
         return self in (Ended.CANCELLED, Ended.INFRASTRUCTURE_FAILURE)
 
 

@@ -88,7 +88,7 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
         )
 
     def columns(self, problem: Problem) -> dict[str, object]:
-        """Return the arguments of ``reset``, taken from the row's columns and from problem, answer, id and prompt.
+        """Return the arguments of ``reset``: the row's columns, and ``problem``, ``answer``, ``id`` and ``prompt``.
 
         Raises EnvironmentContractError if ``reset`` requires a column that the row does not have.
         """
@@ -342,7 +342,7 @@ class ClassEpisode:
         return Step(observation=observation, reward=reward, ended=ended, tool_calls=calls)
 
     async def _call(self, method: str, *args: object, **kwargs: object) -> object:
-        """Call a method of the instance. Raises UnavailableError and EnvironmentContractError."""
+        """Call a method of the instance. Convert exceptions to UnavailableError or EnvironmentContractError."""
         self.calling = self._name_of(method)
         result = await self._called(method, *args, **kwargs)
         self.calling = ""
@@ -374,7 +374,7 @@ class ClassEpisode:
 class _Grade:
     """``grade(answer, reference)`` for synchronous methods. Returns True if the answer is correct.
 
-    Coroutines await `of`.
+    Asynchronous methods await `of` instead.
     """
 
     def __init__(self, grader: Grader, loop: asyncio.AbstractEventLoop) -> None:

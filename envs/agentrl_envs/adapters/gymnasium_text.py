@@ -50,7 +50,7 @@ class GymnasiumEpisode:
         return True
 
     async def start(self) -> str:
-        """Create and reset the environment. Raises TimeoutError, and EnvironmentContractError for a non-text prompt."""
+        """Create and reset the environment. Raises EnvironmentContractError for a non-text prompt, and TimeoutError."""
         if self._env is not None:
             raise EpisodeUsageError("the episode has already started: call start() once")
         self._env = await self._call(self._make)
@@ -59,7 +59,7 @@ class GymnasiumEpisode:
         return _text(observation, "reset")
 
     async def step(self, action: str) -> Step:
-        """Run ``step`` in a thread. Exceptions of the environment propagate; a timeout excludes the rollout."""
+        """Run ``step`` in a thread. Exceptions of the environment propagate. A timeout excludes the rollout."""
         env = self._running()
         if self._ended:
             raise EpisodeUsageError("the episode has ended: do not call step() again")

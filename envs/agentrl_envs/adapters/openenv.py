@@ -1,4 +1,4 @@
-"""Environments behind OpenEnv servers: ``--env openenv:http://HOST:PORT``, with the extra ``openenv``.
+"""Environments on OpenEnv servers: ``--env openenv:http://HOST:PORT``, with the extra ``openenv``.
 
 The text of a turn is inserted into a text field of the server's action. The observation is a text field of the server's
 observation. The schemas of the server or the settings determine these fields. A problem is a seed of the environment
@@ -40,7 +40,8 @@ _NO_SESSION = frozenset({"FACTORY_ERROR", "SESSION_ERROR"})
 _LONGEST_MESSAGE = 64 * 2**20
 _CLOSING = 5.0  # seconds to close a session
 _SCHEMA_DEADLINE = 30.0
-# Seconds between attempts at a full server. The end of a session of this run triggers the next attempt immediately.
+# Seconds between attempts to open a session on a full server. If a session of this run ends, the next attempt is
+# immediate.
 _FIRST_WAIT, _LONGEST_WAIT = 0.2, 5.0
 _HERE = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -56,7 +57,7 @@ class Observed:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """An error of the server. If the server is full, ``sessions`` is its maximum number of sessions."""
+    """An error response of the server. If the server is full, ``sessions`` is its maximum number of sessions."""
 
     code: str
     message: str
@@ -121,7 +122,10 @@ class OpenEnvServer:
         self._ended = asyncio.Event()
 
     async def schemas(self) -> Mapping[str, object]:
-        """Return the JSON schemas of actions and observations. Raises UnavailableError and PluginError."""
+        """Return the JSON schemas of actions and observations.
+
+        Raises UnavailableError if the server cannot be reached and PluginError if it is not an OpenEnv server.
+        """
         scheme = "https" if self._parts.scheme in ("https", "wss") else "http"
         address = self._parts._replace(scheme=scheme).geturl() + "/schema"
         try:
@@ -258,14 +262,14 @@ def openenv_environment(url: str) -> OptionsFactory[OpenEnvSettings]:
 
 @dataclass(frozen=True, kw_only=True)
 class TextFields:
-    """The text fields: in an action, in the first observation and in later observations."""
+    """The text fields of an action, of the first observation and of later observations."""
 
     action: Mapping[str, object]
     first: str
     later: str
 
     def acted(self, text: str) -> dict[str, object]:
-        """Return the action of a turn.
+        """Return the action for the ``text`` of a turn.
 
         >>> TextFields(action={"code": "{text}", "lines": ["# {text}"]}, first="out", later="out").acted("x")
         {'code': 'x', 'lines': ['# x']}
@@ -291,7 +295,7 @@ class OpenEnvEnvironment(Environment):
     async def open(self) -> None:
         """Request the server's schemas.
 
-        Raises UnavailableError, and PluginError if the settings must select a field.
+        Raises UnavailableError if the server cannot be reached, and PluginError if the settings must select a field.
         """
         if self._fields is None:
             self._fields = find_fields(await self.server.schemas(), self.settings, self.server.url)
@@ -335,7 +339,7 @@ class OpenEnvEpisode:
     async def start(self) -> str:
         """Begin a session, possibly after waiting for a free one.
 
-        Raises UnavailableError and EnvironmentContractError.
+        Raises UnavailableError if the server is unavailable and EnvironmentContractError if the reset fails.
         """
         if self._session is not None:
             raise EpisodeUsageError("the episode has already started: call start() once")
@@ -434,7 +438,7 @@ def _only_text(schema: object, what: str, setting: str, url: str) -> str:
 
 
 def _is_text(schema: object) -> bool:
-    """Return True if a field accepts any text, or text and null."""
+    """Return True if a field accepts any text, with or without null."""
     if not isinstance(schema, Mapping) or "enum" in schema or "const" in schema:
         return False
     kinds = schema.get("anyOf")

@@ -32,7 +32,7 @@ class ReasoningGymSource:
     size = _SIZE
 
     def __init__(self, name: str, *, split: str = "train", seed: int = 0, options: Mapping[str, object]) -> None:
-        """Create a source. Raises PluginError if the package is missing, or for invalid names and options."""
+        """Create a source. Raises PluginError if the package is missing, or if the name or options are invalid."""
         if split not in SPLITS:
             raise PluginError(f"{PREFIX}{name}: unknown split {split!r}; valid: {', '.join(SPLITS)}")
         self._first = seed * _SIZE + (_HELD_OUT if split == "heldout" else 0)

@@ -58,7 +58,7 @@ class Tasks:
         self._read: list[vf.Task] = []
 
     def of(self, problem: AssignedProblem) -> vf.Task:
-        """Return the task at the index in the column ``idx``, or else at the number that ends the problem's id."""
+        """Return the task at the index in column ``idx`` or, without this column, at the end of the problem's id."""
         number = problem["info"].get("idx", re.search(r"\d*$", problem["id"])[0] or 0)  # type: ignore[index]
         index = int(str(number))
         while len(self._read) <= index and (task := next(self._coming, None)) is not None:

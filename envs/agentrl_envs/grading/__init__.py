@@ -1,4 +1,4 @@
-"""Grading of answers: clear cases in this process, and all others by value, in worker processes that can be killed."""
+"""Grading of answers. Clear cases are decided in this process, all others by value in killable worker processes."""
 
 from agentrl_envs.grading.grader import Grader, GraderError
 from agentrl_envs.settings import GraderSettings

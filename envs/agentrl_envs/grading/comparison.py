@@ -114,13 +114,13 @@ def _has_other_forms(answer: Answer) -> bool:
 
 
 def _with_decimal_comma(answer: str, reference: Answer) -> bool:
-    """Compare with the answer's comma as a decimal point. In a reference answer, a comma is always a separator."""
+    """Compare, with the answer's comma as a decimal point. In a reference answer, a comma is always a separator."""
     answer = answer.strip()
     return _DECIMAL_COMMA.fullmatch(answer) is not None and same(reference, read_answer(answer.replace(",", ".")))
 
 
 def same(reference: Answer, answer: Answer) -> bool:
-    """Return True if an answer equals the reference answer."""
+    """Return True if a parsed answer equals the parsed reference answer."""
     if squeezed(reference.text) == squeezed(answer.text) and reference.text:
         return True
     match reference, answer:
@@ -265,7 +265,7 @@ def _same_parts(reference: Bracketed, answer: Answer, *, ordered: bool = False) 
 
 
 def _without_repeats(parts: Sequence[Answer], *, allowed: int) -> list[Answer]:
-    """Return the parts. Removes repetitions if ``allowed``, the surplus over the reference answer, is positive."""
+    """Return the parts, without repeated parts if ``allowed`` is positive."""
     if allowed <= 0:
         return list(parts)
     kept: list[Answer] = []
@@ -299,7 +299,7 @@ def _same_quotient(ratio: Bracketed, other: Answer) -> bool:
 
 
 def _as_lists(answer: Answer) -> Bracketed | None:
-    """Return a matrix as the list of its rows, or None."""
+    """Return a matrix as the list of its rows, or None if the answer is not a matrix."""
     match answer:
         case Leaf(text, Apply("matrix", rows)):
             lists = [tuple(Leaf("", cell) for cell in row.arguments) for row in rows if isinstance(row, Apply)]
@@ -308,7 +308,7 @@ def _as_lists(answer: Answer) -> Bracketed | None:
 
 
 def _as_vector(answer: Answer) -> Bracketed | None:
-    """Return a matrix of one row or column as a tuple, or None."""
+    """Return a matrix of one row or column as a tuple, or None for any other answer."""
     matrix = _as_lists(answer)
     rows = [row.parts for row in matrix.parts if isinstance(row, Bracketed)] if matrix is not None else []
     cells = rows[0] if len(rows) == 1 else tuple(row[0] for row in rows if len(row) == 1)

@@ -75,7 +75,7 @@ def equal(left: Expression, right: Expression) -> bool | None:
 
 
 def proportional(left: Expression, right: Expression) -> Fraction | None:
-    """Return the rational number q with left = q right at all points, or None."""
+    """Return the rational number q with left = q right at all points, or None if there is none."""
     ratio: Scalar = None
     for point, _ in _points(symbols(left) | symbols(right)):
         try:
@@ -104,7 +104,7 @@ def _without_percent(tree: Expression) -> Expression:
 
 
 def _points(names: frozenset[str]) -> Iterator[tuple[dict[str, Fraction], bool]]:
-    """Yield pairs of a point for the comparison and True if all its coordinates are positive.
+    """Yield each point of the comparison with a flag that is True if all coordinates are positive.
 
     Without symbols there is one point.
     """
@@ -144,7 +144,7 @@ def _agree_at(left: Expression, right: Expression, point: dict[str, Fraction], *
 
 
 def _digits_for(value: Scalar) -> int | None:
-    """Return the number of digits that includes digits after the decimal point, or None if it is too large.
+    """Return the precision in digits that covers digits after the decimal point, or None if it is too large.
 
     2^{2005} + 1, for example, agrees with 2^{2005} in its first 600 digits.
     """
@@ -239,7 +239,7 @@ def is_for_algebra(text: str) -> bool:
 
 @lru_cache(maxsize=512)
 def read_latex(text: str) -> Basic | None:
-    """Return the SymPy object of a LaTeX text, or None."""
+    """Return the SymPy object of a LaTeX text, or None if the text cannot be parsed."""
     return None if _DROPPED.search(text) else _read(latex2sympy2.normalize_latex(text, config=_NORMAL))
 
 

@@ -22,7 +22,8 @@ FLOAT_DIGITS = 15
 class Number:
     """An exact number.
 
-    For a decimal, ``digits`` is the number of significant digits and ``places`` the number of decimal places; else 0.
+    For a decimal, ``digits`` is the number of significant digits and ``places`` the number of decimal places. For other
+    numbers, both are 0.
     """
 
     value: Fraction

@@ -85,7 +85,7 @@ class GraderError(AgentRLEnvError):
 
 
 class NoVerdictError(Exception):
-    """The process returned no verdict before the wall-clock deadline, or for the reason in a subclass.
+    """The process returned no verdict before the wall-clock deadline. Subclasses define other reasons.
 
     The process must be killed.
     """
@@ -387,7 +387,7 @@ class Grader:
         return verdict
 
     async def _blame(self, error: NoVerdictError, key: _Question) -> Verdict:
-        """Return the verdict after a failure.
+        """Return the verdict after a failed comparison.
 
         The answer caused the failure if the process was computing and the reference answer alone succeeds.
         """

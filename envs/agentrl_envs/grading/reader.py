@@ -50,7 +50,7 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    """A token. ``spaced`` is true if a blank precedes it."""
+    """A token. ``spaced`` is true if a blank precedes the token."""
 
     kind: _Kind
     text: str
@@ -452,7 +452,7 @@ class _Reader:
 
     @property
     def _before(self) -> str:
-        """Return the sign before the last token."""
+        """The sign before the last token."""
         return self._tokens[self._place - 2].text if self._place >= 2 else ""
 
     def _take(self) -> _Token:
@@ -500,7 +500,7 @@ def _whole(tree: Expression) -> bool:
 
 
 def _share(tree: Expression) -> Fraction | None:
-    """Return the value of a fraction of two plain integers."""
+    """Return the value of a fraction of two plain integers, or None for other expressions."""
     match tree:
         case Apply("*", (Number(over, 0), Apply("over", (Number(under, 0),)))) if over and under:
             return over / under

@@ -171,7 +171,7 @@ NO_SOLUTION, NO_VALUE = "no solution", "no value"
 
 
 def respelled(text: str) -> str:
-    """Normalize an answer.
+    """Normalize the spelling of an answer.
 
     Removes math delimiters, boxes, markup, sizes, thin spaces and the full stop. Converts Unicode signs.
     """
@@ -196,7 +196,7 @@ def unstyled(text: str) -> str:
 
 
 def squeezed(text: str) -> str:
-    """Remove the spaces next to signs, which have no meaning."""
+    """Remove the meaningless spaces next to signs."""
     return _AROUND_SIGNS.sub("", text)
 
 

@@ -191,7 +191,7 @@ def split_quantities(text: str) -> tuple[list[tuple[str, Fraction]], Unit] | Non
 
 
 def conversion(answer: Unit | None, reference: Unit | None) -> Fraction | None:
-    """Return the factor from the reference answer's unit to the answer's.
+    """Return the factor that converts the reference answer's unit to the answer's unit.
 
     Returns 1 if either unit is missing, and None if the units do not match.
     """
@@ -244,7 +244,7 @@ def _product(words: str) -> Unit | None:
 
 
 def _named(name: str) -> Unit | None:
-    """Return a known unit. Case-sensitive only for symbols that differ in case (``mW``, ``MW``)."""
+    """Return a known unit, or None. Case matters only for symbols that differ in case (``mW``, ``MW``)."""
     lower = name.lower() if len(name) > 1 else name
     return _KNOWN.get(name) or _KNOWN.get(lower) or _KNOWN.get(lower.removesuffix("s") or name)
 

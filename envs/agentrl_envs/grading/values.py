@@ -7,7 +7,7 @@ Fraction(2049, 2)
 Fraction(2, 1)
 
 All costs are bounded in advance: the bits of an exact number, the terms of a sum, the size of an exponent. A power
-modulo an integer is computed without computing the power. Raises `NoValueError` beyond the bounds and where an
+modulo an integer is computed without computing the power. Raises `NoValueError` if a bound is exceeded or an
 expression is undefined.
 """
 

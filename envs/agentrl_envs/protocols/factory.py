@@ -83,7 +83,7 @@ ProtocolFactory = Callable[[SimpleTIRSettings, ChatFormat | None, ToolSet], Prot
 def make_protocol(
     settings: SimpleTIRSettings, *, chat: ChatFormat | None = None, tools: ToolSet = NO_TOOLS
 ) -> Protocol:
-    """Create the protocol ``settings.protocol``.
+    """Create the protocol that ``settings.protocol`` names.
 
     Raises PluginError for an invalid name, and EpisodeUsageError if the protocol requires ``chat`` and it is missing.
     """

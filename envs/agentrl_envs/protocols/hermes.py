@@ -58,7 +58,7 @@ class HermesProtocol(TextAnswerProtocol):
         return False
 
     def parse(self, text: str) -> ParsedTurn:
-        """Return the calls, or the answer if there are none."""
+        """Return the turn's calls or, without calls, its answer."""
         visible = self._visible(text)
         calls = [self._request(call) for call in self._attempts(visible)]
         if len(calls) > self.max_calls:
@@ -102,7 +102,7 @@ class HermesProtocol(TextAnswerProtocol):
 
 
 class PlainCalls(HermesProtocol):
-    """Tool calls in plain text. A turn ends with its first call."""
+    """Protocol for tool calls in plain text. A turn ends with its first call."""
 
     @property
     def stop(self) -> tuple[str, ...]:

@@ -113,7 +113,7 @@ async def _value(
 
 
 def _exhausted(name: str, value: object) -> object:
-    """Concatenate a generator's items to one text. Return other values unchanged."""
+    """Concatenate a generator's items into one text. Return other values unchanged."""
     return "".join(_text(name, piece) for piece in value) if inspect.isgenerator(value) else value
 
 

@@ -105,7 +105,7 @@ class _Connection:
         return await asyncio.shield(self._client)
 
     async def call(self, tool: str, arguments: dict[str, object]) -> CallToolResult:
-        """Call a tool of the server. Raises MCPError, and UnavailableError if the server disconnects meanwhile."""
+        """Call a tool of the server. Raises MCPError, and UnavailableError if the server disconnects during it."""
         client = await self.opened()
         answer = asyncio.ensure_future(client.call_tool(tool, arguments))
         try:
@@ -183,7 +183,7 @@ def _client(target: str) -> AbstractAsyncContextManager[Client]:
     if target.startswith(("http://", "https://")):
         return Client(target)
     command, *arguments = shlex.split(target) or [""]
-    # By default, mcp passes only a few variables. Pass all, as a shell does.
+    # By default, mcp passes only a few environment variables. Pass all of them, as a shell does.
     parameters = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
     return Client(stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr))
 
