@@ -56,7 +56,7 @@ def slot(number: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The texts of a rendered conversation around its contents.
+    """The texts around the message contents of a rendered conversation.
 
     ``slots`` contains the indices of the messages in order of appearance. ``quoted`` is true for slots that the
     template writes as JSON strings.
@@ -91,7 +91,7 @@ class Layout:
 
 
 class ChatTemplate:
-    """The chat template of one model: from a file, from its tokenizer, or the plain template."""
+    """The chat template of one model: read from a file or from its tokenizer, or the plain template."""
 
     def __init__(
         self,

@@ -110,7 +110,7 @@ def _declared(config: PreTrainedConfig) -> LogitMap:
 
 @torch.no_grad()
 def _difference(causal_lm: PreTrainedModel, parts: ModelParts) -> str | None:
-    """Describe how the model's logits for given hidden states differ from those of ``parts``. Returns None if equal."""
+    """Describe how the model's logits for given hidden states differ from the logits of ``parts``. None if equal."""
     if not parts.logit_map.scale > 0:
         return f"multiplies its head's output by {parts.logit_map.scale}"
     device, head = parts.head.weight.device, parts.head

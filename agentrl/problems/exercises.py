@@ -1,4 +1,4 @@
-"""Generated exercises: families of problems with solutions, and endless sources that draw from them by seed.
+"""Generated exercises: families of problems with solutions, and seeded, endless problem sources.
 
 Training and held-out problems are disjoint by construction: a hash of the family and of the numbers in the statement
 determines the split of a problem. Seed, phrasing, names and hidden values do not enter the hash, so a statement is in

@@ -96,7 +96,7 @@ class MaskedSplit:
 def split_by_masked_statement(
     problems: Sequence[Problem], *, heldout_fraction: float, exclude: Iterable[str] = ()
 ) -> MaskedSplit:
-    """Remove repeats and problems with the masked statement of an ``exclude`` entry, then split by masked statement.
+    """Remove repeats and problems that match ``exclude`` when masked, then split by a hash of the masked statement.
 
     The part of a problem depends only on a hash of its masked statement and ``heldout_fraction`` (in [0, 1]). Files
     that are split separately are therefore consistent, and problems added to a file do not move the other problems.

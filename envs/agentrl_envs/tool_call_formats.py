@@ -90,7 +90,7 @@ class ParsedCall:
 
 
 def _unknown(name: str) -> None:
-    """Return None. Default schema lookup if no tools are known."""
+    """Return None, which means that the schema is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

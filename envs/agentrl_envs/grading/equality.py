@@ -144,7 +144,7 @@ def _agree_at(left: Expression, right: Expression, point: dict[str, Fraction], *
 
 
 def _digits_for(value: Scalar) -> int | None:
-    """Return the precision in digits that covers digits after the decimal point, or None if it is too large.
+    """Return a precision that includes digits after the decimal point, or None if it would be too high.
 
     2^{2005} + 1, for example, agrees with 2^{2005} in its first 600 digits.
     """
