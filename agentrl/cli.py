@@ -384,7 +384,7 @@ app.add_typer(sandbox, name="sandbox")
 
 
 def _forward(name: str, about: str) -> None:
-    """Add a command of ``agentrl-sandbox``, which parses its own options."""
+    """Add a command of ``agentrl-sandbox``. ``agentrl-sandbox`` parses the options."""
     everything = {"allow_extra_args": True, "ignore_unknown_options": True}
 
     @sandbox.command(name, help=about, context_settings=everything, add_help_option=False)
@@ -457,7 +457,7 @@ def _load(
     options: Mapping[str, object] | None = None,
     resume: bool = False,
 ) -> Settings:
-    """Load a command's settings. ``options``: settings from command-line options by dotted key; None: not set."""
+    """Load a command's settings. ``options`` maps dotted keys to command-line options; None means not set."""
     from agentrl.config import load_settings, settings_warnings
     from agentrl.evaluation.settings import quoted
 

@@ -1,4 +1,4 @@
-"""The trainer's errors.
+"""Exceptions raised by agentrl.
 
 AgentRLError
 ├── SettingsError             the user's settings or files: one message, exit code 2
@@ -42,7 +42,7 @@ class AgentRLError(Exception):
 
 
 class SettingsError(AgentRLError):
-    """The settings or files of the user are invalid. The message contains the value, the valid values and the fix."""
+    """The user's settings or files are invalid. The message contains the value, the valid values and the fix."""
 
     exit_code: ClassVar[int] = 2
 

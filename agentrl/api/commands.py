@@ -56,9 +56,9 @@ def train(
         problems: problems to train on: a file, rows with at least a statement (and an answer, if it is graded), a
             pandas DataFrame, or a Dataset of the ``datasets`` package.
         eval_problems: problems to evaluate on. If only ``problems`` is passed, nothing is evaluated.
-        reward: a reward function or the name of one; several as a list, or with their weights as a mapping.
-        config: a YAML file, or the name of a shipped one.
-        resume: continue the run called ``name``, or the newest one.
+        reward: a reward function or its name, a list of them, or a mapping from them to weights.
+        config: a YAML file, or the name of a shipped configuration.
+        resume: continue the run called ``name``, or by default the newest run.
         on_step: called with a :class:`TrainedStep` after each step.
         on_evaluation: called with an :class:`EvaluatedStep` after each evaluation.
         on_checkpoint: called with a :class:`SavedCheckpoint` for each checkpoint.
@@ -131,12 +131,12 @@ def evaluate(
         model: a model directory, a Hugging Face id, a finished run, or with ``base_url`` the endpoint's model name.
         env: name of an environment, or a class or function that creates one.
         problems: problems to evaluate on: a file, or rows with at least a statement and an answer.
-        benchmarks: names or files of benchmarks, in addition to ``problems``. Default of both: ``data.eval``.
+        benchmarks: names or files of benchmarks, in addition to ``problems``. If both are omitted: ``data.eval``.
         n: samples per problem; default: ``evaluation.samples``.
         base_url: an OpenAI-compatible endpoint to sample from.
-        output: directory of the evaluation. Default: one named after the model and the arguments, so that the same
-            call continues an evaluation that was interrupted.
-        config: a YAML file, or the name of a shipped one; default: the configuration of the model's run.
+        output: directory of the evaluation. Default: a directory named after the model and the arguments, so that
+            repeating the call continues an interrupted evaluation.
+        config: a YAML file, or the name of a shipped configuration; default: the configuration of the model's run.
         settings: any setting, as in :func:`train`.
 
     Raises SettingsError and WorldError as :func:`train` does, and KeyboardInterrupt after an interrupt.
@@ -170,7 +170,7 @@ def command_in_this_process() -> Iterator[None]:
     """Prepare this process to run a command inside a Python program, and restore the process on exit.
 
     A notebook cell runs inside the event loop of its kernel, where `asyncio.run` raises an error. Therefore the loop is
-    hidden. It does not run during the command, as during every blocking call. Child processes can import the modules
+    hidden. As in any blocking call, the loop does not run during the command. Child processes can import the modules
     that this process can import.
     """
     prepare_process()

@@ -1,7 +1,8 @@
-"""Python objects as settings: problems and models as files, functions and classes as ``module:attribute``.
+"""Conversion of Python objects to settings: files for problems and models, ``module:attribute`` for functions.
 
 A run's settings are text, so that ``--resume`` and the other processes of a run can read them. An object that is
-defined in a module is passed by name. Any other object is used directly in this process and pickled for the others.
+defined in a module is passed by name. Any other object is used directly in this process and pickled for other
+processes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _VALID_PROBLEMS = "a file, or rows such as {'problem': 'What is 2 + 3?', 'answer
 
 @dataclass
 class Inputs:
-    """The Python objects passed to one call. Their files are written to ``folder``."""
+    """Python objects passed to one call. Files created from the objects are written to ``folder``."""
 
     folder: Path
     plugins: list[str] = field(default_factory=list)
@@ -89,7 +90,7 @@ class Inputs:
         return f"{stem}:{name}"
 
     def require_picklable(self) -> None:
-        """Raise SettingsError if an object exists in this process only. Call this for runs with several processes."""
+        """Raise SettingsError if an object cannot be passed to the other processes of a run."""
         for name, reason in self.unpickled.items():
             raise SettingsError(
                 f"{name.partition(':')[2]} cannot be passed to the other processes of this run ({reason}). Define it "
@@ -98,7 +99,7 @@ class Inputs:
             )
 
     def problems(self, problems: str | Path | Problems) -> str:
-        """Return the path of a problem file, or write rows with :func:`problem_file`.
+        """Return the path of the problem file. Rows are written to a new file with :func:`problem_file`.
 
         Raises ProblemFileError if the file is missing, and the errors of :func:`problem_file`.
         """
@@ -107,13 +108,13 @@ class Inputs:
         return path
 
     def rewards(self, reward: object) -> str:
-        """Return ``reward.functions`` for a function, a name, a list of them, or a mapping from names to weights."""
+        """Format ``reward.functions=...`` for a function or name, a list of them, or a mapping from them to weights."""
         if not isinstance(reward, Mapping):
             reward = dict.fromkeys(reward if isinstance(reward, list | tuple) else [reward], 1.0)
         return f"reward.functions={json.dumps({self.name_of(one): weight for one, weight in reward.items()})}"
 
     def model(self, model: object, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, object]:
-        """Return settings for a directory or id of a model, for the section ``model``, or for a loaded model.
+        """Return settings for a model directory or id, a mapping of ``model`` settings, or a loaded model.
 
         A loaded model is saved to ``folder``, where every process of a run can read it.
         Raises SettingsError for a loaded model without ``tokenizer``, and for an object of another type.
@@ -131,7 +132,7 @@ class Inputs:
         return {"model.path": str(saved_model(cast("PreTrainedModel", model), tokenizer, self.folder))}
 
     def with_plugins(self, settings: Mapping[str, object]) -> Mapping[str, object]:
-        """Return the settings with the plug-ins of these objects added."""
+        """Return a copy of the settings that includes the plug-ins required by these objects."""
         given = settings.get("plugins") or ()
         if not isinstance(given, list | tuple):
             raise SettingsError(f"plugins must be a list of modules or files; got {given!r}")
@@ -139,7 +140,7 @@ class Inputs:
 
 
 def problem_file(problems: Problems, folder: Path) -> Path:
-    """Write the problems to ``folder/DIGEST/problems.jsonl``, with a digest of their content, and return the full path.
+    """Write the problems to ``folder/DIGEST/problems.jsonl`` and return the full path. DIGEST is a hash of the content.
 
     Raises SettingsError if there are no problems, if a row is not a mapping, or if a value cannot be stored as JSON.
     """
@@ -155,7 +156,10 @@ def problem_file(problems: Problems, folder: Path) -> Path:
 
 
 def saved_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
-    """Save a model and its tokenizer to ``folder/model_DIGEST``, with a digest of the files; return the full path."""
+    """Save a model and its tokenizer to ``folder/model_DIGEST``, and return the full path.
+
+    DIGEST is a hash of the files.
+    """
     partial = folder.absolute() / ".model.partial"
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
@@ -174,13 +178,13 @@ def saved_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
 
 
 def check_file(path: str) -> None:
-    """Raise ProblemFileError for a missing file."""
+    """Raise ProblemFileError if the file does not exist."""
     if path.lower().endswith(FILE_KINDS):
         require_file(Path(expand(path)))
 
 
 def overrides_from(settings: Mapping[str, object], prefix: str = "") -> list[str]:
-    """Convert settings to ``key=value``: mappings become dotted keys, and values become JSON, which is valid YAML.
+    """Convert settings to ``key=value`` strings with dotted keys and JSON values. JSON is valid YAML.
 
     A mapping whose keys are not names of settings, such as reward functions with weights, becomes one value.
 
@@ -207,7 +211,7 @@ def check_keywords(call: Callable[..., object], settings: Mapping[str, object]) 
 
 @contextmanager
 def errors_of_a_call() -> Iterator[None]:
-    """Remove "(command line)" from error messages: the settings came from a Python call."""
+    """Remove "(command line)" from error messages, because the settings were passed in a Python call."""
     try:
         yield
     except SettingsError as error:

@@ -19,7 +19,7 @@ from agentrl_envs.types import Ended, Problem, Step
 
 @dataclass(frozen=True, kw_only=True)
 class Playthrough:
-    """A conversation whose turns were given. ``print`` displays it."""
+    """A conversation played with predefined turns. ``print`` displays the conversation."""
 
     prompt: str
     turns: tuple[str, ...]
@@ -52,13 +52,13 @@ def play(
     config: str | Path | None = None,
     **settings: object,
 ) -> Playthrough:
-    """Play given turns in an environment and return the conversation. No model is loaded.
+    """Play predefined turns in an environment and return the conversation. No model is loaded.
 
     Args:
         env: name of an environment, or a class defined in a module.
         row: a row of data, such as a demonstration.
         turns: the model's text of each turn. Default: the row's ``turns``.
-        config: a YAML file, or the name of a shipped one.
+        config: a YAML file, or the name of a shipped configuration.
         settings: any setting, as in :func:`agentrl.train`.
 
     Raises SettingsError for invalid settings, for an agent program, which generates its own turns, and for turns after

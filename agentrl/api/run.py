@@ -50,7 +50,7 @@ class Rollout:
 
     @property
     def excluded(self) -> bool:
-        """True if the rollout ended for reasons outside the policy. It enters no reward, baseline or average."""
+        """True if the rollout ended for reasons outside the policy. Excluded from rewards, baselines and averages."""
         return self.trajectories[-1].is_excluded
 
     @property
@@ -97,7 +97,7 @@ class Run:
 
     @property
     def evaluations(self) -> pd.DataFrame:
-        """One row per evaluated step, indexed by ``step``: columns ``eval/...``, and ``eval_falsified/...``."""
+        """One row per evaluated step, indexed by ``step``, with columns ``eval/...`` and ``eval_falsified/...``."""
         by_step: dict[float, Metrics] = {}
         for row in self._files.metrics():
             if _is_evaluation(row):
@@ -152,7 +152,7 @@ class Run:
         return self._files.trajectory_steps()
 
     def step(self, step: int) -> StoredStep:
-        """Return one stored step: its trajectories, each with its token statistics if training recorded them.
+        """Return the stored trajectories of one step, with token statistics if training recorded them.
 
         Raises SettingsError if the trajectories of ``step`` are not stored.
         """
@@ -161,9 +161,10 @@ class Run:
     def tokens(self, step: int) -> pd.DataFrame:
         """Return one row for each model token of the step, with engine data and training statistics.
 
-        The index holds the trajectory's number in its step and the token's position in the response. The columns are
-        those of :meth:`StoredTrajectory.columns`, ``group``, ``sample`` and ``realized_energy``; NaN where the step did
-        not train on the trajectory. Raises SettingsError if the trajectories of ``step`` are not stored.
+        The index consists of the trajectory's number in its step and the token's position in the response. The columns
+        are ``group``, ``sample``, ``realized_energy`` and the columns of :meth:`StoredTrajectory.columns`. Training
+        statistics are NaN if the step did not train on the trajectory. Raises SettingsError if the trajectories of
+        ``step`` are not stored.
         """
         require_package("pandas", extra="frames", purpose="Run.tokens")
         import pandas as pd
@@ -241,7 +242,7 @@ class EvaluationRun:
         return pd.DataFrame(rows).set_index("benchmark")
 
     def transcripts(self) -> Iterator[Transcript]:
-        """Return an iterator over all rollouts, with one in memory at a time."""
+        """Iterate over all rollouts, loading one at a time."""
         return EvaluationDirectory.existing(self.path).transcripts()
 
 

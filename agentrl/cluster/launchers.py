@@ -1,4 +1,4 @@
-"""Rank and world size set by the launcher: torchrun, DeepSpeed's launcher, srun, or a cluster of this project.
+"""Rank and world size as set by a launcher: torchrun, DeepSpeed's launcher, srun or ``agentrl.cluster``.
 
 All launchers set environment variables. Slurm uses different names, and the batch script sets the address of rank 0.
 """
@@ -24,7 +24,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, kw_only=True)
 class RankPosition:
-    """A rank among ``world`` ranks, of which ``local_world`` run on its machine. ``master``: address of rank 0."""
+    """One of ``world`` ranks. ``local_world``: ranks on the same machine. ``master``: address of rank 0."""
 
     rank: int
     world: int
@@ -64,7 +64,7 @@ def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise SettingsError if a launcher's variables are missing."""
+    """Raise SettingsError if environment variables that a launcher sets are missing."""
     lacking = [name for name in _NEEDED if name not in environment]
     if lacking:
         raise SettingsError(

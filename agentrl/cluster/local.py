@@ -1,4 +1,4 @@
-"""This machine as a cluster with one node, whose processes are children of this process. Also their log files."""
+"""Single-node cluster on this machine, with child processes and their log files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Tee:
 
 
 def keep_log(log: Path, *, draws: bool) -> None:
-    """Also write the further output of this process to a file. ``draws``: see :class:`ProcessSpec`."""
+    """Copy all further output of this process to a log file. ``draws``: see :class:`ProcessSpec`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     for handle in copied_handles(draws=draws):
         tee = Tee(log, handle)
@@ -68,7 +68,7 @@ def keep_log(log: Path, *, draws: bool) -> None:
 
 
 def copied_handles(*, draws: bool) -> tuple[int, ...]:
-    """Return the file descriptors to log: standard output (unless it is drawn on a terminal) and standard error."""
+    """Return the descriptors to log: standard error and, unless it draws on a terminal, standard output."""
     return (_ERRORS,) if draws and os.isatty(_OUTPUT) else (_OUTPUT, _ERRORS)
 
 
@@ -78,7 +78,7 @@ def _show(text: str) -> None:
 
 
 class LogRelay:
-    """Shows lines that are appended to log files in a folder shared by all machines."""
+    """Prints lines as they are appended to log files in a folder shared by all machines."""
 
     def __init__(self, show: Callable[[str], None] = _show) -> None:
         self._show = show
@@ -89,12 +89,12 @@ class LogRelay:
         self._thread.start()
 
     def follow(self, log: Path) -> None:
-        """Show further lines of a log file, starting at its current end."""
+        """Print further lines of a log file, starting at its current end."""
         with self._lock:
             self._shown[log] = log.stat().st_size if log.exists() else 0
 
     def close(self) -> None:
-        """Show the remaining output and stop."""
+        """Print the remaining output and stop."""
         self._ended.set()
         self._thread.join()
         self._poll(whole_lines=False)
@@ -205,7 +205,7 @@ class LocalCluster:
         return [ClusterNode(name=HERE.node, address=HERE.address, cpus=os.cpu_count() or 1, gpus=count)]
 
     def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Reservation]:
-        """Reserve this machine's first GPUs for the only bundle."""
+        """Reserve this machine's first GPUs for a single bundle."""
         (bundle,) = bundles
         if self._gpus is None:
             return [HERE]

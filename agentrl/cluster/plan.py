@@ -14,7 +14,7 @@ class UnplaceableError(SettingsError):
 
 
 def assign_nodes(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> list[ClusterNode]:
-    """Assign each bundle a separate node. Raises UnplaceableError with the missing resources.
+    """Assign each bundle to a different node. Raises UnplaceableError, which lists the missing resources.
 
     The first bundle must be at least as large as the others in every resource, and the others must be equal. Then
     choosing the smallest sufficient node for each bundle succeeds whenever an assignment exists.
@@ -104,7 +104,7 @@ def _amount(gpus: int, cpus: float) -> str:
 
 
 def _lacking(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> str:
-    """Describe the required and available resources: GPUs if there are too few, otherwise CPUs."""
+    """Describe the required and available GPUs if there are too few, otherwise the CPUs."""
     gpus, count = bundles[-1].gpus, len(bundles)
     few = sum(node.gpus >= gpus for node in nodes) < count or not any(node.gpus >= bundles[0].gpus for node in nodes)
     if few and bundles[0].gpus:

@@ -1,4 +1,4 @@
-"""Interface of clusters: reserved resources and processes. Also ports, GPUs and the detection of lost machines."""
+"""Cluster interface: nodes, reservations and processes. Also utilities for ports, GPUs and lost machines."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ STARTED_IN = "AGENTRL_RAY_ADDRESS"
 _POLL_INTERVAL = 1.0  # seconds between two attempts to connect to another machine
 _CONNECT_SECONDS = 5.0  # timeout of one attempt
 
-# Prefixes of the environment variables that processes on other nodes inherit, and the variables among them that are
-# valid only on one node.
+# Prefixes of the environment variables that processes on other nodes inherit.
 _CARRIED = (
     *("AGENTRL_", "CUDA_LAUNCH", "DEEPSPEED_", "DS_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_"),
     *("TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "TRITON_", "VLLM_"),
 )
+# Variables with an inherited prefix that are valid only on one node, and are therefore not inherited.
 _OF_THE_NODE = ("GLOO_SOCKET_IFNAME", ALL_GPUS, STARTED_BY)
 
 
@@ -164,15 +164,15 @@ class Cluster(Protocol):
 
 
 def visible_gpus(count: int) -> list[str]:
-    """Return the names of the GPUs visible before a launcher assigned them to ranks; default: 0 to ``count`` - 1."""
+    """Return the GPUs that were visible before a launcher assigned them to ranks. Default: 0 to ``count`` - 1."""
     named = os.environ.get(ALL_GPUS) or os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",") if named else [str(index) for index in range(count)]
 
 
 def free_port(host: str) -> int:
     """Return a port that is currently free. Another process may take it before it is used."""
-    # The socket cannot be passed on, because the port is used by a process that starts later, often on another machine,
-    # and that accepts only a port number.
+    # Return the port, not the bound socket: the process that uses the port starts later, often on another machine,
+    # and accepts only a port number.
     with socket.socket() as free:
         try:
             free.bind((host, 0))
@@ -206,7 +206,7 @@ class PortWatch:
     """Checks repeatedly, in a thread, whether a port of another machine accepts connections."""
 
     def __init__(self, address: tuple[str, int], deadline: float, *, poll_interval: float = _POLL_INTERVAL) -> None:
-        """Start watching. The port is lost after ``deadline`` seconds without a response or after two refusals."""
+        """Start watching. The port counts as lost after ``deadline`` seconds of silence or after two refusals."""
         self.lost: str | None = None
         self._address = address
         self._deadline = deadline

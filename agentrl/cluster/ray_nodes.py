@@ -65,7 +65,7 @@ class NodeHost:
         threading.Thread(target=self._stop_when_unheard, daemon=True, name="end-in-silence").start()
 
     def reservation(self, number: int) -> Reservation:
-        """Return this reservation, with the node's address for other nodes."""
+        """Return the actor's reservation, with the address at which other nodes reach this node."""
         self._last_call = time.monotonic()
         gpus = tuple(str(name) for name in ray.get_gpu_ids())
         return Reservation(number=number, node=socket.gethostname(), address=ray.util.get_node_ip_address(), gpus=gpus)
@@ -126,7 +126,7 @@ def _interface(address: str) -> str | None:
 
 
 class RayNode:
-    """A node, as seen by the command. One request at a time polls all its processes."""
+    """The command's handle to a node. One request at a time polls all processes of the node."""
 
     def __init__(
         self,
@@ -326,7 +326,7 @@ class RayCluster:
                 time.sleep(_RETRY_INTERVAL)
 
     def _reserved(self, bundles: Sequence[Bundle]) -> list[Reservation]:
-        """Reserve once. Raises UnplaceableError if a required node failed in the meantime."""
+        """Try once to reserve the bundles. Raises UnplaceableError if a required node failed in the meantime."""
         seconds = self._settings.start_deadline
         resources = [{"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if bundle.gpus else {}) for bundle in bundles]
         self._group = group = placement_group(
@@ -408,7 +408,7 @@ def _connect(settings: ClusterSettings) -> PortWatch:
 
 
 def _init(settings: ClusterSettings) -> None:
-    """Connect once. Raises SettingsError if no cluster responds and WorldError if Ray does not start in time."""
+    """Try once to connect. Raises SettingsError if no cluster responds and WorldError if Ray does not start in time."""
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     try:

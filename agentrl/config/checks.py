@@ -22,7 +22,7 @@ Command = Literal["train", "coldstart", "eval", "variance", "check-data", "regra
 
 
 def check_settings(settings: Settings, command: Command = "train") -> None:
-    """Raise a SettingsError with one line for each contradiction and each setting that ``command`` lacks."""
+    """Raise SettingsError with one line for each contradiction and each missing setting that ``command`` requires."""
     if command in ("check-data", "regrade", "plan"):
         return  # these commands require no model or no rollouts, or accept incomplete settings
     problems = [*_missing(settings, command)]
@@ -158,7 +158,7 @@ def _adapter_problems(settings: Settings, command: Command) -> Iterator[str]:
 
 
 def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
-    """Yield contradictions of conversations that require a model with a chat template."""
+    """Yield contradictions between the settings of tool protocols and chat templates."""
     environment = settings.environment
     if not isinstance(environment, ChatSettings):
         return

@@ -32,7 +32,7 @@ _OF_TRAINING = ("limit", "weight")
 
 
 def evaluate_on_heldout(layers: Sequence[Layer], presets: Collection[str], train: object) -> list[Layer]:
-    """Replace ``data.eval`` in layers whose origin is in ``presets`` by the held-out parts of ``train``.
+    """Replace ``data.eval`` with the held-out parts of ``train`` in layers whose origin is in ``presets``.
 
     ``train`` is the merged ``data.train`` of all layers before validation.
     """
@@ -54,7 +54,7 @@ def _with_eval(layer: Layer, heldout: list[dict[str, object]]) -> Layer:
 
 
 def _heldout(entry: Mapping[str, object]) -> dict[str, object] | None:
-    """Return the held-out part of a training source, or None if it has none, like a file without ``part=train``.
+    """Return the held-out part of a training source, or None for a source without one (a file without ``part=train``).
 
     >>> _heldout({"path": "builtin:seeds", "limit": 9})
     {'path': 'builtin:seeds', 'split': 'heldout'}
@@ -89,7 +89,7 @@ def load_settings(
     resume: bool = False,
     command: Command = "train",
 ) -> Settings:
-    """Resolve the settings of a run and check everything that ``command`` needs. ``name`` is always set.
+    """Resolve the settings of a run and check them for ``command``. The resolved ``name`` is always set.
 
     ``config_file`` is a path, the name of a shipped overlay, or a sequence of them in increasing precedence.
     ``overrides`` are ``key=value`` with dotted keys and YAML values. Raises SettingsError with one line per problem.
@@ -121,7 +121,7 @@ def load_settings(
 
 
 def _reasoning_gym(env: str) -> Layer:
-    """Return the layer of ``--env reasoning_gym:NAME``: SimpleTIR on a data set's problems, graded by its rules."""
+    """Return the layer of ``--env reasoning_gym:NAME``: SimpleTIR with a data set's problems and grading."""
     sources = {"train": [{"path": env}], "eval": [{"path": env, "split": "heldout"}]}
     score = "agentrl_envs.adapters.reasoning_gym:score"
     return Layer(origin=f"{_ENV_OPTION} {env}", values={"data": sources, "grader": {"function": score}})
@@ -140,7 +140,7 @@ def _evaluated(layers: list[Layer], top: Sequence[Override]) -> list[Layer]:
 
 
 def _with_own_sources(preset: Layer, top: Sequence[Override]) -> Layer:
-    """Replace complete sources of a preset by the user's paths, including the split of the preset's source."""
+    """Replace each preset source whose path the user overrides. The source's split is also discarded."""
     values = copy.deepcopy(dict(preset.values))
     for keys, path in top:
         if len(keys) == 4 and keys[0] == "data" and keys[3] == "path" and not is_generated(str(path)):
@@ -152,7 +152,7 @@ def _with_own_sources(preset: Layer, top: Sequence[Override]) -> Layer:
 
 
 def _resumed(run: Path, files: list[Layer], top: list[Override]) -> Settings:
-    """Apply the requested changes to a run's saved settings. Raises SettingsError that lists forbidden changes."""
+    """Apply the requested changes to a run's saved settings. Raises SettingsError, which lists forbidden changes."""
     saved = [_updated(layer) for layer in overlay_chain(str(run / "config.yaml"))]
     identity: list[Override] = [(["name"], run.name), (["runs_dir"], str(run.parent))]
     before = _validate(saved, identity, "train")
@@ -169,7 +169,7 @@ def _resumed(run: Path, files: list[Layer], top: list[Override]) -> Settings:
 
 
 def _updated(layer: Layer) -> Layer:
-    """Update the layer of a run's ``config.yaml``: apply later renames, and drop settings that were removed since.
+    """Migrate the layer of a run's ``config.yaml``: rename renamed settings and drop removed settings.
 
     A new name that the layer already contains keeps its value.
     """
@@ -213,7 +213,7 @@ def find_run(merged: Mapping[str, object]) -> Path:
 
 
 def _preset(asked: Mapping[str, object], named: set[str]) -> list[Layer]:
-    """Return the tiny preset's layers except those in ``named`` (used as ``base``); empty if a model is set."""
+    """Return the tiny preset's layers, except layers that ``named`` already contains. Empty if a model is set."""
     model = asked["model"]
     if not isinstance(model, dict) or model.get("path") is not None:
         return []
@@ -221,7 +221,7 @@ def _preset(asked: Mapping[str, object], named: set[str]) -> list[Layer]:
 
 
 def _fitting(layers: list[Layer], asked: Mapping[str, object]) -> list[Layer]:
-    """Remove settings from the presets for the embedded policy that do not fit the user's environment, model or data.
+    """Remove preset settings of the embedded policy that do not fit the user's environment, model or data.
 
     For other environments, the settings of SimpleTIR's environment are removed. With the user's demonstrations, the
     settings of direct answers are removed, because only generated demonstrations support them. With the user's model,

@@ -99,7 +99,7 @@ def _follow(schema: _Node, path: Sequence[str]) -> tuple[list[str], _Node]:
 
 
 def find_value(key: str, layers: Sequence[Layer]) -> tuple[str, object]:
-    """Return origin and value of the last layer that sets ``key``, or ("", None) for a default."""
+    """Return the origin and value from the last layer that sets ``key``, or ("", None) for a default."""
     for layer in reversed(layers):
         value_at: object = layer.values
         for part in key.split("."):

@@ -27,7 +27,7 @@ _VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A source of settings: its origin, for messages, and its values."""
+    """A source of settings: values, and an origin that messages name."""
 
     origin: str
     values: Mapping[str, object]
@@ -78,7 +78,7 @@ def parse_yaml(text: str, origin: str) -> object:
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Return the shipped overlays, name -> file, of an installation or a checkout."""
+    """Return the files of the shipped overlays by name, from an installation or a checkout."""
     installed = Path(str(resources.files("agentrl"))) / "configs"
     checkout = Path(str(resources.files("agentrl"))).parent / "configs"
     folder = installed if installed.is_dir() else checkout
@@ -106,7 +106,7 @@ def find_config(name: str) -> Path:
 
 
 def overlay_chain(name: str, _seen: tuple[Path, ...] = ()) -> list[Layer]:
-    """Read the layers of an overlay, ``base`` first. Raises SettingsError if one cannot be read or is circular."""
+    """Read the layers of an overlay, ``base`` first. Raises SettingsError for an unreadable or circular file."""
     path = find_config(name).resolve()
     if path in _seen:
         raise SettingsError(f"{path}: 'base' is circular: {' -> '.join(p.name for p in (*_seen, path))}")
@@ -144,7 +144,7 @@ def interpolate(values: object, environment: Mapping[str, str] = os.environ, pat
 
 
 def in_short(section: str, value: object) -> str | None:
-    """Return the setting that a word sets in place of a section, or None if ``value`` is not a word for ``section``.
+    """Return the key set by the short form ``section=value``, or None if there is no such short form.
 
     >>> in_short("cluster", "local"), in_short("sandbox", "local://"), in_short("env", "simpletir")
     ('kind', 'url', None)

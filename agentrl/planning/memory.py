@@ -1,4 +1,4 @@
-"""Closed-form memory of a training rank and of a server, from the shape of a model.
+"""Closed-form memory estimates of a training rank and of a vLLM server, from the shape of a model.
 
 Symbols: ``n`` ranks; ``P`` parameters; ``A`` trained parameters (``P``, or the adapters' parameters); ``N`` tokens of a
 micro-batch on one rank; ``D`` hidden units; ``V`` vocabulary size; ``s`` bytes of a weight.
@@ -116,7 +116,7 @@ class TrainingSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes of a training rank: static memory, and the additional bytes of each phase of a step."""
+    """Memory of a training rank in bytes: static memory, and the additional memory of each phase of a step."""
 
     static: Bytes
     phases: dict[str, Bytes]
@@ -139,7 +139,7 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Bytes of one micro-batch below the head."""
+    """Activation memory of one micro-batch in bytes, excluding the head."""
 
     saved: int  # after the forward
     peak: int  # of forward and backward
@@ -148,7 +148,7 @@ class Activations:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerMemory:
-    """Bytes of one GPU of a vLLM server."""
+    """Memory of one GPU of a vLLM server in bytes."""
 
     share: float  # of the GPU's memory, gpu_memory_utilization
     weights: int
@@ -304,7 +304,10 @@ def kv_bytes(shape: ModelShape, size: int) -> int:
 
 
 def server_memory(shape: ModelShape, *, memory: int, share: float, tensor_parallel: int, size: int = 2) -> ServerMemory:
-    """Estimate one GPU of a vLLM server that may use ``share`` of ``memory`` bytes. KV heads are copied if too few."""
+    """Estimate the memory of one GPU of a vLLM server, which may use the fraction ``share`` of ``memory`` bytes.
+
+    KV heads are replicated if there are fewer KV heads than ``tensor_parallel`` GPUs.
+    """
     weights = -(-shape.parameters * size // tensor_parallel)
     left = max(0, int(share * memory) - weights - SERVER_OVERHEAD)
     divided = min(tensor_parallel, shape.kv_heads)
@@ -318,7 +321,7 @@ def server_memory(shape: ModelShape, *, memory: int, share: float, tensor_parall
 
 
 def usable(memory: int) -> int:
-    """Return the bytes that a plan may use of a GPU with ``memory`` bytes."""
+    """Return how many of a GPU's ``memory`` bytes a plan may use."""
     return int(memory * (1 - SLACK))
 
 

@@ -1,4 +1,4 @@
-"""``agentrl plan``: the cheapest settings that train a model on given GPUs. Also the estimate of the dry run.
+"""``agentrl plan``: the cheapest settings that train a model on given GPUs. Also the dry run's memory estimate.
 
 The candidates are few and their memory has a closed form, so all are tried, cheapest first.
 """
@@ -78,7 +78,7 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """The settings that a plan must keep, and the adapters that it may use."""
+    """Settings that a plan must not change, and the adapters that a plan may use."""
 
     context: int  # tokens of the longest trajectory, prompt and response
     longest_request: int  # tokens that a server must hold, evaluations included
@@ -106,7 +106,7 @@ class Requirements:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Settings that fit."""
+    """Settings that fit the GPUs, with their memory estimates."""
 
     setup: TrainingSetup
     placement: Placement
@@ -176,7 +176,7 @@ def _candidates(
 
 
 def _cost(candidate: tuple[TrainingSetup, Placement]) -> tuple[bool, float]:
-    """Return the sort key of a candidate: relative step time. Adapters are last: they train different parameters.
+    """Return a sort key by relative step time. Adapters sort last, because they train different parameters.
 
     Recomputing the forward adds one third. Checkpoints in host memory cross the bus twice: for 7B, 0.4 MB per token,
     16 us at 25 GB/s, compared with 150 us of computation. Stage 3 sends 50 % more (arXiv 1910.02054, section 7).
@@ -212,7 +212,7 @@ def _largest_micro_batch(shape: ModelShape, setup: TrainingSetup, placement: str
 
 
 def _server_share(rank: RankMemory, memory: int) -> float:
-    """Return a colocated server's share of the GPU while the rank keeps its weights, reference and critic."""
+    """Return a colocated server's fraction of the GPU while the rank's weights, reference and critic stay loaded."""
     kept = sum(rank.static[name] for name in ("weights", "gathered weights", "reference")) + CONTEXT
     kept += rank.static["weights"] if rank.static["critic"] else 0
     share = min(_LARGEST_SHARE, (usable(memory) - kept) / memory)
@@ -220,7 +220,10 @@ def _server_share(rank: RankMemory, memory: int) -> float:
 
 
 def plan_for(shape: ModelShape, machine: Hardware, required: Requirements) -> Plan:
-    """Return the cheapest plan. Raises SettingsError with alternative hardware and context if no plan fits."""
+    """Return the cheapest plan.
+
+    Raises SettingsError, which suggests other hardware or a shorter context, if no plan fits.
+    """
     found = find_plan(shape, machine, required)
     if found is not None:
         return found
@@ -383,7 +386,7 @@ def _has_peft() -> bool:
 
 
 def memory_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Iterator[str]:
-    """Yield the dry run's memory estimate of a rank and, with servers, the verdict whether both fit on the GPUs."""
+    """Yield the dry run's memory estimate of a rank and, with servers, whether both fit on the GPUs."""
     facts = engine_facts(settings.rollout)
     rollout, placement = settings.rollout, _placement_of(facts)
     on_gpus = torch.cuda.is_available() or facts.servers

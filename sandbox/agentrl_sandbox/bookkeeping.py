@@ -1,4 +1,4 @@
-"""Bookkeeping of a sandbox client: calls that share a run, and open sessions."""
+"""Client-side bookkeeping: runs shared by equal calls, and open sessions."""
 
 from __future__ import annotations
 
@@ -150,6 +150,6 @@ class SessionBook(Generic[_Home, _Key]):
                 self.end(name, why)
 
     def gone(self, name: str, why: str) -> UnknownSessionError:
-        """Return the error for a session that does not exist. Only the first reason is kept."""
+        """End a session and return the error to raise for it. Only the first reason is kept."""
         self.end(name, why)
         return UnknownSessionError(f"no session {name!r}: {self._ended.get(name, why)}")

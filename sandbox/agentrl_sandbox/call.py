@@ -42,7 +42,7 @@ class FrameError(ValueError):
 
 def pack(header: Mapping[str, object], *blobs: bytes) -> bytes:
     whole = {**header, "blobs": [len(blob) for blob in blobs]} if blobs else header
-    # Without escapes, which could triple the size of file names. The size limits of messages do not allow for them.
+    # Escapes could triple the size of file names, which the size limits of messages do not account for.
     text = json.dumps(whole, ensure_ascii=False).encode("utf-8", "surrogatepass")
     size = len(text) + sum(len(blob) for blob in blobs)
     if size > _MAX_FRAME:
@@ -122,7 +122,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def check_files(files: Mapping[str, bytes], room: int) -> None:
-    """Raise ValueError if a name is invalid or both file and directory, or if the files exceed ``room`` bytes."""
+    """Raise ValueError for invalid or conflicting names, or if the files exceed ``room`` bytes."""
     check_names(files)
     for name in files:
         parts = name.split("/")
@@ -218,7 +218,7 @@ class Call:
 
     @classmethod
     def from_frame(cls, header: CallHeader, blobs: list[bytes]) -> Call:
-        """Parse the result of ``frame``."""
+        """Parse a frame that ``frame`` built."""
         program, stdin, *contents = blobs
         return cls(
             program=program.decode("utf-8", "surrogatepass"),
@@ -286,7 +286,7 @@ def execution_frame(operation: str, identifier: int, execution: Execution) -> Fr
 
 
 def read_execution(header: ExecutionHeader, blobs: Sequence[bytes]) -> Execution:
-    """Parse the result of ``execution_frame``."""
+    """Parse a frame that ``execution_frame`` built."""
     stdout, stderr = (blob.decode("utf-8", "replace") for blob in blobs[:2])
     return Execution(
         outcome=Outcome(header["outcome"]),

@@ -79,7 +79,7 @@ class RetryTimer:
         return max(0.0, self._deadline - time.monotonic())
 
     async def pause(self, busy: BusyError, late: str) -> None:
-        """Sleep before the next attempt. Raises BusyError with the prefix ``late`` if it exceeds the deadline."""
+        """Sleep before the next attempt. Raises BusyError, prefixed with ``late``, if the deadline is too close."""
         seconds = max(self._pause, busy.retry_after) * random.uniform(0.5, 1.5)
         if seconds > self.left:
             raise BusyError(f"{late}: {busy}") from busy
@@ -180,7 +180,7 @@ class HttpSandbox(ServiceSandbox):
             return request.read(await self._send(request))
 
     async def read_state(self) -> JsonObject:
-        """Return the state of the service. Raises BusyError if it is not ready and StartError if it is none."""
+        """Return the state of the service. Raises BusyError if it is not ready, StartError if it is another service."""
         state = await self._send(ServiceRequest(method="GET", path="/ready", read=dict))
         if isinstance(state, dict) and isinstance(state.get("isolation"), dict):
             return state
@@ -235,7 +235,7 @@ class HttpSandbox(ServiceSandbox):
             raise BusyError(f"{self._settings.url} sent a response that is not JSON: {error}") from error
 
     def _warn_absent(self, error: AbsentError) -> None:
-        """Warn once at the start of an outage, because waiting calls log nothing until their retry deadline."""
+        """Log one warning per outage. Calls that wait log nothing until their retry deadline."""
         if not self._absent and not self._closed:
             self._absent = True
             _log.warning(

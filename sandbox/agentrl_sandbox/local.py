@@ -377,7 +377,7 @@ class LocalSandbox(CallSandbox):
             return failed_execution("the sandbox's server did not respond after the program's deadline", started)
 
     async def _request_session(self, server: ForkServerProcess, made: int, op: str, session: int, **more: int) -> None:
-        """Open or fork the session ``made`` at a server. Closes it again if the caller is cancelled."""
+        """Open or fork the session ``made`` at a server. Closes the session if the caller is cancelled."""
         try:
             await server.request(op, session, **more)
         except ServerRefusedError as refused:

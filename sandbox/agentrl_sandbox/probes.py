@@ -210,7 +210,7 @@ Look = Callable[[int], Awaitable[bool]]
 
 
 class InconclusiveProbeError(Exception):
-    """The end of a probe's program is inconclusive."""
+    """A probe's program ended without a conclusive result."""
 
     def __init__(self, ran: Execution) -> None:
         super().__init__(" ".join([ran.outcome.value, *ran.stderr.strip().splitlines()[-1:]]))
@@ -311,7 +311,7 @@ def _victim_process() -> Iterator[_Victim]:
 
 
 async def _network(execute: Execute, slower: int) -> bool:
-    """Probe with a TCP and a UDP socket that no message of the program may reach. Other processes may connect."""
+    """Probe that no message of the program reaches a TCP or a UDP socket. Messages of other processes are ignored."""
     word = secrets.token_hex(8)
     with socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
         for listener in (tcp, udp):

@@ -1,7 +1,7 @@
 """``http://A,http://B``: several services with health checks. Calls to a lost service are sent to the others.
 
 A service that fails a health check or a call receives no new calls. After ``service_deadline`` seconds of failures it
-is lost: its pending calls are cancelled and its sessions have ended. It is used again after a successful health check.
+is lost: its pending calls are cancelled and its sessions end. It is used again after a successful health check.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ class SeveralSandboxes(ServiceSandbox):
     async def open(self) -> None:
         """Wait until a service is usable. Services that do not respond may join later.
 
-        Raises StartError if no service responds, and UnisolatedError, RefusedError or StartError if one is unusable.
+        Raises StartError if no service responds, and UnisolatedError, RefusedError or StartError if a service is
+        unusable.
         """
         deadline = time.monotonic() + min(START_SECONDS, self._settings.retry_deadline)
         while True:
@@ -175,7 +176,8 @@ class SeveralSandboxes(ServiceSandbox):
                 busy = error
             if session is None:
                 losses += isinstance(busy, AbsentError) and busy.begun
-                # Without isolation, a program can end the service itself, so it is not sent to a second service.
+                # Without isolation, a program can end the service itself, so do not send the program to another
+                # service.
                 if losses and (losses > _MOST_LOSSES or self.isolation.missing):
                     raise BusyError(
                         f"gave up after {losses} services were lost while running the program: {busy}"

@@ -64,7 +64,7 @@ def reaches_no_target(run: Execution) -> bool:
 
 
 def attempts(guards: str, name: str, body: str, *, prologue: str = "", after: str | None = None) -> Case:
-    """Build a case from single statements, one per line. A statement without an OSError counts as reached."""
+    """Build a case from statements, one per line. A statement that raises no OSError counts as a success."""
     lines = [line.strip() for line in body.strip().splitlines()]
     program = (
         f"{_HELPERS}{prologue}\n"

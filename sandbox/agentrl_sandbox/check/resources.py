@@ -1,4 +1,4 @@
-"""Programs that exhaust resources. A program that is not stopped ends at its own limit and prints ``reached``."""
+"""Programs that exhaust resources. A program that is not stopped in time ends by itself and prints ``reached``."""
 
 from __future__ import annotations
 

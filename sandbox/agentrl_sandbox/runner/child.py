@@ -144,7 +144,8 @@ def isolate(limits: ChildLimits, slot: int) -> str:
         directory = f"{os.environ.pop(SCRATCH_VARIABLE)}/{slot}"
         os.environ["HOME"] = os.environ["TMPDIR"] = directory
     else:
-        # Signals to a process group cross PID namespaces. A new session would receive a separate share of CPU time.
+        # A separate group, because signals to a process group cross PID namespaces. Not a new session, because it
+        # would receive a separate share of CPU time.
         os.setpgid(0, 0)
         kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC)
         directory = SCRATCH

@@ -243,7 +243,7 @@ def _make_scratch(config: RunnerConfig) -> str:
 
 
 def _wait_and_clean_up(server: int, config: RunnerConfig, directory: str) -> NoReturn:
-    """Wait until the server ends, the client is gone or SIGTERM arrives, then clean up."""
+    """Wait until the server exits, the client disconnects or SIGTERM arrives, then clean up."""
     while os.getppid() == config.client_pid:
         told = signal.sigtimedwait(_SIGNALS, _POLL_SECONDS)
         if told is not None and (told.si_signo == signal.SIGTERM or os.waitpid(server, os.WNOHANG)[0] == server):

@@ -74,7 +74,7 @@ class Fetched:
         self._left -= size
 
     def seal(self) -> None:
-        """Write the length, before which the file counts as empty."""
+        """Write the length. Until then, the file counts as empty."""
         os.pwrite(self._file, _LENGTH.pack(self._end - _LENGTH.size), 0)
 
 

@@ -212,8 +212,8 @@ def make_main() -> ModuleType:
 def take_task(scratch: str, on_out_of_memory: Callable[[], None]) -> Task | None:
     """Read the task from descriptor 0 and write its files. On failure, prints the reason and returns None.
 
-    The caller, often a policy, chooses number, names and sizes of the files, so exceeding a limit is an error of the
-    program.
+    The caller, often a policy, chooses the number, names and sizes of the files, so exceeding a limit is an error of
+    the program.
     """
     try:
         task = read_task(0)

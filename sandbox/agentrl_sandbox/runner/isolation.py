@@ -65,7 +65,7 @@ class Rules:
         self._rules = [self._rule(path, bits) for path, bits in rights if os.path.exists(path)]
 
     def enforce(self, own: Iterable[tuple[str, int]]) -> None:
-        """Restrict this process and its children permanently, with additional rules ``own``. Raises OSError."""
+        """Restrict this process and its children permanently. ``own``: additional rules. Raises OSError."""
         arguments = ctypes.byref(self._attributes), ctypes.c_size_t(self._size), ctypes.c_uint(0)
         ruleset = kernel.checked_call("landlock_create_ruleset", _CREATE, *arguments)
         mine = [_PathBeneath(bits & self._files, os.open(path, os.O_PATH)) for path, bits in own]
@@ -90,7 +90,7 @@ class Rules:
 SCRATCH = "/scratch"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
-# Without /dev/zero, because the memory of its shared mappings is not counted.
+# /dev/zero is omitted, because the memory of its shared mappings is not counted.
 _DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 _LINKS = {"/tmp": SCRATCH, "/dev/shm": SCRATCH, "/dev/fd": "/proc/self/fd"}
 _BUILD_AT = "/tmp"  # hidden by the new root, in this mount namespace only

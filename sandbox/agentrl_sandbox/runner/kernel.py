@@ -95,7 +95,7 @@ def add_mount_attributes(target: str, attributes: int, *, recursive: bool) -> No
 
 
 def pivot_root_here() -> None:
-    """Make the current directory, which must be a mount point, the root, and detach the old root."""
+    """Make the current directory the root and detach the old root. The directory must be a mount point."""
     checked_call("pivot_root", _number(_SYS_PIVOT_ROOT), b".", b".")
     detach(".")
     os.chdir("/")
@@ -129,7 +129,7 @@ def adopt_orphans(*, needed: bool) -> None:
 
 
 def set_dumpable() -> None:
-    """Make the user own this process's /proc entries again after a change of user."""
+    """Restore the user's ownership of this process's /proc entries after a change of user."""
     _prctl(_PR_SET_DUMPABLE, 1)
 
 

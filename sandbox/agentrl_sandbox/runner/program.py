@@ -95,7 +95,7 @@ class Capture:
 
 # Limits that the kernel does not enforce: the total memory of a program's processes, and files without a mount.
 #
-# The program determines the amount of work, so expensive checks take at most a tenth of the server's time.
+# A program controls the cost of the checks, so expensive checks use at most a tenth of the server's time.
 
 _PERIOD = 10.0  # time between checks, as a multiple of a check's duration
 _SOCKET_BYTES = "/proc/sys/net/core/wmem_default"
@@ -103,7 +103,7 @@ _USUAL_SOCKET_BYTES = 212_992  # default if the network namespace does not show 
 
 
 class Watch:
-    """Checks of a program's limits. ``scratch``: parent of the slots' directories, without namespaces."""
+    """Checks a program's limits. ``scratch``: parent of the slots' directories if there are no namespaces."""
 
     def __init__(self, config: RunnerConfig, scratch: str = "") -> None:
         self._memory = config.memory_mb << 20

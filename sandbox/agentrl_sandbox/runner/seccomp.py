@@ -201,7 +201,7 @@ _NEW_NAMESPACES = 0x7E02_0000  # all CLONE_NEW* flags of clone(2)
 _AS_SIBLING = 0x8000  # CLONE_PARENT, which would leave the watched process tree
 _AS_THREAD, _SHARING_FILES = 0x10000, 0x400  # CLONE_THREAD, CLONE_FILES
 # Allowed options: names, timer slack, huge pages, no_new_privs, vector lengths, and queries. New kernels add options,
-# and some of them allocate kernel memory (PR_FUTEX_HASH took 256 MB in one call).
+# and some of them allocate kernel memory (PR_FUTEX_HASH: 256 MB in one call).
 _PRCTL = (2, 3, 15, 16, 21, 23, 25, 27, 29, 30, 37, 38, 39, 40, 41, 42, 51, 56)
 _FCNTL = (
     1024,  # F_SETLEASE

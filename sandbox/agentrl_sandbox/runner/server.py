@@ -1,6 +1,6 @@
-"""The fork server: one thread, one loop. It reads programs from the client, has zygotes fork them, and watches them.
+"""The single-threaded fork server: reads programs from the client, runs them in forks of zygotes, and watches them.
 
-It holds the programs' texts and outputs and never forks. Zygotes, which hold neither, fork the children.
+The server stores the texts and outputs of programs and never forks. Zygotes store neither and fork the children.
 
     client -> server   {"op": "run", "id", "number", ...CallHeader} program stdin file...
                        {"op": "cancel", "id"} · {"op": "open", "id", "number"}
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def _become_first_process(config: RunnerConfig, descriptor: int) -> None:
-    """Continue as the first process of a new user and PID namespace; only that process returns.
+    """Continue as the first process of a new user and PID namespace. Only that process returns.
 
     Without root, a zygote can return from a program's PID namespace only to one that it owns.
     """

@@ -265,7 +265,7 @@ def run_session_init(limits: ChildLimits, slot: int, session: int, descriptors: 
         server = _take_descriptors(descriptors)
         try:
             scratch = isolate(limits, slot)
-            # plus one for the session init
+            # One more process than the limit, because the session init counts too.
             resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_processes + 1, limits.max_processes + 1))
             kernel.forbid_tracing()
             limits.reseed()

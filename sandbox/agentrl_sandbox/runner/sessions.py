@@ -243,7 +243,7 @@ _MAX_MESSAGE = 4096
 
 
 class SessionManager:
-    """All sessions of a server, by their numbers at the client."""
+    """All sessions of a server, keyed by session numbers that the client assigns."""
 
     def __init__(self, config: RunnerConfig, server: ServerCallbacks) -> None:
         self._config = config

@@ -30,7 +30,8 @@ _PIPE = 16 * _PAGE  # capacity of a pipe
 _MAPPING = 256  # bytes of the kernel's record of a mapped range
 _MAPPINGS_READ = 256 << 10  # maximum bytes read of a list of mappings; ordinary programs have 50 kB
 _MOST_MAPPINGS = 65_530  # vm.max_map_count
-# Counted for a lock or a descriptor watched by epoll. Each takes 200 bytes, but long lists would slow down the watch.
+# Bytes counted for a lock or a descriptor watched by epoll. Each takes 200 bytes, but the higher count limits the
+# length of the lists, because reading long lists would slow down the watch.
 _RECORD = 16 << 10
 _RECORDS_READ = 1 << 20  # maximum bytes read of one descriptor's list
 
@@ -120,8 +121,8 @@ def _views(pid: int, name: str) -> Iterator[str]:
 class KernelMemory:
     """Counts kernel memory that processes may hold in addition to their pages, up to ``room`` bytes.
 
-    Requires the rights of the processes' user, and counts only memory that is visible with them. Descriptors in flight
-    between sockets are not counted; the kernel allows a user twice RLIMIT_NOFILE of them.
+    Requires the rights of the processes' user, and counts only memory that is visible with these rights. Descriptors in
+    flight between sockets are not counted; the kernel allows a user twice RLIMIT_NOFILE of them.
     """
 
     room: int

@@ -70,7 +70,7 @@ def freeze_refcounts() -> int:
 
 
 def _immortal_count() -> int | None:
-    """Return the low half of the reference count of an immortal object, or None if there are none."""
+    """Return the low half of an immortal object's reference count, or None if Python has no immortal objects."""
     if sys.implementation.name != "cpython" or sys.version_info < (3, 12) or sys.maxsize < 1 << 32:
         return None
     if sysconfig.get_config_var("Py_GIL_DISABLED"):

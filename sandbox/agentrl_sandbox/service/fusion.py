@@ -1,7 +1,7 @@
 """The two endpoints of SandboxFusion's HTTP interface, with its fields and values.
 
-Programs return HTTP status 200, whatever their outcome, as do failures of the sandbox (``SandboxError``). Overload
-returns 429 and 503, as elsewhere. ``python`` is the only language. ``memory_limit_MB`` and ``compile_timeout`` are
+All outcomes of programs and failures of the sandbox (``SandboxError``) return HTTP status 200. Overload returns 429
+or 503, as on the other endpoints. ``python`` is the only language. ``memory_limit_MB`` and ``compile_timeout`` are
 accepted but have no effect: the runner's own memory limit applies, and Python is not compiled beforehand.
 """
 

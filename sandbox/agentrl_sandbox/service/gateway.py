@@ -65,7 +65,7 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
 
 
 class Gateway:
-    """State shared by the endpoints: the pool, the metrics, and a flag while the service is stopping."""
+    """State shared by the endpoints: the pool, the metrics, and a flag that is set while the service stops."""
 
     def __init__(self, pool: RunnerPool, *, batch_limit: int) -> None:
         self.pool = pool

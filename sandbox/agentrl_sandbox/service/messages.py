@@ -7,7 +7,7 @@
                        {"op": "execution", "id", ...} stdout stderr contents... · {"op": "session", "id", "session"}
                        {"op": "refused", "id", "kind", "why"}
 
-Every request gets exactly one answer, including cancelled ones.
+Every request, including a cancelled request, is answered exactly once.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Hello(_Message):
 
 
 class Leaving(_Message):
-    """The runner finishes its requests and accepts no further requests."""
+    """The runner is stopping: it finishes running requests and accepts no new requests."""
 
     op: Literal["leaving"]
 
@@ -118,7 +118,7 @@ _MESSAGE: TypeAdapter[RunnerMessage] = TypeAdapter(Annotated[RunnerMessage, Fiel
 
 
 def check_answers_fit(settings: SandboxSettings) -> None:
-    """Check that no answer can be too large to send, because it would be reported as a failure of the sandbox.
+    """Check that every possible answer fits into a message. Larger answers would count as sandbox failures.
 
     Raises StartError if the limits allow larger answers.
     """

@@ -1,6 +1,7 @@
 """A program that runs cells like a notebook: in one namespace, with a separate output and result for each cell.
 
-The gateway sends its source to a runner with the file ``CELLS``. It writes the file ``RESULTS``. No module imports it.
+The gateway sends the source of this module to a runner, with the file ``CELLS``. The program writes the file
+``RESULTS``. No module imports this module.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Queue:
         self._waiters.clear()
 
     def serve(self) -> None:
-        """Assign free capacity to the calls that wait longest. Call it whenever there may be more capacity."""
+        """Assign free capacity to the longest-waiting calls. Must be called whenever capacity may have increased."""
         passed: deque[Waiter] = deque()
         while self._waiters:
             future, only = self._waiters.popleft()
