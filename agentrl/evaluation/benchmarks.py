@@ -133,7 +133,7 @@ def load_benchmark(name: str, *, data_dir: str | Path | None = None) -> list[Pro
 
 
 def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBenchmark:
-    """Load a benchmark and collect the errors in single rows. Rows without an answer are left out.
+    """Load a benchmark and collect the errors of individual rows. Omits rows without an answer.
 
     Raises ProblemError if the data cannot be read (unknown name, missing or broken file, missing fields).
     """
@@ -234,7 +234,7 @@ FALSIFIED = " (observations falsified)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProblemSet:
-    """Problems that are scored together. The loaders ensure that their ids are unique.
+    """Problems that are scored together. The loaders ensure that problem ids are unique.
 
     ``sha256`` is a hash of ids, statements, answers and setups in order, and of messages and other columns if there are
     any.
@@ -259,7 +259,7 @@ class ProblemSet:
 
 
 def problem_sets(settings: EvaluationSections, names: Sequence[str], data_dir: Path | None) -> list[ProblemSet]:
-    """Load the benchmarks in ``names``, or by default the sources in ``data.eval``.
+    """Load the benchmarks in ``names`` or, if it is empty, the sources in ``data.eval``.
 
     ``evaluation.falsified`` adds a falsified copy of each set. Raises SettingsError if there are no problems, a name is
     repeated, or a benchmark has data errors.
@@ -308,7 +308,10 @@ def problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], s
 
 
 def _benchmark(name: str, data_dir: Path | None, *, answered: bool) -> ProblemSet:
-    """Load a benchmark, or a file as a set named after its stem. Rows of a file need answers only if ``answered``."""
+    """Load a benchmark, or a file as a set named after the file's stem.
+
+    Rows of a file need answers only if ``answered``.
+    """
     if not answered and name.lower().endswith(FILE_KINDS):
         source = load_source(ProblemSourceSettings(path=name), answered=False).source
         problems = tuple(evaluation_set(source, source.size or 0))

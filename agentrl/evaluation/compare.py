@@ -51,7 +51,7 @@ class Difference:
 
 
 def compare(first: Results, second: Results) -> dict[str, Difference]:
-    """Compute the difference, second minus first, on each benchmark that both runs have.
+    """Compute the difference, second minus first, on each benchmark that both runs contain.
 
     Raises SettingsError if the protocols differ (listing the settings), if the problems of a benchmark differ, or if
     the runs have no benchmark in common.
@@ -84,7 +84,7 @@ def _counts(
 
 
 def comparison_notes(first: Results, second: Results) -> list[str]:
-    """List differences that do not affect the comparison, and benchmarks that only one run has."""
+    """List differences that do not affect the comparison, and benchmarks that only one run contains."""
     notes = []
     n1, n2 = (results["provenance"]["sampling"]["n"] for results in (first, second))
     if n1 != n2:
@@ -139,7 +139,7 @@ def paired_difference(
 
 
 def difference_on_this_benchmark(n1: Floats, c1: Floats, n2: Floats, c2: Floats) -> Interval:
-    """Combine the intervals of both runs (Zou and Donner 2008), whose samples are independent given the problems."""
+    """Combine the intervals of both runs (Zou and Donner 2008). Given the problems, their samples are independent."""
     mean1, mean2 = float((c1 / n1).mean()), float((c2 / n2).mean())
     one, two = this_benchmark_interval(n1, c1), this_benchmark_interval(n2, c2)
     below = math.hypot(mean2 - two.low, one.high - mean1)
@@ -168,7 +168,7 @@ def difference_on_problems_like_these(n1: Floats, c1: Floats, n2: Floats, c2: Fl
 
 
 def _swapped_samples(n1: Floats, c1: Floats, n2: Floats, c2: Floats, rng: np.random.Generator) -> float:
-    """Compute the two-sided p-value for equal success rates on every problem by reassigning samples to runs."""
+    """Compute the two-sided p-value of a permutation test of equal success rates on every problem."""
     right, wrong = (c1 + c2).astype(np.int64), (n1 + n2 - c1 - c2).astype(np.int64)
     taken = n1.astype(np.int64)
 
@@ -180,7 +180,7 @@ def _swapped_samples(n1: Floats, c1: Floats, n2: Floats, c2: Floats, rng: np.ran
 
 
 def _swapped_problems(gain_P: Floats, rng: np.random.Generator) -> float:
-    """Compute the two-sided p-value for gains that are symmetric around 0 by flipping their signs."""
+    """Compute the two-sided p-value of a sign-flip test of gains that are symmetric around 0."""
 
     def relabelled(draws: int) -> Floats:
         signs = rng.integers(0, 2, size=(draws, len(gain_P))) * 2 - 1

@@ -102,7 +102,7 @@ class EvaluationDirectory:
         return {(row["benchmark"], row["id"]): row["prompt"] for row in self._rows()}
 
     def transcripts(self) -> Iterator[Transcript]:
-        """Yield every rollout in the order written. A failed attempt comes before the attempt that replaced it."""
+        """Yield every rollout in the order written. A failed attempt precedes the attempt that replaced it."""
         return read_rollouts(self.rollouts)
 
     def rollouts_bytes(self) -> int:

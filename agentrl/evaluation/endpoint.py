@@ -59,7 +59,7 @@ class ContextFullError(EngineError):
 
 
 class RequestRefusedError(EngineError):
-    """Raised if the endpoint rejects a request for a reason that a retry would not change."""
+    """Raised if the endpoint rejects a request that would fail again if retried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class TextCompletion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSampling:
-    """Sampling options of a turn. After each string in ``stop``, ``complete`` decides whether the turn ends."""
+    """Sampling options of a turn. A string in ``stop`` ends the turn only if ``complete`` returns True for its text."""
 
     max_tokens: int
     temperature: float
@@ -91,7 +91,7 @@ class TextSampling:
 
 
 class TextEngine:
-    """Client of one endpoint. Supports thousands of concurrent calls, which the caller must limit."""
+    """Client of one endpoint. Supports thousands of concurrent calls; the caller must limit their number."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class TextEngine:
         return self._model
 
     def fingerprint(self) -> str:
-        """Return the identity of the weights that the endpoint reports, which rarely distinguishes two versions."""
+        """Return the identity of the model as reported by the endpoint. It rarely distinguishes two versions."""
         reported = [f"system_fingerprint {name}" for name in sorted(self._fingerprints)]
         root = self._served.get("root")
         reported += [f"root {root}"] if root is not None and root != self._model else []
@@ -256,7 +256,7 @@ class TextEngine:
         )
 
     async def _wait_turn(self) -> None:
-        """Wait until a request may be sent: after a ``Retry-After``, and no faster than ``requests_per_minute``."""
+        """Wait until ``Retry-After`` and ``requests_per_minute`` allow the next request."""
         rate = self._settings.requests_per_minute
         while (wait := self._not_before - self._clock()) > 0:
             await self._sleep(wait)
@@ -276,7 +276,7 @@ class TextEngine:
             return await self._pieces(read_events(response.aiter_bytes()), sampling)
 
     async def _check(self, response: Response) -> None:
-        """Raise the exception for the status of a response, unless it is 200."""
+        """Raise the exception for a response's status, unless the status is 200."""
         status = response.status_code
         if status == 200:
             return
@@ -354,14 +354,17 @@ class TextEngine:
 
 
 def _backoff(error: Exception) -> bool | float:
-    """Return whether to retry, or the delay. After a ``Retry-After`` the delay is 0, because `_wait_turn` waits."""
+    """Return False for no retry, True for a retry with backoff, or 0 for an immediate retry.
+
+    After a ``Retry-After`` no backoff is needed, because `_wait_turn` waits.
+    """
     if isinstance(error, RetryableError):
         return True if error.wait is None else 0.0
     return isinstance(error, UnreachableError)
 
 
 def _complete(text: str, before: int, sampling: TextSampling) -> int | None:
-    """Return the position at which the turn is complete, or None. The position is after ``before``."""
+    """Return the position after ``before`` at which the turn is complete, or None if it is incomplete."""
     longest = max(map(len, sampling.stop), default=0)
     # A stop string may begin in text that was searched earlier.
     start = max(0, before - longest + 1)

@@ -241,7 +241,7 @@ class _TextPolicy(TurnPolicy[Transcript]):
 
 
 def _index(sample: Sample) -> int:
-    """Return a number for the driver: 63 bits of a hash of the sample's identity."""
+    """Return the sample's request index for the driver: 63 bits of a hash of the sample's identity."""
     name = f"{sample.benchmark}\0{sample.problem.id}\0{sample.number}\0{sample.attempt}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -269,7 +269,7 @@ class OpenedEngine(Protocol):
     def player(self, environment: Environment) -> Player: ...
 
     def without_room(self, prompts: Mapping[ProblemKey, str]) -> Mapping[ProblemKey, int]:
-        """Return the problems whose prompts leave no room for a complete response, with their prompt lengths.
+        """Return the prompt lengths of the problems whose prompts leave no room for a complete response.
 
         Raises SettingsError if no prompt leaves room, and if a length exceeds the limit of a setting.
         """

@@ -73,7 +73,7 @@ def evaluate_command(settings: EvaluationSections, request: EvaluationRequest, *
 
 @contextmanager
 def _endpoint(settings: EvaluationSections, runner: asyncio.Runner) -> Iterator[OpenedEndpoint | None]:
-    """Open the endpoint, if it is set, before problems are read and heavy libraries are imported."""
+    """Open the configured endpoint, if any, before problems are read and heavy libraries are imported."""
     if settings.evaluation.endpoint.url is None:
         yield None
         return
@@ -124,7 +124,7 @@ class OpenedEndpoint:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation, with its limits in ``settings``. The caller closes ``engine`` and ``environment``."""
+    """One evaluation. ``settings`` contains its limits. The caller closes ``engine`` and ``environment``."""
 
     settings: EvaluationSections
     sets: Sequence[ProblemSet]

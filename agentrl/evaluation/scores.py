@@ -173,7 +173,7 @@ def student_quantile(degrees: int) -> float:
 
 
 class Grades(Protocol):
-    """Interface of a grader as far as scores need it."""
+    """The part of the grader interface that scoring uses."""
 
     async def grade(self, answer: str | None, reference: str) -> Verdict: ...
 

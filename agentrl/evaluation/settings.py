@@ -177,7 +177,9 @@ class EvaluationRequest:
 def overrides_of(
     *, model: str | None, base_url: str | None, preset: str | None, n: int | None, falsified: bool
 ) -> list[str]:
-    """Convert options to ``key=value`` overrides in increasing precedence. Raises SettingsError for an unknown preset.
+    """Convert options to ``key=value`` overrides in order of increasing precedence.
+
+    Raises SettingsError for an unknown preset.
 
     >>> overrides_of(model="it's", base_url=None, preset=None, n=4, falsified=True)
     ["model.path='it''s'", 'evaluation.samples=4', 'evaluation.falsified=true']
@@ -231,7 +233,7 @@ def evaluation_rollout(settings: EvaluationSections) -> RolloutSettings:
 
 
 def evaluation_settings(settings: EvaluationSections) -> EvaluationSections:
-    """Return ``settings`` with the limits of evaluation for environment and rollouts.
+    """Return ``settings`` with the evaluation limits applied to the environment and the rollouts.
 
     ``evaluation.max_turns`` applies to episodes with tools. Other environments have a separate limit.
     """

@@ -39,7 +39,7 @@ _LOWEST_BYTE, _HIGHEST_BYTE = 0xDC80, 0xDCFF  # Python's "surrogateescape" codes
 
 
 def whole_characters(text: str) -> str:
-    """Join surrogate halves in ``text`` and replace those that remain, so that UTF-8 can encode the result.
+    """Join surrogate pairs in ``text`` and replace lone surrogates, so that UTF-8 can encode the result.
 
     A JSON escape may be half a character (``\\\\ud83d``) whose other half arrives in the next piece or never. A UTF-8
     byte that is alone in its piece must be decoded with ``surrogateescape``.
@@ -76,7 +76,7 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One rollout to sample: the problem, the number of the sample, and the attempt, which counts retries from 0."""
+    """One rollout to sample: the problem, the sample number, and the attempt (0 for the first)."""
 
     benchmark: str
     problem: Problem
@@ -201,7 +201,10 @@ class Transcript:
 
     @classmethod
     def from_record(cls, record: JSONObject) -> Transcript:
-        """Invert :meth:`to_record`, also after JSON. Raises KeyError, TypeError or ValueError for an invalid record."""
+        """Build a transcript from the result of :meth:`to_record`, also after a round trip through JSON.
+
+        Raises KeyError, TypeError or ValueError for an invalid record.
+        """
         return cls(
             **{
                 **record,
@@ -224,7 +227,10 @@ _SYNC_EVERY = 5.0  # seconds
 
 
 class RolloutLog:
-    """Appends rollouts to a file, which is repaired when opened. The lock of the directory excludes other writers."""
+    """Appends rollouts to a file, from which the constructor removes an incomplete last frame.
+
+    The directory's lock excludes other writers.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -269,7 +275,7 @@ class RolloutLog:
 
 
 def read_rollouts(path: Path) -> Iterator[Transcript]:
-    """Yield the rollouts in the order written, one in memory at a time, without an incomplete last frame.
+    """Yield the rollouts in the order written. Holds one rollout in memory and omits an incomplete last frame.
 
     Raises WorldError with the file and position if any other frame is damaged.
     """
@@ -299,7 +305,10 @@ def repair_frames(path: Path) -> int:
 
 
 def _frames(path: Path, *, ends: bool = False) -> Iterator[tuple[int, bytes]]:
-    """Yield the position and the content of each complete frame. The position is its start, or its end if ``ends``."""
+    """Yield the position and the content of each complete frame.
+
+    The position is the frame's start, or the frame's end if ``ends``.
+    """
     unpacker = zstandard.ZstdDecompressor()
     with world_errors(path, "read"), path.open("rb") as file:
         begin = position = 0

@@ -118,13 +118,13 @@ class Gradients:
         return states
 
     def _with_scores(self, gradient: Tensor) -> Tensor:
-        """Compute <g, s_i> [S]."""
+        """Compute the inner products <g, s_i> [S] of a gradient and all scores."""
         return (self._scores @ gradient).double()[self._distinct_index]
 
     def _token_gradients(
         self, rows: Tensor, advantages: dict[int, Tensor], mask: Tensor
     ) -> list[tuple[list[int], Tensor]]:
-        """Return pairs of (keys of ``advantages`` with equal values, their gradient)."""
+        """Compute a gradient for each distinct value in ``advantages``. Returns (keys, gradient) pairs."""
         # Estimators often agree on a group, so equal advantages share a backward pass.
         different: list[tuple[list[int], Tensor]] = []
         for index, values in advantages.items():

@@ -1,4 +1,4 @@
-"""Problems of a measurement and their rollouts. Requesting more problems keeps the order of the first ones."""
+"""Problems of a measurement and their rollouts. Requesting more problems does not change the order of earlier ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MORE_PROBLEMS = 8
 
 
 def lab_problems(settings: LabSections, lab: LabSettings, selection: str | None) -> tuple[LabSettings, list[Problem]]:
-    """Load the problems that ``--problems`` selects, in sampling order, and update the settings.
+    """Load the problems selected by ``--problems``. Returns the updated settings and the problems in sampling order.
 
     ``selection`` is a number of problems from data.train (default: the setting) or a file, whose problems are all used.
     """
@@ -104,7 +104,7 @@ class SamplePlayer:
         samples: int,
         greedy: bool,
     ) -> None:
-        """Create a player that samples one additional greedy rollout per problem if ``greedy``."""
+        """Create a player. With ``greedy``, it samples an additional greedy rollout per problem."""
         self._environment = environment
         self._engine = TransformersEngine(causal_lm, codec, settings.rollout)
         self._rewards = build_rewards(settings)

@@ -67,7 +67,7 @@ class Measured:
 
 
 def written(moments: ProblemMoments) -> dict[str, dict[str, list[float | None]]]:
-    """Convert moments to the format of a line."""
+    """Convert moments to the JSON format of a problem's line."""
     return {
         str(size): {label: [rounded(getattr(item, name)) for name in COLUMNS] for label, item in by_label.items()}
         for size, by_label in moments.items()

@@ -56,7 +56,9 @@ def variance_command(
     *,
     head_backend: Backend,
 ) -> list[Line]:
-    """Measure the policy in ``model`` on rollouts of ``problems``, sampled by it or by the policy in ``behaviour``.
+    """Measure the policy in ``model`` on rollouts of ``problems``.
+
+    The policy in ``behaviour`` samples the rollouts. If it is None, the measured policy samples them.
 
     Moments, results and plots are written to ``output``. An existing measurement is continued.
     """

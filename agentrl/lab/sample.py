@@ -108,7 +108,7 @@ def look_at(
 
 
 def _alike(batch: Batch, *, weighted: bool) -> Tensor:
-    """Return for each row [S] the first row with the same tokens and origins.
+    """Return, for each row, the index [S] of the first row with the same tokens and origins.
 
     If ``weighted``, the sampling probabilities must be equal too.
     """

@@ -121,7 +121,7 @@ def verdicts(lines: Sequence[Line]) -> list[str]:
 
 
 def is_token_baseline(label: str) -> bool:
-    """Return True if an estimator, with or without options, computes a baseline for every token from its group."""
+    """Return True if an estimator computes a baseline for every token from the group. ``label`` may include options."""
     name = label.split(":")[0]
     return name in ESTIMATORS.names() and ESTIMATORS[name].group_based and ESTIMATORS[name].per_token
 
@@ -134,7 +134,7 @@ def _verdict_on_tokens(line: Line, best: Line) -> str:
 
 
 def energy_correlations(energies: Sequence[Energies]) -> dict[str, dict[str, float]]:
-    """Compute the correlations of cheap energies with the exact energy.
+    """Compute the correlations of the energy proxies with the exact energy.
 
     Returns Pearson and Spearman over all trajectories, and Pearson within problems, after subtracting the means of each
     problem.
@@ -153,7 +153,7 @@ def energy_correlations(energies: Sequence[Energies]) -> dict[str, dict[str, flo
 
 
 def proxy_energies(energies: Sequence[Energies]) -> dict[str, list[Floats]]:
-    """Return the cheap energies of the trajectories, by name and problem."""
+    """Return the energy proxies of the trajectories: one array per problem for each proxy."""
     return {
         "logit_proxy": [np.array(item["logit_proxy"]) for item in energies],
         "head_exact": [np.array(item["head_exact"]) for item in energies],

@@ -60,7 +60,10 @@ class Admission:
     def __init__(
         self, poll: Callable[[], Awaitable[CacheUse | None]], *, ceiling: int, longest: int, kv_high_watermark: float
     ) -> None:
-        """``ceiling``: ``rollout.concurrency``. ``longest``: maximum tokens of a trajectory, including its prompt."""
+        """Configure admission control.
+
+        ``ceiling``: ``rollout.concurrency``. ``longest``: maximum tokens of a trajectory, including its prompt.
+        """
         self._poll = poll
         self._ceiling = ceiling
         self._longest = longest
@@ -124,7 +127,7 @@ class Admission:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Admit the trajectories that fit, and stop polling when it is no longer needed."""
+        """Admit waiting trajectories up to the limit, and stop polling when it is no longer needed."""
         while self._waiting and (self._waiting[0].done() or self._in_flight < self._limit):
             future = self._waiting.popleft()
             if not future.done():
@@ -407,7 +410,7 @@ class Driver:
         return branches
 
     async def _attempt(self, request: RolloutRequest, running: _Running) -> tuple[Trajectory, ...]:
-        """Play a rollout once. Returns its branches: several for agents and re-rendered histories."""
+        """Play a rollout once. Returns its branches. Agents and re-rendered histories can have several."""
         policy = TokenPolicy(
             problem=request.problem,
             settings=self.settings,
@@ -463,11 +466,11 @@ class Driver:
 async def pooled(
     players: int, player: Callable[[Callable[[_Value], None]], Coroutine[object, object, None]]
 ) -> AsyncGenerator[_Value, None]:
-    """Yield the values of ``players`` tasks of ``player`` until all have ended. Raises a failed task's exception."""
+    """Run ``players`` tasks of ``player`` and yield their values. Raises the exception of a failed task."""
     handed: asyncio.Queue[Callable[[], _Value | None]] = asyncio.Queue()
     tasks = [asyncio.create_task(player(lambda value: handed.put_nowait(lambda: value))) for _ in range(players)]
     for task in tasks:
-        # Returns None for a player that has ended, or raises its exception.
+        # The task's result is None for a player that has ended. For a failed player, ``result`` raises its exception.
         task.add_done_callback(lambda task: handed.put_nowait(task.result))
     running = players
     try:

@@ -74,7 +74,7 @@ def _template_use(settings: EnvironmentSections) -> TemplateUse | None:
 
 
 def needs_chat_format(settings: EnvironmentSections) -> bool:
-    """Return True if conversations use the chat template of a model that has one."""
+    """Return True if conversations use the model's chat template, provided that the model has one."""
     return is_agent(settings.env) or _template_use(settings) is not None
 
 

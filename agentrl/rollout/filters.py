@@ -72,7 +72,7 @@ def filter_groups(groups: Iterable[Group], rules: FilterRules) -> tuple[tuple[Gr
 
 
 def _reason_to_drop(group: Group, data: list[Trajectory], masked: frozenset[int], rules: FilterRules) -> str | None:
-    """Return the reason for dropping a group, or None. A rollout counts once, as the branch with its reward."""
+    """Return the reason for dropping a group, or None. Only a rollout's rewarded branch counts."""
     data = [item for item in data if item.is_last_branch]
     if len(data) <= len(masked):
         return "dropped_empty"

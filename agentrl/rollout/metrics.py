@@ -133,7 +133,7 @@ class VersionClock:
         self._training = True
 
     def trained(self) -> None:
-        """Record that the batch has been trained. The engine's version becomes the newest."""
+        """Record that the batch has been trained. From now on, the engine's version counts as the newest."""
         self._trained += self._training
         self._training = False
         self._steps_at[self._version] = self._trained

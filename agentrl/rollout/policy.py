@@ -76,7 +76,7 @@ class FairYield:
 
 
 class Rounds:
-    """A gate before every turn that opens when all ``players`` wait, in the order of their request ids.
+    """A gate before every turn. It opens when all ``players`` wait, and releases them in the order of request ids.
 
     A player takes part until it calls :meth:`leave`. Tools may return in any order. The requests of a round reach the
     engine together and sorted, so a batch depends only on the trajectories.
@@ -99,7 +99,7 @@ class Rounds:
                 del self._waiting[request_id]
 
     def leave(self) -> None:
-        """Remove a player that takes no further turns."""
+        """Remove a player that samples no further turns."""
         self._players -= 1
         self._open_soon()
 
@@ -118,7 +118,7 @@ class Rounds:
 
 @dataclass(kw_only=True, eq=False)
 class TurnPolicy(ABC, Generic[Played]):
-    """Limits and results of a rollout in turns, shared by policies that record tokens and policies that record text.
+    """Base class of policies that sample a rollout in turns, recorded as tokens or as text.
 
     ``calls``, ``verdict`` and ``answer`` are set by the episode. ``failure``: the reason for a failure of the engine or
     the environment. ``cut``: the newest turn ended at a token limit. ``full``: the newest turn reached the limit of the
@@ -253,7 +253,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         self.measure(len(self.prompt_ids))
 
     async def _sample(self, episode: Episode, limit: int) -> str:
-        """Sample one turn. After a stop string that does not complete the turn, sampling continues from its ids."""
+        """Sample one turn. If a stop string does not complete the turn, sampling continues after its tokens."""
         turn = sum(segment.origin == "model" for segment in self.segments)
         merged: Completion | None = None
         part = 0

@@ -1,4 +1,4 @@
-"""The schedule of groups (when groups start, which ones form a batch), and the sources that play groups.
+"""The schedule, which selects the groups to start and the groups of a batch, and the sources that play groups.
 
 :class:`Schedule` is pure arithmetic without clocks or tasks. A :class:`RolloutSource` supplies a step's groups, either
 on demand or from rollouts that run ahead of training in the background.
@@ -59,7 +59,9 @@ class Schedule:
     """
 
     def __init__(self, *, groups: int, max_staleness: int, in_flight: bool = True, batches: int | None = None) -> None:
-        """``groups``: groups per batch. ``batches``: batches to train, if known, beyond which no group is issued.
+        """Create an empty schedule.
+
+        ``groups``: groups per batch. ``batches``: batches to train, if known. No group is issued beyond them.
 
         Without ``in_flight`` no group may start until the previous batch is taken (``rollout.schedule=overlapped``).
         """
@@ -77,7 +79,7 @@ class Schedule:
 
     @property
     def trained(self) -> int:
-        """Batches trained so far."""
+        """The number of batches trained so far."""
         return self._trained
 
     @property

@@ -15,7 +15,7 @@ from agentrl_envs.types import Problem
 
 logger = logging.getLogger(__name__)
 
-# Consecutive problems with prompts over the limit after which the limit is considered wrong.
+# Number of consecutive problems with prompts over the limit after which the limit is considered wrong.
 _MOST_SKIPPED = 1000
 # Number of skipped problems that are logged individually.
 _MOST_LOGGED = 10
@@ -36,7 +36,7 @@ class RolloutRequest:
 
 
 class RequestState(TypedDict):
-    """A request in a checkpoint. ``problem`` holds the problem's fields."""
+    """A request in a checkpoint. ``problem`` contains the problem's fields."""
 
     index: int
     problem: dict[str, Any]
@@ -89,7 +89,7 @@ class WorkQueue:
         self._logged = 0
 
     async def next(self) -> RolloutRequest:
-        """Issue the next problem after the prompt of the previous problem has been measured."""
+        """Wait until the previous problem's prompt is measured, and issue the next problem."""
         await self._measured.wait()
         if self._again:
             self._newest = self._again.popleft()
@@ -98,7 +98,10 @@ class WorkQueue:
         return self._draw()
 
     async def newest(self) -> RolloutRequest:
-        """Return the newest request after its prompt has been measured. Skipped problems are already replaced in it."""
+        """Wait until the newest request's prompt is measured, and return the request.
+
+        If the request's problem was skipped, the request contains its replacement.
+        """
         await self._measured.wait()
         assert self._newest is not None
         return self._newest

@@ -96,7 +96,7 @@ def alerts(rows: Sequence[Metrics]) -> list[Alert]:
 
 
 def explained(fired: Iterable[Alert]) -> list[Alert]:
-    """Return the first alert of each rule, causes before symptoms. A symptom names its cause instead of advice."""
+    """Return the first alert of each rule, causes before symptoms. For a symptom, its cause replaces the advice."""
     first: dict[str, Alert] = {}
     for alert in fired:
         first.setdefault(alert.alert, alert)

@@ -24,7 +24,7 @@ EVERY_STEP = ""
 
 @dataclass(frozen=True)
 class Metric:
-    """A number in ``metrics.jsonl``, or a family of numbers, in whose name ``{...}`` matches any text."""
+    """A metric in ``metrics.jsonl``, or a family of metrics. In the name, ``{...}`` matches any text."""
 
     name: str
     unit: str

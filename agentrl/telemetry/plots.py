@@ -134,7 +134,7 @@ def _draw(panel: Panel, axes: Axes, rows: Sequence[Row]) -> bool:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Create an empty figure of this size in inches."""
+    """Create an empty figure with ``width`` and ``height`` in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=_DOTS_PER_INCH, layout="constrained")
@@ -217,7 +217,7 @@ def _darken(figure: Figure) -> None:
 
 
 def _line(axes: Axes, rows: Sequence[Row], key: str, label: str | None, index: int = 0) -> bool:
-    """Draw the n-th line: pale steps with a bold running mean, or only the steps if there are few."""
+    """Draw the n-th line: the values in a pale colour with a bold running mean, or only the values if there are few."""
     steps, values = series(rows, key)
     if not steps:
         return False

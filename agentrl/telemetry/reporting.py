@@ -1,4 +1,4 @@
-"""Transfer of a run to experiment trackers in background threads. Training waits for them only at its end."""
+"""Transfer of a run to experiment trackers in background threads. Training waits for the threads only at its end."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Trackers:
         say: Callable[[str], object],
         warn: Callable[[str], object],
     ) -> None:
-        """Create the trackers of ``run``, which is None on ranks other than 0."""
+        """Create the trackers of ``run``. On all ranks except 0, ``run`` is None."""
         self._telemetry, self._run, self._say, self._warn = telemetry, run, say, warn
         self._threads: list[TrackerThread] = []
         self._due: int | None = None  # step whose sample is sent next

@@ -158,7 +158,7 @@ def on_lane(group: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def call(group: str, name: str, **facts: Fact) -> Iterator[None]:
-    """Trace the block on the lane of the task, if any, and on a lane of ``group``, the service that executes it."""
+    """Trace the block on the task's lane, if any, and on a lane of the service ``group`` that executes the block."""
     task_span = contextlib.nullcontext() if _HERE.get() is None else span(name, **facts)
     with task_span, on_lane(group), span(name, **facts):
         yield

@@ -55,7 +55,7 @@ class SampleTable:
 
 
 class Tracker(Protocol):
-    """A run at an experiment tracker. All methods are called from a separate thread, and may block and raise."""
+    """A run in an experiment tracker. All methods are called from a separate thread, and may block and raise."""
 
     @property
     def id(self) -> str:
@@ -118,7 +118,7 @@ _PARAMETERS = 100  # of one request to MLflow
 
 
 class WandbTracker:
-    """A run at Weights & Biases, or in ``trackers/wandb/`` offline; ``wandb sync`` uploads an offline run.
+    """A run at Weights & Biases. Offline runs are in ``trackers/wandb/``, and ``wandb sync`` uploads them.
 
     The run is recorded offline if there is no connection at the start.
     """

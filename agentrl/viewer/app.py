@@ -191,7 +191,7 @@ class _Answers:
         }
 
     def library(self, _request: Request) -> object:
-        """Return all runs (:func:`run_summary`) and evaluations, with a field ``problem`` if they are unreadable."""
+        """Return all runs (:func:`run_summary`) and evaluations. Unreadable ones have a field ``problem``."""
         by_kind = {"run": list[object](), "evaluation": list[object]()}
         for folder in self._library.folders():
             try:

@@ -32,7 +32,7 @@ _FENCE = re.compile(r"```[^\n`]*\n[\s\S]*?(?:\n {0,3}```|$)")
 
 
 def evaluation_summary(path: Path) -> dict[str, object]:
-    """Return the row of an evaluation in the table of evaluations, without ``benchmarks`` until it has finished."""
+    """Return an evaluation's row in the table of evaluations. Unfinished evaluations lack ``benchmarks``."""
     results = read_object(path / "results.json")
     provenance = read_object(path / "provenance.json")
     return {
@@ -89,7 +89,7 @@ def _cached_rows(path: Path, _changed: int, _size: int) -> list[JSONObject]:
 
 
 def rollout_page(path: Path, index: int) -> dict[str, object]:
-    """Return a rollout with its problem and their formulas. Raises SettingsError if ``index`` does not exist."""
+    """Return a rollout, its problem, and the formulas in both. Raises SettingsError if ``index`` does not exist."""
     for position, record in enumerate(rollout_records(path)):
         if position == index:
             return page_of_rollout(record, problems_by_key(path))
@@ -139,7 +139,7 @@ def comparison_page(first: Path, second: Path) -> dict[str, object]:
 
 
 def formulas_of(texts: Iterable[str]) -> dict[str, list[object]]:
-    """Convert each formula outside code fences to a MathML tree, by TeX. Formulas that cannot be parsed are left out.
+    """Convert formulas outside code fences to MathML trees, keyed by TeX. Formulas that cannot be parsed are left out.
 
     >>> formulas_of(["Add $x$ to $x$."])
     {'x': ['math', {}, ['mrow', {}, ['mi', {}, 'x']]]}

@@ -170,7 +170,7 @@ def _first_rollouts(
 
 @dataclass(frozen=True, kw_only=True)
 class OptionForm:
-    """Form field of an option. Its value is one of ``choices`` or, if empty, a value of the default's type."""
+    """Form field of an option. Without ``choices``, its value has the default's type."""
 
     name: str
     default: object

@@ -114,7 +114,7 @@ def check_none_lost(runs: Sequence[StudyRun], before: StudyRecord, home: Path) -
 
 
 def kept_curves(runs: Sequence[StudyRun], before: StudyRecord, *, retry: bool) -> dict[Path, RunCurve]:
-    """Return the stored curves of ended runs without a run directory, by directory.
+    """Return the stored curves of ended runs whose directory is missing, keyed by this directory.
 
     With ``retry``, only finished runs are included.
     """

@@ -28,7 +28,7 @@ class Estimated:
 
 
 def over_seeds(values: Sequence[float] | np.ndarray) -> Estimated:
-    """Return the mean over seeds with Student's 95 % interval, which is nan for a single seed.
+    """Return the mean over seeds with Student's 95 % interval. For a single seed, the interval is nan.
 
     A percentile bootstrap is too narrow for few seeds: its 95 % interval contains the mean of a normal population in
     77 % of studies with 3 seeds and in 85 % with 5. Student's interval contains it in 95 %, but less often if some runs
@@ -199,7 +199,7 @@ class RunCurve(BaseModel):
 
 
 class StudyRecord(BaseModel):
-    """A study and all its runs, from which tables and figures are made."""
+    """A study and all its runs: the data of its tables and figures."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class EngineError(RuntimeError):
-    """The engine failed. The trajectory is retried, and finally ends as an infrastructure failure."""
+    """Raised if the engine fails. After the last retry, the trajectory ends as an infrastructure failure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class Completion:
 class CacheUse:
     """An engine's KV cache: the capacity in ``tokens``, and the fraction ``used`` (0 to 1) of the fullest part.
 
-    ``preemptions``: how often since the start a trajectory lost its keys and values for lack of room.
+    ``preemptions``: number of times since the start that a trajectory lost its keys and values for lack of room.
     """
 
     tokens: int
@@ -148,7 +148,10 @@ class ManagedEngine(Protocol):
     def engine(self) -> Engine: ...
 
     async def open(self) -> None:
-        """Make the engine ready to sample. Stops everything it started before it raises SettingsError or WorldError."""
+        """Prepare the engine for sampling.
+
+        Raises SettingsError or WorldError, after stopping everything that it started.
+        """
 
     def begin_rollouts(self) -> None:
         """Prepare for sampling after a training step."""
@@ -256,7 +259,7 @@ class EnginePlugin(ABC):
     """The pydantic model of ``rollout.options``."""
 
     def options(self, rollout: RolloutSettings) -> Any:
-        """Return ``rollout.options`` as an ``options_model``. Raises SettingsError that lists every invalid key."""
+        """Parse ``rollout.options`` with ``options_model``. Raises SettingsError that lists every invalid key."""
         try:
             return self.options_model.model_validate(rollout.options)
         except ValidationError as error:

@@ -16,9 +16,10 @@ from agentrl.rollout.engines.base import Completion, EngineError, Sampling
 from agentrl.rollout.engines.decoding import SlotCache, decoding
 from agentrl.rollout.engines.sampling import keyed_uniform, sample_tokens
 
-# A prefill interrupts decoding and is therefore delayed. It starts when one request waits for this many running rows.
+# Prefills interrupt decoding and are therefore delayed. A prefill starts when at most this many rows are running for
+# each waiting request.
 _JOIN_SHARE = 8
-# It also starts when a request has waited for this many decoding steps.
+# A prefill also starts when a request has waited for this many decoding steps.
 _JOIN_PATIENCE = 6
 
 

@@ -61,7 +61,7 @@ class SlotCache(Cache):
         count = rows if isinstance(rows, int) else len(rows)
         self._grow(count if isinstance(rows, int) else int(rows.max()) + 1, width)
         self._selected = rows
-        # All rows are returned in place; a selection of rows is copied, but only up to its width.
+        # Leading rows are returned as views of the whole length. Selected rows are copied, but only up to ``width``.
         self._width = self.length + 1 if isinstance(rows, int) else width
         self._index = torch.arange(count, device=positions.device) if isinstance(rows, int) else rows
         self._positions = torch.where(positions < 0, self.length, positions)
@@ -121,7 +121,7 @@ class SlotCache(Cache):
             self._stores[index] = new
 
     def _placed(self, index: int, heads: int, dim: int, like: Tensor) -> Tensor:
-        """Return a store of the current size: in the layer's memory if it may be overwritten, else in spare memory."""
+        """Return a tensor of the current size, in the layer's memory or, to preserve live rows, in spare memory."""
         shape = (self.rows, heads, self.length + 1, dim)
         size = math.prod(shape)
         memory = self._spare if self._live and self._memory[index] is not None else self._memory[index]

@@ -90,7 +90,7 @@ class ManagedServers(ABC):
         )
 
     async def verify(self, version: int, probe: Probe) -> str | None:
-        """Verify the servers' weights. Their version labels matter only if the weights will change.
+        """Verify the servers' weights. Their version labels are checked only if the weights will change.
 
         Raises SettingsError if external servers serve a different model.
         """

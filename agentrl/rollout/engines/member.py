@@ -64,7 +64,7 @@ class Balancer:
         self._changed: asyncio.Event = asyncio.Event()
 
     def choose(self, trajectory_id: str, *, context: int, avoid: frozenset[int] = frozenset()) -> int | None:
-        """Return the server for a request, or None while all are full. Servers in ``avoid`` are the last choice."""
+        """Return the server for a request, or None while all are full. Servers in ``avoid`` are a last resort."""
         up = [index for index, load in enumerate(self.loads) if load.up]
         usable = [index for index in up if index not in avoid] or up
         free = [index for index in usable if not self.loads[index].full]
@@ -165,7 +165,7 @@ class StallDetector:
             raise
 
     async def _stalled(self) -> None:
-        """Return after ``stall_deadline`` seconds with an open gate and no computed token."""
+        """Return when the gate has been open for ``stall_deadline`` seconds without a computed token."""
         loop = asyncio.get_running_loop()
         seen: int | None = _NEVER
         since = loop.time()
@@ -210,7 +210,9 @@ class Member:
         connect: Callable[[str], Replica],
         settings: ServerSettings,
     ) -> None:
-        """``served``: a process to start, or an address. ``connect``: creates the client for an address.
+        """Create a stopped member.
+
+        ``served``: a process to start, or an address. ``connect``: creates the client for an address.
 
         ``gate``: closed while weights change.
         """
@@ -235,7 +237,7 @@ class Member:
         )
 
     async def start(self) -> None:
-        """Start the server's process, if any. Its address may change. Raises WorldError if it cannot be started."""
+        """Start the server's process, if any. The address may change. Raises WorldError if the start fails."""
         if self.server is None:
             return
         loop = asyncio.get_running_loop()

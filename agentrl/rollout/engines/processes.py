@@ -16,7 +16,7 @@ from pathlib import Path
 from agentrl.cluster.local import HERE, LocalProcess, log_file
 from agentrl.cluster.processes import Bundle, Cluster, NodeLostError, ProcessHandle, ProcessSpec, Reservation
 
-# Variables set by torch.distributed and launchers, which a server would take for its own.
+# Variables that torch.distributed and launchers set for this process. A server must not inherit them.
 FOREIGN = frozenset(
     (
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK", "ROLE_RANK"),
@@ -70,7 +70,7 @@ class ServerProcess:
     """A server process and its log. The server is killed when this process ends, for whatever reason."""
 
     def __init__(self, plan: ServerPlan, folder: Path, number: int = 0) -> None:
-        """``folder``: the directory of the run or evaluation."""
+        """Configure the process without starting it. ``folder``: the directory of the run or evaluation."""
         self.plan = plan
         self.number = number
         self._folder = folder
@@ -129,7 +129,7 @@ class NodeServer(ServerProcess):
     """A server on a node that the cluster chooses. Its address may change with each start."""
 
     def __init__(self, plan: ServerPlan, folder: Path, number: int, *, cluster: Cluster, bundle: Bundle) -> None:
-        """``plan``: its host, port and GPUs are replaced by the first start."""
+        """Configure the server without starting it. The first start replaces the host, port and GPUs in ``plan``."""
         super().__init__(plan, folder, number)
         self._cluster = cluster
         self._bundle = bundle

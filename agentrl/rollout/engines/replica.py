@@ -29,19 +29,19 @@ from agentrl.rollout.engines.base import CacheUse, Completion, Sampling
 
 
 class ServerCallError(Exception):
-    """A call without a usable response."""
+    """Raised if a call returns no usable response."""
 
 
 class UnreachableError(ServerCallError):
-    """The connection failed or broke."""
+    """Raised if the connection fails or breaks."""
 
 
 class TooSlowError(ServerCallError):
-    """No response within the deadline."""
+    """Raised if there is no response within the deadline."""
 
 
 class StatusError(ServerCallError):
-    """A response with a status of 400 or above."""
+    """Raised for a response with a status of 400 or above."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"status {status}: {message}")
@@ -50,7 +50,7 @@ class StatusError(ServerCallError):
 
 
 class GarbageError(ServerCallError):
-    """A response with unexpected content."""
+    """Raised for a response with unexpected content."""
 
 
 Response = httpx.Response
@@ -132,7 +132,7 @@ class StreamClient:
     def __init__(
         self, url: str, *, key: str | None, read_timeout: float, connections: int, transport: Transport | None = None
     ) -> None:
-        """``transport``: replaces the network in tests."""
+        """Create a client without connecting. ``transport``: replaces the network in tests."""
         self._client = httpx.AsyncClient(
             base_url=url.rstrip("/") + "/",
             headers={"Authorization": f"Bearer {key}"} if key else {},

@@ -29,7 +29,10 @@ class ServedWeights:
     """Whether a new version replaces the weights of running requests."""
 
     def __init__(self, version: int, *, recompute: bool) -> None:
-        """``recompute``: running requests recompute their keys and values after a weight update."""
+        """Set the initial version.
+
+        ``recompute``: running requests recompute their keys and values after a weight update.
+        """
         self.version = version
         self.directory: Path | None = None
         self.untouched = True
@@ -39,11 +42,14 @@ class ServedWeights:
 
     @asynccontextmanager
     async def used(self, replica: Replica, version: int) -> AsyncIterator[str | None]:
-        """Yield the adapter for a request of ``version``, which stays loaded meanwhile, or None for the base model."""
+        """Yield the adapter for a request of ``version``, or None for the base model.
+
+        The adapter stays loaded until the request ends.
+        """
         yield None
 
     def dated(self, completion: Completion, version: int) -> Completion:
-        """Return the completion of a request of ``version`` with the versions that sampled its tokens."""
+        """Return ``completion`` with the version of each token. ``version`` is the version of its request."""
         return completion
 
     def salt(self, version: int) -> str:
@@ -51,7 +57,7 @@ class ServedWeights:
         return f"{self._nonce}-{version}"
 
     def replace(self, directory: Path | None, version: int) -> None:
-        """Set the weights to ``version``, which servers load from ``directory`` or (None) have already received."""
+        """Set the current version. Servers load it from ``directory``; None: they have received its weights."""
         self.version, self.directory, self.untouched = version, directory, False
         self.check = None  # the old check is for the old weights; a new one is set after verification
 
@@ -63,7 +69,7 @@ class ServedWeights:
         await replica.forget_prefixes(running_too=self._recompute)
 
     async def held_by(self, replica: Replica) -> bool:
-        """Return True if a server holds the current version, after loading it from files if possible."""
+        """Return True if a server has the current version. If necessary, installs it from files first."""
         label = await replica.version()
         if label is None and self.untouched:
             await replica.label(self.version)

@@ -51,7 +51,9 @@ class ServerEngine:
         weights: ServedWeights,
         label: bool = True,
     ) -> None:
-        """``servers``: processes to start, or addresses. ``connect``: creates the client for an address.
+        """Configure the engine without starting servers.
+
+        ``servers``: processes to start, or addresses. ``connect``: creates the client for an address.
 
         ``label``: whether to label the weights of servers that have no version.
         """
@@ -197,7 +199,7 @@ class ServerEngine:
         raise EngineError(f"no {self._title} server is available: {self._lost}")
 
     async def cache_use(self) -> CacheUse | None:
-        """Return the total cache of the servers that are up, with the usage of the fullest; None if none reports it."""
+        """Return the total cache of the servers that are up and the usage of the fullest. None if unreported."""
         known: list[CacheUse] = []
         calls = (member.replica.cache_use() for member in self._up)
         for answer in await asyncio.gather(*calls, return_exceptions=True):
@@ -273,7 +275,7 @@ class ServerEngine:
             await self._on_all(lambda replica: replica.pause())
 
     async def install(self, directory: Path | None, version: int) -> None:
-        """Install the weights of ``version`` from ``directory``, or (None) as already transferred to the servers.
+        """Install the weights of ``version`` from ``directory``; None: they have been transferred to the servers.
 
         Call :meth:`pause` first. Running requests continue; new ones wait for :meth:`resume`.
         """
@@ -309,7 +311,7 @@ class ServerEngine:
         self._weights.untouched = True
 
     async def sleep(self) -> None:
-        """Release the GPUs to the trainer until the next :meth:`install`. Weights that it replaces are dropped."""
+        """Release the GPUs to the trainer until the next :meth:`install`. Drop weights that the install replaces."""
         self._close_gate()
         self._asleep = True
         self._balancer.forget_prefixes()
@@ -333,7 +335,7 @@ class ServerEngine:
         return results
 
     async def _await_return(self) -> None:
-        """Wait until a server responds again, even while weights change. Raises WorldError if none does in time."""
+        """Wait until a server responds, even while weights change. Raises WorldError after ``outage_deadline``."""
         logger.warning(
             "no %s server is available to receive the weights: waiting for one, at most %g s (%s.outage_deadline)",
             self._title, self._settings.outage_deadline, self._settings.prefix,

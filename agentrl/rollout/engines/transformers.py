@@ -144,7 +144,7 @@ class TransformersEngine:
         self._open.set()
 
     async def rest(self) -> None:
-        """Wait until no forward pass runs. A pass may still include cancelled requests after all others have ended.
+        """Wait until no forward pass runs. A pass for cancelled requests may outlast all other requests.
 
         Raises EngineError if a request is still running.
         """

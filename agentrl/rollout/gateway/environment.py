@@ -86,7 +86,7 @@ def load_program(env: str, options: Mapping[str, object], settings: AgentGateway
 
 
 class _PromptEpisode:
-    """An episode that only has a prompt, because the agent program conducts the conversation."""
+    """An episode that contains only a prompt, because the agent program conducts the conversation."""
 
     stop: tuple[str, ...] = ()
 
@@ -113,7 +113,10 @@ class AgentEnvironment(Environment):
     """The environment of an agent program: the program, gateway and chat template shared by all its rollouts."""
 
     def __init__(self, program: AgentProgram, settings: AgentGatewaySettings, renderer: ChatRenderer | None) -> None:
-        """``renderer``: None for an environment that only returns prompts in plain text."""
+        """Configure the environment without opening it.
+
+        ``renderer``: None for an environment that only returns prompts in plain text.
+        """
         self._program = program
         if program.trusted:
             settings = settings.model_copy(update={"agent_columns": None, "agent_rewards": True})

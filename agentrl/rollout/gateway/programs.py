@@ -71,7 +71,7 @@ class AgentProgram(ABC):
 
     @abstractmethod
     async def run(self, problem: Problem, access: Access) -> float | None:
-        """Play one problem. Returns the reward, or None if the program computes none. Raises AgentFailureError."""
+        """Play one problem. Returns the reward, or None if not computed. Raises AgentFailureError."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -166,7 +166,7 @@ def _check_signature(name: str, function: Callable[..., object]) -> None:
 
 
 def _optional_reward(value: object, source: str) -> float | None:
-    """Return ``value`` as a reward; None stays None. Raises AgentFailureError for an invalid reward."""
+    """Convert ``value`` to a reward. Accepts None. Raises AgentFailureError for an invalid reward."""
     try:
         return None if value is None else as_reward(value)
     except ValueError as error:

@@ -21,7 +21,7 @@ _CALL_ID = "call00000"  # has the length that some templates require
 
 
 class ChatRenderer:
-    """Renders conversations with a model's chat template. Raises WireError if the template rejects one."""
+    """Renders conversations with a model's chat template. Raises WireError if the template rejects a conversation."""
 
     def __init__(
         self,
@@ -31,7 +31,10 @@ class ChatRenderer:
         template: str | None = None,
         options: Mapping[str, object] | None = None,
     ) -> None:
-        """``template``: replaces the tokenizer's template. Without any template, messages are written line by line."""
+        """Create a renderer.
+
+        ``template``: replaces the tokenizer's template. Without any template, messages are written line by line.
+        """
         self.codec = codec
         self._chat = ChatTemplate(tokenizer, template=template, options=options)
         self.prefix_ids = codec.prefix_ids if self._chat.plain else ()
@@ -53,7 +56,7 @@ class ChatRenderer:
         return self.prefix_ids + self.codec.encode_parts(parts)
 
     def turn_end(self) -> str:
-        """Return the special token with which the template ends a model turn, or "" if there is none."""
+        """Return the special token with which the template ends a model turn, or "" if there is no such token."""
         user, reply = AgentMessage(role="user", content="?"), AgentMessage(role="assistant", content="!")
         shape = [self._shape(one, index, sampled=True) for index, one in enumerate((user, reply, user))]
         layout = self._layout(json.dumps(shape), "[]", json.dumps(self._chat.options))

@@ -191,7 +191,7 @@ class AgentGateway:
         )
 
     async def _take(self, http: Request) -> Response:
-        """Return the next waiting rollout with the data to play it, or 204 if there is none within ``wait`` seconds."""
+        """Return the next waiting rollout with the data to play it, or 204 if none arrives for ``wait`` seconds."""
         if not _same(_key(http), self.key):
             raise WireError("invalid key for this gateway", status=401, code="invalid_api_key")
         wait = read_body(_Wait, await self._body(http)).wait

@@ -147,7 +147,7 @@ class GenerationTree:
         return Match(parent=found, new=messages[depth:], miss=self._miss(request, depth, known))
 
     def _miss(self, request: ChatRequest, depth: int, known: Sequence[tuple[int, list[Generation]]]) -> Miss | None:
-        """Return the reason why a request's last reply is after ``depth``; None if it is not, or if there is none."""
+        """Return the reason why replies after ``depth`` do not match, or None if the request has no such replies."""
         if not any(message.role == "assistant" for message in request.messages[depth:]):
             return None
         deepest = max((position + 1 for position, _ in known), default=0)
@@ -239,7 +239,7 @@ def _sampled(line: Sequence[Generation]) -> int:
 
 
 def _forks(lines: Sequence[Sequence[Generation]]) -> list[tuple[int, int]]:
-    """Return each line's parent line and the number of trained tokens in it before the fork; (-1, 0) for none."""
+    """Return each line's parent line and the number of its trained tokens before the fork; (-1, 0) without a parent."""
     line_of = {one.id: number for number, line in enumerate(lines) for one in line}
     found = []
     for line in lines:

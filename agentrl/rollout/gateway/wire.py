@@ -157,7 +157,7 @@ def _checked_tool(tool: object) -> object:
 
 
 class ChatRequest(WireModel):
-    """A validated chat request. A field with a single valid value is behaviour that cannot be changed."""
+    """A validated chat request. A field with a single valid value describes behaviour that cannot be changed."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -39,7 +39,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 def generate_body(request: TurnRequest, *, seeded: bool) -> dict[str, object]:
-    """Return the request for one turn, which ends only at ``eos_ids`` and stop strings, not at the server's EOS."""
+    """Build the request for one turn. Only ``eos_ids`` and stop strings end the turn, not the server's EOS."""
     sampling = request.sampling
     parameters: dict[str, object] = {
         "max_tokens": sampling.max_tokens,
@@ -126,7 +126,7 @@ def read_completion(content: bytes, sampling: Sampling, eos_ids: frozenset[int])
 
 
 def score_body(token_ids: Sequence[int], *, salt: str, adapter: str | None = None) -> dict[str, object]:
-    """Return the request for the log-probabilities of a prompt's tokens. The single sampled token is discarded."""
+    """Build the request for the log-probabilities of a prompt's tokens. The single sampled token is discarded."""
     parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
     body: dict[str, object] = {"token_ids": list(token_ids), "sampling_params": parameters, "cache_salt": salt}
     return body if adapter is None else {**body, "model": adapter}
@@ -145,7 +145,9 @@ def read_scores(answer: object, token_ids: Sequence[int]) -> tuple[float, ...]:
 
 
 def read_cache_use(metrics: str) -> CacheUse:
-    """Read the KV cache from a server's Prometheus metrics: the total over its engines, with the usage of the fullest.
+    """Read a server's KV cache usage from its Prometheus metrics.
+
+    Returns the total capacity of the server's engines and the usage of the fullest one.
 
     >>> read_cache_use('''# TYPE vllm:kv_cache_usage_perc gauge
     ... vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.25
@@ -199,7 +201,7 @@ def read_models(answer: object) -> frozenset[str]:
 
 
 def read_checksums(answer: object) -> list[dict[str, tuple[int, int]]]:
-    """Return each worker's count of values and total for each parameter.
+    """Parse each worker's checksums: for each parameter, the number of values and their total.
 
     >>> read_checksums({"results": [{"a": [2, 9]}, {"a": [1, 5]}]})
     [{'a': (2, 9)}, {'a': (1, 5)}]
@@ -223,7 +225,7 @@ def _reason(reason: str, token_ids: tuple[int, ...], eos_ids: frozenset[int]) ->
 
 
 def _spans(spans: list[_Span], count: int) -> tuple[tuple[int, int], ...]:
-    """Return versions and lengths from vLLM's intervals, which must cover all tokens in order."""
+    """Convert vLLM's intervals to versions and lengths. The intervals must cover all tokens in order."""
     found: list[tuple[int, int]] = []
     covered = 0
     for span in spans:
@@ -264,7 +266,10 @@ class VLLMReplica(Replica):
     title: ClassVar[str] = "vLLM"
 
     def __init__(self, address: str, *, seeded: bool = True, adapter_rank: int = 0) -> None:
-        """``seeded``: each request has its own seed. ``adapter_rank``: the rank of the adapters to load; 0: none."""
+        """Create a client without connecting.
+
+        ``seeded``: each request has a separate seed. ``adapter_rank``: the rank of the adapters to load; 0: none.
+        """
         super().__init__(address)
         self._seeded = seeded
         self._adapter_rank = adapter_rank

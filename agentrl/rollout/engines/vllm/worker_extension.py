@@ -18,7 +18,7 @@ _COLUMNS = 256
 
 
 class WorkerExtension:
-    """A mixin of vLLM's worker, whose ``get_model`` it uses; called through ``/collective_rpc``."""
+    """A mixin of vLLM's worker, called through ``/collective_rpc``. Uses the worker's ``get_model``."""
 
     get_model: Any
 
@@ -30,7 +30,7 @@ class WorkerExtension:
 
 
 def served_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters in use, in pieces under their checkpoint names. Other parameters are left out.
+    """Yield the parameters in use, in pieces under their checkpoint names. Unused parameters are left out.
 
     ``packed_modules_mapping`` lists the parts of a fused layer, and ``output_partition_sizes`` their sizes.
     """
