@@ -1,4 +1,4 @@
-"""Algorithms: pure functions on tensors, from rewards to the loss. torch and the standard library only."""
+"""Algorithms: pure functions on tensors, from rewards to the loss. Imports only torch and the standard library."""
 
 from agentrl.algorithms.advantages import compute_advantages
 from agentrl.algorithms.correction import (

@@ -1,4 +1,4 @@
-"""compute_advantages: from the rewards of grouped trajectories to one number per token, normalized if configured."""
+"""compute_advantages: per-token advantages from the rewards of grouped trajectories, optionally normalized."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def compute_advantages(
     calls: Calls | None = None,
     **options: object,
 ) -> Advantages:
-    """Compute advantages, returns and baselines [B, T] of the named estimator, detached and 0 off model tokens.
+    """Compute advantages, returns and baselines [B, T] with the named estimator; detached, 0 off model tokens.
 
     Sums are in float64; the result is float32, or float64 if the rewards are. Options: the fields of the estimator's
     options record. All trajectories of a group must be in one call. If `estimator_needs(...).step_wide` (whitening,
@@ -76,7 +76,7 @@ def _in_blocks(entry: EstimatorEntry, record: object, inputs: AdvantageInputs, c
 
 
 def _advantages(estimate: Advantages, block: EstimatorInputs, normalize: str | None) -> Tensor:
-    """Check an estimate and normalize it by group: [b, T] float64, 0 off the mask, not yet whitened."""
+    """Check an estimate and normalize it by group. Returns [b, T] float64 before whitening, 0 off the mask."""
     mask = block.mask
     advantages = estimate.advantages.masked_fill(~mask, 0.0)
     if normalize == "group_std":
@@ -122,14 +122,14 @@ class Moments:
 
     @classmethod
     def of(cls, advantages: Tensor, mask: Tensor) -> Moments:
-        """Return the moments of advantages [b, T] where the mask is True, at least once."""
+        """Return the moments of advantages [b, T] at the mask's True entries, of which there must be at least one."""
         count = mask.sum().to(advantages.dtype)
         mean = advantages.masked_fill(~mask, 0.0).sum() / count
         squares = (advantages - mean).masked_fill_(~mask, 0.0).square_().sum()
         return cls(count=count, mean=mean, squares=squares)
 
     def merge(self, other: Moments) -> Moments:
-        """Return the moments of both parts together."""
+        """Merge the moments of two parts."""
         count = self.count + other.count
         difference = other.mean - self.mean
         return Moments(
@@ -140,7 +140,7 @@ class Moments:
 
     @classmethod
     def empty(cls, like: Tensor) -> Moments:
-        """Return the moments of no advantages."""
+        """Return the moments of an empty set, with the dtype and device of `like`."""
         zero = like.new_zeros(())
         return cls(count=zero, mean=zero, squares=zero)
 
@@ -152,7 +152,7 @@ class Moments:
         return Moments(count=count, mean=mean, squares=squares)
 
     def whiten(self, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Compute (A - mean) / sqrt(var + 1e-8), var unbiased, 0 off the mask. Fewer than two tokens stay unchanged."""
+        """Compute (A - mean) / sqrt(var + 1e-8), var unbiased, 0 off the mask. A single advantage is left unchanged."""
         if float(self.count) < 2:
             return advantages.masked_fill(~mask, 0.0)
         spread = (self.squares / (self.count - 1) + 1e-8).sqrt()

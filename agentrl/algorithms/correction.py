@@ -107,7 +107,7 @@ def rollout_correction(
     normalizer: Tensor | None = None,
     **options: object,
 ) -> Correction:
-    """Compute weights, loss mask and diagnostics from log-probabilities [B, T]. A row is a whole sequence.
+    """Compute weights, loss mask and diagnostics from log-probabilities [B, T]. Each row is a whole sequence.
 
     Options: the fields of `CorrectionOptions`. Sequence ratios are over `response_mask`. The result's
     mask is a subset of `loss_mask` (default: the response mask). With `self_normalize`, weights are divided
@@ -151,14 +151,14 @@ def correction_sums(
 
 
 def correction_options(**options: object) -> CorrectionOptions:
-    """Return the checked options. Raises UnknownNameError for an unknown option, InvalidOptionError for a bad value."""
+    """Check and return the options. Raises UnknownNameError for unknown names and InvalidOptionError for bad values."""
     record: CorrectionOptions = _OPTIONS.make_options("the rollout correction", options)
     return record
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
-    """Intermediate results of the correction; each [B, T], log_rho 0 off the model tokens."""
+    """Intermediate results of the correction, each [B, T]. `log_rho` is 0 off the model tokens."""
 
     log_rho: Tensor
     model: Tensor  # the response mask
@@ -213,7 +213,7 @@ def _weights(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> tuple
 
 
 def _ratio_kept(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> Tensor:
-    """Return the mask of masked importance sampling: True if the ratio is in [ratio_low, ratio_high]."""
+    """Return the mask for masked importance sampling: True where the ratio is in [ratio_low, ratio_high]."""
     if record.ratio_mask is None:
         return torch.ones_like(model)
     ratio = _ratio(log_rho, model, record.ratio_mask)
@@ -221,7 +221,7 @@ def _ratio_kept(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> Te
 
 
 def _divergence_kept(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> Tensor:
-    """Return a mask: True if the divergence estimate is at most divergence_high."""
+    """Return a mask that is True where the divergence estimate is at most `divergence_high`."""
     if record.divergence_mask is None:
         return torch.ones_like(model)
     if record.divergence_mask == "k2":
@@ -236,7 +236,7 @@ def _divergence_kept(log_rho: Tensor, model: Tensor, record: CorrectionOptions) 
 
 
 def _ratio(log_rho: Tensor, model: Tensor, level: str) -> Tensor:
-    """Return the ratio of the token, of its sequence, or the sequence's geometric mean, at every position [B, T]."""
+    """Return the importance ratio at every position [B, T]: per token, per sequence, or as a geometric mean."""
     if level == "sequence":
         log_rho = log_rho.sum(-1, keepdim=True).expand_as(model)
     elif level == "geometric":
@@ -249,13 +249,13 @@ def _exp(log_rho: Tensor) -> Tensor:
 
 
 def _mean(values: Tensor, model: Tensor) -> Tensor:
-    """Return the mean of values [B, T], 0 off model tokens, over each row's model tokens, at every position."""
+    """Return each row's mean over its model tokens, at every position [B, T]. Values must be 0 off model tokens."""
     return (values.sum(-1, keepdim=True) / model.sum(-1, keepdim=True).clamp(min=1)).expand_as(model)
 
 
 @torch.no_grad()
 def mismatch_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-    """Compute diagnostics of log-probabilities [B, T] over model tokens: float64 scalars, 0 (ess 1) without tokens.
+    """Compute mismatch metrics of log-probabilities [B, T] over model tokens. Without tokens, all are 0 except ess = 1.
 
     Of log_rho = train - rollout (clamped to +-20 where it is exponentiated): `mean_abs_difference`,
     `max_abs_difference`; `kl_k1` mean(-log_rho) and `kl_k3` mean(rho - log_rho - 1), estimates of KL(rollout || train);
@@ -287,7 +287,7 @@ def mismatch_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, respons
 
 @torch.no_grad()
 def perplexity_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-    """Compute exp(-mean ln p), averaged over trajectories with a model token: float64 scalars, 0 without any.
+    """Compute exp(-mean ln p), averaged over trajectories with model tokens. Without such trajectories, it is 0.
 
     `train_perplexity`, `rollout_perplexity` (with exponents of at most 20), and `trajectories`, their number.
     """

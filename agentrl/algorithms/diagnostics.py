@@ -40,7 +40,7 @@ class HeadVariance:
 
 
 class HeadVarianceAccumulator:
-    """Accumulates P and S of g = sum_t A_t delta_t h_t^T / tau over groups, each of which is passed in one call.
+    """Accumulates P and S of g = sum_t A_t delta_t h_t^T / tau over groups. Pass each group in one call.
 
     With capped logits z = cap tanh(x / cap), delta is (e_y - p) dz/dx, the gradient at the head's output x. One product
     per group yields both: 4 S V D operations for S tokens. Memory: one float32 [V, D] sum, and blocks of the
@@ -50,9 +50,9 @@ class HeadVarianceAccumulator:
     def __init__(
         self, head_weight: Tensor, *, temperature: float, bias: Tensor | None = None, cap: float | None = None
     ) -> None:
-        """head_weight [V, D], bias [V], temperature and cap as in the forward, in units of the head's output.
+        """Use `head_weight` [V, D], `bias` [V], `temperature` and `cap` as in the forward.
 
-        The policy must not change between calls.
+        `cap` is in units of the head's output. The policy must not change between calls.
         """
         if head_weight.ndim != 2 or not temperature > 0:
             raise InvalidInputError(
@@ -79,7 +79,7 @@ class HeadVarianceAccumulator:
         held: Tensor | None = None,
         over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Add the groups of a micro-batch of B trajectories with N model tokens in all.
+        """Add the groups of a micro-batch: B trajectories with N model tokens in total.
 
         hidden [N, D], targets [N], advantages [N]; rows [N] is the trajectory 0 .. B-1 of each token,
         groups [B] the group of each trajectory. The size of a group includes trajectories without a token here.

@@ -29,7 +29,7 @@ def kl_penalty(
     full: Tensor | None = None,
     ratio: Tensor | None = None,
 ) -> Tensor:
-    """Compute the penalty at every token, in the shape of `log_probs`. The reference is detached.
+    """Compute the KL penalty of every token, in the shape of `log_probs`. The reference is detached.
 
     With d = ln p_ref - ln p:  `k1` -d;  `abs` |d|;  `k2` d^2 / 2;  `k3` e^d - d - 1 (the exponent clamped to +-20,
     the result not);  `full` the exact KL(p || p_ref) over the vocabulary, given as the tensor `full` (see
@@ -85,7 +85,7 @@ def _value(difference: Tensor, estimator: str, full: Tensor | None) -> Tensor:
 
 
 class KLController:
-    """Holds the coefficient `beta` of a step, and is updated with the measured KL afterwards."""
+    """Controller of the KL coefficient `beta` of each step. Updated with the measured KL after the step."""
 
     def __init__(self, beta: float) -> None:
         check_range("beta", beta, 0.0)
@@ -103,11 +103,11 @@ class KLController:
         return {"beta": self.beta}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore a `state_dict`."""
+        """Restore the state returned by `state_dict`."""
 
 
 class FixedKL(KLController):
-    """Constant beta from the settings, also if a run is resumed with different settings."""
+    """Constant beta from the settings. A resumed run ignores the value in the checkpoint."""
 
 
 class AdaptiveKL(KLController):
@@ -120,7 +120,7 @@ class AdaptiveKL(KLController):
     """
 
     def __init__(self, beta: float, *, target: float, horizon: float) -> None:
-        """beta: the initial coefficient, positive because 0 would never change; horizon in trajectories."""
+        """`beta` is the initial coefficient, positive because 0 would never change. `horizon` is in trajectories."""
         check_positive("beta", beta)
         check_positive("target", target)
         check_positive("horizon", horizon)

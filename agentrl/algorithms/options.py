@@ -40,7 +40,7 @@ class InvalidInputError(AlgorithmError):
 
 
 def check_choice(option: str, value: object, choices: Iterable[str | None]) -> None:
-    """Raise InvalidOptionError, with the nearest choice, unless `value` is one of `choices`."""
+    """Raise InvalidOptionError unless `value` is one of `choices`. The message suggests the nearest choice."""
     known = list(choices)
     if value in known:
         return
@@ -80,7 +80,7 @@ class Entry(Generic[F]):
     options: type
 
     def make_options(self, owner: str, given: Mapping[str, object]) -> Any:
-        """Create the options record from keyword arguments. Raises UnknownNameError with the nearest option."""
+        """Create the options record from keyword arguments. Raises UnknownNameError for an unknown option."""
         known = [item.name for item in fields(self.options)]
         for name in given:
             if name not in known:
@@ -160,7 +160,7 @@ def check_not_negative(name: str, tensor: Tensor, mask: Tensor, rows: Tensor | N
 
 
 def refuse_first(bad: Tensor, message: str, name: str, tensor: Tensor, rows: Tensor | None) -> None:
-    """Raise InvalidInputError at the first True of ``bad``. Message fields: {name}, {value}, {row}, {position}."""
+    """Raise InvalidInputError for the first True in ``bad``. Message fields: {name}, {value}, {row}, {position}."""
     if bool(bad.any()):
         row, position = bad.nonzero()[0].tolist()
         value = float(tensor[row, position].detach())

@@ -13,7 +13,7 @@ from agentrl.algorithms.options import InvalidInputError, refuse_first
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """The inputs of the estimators. Only the first three are always needed.
+    """Inputs of the estimators. Only the first three fields are always required.
 
     Two trajectories of one problem, the second with an observation (0 in the mask) between two turns:
 
@@ -78,7 +78,7 @@ class Advantages:
     baselines: Tensor
 
     def take(self, rows: Tensor) -> Advantages:
-        """Return some rows."""
+        """Return the results for `rows`."""
         return Advantages(advantages=self.advantages[rows], returns=self.returns[rows], baselines=self.baselines[rows])
 
 
@@ -126,7 +126,7 @@ def check_rewards_placed(rewards: Tensor, mask: Tensor, rows: Tensor) -> None:
 
 
 class Calls(Protocol):
-    """The calls that together contain the groups of a step. All make the same requests in the same order."""
+    """Connects the calls that together contain a step's groups. All must make the same requests in the same order."""
 
     @property
     def index(self) -> int:
@@ -137,7 +137,7 @@ class Calls(Protocol):
 
 
 class OneCall:
-    """The only call of a step: all groups are in it."""
+    """The only call of a step, which contains all groups."""
 
     index = 0
 

@@ -50,7 +50,7 @@ def add_at_last_token(rewards: Tensor, response_mask: Tensor, amounts: Tensor) -
 
 @dataclass(frozen=True, kw_only=True)
 class RewardKL:
-    """`rewards` [B, T] including the penalty, and the penalty `kl` [B, T] without beta, 0 off the mask."""
+    """Result of `reward_kl`: `rewards` [B, T] with the penalty, and `kl` [B, T] without beta, 0 off the mask."""
 
     rewards: Tensor
     kl: Tensor
@@ -67,7 +67,7 @@ def reward_kl(
     estimator: str = "k1",
     full: Tensor | None = None,
 ) -> RewardKL:
-    """Compute r_t - beta kl_t at the model tokens; all tensors [B, T], detached, other positions unchanged.
+    """Compute r_t - beta kl_t at model tokens; other positions are unchanged. All tensors are [B, T] and detached.
 
     `log_probs` are those of the policy that sampled. With k1, the expected gradient is that of R - beta KL of whole
     trajectories. abs, k2 and k3 penalise other functions of the policy. `full` credits a token only with divergence at

@@ -1,4 +1,4 @@
-"""Kernels: token statistics without materialized logits, and exact energies of trajectories. torch and Triton only."""
+"""Kernels: token statistics without materialized logits, and exact trajectory energies. Only torch and Triton."""
 
 from agentrl.kernels.divergence import full_kl
 from agentrl.kernels.exact_energies import trajectory_energies

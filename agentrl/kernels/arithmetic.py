@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def cap_and_temper(logits: Tensor, cap: float, temperature: float) -> Tensor:
-    """Compute cap tanh(x / cap) / T in place of the head's output x."""
+    """Compute cap tanh(x / cap) / T of the head's output x, in place."""
     return logits.div_(cap).tanh_().mul_(cap / temperature)
 
 
@@ -28,7 +28,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def factor_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the gradient of the logits enters products: half precision on CUDA, else `dtype`.
+    """Return the dtype of the logit gradient in matrix products: half precision on CUDA, otherwise `dtype`.
 
     With half-precision inputs on CUDA, products of half-precision factors run in the tensor cores, several times faster
     than in `dtype`, the accumulation dtype.

@@ -18,7 +18,7 @@ from agentrl.kernels.records import KernelInputError, check_cap
 
 @dataclass(frozen=True, kw_only=True)
 class _Rows:
-    """Input of the passes: trajectories with attended positions first, then padding. All [B, S]."""
+    """Input of the passes: trajectories with attended positions first, then padding. All tensors are [B, S]."""
 
     input_ids: Tensor
     mask: Tensor  # bool, the counted tokens y_t
@@ -201,7 +201,7 @@ def _outer_energies(parts: Parts, shares: list[HeadRow], rows: _Rows, gradient: 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadRow:
-    """One trajectory at the head, K counted tokens, S input tokens."""
+    """Energies and gradients of one trajectory at the head, with K counted tokens and S input tokens."""
 
     weight_energy: float  # ||sum_t dx_t h_t^T||^2
     bias_energy: float  # ||sum_t dx_t||^2
@@ -286,7 +286,7 @@ class _Blocks:
         return at, self._targets[at] - start
 
     def normalizer(self) -> tuple[Tensor, Tensor]:
-        """Return (ln sum_v e^z_v, 1 - p(y)), each [K]; the second from the other tokens, without cancellation."""
+        """Return (ln sum_v e^z_v, 1 - p(y)), each [K]. The second is a sum over other tokens, to avoid cancellation."""
         others = self._hidden.new_full(self._hidden.shape[:1], -torch.inf, dtype=self._dtype)
         own = torch.empty_like(others)
         for start, z in self:

@@ -1,4 +1,4 @@
-"""Gradients of a head: logits from three numbers per row; hidden states, weight and bias as sums over blocks."""
+"""Gradients of a head: of logits, from three coefficients per row, and of hidden states, weight and bias, by blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentrl.kernels.arithmetic import (
 
 
 class RowCoefficients(NamedTuple):
-    """Coefficients [N] of the gradient of a row: p (offset + slope ln p), and at_target at the target."""
+    """Coefficients [N] of a row's logit gradient: p (offset + slope ln p), except `at_target` at the target."""
 
     offset: Tensor
     slope: Tensor | None

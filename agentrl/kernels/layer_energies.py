@@ -54,7 +54,7 @@ class Parts:
 
     @property
     def embedding_scale(self) -> float:
-        """The factor by which the embedding multiplies its rows, in its own precision."""
+        """Factor by which the embedding multiplies its rows, rounded to the dtype of its weight."""
         name = _SCALED_EMBEDDINGS.get(type(self.embedding).__name__)
         return 1.0 if name is None else float(getattr(self.embedding, name).to(self.embedding.weight.dtype))
 
@@ -98,7 +98,7 @@ def take_apart(model: Any) -> Parts:
 
 
 def normalized_input(norm: nn.Module, hidden: Tensor) -> Tensor:
-    """Compute the input that an RMSNorm of `transformers` multiplies by its weight, as its forward does."""
+    """Compute the normalized input that an RMSNorm of `transformers` multiplies by its weight, as in its forward."""
     epsilon: float = getattr(norm, _NORMS[type(norm).__name__])
     wide = hidden.to(torch.float32)
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(hidden.dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class KernelInputError(ValueError):
-    """The arguments of a kernel do not fit together, which is a bug in the caller and never caused by data."""
+    """The arguments of a kernel are inconsistent. This is a bug in the caller, never caused by data."""
 
 
 @dataclass(frozen=True, kw_only=True)

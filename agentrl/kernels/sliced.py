@@ -80,7 +80,7 @@ class Ranks:
         self._group = group
 
     def merge_sums(self, sums: Tensor, temperature: Tensor) -> Tensor:
-        """Merge the states of all parts to the state [N, 6] of the vocabulary. A target is in one part only."""
+        """Merge the states of all parts into the vocabulary's state [N, 6]. Each target is in exactly one part."""
         top = sums[:, TOP].contiguous()
         dist.all_reduce(top, dist.ReduceOp.MAX, group=self._group)
         rest = rescale(sums, top, temperature)[:, TIES:].contiguous()
@@ -268,7 +268,7 @@ class _Tiles:
         return cap_and_temper(out, self._cap, 1.0)
 
     def gradient(self, logits: Tensor) -> Tensor:
-        """Return the memory for a tile's gradient: that of the logits, unless products need another dtype."""
+        """Return a buffer for a tile's gradient: the logits' buffer, unless products need a different dtype."""
         return self._gradient[: logits.numel()].view(logits.shape)
 
 
@@ -302,7 +302,7 @@ class _Gradients:
             self._slice = hidden.new_empty((min(_SLICE, weight.shape[0]), weight.shape[1]), dtype=dtype)
 
     def add(self, rows: slice, columns: slice, dz: Tensor) -> None:
-        """Add dz [R, W], the scaled gradient with respect to a tile's logits. Blocks of a slice must come in order."""
+        """Add dz [R, W], the scaled gradient with respect to a tile's logits. Add a slice's blocks in order."""
         hidden, weight, _ = self._inputs
         if self._hidden is not None:
             add_product(dz, weight[columns], self._hidden[rows], accumulate=columns.start > 0)

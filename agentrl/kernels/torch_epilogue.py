@@ -57,7 +57,7 @@ def to_gradient(
     start: int,
     cap: float | None = None,
 ) -> None:
-    """Write p (offset + slope ln p), and at_target at the target, to out [R, W], from raw logits of tokens from start.
+    """Write p (offset + slope ln p), but at_target at the target, to out [R, W] from the raw logits of a tile at start.
 
     With a cap the logits are capped, and the gradient is with respect to the logits before the cap. normalisers [R, 2]
     are those of `finish_sums`, coefficients [R, 3] are offset, slope and at_target. The logits are overwritten; out may
@@ -76,6 +76,6 @@ def to_gradient(
 
 
 def _targets_here(targets: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return (True if the row's target is one of these tokens, its column or an arbitrary one), both [R, 1]."""
+    """Return (True if the row's target is in this tile, its column, arbitrary if not), both [R, 1]."""
     columns = (targets.long() - start).unsqueeze(-1)
     return (columns >= 0) & (columns < width), columns.clamp(0, width - 1)

@@ -1,4 +1,4 @@
-"""The backend `triton`, whole or with the vocabulary sharded over ranks. Triton is imported at its first use."""
+"""The `triton` backend, for a whole vocabulary or one sharded over ranks. Triton is imported on first use."""
 
 from __future__ import annotations
 

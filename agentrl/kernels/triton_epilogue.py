@@ -91,7 +91,7 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write p (offset + slope ln p), and at_target at the target, to one row of out [R, width]. out may be logits."""
+    """Write p (offset + slope ln p), but at_target at the target, to one row of out [R, width]. out may be logits."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width

@@ -64,7 +64,7 @@ def write_export(folder: Path, tensors: Iterable[tuple[str, Tensor]], version: i
 
 
 def write_version(folder: Path, version: int, write: Callable[[Path], None], *, kept: int = 1) -> Path:
-    """Create a directory for ``version`` with ``write``. ``kept`` older ones remain: engines may be reading them."""
+    """Create a directory for ``version`` with ``write``. Keeps ``kept`` older ones, which engines may be reading."""
     target = folder / f"version-{version:09d}"
     partial = folder / f"{target.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -77,7 +77,7 @@ def write_version(folder: Path, version: int, write: Callable[[Path], None], *, 
 
 
 def write_shards(target: Path, tensors: Iterable[tuple[str, Tensor]], *, most: int = SHARD_BYTES) -> None:
-    """Write tensors to files of at most ``most`` bytes, which also bounds memory; a larger tensor gets its own file."""
+    """Write tensors to files of at most ``most`` bytes, which also bounds memory; a larger tensor has its own file."""
     shard: dict[str, Tensor] = {}
     places: dict[str, str] = {}
     numbers = itertools.count(1)

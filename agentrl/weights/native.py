@@ -179,7 +179,7 @@ class NativeTransfer:
 
 
 def open_native(target: TransferTarget, source: ParameterSource, *, rank: int, host: str) -> NativeTransfer:
-    """Open the transfer to ``target``; all ranks call it. ``host``: the address at which the servers reach rank 0.
+    """Open the transfer to ``target``. Collective. ``host`` is the address at which the servers reach rank 0.
 
     Raises SettingsError if vLLM cannot be imported, WorldError if the servers do not join.
     """

@@ -58,7 +58,7 @@ class DirectTransfer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterShape:
-    """The parameter that a source yields at one position of its iteration."""
+    """Name, dtype and complete shape of a parameter that a source yields."""
 
     name: str
     dtype: torch.dtype
@@ -77,7 +77,7 @@ class ParameterSource:
     """
 
     def __init__(self, module: nn.Module, *, group_elements: int = GROUP_ELEMENTS, summed: bool = True) -> None:
-        """``summed``: compute checksums, which only one rank needs."""
+        """With ``summed``, compute checksums, which only one rank needs."""
         self._module = module
         self._group_elements = group_elements
         self._summed = summed

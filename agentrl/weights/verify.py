@@ -55,7 +55,7 @@ class Checksum:
         return Checksum(values=self.values + other.values, total=(self.total + other.total) % _MODULUS)
 
     def copies_in(self, other: Checksum) -> bool:
-        """Return True if ``other`` is one copy of this parameter, or as many as tensor parallelism makes.
+        """Return True if ``other`` is one copy of this parameter or a sum of copies, as under tensor parallelism.
 
         >>> one = Checksum(values=2, total=5)
         >>> one.copies_in(one), one.copies_in(one + one), one.copies_in(Checksum(values=4, total=11))
@@ -95,7 +95,7 @@ def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Checksum]:
 
 
 def add_up(workers: Iterable[Mapping[str, tuple[int, int]]]) -> dict[str, Checksum]:
-    """Sum the workers' counts and totals to checksums of complete parameters."""
+    """Sum the workers' counts and totals into checksums of complete parameters."""
     found: dict[str, Checksum] = defaultdict(Checksum)
     for share in workers:
         for name, (values, total) in share.items():
@@ -160,7 +160,7 @@ def probe_tokens(texts: Iterable[tuple[int, ...]], *, longest: int) -> tuple[int
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """The trainer's reference for its weights: ``log_probs`` of ``token_ids[1:]`` at temperature 1, and checksums."""
+    """Reference for the trainer's weights: ``log_probs`` of ``token_ids[1:]`` at temperature 1, and checksums."""
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]

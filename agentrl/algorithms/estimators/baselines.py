@@ -1,4 +1,4 @@
-"""Token energies (docs/formulas.md 3), and energy-weighted baselines: means over a group, column by column."""
+"""Token energies (docs/formulas.md 3) and energy-weighted baselines: group means computed per column."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ class Columns:
 def column_baselines(columns: Columns, *, tail: str, leave_one_out: bool) -> Tensor:
     """Compute b = sum W G / sum W over the group's entries of a column: [J, N, C], or [J, 1, C] if all rows share it.
 
-    With `leave_one_out`, every entry is excluded from its own sums. If an entry is alone in its column, b is 0
-    (`zero`), the row's last baseline in a column with two or more entries, or 0 without one (`carry`), or G (`self`). A
-    group with one row has baseline 0 everywhere. Values that are not valid are arbitrary.
+    With `leave_one_out`, every entry is excluded from its own sums. If an entry is alone in its column, `tail`
+    sets b: `zero` is 0, `self` is G, and `carry` is the row's last baseline in a column with two or more entries, or 0
+    if there is none. A group with one row has baseline 0 everywhere. Values that are not valid are arbitrary.
     """
     sums = _Sums.of(columns)
     shared = sums.excluding_own() if leave_one_out else sums.mean()
@@ -104,7 +104,7 @@ def column_baselines(columns: Columns, *, tail: str, leave_one_out: bool) -> Ten
 
 @dataclass(frozen=True, kw_only=True)
 class _Sums:
-    """Group sums of every column. Returns are relative to the column's lowest: the mean of equal returns is exact."""
+    """Group sums per column. Returns are relative to the column's minimum, so the mean of equal returns is exact."""
 
     weights: Tensor  # [J, N, C], 0 where invalid
     above: Tensor  # [J, N, C] G - lowest, 0 where invalid
@@ -131,7 +131,7 @@ class _Sums:
         return self.lowest + (self.weights * self.above).sum(1, keepdim=True) / total
 
     def excluding_own(self) -> Tensor:
-        """Return the weighted mean over the other rows, [J, N, C]; arbitrary without other rows.
+        """Return the weighted mean over the other rows, [J, N, C]; undefined if there are no other rows.
 
         Subtracting a row from the total cancels if the row dominates it, so the sums without the heaviest row are
         computed separately.

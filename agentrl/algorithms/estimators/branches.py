@@ -24,7 +24,7 @@ _SCAN_WIDTH = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Compact:
-    """Every row's model tokens moved to the left, in order: [B, K], K the largest number of model tokens.
+    """Layout with each row's model tokens left-aligned, in order: [B, K], where K is their largest number in a row.
 
     >>> layout = Compact.of(torch.tensor([[True, False, True], [False, True, False]]))
     >>> layout.gather(torch.tensor([[1., 2., 3.], [4., 5., 6.]])).tolist()
@@ -57,7 +57,7 @@ class Compact:
         return tensor.gather(-1, self.position).masked_fill_(~self.valid, 0)
 
     def columns(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a row's return, weight and existence at every compact index, each [B, K], from values [B, T]."""
+        """Return (returns, weights, valid) at every compact index, each [B, K], from values [B, T]."""
         return self.gather(returns), self.gather(weights), self.valid
 
     def scatter(self, tensor: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Compact:
 
 @dataclass(frozen=True)
 class BranchPaths:
-    """Paths in R rollouts, each a row [W] of model tokens, from the root of the conversation to each token.
+    """Paths from the root of the conversation to each token, in R rollouts. A rollout is one row [W] of model tokens.
 
     The sequences of a rollout form trees: a branch begins after a token of another branch. The row contains tokens that
     several paths share once.
@@ -105,11 +105,11 @@ class BranchPaths:
 
     @cached_property
     def ways(self) -> BranchWays:
-        """All paths from a root to a leaf."""
+        """All root-to-leaf paths."""
         return BranchWays.of(self)
 
     def columns(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a rollout's return, weight and existence at every index, each [R, C], from values [R, W].
+        """Return (returns, weights, valid) of a rollout at every path index, each [R, C], from values [R, W].
 
         Several tokens with the same index count as one, with the mean of their weights and the weighted mean of their
         returns.
@@ -134,7 +134,7 @@ class BranchPaths:
 
 @dataclass(frozen=True, kw_only=True)
 class BranchWays:
-    """The L paths from a root to a leaf of R rollouts, one row per path: [L, D], D the tokens of the longest path.
+    """The L root-to-leaf paths of R rollouts, one row per path: [L, D], where D is the length of the longest path.
 
     >>> ways = BranchPaths(torch.tensor([[True, True, True]]), torch.tensor([[-1, 0, 0]])).ways
     >>> ways.gather(torch.tensor([[1., 2., 4.]])).tolist()
@@ -150,7 +150,7 @@ class BranchWays:
 
     @classmethod
     def of(cls, paths: BranchPaths) -> BranchWays:
-        """Create the paths in the order of their leaves. Each round steps back by one more power of two."""
+        """Create the paths in the order of their leaves, by binary lifting: round i moves back 2^i tokens or none."""
         back = paths.previous.masked_fill(~paths.mask, -1)
         rows, tokens = (back >= 0).nonzero(as_tuple=True)
         leaves = paths.mask.clone()
@@ -216,7 +216,7 @@ class MergedInputs(AdvantageInputs):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRows:
-    """Positions of the tokens of B rows in the R rows of their rollouts, each W wide."""
+    """Mapping of the tokens of B rows to R merged rows of width W, one per rollout."""
 
     mask: Tensor  # [B, T] the model tokens
     places: Tensor  # [B, T] index of each model token in its rollout's row
@@ -228,7 +228,7 @@ class RolloutRows:
 
     @classmethod
     def of(cls, inputs: AdvantageInputs) -> RolloutRows | None:
-        """Return the positions for inputs with boolean masks; None if every rollout is one row."""
+        """Create the mapping for inputs with boolean masks. Returns None if every rollout is a single row."""
         samples, branches, mask = inputs.samples, inputs.branches, inputs.response_mask
         if samples is None or branches is None or not bool((branches > 0).any()):
             return None
@@ -302,7 +302,7 @@ class RolloutRows:
 
 
 def _parents(inputs: AdvantageInputs, branches: Tensor, rollout: Tensor, order: Tensor) -> Tensor:
-    """Return the row [B] that each row forks from; -1: none. ``order`` sorts the rows by rollout and branch."""
+    """Return the row [B] from which each row forks, or -1. ``order`` sorts the rows by rollout and branch."""
     if inputs.parents is None or inputs.forks is None:
         return torch.full_like(branches, -1)
     spread = int(branches.max()) + 1
@@ -314,7 +314,10 @@ def _parents(inputs: AdvantageInputs, branches: Tensor, rollout: Tensor, order: 
 
 
 def _previous(inputs: AdvantageInputs, layout: Compact, places: Tensor, parents: Tensor) -> Tensor:
-    """Return the index of the model token before each one, [B, T]; for the first of a row, the fork of its parent."""
+    """Return the index of each model token's predecessor, [B, T].
+
+    The predecessor of a row's first token is the token of the parent row after which the row forks.
+    """
     index = layout.index - 1
     source = layout.position.gather(-1, index.clamp(min=0))
     previous = places.gather(-1, source).masked_fill_(index < 0, -1)

@@ -1,4 +1,4 @@
-"""The inputs of estimators: checked AdvantageInputs of some rows, and derived quantities."""
+"""Inputs of estimators: checked AdvantageInputs for a block of rows, with derived quantities."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -12,7 +12,7 @@ from agentrl.algorithms.options import InvalidInputError, MissingInputError, che
 from agentrl.algorithms.records import ONE_CALL, AdvantageInputs, Calls, Groups, check_rewards_placed, check_rows
 from agentrl.kernels.arithmetic import running_sum
 
-# Float64 elements of one [b, T] that fit into a CPU's cache; on other devices, only memory limits blocks.
+# Maximum float64 elements of a block [b, T]: on CPUs, to fit into the cache; on other devices, to limit memory.
 _BLOCK_ELEMENTS = {"cpu": 1 << 18}
 _OTHER_BLOCK_ELEMENTS = 1 << 24
 
@@ -36,7 +36,7 @@ class EstimatorInputs:
         *,
         weighted: bool = True,
     ) -> "EstimatorInputs":
-        """Return inputs that passed `check_shapes`, with boolean masks. Raises InvalidInputError for invalid values."""
+        """Wrap inputs with boolean masks that passed `check_shapes`. Raises InvalidInputError for invalid values."""
         if rows is None:
             rows = torch.arange(inputs.groups.numel(), device=inputs.groups.device)
         check_rows(inputs.response_mask, rows)
@@ -55,17 +55,17 @@ class EstimatorInputs:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """K: model tokens of every row, [B]."""
+        """K: number of model tokens in each row, [B]."""
         return self.mask.sum(-1)
 
     @cached_property
     def rewards(self) -> Tensor:
-        """r, [B, T]."""
+        """Rewards r, [B, T]."""
         return self.read("rewards")
 
     @cached_property
     def totals(self) -> Tensor:
-        """R: the sum of a row's rewards, [B], summed sequentially, so that padding does not change the rounding."""
+        """R: sum of each row's rewards, [B]. Summed sequentially, so that padding does not affect the rounding."""
         rows, width = self.mask.shape
         step = max(1, _block_elements(self.mask.device) // max(1, width))
         parts = [slice(start, start + step) for start in range(0, max(1, rows), step)]
@@ -86,13 +86,13 @@ class EstimatorInputs:
 
     @property
     def loss_ratio(self) -> Tensor | None:
-        """rho * loss_mask, [B, T]; None if 1 on every model token. Only for estimators registered as weighted."""
+        """rho * loss_mask, [B, T], or None if all values are 1. Only available to estimators registered as weighted."""
         if not self.weighted:
             raise MissingInputError("this estimator reads loss_ratio: register it with weighted=True")
         return self._loss_ratio
 
     def check_loss_ratio(self) -> None:
-        """Raise InvalidInputError if importance weights are not finite or are negative."""
+        """Raise InvalidInputError if an importance weight is negative or not finite."""
         _ = self._loss_ratio
 
     @cached_property
@@ -134,7 +134,7 @@ class EstimatorInputs:
         return ways, rewards.scatter_add_(-1, ways.valid.sum(-1, keepdim=True) - 1, elsewhere.unsqueeze(-1))
 
     def read(self, name: str, *, negative: bool = True) -> Tensor:
-        """Return an input [B, T] in float64, 0 off the mask.
+        """Return the input field `name` [B, T] in float64, 0 off the mask.
 
         Raises InvalidInputError for a non-finite value at a model token, or a negative one unless ``negative``.
         """
@@ -151,7 +151,7 @@ class EstimatorInputs:
         return values
 
     def read_trajectories(self, name: str, *, negative: bool = True) -> Tensor:
-        """Return an input [B] in float64.
+        """Return the input field `name` [B] in float64.
 
         Raises InvalidInputError for a non-finite value, or a negative one unless ``negative``.
         """
@@ -171,13 +171,13 @@ class EstimatorInputs:
 
 
 def take_rows(inputs: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
-    """Return some rows of the inputs."""
+    """Return the inputs restricted to `rows`."""
     given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     return replace(inputs, **{name: tensor[rows] for name, tensor in given.items() if tensor is not None})
 
 
 def blocks_of_rows(inputs: AdvantageInputs) -> Iterator[Tensor]:
-    """Yield rows in blocks of whole groups. Groups with branched rollouts are in separate blocks."""
+    """Yield row indices in blocks of whole groups. Groups with branched rollouts are in separate blocks."""
     width = inputs.rewards.shape[1]
     if not isinstance(inputs, MergedInputs):
         yield from blocks_of_groups(inputs.groups, width)
@@ -188,7 +188,7 @@ def blocks_of_rows(inputs: AdvantageInputs) -> Iterator[Tensor]:
 
 
 def blocks_of_groups(ids: Tensor, width: int) -> Iterator[Tensor]:
-    """Yield rows in non-empty blocks of whole groups of one size, with the rows of a group in succession.
+    """Yield row indices in non-empty blocks of whole groups of one size. The rows of a group are contiguous.
 
     A block contains as many groups as fit into a cache, at least one. Therefore passes over it are cheap, and no
     intermediate result has the size of the batch.

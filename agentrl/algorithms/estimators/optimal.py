@@ -120,7 +120,7 @@ def otb_cross(inputs: EstimatorInputs, options: CrossBaselineOptions) -> Advanta
 def _of_rollouts(
     inputs: EstimatorInputs, energies: Tensor, options: CrossBaselineOptions | GlobalBaselineOptions
 ) -> Advantages:
-    """Compute R - b, weighted by the sums of the energies [B, T] over rollouts."""
+    """Compute R - b, where b is weighted by each rollout's sum of the energies [B, T]."""
     weights = energy_weights(inputs, energies.sum(-1, keepdim=True), options).squeeze(-1)
     return scalar_estimate(inputs.totals, weighted_means(inputs, weights, leave_one_out=options.leave_one_out))
 
@@ -211,7 +211,7 @@ def ogb_pooled(inputs: EstimatorInputs, options: PooledOptions) -> Advantages:
 
 
 def of_others(terms: Tensor) -> Tensor:
-    """Sum the other entries of the last dimension, without subtraction, so that small entries are not lost."""
+    """Sum, for each entry, all others along the last dimension. Avoids subtraction, which would lose small entries."""
     return _before(terms) + _before(terms.flip(-1)).flip(-1)
 
 

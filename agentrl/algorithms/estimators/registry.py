@@ -56,7 +56,7 @@ _PROVIDERS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorNeeds:
-    """The requirements of an estimator with its options.
+    """Requirements of an estimator for given options.
 
     `inputs`: names of AdvantageInputs beside the three that are always needed; `token_energy` may be replaced by
     log_probs and sum_pi_squared. `step_wide`: the rows of the whole optimizer step, of all ranks, must be in one call;
@@ -84,7 +84,7 @@ class EstimatorEntry(Entry[EstimatorFunction]):
     by_column: bool = False  # token baselines by column; branched rollouts have one baseline
 
     def needs(self, record: object) -> EstimatorNeeds:
-        """Return the requirements with the options ``record`` of `make_options`."""
+        """Return the requirements for ``record``, the options returned by `make_options`."""
         inputs = self.requires | _OF_ENERGY.get(getattr(record, "energy", ""), frozenset())
         reason = "" if self.span == "group" else "the estimator needs the groups of the whole step"
         if getattr(record, "normalize", None) == "whiten":
@@ -92,7 +92,7 @@ class EstimatorEntry(Entry[EstimatorFunction]):
         return EstimatorNeeds(inputs=inputs, weighted=self.weighted, step_wide=bool(reason), reason=reason)
 
     def check_inputs(self, name: str, inputs: AdvantageInputs) -> None:
-        """Raise MissingInputError, with the provider in the message, for the first missing input."""
+        """Raise MissingInputError for the first missing input. The message names its provider."""
         for required in sorted(self.requires):
             if getattr(inputs, required) is None:
                 what = _PROVIDERS.get(required, required)
@@ -254,7 +254,7 @@ class CrossBaselineOptions(EnergyOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBaselineOptions(CrossBaselineOptions):
-    """Options of the other optimal token baselines."""
+    """Options of all optimal token baselines except `otb_cross`."""
 
     energy: str = option("logit_proxy", check_choice, ENERGIES)
 

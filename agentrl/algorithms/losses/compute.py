@@ -1,4 +1,4 @@
-"""policy_loss and value_loss: from log-probabilities or values to a loss per token (docs/formulas.md 5)."""
+"""policy_loss and value_loss: per-token losses from log-probabilities or values (docs/formulas.md 5)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def policy_loss(
     selected: Tensor | None = None,
     **options: object,
 ) -> PolicyLoss:
-    """Compute the named loss per token; all tensors [B, T].
+    """Compute the named policy loss per token. All tensors are [B, T].
 
     `old_log_probs` of the ratio's denominator are detached; None: the policy of `log_probs`, so every ratio is 1.
     `response_mask` (default: the loss mask) marks all model tokens; the ratio of a sequence includes rejected tokens.
@@ -113,7 +113,7 @@ def check_aggregation(loss: str, mode: str) -> None:
 
 
 def _checked(name: str, made: object, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the result of a loss function. Raises AlgorithmError if it is not (loss per token [B, T], metrics)."""
+    """Check and return a loss function's result. Raises AlgorithmError unless it is (loss [B, T], metrics)."""
     match made:
         case (Tensor() as per_token, dict() as metrics) if per_token.shape == mask.shape:
             if all(isinstance(value, Tensor) for value in metrics.values()):
@@ -193,7 +193,7 @@ def _ratio_metrics(inputs: LossInputs) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss:
-    """`per_token` [B, T], to be aggregated over the response mask; `metrics`: detached scalars over its tokens.
+    """Value loss: `per_token` [B, T] to aggregate over the response mask, and detached scalar `metrics` over the mask.
 
     `value_mean`, `return_mean`, `squared_error`, `value_clip_fraction` (fraction of tokens whose gradient is clipped to
     0), `return_square_mean`, and `tokens`, the weight of all means.
@@ -254,7 +254,7 @@ _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
 def token_draws(keys: Tensor, width: int, seed: int) -> Tensor:
-    """Draw [B, width] int64, uniform over all int64, as a function of (seed, keys[row], position). keys [B] int64."""
+    """Draw uniform int64 values [B, width] that depend only on (seed, keys[row], position). `keys` is [B] int64."""
     positions = torch.arange(width, dtype=torch.int64, device=keys.device)
     start = torch.full_like(keys, seed)
     return _mix(_mix(_mix(start) ^ keys).unsqueeze(-1) ^ positions)
@@ -268,5 +268,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, places: int) -> Tensor:
-    """Compute the logical shift x >> places, without the sign."""
+    """Compute the logical right shift of x by `places` bits, without sign extension."""
     return (x >> places) & ((1 << (64 - places)) - 1)

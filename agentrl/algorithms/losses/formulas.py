@@ -46,14 +46,14 @@ def _check_above_one(name: str, value: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DualClipOptions(ClipOptions):
-    """ClipOptions, and the bound on the ratio of tokens with a negative advantage."""
+    """ClipOptions with a bound on the ratio of tokens with a negative advantage."""
 
     dual_clip: float = option(3.0, _check_above_one)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceClipOptions(ClipOptions):
-    """ClipOptions for the ratio of a whole sequence, which lies much closer to 1; defaults of the paper."""
+    """ClipOptions for the ratio of a whole sequence, which is much closer to 1. The defaults are the paper's."""
 
     clip_low: float = option(3e-4, check_range, 0.0, 1.0)
     clip_high: float = option(4e-4, check_range, 0.0)
@@ -61,7 +61,7 @@ class SequenceClipOptions(ClipOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightClipOptions(ClipOptions):
-    """ClipOptions for a ratio used as a weight: by default no lower bound, and at most 5 (arXiv 2510.13786)."""
+    """ClipOptions for a ratio used as a weight. By default, only the upper bound 5 applies (arXiv 2510.13786)."""
 
     clip_low: float = option(1.0, check_range, 0.0, 1.0)
     clip_high: float = option(4.0, check_range, 0.0)
@@ -69,7 +69,7 @@ class WeightClipOptions(ClipOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LogClipOptions(Options):
-    """The interval [-clip_low, clip_high] for the *logarithm* of the ratio; defaults of the paper."""
+    """The interval [-clip_low, clip_high] for the *logarithm* of the ratio. The defaults are the paper's."""
 
     clip_low: float = option(0.4, check_range, 0.0)
     clip_high: float = option(0.4, check_range, 0.0)
@@ -77,7 +77,7 @@ class LogClipOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class GateOptions(Options):
-    """The steepness t of the gate for tokens with positive and with other advantages."""
+    """Steepness t of the gate, for tokens with a positive advantage and for all other tokens."""
 
     temperature_positive: float = option(1.0, check_positive)
     temperature_negative: float = option(1.05, check_positive)
@@ -101,7 +101,7 @@ class DivergenceClipOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCovarianceOptions(ClipOptions):
-    """ClipOptions, the fraction of tokens to drop, and the open interval of their covariances."""
+    """ClipOptions with the fraction of tokens to drop and the open interval of their covariances."""
 
     covariance_fraction: float = option(2e-4, check_fraction)
     covariance_low: float = 1.0
@@ -145,7 +145,7 @@ def dual_clip(inputs: LossInputs, options: DualClipOptions) -> tuple[Tensor, dic
 
 @register_loss("cispo", options=WeightClipOptions)
 def cispo(inputs: LossInputs, options: WeightClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute -sg[clip(ratio, 1 - low, 1 + high)] A ln p, where every token has a gradient (arXiv 2506.13585)."""
+    """Compute -sg[clip(ratio, 1 - low, 1 + high)] A ln p, so that every token has a gradient (arXiv 2506.13585)."""
     ratio = inputs.ratio.detach()
     low, high = 1 - options.clip_low, 1 + options.clip_high
     metrics = {
@@ -227,7 +227,7 @@ _RATIO_LIMIT = 20.0
 
 @register_loss("dppo_tv", options=ProbabilityClipOptions)
 def dppo_tv(inputs: LossInputs, options: ProbabilityClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """Keep tokens with A > 0 while p - p_old <= high, others while p - p_old >= -low (binary total variation)."""
+    """Mask by binary total variation: keep A > 0 while p - p_old <= high, and others while p - p_old >= -low."""
     moved = inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()
     keep = torch.where(inputs.advantages > 0, moved <= options.clip_high, moved >= -options.clip_low)
     return _kept(inputs, keep)
@@ -235,7 +235,7 @@ def dppo_tv(inputs: LossInputs, options: ProbabilityClipOptions) -> tuple[Tensor
 
 @register_loss("dppo_kl", options=DivergenceClipOptions)
 def dppo_kl(inputs: LossInputs, options: DivergenceClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """Keep tokens with A > 0 while the binary KL <= high or p <= p_old, others while it is <= low or p >= p_old."""
+    """Mask by binary KL: keep A > 0 while KL <= high or p <= p_old, and others while KL <= low or p >= p_old."""
     log_p, old = inputs.log_probs.detach(), inputs.old_log_probs
     divergence = binary_kl(old, log_p)
     rising = (divergence <= options.clip_high) | (log_p <= old)
@@ -287,7 +287,7 @@ def select_for_kl_cov(inputs: LossInputs, options: KLCovarianceOptions, draws: T
 
 @register_loss("clip_cov", options=ClipCovarianceOptions, traits=LossTraits(selection=select_for_clip_cov))
 def clip_cov(inputs: LossInputs, options: ClipCovarianceOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute `ppo`, and 0 on the selected tokens, which still count in the normalizer."""
+    """Compute `ppo`, with loss 0 for the selected tokens. They still count in the normalizer."""
     selected = _selected(inputs)
     loss = torch.where(selected, 0.0, clipped(inputs.ratio, inputs.advantages, options))
     fractions = clip_fractions(inputs, inputs.ratio, options)
@@ -309,12 +309,12 @@ def _selected(inputs: LossInputs) -> Tensor:
 
 
 def _share(inputs: LossInputs, fraction: float) -> int:
-    """Return `fraction` of the tokens, rounded down with a tolerance for errors like 0.29 * 100, at least one."""
+    """Return the token count for `fraction`, at least 1, rounded down with a tolerance for errors like 0.29 * 100."""
     return max(1, int(fraction * int(inputs.mask.sum()) + 1e-9))
 
 
 def _first(eligible: Tensor, rank: Tensor, draws: Tensor, count: int) -> Tensor:
-    """Select the `count` eligible entries with the smallest (rank, draw), or all if fewer; bool of the same shape."""
+    """Return a mask of the `count` eligible entries with the smallest (rank, draw), or of all if there are fewer."""
     places = eligible.flatten().nonzero().squeeze(-1)
     by_draw = draws.flatten()[places].argsort()
     places = places[by_draw]

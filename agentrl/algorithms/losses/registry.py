@@ -32,7 +32,7 @@ def aggregate(
     length: float | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Aggregate per-token losses to the loss of a micro-batch, a scalar with gradient; 0 if no token is left.
+    """Aggregate per-token losses to a micro-batch's scalar loss, with gradient. Returns 0 if no token remains.
 
     `token_mean`               sum / tokens
     `token_sum`                sum
@@ -72,7 +72,7 @@ def token_factors(
     length: float | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Return the factor [B], float64, of a row's tokens in the mask in `aggregate` with the same arguments.
+    """Return the factor [B] (float64) that `aggregate`, with the same arguments, applies to a row's tokens in the mask.
 
     >>> token_factors(torch.tensor([[True, True], [True, False]]), "seq_mean_token_mean").tolist()
     [0.25, 0.5]
@@ -91,7 +91,7 @@ def token_factors(
 
 
 def loss_normalizer(loss_mask: Tensor, mode: str, weights: Tensor | None = None) -> Tensor:
-    """Return this call's contribution to the normalizer of `aggregate`: its tokens, its sequences, or (token_sum) 0.
+    """Return this call's contribution to the normalizer of `aggregate`: a token or sequence count, or 0 (token_sum).
 
     Sequences are counted with the `weights` of `aggregate`.
     """
@@ -116,7 +116,7 @@ def _check_length(mode: str, length: float | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """`per_token` [B, T], to be aggregated over the loss mask; `metrics`: detached scalars over its tokens.
+    """Policy loss: `per_token` [B, T] to aggregate over the loss mask, and detached scalar `metrics` over the mask.
 
     Metrics of every loss: `ratio_mean`, `ratio_max`, `ratio_min`, `approx_kl` (k3 of old || new) and `tokens`, the
     weight of the means of micro-batches.
@@ -140,7 +140,7 @@ class LossInputs:
     selected: Tensor | None = None  # bool, tokens selected by the loss; None for losses without a selection
 
     def fraction(self, where: Tensor) -> Tensor:
-        """Return the fraction of the loss mask's tokens at which `where` is True."""
+        """Return the fraction of the loss mask's tokens for which `where` is True."""
         return (where & self.mask).sum() / self.mask.sum().clamp(min=1)
 
 
@@ -151,7 +151,7 @@ F = TypeVar("F", bound=LossFunction)
 
 @dataclass(frozen=True, kw_only=True)
 class LossTraits:
-    """Properties of a loss that the trainer needs beside its formula."""
+    """Properties of a loss that the trainer needs in addition to its formula."""
 
     aggregation: str = "token_mean"  # the default
     aggregations: tuple[str, ...] = AGGREGATIONS  # supported aggregations
@@ -159,7 +159,7 @@ class LossTraits:
 
     @property
     def step_wide(self) -> bool:
-        """True if tokens are selected over the whole step, which takes a statistics pass first."""
+        """True if tokens are selected over the whole step, which requires a statistics pass first."""
         return self.selection is not None
 
 

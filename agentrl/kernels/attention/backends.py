@@ -92,7 +92,7 @@ def attend_by_blocks(
 
 @cache
 def _capped_at(cap: float) -> Callable[..., Tensor]:
-    """Return the function that caps scores; cached, because `flex` compiles anew for a new function."""
+    """Return a function that caps scores. Cached, because `flex` recompiles for every new function."""
 
     def capped(score: Tensor, *_: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
@@ -156,7 +156,7 @@ def attend_by_segments(
 
 @cache
 def varlen_kernel() -> Callable[..., Tensor | tuple[Tensor, ...]]:
-    """Return the function of flash-attn 3 or 2, or torch's with the same arguments, which does not support a cap."""
+    """Return the function of flash-attn 3 or 2, or torch's equivalent, which does not support a cap."""
     try:
         from flash_attn_interface import flash_attn_varlen_func
     except ImportError:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceGroup:
-    """The ranks that share rows. All methods but :meth:`part` are collective, forward and backward."""
+    """The ranks that share rows. All methods except :meth:`part` are collective, forward and backward."""
 
     rank: int  # in the group
     size: int
@@ -83,7 +83,7 @@ class _Context(Protocol):
 
 
 class _Swap(torch.autograd.Function):
-    """(blocks [size, ...], ranks): sends block r to rank r, and receives block r of the result from rank r."""
+    """Autograd function of (blocks [size, ...], ranks). Sends block r to rank r, and receives the result's block r."""
 
     @staticmethod
     def forward(ctx: _Context, blocks: Tensor, ranks: SequenceGroup) -> Tensor:
@@ -152,7 +152,7 @@ class PackedRow:
         return self.input_ids[0, self.starts[rows] + columns]
 
     def predicting(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return the index in the row of the state before each of these response tokens, which predicts it.
+        """Return the row index of the state that predicts each of these response tokens.
 
         For a column after the end of a response, the index is inside the row but arbitrary.
         """
@@ -191,7 +191,7 @@ class PackedRow:
 
     @cached_property
     def segment_of(self) -> tuple[Tensor, Tensor]:
-        """(index of the token's segment, index of the segment that it continues), both [L]. Tokens attend to both."""
+        """Indices of each token's segment and of the segment that it continues, both [L]. Tokens attend to both."""
         device = self.input_ids.device
         numbers = torch.arange(len(self.lengths), device="cpu").repeat_interleave(self.lengths)
         return numbers.to(device), self.continued[numbers].to(device)
@@ -352,7 +352,7 @@ def _before(lengths: Tensor, continued: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionPass:
-    """One forward of a transformer over a packed row, or over this rank's part of a row that ranks share."""
+    """One forward of a transformer over a packed row, or over this rank's part of a shared row."""
 
     row: PackedRow
     backend: AttentionBackend
@@ -378,7 +378,7 @@ def packed_states(
     backend: AttentionBackend,
     sequence: SequenceGroup | None = None,
 ) -> Tensor:
-    """Run a transformer of `transformers` with ``layers``, and return the states [l, D] of this rank's tokens.
+    """Run a `transformers` model with ``layers`` layers, and return the states [l, D] of this rank's tokens.
 
     Without a ``sequence`` of ranks, these are all L tokens. The transformer's attention must be
     :func:`agentrl.models.attention.attention`, which reads :func:`current_pass`. Raises KernelInputError if a layer did
@@ -389,7 +389,7 @@ def packed_states(
         output = transformer(
             input_ids=row.input_ids[:, now.part],
             position_ids=row.position_ids[:, now.part],
-            # Four-dimensional, so that transformers creates no mask [L, L].
+            # Four-dimensional, so that transformers does not create an [L, L] mask.
             attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device),
             use_cache=False,
         )
@@ -414,7 +414,7 @@ def current_pass() -> AttentionPass | None:
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the ``context_fn`` of `torch.utils.checkpoint`: layers are recomputed in the pass of their forward.
+    """Return the contexts of `torch.utils.checkpoint`. Layers are recomputed in the context of their forward pass.
 
     The backward pass runs outside :func:`packed_states`, on GPUs in another thread.
     """

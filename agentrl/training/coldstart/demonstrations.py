@@ -1,4 +1,4 @@
-"""Prepare the demonstrations of a cold start: protocol, observations of the environment, limits of rollouts."""
+"""Preparation of cold-start demonstrations: protocol format, environment observations, and rollout limits."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def check_calls(demonstrations: Sequence[Demonstration], settings: Settings) -> 
 
 
 def _calls(item: Demonstration) -> Iterator[tuple[int, ParsedCall]]:
-    """Yield the calls of a demonstration that can be parsed, with the numbers of their turns."""
+    """Yield (turn number, call) for each call of a demonstration that can be parsed."""
     find = plain_format([]).calls.find
     for number, turn in enumerate(item.turns, start=1):
         yield from ((number, call) for call in find(turn.model) if not call.error)
@@ -154,7 +154,7 @@ def _answered(demonstration: Demonstration) -> Demonstration:
 
 
 def _turns(demonstration: Demonstration, protocol: Protocol, name: str) -> Iterator[ShownTurn]:
-    """Yield programs and answers in the protocol's format. A ``final_answer`` becomes a print, then the answer."""
+    """Yield programs and answers in the protocol's format. ``final_answer`` becomes a print, then the answer."""
     answer = ShownTurn(model=_ANSWERS[name].format(demonstration.problem.answer))
     for turn in demonstration.turns:
         program = _SIMPLETIR.parse(turn.model).program

@@ -1,4 +1,4 @@
-"""The cold start: a short supervised fine-tuning on demonstrations, with the response mask."""
+"""The cold start: a short supervised fine-tuning on the model tokens of demonstrations."""
 
 from __future__ import annotations
 

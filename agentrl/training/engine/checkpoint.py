@@ -41,7 +41,7 @@ _NAME = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.partial")
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The state of a run beside its engines."""
+    """The state of a run except its engines' state."""
 
     step: int
     updates: int  # number of optimizer updates
@@ -78,7 +78,7 @@ class _Write:
 
 
 class CheckpointWriter:
-    """Writes checkpoints, in the background if configured; a copy of the state is then held in memory.
+    """Writes checkpoints, optionally in the background, from a copy of the state in memory.
 
     All methods are collective. If writing fails, every rank raises WorldError, at the latest in :meth:`finish`. A
     checkpoint that was not completed because a process was killed is never used.
@@ -87,7 +87,7 @@ class CheckpointWriter:
     def __init__(
         self, root: Path, ranks: Ranked, settings: CheckpointSettings, *, published: Callable[[RunState], None]
     ) -> None:
-        """``published`` is called with each checkpoint from which a run can resume."""
+        """``published`` is called with the state of each checkpoint once a run can resume from it."""
         self._root = root
         self._rank = ranks.rank
         self._settings = settings
@@ -96,7 +96,7 @@ class CheckpointWriter:
         self._under_way: _Write | None = None
 
     def save(self, saved: Mapping[str, Saved], state: RunState) -> None:
-        """Write ``root/step-N`` completely or not at all, with a folder per item of ``saved``, after the last one."""
+        """Finish the last checkpoint, and write ``root/step-N`` atomically, with a folder per item in ``saved``."""
         self.finish()
         folder = self._root / f".step-{state.step:06d}.partial"
         _on_disk(folder, lambda: self._prepare(folder))
@@ -189,7 +189,7 @@ def newest_step(root: Path) -> int:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Delete all checkpoints but the newest ``keep``."""
+    """Delete all checkpoints except the newest ``keep``."""
     for old in _complete(root)[:-keep]:
         shutil.rmtree(old)
 
@@ -207,7 +207,7 @@ def tidy(root: Path) -> None:
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """Read the state of a run beside its engines. Raises WorldError if the file is missing or damaged."""
+    """Read the :class:`RunState` of a checkpoint. Raises WorldError if the file is missing or damaged."""
     try:
         return RunState(**json.loads((checkpoint / _STATE).read_text())["state"])
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -224,7 +224,7 @@ def check_reference(checkpoint: Path, state: RunState, path: str | None) -> None
 
 
 def _on_disk(folder: Path, work: Callable[[], _Value]) -> list[_Value]:
-    """Return the results of ``work`` on every rank. If writing fails on one rank, all raise WorldError. Collective."""
+    """Return every rank's result of ``work``. Every rank raises WorldError if writing fails on one. Collective."""
 
     def guarded() -> _Value:
         with world_errors(folder, "write a checkpoint to"):
@@ -234,7 +234,7 @@ def _on_disk(folder: Path, work: Callable[[], _Value]) -> list[_Value]:
 
 
 def _as_read(state: RunState) -> RunState:
-    """Return a copy as :func:`read_state` returns it, which later changes of the run do not affect."""
+    """Return an independent copy of the state, in the form in which :func:`read_state` returns it."""
     return RunState(**json.loads(json.dumps(asdict(state))))
 
 
@@ -323,7 +323,7 @@ def policy_optimizer(settings: OptimizerSettings, lora: LoRASettings) -> Optimiz
 
 
 def describe_size(module: nn.Module) -> str:
-    """Describe the number of a module's parameters, and of trained parameters if it is smaller."""
+    """Describe the number of a module's parameters, and the number of trained parameters if some are frozen."""
     sizes = [(getattr(item, "ds_numel", item.numel()), item.requires_grad) for item in module.parameters()]
     total = sum(size for size, _ in sizes)
     trained = sum(size for size, learns in sizes if learns)

@@ -37,7 +37,7 @@ class Exchange:
     def __init__(
         self, masks: Sequence[Tensor], homes: Tensor, *, group: torch.distributed.ProcessGroup | None = None
     ) -> None:
-        """``masks`` [b, T] bool of each micro-batch, where b may be 0; ``homes`` [B] the rank for each of their rows.
+        """``masks`` are the micro-batches' bool masks [b, T]; b may be 0. ``homes`` [B] is the home rank of each row.
 
         Positions after a row's last True are not sent. Ranks are ranks of ``group``; None: of all processes.
         """
@@ -60,14 +60,14 @@ class Exchange:
         return replace(parts[0], **{name: self.column([getattr(part, name) for part in parts]) for name in given})
 
     def column(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the rows at home on this rank, [R, longest] or [R], of a tensor [b, T] or [b] of each micro-batch."""
+        """Send a tensor [b, T] or [b] of each micro-batch. Returns this rank's home rows, [R, longest] or [R]."""
         if parts[0].dim() == 1:
             return self._swap(torch.cat(list(parts))[self._order], self._rows_out, self._rows_in)
         flat = _flat(_stacked(parts)[self._order], self._lengths)
         return _padded(self._swap(flat, self._tokens_out, self._tokens_in), self._their_lengths)
 
     def back(self, values: Tensor) -> list[Tensor]:
-        """Return results for this rank's micro-batches, each [b, T], from results for the rows at home [R, longest]."""
+        """Return results for home rows [R, longest] to their senders. Returns one tensor [b, T] per micro-batch."""
         flat = self._swap(_flat(values, self._their_lengths), self._tokens_in, self._tokens_out)
         sent = _padded(flat, self._lengths)
         own = torch.empty_like(sent)
@@ -152,22 +152,22 @@ class Meter:
         self.largest(name, -value, weight)
 
     def mean_of(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
-        """Return one mean so far, over all ranks; 0 if the total weight is 0. Collective."""
+        """Return the current mean of ``name`` over all ranks, or 0 if its total weight is 0. Collective."""
         pair = torch.stack([self._sums[name], self._weights[name]])
         total, weight = engine.all_reduce(pair).tolist()
         return float(total / weight) if weight else 0.0
 
     def weight_of(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
-        """Return the total weight of one mean so far, over all ranks. Collective."""
+        """Return the current total weight of the mean ``name`` over all ranks. Collective."""
         return float(engine.all_reduce(self._weights[name].clone()))
 
     def largest_of(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
-        """Return one maximum so far, over all ranks; 0 without a value of positive weight. Collective."""
+        """Return the current maximum of ``name`` over all ranks, or 0 if no value has a positive weight. Collective."""
         value = float(engine.all_reduce_largest(self._largest[name].clone()))
         return 0.0 if value == -math.inf else value
 
     def reduce(self, engine: TrainingEngine[nn.Module]) -> dict[str, float]:
-        """Reduce all metrics over all ranks, except means and extremes without weight. Collective."""
+        """Reduce all metrics over all ranks. Means and extremes without weight are omitted. Collective."""
         sums = self._reduced(self._sums, engine.all_reduce)
         weights = self._reduced(self._weights, engine.all_reduce)
         largest = self._reduced(self._largest, engine.all_reduce_largest)

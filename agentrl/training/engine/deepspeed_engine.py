@@ -59,7 +59,7 @@ class Stopwatch:
             self._measured.append((name, seconds()))
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each name since the last call. Waits for the GPU."""
+        """Return the seconds spent in each section since the last call. Waits for the GPU."""
         if self._device.type == "cuda" and self._measured:
             torch.cuda.synchronize(self._device)
         totals: dict[str, float] = {}
@@ -119,7 +119,7 @@ def deepspeed_config(
     trained: int = REDUCE_BUCKET,
     leaves: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the configuration of DeepSpeed. ``step()`` ends an accumulation of any number of micro-batches.
+    """Return DeepSpeed's configuration, in which ``step()`` ends an accumulation of any number of micro-batches.
 
     ``trained``: number of trained parameters, which bounds the reduction bucket, because DeepSpeed allocates all of it.
     ``leaves``: classes of modules whose parameters ZeRO-3 gathers together (:func:`expert_blocks`).
@@ -169,7 +169,7 @@ def expert_blocks(module: nn.Module) -> list[str]:
 
 
 def start_distributed(*, deadline: float) -> tuple[int, int]:
-    """Join the process group, or create one of size 1 without a launcher, and return (rank, size).
+    """Join the launcher's process group, or create one of size 1 without a launcher. Returns (rank, size).
 
     ``deadline``: seconds until a collective fails.
     """
@@ -189,8 +189,8 @@ def start_distributed(*, deadline: float) -> tuple[int, int]:
     if "RANK" not in os.environ:
         os.environ.update(defaults)
     if not torch.distributed.is_initialized():
-        # Before DeepSpeed, which uses an existing group. A group created by DeepSpeed is bound to a device and can hang
-        # together with the groups that vLLM's weight transfer creates in this process.
+        # DeepSpeed uses an existing group. A group created by DeepSpeed is bound to a device and can hang together with
+        # the groups that vLLM's weight transfer creates in this process.
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         torch.distributed.init_process_group(backend, timeout=timedelta(seconds=deadline))
     deepspeed.init_distributed(verbose=False)
@@ -255,7 +255,7 @@ def swap_between_ranks(
 
 
 class TrainingEngine(Generic[_Module_co]):
-    """A module under DeepSpeed. ``backward`` accumulates; ``step`` clips, updates and clears.
+    """A module trained by DeepSpeed. ``backward`` accumulates gradients; ``step`` clips, applies and clears them.
 
     DeepSpeed averages gradients over ranks, so multiply a loss that is normalised over all ranks by :attr:`world_size`.
     Ranks that share rows compute the same loss, and each computes the gradient through its slice. Their sum is the
@@ -321,12 +321,12 @@ class TrainingEngine(Generic[_Module_co]):
             return self._engine(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of ``loss`` to those accumulated."""
+        """Add the gradients of ``loss`` to the accumulated gradients."""
         with self.stopwatch.section("time/backward_s"):
             self._engine.backward(loss, scale_wrt_gas=False)
 
     def step(self) -> float:
-        """Clip, update, advance the schedule, clear gradients. Returns the gradient norm before clipping."""
+        """Clip, apply and clear the gradients, and advance the schedule. Returns the gradient norm before clipping."""
         with self.stopwatch.section("time/update_s"):
             self._engine.step()
         return self._norm if self._clips_here else float(self._engine.get_global_grad_norm())
@@ -344,7 +344,7 @@ class TrainingEngine(Generic[_Module_co]):
         return float(self._engine.get_lr()[0])
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Sum ``values`` over ranks with different rows, in place, and return them."""
+        """Sum ``values`` in place over ranks with different rows, and return the sum."""
         if self.groups.replicas > 1:
             torch.distributed.all_reduce(values, group=self.groups.peers)
         return values
@@ -363,7 +363,7 @@ class TrainingEngine(Generic[_Module_co]):
         return torch.stack(found)
 
     def all_reduce_largest(self, values: Tensor) -> Tensor:
-        """Take the elementwise maximum of ``values`` over ranks with different rows, in place, and return it."""
+        """Compute the elementwise maximum of ``values`` in place over ranks with different rows, and return it."""
         if self.groups.replicas > 1:
             torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX, group=self.groups.peers)
         return values

@@ -33,7 +33,7 @@ class RankGroups:
 
 
 def rank_groups(training: TrainingSettings) -> RankGroups:
-    """Return the groups of this rank, the same objects in each call. The first call is collective.
+    """Return this rank's groups, which the first call creates. The first call is collective.
 
     Raises SettingsError if ``training.sequence_parallel`` does not divide the number of ranks.
     """

@@ -1,4 +1,4 @@
-"""Heartbeats of training ranks, which detect ranks that are alive but stuck: these close no connection.
+"""Heartbeats of training ranks. They detect stuck ranks, which are alive and therefore close no connection.
 
 A rank's main thread marks its progress in a :class:`Heartbeat`. Another thread sends the latest mark to the rollout
 worker once a second, and the worker's :class:`Watch` finds the rank that is stuck.

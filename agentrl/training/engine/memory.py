@@ -121,7 +121,7 @@ class MicroBatchBudget:
         while less >= min(before.tokens, tokens or before.tokens):
             less = max(1, less // 2)
         self._record = _Record(configured=before.configured, tokens=less, outside=before.outside or not trajectories)
-        # Any rank writes: the others may wait in a collective for this one until they are killed.
+        # Write on the failing rank, because the others may wait for it in a collective until they are killed.
         atomic_write(self._file, lambda out: out.write(json.dumps(asdict(self._record)).encode()))
         return OutOfMemoryError(
             f"{text}\nthe run continues from its last checkpoint with micro-batches of {less} tokens instead of "

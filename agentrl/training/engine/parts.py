@@ -64,7 +64,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """This rank's part of one trained parameter, as the optimizer holds it."""
+    """This rank's part of one trained parameter, in the optimizer's layout."""
 
     name: str
     start: int  # in the flat parameter

@@ -1,4 +1,4 @@
-"""Callbacks of a run: functions of the caller that receive its steps, evaluations and checkpoints.
+"""Callbacks of a run: user functions that receive its steps, evaluations and checkpoints.
 
 The records are read from the run directory, so one reader serves a rank in this process and ranks in other processes
 or on other machines.
@@ -51,7 +51,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Callbacks:
-    """The caller's functions. An exception in a callback ends the run and propagates to the caller of ``train``."""
+    """The caller's callbacks. An exception in a callback ends the run and propagates to the caller of ``train``."""
 
     on_step: Callable[[TrainedStep], object] | None = None
     on_evaluation: Callable[[EvaluatedStep], object] | None = None

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 # Seconds for ranks to exit by themselves after a rank has failed.
 _GRACE = 30.0
-# The same after a rank or the rollout worker was lost.
+# Seconds for ranks to exit by themselves after a rank or the rollout worker was lost.
 _GRACE_AFTER_LOSS = 5.0
 # Seconds to wait for the cause of a failure that may be a consequence of another one.
 _CAUSE_DELAY = 3.0
@@ -298,7 +298,7 @@ class RankEnd:
 
     @property
     def severity(self) -> int:
-        """Rank of the root cause among several ends. Ranks that failed because a peer disconnected rank lowest."""
+        """Priority of this end as the root cause. It is lowest for ranks that failed because a peer disconnected."""
         if self.lost is not None:
             return 3
         if self.killed:
@@ -356,7 +356,7 @@ class RankGroup:
         _signal(self._handles, signal.SIGKILL)
 
     def end(self, poll: Callable[[], object] = lambda: None) -> RankEnd | None:
-        """Wait until all ranks have exited, and return the root cause of a failure or None. Calls ``poll`` often."""
+        """Wait until all ranks have exited, calling ``poll`` often. Returns the root cause of a failure, or None."""
         running = list(self._handles)
         while running:
             ends = {index: end for index, one in enumerate(running) if (end := _end_of(one)) is not None}

@@ -1,4 +1,4 @@
-"""Files that a run writes beside its metrics: token statistics, the best and the final policy, the summary."""
+"""Files that a run writes in addition to its metrics: token statistics, best and final policy, and summary."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def evaluation_record(report: EvaluationReport) -> EvaluationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """A policy to write: ``state`` holds all parameters of ``model`` after ``steps`` steps.
+    """A policy to export: ``state`` holds all parameters of ``model`` after ``steps`` steps.
 
     ``adapter`` holds the parameters of its adapters, if there are any, on the model ``base``. In ``state``, adapters
     are merged.
@@ -234,7 +234,7 @@ def finish_run(
 
 
 def repeat_alerts(run: RunDirectory, console: Console) -> None:
-    """Print the alerts of a run again at its end, causes first, because early alerts have left the terminal."""
+    """Print the alerts of a run again at its end, causes first, because early alerts have scrolled off the terminal."""
     for alert in explained(run.alerts()):
         console.warning(str(alert))
 

@@ -1,4 +1,4 @@
-"""Checks of user input before a run directory is created: everything that can be invalid and is cheap to read.
+"""Checks of all user input that is cheap to read, before a run directory is created.
 
 Not checked: data sets with a Hugging Face id, which may need a download, and model weights.
 """

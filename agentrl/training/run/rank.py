@@ -1,4 +1,4 @@
-"""A training rank as a cluster starts it: ``python -m agentrl.training.run.rank RUN_DIRECTORY [--resume] [KEY=VALUE]``.
+"""Entry point of a training rank: ``python -m agentrl.training.run.rank RUN_DIRECTORY [--resume] [KEY=VALUE]``.
 
 Settings from the command line override the settings of the run directory.
 """
@@ -24,7 +24,7 @@ from agentrl.training.worker.service import FOLLOWED, WorkerLostError
 
 
 def main() -> int:
-    """Train as the rank that the environment variables name, with the settings of the run directory."""
+    """Train as the rank set in the environment, with the run directory's settings. Returns the exit code."""
     end_with(int(os.environ[STARTED_BY]))
     path = Path(sys.argv[1]).absolute()
     rank = os.environ["RANK"]

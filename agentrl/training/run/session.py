@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
     from agentrl.evaluation.during_training import EvaluationReport
 
-# Number of consecutive steps without a group to train between two warnings.
+# Repeat the warning after this many further consecutive steps without a group to train.
 _EMPTY_STEPS = 10
 
 _UNEVALUATED = (
@@ -94,7 +94,7 @@ class Session:
         world: int,
         changed: Callable[[], object] = lambda: None,
     ) -> None:
-        """Open all parts. ``changed`` is called after each step, evaluation and checkpoint in the run directory."""
+        """Open all parts of a run. ``changed`` is called after each recorded step, evaluation and checkpoint."""
         self.rank = rank
         self._settings = settings
         self._run = run
@@ -429,7 +429,7 @@ class Session:
         self._changed()
 
     def _restore(self) -> None:
-        """Load the newest checkpoint, if there is one."""
+        """Load the newest checkpoint if one exists."""
         keep, rows, others = self._settings.checkpoint.keep, 0, ""
         newest = open_newest(self._checkpoints, self._engine, keep=keep, warn=self._console.warning)
         if newest is not None:
@@ -507,12 +507,12 @@ class Session:
         )
 
     def _held(self, parameters: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Return copies on rank 0. Every rank iterates, because gathering is collective."""
+        """Copy the parameters to the CPU on rank 0. Every rank must iterate, because gathering is collective."""
         return {name: value.to("cpu", copy=True) for name, value in parameters if self.rank == 0}
 
 
 def _reading(policy: PolicyModel) -> str:
-    """Describe the attention of a policy over its rows."""
+    """Describe a policy's attention backend and how many ranks share a row."""
     ranks = "" if policy.sequence is None else f", with each row shared by {policy.sequence.size} ranks"
     return f"{policy.attention} attention over packed trajectories{ranks}"
 

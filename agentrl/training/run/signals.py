@@ -42,7 +42,7 @@ def stop_requests(ask: Callable[[], None], insist: Callable[[], None] | None, *,
         ask()
 
     def handle(number: int, frame: object) -> None:
-        # The thread acts on the signal. Python writes the signal's number to it only if there is a handler.
+        # The listener thread acts on signals. Python writes their numbers to its pipe only if a handler is installed.
         nonlocal began
         began = began or time.monotonic()
         if insist is None and time.monotonic() - began >= _SAME:

@@ -65,7 +65,7 @@ def train(settings: Settings, resume: bool, *, callbacks: Callbacks | None = Non
 
 
 def in_one_process(settings: Settings) -> bool:
-    """Return True if training and rollouts run in this process only, so that no other process imports functions."""
+    """Return True if training and rollouts run in this process only. Then no other process imports user functions."""
     alone = not under_a_launcher(settings.cluster.kind) and not launched(settings)
     return alone and settings.rollout.schedule == "synchronous"
 
@@ -112,7 +112,7 @@ def _train(settings: Settings, resume: bool, callbacks: Callbacks | None, *, emb
 
 
 def _here(settings: Settings) -> Settings:
-    """Return the settings of a cold start, with a local sandbox: the cluster has not started its services yet."""
+    """Return cold-start settings with a local sandbox, because the cluster has not started its services yet."""
     if settings.sandbox.scheme != "ray":
         return settings
     return settings.model_copy(update={"sandbox": settings.sandbox.model_copy(update={"url": "local://"})})

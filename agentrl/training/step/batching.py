@@ -80,7 +80,7 @@ def fill(
 
 
 def deal(units: Sequence[Unit], *, ranks: int) -> list[list[Unit]]:
-    """Deal units of one micro-batch each, given in descending order of cost, to the ranks in turns.
+    """Distribute single-micro-batch units, in descending order of cost, over the ranks in alternating order.
 
     The rank with the costliest unit of a turn receives the cheapest unit of the next turn, so that the micro-batches of
     a turn cost nearly the same.
@@ -220,7 +220,7 @@ def plan_step(
 
 
 def _one_forward_is_slower(shares: Sequence[Sequence[Unit]], scored: int, attention_length: float) -> bool:
-    """Return True if groups that stay on one rank keep others waiting for longer than a statistics pass takes.
+    """Return True if keeping each group on one rank makes others wait longer than a statistics pass takes.
 
     A backward pass costs as much as two forwards. A statistics pass lets the trajectories of a group train on any rank.
     """

@@ -171,7 +171,7 @@ class TokenRecorder:
     """Collects the rows of one rank in one step, in training order. Nothing is computed again."""
 
     def __init__(self, *, hidden_norms: bool = False) -> None:
-        """``hidden_norms``: record the norms of hidden states, which the estimator's energies need."""
+        """With ``hidden_norms``, also record the norms of hidden states, which the estimator's energies need."""
         self._hidden_norms = hidden_norms
         self.rows: list[TrajectoryTokens] = []
 

@@ -32,7 +32,7 @@ from agentrl.training.step.objective_settings import ObjectiveSettings, estimato
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossRows:
-    """A micro-batch with all inputs of its loss except a forward; all tensors are detached.
+    """A micro-batch with all inputs of its loss except the training forward. All tensors are detached.
 
     The forwards of policy, reference and critic fill the first fields. :class:`LossRowMaker` adds ``correction``,
     ``rewards`` and ``estimate`` once all trajectories of the groups are scored.
@@ -69,7 +69,7 @@ class LossRows:
 
     @property
     def estimated(self) -> Advantages:
-        """The estimate. It must have been computed."""
+        """The advantage estimate, which must have been computed."""
         assert self.estimate is not None
         return self.estimate
 
@@ -127,7 +127,7 @@ class Corrector:
         )
 
     def energy_weights(self, rows: LossRows) -> Tensor:
-        """Return the weights of the energies [B, T], not normalised, because a group may span micro-batches."""
+        """Return unnormalised energy weights [B, T], because a group may span micro-batches."""
         if not self._active:
             return rows.batch.loss_mask.to(rows.log_probs.dtype)
         return self._over(rows, self_normalize=False).importance_weights
@@ -173,7 +173,7 @@ class LossRowMaker:
     """Completes the rows of whole groups or of the whole step. ``beta`` is the coefficient of the KL penalty."""
 
     def __init__(self, settings: ObjectiveSettings) -> None:
-        """Raises SettingsError if the estimator or the correction does not accept these settings."""
+        """Resolve the options. Raises SettingsError if the estimator or the correction does not accept them."""
         self._settings = settings
         self._estimator = settings.algorithm.estimator
         self._estimator_options = estimator_options(settings)
@@ -184,7 +184,7 @@ class LossRowMaker:
     def estimate(
         self, batches: Sequence[Batch], engine: TrainingEngine[nn.Module], *, meter: Meter
     ) -> list[tuple[Tensor, Advantages]]:
-        """Compute rewards [B, T] with penalties, and advantages, of whole groups in several batches from rewards alone.
+        """Compute penalized rewards [B, T] and advantages of whole groups in several batches, before any forward.
 
         If the estimator needs the whole step (:attr:`step_wide`), ``batches`` are all batches of this rank, and the
         call is collective.
@@ -350,7 +350,7 @@ class LossRowMaker:
 
 
 def _widened(values: Tensor, width: int) -> Tensor:
-    """Pad [b, T] with zeros to [b, width]; [b] is returned as it is."""
+    """Pad [b, T] with zeros to [b, width]; [b] is returned unchanged."""
     return values if values.dim() == 1 else torch.nn.functional.pad(values, (0, width - values.shape[1]))
 
 

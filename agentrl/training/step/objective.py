@@ -30,7 +30,7 @@ class PolicyObjective:
     """Policy loss, entropy bonus and KL penalty under one aggregation."""
 
     def __init__(self, settings: ObjectiveSettings) -> None:
-        """Resolve the loss. Raises SettingsError if the loss is unknown or does not have a setting that was changed."""
+        """Resolve the loss. Raises SettingsError if the loss is unknown or does not support a changed setting."""
         self._algorithm = settings.algorithm
         self._options = loss_options(settings)
         self._mode = settings.aggregation
@@ -39,7 +39,7 @@ class PolicyObjective:
         self.selects = LOSSES.traits(settings.algorithm.loss).step_wide
 
     def normalizer(self, tokens: float, sequences: float) -> float | None:
-        """Return the divisor of an update's sum from tokens and sequences in its loss mask over all ranks, or None."""
+        """Return the divisor of an update's loss for its ``tokens`` and ``sequences`` over all ranks, or None."""
         return {"token_mean": tokens, "token_sum": None}.get(self._mode, sequences)
 
     def normalizer_over_ranks(self, rows: Sequence[LossRows], engine: TrainingEngine[nn.Module]) -> float | None:
@@ -108,7 +108,7 @@ class PolicyObjective:
     def selection(
         self, log_probs: Sequence[Tensor], rows: Sequence[LossRows], engine: TrainingEngine[nn.Module], *, seed: int
     ) -> list[Tensor]:
-        """Select the tokens of one update, on rank 0: [B, T] bool for each micro-batch. Collective.
+        """Select an update's tokens on rank 0. Returns a mask [B, T] for each micro-batch. Collective.
 
         ``log_probs`` are computed with the weights at the start of the update.
         """

@@ -46,7 +46,7 @@ class ObjectiveSettings:
 
     @classmethod
     def of(cls, settings: Settings) -> ObjectiveSettings:
-        """Return the settings of the objective from those of a run."""
+        """Extract the settings of the objective from the settings of a run."""
         return cls(
             algorithm=settings.algorithm,
             reward=settings.reward,
@@ -77,7 +77,7 @@ class ObjectiveSettings:
 
     @property
     def drops_zero_variance(self) -> bool:
-        """True if groups with equal rewards are dropped, as set or because the estimator gives them no gradient."""
+        """True if groups with equal rewards are dropped, as configured or because they have no gradient."""
         given = self.algorithm.drop_zero_variance
         return not ESTIMATORS[self.algorithm.estimator].equal_groups if given is None else given
 
@@ -93,7 +93,7 @@ class ObjectiveSettings:
 
 
 def estimator_options(settings: ObjectiveSettings) -> dict[str, Any]:
-    """Return the options of ``algorithm.estimator``. Raises SettingsError for a changed setting that it lacks."""
+    """Return the options of ``algorithm.estimator``. Raises SettingsError for an unsupported changed setting."""
     algorithm = settings.algorithm
     options = _options(algorithm, "estimator", ESTIMATORS, _ESTIMATOR_KEYS, algorithm.estimator_options)
     if "loss_aggregation" in ESTIMATORS.option_names(algorithm.estimator):
@@ -103,7 +103,7 @@ def estimator_options(settings: ObjectiveSettings) -> dict[str, Any]:
 
 
 def loss_options(settings: ObjectiveSettings) -> dict[str, Any]:
-    """Return the options of ``algorithm.loss``, like :func:`estimator_options`.
+    """Return the options of ``algorithm.loss``. Raises SettingsError as :func:`estimator_options` does.
 
     Calls the loss on one token. Raises SettingsError if the result is not as ``register_loss`` requires.
     """
@@ -135,7 +135,7 @@ def known_before_forward(settings: ObjectiveSettings) -> bool:
     """Return True if advantages follow from rewards alone, without the policy's log-probabilities."""
     needed = needs(settings)
     penalty = settings.kl.coefficient and settings.kl.placement == "reward"
-    # The greedy rollout's reward is known before, and the rollout correction changes weighted estimators only.
+    # The greedy rollout's reward is known before the forward. The rollout correction affects weighted estimators only.
     corrected = settings.correction.active and needed.weighted
     return not (needed.inputs - {"greedy_returns"} or corrected or penalty)
 

@@ -156,7 +156,7 @@ class Trainer:
                 self._train_update(step, update, rows, fresh=number == 0)
 
     def _one_forward(self, step: _Step, update: UpdatePlan) -> None:
-        """Train an update with one forward for advantages and backward. :mod:`.batching` describes large groups."""
+        """Train an update with one forward for both advantages and loss. :mod:`.batching` describes large groups."""
         normalizer = self._objective.normalizer(update.tokens, update.sequences)
         with torch.no_grad():
             scored = self._over_micro_batches(partial(self._scored, step=step), update.scored_first)

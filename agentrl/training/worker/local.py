@@ -69,13 +69,13 @@ class Loop:
     """Runs coroutines to completion, one at a time."""
 
     def __init__(self, *, resting: bool) -> None:
-        """``resting``: nothing runs between calls; otherwise rollouts continue in a thread during training."""
+        """With ``resting``, nothing runs between calls. Otherwise, rollouts continue in a thread during training."""
         self._loop = RestingLoop() if resting else LoopThread()
         self._running: asyncio.Task[object] | None = None
         self._interrupted = False
 
     def run(self, work: Coroutine[object, object, _Result], *, interruptible: bool) -> _Result:
-        """Return the coroutine's result.
+        """Run the coroutine and return its result.
 
         Raises asyncio.CancelledError if the work is interruptible and :meth:`interrupt` was called.
         """
@@ -219,7 +219,7 @@ class LocalService:
         return self.plans(step, budget)[0]
 
     def barrier(self, place: str) -> None:
-        """Return at once: this process is the only rank."""
+        """Return immediately, because this process is the only rank."""
 
     def plans(self, step: int, budget: int) -> list[RankPlan]:
         """Roll out one step, unless it is done, and plan it for every rank. Ranks that share rows share a plan."""
@@ -312,7 +312,7 @@ class LocalService:
         return work()
 
     async def _arrived(self, transfer: Coroutine[object, object, str | None], version: int) -> str | None:
-        """Return the problem with a transfer, or None. After None, the worker samples with ``version``."""
+        """Await a transfer and return its problem, or None. Without a problem, the worker samples with ``version``."""
         problem = await transfer
         if problem is None:
             self._worker.installed(version)
@@ -329,7 +329,7 @@ class LocalService:
         )
 
     def _finish(self, work: Coroutine[object, object, _Result]) -> _Result:
-        """Run work that is not interruptible, because changes of weights are short and must be complete."""
+        """Run ``work`` without interruption, because weight changes are short and must be complete."""
         return self._loop.run(work, interruptible=False)
 
     def _run(self, work: Coroutine[object, object, _Result]) -> _Result:

@@ -41,7 +41,7 @@ from agentrl_sandbox.client import SandboxError
 
 # Errors that end the run with a message and no traceback.
 _REPORTED = (AgentRLError, EnvironmentContractError, PluginError, SandboxError)
-# Exit code of a run after one of these errors that defines none.
+# Exit code of a run after such an error if the error does not define an exit code.
 _USERS = 2
 # Seconds for ranks to connect.
 _CONNECT = 600.0
@@ -134,7 +134,7 @@ class Server:
             if self._interrupt is not None:
                 self._interrupt()
 
-    # -- answers --------------------------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------------------------
 
     def serve(self, make: Callable[[], LocalService]) -> None:
         """Create the service, then execute requests until a rank exits or a request fails."""

@@ -56,7 +56,7 @@ _START = 600.0
 _END = 30.0
 # Seconds for a rank to report its own error and exit after the worker has exited.
 _LAST_WORDS = 30.0
-# The same if a stuck rank is known to be the reason.
+# Seconds for a rank to exit if a stuck rank is known to be the reason.
 _FEW_WORDS = 5.0
 
 
@@ -131,7 +131,7 @@ class RemoteService:
         if self._process is not None:
             self._process.end(_END)
 
-    # -- talking --------------------------------------------------------------------------------------------------
+    # -- communication --------------------------------------------------------------------------------------------
 
     def _start(self, startup: Startup, door: socket.socket) -> tuple[Connection, Connection]:
         (talk, their_talk), (control, their_control) = Pipe(), Pipe()

@@ -28,7 +28,7 @@ _Method = TypeVar("_Method", bound=Callable[..., object])
 
 
 class InterruptedRunError(Exception):
-    """A stop was requested (SIGTERM, Ctrl-C). Only interruptible calls raise this error, on all ranks alike."""
+    """A stop was requested (SIGTERM, Ctrl-C). Only interruptible calls raise this error, and always on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +175,7 @@ class Caller:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRequest:
-    """A call to the service's method ``name``. All ranks send it and wait together; ``arguments`` are rank 0's."""
+    """A call to the service's method ``name``. All ranks send it and wait; only rank 0 sends ``arguments``."""
 
     name: str
     waiting_for: str

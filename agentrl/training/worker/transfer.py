@@ -1,4 +1,4 @@
-"""Transfer of the trained weights to an engine that holds a copy: sent, verified and, on a mismatch, resent once."""
+"""Transfer of trained weights to an engine with a separate copy. Repeated once if the verification fails."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _ATTEMPTS = 2
 
 
 class WeightMismatchError(AgentRLError):
-    """An engine does not hold the weights although they were sent twice."""
+    """An engine does not have the trained weights after two transfers."""
 
 
 class WeightSender:
-    """Sends a policy's weights. Every rank has one, and all ranks make the same calls."""
+    """Sends a policy's weights. Every rank has a sender, and all ranks must make the same calls."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class WeightSender:
             now = self._service.transfer_target()  # servers may have been lost or restarted before they paused
             self._direct_to(target if now is None else now).send()
             if torch.cuda.is_available():
-                # Colocated servers allocate their caches next, in the memory of the transfer's buffer and copy.
+                # Free the transfer's buffer and copy, because colocated servers allocate their caches next.
                 torch.cuda.empty_cache()
         return self._service.install(directory, version, self._with_checksums(probe))
 
