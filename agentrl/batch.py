@@ -153,11 +153,11 @@ class Batch:
     row: PackedRow
     rows: Tensor  # [N] int64, trajectory of each model token, in row-major order
     columns: Tensor  # [N] int64, index of each model token in its response
-    response_mask: Tensor  # [B, T] bool, True on model tokens
+    response_mask: Tensor  # [B, T] bool, True for model tokens
     loss_mask: Tensor  # [B, T] bool, response mask without the trajectories that filters removed from the loss
     rewards: Tensor  # [B, T] float32
-    rollout_log_probs: Tensor  # [B, T] float32, 0 off model tokens
-    versions: Tensor  # [B, T] int32, policy version that sampled the token, -1 off model tokens
+    rollout_log_probs: Tensor  # [B, T] float32, 0 for tokens that the model did not sample
+    versions: Tensor  # [B, T] int32, policy version that sampled the token, -1 if the model did not
     response_lengths: Tensor  # [B] int64, including observations
     groups: Tensor  # [B] int64
     samples: Tensor  # [B] int64

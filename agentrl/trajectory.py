@@ -157,7 +157,7 @@ class Trajectory:
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """The reward of each response token. A turn's reward is at its last model token."""
+        """The reward of each response token. A turn's reward is assigned to its last model token."""
         return tuple(value for item in self.segments for value in (*(0.0,) * (len(item.token_ids) - 1), item.reward))
 
     @property

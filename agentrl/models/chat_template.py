@@ -28,7 +28,7 @@ Tool = Mapping[str, Any]  # a JSON schema of a function
 # Characters of the private use area do not occur in templates. `guard` replaces them in contents.
 _SLOT, _GUARD, _END = "\ue000", "\ue001", "\ue002"
 # The quote in a slot is escaped if the template writes the content as a JSON string (Llama's tool responses). The word
-# "Text" detects templates that alter a content, for example its case: the altered placeholder does not match.
+# "Text" detects templates that alter contents, for example their case: an altered placeholder does not match.
 _PLACE = re.compile(f'({_SLOT}\\\\?"Text|{_GUARD})([0-9]+){_END}')
 _OPENINGS = 256  # number of cached role sequences of prompts
 

@@ -135,14 +135,14 @@ class Worker:
 
 
 def python_harness() -> types.ModuleType:
-    """Return a module with a copy of verifiers' chat harness that runs under this Python.
+    """Return a module with a copy of verifiers' chat harness that runs under this Python interpreter.
 
     The original harness installs ``uv`` at run time.
     """
     from verifiers.v1.harnesses.null import NullHarness
 
     class WithPython:
-        """A runtime whose scripts run under this Python."""
+        """A runtime whose scripts run under this Python interpreter."""
 
         def __init__(self, runtime: vf.Runtime) -> None:
             self._runtime = runtime

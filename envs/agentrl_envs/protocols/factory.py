@@ -101,25 +101,25 @@ def in_chat(protocol: Protocol, settings: SimpleTIRSettings | ReasoningSettings,
 
 
 def simpletir(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:
-    """Create SimpleTIR: fenced programs and boxed answers."""
+    """Create the SimpleTIR protocol: fenced programs and boxed answers."""
     text = SimpleTIRProtocol(instruction=settings.preamble, observation_limit=settings.observation_limit)
     return in_chat(text, settings, chat)
 
 
 def retool(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:
-    """Create ReTool: programs and answers in tags."""
+    """Create the ReTool protocol: programs and answers in tags."""
     text = ReToolProtocol(instruction=settings.preamble, observation_limit=settings.observation_limit)
     return in_chat(text, settings, chat)
 
 
 def torl(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:
-    """Create ToRL: fenced programs, each followed by an output fence."""
+    """Create the ToRL protocol: fenced programs, each followed by an output fence."""
     text = ToRLProtocol(instruction=settings.preamble, observation_limit=settings.observation_limit)
     return in_chat(text, settings, chat)
 
 
 def hermes(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:
-    """Create hermes: tool calls in the model's chat template, or in plain text."""
+    """Create the hermes protocol: tool calls in the model's chat template or in plain text."""
     plain = settings.chat == "never"
     if plain:
         chat = plain_format([schema.as_function() for schema in tools.schemas], system=settings.system_prompt)

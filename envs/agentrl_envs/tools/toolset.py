@@ -47,7 +47,7 @@ class Tool(Protocol):
     def parameters(self) -> Mapping[str, object]: ...
 
     async def call(self, arguments: Mapping[str, object]) -> str:
-        """Return the text that the model reads."""
+        """Execute a call and return the text that the model reads."""
         ...
 
 
@@ -94,11 +94,11 @@ class ToolSet:
                 await session.close()
 
     def entry(self, name: str) -> ToolEntry | None:
-        """Return the tool ``name``, or None."""
+        """Return the tool ``name``, or None if there is none."""
         return next((entry for entry in self.entries if entry.schema.name == name), None)
 
     def schema(self, name: str) -> ToolSchema | None:
-        """Return the schema of the tool ``name``, or None."""
+        """Return the schema of the tool ``name``, or None if there is none."""
         entry = self.entry(name)
         return None if entry is None else entry.schema
 
