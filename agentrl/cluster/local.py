@@ -193,7 +193,7 @@ class LocalProcess:
 
 
 class LocalCluster:
-    """This machine as a cluster. All processes that it starts end with this process."""
+    """Cluster of this machine only. All started processes end with this process."""
 
     def __init__(self, gpus: Sequence[str] | None) -> None:
         """Create the cluster. ``gpus``: names of the visible GPUs, or None for CPU training."""

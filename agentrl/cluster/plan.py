@@ -51,7 +51,7 @@ def nodes_with_room(
 
 
 def add_to_nodes(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], taken: dict[str, list[Bundle]]) -> None:
-    """Add each bundle to ``taken``, on the fullest node with room for it. Raises UnplaceableError if none has room."""
+    """Add each bundle to ``taken``, on the fullest node with room. Raises UnplaceableError if no node has room."""
     for bundle in bundles:
         room = nodes_with_room(bundle, nodes, taken)
         tightest = min(room, key=lambda node: (*_left(node, taken.get(node.address, ())), node.address))

@@ -1,4 +1,4 @@
-"""Ray as a cluster: it counts resources, places bundles and detects lost nodes. The only module that imports Ray.
+"""Cluster on Ray, which counts resources, places bundles and detects lost nodes. Only this module imports Ray.
 
 Ray starts one actor for each reservation. The actor starts the run's processes as its children, with the same code as
 on a single machine. The processes end with the actor, and Ray ends the actor with the command that created it.

@@ -62,7 +62,7 @@ Bytes = dict[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The dimensions of a model that determine its memory. No weights are read."""
+    """Dimensions of a model that determine its memory use. No weights are read."""
 
     name: str
     config: PreTrainedConfig

@@ -163,7 +163,7 @@ class ImpossibleCallError(ValueError):
 
 
 class CallHeader(TypedDict):
-    """The header of the frame that carries a call."""
+    """Header of the frame that carries a call."""
 
     timeout: float | None
     session: str | None
@@ -173,7 +173,7 @@ class CallHeader(TypedDict):
 
 
 class ExecutionHeader(TypedDict, total=False):
-    """The header of the frame that carries an execution; its blobs are stdout, stderr and the files."""
+    """Header of the frame that carries an execution. The frame's blobs are stdout, stderr and the files."""
 
     op: str
     id: int

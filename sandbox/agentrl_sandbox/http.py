@@ -309,7 +309,7 @@ async def open_http(settings: SandboxSettings) -> HttpSandbox:
 
 
 def run_request(call: Call, request_id: str | None, *, default: float) -> ServiceRequest[Execution]:
-    """Build the request that runs a program. ``default``: timeout in seconds. Raises ValueError if it is invalid."""
+    """Build the request that runs a program. ``default``: timeout in s. Raises ValueError for an invalid timeout."""
     seconds = checked_timeout(default if call.timeout is None else call.timeout)
     body = {
         "program": call.program,

@@ -407,7 +407,7 @@ class LocalSandbox(CallSandbox):
 
 
 async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None = None) -> LocalSandbox:
-    """Start a server with the strongest isolation that this machine allows, and probe it.
+    """Start a server with the strongest isolation that this machine allows, and probe the isolation.
 
     ``modes`` are tried in order: ``root`` and ``user`` namespaces (None: the modes available to this process).
     Raises StartError and, unless ``allow_unisolated``, UnisolatedError.

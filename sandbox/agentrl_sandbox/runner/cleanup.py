@@ -62,7 +62,7 @@ def run_as(user: int | None, action: Callable[[], None]) -> int:
 
 
 def run_helper(user: int | None, action: Callable[[], None]) -> None:
-    """Run ``action`` as ``user`` in a forked process and wait for it. Raises OSError if it fails."""
+    """Run ``action`` as ``user`` in a forked process and wait. Raises OSError if ``action`` fails."""
     _, status = os.waitpid(run_as(user, action), 0)
     if status != 0:
         raise OSError(f"a helper process exited with status {os.waitstatus_to_exitcode(status)}")

@@ -329,7 +329,7 @@ class ZygoteHandle:
         socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
 
     def send_command(self, operation: str, identifier: int) -> None:
-        """Send a command about a child or slot. Ignored if the zygote has exited, and its children with it."""
+        """Send a command about a child or slot. Ignored if the zygote has exited, because its children exit with it."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._socket.send(json.dumps({"op": operation, "id": identifier}).encode())
 

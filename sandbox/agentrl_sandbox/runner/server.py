@@ -326,7 +326,7 @@ class ForkServer:
         self._finish(program, ending)
 
     def _replace(self, zygote: ZygoteHandle) -> None:
-        """Replace a dead zygote, whose programs died with it. Raises RuntimeError if it never became ready."""
+        """Replace a dead zygote, whose programs died with it. Raises RuntimeError if the zygote never became ready."""
         self._epoll.unregister(zygote.fileno())
         del self._by_descriptor[zygote.fileno()]
         status = zygote.close()

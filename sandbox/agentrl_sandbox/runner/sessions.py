@@ -1,4 +1,4 @@
-"""Sessions at the server, which opens, runs, forks and ends them.
+"""Server-side sessions: open, run, fork and end sessions.
 
 A session's interpreter runs untrusted code. The server accepts one message from it: the end of the current program,
 once, with the program's serial number. Any other message ends the session. The server itself enforces deadlines and the

@@ -61,7 +61,7 @@ async def _keep_all(commands: Sequence[Sequence[str]]) -> None:
 
 
 async def _keep(command: Sequence[str]) -> None:
-    """Restart a runner whenever it exits. Raises StartError if its settings or the machine prevent a start."""
+    """Restart a runner whenever it exits. Raises StartError if the settings or the machine prevent a start."""
     while True:
         started = time.monotonic()
         process = await asyncio.create_subprocess_exec(

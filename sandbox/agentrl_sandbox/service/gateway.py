@@ -391,7 +391,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def kept_token(file: Path | None) -> str:
-    """Return the token in ``file``, which is created if needed. Without a file, returns a new token and logs it once.
+    """Return the token in ``file``, creating the file if needed. Without a file, return a new token and log it once.
 
     Raises StartError if the file cannot be used.
     """

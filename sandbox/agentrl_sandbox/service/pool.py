@@ -151,7 +151,7 @@ class PoolSessions:
             raise
 
     async def end(self, session: str) -> None:
-        """End a session, unless it has ended. Raises UnknownSessionError, and BusyError if its runner fails."""
+        """End a session. No effect if it has ended. Raises UnknownSessionError, and BusyError if the runner fails."""
         if self.book.has_ended(session):
             return
         found = self.book.find(session)
