@@ -58,7 +58,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def clustered_stderr(groups: Sequence[Group]) -> float:
     """Return the standard error of the mean reward, with groups as clusters (ratio estimator).
 
-    nan for fewer than two groups.
+    Returns nan for fewer than two groups.
     """
     parts = [_rewards(group.rollouts) for group in groups]
     parts = [part for part in parts if part]

@@ -471,7 +471,7 @@ def _constant(rows: Sequence[Metrics]) -> float | None:
 def _compared(first: Sequence[Metrics], last: Sequence[Metrics]) -> ChangeRecord:
     """Compare the mean reward of the first and last rows.
 
-    The variance of the first rows is raised to the variance of the last rows if it is smaller, because the means of a
+    If the variance of the first rows is smaller, it is raised to the variance of the last rows, because the means of a
     few groups may be equal by chance. The variance of the last rows is never raised, because rewards no longer vary
     after a collapse, and a larger variance would hide it.
     """

@@ -50,7 +50,7 @@ def over_seeds(values: Sequence[float] | np.ndarray) -> Estimated:
 def interquartile_mean(values: Sequence[float]) -> Estimated:
     """Return the interquartile mean (Agarwal et al. 2021, "Deep RL at the edge of the statistical precipice").
 
-    Its 95 % interval is that of Tukey and McLaughlin (1963), or nan for a single seed. Of ``n`` values, drop
+    The 95 % interval follows Tukey and McLaughlin (1963). It is nan for a single seed. Of ``n`` values, drop
     ``g = floor(n / 4)`` at each end, which leaves ``h = n - 2 g``. The half-width is the quantile of Student's t with
     ``h - 1`` degrees of freedom times ``s sqrt((n - 1) / (h (h - 1)))``, with the winsorized standard deviation ``s``.
 

@@ -83,7 +83,7 @@ class JSONClient:
     async def post(self, path: str, body: object = None, *, seconds: float | None) -> object:
         """Post ``body`` and return the JSON of the response, or None for an empty response.
 
-        ``seconds``: None to wait as long as the connection is open.
+        ``seconds``: the deadline; None: wait while the connection is open.
         """
         return await self._call("POST", path, body, seconds)
 
@@ -229,7 +229,7 @@ class ServerNeeds:
 class Identity:
     """Properties reported by a server.
 
-    ``release``: the release of its software. ``version``: the result of :meth:`Replica.version`. ``workers``: the
+    ``release``: the server software's release. ``version``: the result of :meth:`Replica.version`. ``workers``: the
     number of its GPU processes. ``note``: an addition for the console, such as the dtype of its logits.
     """
 
