@@ -53,7 +53,7 @@ def trajectory_energies(
     1510.01799). A row without a counted token has energy 0. The mode (train or eval) is not changed; with dropout,
     the energy is that of the sampled mask. Sums and result are in float32, or float64 for float64 models, and detached.
 
-    Memory beside that of a forward and backward: the gradients of one layer's output, products of one layer (64 MB at
+    Memory in addition to a forward and backward: the gradients of one layer's output, products of one layer (64 MB at
     once, or one row's), and at the head the logits of a block of the vocabulary for one row (128 MB), never [B, S, V].
     Under ZeRO-3, the call is collective, with any number of rows on each rank; the head runs once.
 

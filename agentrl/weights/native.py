@@ -35,8 +35,8 @@ _SMALLEST_BUFFER = 4 * GROUP_ELEMENTS
 class ServersClient:
     """A ``VLLMWeightSyncClient`` for several vLLM servers, which sends each call to all servers at once.
 
-    The workers join one NCCL group after the sender. The ranks of server ``i`` follow the ranks of earlier servers.
-    The first failure ends all calls, because servers that still respond wait in NCCL for the one that failed.
+    The workers join one NCCL group after the sender. The ranks of server ``i`` follow the ranks of earlier servers. The
+    first failure ends all calls, because servers that still respond wait in NCCL for the failed server.
     """
 
     def __init__(self, clients: Sequence[Any], world_sizes: Sequence[int]) -> None:

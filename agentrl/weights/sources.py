@@ -167,7 +167,7 @@ def _grouped(parameters: list[tuple[str, Any]], most: int) -> Iterator[list[tupl
 def read_sharded(path: str | Path, settings: ModelSettings, config: dict[str, Any]) -> Any:
     """Read a model with parameters sharded over all ranks by DeepSpeed's ``config``. Collective.
 
-    Only rank 0 reads the weights, into host memory; the others never hold more than a group beside their shard.
+    Only rank 0 reads the weights, into host memory; the other ranks hold at most a group and their shard.
     """
     import deepspeed
     from transformers.initialization import no_init_weights

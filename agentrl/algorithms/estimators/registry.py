@@ -58,10 +58,10 @@ _PROVIDERS: Mapping[str, str] = {
 class EstimatorNeeds:
     """Requirements of an estimator for given options.
 
-    `inputs`: names of AdvantageInputs beside the three that are always needed; `token_energy` may be replaced by
-    log_probs and sum_pi_squared. `step_wide`: the rows of the whole optimizer step, of all ranks, must be in one call;
-    otherwise the rows of each group. `reason` is the cause, empty if not step_wide. `weighted`: advantages
-    depend on `importance_weights` and `loss_mask`, where these are given.
+    `inputs`: AdvantageInputs fields in addition to the three required ones; `token_energy` may be replaced by log_probs
+    and sum_pi_squared. `step_wide`: the rows of the whole optimizer step, of all ranks, must be in one call; otherwise
+    the rows of each group. `reason` is the cause, empty if not step_wide. `weighted`: advantages depend on
+    `importance_weights` and `loss_mask`, where these are given.
     """
 
     inputs: frozenset[str]

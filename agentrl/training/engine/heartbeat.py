@@ -27,10 +27,10 @@ _SILENT = 5.0
 class Beat:
     """The latest mark of a rank's main thread on ``node``.
 
-    ``position`` is the number of worker calls, and of marks since the last call. All ranks make the same ones, so
-    positions can be compared. ``allowed`` is the time in seconds until the next mark, unless the rank waits for ranks
-    at the same or an earlier position. ``waits`` is true if the rank waits for the worker only. ``marks`` counts the
-    marks.
+    ``position`` is the number of worker calls, and of marks since the last call. All ranks make the same calls and
+    marks, so positions are comparable. ``allowed`` is the time in seconds until the next mark, unless the rank waits
+    for ranks at the same or an earlier position. ``waits`` is true if the rank waits for the worker only. ``marks``
+    counts the marks.
     """
 
     node: str
@@ -163,8 +163,8 @@ class Watch:
         """Return the ranks that block the run: the overdue ranks at the earliest position.
 
         A rank that waits in a collective is not overdue before the ranks that it may wait for. If the processes of some
-        of these ranks do not respond, only those are returned; but a single rank that does not respond blocks no other:
-        it was suspended, for example with Ctrl-Z.
+        of these ranks do not respond, only those are returned. A single rank that does not respond is not blocking: it
+        was suspended, for example with Ctrl-Z.
         """
         if self._checked is not None and now - self._checked > _SILENT:
             self._forgive(now - self._checked, now)  # the worker was suspended, perhaps with all ranks

@@ -1,9 +1,9 @@
 """Handling of out-of-memory errors: the process ends, and the run continues with smaller micro-batches.
 
-A rank without memory cannot take part in the collectives that the other ranks wait in, so no rank repeats the step.
-The rank records a smaller ``training.micro_batch_tokens`` in the run directory and raises OutOfMemoryError. Its exit
-code makes ``cluster.restarts`` start the ranks again from the last checkpoint, or from the start of the run if there
-is none. ``--resume`` reads the same record.
+A rank that is out of memory cannot join the collectives in which the other ranks wait, so no rank repeats the step. The
+rank records a smaller ``training.micro_batch_tokens`` in the run directory and raises OutOfMemoryError. Its exit code
+makes ``cluster.restarts`` start the ranks again from the last checkpoint, or from the start of the run if there is
+none. ``--resume`` reads the same record.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def machine_problems(settings: Settings) -> list[str]:
 def _check_model(settings: Settings) -> None:
     """Raise SettingsError if a model does not support the settings for LoRA, lengths or sequence parallelism.
 
-    Also raises it if the packed forward pass of policy, reference or critic differs from the model's own.
+    Also raises SettingsError if the packed forward pass of policy, reference or critic differs from the model's own.
     """
     if settings.model.lora.rank:
         check_peft()

@@ -45,7 +45,7 @@ class Reference:
     ) -> None:
         """``freeze`` returns the policy's forward on this rank's device, possibly with sharded parameters.
 
-        ``over_vocabulary`` enables the divergence over the whole vocabulary. Unless the head is frozen, this takes a
+        ``over_vocabulary`` enables the divergence over the whole vocabulary. Unless the head is frozen, this requires a
         copy of the head on every rank.
         """
         self._logit_map = policy.head.logit_map

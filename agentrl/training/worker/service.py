@@ -64,8 +64,8 @@ class RolloutService(Protocol):
     """The rollout worker. All calls block, for at most ``training.worker_timeout`` seconds.
 
     Every rank makes every call, in the same order. A call is executed once all ranks have made it, with rank 0's
-    arguments, and returns or raises on all ranks alike. Therefore no rank waits for slow work inside a collective, and
-    all ranks stop in the same interruptible call. A step whose plan was returned is always completed.
+    arguments, and returns or raises on all ranks. Therefore no rank waits for slow work inside a collective, and all
+    ranks stop in the same interruptible call. A step whose plan was returned is always completed.
     """
 
     @_call("the worker's description")
