@@ -98,7 +98,7 @@ def test_messages_name_the_row_of_the_batch_not_of_a_block(estimator, monkeypatc
         compute_advantages(estimator, replace(inputs, rewards=rewards))
     rewards = inputs.rewards.clone()
     rewards[row, int((~inputs.response_mask[row]).nonzero()[0])] = 0.5
-    with pytest.raises(InvalidInputError, match=r"rewards holds 0\.5 in row 37 at position"):
+    with pytest.raises(InvalidInputError, match=r"rewards is 0\.5 in row 37 at position"):
         compute_advantages(estimator, replace(inputs, rewards=rewards))
     mask = inputs.response_mask.clone()
     mask[row] = False

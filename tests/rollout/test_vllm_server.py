@@ -415,7 +415,7 @@ def liar(address: str) -> Iterator[str]:
 
 
 def test_a_server_that_new_weights_do_not_reach_ends_the_run(policy: Path, liar: str, tmp_path: Path) -> None:
-    # The last test on the server: it leaves its weights zero.
+    # The last test on the server, because it changes the weights.
     counting = Path(__file__).parent.parent / "training"
     lengths = ["rollout.max_prompt_tokens=300", "rollout.max_turn_tokens=12", "rollout.max_response_tokens=64"]
     done = run_warm(
@@ -434,6 +434,6 @@ def test_a_server_that_new_weights_do_not_reach_ends_the_run(policy: Path, liar:
     said = re.sub(r"\s+", " ", done.stdout)
     assert done.returncode == 1, said
     unwritten = r"the checksums of \d+ of \d+ parameters differ from the trainer's: model.embed_tokens.weight"
-    assert re.search(rf"transfer 1 of 2 of version \d: the vLLM server {liar}: {unwritten}", said), said
+    assert re.search(rf"transfer 1 of 2 of version \d failed: the vLLM server {liar}: {unwritten}", said), said
     assert re.search(r"error: the weights of version \d did not arrive in 2 transfers by file: ", said), said
     assert "Traceback" not in said
