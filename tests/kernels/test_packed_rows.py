@@ -107,7 +107,7 @@ def test_attention_is_that_of_each_document_alone(
     key, value = torch.randn(2, 1, 2, row.input_ids.shape[1], 8, dtype=torch.float64)
     inputs = [states.requires_grad_() for states in (query, key, value)]
     if torch_kernel and cap is not None:
-        with pytest.raises(KernelInputError, match="caps no scores"):
+        with pytest.raises(KernelInputError, match="cannot cap scores"):
             attend(now, *inputs, scale=0.4, window=window, cap=cap)
         return
     found = attend(now, *inputs, scale=0.4, window=window, cap=cap)
