@@ -267,7 +267,7 @@ def test_the_command_learns_a_file_without_a_compiler(command_line: CommandLine)
     command = ["coldstart", "--demonstrations", "shown.jsonl", "--output", "made/policy", *small]
     bare = {"PATH": "/nowhere", "CXX": "/nowhere/c++", "TORCH_EXTENSIONS_DIR": str(command_line.folder / "none")}
     said = command_line.run(*command, environment=bare)
-    assert "policy: made/policy, made in" in said
+    assert "policy: made/policy, trained in" in said
     assert "cold start: the policy solves 0 of 8 problems of the demonstrations, 0.000 [0.000, 0." in said
     assert "warning: the policy solves no problem after its cold start, so training has no success to" in said
     assert "Traceback" not in said
@@ -277,7 +277,7 @@ def test_the_command_learns_a_file_without_a_compiler(command_line: CommandLine)
         path.name for path in (made / "policy").iterdir()
     }
     # What is there is not overwritten, and a place that cannot be written is said before the training.
-    assert "it exists already" in command_line.run(*command, code=2)
+    assert "already exists" in command_line.run(*command, code=2)
     (command_line.folder / "file").write_text("")
     command[command.index("made/policy")] = "file/policy"
     said = command_line.run(*command, code=2)
