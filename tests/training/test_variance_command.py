@@ -55,14 +55,15 @@ def test_a_second_call_continues_the_first(command_line: CommandLine, random_pol
     arguments += ["--estimators", "rloo,tir_otb", *OWN]
     for folder, problems in (("whole", "3"), ("parts", "2"), ("parts", "3")):
         said = command_line.run("variance", *arguments, "--problems", problems, "--output", folder)
-    assert "2 of them measured" in said
+    assert "resuming a measurement: 2 of 2 sampled problems are already measured" in said
     whole, parts = ((command_line.folder / name / "problems.jsonl").read_text() for name in ("whole", "parts"))
     assert parts == whole
     assert [json.loads(line)["outcome"] for line in whole.splitlines()].count("measured") == 3
 
     changed = ["--problems", "3", "--output", "parts", "rollout.temperature=0.9"]
     said = command_line.run("variance", *arguments, *changed, code=2)
-    assert "measured with temperature=1.0, now with 0.9: use another --output" in said.replace("\n", " ")
+    said = said.replace("\n", " ")
+    assert "a measurement with temperature=1.0, but temperature is now 0.9: use another --output" in said
     assert (command_line.folder / "parts" / "problems.jsonl").read_text() == whole
 
     older = ["--problems", "2", "--output", "older", "--behaviour", str(random_policy)]
