@@ -110,7 +110,7 @@ class HeadVarianceAccumulator:
         self.groups += len(sizes)
 
     def result(self) -> HeadVariance:
-        """Return P, S and Var of the groups added so far. Raises InvalidInputError if there are none."""
+        """Return P, S and Var of the groups added so far. Raises InvalidInputError if no group was added."""
         if self.groups == 0:
             raise InvalidInputError("no group was added: call update before result")
         power = float(self.power_sum) / self.groups

@@ -69,7 +69,7 @@ def reward_kl(
 ) -> RewardKL:
     """Compute r_t - beta kl_t at model tokens; other positions are unchanged. All tensors are [B, T] and detached.
 
-    `log_probs` are those of the policy that sampled. With k1, the expected gradient is that of R - beta KL of whole
+    `log_probs` come from the policy that sampled. With k1, the expected gradient equals that for R - beta KL of whole
     trajectories. abs, k2 and k3 penalise other functions of the policy. `full` credits a token only with divergence at
     later tokens. Estimators `X+` differ from X only in their gradient and are not available here.
 

@@ -43,7 +43,7 @@ def trajectory_energies(
 
     model: a causal language model of a class in `layer_energies.MODELS`, sharded by ZeRO-3 or not, whose
     head may be a `FusedHead`. input_ids [B, S]: prompt and response, one trajectory per row. With `packed`, the model
-    reads them as one row without padding, with this backend; its attention must be that of `agentrl.models`.
+    reads them as one row without padding, with this backend; it must use the attention of `agentrl.models`.
     token_mask [B, S] bool: the *tokens* y_t whose log-probability counts. The state at position t - 1 predicts token t.
     attention_mask [B, S] bool: False at padding in any position. Without it, every column is attended to, which is
     correct for right padding. importance_weights [B, S]: rho_t, a constant, read only where token_mask is True.
@@ -51,7 +51,7 @@ def trajectory_energies(
 
     One forward and one backward to the embedding's output; no `.grad` is touched (docs/formulas.md 4, arXiv
     1510.01799). A row without a counted token has energy 0. The mode (train or eval) is not changed; with dropout,
-    the energy is that of the sampled mask. Sums and result are in float32, or float64 for float64 models, and detached.
+    the energy refers to the sampled mask. Sums and result are in float32, or float64 for float64 models, and detached.
 
     Memory in addition to a forward and backward: the gradients of one layer's output, products of one layer (64 MB at
     once, or one row's), and at the head the logits of a block of the vocabulary for one row (128 MB), never [B, S, V].

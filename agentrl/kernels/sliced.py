@@ -275,7 +275,7 @@ class _Tiles:
 class _Gradients:
     """Gradients of hidden, weight and bias, accumulated tile by tile; None where not wanted.
 
-    `coefficients` are those of the constructor, multiplied by a power of two if gradients of logits are rounded to
+    `coefficients` are the constructor's, multiplied by a power of two if gradients of logits are rounded to
     float16. The power shifts them to the middle of float16's range, because values of 2^-24 and below would be lost.
     """
 

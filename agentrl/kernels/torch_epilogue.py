@@ -60,7 +60,7 @@ def to_gradient(
     """Write p (offset + slope ln p), but at_target at the target, to out [R, W] from the raw logits of a tile at start.
 
     With a cap the logits are capped, and the gradient is with respect to the logits before the cap. normalisers [R, 2]
-    are those of `finish_sums`, coefficients [R, 3] are offset, slope and at_target. The logits are overwritten; out may
+    come from `finish_sums`, coefficients [R, 3] are offset, slope and at_target. The logits are overwritten; out may
     be the same tensor.
     """
     if bias is not None:

@@ -75,7 +75,7 @@ def sharded_token_statistics(
     hidden [N, D] and targets [N], which index the complete vocabulary [0, sum V_r), are the same on every rank, and so
     are the results. Forward and backward are collective: every rank must call them, with gradients for the same inputs.
 
-    The gradients of log_probs and entropy must be those of **one** loss that every rank computes identically. The
+    The gradients of log_probs and entropy must belong to **one** loss that every rank computes identically. The
     gradients of head_weight and bias are this rank's rows of the complete gradient; the gradient of hidden is complete
     on each rank. Raises KernelInputError if the arguments do not fit together on this rank.
     """

@@ -163,11 +163,11 @@ class ChatTemplate:
         return [self.guard(one) for one in value] if isinstance(value, list) else value
 
     def leading_special(self, text: str) -> str:
-        """Return the special token at the start of ``text``, or "" if there is none."""
+        """Return the special token at the start of ``text``, or ""."""
         return next((token for token in self._special if text.startswith(token)), "")
 
     def first_special(self, text: str) -> str:
-        """Return the first special token in ``text``, or "" if there is none."""
+        """Return the first special token in ``text``, or ""."""
         found = [token for token in self._special if token in text]
         return min(found, key=lambda token: (text.index(token), -len(token)), default="")
 

@@ -20,7 +20,7 @@ from agentrl_envs.types import Problem
 
 
 def digest_of(info: Mapping[str, object]) -> str:
-    """Return a hash of a problem's other columns, or "" if there are none."""
+    """Return a hash of a problem's other columns, or "" if it has no others."""
     return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest() if info else ""
 
 

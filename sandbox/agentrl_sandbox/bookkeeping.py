@@ -119,7 +119,7 @@ class SessionBook(Generic[_Home, _Key]):
         return [session.home for session in self._live.values()]
 
     def find(self, name: str) -> BookedSession[_Home, _Key]:
-        """Return the open session with this name. Raises UnknownSessionError if there is none."""
+        """Return the open session with this name. Raises UnknownSessionError if no session has it."""
         session = self._live.get(name)
         if session is None:
             raise self.gone(name, "it was never opened")

@@ -34,7 +34,7 @@ class Compact:
     """
 
     mask: Tensor  # [B, T] bool: the positions to keep
-    index: Tensor  # [B, T] compact index of every position (that of the last model token before it; at least 0)
+    index: Tensor  # [B, T] compact index of every position (the index of the last model token before it; at least 0)
     position: Tensor  # [B, K] original position of each entry; 0 for entries that do not exist
     valid: Tensor  # [B, K] bool: True for entries that exist
 

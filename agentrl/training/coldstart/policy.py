@@ -61,7 +61,7 @@ class StartScore:
 
     @classmethod
     def read(cls, policy: Path) -> StartScore | None:
-        """Return the score stored beside a policy, or None if there is none. Raises WorldError if it is damaged."""
+        """Return the score stored beside a policy, or None. Raises WorldError if the stored score is damaged."""
         path = policy / _SCORE
         if not path.is_file():
             return None

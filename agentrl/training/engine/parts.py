@@ -6,7 +6,7 @@ in its parameter. A reader copies the overlaps with its own pieces exactly::
     engine/part-00000.safetensors   rank 0's pieces: weight/NAME, exp_avg/NAME, exp_avg_sq/NAME, and random/DEVICE
     engine/part-00001.safetensors   rank 1's
 
-Frozen parameters are not written, because they equal those of ``model.path``.
+Frozen parameters are not written, because ``model.path`` contains them.
 """
 
 from __future__ import annotations

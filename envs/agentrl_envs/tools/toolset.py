@@ -94,11 +94,11 @@ class ToolSet:
                 await session.close()
 
     def entry(self, name: str) -> ToolEntry | None:
-        """Return the tool ``name``, or None if there is none."""
+        """Return the tool ``name``, or None if it does not exist."""
         return next((entry for entry in self.entries if entry.schema.name == name), None)
 
     def schema(self, name: str) -> ToolSchema | None:
-        """Return the schema of the tool ``name``, or None if there is none."""
+        """Return the schema of the tool ``name``, or None if the tool does not exist."""
         entry = self.entry(name)
         return None if entry is None else entry.schema
 
