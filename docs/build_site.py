@@ -34,7 +34,7 @@ def main() -> int:
     """Collect the pages, run Zensical, check the result; the exit code."""
     project = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
     pages = list(_pages(project["nav"]))
-    missing = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} - set(pages)
+    missing = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")} - set(pages)
     if missing:
         print(f"zensical.toml: nav lacks {', '.join(sorted(missing))}", file=sys.stderr)
         return 1

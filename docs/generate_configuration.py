@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the settings' models: ``python docs/generate_configuration.py``.
+"""Write docs/reference/configuration.md from the settings' models: ``python docs/generate_configuration.py``.
 
 ``--check`` writes nothing and ends with 1 when the file is not what the models say.
 """
@@ -20,7 +20,7 @@ from agentrl.config.messages import valid_values
 from agentrl.config.settings import RESUME_MAY_CHANGE, SIMPLETIR, SimpleTIRRun
 from agentrl.problems.settings import ProblemSourceSettings
 
-TARGET = Path(__file__).with_name("configuration.md")
+TARGET = Path(__file__).parent / "reference" / "configuration.md"
 
 HEAD = """# Configuration
 
@@ -28,7 +28,7 @@ Every setting has one default, in the settings model of the package that uses it
 models (`make docs`). Settings are applied in this order; later values override earlier ones:
 
 1. the defaults, which are the published values for large models;
-2. without `model.path`, the preset [`tiny`](../configs/tiny.yaml);
+2. without `model.path`, the preset [`tiny`](../../configs/tiny.yaml);
 3. each `--config FILE`, in order, after the files in its `base`;
 4. `key=value` on the command line.
 
@@ -47,9 +47,9 @@ NOTES = {
     "environment": (
         "These keys apply to `env: simpletir`. `env: reasoning` has `instruction`, `chat`, `system_prompt` and "
         "`template_options`; a gymnasium class has `kwargs`, `threads` and `call_deadline`. Other environments have "
-        "different keys ([environments.md](environments.md))."
+        "different keys ([environments.md](../how-to/environments.md))."
     ),
-    "data": "Problem sources; several sources are sampled in proportion to their weights ([data.md](data.md)).",
+    "data": "Problem sources; several are sampled in proportion to their weights ([data.md](../how-to/data.md)).",
 }
 
 
@@ -97,7 +97,7 @@ def _default(field: Any) -> str:
     if field.is_required():
         return "must be given"
     value = json.dumps(field.get_default(call_default_factory=True), ensure_ascii=False)
-    return f"`{value}`" if len(value) <= 60 else "[text](../envs/agentrl_envs/settings.py)"
+    return f"`{value}`" if len(value) <= 60 else "[text](../../envs/agentrl_envs/settings.py)"
 
 
 def _is_section(annotation: Any) -> bool:

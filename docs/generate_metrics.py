@@ -1,4 +1,4 @@
-"""Write docs/metrics.md from the catalogue of metrics: ``python docs/generate_metrics.py``.
+"""Write docs/reference/metrics.md from the catalogue of metrics: ``python docs/generate_metrics.py``.
 
 ``--check`` only compares, and exits with 1 if the file is out of date.
 """
@@ -14,7 +14,7 @@ from generated_page import write_or_check  # beside this script
 from agentrl.telemetry.alerts import RULES
 from agentrl.telemetry.metrics import SECTIONS, Metric
 
-TARGET = Path(__file__).with_name("metrics.md")
+TARGET = Path(__file__).parent / "reference" / "metrics.md"
 
 HEAD = """# Metrics
 
@@ -27,7 +27,7 @@ A custom loss or estimator adds `policy/NAME` for each metric that it returns.
 
 ## Custom metrics
 
-A [plug-in](environments.md#short-names) registers a function of a step's trajectories. Its value is written
+A [plug-in](../how-to/environments.md#short-names) registers a function of a step's trajectories. Its value is written
 to `metrics.jsonl`, and optionally to the progress line and to `plots/`:
 
 ```python
@@ -46,8 +46,8 @@ def searches(trajectories):
     return sum(counts) / len(counts) if counts else None
 ```
 
-[Training from Python](python.md) describes the trajectories. Greedy and excluded trajectories are omitted. If the
-function raises or returns a value that is not finite, a warning is logged once and the row has no value.
+[Training from Python](../how-to/python.md) describes the trajectories. Greedy and excluded trajectories are omitted. If
+the function raises or returns a value that is not finite, a warning is logged once and the row has no value.
 """
 
 

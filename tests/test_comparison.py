@@ -1,4 +1,4 @@
-"""docs/comparison.md: the counts are those of the code, and what can be played here does what the page says."""
+"""docs/research/comparison.md: the counts are those of the code, and its examples behave as the page says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentrl.config import load_settings
 from agentrl.rollout.environment import build_environment
 from agentrl_envs.types import Problem, Step
 
-PAGE = (Path(__file__).parents[1] / "docs" / "comparison.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs/research/comparison.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 COUNTS = {name: int(count) for name, count in re.findall(r"^\| (\S+) \| (\d+) \|", PAGE, re.MULTILINE)}
 

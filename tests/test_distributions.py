@@ -37,7 +37,7 @@ def texts() -> dict[str, str]:
 
 def test_nothing_installs_the_other_project_that_is_named_agentrl() -> None:
     found = texts()
-    assert {"README.md", "Makefile", "docs/cluster.md", ".ci/run", "configs/cluster/kuberay.yaml"} <= set(found)
+    assert {"README.md", "Makefile", "docs/how-to/cluster.md", ".ci/run", "configs/cluster/kuberay.yaml"} <= set(found)
     lines = [f"{name}: {line}" for name, text in found.items() for line in text.splitlines() if STRANGER.search(line)]
     assert lines == []
 

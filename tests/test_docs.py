@@ -29,7 +29,7 @@ from agentrl_envs.tools import EpisodeTools, load_tools
 from agentrl_envs.types import Ended, Problem, Verdict
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "sandbox" / "README.md"])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "sandbox" / "README.md"])
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -46,11 +46,11 @@ def block(page: str, words: str) -> str:
 @pytest.mark.parametrize("page", ["configuration", "metrics"])
 def test_a_generated_page_is_what_the_code_says(page: str) -> None:
     done = subprocess.run([sys.executable, ROOT / "docs" / f"generate_{page}.py", "--check"])
-    assert done.returncode == 0, f"docs/{page}.md is out of date: make docs"
+    assert done.returncode == 0, f"docs/reference/{page}.md is out of date: make docs"
 
 
 def test_every_setting_is_on_the_page_with_a_meaning() -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference/configuration.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
     assert [row[0] for row in rows if not row[-1].removesuffix("|").strip()] == []
     named = {row[0].strip("| `") for row in rows}
@@ -93,7 +93,7 @@ def string_pieces() -> list[str]:
 
 
 def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
-    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/how-to/troubleshooting.md").read_text(encoding="utf-8")
     messages = re.findall(r"^### `(.*)`$", text, re.MULTILINE)
     assert len(messages) >= 25
     code = string_pieces()
@@ -102,7 +102,7 @@ def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> Non
 
 
 def test_settings_that_replace_those_of_other_libraries_exist() -> None:
-    text = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/how-to/coming-from.md").read_text(encoding="utf-8")
     named = re.findall(
         r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`", "".join(re.findall(r"^\|.*\| (.*) \|$", text, re.MULTILINE))
     )
@@ -116,7 +116,7 @@ def test_settings_that_replace_those_of_other_libraries_exist() -> None:
 
 @pytest.mark.slow
 def test_the_gymnasium_example_runs(tmp_path: Path) -> None:
-    example = block("protocols.md", "SimpleTIR-v0")
+    example = block("how-to/protocols.md", "SimpleTIR-v0")
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", example], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
@@ -125,9 +125,9 @@ def test_the_gymnasium_example_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_own_environment_trains(tmp_path: Path) -> None:
-    example = block("environments.md", "class MentalArithmetic")
+    example = block("how-to/environments.md", "class MentalArithmetic")
     (tmp_path / "mental.py").write_text(example)
-    (command,) = (shown for shown in blocks("environments.md", "console") if "mental" in shown)
+    (command,) = (shown for shown in blocks("how-to/environments.md", "console") if "mental" in shown)
     short = (
         "coldstart.steps=5 coldstart.count=64 training.steps=1 evaluation.problems=2 evaluation.samples=2 "
         "rollout.problems_per_step=2 rollout.group_size=2 name=own"
@@ -146,13 +146,13 @@ def test_the_own_environment_trains(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_first_environment_is_as_shown(tmp_path: Path) -> None:
     for name, words in (("shop.py", "class Shop:\n    def reset"), ("make_data.py", "ITEMS"), ("look.py", "play(")):
-        (tmp_path / name).write_text(block("environments.md", words))
-    (config,) = (shown for shown in blocks("environments.md", "yaml") if "env: shop:Shop" in shown)
+        (tmp_path / name).write_text(block("how-to/environments.md", words))
+    (config,) = (shown for shown in blocks("how-to/environments.md", "yaml") if "env: shop:Shop" in shown)
     (tmp_path / "config.yaml").write_text(config)
-    (shown,) = (shown for shown in blocks("environments.md", "console") if "look.py" in shown)
+    (shown,) = (shown for shown in blocks("how-to/environments.md", "console") if "look.py" in shown)
     make, look, check, train = shown.replace("$ ", "").splitlines()
     run(make, tmp_path)
-    assert run(look, tmp_path) in (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+    assert run(look, tmp_path) in (ROOT / "docs/how-to/environments.md").read_text(encoding="utf-8")
     assert "estimator: tir_otb" in run(check, tmp_path)
     demonstrations = tmp_path / "demonstrations.jsonl"
     demonstrations.write_text("".join(demonstrations.read_text().splitlines(keepends=True)[:64]))
@@ -172,10 +172,10 @@ def run(command: str, folder: Path) -> str:
 
 def test_a_larger_model_takes_the_first_environments_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "shop.py").write_text(block("environments.md", "class Shop:\n    def reset"))
-    (config,) = (shown for shown in blocks("environments.md", "yaml") if "env: shop:Shop" in shown)
+    (tmp_path / "shop.py").write_text(block("how-to/environments.md", "class Shop:\n    def reset"))
+    (config,) = (shown for shown in blocks("how-to/environments.md", "yaml") if "env: shop:Shop" in shown)
     (tmp_path / "config.yaml").write_text(config)
-    (shown,) = (shown for shown in blocks("environments.md", "console") if "list_tools=true" in shown)
+    (shown,) = (shown for shown in blocks("how-to/environments.md", "console") if "list_tools=true" in shown)
     overrides = shown.replace("\\\n", " ").split()[5:]
     settings = load_settings(None, tmp_path / "config.yaml", overrides)
     assert settings.coldstart.demonstrations is None
@@ -206,10 +206,13 @@ async def called(problem: Problem, *calls: tuple[str, dict[str, object]]) -> lis
 def test_a_tool_and_a_reward_of_ones_own_and_reasoning_are_as_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool, shop = block("environments.md", "def constant"), block("environments.md", "__init__(self, problem)")
+    tool, shop = (
+        block("how-to/environments.md", "def constant"),
+        block("how-to/environments.md", "__init__(self, problem)"),
+    )
     (tmp_path / "my_tools.py").write_text(f"{tool}\n\n{shop}")
-    (tmp_path / "my_rewards.py").write_text(block("environments.md", "def shorter"))
-    (tmp_path / "my_shop.py").write_text(block("environments.md", "__init__(self, grade=None)"))
+    (tmp_path / "my_rewards.py").write_text(block("how-to/environments.md", "def shorter"))
+    (tmp_path / "my_shop.py").write_text(block("how-to/environments.md", "__init__(self, grade=None)"))
     monkeypatch.syspath_prepend(tmp_path)
     problem = Problem(id="toy", statement="?", answer="5", source="toy", info={"db": ":memory:"})
     said = asyncio.run(called(problem, ("constant", {"which": "pi"}), ("query", {"sql": "select 2 + 3"})))
@@ -219,23 +222,23 @@ def test_a_tool_and_a_reward_of_ones_own_and_reasoning_are_as_shown(
     shorter = Reward("my_rewards:shorter", deadline=60.0)
     assert asyncio.run(shorter(problem, right, Verdict.CORRECT)) == (0.0, 0.9)
     assert asyncio.run(shorter(problem, right, Verdict.INCORRECT)) == (0.0, 0.0)
-    exec(compile(block("protocols.md", "Reasoning-v0"), "protocols.md", "exec"), {})
+    exec(compile(block("how-to/protocols.md", "Reasoning-v0"), "protocols.md", "exec"), {})
     factory = resolve_environment("my_shop:Shop")
     assert factory.tools is not None
     assert [schema.name for schema in factory.tools.schemas] == ["query", "answer"]
-    asyncio.run(judges(block("environments.md", "async def judged"), problem, right))
+    asyncio.run(judges(block("how-to/environments.md", "async def judged"), problem, right))
 
 
 def test_every_protocol_is_described() -> None:
-    text = (ROOT / "docs" / "protocols.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/how-to/protocols.md").read_text(encoding="utf-8")
     assert [name for name in INSTRUCTIONS if f"`{name}`" not in text and f"--env {name}`" not in text] == []
-    command, *_ = blocks("protocols.md", "console")
+    command, *_ = blocks("how-to/protocols.md", "console")
     settings = load_settings(overrides=command.removeprefix("$ agentrl train --config tiny ").split())
     assert settings.environment.protocol == "torl"
 
 
 def test_the_examples_of_other_libraries_have_valid_settings() -> None:
-    shown = "".join(blocks("libraries.md", "console")).replace("\\\n", "").splitlines()
+    shown = "".join(blocks("how-to/libraries.md", "console")).replace("\\\n", "").splitlines()
     prefixes = ("textarena:", "reasoning_gym:", "openenv:")
     commands = [line for line in shown if any(f"--env {prefix}" in line for prefix in prefixes)]
     assert len(commands) == 4
@@ -249,7 +252,7 @@ def test_the_examples_of_other_libraries_have_valid_settings() -> None:
 
 def test_the_examples_of_chat_models_and_servers_have_valid_settings() -> None:
     shown = (
-        "".join([*blocks("protocols.md", "console"), *blocks("environments.md", "console")])
+        "".join([*blocks("how-to/protocols.md", "console"), *blocks("how-to/environments.md", "console")])
         .replace("\\\n", "")
         .splitlines()
     )
@@ -266,7 +269,7 @@ def test_the_examples_of_chat_models_and_servers_have_valid_settings() -> None:
 
 
 def test_the_server_of_the_example_answers_as_shown(tmp_path: Path) -> None:
-    server = block("environments.md", "MCPServer")
+    server = block("how-to/environments.md", "MCPServer")
     script = tmp_path / "shop_server.py"
     script.write_text(server)
 
@@ -285,23 +288,23 @@ def test_the_server_of_the_example_answers_as_shown(tmp_path: Path) -> None:
 
 
 def test_playing_by_hand_is_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    example = block("python.md", "agentrl.play")
+    example = block("how-to/python.md", "agentrl.play")
     exec(compile(example, "python.md", "exec"), {})
     assert capsys.readouterr().out.endswith("=== answered, reward 1\n")
 
 
 def test_every_ending_is_described() -> None:
-    text = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/how-to/environments.md").read_text(encoding="utf-8")
     assert [ended for ended in Ended if f"`{ended}`" not in text] == []
 
 
 def test_the_data_examples_are_valid(tmp_path: Path) -> None:
-    sections = [parse_yaml(example, "data.md")["data"] for example in blocks("data.md", "yaml")]
+    sections = [parse_yaml(example, "data.md")["data"] for example in blocks("how-to/data.md", "yaml")]
     entries = [entry for part in sections for entry in [*part["train"], *part.get("eval", [])]]
     sources = [ProblemSourceSettings(**entry) for entry in entries]
     assert [source.weight for source in sources] == [3, 1, 1, 1]
     assert sources[-1].fields == {"problem": "question", "db": "meta.database", "image": None}
-    (demonstration,) = blocks("data.md", "json")
+    (demonstration,) = blocks("how-to/data.md", "json")
     file = tmp_path / "demonstrations.jsonl"
     file.write_text(json.dumps(json.loads(demonstration)) + "\n")
     (read,) = read_demonstrations(file)
@@ -319,7 +322,7 @@ def test_the_order_of_settings_is_as_described(tmp_path: Path) -> None:
 def test_the_runs_of_the_results_are_those_of_their_commands() -> None:
     arguments = runpy.run_path(str(ROOT / "benchmarks" / "learning.py"))["arguments"]
     commands = re.findall(
-        r"^\$ python benchmarks/learning.py (.*)", "".join(blocks("results.md", "console")), re.MULTILINE
+        r"^\$ python benchmarks/learning.py (.*)", "".join(blocks("research/results.md", "console")), re.MULTILINE
     )
     parsed = [arguments(shlex.split(command)) for command in commands]
     assert [options.seeds for options in parsed if options.config is None] == [[1, 0, 2]] * 3
@@ -327,7 +330,7 @@ def test_the_runs_of_the_results_are_those_of_their_commands() -> None:
 
 
 def test_every_function_on_the_architecture_page_is_where_the_page_says() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/concepts/architecture.md").read_text(encoding="utf-8")
     hops = re.findall(r"^\|.*\| `([\w.]+)` \| `([\w/.]+)` \|$", text, re.MULTILINE)
     assert len(hops) > 20
     for name, file in hops:
@@ -348,7 +351,7 @@ def defined(path: Path) -> set[str]:
 
 
 def test_every_package_on_the_module_map_exists_and_none_is_missing() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## The module map")[1]
+    text = (ROOT / "docs/concepts/architecture.md").read_text(encoding="utf-8").split("## The module map")[1]
     named = re.findall(r"^(agentrl[\w.]*)", text.split("```text")[1].split("```")[0], re.MULTILINE)
     packages = [
         path for path in (ROOT / "agentrl").iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"

@@ -1,6 +1,7 @@
 """Rollout correction: metrics, weights and masks for tokens sampled by another policy or another implementation.
 
-log_rho = ln p of the training policy (before the update) - ln p of the policy that sampled (docs/formulas.md 6).
+log_rho = ln p of the training policy (before the update) - ln p of the policy that sampled
+(docs/reference/formulas.md 6).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gradient-variance diagnostics with groups as units (docs/formulas.md 7).
+"""Gradient-variance diagnostics with groups as units (docs/reference/formulas.md 7).
 
 g_j is the mean policy gradient of group j's trajectories, J the number of groups:
 P = mean_j ||g_j||^2 (power), S = ||mean_j g_j||^2 (signal), Var = (P - S) / (J - 1).

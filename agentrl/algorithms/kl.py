@@ -1,4 +1,4 @@
-"""The KL penalty per token, and its coefficient beta: constant, or adapted to a target (docs/formulas.md 5)."""
+"""KL penalty per token, and its coefficient beta: constant, or adapted to a target (docs/reference/formulas.md 5)."""
 
 import math
 

@@ -70,7 +70,7 @@ def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
         raise SettingsError(
             f"missing environment variables for cluster.kind=environment: {', '.join(lacking)}; start this command "
             "with torchrun, DeepSpeed's launcher or srun, or set cluster.kind=local (for srun, the batch script must "
-            "set MASTER_ADDR and MASTER_PORT, see docs/cluster.md)"
+            "set MASTER_ADDR and MASTER_PORT, see docs/how-to/cluster.md)"
         )
 
 

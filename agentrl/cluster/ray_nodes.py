@@ -422,7 +422,7 @@ def _init(settings: ClusterSettings) -> None:
     except (ConnectionError, ValueError) as error:
         raise SettingsError(
             f"cluster.address={settings.address}: no Ray cluster responds ({str(error).splitlines()[0]}); "
-            "start one with 'ray start --head' (docs/cluster.md), or set cluster.address=HOST:PORT"
+            "start one with 'ray start --head' (docs/how-to/cluster.md), or set cluster.address=HOST:PORT"
         ) from error
     except SystemExit:  # raised by Ray's handler on a SIGTERM while connecting
         raise KeyboardInterrupt from None

@@ -34,7 +34,7 @@ class ClusterSettings(BaseModel):
     on them"""
     deadline: float = Field(60.0, gt=0)
     """seconds without a response after which another machine counts as lost, and seconds without progress in a
-    micro-batch or a wait for the rollout worker after which a rank counts as stuck (docs/cluster.md)"""
+    micro-batch or a wait for the rollout worker after which a rank counts as stuck (docs/how-to/cluster.md)"""
     restarts: int = Field(0, ge=0)
     """maximum number of automatic restarts from the last checkpoint after a rank, the worker or a node was lost, or,
     with smaller micro-batches, after training ran out of memory. Under torchrun or Slurm, restarts are left to the

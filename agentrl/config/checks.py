@@ -204,7 +204,8 @@ def _agent_problems(settings: Settings, command: Command) -> Iterator[str]:
     if runs_outside(settings.env) and not (settings.gateway.agent_rewards or settings.reward.functions):
         yield (
             f"env={settings.env!r} has no reward: set a reward function with --reward module:function, or "
-            "set gateway.agent_rewards=true to accept rewards from the program (docs/agents.md describes the risks)"
+            "set gateway.agent_rewards=true to accept rewards from the program "
+            "(docs/how-to/agents.md describes the risks)"
         )
 
 

@@ -31,7 +31,7 @@ _KEEP_ELEMENTS = 1 << 23  # up to this many logits, ln p is kept for backward, w
 def chunked_statistics(
     hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, cap: float | None
 ) -> TokenStatistics:
-    """Compute the statistics of docs/formulas.md 2 by blocks of rows. Arguments as in `token_statistics`."""
+    """Compute the statistics of docs/reference/formulas.md 2 by blocks of rows. Arguments as in `token_statistics`."""
     log_probs, entropy, sum_pi_squared, energy = _ChunkedStatistics.apply(
         hidden, head_weight, bias, targets.long(), temperature, cap
     )

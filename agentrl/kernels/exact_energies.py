@@ -49,7 +49,7 @@ def trajectory_energies(
     correct for right padding. importance_weights [B, S]: rho_t, a constant, read only where token_mask is True.
     Temperature and cap as in `token_statistics`.
 
-    One forward and one backward to the embedding's output; no `.grad` is touched (docs/formulas.md 4, arXiv
+    One forward and one backward to the embedding's output; no `.grad` is touched (docs/reference/formulas.md 4, arXiv
     1510.01799). A row without a counted token has energy 0. The mode (train or eval) is not changed; with dropout,
     the energy refers to the sampled mask. Sums and result are in float32, or float64 for float64 models, and detached.
 

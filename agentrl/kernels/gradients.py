@@ -25,7 +25,7 @@ class RowCoefficients(NamedTuple):
 
 
 def row_coefficients(g: Tensor | None, e: Tensor | None, log_probs: Tensor, entropy: Tensor) -> RowCoefficients:
-    """Compute the coefficients of the gradient g (onehot - p) - e p (ln p + entropy) (docs/formulas.md 2).
+    """Compute the coefficients of the gradient g (onehot - p) - e p (ln p + entropy) (docs/reference/formulas.md 2).
 
     g and e [N] are the gradients of the loss with respect to log_prob and entropy, or None if the loss does not use
     them. log_probs and entropy [N] come from the forward pass.

@@ -6,8 +6,8 @@ the running sums of every row. In the backward pass it replaces the tile by its 
 the two products that follow. Extra memory: one tile and, in the backward pass, its gradient and the float32 gradients
 of the hidden states [N, D] and of one slice of the weight.
 
-The running sums of a row (docs/formulas.md 2) are six numbers computed from its raw logits z. The first five exclude
-the target:
+The running sums of a row (docs/reference/formulas.md 2) are six numbers computed from its raw logits z. The first five
+exclude the target:
 
 ``TOP``      M, the largest logit so far
 ``TIES``     number of logits equal to M
@@ -141,7 +141,9 @@ def sliced_statistics(
     cap: float | None = None,
     ranks: Ranks | None = None,
 ) -> TokenStatistics:
-    """Compute the statistics of docs/formulas.md 2 by slices of the vocabulary. Arguments as in `token_statistics`.
+    """Compute the statistics of docs/reference/formulas.md 2 by slices of the vocabulary.
+
+    Arguments as in `token_statistics`.
 
     With `ranks`, head_weight [V_r, D] and bias [V_r] are this rank's part, and targets index the complete vocabulary.
     """

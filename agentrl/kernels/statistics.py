@@ -16,7 +16,7 @@ from agentrl.kernels.triton_backend import automatic_backend, triton_statistics
 def reference_statistics(
     hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, cap: float | None
 ) -> TokenStatistics:
-    """Compute the statistics of docs/formulas.md 2 with plain autograd. Arguments as in `token_statistics`.
+    """Compute the statistics of docs/reference/formulas.md 2 with plain autograd. Arguments as in `token_statistics`.
 
     A logit of -inf is a token with probability 0, which contributes 0 to every sum.
     """

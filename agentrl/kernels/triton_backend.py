@@ -25,7 +25,9 @@ def triton_installed() -> bool:
 def triton_statistics(
     hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, cap: float | None
 ) -> TokenStatistics:
-    """Compute the statistics of docs/formulas.md 2 with cuBLAS and Triton. Arguments as in `token_statistics`.
+    """Compute the statistics of docs/reference/formulas.md 2 with cuBLAS and Triton.
+
+    Arguments as in `token_statistics`.
 
     Raises KernelInputError without Triton, and for CPU tensors unless Triton runs as an interpreter
     (TRITON_INTERPRET=1).

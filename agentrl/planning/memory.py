@@ -4,8 +4,8 @@ Symbols: ``n`` ranks; ``P`` parameters; ``A`` trained parameters (``P``, or the 
 micro-batch on one rank; ``D`` hidden units; ``V`` vocabulary size; ``s`` bytes of a weight.
 
 Sources: the ZeRO paper (arXiv 1910.02054, section 5) for the sharding of each stage; DeepSpeed 0.19's code for buffers;
-`transformers`' Llama, Qwen and Gemma layers for the tensors that autograd keeps; docs/kernels.md for the methods of the
-head. `benchmarks/plan.py` compares the estimate with real steps.
+`transformers`' Llama, Qwen and Gemma layers for the tensors that autograd keeps; docs/concepts/kernels.md for the
+methods of the head. `benchmarks/plan.py` compares the estimate with real steps.
 
 Not estimated: layers without a gated MLP (GPT-2 keeps about 50 % more), and the workspace of kernels.
 """

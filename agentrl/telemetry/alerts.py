@@ -151,7 +151,7 @@ def infrastructure(rows: Sequence[Metrics]) -> str | None:
 @_rule(
     metrics=("policy/engine_abs_diff",),
     fires="5-step mean of `policy/engine_abs_diff` above 0.005 nats and above 5 times the mean of the first 5 steps",
-    advice="set correction.weights=token, or a wider dtype on one side; see docs/rollout.md",
+    advice="set correction.weights=token, or a wider dtype on one side; see docs/how-to/rollout.md",
 )
 def engine_difference(rows: Sequence[Metrics]) -> str | None:
     first, last = _first_and_last(rows, "policy/engine_abs_diff")
@@ -270,8 +270,8 @@ def tool_failures(rows: Sequence[Metrics]) -> str | None:
 @_rule(
     metrics=("reward/mean", "rollout/verdict/{verdict}"),
     fires="from step 3 on: all rewards since the first step are equal and at most 0, and no verdict was correct",
-    advice="train longer before RL (coldstart.steps, docs/data.md), start from a stronger model.path, or begin with "
-    "easier problems; check in the trajectories that the reward accepts a correct answer",
+    advice="train longer before RL (coldstart.steps, docs/how-to/data.md), start from a stronger model.path, or begin "
+    "with easier problems; check in the trajectories that the reward accepts a correct answer",
 )
 def never_correct(rows: Sequence[Metrics]) -> str | None:
     played = [row for row in rows if row.get("reward/count")]

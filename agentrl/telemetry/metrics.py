@@ -1,6 +1,6 @@
 """Metrics of ``metrics.jsonl``: registration of custom metrics, and the catalogue of the built-in metrics.
 
-Console, plots, viewer and docs/metrics.md use the names, units, meanings and healthy ranges in this module.
+Console, plots, viewer and docs/reference/metrics.md use the names, units, meanings and healthy ranges in this module.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ _ROLLOUT = (
     Metric("rollout/model_tokens", "tokens", "Number of tokens sampled for the step.", "", _DATA),
     Metric("rollout/seconds_max", "s", "Duration of the slowest rollout.", "", _DATA),
     Metric("rollout/ended/{ending}", "rollouts",
-           "Number of rollouts with this [ending](environments.md#how-a-trajectory-ends).",
+           "Number of rollouts with this [ending](../how-to/environments.md#how-a-trajectory-ends).",
            "mostly answered", "a rollout has this ending"),
     Metric("rollout/verdict/{verdict}", "rollouts", "Number of answers with this verdict of the grader.", "",
            "an answer is graded"),
@@ -309,7 +309,7 @@ _GATEWAY = (
     Metric("gateway/replayed", "requests", "Number of repeated requests that received the first reply.",
            _ZERO, _AGENTS),
     Metric("gateway/miss_{cause}", "requests", "Number of requests that did not continue the last reply, by "
-           "cause ([agents.md](agents.md#what-is-trained)).", _ZERO, _AGENTS),
+           "cause ([agents.md](../how-to/agents.md#what-is-trained)).", _ZERO, _AGENTS),
 )  # fmt: skip
 _TIME = (
     Metric("time/step_s", "s", "Duration of the whole step."),

@@ -33,7 +33,7 @@ class TelemetrySettings(BaseModel):
     turns, programs and waiting times, servers and sandboxes"""
     trackers: tuple[str, ...] = ()
     """experiment trackers to which settings, metrics, evaluations, plots and a sample of trajectories are logged:
-    wandb, trackio, tensorboard, mlflow, a registered name, or module:attribute (docs/telemetry.md)"""
+    wandb, trackio, tensorboard, mlflow, a registered name, or module:attribute (docs/reference/telemetry.md)"""
     tracker_project: str = "agentrl"
     """project (wandb, trackio) or experiment (mlflow) of the run"""
     tracker_tables_every: int = Field(10, ge=0)
@@ -43,7 +43,8 @@ class TelemetrySettings(BaseModel):
     tracker_deadline: float = Field(60.0, ge=0)
     """seconds to wait at the end of a run for trackers to send everything"""
     stop_on: tuple[str, ...] = ()
-    """alerts that end the run with a checkpoint after the step at which they fire (docs/telemetry.md lists them)"""
+    """alerts that end the run with a checkpoint after the step at which they fire
+    (docs/reference/telemetry.md lists them)"""
 
     @field_validator("stop_on")
     @classmethod

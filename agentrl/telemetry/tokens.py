@@ -112,8 +112,8 @@ class TrajectoryTokens:
     def gradient_power(self) -> np.ndarray:
         """Gradient power [K] float64: w_k times the squared factor of grad log p in the loss, at the first update.
 
-        The sum over the step is the diagonal proxy of the gradient's variance (docs/formulas.md 7), which omits the
-        cross terms between tokens.
+        The sum over the step is the diagonal proxy of the gradient's variance (docs/reference/formulas.md 7), which
+        omits the cross terms between tokens.
         """
         return power_of(self.energy, self.loss_weight, self.advantages, self._kept)
 

@@ -12,7 +12,7 @@ Option = bool | int | float | str | None
 
 
 class _Settings(BaseModel):
-    # The text under a field is its description in docs/configuration.md.
+    # The text under a field is its description in docs/reference/configuration.md.
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
@@ -20,8 +20,8 @@ class AlgorithmSettings(_Settings):
     """Estimator, loss and filters."""
 
     estimator: str = "tir_otb"
-    """name of the rule that computes advantages (docs/estimators.md lists them). remax adds one greedy rollout per
-    problem, and gae trains a critic"""
+    """name of the rule that computes advantages (docs/reference/estimators.md lists them). remax adds one greedy
+    rollout per problem, and gae trains a critic"""
     gamma: float = Field(1.0, gt=0, le=1)
     """discount factor per token"""
     lam: float = Field(1.0, ge=0, le=1)
@@ -37,7 +37,7 @@ class AlgorithmSettings(_Settings):
     """group_std: divide advantages by the group's standard deviation; whiten: whiten them over the step; null: the
     estimator's default (estimator_options={normalize: null} turns off whitening that is an estimator's default)"""
     loss: str = "reinforce"
-    """name of the policy loss (docs/losses.md lists them)"""
+    """name of the policy loss (docs/reference/losses.md lists them)"""
     clip_low: float | None = Field(None, ge=0)
     """lower clipping bound of the loss (ppo: clips ratios below 1 - clip_low); null: the loss's default"""
     clip_high: float | None = Field(None, ge=0)
@@ -62,7 +62,7 @@ class AlgorithmSettings(_Settings):
     truncated: Literal["train", "mask", "exclude"] = "train"
     """use of rollouts that ended at a limit of turns, tokens or time. train: like any other rollout; mask: tokens are
     removed from the loss, but the reward stays in the baseline; exclude: the rollout is removed from its group and
-    counted. docs/estimators.md describes the bias of each value"""
+    counted. docs/reference/estimators.md describes the bias of each value"""
     accuracy_range: tuple[float, float] | None = None
     """drop groups whose fraction of correct verdicts is outside this range (SimpleTIR: 0.1, 0.9); null: keep all
     groups"""

@@ -1,6 +1,6 @@
 """vLLM's own weight transfer, from the training ranks directly into the servers' GPUs (NCCL or CUDA IPC).
 
-docs/rollout.md lists where each path has run.
+docs/how-to/rollout.md lists where each path has run.
 """
 
 from __future__ import annotations

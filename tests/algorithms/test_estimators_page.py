@@ -1,4 +1,4 @@
-"""docs/estimators.md says what the code does."""
+"""docs/reference/estimators.md says what the code does."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from agentrl.algorithms import ESTIMATORS
 
-PAGE = Path(__file__).parents[2] / "docs" / "estimators.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/estimators.md"
 BUILT_IN = [n for n in ESTIMATORS.names() if ESTIMATORS[n].function.__module__.startswith("agentrl.algorithms")]
 OTB = ["otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross"]
 

@@ -1,4 +1,4 @@
-"""docs/losses.md lists exactly what is registered, with the defaults that hold."""
+"""docs/reference/losses.md lists exactly what is registered, with the defaults that hold."""
 
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -14,7 +14,7 @@ from agentrl.algorithms import (
     rollout_correction,
 )
 
-PAGE = (Path(__file__).parents[2] / "docs" / "losses.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/reference/losses.md").read_text(encoding="utf-8")
 
 
 def table(heading: str) -> list[list[str]]:

@@ -50,7 +50,7 @@ def test_answers_are_scored_by_the_rules_of_their_data_set(name: str) -> None:
 
 
 def test_the_pages_demonstrations_earn_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "libraries.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs/how-to/libraries.md").read_text(encoding="utf-8")
     (script,) = (one for one in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if "ReasoningGymSource" in one)
     monkeypatch.chdir(tmp_path)
     exec(compile(script.replace("range(6144)", "range(8)"), "libraries.md", "exec"), {})

@@ -64,7 +64,7 @@ def test_presets_are_valid_settings(name: str) -> None:
 
 
 def test_the_page_has_the_values_of_the_presets() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs/how-to/evaluation.md").read_text(encoding="utf-8")
     rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:3] == "| `"]
     found = {row[0]: row[1:7] for row in rows if row[0] in PRESETS}
     assert found == {name: list(values.values()) for name, values in PRESETS.items()}

@@ -105,9 +105,9 @@ def test_a_wrong_engine_or_option_ends_with_a_message(
 
 
 def test_the_page_shows_the_engine_that_a_test_trains_on() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/how-to/engines.md").read_text()
     for file in sorted((Path(__file__).parent / "toy_engine").glob("*.py")):
-        assert f"```python\n{file.read_text()}```" in page, f"docs/engines.md shows another {file.name}"
+        assert f"```python\n{file.read_text()}```" in page, f"docs/how-to/engines.md shows another {file.name}"
 
 
 def test_asking_the_table_imports_nothing_heavy() -> None:

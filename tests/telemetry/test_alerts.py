@@ -299,6 +299,6 @@ def test_a_resumed_run_keeps_the_alerts_up_to_its_checkpoint(tmp_path: Path) -> 
 
 
 def test_the_page_lists_every_alert_with_its_threshold_and_advice() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/reference/telemetry.md").read_text(encoding="utf-8")
     for rule in RULES:
         assert f"| `{rule.name}` | {rule.fires} | {rule.advice} |" in page

@@ -100,7 +100,7 @@ def test_a_wrong_registration_says_what_is_wrong(name: str, console: str, proble
 
 
 def test_the_example_of_the_page_runs() -> None:
-    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(compile(example, "metrics.md", "exec"), {})
     rows = [SimpleNamespace(ended="answered", tool_calls=(1, 2)), SimpleNamespace(ended="void_turn", tool_calls=())]

@@ -28,7 +28,7 @@ def install_toy_engine(site: Path) -> None:
 
 @pytest.mark.slow
 def test_a_policy_trains_on_an_engine_of_another_package(command_line: CommandLine, random_policy: Path) -> None:
-    assert sum(len(file.read_text().splitlines()) for file in TOY.glob("*.py")) <= 150  # as docs/engines.md says
+    assert sum(len(file.read_text().splitlines()) for file in TOY.glob("*.py")) <= 150  # as docs/how-to/engines.md says
     install_toy_engine(command_line.folder / "site")
     path = os.pathsep.join([str(command_line.folder / "site"), command_line.environment()["PYTHONPATH"]])
     said = command_line.run(

@@ -65,7 +65,7 @@ uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listener])
 @pytest.fixture
 def openenv_server(tmp_path: Path) -> Iterator[str]:
     """The page's environment behind OpenEnv's own server."""
-    (tmp_path / "guess.py").write_text(example("libraries.md", "openenv.core"))
+    (tmp_path / "guess.py").write_text(example("how-to/libraries.md", "openenv.core"))
     command = [python_with("openenv"), "-c", SERVE]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -86,7 +86,7 @@ def test_an_environment_of_openenv(command_line: Any, random_policy: Path, opene
 
 def test_a_task_set_of_verifiers(command_line: Any, random_policy: Path) -> None:
     python = python_with("verifiers")
-    (command_line.folder / "adding.py").write_text(example("agents.md", "import verifiers"))
+    (command_line.folder / "adding.py").write_text(example("how-to/agents.md", "import verifiers"))
     own = ["--env", "verifiers:adding", f"model.path={random_policy}", f"environment.python={python}"]
     command_line.run("train", *own, *SHORT, environment={"PYTHONPATH": str(command_line.folder)})
     rows = trained(command_line)

@@ -1,7 +1,8 @@
 """Optimal baselines: energy-weighted means over the group, per trajectory (`ogb`, `eob`) or per token (`otb`).
 
 Every weight is an energy W plus eps times the energy's scale, so the mean is exact for equal returns and equals the
-plain mean if energies vanish. sum (W + eps) A = 0 over all entries that share a baseline (docs/formulas.md 4).
+plain mean if energies vanish. sum (W + eps) A = 0 over all entries that share a baseline
+(docs/reference/formulas.md 4).
 
 `ogb_pooled` uses the step's other groups as a prior. The optimal baseline is a ratio of expectations, E[W R] / E[W].
 A small group estimates both badly: if one outcome is rare, often none of its trajectories has it. So each expectation

@@ -139,8 +139,8 @@ class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
         `group_based` if the baseline is computed from the group's trajectories, `per_token` if the advantages of a
         trajectory's tokens differ, and `by_column` if a branched rollout has one baseline.
 
-        docs/estimators.md has a worked example. Raises NameTakenError if the name is taken, UnknownNameError if a
-        required input does not exist, InvalidOptionError if a span or an aggregation does not.
+        docs/reference/estimators.md has a worked example. Raises NameTakenError if the name is taken, UnknownNameError
+        if a required input does not exist, InvalidOptionError if a span or an aggregation does not.
         """
         check_choice(f"span of estimator {name!r}", span, get_args(Span))
         check_choice(f"aggregation of estimator {name!r}", aggregation, (None, *AGGREGATIONS))
@@ -189,7 +189,7 @@ NORMALIZATIONS = (None, "group_std", "whiten")
 
 @dataclass(frozen=True, kw_only=True)
 class ScalarOptions(Options):
-    """Options of estimators with one advantage per trajectory. docs/formulas.md 4 describes `normalize`."""
+    """Options of estimators with one advantage per trajectory. docs/reference/formulas.md 4 describes `normalize`."""
 
     normalize: str | None = option(None, check_choice, NORMALIZATIONS)
 

@@ -1,4 +1,4 @@
-"""Policy losses: pure functions that return a loss per token (docs/formulas.md 5).
+"""Policy losses: pure functions that return a loss per token (docs/reference/formulas.md 5).
 
 Add one with the decorator; its options are the fields of a frozen dataclass:
 

@@ -1,4 +1,4 @@
-"""policy_loss and value_loss: per-token losses from log-probabilities or values (docs/formulas.md 5)."""
+"""policy_loss and value_loss: per-token losses from log-probabilities or values (docs/reference/formulas.md 5)."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class LossRegistry(OptionsRegistry[LossEntry]):
             def soft_ratio(inputs: LossInputs, options: NoOptions) -> tuple[Tensor, dict[str, Tensor]]:
                 return -inputs.advantages * (inputs.ratio - 0.5 * (inputs.ratio - 1).square()), {}
 
-        docs/losses.md has a worked example. Raises NameTakenError if the name is taken.
+        docs/reference/losses.md has a worked example. Raises NameTakenError if the name is taken.
         """
 
         def register(function: F) -> F:

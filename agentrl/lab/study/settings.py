@@ -125,7 +125,7 @@ def study_of(content: object, origin: str) -> StudySettings:
     """Validate the content of a study file. Raises SettingsError, whose messages start with ``origin``."""
     if not isinstance(content, dict):
         raise SettingsError(
-            f"{origin}: a study must be a mapping with name, seeds, and grid or variants (docs/studies.md)"
+            f"{origin}: a study must be a mapping with name, seeds, and grid or variants (docs/research/studies.md)"
         )
     try:
         return StudySettings.model_validate(content)

@@ -6,7 +6,7 @@ An :class:`Engine` samples. A :class:`ManagedEngine` controls its lifecycle, inc
 
 This module imports no heavy libraries, because settings are checked without torch. Plug-ins should import their
 libraries in :meth:`EnginePlugin.managed`. Engines over servers derive from :class:`.ManagedServers` and
-:class:`.Replica`. See docs/engines.md for a complete example.
+:class:`.Replica`. See docs/how-to/engines.md for a complete example.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _FORWARDS = 64
 _LARGE = 1_000_000_000  # parameters
 TOO_LARGE = (
     "rollout.engine=transformers is intended for small models: for more than 1B parameters on a GPU, set "
-    "rollout.engine=vllm (docs/rollout.md)"
+    "rollout.engine=vllm (docs/how-to/rollout.md)"
 )
 
 

@@ -135,8 +135,8 @@ def in_protocol(demonstrations: Sequence[Demonstration], settings: Settings) -> 
     if environment_tools(settings.env) is not None:
         raise SettingsError(
             f"coldstart.demonstrations={settings.coldstart.demonstrations} contains no calls to the tools of "
-            f"env={settings.env}: set a JSONL file of demonstrations (docs/data.md), or, for a model that calls tools "
-            "by itself, set model.path=... and coldstart.demonstrations=null"
+            f"env={settings.env}: set a JSONL file of demonstrations (docs/how-to/data.md), or, for a model that calls "
+            "tools by itself, set model.path=... and coldstart.demonstrations=null"
         )
     if not isinstance(environment, SimpleTIRSettings) or environment.protocol not in _PROGRAMS:
         return tuple(demonstrations)

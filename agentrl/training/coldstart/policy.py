@@ -83,7 +83,7 @@ class StartScore:
             console.warning(
                 "the policy solves no problem after its cold start, so training has no success to reinforce: double or "
                 "triple coldstart.steps (a loss on a plateau can fall again later), add demonstrations "
-                "(coldstart.count, or more rows), or start with easier problems (docs/data.md)"
+                "(coldstart.count, or more rows), or start with easier problems (docs/how-to/data.md)"
             )
 
 

@@ -106,7 +106,7 @@ def _mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 class HeadExactMonitor:
-    """Measures the exact variance of the head's gradient with groups as units (docs/formulas.md 7), over all ranks."""
+    """Exact variance of the head's gradient with groups as units, over all ranks (docs/reference/formulas.md 7)."""
 
     def __init__(self, policy: PolicyModel, *, temperature: float) -> None:
         """Copy the head's weight. Collective under ZeRO-3, where the weight is gathered."""

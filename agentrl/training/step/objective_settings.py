@@ -97,7 +97,7 @@ def estimator_options(settings: ObjectiveSettings) -> dict[str, Any]:
     algorithm = settings.algorithm
     options = _options(algorithm, "estimator", ESTIMATORS, _ESTIMATOR_KEYS, algorithm.estimator_options)
     if "loss_aggregation" in ESTIMATORS.option_names(algorithm.estimator):
-        # An optimal baseline weights tokens like the loss (docs/formulas.md 4).
+        # An optimal baseline weights tokens like the loss (docs/reference/formulas.md 4).
         options.setdefault("loss_aggregation", settings.aggregation)
     return options
 

@@ -1,4 +1,4 @@
-"""An engine of toy servers: the example of docs/engines.md, in a package outside agentrl."""
+"""An engine of toy servers: the example of docs/how-to/engines.md, in a package outside agentrl."""
 
 from dataclasses import dataclass
 
