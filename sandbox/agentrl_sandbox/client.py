@@ -64,11 +64,11 @@ async def open_sandbox(settings: SandboxSettings) -> Sandbox:
             "addresses of services, http://HOST:PORT"
         )
     if len(settings.addresses) > 1:
-        from agentrl_sandbox.several import open_several
+        from agentrl_sandbox.several import SeveralSandboxes
 
-        return await open_several(settings)
+        return await SeveralSandboxes(settings).opened()
     if settings.scheme in ("http", "https"):
-        from agentrl_sandbox.http import open_http
+        from agentrl_sandbox.http import HttpSandbox
 
-        return await open_http(settings)
+        return await HttpSandbox(settings).opened()
     return await open_local(settings)

@@ -14,7 +14,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import httpx
 
@@ -94,6 +94,15 @@ class ServiceSandbox(CallSandbox, ABC):
         self._settings = settings
         self._closed = False
 
+    async def opened(self) -> Self:
+        """Return this sandbox after ``check``, or close it. Raises the errors of ``check``."""
+        try:
+            await self.check()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
         """Run a program; see ``Sandbox``. Raises ClosedError, UnknownSessionError, RefusedError and ValueError."""
         if self._closed:
@@ -123,12 +132,16 @@ class ServiceSandbox(CallSandbox, ABC):
         await self._call(ServiceRequest(method="DELETE", path=path, read=lambda answer: None), session)
 
     @abstractmethod
+    async def check(self) -> None:
+        """Wait until a service is ready, and check it. Raises StartError, UnisolatedError and RefusedError."""
+
+    @abstractmethod
     async def _call(self, request: ServiceRequest[_T], session: str | None = None) -> _T:
         """Send a request, in ``session``, until the response is valid. Raises BusyError after the deadline."""
 
 
 class HttpSandbox(ServiceSandbox):
-    """Runs programs at a service. Created by ``open_http``."""
+    """Runs programs at a service. Created by ``open_sandbox``."""
 
     def __init__(self, settings: SandboxSettings) -> None:
         super().__init__(settings)
@@ -295,17 +308,6 @@ class HttpSandbox(ServiceSandbox):
                     f"the sandbox at {self._settings.url} has {name}={there:g}, not {wanted}: change the limit where "
                     "the service runs"
                 )
-
-
-async def open_http(settings: SandboxSettings) -> HttpSandbox:
-    """Connect to a service. Raises StartError, RefusedError and, unless ``allow_unisolated``, UnisolatedError."""
-    sandbox = HttpSandbox(settings)
-    try:
-        await sandbox.check()
-    except BaseException:
-        await sandbox.close()
-        raise
-    return sandbox
 
 
 def run_request(call: Call, request_id: str | None, *, default: float) -> ServiceRequest[Execution]:

@@ -14,13 +14,7 @@ import time
 from typing import TypeVar
 
 from agentrl_sandbox.bookkeeping import SessionBook
-from agentrl_sandbox.http import (
-    START_SECONDS,
-    HttpSandbox,
-    RetryTimer,
-    ServiceRequest,
-    ServiceSandbox,
-)
+from agentrl_sandbox.http import START_SECONDS, HttpSandbox, RetryTimer, ServiceRequest, ServiceSandbox
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import (
     PROPERTIES,
@@ -48,14 +42,14 @@ class _Service(HttpSandbox):
         super().__init__(settings)
         self.address, self.deadline = settings.url, settings.service_deadline
         self.verified = False  # its isolation and limits were checked and it ran a program; reset when it is lost
-        self.failing_since: float | None = None
-        self.error: SandboxError | None = None
+        self.error: SandboxError | None = None  # why it receives no calls; reset by a successful check
+        self.failing_since = 0.0
         self.workers = 1
         self.calls: set[asyncio.Timeout] = set()
 
     @property
     def usable(self) -> bool:
-        return self.verified and self.failing_since is None
+        return self.verified and self.error is None
 
     async def send(self, request: ServiceRequest[_T]) -> _T:
         """Send a request once. Raises BusyError if a retry at this or another service may help."""
@@ -72,6 +66,13 @@ class _Service(HttpSandbox):
             self.fail(error)
             raise
 
+    def fail(self, error: SandboxError) -> None:
+        """Send no new calls until the next successful check."""
+        if self.error is None:
+            self.failing_since = time.monotonic()
+            _log.warning("the sandbox at %s failed and receives no new calls: %s", self.address, error)
+        self.error = error
+
     async def check(self) -> None:
         """Check the service's health and, if it is not in use, its isolation. Raises SandboxError if a check fails."""
         try:
@@ -83,20 +84,13 @@ class _Service(HttpSandbox):
         except TimeoutError:
             raise AbsentError("no answer", begun=False) from None
         self.workers = max(1, int(state.get("workers", 1)))
-        if self.failing_since is not None:
+        if self.error is not None:
             _log.warning("the sandbox at %s has recovered", self.address)
-        self.verified, self.failing_since = True, None
-
-    def fail(self, error: SandboxError) -> None:
-        """Send no new calls until the next successful check."""
-        self.error = error
-        if self.failing_since is None:
-            self.failing_since = time.monotonic()
-            _log.warning("the sandbox at %s failed and receives no new calls: %s", self.address, error)
+        self.verified, self.error = True, None
 
 
 class SeveralSandboxes(ServiceSandbox):
-    """Runs programs at several services. Created by ``open_several``.
+    """Runs programs at several services. Created by ``open_sandbox``.
 
     A program without a session runs at the service with the lowest load, and at another service if that service is
     lost. It may run twice, because it leaves no state. A session belongs to one service and ends with it.
@@ -107,7 +101,6 @@ class SeveralSandboxes(ServiceSandbox):
         self._services = [_Service(settings.model_copy(update={"url": address})) for address in settings.addresses]
         self._checks: list[asyncio.Task[None]] = []
         self._book: SessionBook[_Service, str] = SessionBook()
-        self._changed = asyncio.Event()
 
     @property
     def isolation(self) -> Isolation:
@@ -119,7 +112,7 @@ class SeveralSandboxes(ServiceSandbox):
         }
         return Isolation(layers=layers, mode=", ".join(sorted({one.mode for one in known})) or "unknown")
 
-    async def open(self) -> None:
+    async def check(self) -> None:
         """Wait until a service is usable. Services that do not respond may join later.
 
         Raises StartError if no service responds, and UnisolatedError, RefusedError or StartError if a service is
@@ -129,7 +122,7 @@ class SeveralSandboxes(ServiceSandbox):
         while True:
             await asyncio.gather(*map(self._check, self._services))
             for service in self._services:
-                if not service.usable and not isinstance(service.error, BusyError | None):
+                if not isinstance(service.error, BusyError | None):
                     raise service.error
             if any(service.usable for service in self._services):
                 break
@@ -152,7 +145,6 @@ class SeveralSandboxes(ServiceSandbox):
         await asyncio.gather(*self._checks, return_exceptions=True)
         for service in self._services:
             await service.close()
-        self._changed.set()
 
     async def _call(self, request: ServiceRequest[_T], session: str | None = None) -> _T:
         """Send a request until it succeeds, to the session's service or to the service with the lowest load.
@@ -162,48 +154,34 @@ class SeveralSandboxes(ServiceSandbox):
         timer = RetryTimer(request.seconds + self._settings.retry_deadline)
         tried: set[_Service] = set()
         losses = 0
-        while True:
-            home = None if session is None else self._book.find(session).home
-            service = home or await self._choose(tried, timer)
-            try:
-                answer = await service.send(request)
-                if request.opens_session:
-                    self._book.add(service, str(answer), name=str(answer))
-                return answer
-            except UnknownSessionError as error:
-                raise self._book.gone(session or "", str(error)) from None
-            except (BusyError, SessionLimitError) as error:
-                busy = error
-            if session is None:
-                losses += isinstance(busy, AbsentError) and busy.begun
-                # Without isolation, a program can end the service itself, so do not send the program to another
-                # service.
-                if losses and (losses > _MOST_LOSSES or self.isolation.missing):
-                    raise BusyError(
-                        f"gave up after {losses} services were lost while running the program: {busy}"
-                    ) from busy
+        while not self._closed:
+            busy: BusyError | SessionLimitError = AbsentError(f"no sandbox is usable: {self._outages}", begun=False)
+            homes = self._book.homes()
+            load = {one: (len(one.calls) + homes.count(one)) / one.workers for one in self._services if one.usable}
+            service = min(load, key=lambda one: (one in tried, load[one], random.random()), default=None)
+            if session is not None:
+                service = self._book.find(session).home
+            if service is not None:
+                try:
+                    answer = await service.send(request)
+                    if request.opens_session:
+                        self._book.add(service, str(answer), name=str(answer))
+                    return answer
+                except UnknownSessionError as error:
+                    raise self._book.gone(session or "", str(error)) from None
+                except (BusyError, SessionLimitError) as error:
+                    busy = error
                 tried.add(service)
-                if not tried.issuperset(one for one in self._services if one.usable):
-                    continue
-                tried.clear()
+                losses += session is None and isinstance(busy, AbsentError) and busy.begun
+            # Without isolation, a program can end the service itself, so do not send it to another service.
+            if losses and (losses > _MOST_LOSSES or self.isolation.missing):
+                raise BusyError(f"gave up after {losses} services were lost while running the program: {busy}")
+            if session is None and any(one.usable and one not in tried for one in self._services):
+                continue
+            tried.clear()
             if isinstance(busy, SessionLimitError):
                 raise busy
             await timer.pause(busy, f"no response within {self._settings.retry_deadline:g} s")
-
-    async def _choose(self, tried: set[_Service], timer: RetryTimer) -> _Service:
-        """Wait for a usable service and return the service for the next call. Raises BusyError after the deadline."""
-        while not self._closed:
-            if usable := [service for service in self._services if service.usable]:
-                homes = self._book.homes()
-                load = {one: (len(one.calls) + homes.count(one)) / one.workers for one in usable}
-                return min(usable, key=lambda one: (one in tried, load[one], random.random()))
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(timer.left):
-                    await self._changed.wait()
-            except TimeoutError:
-                seconds = self._settings.retry_deadline
-                raise BusyError(f"no sandbox is usable after {seconds:g} s: {self._outages}") from None
         raise ClosedError("the sandbox was closed")
 
     async def _watch(self, service: _Service) -> None:
@@ -211,7 +189,6 @@ class SeveralSandboxes(ServiceSandbox):
         while True:
             await asyncio.sleep((_CHECK_EVERY if service.usable else _RECHECK_EVERY) * random.uniform(0.8, 1.2))
             await self._check(service)
-            self._changed.set()
 
     async def _check(self, service: _Service) -> None:
         """Check a service, and declare it lost after ``service_deadline`` seconds of failures."""
@@ -219,8 +196,7 @@ class SeveralSandboxes(ServiceSandbox):
             await service.check()
         except SandboxError as error:
             service.fail(error)
-            failing = time.monotonic() - (service.failing_since or 0.0)
-            if service.verified and failing >= service.deadline:
+            if service.verified and time.monotonic() - service.failing_since >= service.deadline:
                 _log.warning("the sandbox at %s and its sessions were lost: %s", service.address, error)
                 service.verified = False
                 self._book.end_at(service, f"its service, {service.address}, was lost: {error}")
@@ -230,14 +206,3 @@ class SeveralSandboxes(ServiceSandbox):
     @property
     def _outages(self) -> str:
         return "; ".join(f"{one.address} ({one.error})" for one in self._services if not one.usable)
-
-
-async def open_several(settings: SandboxSettings) -> SeveralSandboxes:
-    """Connect to the services. Raises StartError, RefusedError and, unless ``allow_unisolated``, UnisolatedError."""
-    sandbox = SeveralSandboxes(settings)
-    try:
-        await sandbox.open()
-    except BaseException:
-        await sandbox.close()
-        raise
-    return sandbox
