@@ -294,7 +294,7 @@ def test_playing_by_hand_is_as_shown(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_every_ending_is_described() -> None:
-    text = (ROOT / "docs/how-to/environments.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/concepts/exclusion.md").read_text(encoding="utf-8")
     assert [ended for ended in Ended if f"`{ended}`" not in text] == []
 
 

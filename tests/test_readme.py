@@ -1,4 +1,4 @@
-"""Every command in README.md is run, shortened by more settings; what cannot be run again here is compared."""
+"""Every command in README.md and docs/start is run, shortened by more settings; the rest is compared."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import json
 import os
 import re
 import shlex
-import sqlite3
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 from string import Template
-from typing import Any
 
 import pytest
 import torch.utils.cpp_extension
 from warm import run_warm
 
-from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
-
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    name: (ROOT / name).read_text(encoding="utf-8")
+    for name in ("README.md", "docs/start/install.md", "docs/start/first-run.md", "docs/start/what-you-see.md")
+}
 BIN = Path(sys.executable).parent
 
 NEEDS_DATA = ("word_problems", "math_tiny", "simpletir_7b", "AGENTRL_DATA_DIR")
@@ -33,7 +31,7 @@ SHORT = (
     "rollout.group_size=4 algorithm.drop_zero_variance=false telemetry.plots=false"
 )
 SHORTENED = (  # (what a command looks like, what is added to it); the first that fits counts
-    (r"make train", f"--no-print-directory VENV={sys.prefix} -o {sys.prefix}/.installed ARGS='name=made {SHORT}'"),
+    (r"make train", f"--no-print-directory VENV={sys.prefix} -o {sys.prefix}/.installed ARGS='{SHORT}'"),
     (r"make test", f"--no-print-directory VENV={sys.prefix} -o {sys.prefix}/.installed -n"),
     (r"agentrl train .*--dry-run", ""),
     (r"agentrl train --resume", "training.steps=3 telemetry.plots=true"),
@@ -42,11 +40,12 @@ SHORTENED = (  # (what a command looks like, what is added to it); the first tha
     (r"agentrl (compare|regrade|plan)", ""),
     (r"agentrl coldstart", COLD),
     (r"agentrl doctor", ""),
+    (r"agentrl view", "--export seen.html"),
 )
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```", "".join(PAGES.values()), re.MULTILINE | re.DOTALL)
 
 
 def commands() -> list[str]:
@@ -111,12 +110,13 @@ def test_the_commands_run(shell: Shell) -> None:
     assert "pytest" in said["make test"]
     run = shell.folder / "runs" / "first"
     assert json.loads((run / "summary.json").read_text())["steps"] == 3  # two steps, and one after --resume
-    table = re.findall(r"^\| `([^`]+)` \|", README.split("## The run directory")[1], re.MULTILINE)
+    (section,) = PAGES["docs/start/what-you-see.md"].split("## The run directory")[1:]
+    table = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
     assert {"config.yaml", "metrics.jsonl", "summary.json"} < set(table)
     for name in table:
         found = run / name.replace("00000012", "00000003")
-        assert found.exists(), f"{name} is in README.md and not in the run directory"
-    assert json.loads((shell.folder / "runs" / "made" / "summary.json").read_text())["steps"] == 2
+        assert found.exists(), f"{name} is in docs/start/what-you-see.md and not in the run directory"
+    assert json.loads((shell.folder / "runs" / "tiny-1" / "summary.json").read_text())["steps"] == 2
     assert (shell.folder / "policies" / "start" / "tokenizer.json").is_file()
     assert not any("Traceback" in text for text in said.values())
 
@@ -154,22 +154,5 @@ def test_pip_and_uv_install_what_make_installs() -> None:
 
 def test_the_torch_index_is_the_same_everywhere() -> None:
     index = "https://download.pytorch.org/whl/cpu"
-    assert README.count(index) == 2
+    assert PAGES["docs/start/install.md"].count(index) == 2
     assert f"TORCH_INDEX={index}" in (ROOT / "Makefile").read_text()
-
-
-def test_the_shop_is_an_environment(tmp_path: Path) -> None:
-    (example,) = (block for block in blocks("python") if "class Shop" in block)
-    names: dict[str, Any] = {}
-    exec(example, names)
-    factory = ClassEnvironmentFactory("shop:Shop", names["Shop"])
-    assert [schema.name for schema in factory.tools.schemas] == ["query"]
-    with closing(sqlite3.connect(tmp_path / "shop.sqlite")) as database, database:
-        database.execute("create table items (price integer)")
-        database.execute("insert into items values (7)")
-    shop = names["Shop"]()
-    shop.reset(db=tmp_path / "shop.sqlite", level=3)
-    assert shop.query("select price from items") == "[(7,)]"
-    with pytest.raises(sqlite3.OperationalError, match="readonly"):
-        shop.query("delete from items")
-    shop.connection.close()

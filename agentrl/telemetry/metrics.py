@@ -193,7 +193,7 @@ _ROLLOUT = (
     Metric("rollout/model_tokens", "tokens", "Number of tokens sampled for the step.", "", _DATA),
     Metric("rollout/seconds_max", "s", "Duration of the slowest rollout.", "", _DATA),
     Metric("rollout/ended/{ending}", "rollouts",
-           "Number of rollouts with this [ending](../how-to/environments.md#how-a-trajectory-ends).",
+           "Number of rollouts with this [ending](../concepts/exclusion.md#how-a-trajectory-ends).",
            "mostly answered", "a rollout has this ending"),
     Metric("rollout/verdict/{verdict}", "rollouts", "Number of answers with this verdict of the grader.", "",
            "an answer is graded"),
