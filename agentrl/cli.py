@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, with_help
 
 if TYPE_CHECKING:
     from agentrl.config import Command, Settings
@@ -410,7 +410,7 @@ def main() -> None:
         code = _exit_code(error)
         if code is None:
             raise
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {with_help(str(error))}", err=True)
         sys.exit(code)
 
 

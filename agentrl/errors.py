@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from importlib import resources
+from pathlib import Path
 from typing import ClassVar
 
 from agentrl_envs.registry import install_extra
@@ -63,6 +65,31 @@ class OutOfMemoryError(WorldError):
     """Memory ran out in training. The run can continue from its last checkpoint with smaller micro-batches."""
 
     exit_code: ClassVar[int] = 5
+
+
+def with_help(message: str) -> str:
+    """Return the message with a line that names its entry in docs/how-to/troubleshooting.md, if there is one.
+
+    An entry's heading is the message that it explains, with `...` for values. Of several, the most specific is named.
+
+    >>> with_help("the run directory runs/first is not empty")
+    'the run directory runs/first is not empty\\nhelp: docs/how-to/troubleshooting.md#the-run-directory-is-not-empty'
+    >>> with_help("the run has ended")
+    'the run has ended'
+    """
+    package = Path(str(resources.files("agentrl")))
+    pages = (package / "troubleshooting.md", package.parent / "docs/how-to/troubleshooting.md")  # wheel, checkout
+    text = next((page.read_text(encoding="utf-8") for page in pages if page.exists()), "")
+    entries = [
+        heading
+        for heading in re.findall(r"^### `(.*)`$", text, re.MULTILINE)
+        if re.search(".*".join(map(re.escape, heading.split("..."))), message, re.DOTALL)
+    ]
+    if not entries:
+        return message
+    words = re.sub(r"[^\w\s-]", "", max(entries, key=len).lower()).strip()  # the anchor, as Markdown derives it
+    anchor = re.sub(r"[-\s]+", "-", words)
+    return f"{message}\nhelp: docs/how-to/troubleshooting.md#{anchor}"
 
 
 def says_out_of_memory(text: str) -> bool:

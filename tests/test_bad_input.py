@@ -65,7 +65,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         assert "Traceback" not in shown.err
         if arguments[0] == "train" and not started and "--resume" not in arguments:
             assert not Path("runs").exists() or _untouched()
-        return shown.err.removeprefix("error: ").rstrip("\n")
+        return shown.err.removeprefix("error: ").rstrip("\n").partition("\nhelp: ")[0]
 
     return run
 

@@ -106,7 +106,7 @@ def test_the_wheels_contain_every_file_of_the_packages(wheels: list[Path]) -> No
         if path.is_file() and path.suffix != ".pyc"
     }
     assert len(expected) > 200
-    assert expected - contained == set()
+    assert (expected | {"agentrl/troubleshooting.md"}) - contained == set()
 
 
 @pytest.mark.slow

@@ -14,10 +14,12 @@ from typing import Any
 
 import httpx
 import pytest
+from markdown.extensions.toc import slugify
 
 from agentrl.config import load_settings
 from agentrl.config.messages import known_keys
 from agentrl.config.overlays import parse_yaml
+from agentrl.errors import with_help
 from agentrl.problems.demonstrations import read_demonstrations
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.rollout.environment import build_environment
@@ -99,6 +101,15 @@ def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> Non
     code = string_pieces()
     parts = [(message, part) for message in messages for part in message.split("...") if part.strip(" ,:;")]
     assert [pair for pair in parts if not any(pair[1] in piece for piece in code)] == []
+
+
+def test_a_message_names_its_entry_on_the_troubleshooting_page() -> None:
+    text = (ROOT / "docs/how-to/troubleshooting.md").read_text(encoding="utf-8")
+    for heading in re.findall(r"^### `(.*)`$", text, re.MULTILINE):
+        message = heading.replace("...", "X")
+        anchor = slugify(heading, "-")
+        assert with_help(message) == f"{message}\nhelp: docs/how-to/troubleshooting.md#{anchor}"
+    assert with_help("some other message") == "some other message"
 
 
 def test_settings_that_replace_those_of_other_libraries_exist() -> None:

@@ -157,4 +157,5 @@ def _work(
 
 def _last_line(run: StudyRun) -> str:
     lines = run.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    lines = [line for line in lines if not line.startswith("help: ")]  # the message stands above it
     return lines[-1] if lines else "the log is empty"
