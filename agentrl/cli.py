@@ -96,12 +96,14 @@ def plan(
 ) -> None:
     """Estimate the GPU memory of a model, and print the cheapest settings that fit as a YAML overlay."""
     settings = _load("plan", overrides, config=config, options={"model.path": model})
-    from agentrl.planning.plan import PlanRequest, plan_command
+    from agentrl.planning.plan import plan_command
     from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 
-    request = PlanRequest(gpus=gpus, memory=memory, context=context, lora=lora, base=tuple(config or ()), write=write)
     critic = "values" in needs(ObjectiveSettings.of(settings)).inputs
-    for line in plan_command(settings, request, critic=critic):
+    lines = plan_command(
+        settings, critic=critic, gpus=gpus, memory=memory, context=context, lora=lora, base=config, write=write
+    )
+    for line in lines:
         typer.echo(line)
 
 

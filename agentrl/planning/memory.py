@@ -13,11 +13,12 @@ Not estimated: layers without a gated MLP (GPT-2 keeps about 50 % more), and the
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -55,7 +56,6 @@ _TILE = 1 << 24  # triton: elements of a tile
 _SLICE = 2048  # triton: rows of the weight in a tile's slice
 
 Offload = Literal["none", "optimizer", "all"]
-Placement = Literal["colocated", "dedicated"]
 Bytes = dict[str, int]
 """Bytes of named parts."""
 
@@ -136,6 +136,12 @@ class RankMemory:
         """Return the nonzero parts on the device at the peak."""
         return {name: size for name, size in (self.static | self.phases[self.busiest]).items() if size}
 
+    def lines(self) -> Iterator[str]:
+        yield from map(_line, self.parts().items())
+        yield _line((f"total, at the {self.busiest}", self.total))
+        if self.host:
+            yield _line(("in host memory", self.host))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
@@ -159,6 +165,14 @@ class ServerMemory:
     @property
     def total(self) -> int:
         return self.weights + self.overhead + self.kv_cache
+
+    def lines(self) -> Iterator[str]:
+        parts = {"weights": self.weights, "overhead (assumed)": self.overhead, "KV cache": self.kv_cache}
+        yield from map(_line, (parts | {f"total, {self.share:g} of the GPU": self.total}).items())
+
+
+def _line(part: tuple[str, int]) -> str:
+    return f"  {part[0]:<26} {part[1] / 2**20:12,.1f} MiB"
 
 
 def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, context: int = 0) -> RankMemory:
@@ -325,19 +339,12 @@ def usable(memory: int) -> int:
     return int(memory * (1 - SLACK))
 
 
-_ALL_LAYERS = LoRASettings()
-
-
 def read_shape(model: ModelSettings) -> ModelShape:
-    """Return the shape of ``model.path``, or of the embedded tiny policy.
-
-    Ids whose configuration cannot be read (no network, no cache) are looked up in the shipped configurations. Raises
-    SettingsError if no configuration is found.
-    """
+    """Return the shape of ``model.path``, or of the embedded tiny policy. Raises the errors of ``config_of``."""
     return shape_of(model.path or "the embedded tiny policy", config_of(model), model.lora)
 
 
-def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings = _ALL_LAYERS) -> ModelShape:
+def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings | None = None) -> ModelShape:
     """Build a model on the meta device and measure its shape. ``lora`` selects the adapted layers.
 
     Raises SettingsError if the model cannot be trained or has no such layers.
@@ -352,7 +359,7 @@ def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings = _ALL_LAYE
     sizes = [item.numel() for item in model.parameters()]
     head = model.get_output_embeddings()
     vectors = [item.numel() for name, item in model.named_parameters() if item.ndim == 1 and name.endswith("weight")]
-    adapted = [model.get_submodule(name) for name in target_layers(model, lora)]
+    adapted = [model.get_submodule(name) for name in target_layers(model, lora or LoRASettings())]
     text = config.get_text_config()
     heads = text.num_attention_heads
     # Some architectures' configurations lack the following fields.
@@ -380,56 +387,38 @@ def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings = _ALL_LAYE
 
 
 def config_of(model: ModelSettings) -> PreTrainedConfig:
-    """Return the configuration of ``model.path``. Raises SettingsError if it cannot be read on this machine."""
-    path = model.path
-    if path is None:
-        found = read_config(model)
-        assert found is not None  # the tiny policy's configuration is built, not read
-        return found
-    if path in shipped_shapes():
-        return _shipped(path)
-    if Path(path).suffix == ".json" or Path(path).is_dir():
-        return _from_file(Path(path))
-    found = read_config(model)
-    if found is None:
-        known = sorted(shipped_shapes())
-        raise SettingsError(
-            f"model.path={path!r}: the configuration cannot be read{did_you_mean(path, known)}; valid: a model "
-            f"directory, the path of a config.json, or one of {', '.join(known)}"
-        )
-    return found
+    """Return the configuration of ``model.path``, or of the embedded tiny policy.
 
-
-def _from_file(path: Path) -> PreTrainedConfig:
+    The shipped configurations serve plans without a network: they lack token ids and rotary settings. Raises
+    SettingsError if the configuration cannot be read on this machine.
+    """
     from transformers import AutoConfig
 
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        text = file.read_text(encoding="utf-8")
-        return AutoConfig.for_model(**json.loads(text))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        why = (
-            error.strerror
-            if isinstance(error, OSError)
-            else " ".join(str(error).split()).partition(". Should contain one of")[0][:200]
-        )
+    path, shipped = model.path, shipped_shapes()
+    if path in shipped:
+        return AutoConfig.for_model(**shipped[path])
+    if path is not None and (path.endswith(".json") or Path(path).is_dir()):
+        file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+        try:
+            return AutoConfig.for_model(**json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            why = getattr(error, "strerror", None) or str(error).partition(". Should contain")[0][:200]
+            raise SettingsError(
+                f"model.path={path!r}: not a model configuration that transformers supports ({why}); valid: a "
+                "config.json in Hugging Face format, with a model_type, or its directory"
+            ) from error
+    found = read_config(model)
+    if found is None:
         raise SettingsError(
-            f"model.path={str(path)!r}: not a model configuration that transformers supports ({why}); valid: a "
-            "config.json in Hugging Face format, with a model_type, or its directory"
-        ) from error
+            f"model.path={path!r}: the configuration cannot be read{did_you_mean(str(path), shipped)}; valid: a model "
+            f"directory, the path of a config.json, or one of {', '.join(sorted(shipped))}"
+        )
+    return found
 
 
 @cache
-def shipped_shapes() -> dict[str, dict[str, object]]:
-    """Return shapes by Hugging Face id, for plans without a network. They lack token ids and rotary settings."""
+def shipped_shapes() -> dict[str, dict[str, Any]]:
+    """Return shipped configurations by Hugging Face id."""
     text = resources.files("agentrl.planning").joinpath("shapes.json").read_text(encoding="utf-8")
-    found: dict[str, dict[str, object]] = json.loads(text)
+    found: dict[str, dict[str, Any]] = json.loads(text)
     return found
-
-
-def _shipped(name: str) -> PreTrainedConfig:
-    from transformers import AutoConfig
-
-    shape = dict(shipped_shapes()[name])
-    kind = str(shape.pop("model_type"))
-    return AutoConfig.for_model(kind, **shape)

@@ -10,10 +10,9 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 import yaml
@@ -24,10 +23,7 @@ from agentrl.models.attention import length_obstacle, sharing_obstacle
 from agentrl.planning.memory import (
     CONTEXT,
     GB,
-    GIB,
     ModelShape,
-    Offload,
-    Placement,
     RankMemory,
     ServerMemory,
     TrainingSetup,
@@ -36,33 +32,16 @@ from agentrl.planning.memory import (
     server_memory,
     usable,
 )
-from agentrl.rollout.engines.base import EngineFacts, engine_facts
+from agentrl.rollout.engines.base import engine_facts
 from agentrl.rollout.settings import longest_request
 from agentrl_envs.registry import install_extra
 
-Values = dict[str, object]
-"""Settings by dotted key."""
-
 _LORA_RANK = 32  # rank of proposed adapters; published reinforcement learning uses 1 to 32
-_OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "all")
 _TOKEN_STEP = 1024  # planned micro-batches are multiples of this number of tokens
 _MOST_STEPS = 64  # limit of a planned micro-batch, which already saturates a GPU
 _LARGEST_SHARE = 0.85
-_SHARE_STEP = 0.05
 _SHORTEST = 64
 _SIZES = (80, 48)  # GB of the GPUs that a dry run assumes on a machine without a GPU
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """Options of ``agentrl plan``. Omitted options are None."""
-
-    gpus: int | None = None
-    memory: float | None = None  # GB per GPU
-    context: int | None = None  # tokens of prompt and response
-    lora: bool = False
-    base: tuple[str, ...] = ()  # the --config overlays that the plan extends
-    write: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,56 +85,107 @@ class Requirements:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Settings that fit the GPUs, with their memory estimates."""
+    """Settings of ranks and servers on GPUs of ``memory`` bytes, with the estimates of their memory."""
 
+    shape: ModelShape
     setup: TrainingSetup
-    placement: Placement
+    colocated: bool  # servers run on the GPUs of the ranks
     replicas: int
     tensor_parallel: int
-    rank: RankMemory
-    server: ServerMemory
+    memory: int
+    share: float | None = None  # of a server's GPU; None: the largest that fits
+
+    @property
+    def rank(self) -> RankMemory:
+        # A sleeping server keeps its CUDA context on the GPU of a rank.
+        return rank_memory(self.shape, self.setup, context=(1 + self.colocated) * CONTEXT)
+
+    @property
+    def server(self) -> ServerMemory:
+        share = self.largest_share if self.share is None else self.share
+        return server_memory(self.shape, memory=self.memory, share=share, tensor_parallel=self.tensor_parallel)
+
+    @property
+    def largest_share(self) -> float:
+        """A server's fraction of the GPU, in steps of 0.05, beside the loaded weights of a colocated rank."""
+        if not self.colocated:
+            return _LARGEST_SHARE
+        static = self.rank.static
+        kept = static["weights"] * (2 if static["critic"] else 1) + static["gathered weights"] + static["reference"]
+        share = min(_LARGEST_SHARE, (usable(self.memory) - kept - CONTEXT) / self.memory)
+        return max(0.0, math.floor(20 * share + 1e-9) / 20)
+
+    @property
+    def largest_micro_batch(self) -> int:
+        """Tokens of the largest micro-batch that fits, a multiple of 1,024 up to 65,536, or 0."""
+        sizes = range(_MOST_STEPS * _TOKEN_STEP, 0, -_TOKEN_STEP)
+        plans = ((tokens, replace(self, setup=replace(self.setup, tokens=tokens))) for tokens in sizes)
+        return next((tokens for tokens, plan in plans if plan.rank.total <= usable(self.memory)), 0)
+
+    def obstacle(self, longest_request: int) -> str | None:
+        """Return what does not fit, or None."""
+        if self.rank.total > usable(self.memory):
+            return "the rank's peak"
+        if self.colocated and self.server.share > self.largest_share:
+            return "the server beside the rank's weights"
+        return None if self.server.kv_tokens >= longest_request else "the server's KV cache"
+
+    def values(self) -> dict[str, object]:
+        """Return the settings of the plan by dotted key."""
+        setup = self.setup
+        return {
+            "model.dtype": "bfloat16" if setup.bfloat16 else "float32",
+            "model.gradient_checkpointing": setup.checkpointing,
+            "model.checkpoint_offload": setup.checkpoint_offload,
+            "rollout.engine": "vllm",
+            "rollout.vllm.placement": "colocated" if self.colocated else "dedicated",
+            "rollout.vllm.replicas": self.replicas,
+            "rollout.vllm.tensor_parallel_size": self.tensor_parallel,
+            "rollout.vllm.gpu_memory_utilization": self.server.share,
+            "training.num_processes": setup.ranks,
+            "training.zero_stage": setup.stage,
+            "training.micro_batch_tokens": setup.tokens,
+            "training.offload": setup.offload,
+            "training.sequence_parallel": setup.sequence_parallel,
+        } | ({"model.lora.rank": setup.lora_rank} if setup.lora_rank else {})
+
+    def lines(self) -> Iterator[str]:
+        """Describe the memory of a rank and of a server by parts."""
+        yield f"one rank, estimated ({self.rank.total / GB:.1f} of {usable(self.memory) / GB:.1f} usable GB):"
+        yield from self.rank.lines()
+        yield f"one GPU of a server, which holds {self.server.kv_tokens:,} tokens, estimated:"
+        yield from self.server.lines()
 
 
 def find_plan(shape: ModelShape, machine: Hardware, required: Requirements) -> Plan | None:
     """Return the cheapest settings that fit, or None."""
-    for setup, placement in sorted(_candidates(shape, machine, required), key=_cost):
-        rank = rank_memory(shape, setup, context=_contexts(placement))
-        if rank.total > usable(machine.memory):
-            continue
-        colocated = placement == "colocated"
-        share = _server_share(rank, machine.memory) if colocated else _LARGEST_SHARE
-        gpus = machine.gpus if colocated else machine.gpus // 2
+    for plan in sorted(_candidates(shape, machine, required), key=_cost):
+        gpus = plan.replicas * plan.tensor_parallel
         for parallel in (required.tensor_parallel,) if required.tensor_parallel else (1, 2, 4, 8):
-            server = server_memory(shape, memory=machine.memory, share=share, tensor_parallel=parallel)
+            plan = replace(plan, tensor_parallel=parallel, replicas=gpus // parallel)
             divides = gpus % parallel == 0 and shape.heads % parallel == 0
-            if divides and server.kv_tokens >= required.longest_request:
-                largest = _largest_micro_batch(shape, setup, placement, machine.memory)
-                setup = replace(setup, tokens=max(required.context, largest))
-                return Plan(
-                    setup=setup,
-                    placement=placement,
-                    replicas=gpus // parallel,
-                    tensor_parallel=parallel,
-                    rank=rank_memory(shape, setup, context=_contexts(placement)),
-                    server=server,
-                )
+            if divides and plan.obstacle(required.longest_request) is None:
+                tokens = max(required.context, plan.largest_micro_batch)
+                return replace(plan, setup=replace(plan.setup, tokens=tokens))
     return None
 
 
-def _candidates(
-    shape: ModelShape, machine: Hardware, required: Requirements
-) -> Iterator[tuple[TrainingSetup, Placement]]:
-    """Yield every combination that DeepSpeed and the model support.
+def _candidates(shape: ModelShape, machine: Hardware, required: Requirements) -> Iterator[Plan]:
+    """Yield every combination that DeepSpeed and the model support, with servers of one GPU.
 
     DeepSpeed frees the GPU for a colocated server at stages 1 and 2 only, and offloads weights at stage 3 only.
     """
-    checkpoints = ((False, False), (True, False), (True, True))
-    placements: tuple[Placement, ...] = ("colocated", "dedicated") if machine.gpus > 1 else ("colocated",)
-    for stage, (checkpointing, on_host), offload, shared, placement, lora in itertools.product(
-        (2, 3), checkpoints, _OFFLOADS, (1, 2, 4, 8), placements, required.lora_ranks
+    for stage, (checkpointing, on_host), offload, shared, colocated, lora in itertools.product(
+        (2, 3),
+        ((False, False), (True, False), (True, True)),
+        ("none", "optimizer", "all"),
+        (1, 2, 4, 8),
+        (True, False) if machine.gpus > 1 else (True,),
+        required.lora_ranks,
     ):
-        ranks = machine.gpus if placement == "colocated" else machine.gpus - machine.gpus // 2
-        if (placement == "colocated" and stage == 3) or (offload == "all" and stage < 3) or (ranks == 1 and stage == 3):
+        servers = machine.gpus if colocated else machine.gpus // 2
+        ranks = machine.gpus if colocated else machine.gpus - servers
+        if (stage == 3 and (colocated or ranks == 1)) or (offload == "all" and stage < 3):
             continue
         if ranks % shared or sharing_obstacle(shape.config, shared) is not None:
             continue
@@ -166,16 +196,18 @@ def _candidates(
             tokens=required.context,
             checkpointing=checkpointing,
             checkpoint_offload=on_host,
-            offload=offload,
+            offload=offload,  # type: ignore[arg-type]
             sequence_parallel=shared,
             lora_rank=lora,
             reference=required.reference,
             critic=required.critic,
         )
-        yield setup, placement
+        yield Plan(
+            shape=shape, setup=setup, colocated=colocated, replicas=servers, tensor_parallel=1, memory=machine.memory
+        )
 
 
-def _cost(candidate: tuple[TrainingSetup, Placement]) -> tuple[bool, float]:
+def _cost(plan: Plan) -> tuple[bool, float]:
     """Return a sort key by relative step time. Adapters sort last, because they train different parameters.
 
     Recomputing the forward adds one third. Checkpoints in host memory cross the bus twice: for 7B, 0.4 MB per token,
@@ -185,38 +217,16 @@ def _cost(candidate: tuple[TrainingSetup, Placement]) -> tuple[bool, float]:
     them to the other rank: for 7B, 0.8 MB per token, 40 us at 20 GB/s (no NVLink), compared with 110 us of computation
     at 400 TFLOP/s. Dedicated servers halve the GPUs that train, and are idle during training.
     """
-    setup, placement = candidate
+    setup = plan.setup
     factors = (
         4 / 3 if setup.checkpointing else 1.0,
         1.1 if setup.checkpoint_offload else 1.0,
         1.15 if setup.stage == 3 else 1.0,
         {"none": 1.0, "optimizer": 1.3, "all": 3.0}[setup.offload],
         1.0 if setup.sequence_parallel == 1 else 1.35 + 0.01 * setup.sequence_parallel,  # prefers small groups
-        2.0 if placement == "dedicated" else 1.0,
+        1.0 if plan.colocated else 2.0,
     )
     return setup.lora_rank > 0, math.prod(factors)
-
-
-def _contexts(placement: str) -> int:
-    """Return the bytes of the CUDA contexts on a training GPU. A sleeping server keeps its context."""
-    return 2 * CONTEXT if placement == "colocated" else CONTEXT
-
-
-def _largest_micro_batch(shape: ModelShape, setup: TrainingSetup, placement: str, memory: int) -> int:
-    """Return the size in tokens of the largest micro-batch that fits, a multiple of 1,024 up to 65,536, or 0."""
-    for tokens in range(_MOST_STEPS * _TOKEN_STEP, 0, -_TOKEN_STEP):
-        rank = rank_memory(shape, replace(setup, tokens=tokens), context=_contexts(placement))
-        if rank.total <= usable(memory):
-            return tokens
-    return 0
-
-
-def _server_share(rank: RankMemory, memory: int) -> float:
-    """Return a colocated server's fraction of the GPU while the rank's weights, reference and critic stay loaded."""
-    kept = sum(rank.static[name] for name in ("weights", "gathered weights", "reference")) + CONTEXT
-    kept += rank.static["weights"] if rank.static["critic"] else 0
-    share = min(_LARGEST_SHARE, (usable(memory) - kept) / memory)
-    return max(0.0, round(math.floor(share / _SHARE_STEP + 1e-9) * _SHARE_STEP, 2))
 
 
 def plan_for(shape: ModelShape, machine: Hardware, required: Requirements) -> Plan:
@@ -227,25 +237,20 @@ def plan_for(shape: ModelShape, machine: Hardware, required: Requirements) -> Pl
     found = find_plan(shape, machine, required)
     if found is not None:
         return found
-    options = []
-    more = (machine.gpus * 2**power for power in range(1, 8))
-    options += [f"{n} GPUs with this memory" for n in more if find_plan(shape, replace(machine, gpus=n), required)][:1]
-    larger = (size * GB for size in (16, 24, 32, 40, 48, 80, 96, 141, 192, 288) if size * GB > machine.memory)
-    options += [
-        f"{size / GB:g} GB per GPU" for size in larger if find_plan(shape, replace(machine, memory=size), required)
-    ][:1]
-    context = required.context // 2
-    while context >= _TOKEN_STEP:
-        shorter = replace(required, context=context, longest_request=min(required.longest_request, context))
-        if find_plan(shape, machine, shorter):
-            options.append(f"a context of {context} tokens")
-            break
-        context //= 2
-    would = f"would fit: {', or '.join(options)}" if options else "even 128 times as many GPUs do not suffice"
-    need = min(
-        rank_memory(shape, setup, context=_contexts(placement)).total
-        for setup, placement in _candidates(shape, machine, required)
+
+    def first(trials: Iterable[tuple[str, Hardware, Requirements]]) -> list[str]:
+        return list(itertools.islice((name for name, *trial in trials if find_plan(shape, *trial)), 1))
+
+    numbers = [machine.gpus * 2**power for power in range(1, 8)]
+    sizes = [size for size in (16, 24, 32, 40, 48, 80, 96, 141, 192, 288) if size * GB > machine.memory]
+    contexts = [required.context >> power for power in range(1, 8) if required.context >> power >= _TOKEN_STEP]
+    options = first((f"{n} GPUs with this memory", replace(machine, gpus=n), required) for n in numbers)
+    options += first((f"{size} GB per GPU", replace(machine, memory=size * GB), required) for size in sizes)
+    options += first(
+        (f"a context of {n} tokens", machine, replace(required, context=n, longest_request=n)) for n in contexts
     )
+    would = f"would fit: {', or '.join(options)}" if options else "even 128 times as many GPUs do not suffice"
+    need = min(plan.rank.total for plan in _candidates(shape, machine, required))
     raise SettingsError(
         f"no settings train {shape.name} ({shape.parameters / 1e9:,.2f}B parameters) with {required.context} tokens on "
         f"{machine}: a rank needs at least {need / GB:,.1f} GB, and a server must hold {required.longest_request} "
@@ -253,85 +258,37 @@ def plan_for(shape: ModelShape, machine: Hardware, required: Requirements) -> Pl
     )
 
 
-def plan_values(plan: Plan) -> Values:
-    """Return the settings of a plan by dotted key."""
-    setup = plan.setup
-    values: Values = {
-        "model.dtype": "bfloat16" if setup.bfloat16 else "float32",
-        "model.gradient_checkpointing": setup.checkpointing,
-        "model.checkpoint_offload": setup.checkpoint_offload,
-        "rollout.engine": "vllm",
-        "rollout.vllm.placement": plan.placement,
-        "rollout.vllm.replicas": plan.replicas,
-        "rollout.vllm.tensor_parallel_size": plan.tensor_parallel,
-        "rollout.vllm.gpu_memory_utilization": plan.server.share,
-        "training.num_processes": setup.ranks,
-        "training.zero_stage": setup.stage,
-        "training.micro_batch_tokens": setup.tokens,
-        "training.offload": setup.offload,
-        "training.sequence_parallel": setup.sequence_parallel,
-    }
-    return values | ({"model.lora.rank": setup.lora_rank} if setup.lora_rank else {})
+def plan_command(
+    settings: Settings,
+    *,
+    critic: bool,
+    gpus: int | None = None,
+    memory: float | None = None,
+    context: int | None = None,
+    lora: bool = False,
+    base: list[str] | None = None,
+    write: Path | None = None,
+) -> list[str]:
+    """Return the output lines of ``agentrl plan``, and write the overlay to ``write`` if it is set.
 
-
-def plan_lines(shape: ModelShape, machine: Hardware, plan: Plan) -> Iterator[str]:
-    """Describe a plan and the memory of its parts."""
-    setup = plan.setup
-    words = [f"{setup.ranks} ranks" if setup.ranks > 1 else "1 rank", f"ZeRO {setup.stage}"]
-    if setup.checkpointing:
-        words.append("gradient checkpointing" + " in host memory" * setup.checkpoint_offload)
-    if setup.offload != "none":
-        words.append("optimizer offloaded" if setup.offload == "optimizer" else "optimizer and weights offloaded")
-    if setup.sequence_parallel > 1:
-        words.append(f"sequence-parallel groups of {setup.sequence_parallel} ranks")
-    if setup.lora_rank:
-        words.append(f"adapters of rank {setup.lora_rank}")
-    words.append(f"vLLM {plan.placement}")
-    yield f"model: {shape.name}, {shape.parameters / 1e6:,.2f}M parameters"
-    yield f"on {machine}: {', '.join(words)}; micro-batches of {setup.tokens:,} tokens"
-    may = usable(machine.memory)
-    yield f"one rank, estimated ({plan.rank.total / GB:.1f} of {may / GB:.1f} usable GB):"
-    yield from _rank_lines(plan.rank)
-    servers = "1 server" if plan.replicas == 1 else f"{plan.replicas} servers"
-    yield f"one GPU of {servers} (tensor parallel size {plan.tensor_parallel}), estimated:"
-    server = plan.server
-    yield _part("weights", server.weights)
-    yield _part("overhead (assumed)", server.overhead)
-    yield f"{_part('KV cache', server.kv_cache)}, {server.kv_tokens:,} tokens per server"
-    yield _part(f"total, {server.share:g} of the GPU", server.total)
-
-
-def _rank_lines(rank: RankMemory) -> Iterator[str]:
-    for name, size in rank.parts().items():
-        yield _part(name, size)
-    yield _part(f"total, at the {rank.busiest}", rank.total)
-    if rank.host:
-        yield _part("in host memory", rank.host)
-
-
-def _part(name: str, size: int) -> str:
-    return f"  {name:<26} {size / (GIB / 1024):12,.1f} MiB"
-
-
-def plan_command(settings: Settings, request: PlanRequest, *, critic: bool) -> list[str]:
-    """Return the output lines of ``agentrl plan``, and write the overlay to ``request.write`` if it is set."""
+    ``memory``: GB of a GPU; ``context``: tokens of prompt and response; ``base``: overlays that the plan extends.
+    """
     if settings.model.path is None:
         raise SettingsError("no model to plan for: set --model DIRECTORY, FILE.json or OWNER/NAME, or --config FILE")
-    machine = _machine(request, settings)
-    values: Values = {}
-    if request.context is not None:
-        context, rollout = request.context, settings.rollout
+    machine = _machine(gpus, memory, settings)
+    values: dict[str, object] = {"model.path": settings.model.path}
+    if context is not None:
         if context < _SHORTEST:
             raise SettingsError(
                 f"--context {context} is too short for a prompt and a response: set at least {_SHORTEST} tokens"
             )
-        prompt = min(rollout.max_prompt_tokens, context // 2)
+        prompt = min(settings.rollout.max_prompt_tokens, context // 2)
         limits = {"max_prompt_tokens": prompt, "max_response_tokens": context - prompt}
-        limits["max_turn_tokens"] = min(rollout.max_turn_tokens, context - prompt)
-        settings = settings.model_copy(update={"rollout": rollout.model_copy(update=limits)})
-        values = {f"rollout.{key}": value for key, value in limits.items()}
+        limits["max_turn_tokens"] = min(settings.rollout.max_turn_tokens, context - prompt)
+        settings = settings.model_copy(update={"rollout": settings.rollout.model_copy(update=limits)})
+        values |= {f"rollout.{key}": value for key, value in limits.items()}
     shape = read_shape(settings.model)
-    required = Requirements.of(settings, critic=critic, only_adapt=request.lora)
+    required = Requirements.of(settings, critic=critic, only_adapt=lora)
     if 0 not in required.lora_ranks and not _has_peft():
         raise SettingsError(
             f"adapters require the package peft: run {install_extra('lora')}, or leave out --lora and set "
@@ -341,10 +298,10 @@ def plan_command(settings: Settings, request: PlanRequest, *, critic: bool) -> l
     if obstacle is not None:
         raise SettingsError(obstacle)
     plan = plan_for(shape, machine, required)
-    nested: Values = {}
-    if request.base:
-        nested["base"] = request.base[0] if len(request.base) == 1 else [*request.base]
-    for key, value in ({"model.path": settings.model.path} | values | plan_values(plan)).items():
+    nested: dict[str, object] = {}
+    if base:
+        nested["base"] = base[0] if len(base) == 1 else base
+    for key, value in (values | plan.values()).items():
         *sections, name = key.split(".")
         inner = nested
         for section in sections:
@@ -352,28 +309,29 @@ def plan_command(settings: Settings, request: PlanRequest, *, critic: bool) -> l
         inner[name] = value
     title = f"# {shape.name} on {machine}, {required.context} tokens: written by agentrl plan\n"
     text = title + yaml.safe_dump(nested, sort_keys=False)
-    lines = [f"# {line}" for line in plan_lines(shape, machine, plan)]
-    if request.write is None:
+    lines = [f"# model: {shape.name}, {shape.parameters / 1e6:,.2f}M parameters, on {machine}"]
+    lines += [f"# {line}" for line in plan.lines()]
+    if write is None:
         return [*lines, *text.splitlines()]
     try:
-        request.write.write_text(text, encoding="utf-8")
+        write.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise SettingsError(f"--write {request.write}: {error.strerror}; set a file in an existing folder") from error
-    return [*lines, f"# written to {request.write}: agentrl train --config {request.write}"]
+        raise SettingsError(f"--write {write}: {error.strerror}; set a file in an existing folder") from error
+    return [*lines, f"# written to {write}: agentrl train --config {write}"]
 
 
-def _machine(request: PlanRequest, settings: Settings) -> Hardware:
+def _machine(gpus: int | None, memory: float | None, settings: Settings) -> Hardware:
     """Return the requested GPUs, or by default the GPUs of this machine."""
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpus = request.gpus if request.gpus is not None else here or settings.training.num_processes
+    gpus = gpus if gpus is not None else here or settings.training.num_processes
     if gpus < 1:
         raise SettingsError(f"--gpus {gpus} is not a number of GPUs: set at least 1, for example 8")
-    if request.memory is not None:
-        if not 0 < request.memory < 10_000:
+    if memory is not None:
+        if not 0 < memory < 10_000:
             raise SettingsError(
-                f"--memory {request.memory:g} is not the memory of a GPU: set GB between 0 and 10000, for example 80"
+                f"--memory {memory:g} is not the memory of a GPU: set GB between 0 and 10000, for example 80"
             )
-        return Hardware(gpus=gpus, memory=int(request.memory * GB))
+        return Hardware(gpus=gpus, memory=int(memory * GB))
     if not here:
         raise SettingsError(
             "this machine has no GPU: set the number and memory of the GPUs, for example --gpus 8 --memory 80"
@@ -387,31 +345,11 @@ def _has_peft() -> bool:
 
 def memory_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Iterator[str]:
     """Yield the dry run's memory estimate of a rank and, with servers, whether both fit on the GPUs."""
-    facts = engine_facts(settings.rollout)
-    rollout, placement = settings.rollout, _placement_of(facts)
-    on_gpus = torch.cuda.is_available() or facts.servers
-    setup = _setup_of(settings, backend="triton" if on_gpus else "chunked", critic=critic)
-    context = (_contexts(placement) if facts.servers else CONTEXT) if on_gpus else 0
-    # The transformers engine's cache, limited to all concurrent trajectories at maximum length.
-    rows = min(rollout.concurrency, rollout.problems_per_step * rollout.group_size)
-    kv_tokens = min(facts.kv_slots or 0, rows * (rollout.max_prompt_tokens + rollout.max_response_tokens))
-    rank = rank_memory(shape, setup, kv_tokens=kv_tokens, context=context)
-    yield f"model: {shape.parameters / 1e6:,.2f}M parameters; memory of one rank, estimated:"
-    yield from _rank_lines(rank)
-    if facts.servers:
-        here = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-        for memory in [size * GB for size in _SIZES] if here is None else [here]:
-            yield _verdict(settings, shape, setup, rank, memory, critic=critic)
-
-
-def _placement_of(facts: EngineFacts) -> Placement:
-    return "colocated" if facts.shares_gpus else "dedicated"
-
-
-def _setup_of(settings: Settings, *, backend: Literal["chunked", "triton"], critic: bool) -> TrainingSetup:
-    """Return the training setup of these settings. ``backend``: the resolved ``training.head_backend=auto``."""
-    training, bfloat16 = settings.training, settings.model.dtype == "bfloat16"
-    return TrainingSetup(
+    facts, rollout, training = engine_facts(settings.rollout), settings.rollout, settings.training
+    here = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    on_gpus = here is not None or bool(facts.servers)
+    bfloat16, backend = settings.model.dtype == "bfloat16", "triton" if on_gpus else "chunked"
+    setup = TrainingSetup(
         ranks=training.num_processes,
         stage=training.stage_that_runs(bfloat16=bfloat16),
         bfloat16=bfloat16,
@@ -422,38 +360,45 @@ def _setup_of(settings: Settings, *, backend: Literal["chunked", "triton"], crit
         sequence_parallel=training.sequence_parallel,
         lora_rank=settings.model.lora.rank,
         head_backend=backend if training.head_backend == "auto" else training.head_backend,
-        device="cuda" if backend == "triton" else "cpu",
+        device="cuda" if on_gpus else "cpu",
         reference=settings.kl.coefficient > 0,
         critic=critic,
     )
-
-
-def _verdict(
-    settings: Settings, shape: ModelShape, setup: TrainingSetup, rank: RankMemory, memory: int, *, critic: bool
-) -> str:
-    facts = engine_facts(settings.rollout)
-    colocated = bool(facts.shares_gpus)
-    servers = facts.servers * facts.gpus_per_server
-    machine = Hardware(gpus=setup.ranks if colocated else setup.ranks + servers, memory=memory)
+    colocated = bool(facts.servers and facts.shares_gpus)
+    # The transformers engine's cache, limited to all concurrent trajectories at maximum length.
+    rows = min(rollout.concurrency, rollout.problems_per_step * rollout.group_size)
+    kv_tokens = min(facts.kv_slots or 0, rows * (rollout.max_prompt_tokens + rollout.max_response_tokens))
+    rank = rank_memory(shape, setup, kv_tokens=kv_tokens, context=(1 + colocated) * CONTEXT * on_gpus)
+    yield f"model: {shape.parameters / 1e6:,.2f}M parameters; memory of one rank, estimated:"
+    yield from rank.lines()
     required = Requirements.of(settings, critic=critic)
-    room = _server_share(rank, memory)
-    share = facts.gpu_share or (room if colocated else _LARGEST_SHARE)
-    server = server_memory(shape, memory=memory, share=share, tensor_parallel=facts.gpus_per_server)
-    trains, wakes = rank.total <= usable(memory), not colocated or share <= room
-    if trains and wakes and server.kv_tokens >= required.longest_request:
-        return (
-            f"  on {machine}: fits, {rank.total / GB:.1f} of {usable(memory) / GB:.1f} GB; micro-batches of up to "
-            f"{_largest_micro_batch(shape, setup, _placement_of(facts), memory):,} tokens fit; a server holds "
-            f"{server.kv_tokens:,} tokens"
+    for memory in ([size * GB for size in _SIZES] if here is None else [here]) if facts.servers else []:
+        plan = Plan(
+            shape=shape,
+            setup=setup,
+            colocated=colocated,
+            replicas=facts.servers,
+            tensor_parallel=facts.gpus_per_server,
+            memory=memory,
+            share=facts.gpu_share,
         )
-    lack = "the server's KV cache" if wakes else "the server beside the rank's weights"
-    lack = lack if trains else "the rank's peak"
-    found = find_plan(shape, machine, required)
+        gpus = setup.ranks + (0 if colocated else facts.servers * facts.gpus_per_server)
+        yield f"  on {_verdict(settings, plan, Hardware(gpus=gpus, memory=memory), required)}"
+
+
+def _verdict(settings: Settings, plan: Plan, machine: Hardware, required: Requirements) -> str:
+    lack = plan.obstacle(required.longest_request)
+    if lack is None:
+        return (
+            f"{machine}: fits, {plan.rank.total / GB:.1f} of {usable(machine.memory) / GB:.1f} GB; micro-batches of up "
+            f"to {plan.largest_micro_batch:,} tokens fit; a server holds {plan.server.kv_tokens:,} tokens"
+        )
+    found = find_plan(plan.shape, machine, required)
     if found is None:
-        return f"  on {machine}: does not fit ({lack}), and no other settings do: run agentrl plan for alternatives"
+        return f"{machine}: does not fit ({lack}), and no other settings do: run agentrl plan for alternatives"
     changes = [
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-        for key, value in plan_values(found).items()
+        for key, value in found.values().items()
         if operator.attrgetter(key)(settings) != value
     ]
-    return f"  on {machine}: does not fit ({lack}); would fit with {' '.join(changes)}"
+    return f"{machine}: does not fit ({lack}); would fit with {' '.join(changes)}"

@@ -15,13 +15,10 @@ from agentrl.errors import SettingsError
 from agentrl.models.settings import ModelSettings
 from agentrl.planning.memory import ModelShape, read_shape
 from agentrl.planning.plan import (
-    PlanRequest,
     find_plan,
     memory_lines,
     plan_command,
     plan_for,
-    plan_lines,
-    plan_values,
 )
 from agentrl.training.run.preflight import dry_run
 
@@ -46,8 +43,8 @@ def test_the_cheapest_settings_that_fit_are_chosen(seven: ModelShape) -> None:
     assert large is not None
     assert small is not None
     assert tiny is not None
-    assert (large.setup.checkpointing, large.setup.offload, large.placement) == (False, "none", "colocated")
-    assert (small.setup.checkpointing, small.setup.offload, small.placement) == (True, "none", "colocated")
+    assert (large.setup.checkpointing, large.setup.offload, large.colocated) == (False, "none", True)
+    assert (small.setup.checkpointing, small.setup.offload, small.colocated) == (True, "none", True)
     assert tiny.setup.lora_rank == 0  # adapters train something else: the last resort
     assert tiny.setup.offload == "optimizer"
     for plan, memory in ((large, 80), (small, 48), (tiny, 32)):
@@ -61,8 +58,7 @@ def test_ranks_share_rows_where_a_context_does_not_fit_one(seven: ModelShape) ->
     assert short is not None
     assert long is not None
     assert (short.setup.sequence_parallel, long.setup.sequence_parallel) == (1, 2)
-    assert plan_values(long)["training.sequence_parallel"] == 2
-    assert "sequence-parallel groups of 2 ranks" in "".join(plan_lines(seven, gpus(8, 80), long))
+    assert long.values()["training.sequence_parallel"] == 2
     odd = tiny_shape(num_attention_heads=3, num_key_value_heads=3, hidden_size=48)  # no number of ranks divides them
     plan = find_plan(odd, gpus(8, 24), required(4096))
     assert plan is not None
@@ -82,23 +78,22 @@ def test_the_overlay_holds_settings_that_exist_and_loads(tmp_path: Path) -> None
     tiny_shape().config.save_pretrained(model)
     (model / "tokenizer.json").write_text("{}")
     settings = load_settings(overrides=[f"model.path={model}"], command="plan")
-    request = PlanRequest(gpus=4, memory=24, context=4096, write=tmp_path / "plan.yaml")
-    lines = plan_command(settings, request, critic=False)
+    lines = plan_command(settings, gpus=4, memory=24, context=4096, write=tmp_path / "plan.yaml", critic=False)
     assert any("total, at the" in line for line in lines)
     loaded = load_settings(config_file=tmp_path / "plan.yaml", overrides=["data.train=[{path: builtin:arithmetic}]"])
     assert loaded.rollout.max_prompt_tokens + loaded.rollout.max_response_tokens == 4096
     assert (loaded.training.num_processes, loaded.rollout.vllm.placement) == (4, "colocated")
     found = find_plan(tiny_shape(), gpus(4, 24), required(4096))
     assert found is not None
-    assert {key: operator.attrgetter(key)(loaded) for key in plan_values(found)} == plan_values(found)
+    assert {key: operator.attrgetter(key)(loaded) for key in found.values()} == found.values()
 
 
 @pytest.mark.parametrize("memory", [80, 48])
 def test_a_recipe_has_a_plan_that_loads(memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRL_DATA_DIR", str(tmp_path))
     settings = load_settings(config_file="simpletir_7b", command="plan")
-    request = PlanRequest(gpus=8, memory=memory, base=("simpletir_7b",), write=tmp_path / "plan.yaml")
-    plan_command(settings, request, critic=False)
+    write = tmp_path / "plan.yaml"
+    plan_command(settings, gpus=8, memory=memory, base=["simpletir_7b"], write=write, critic=False)
     loaded = load_settings(config_file=tmp_path / "plan.yaml")
     assert loaded.algorithm == settings.algorithm
     assert loaded.model.gradient_checkpointing
@@ -144,7 +139,7 @@ def test_bad_input_is_one_message_that_says_what_works(
     assert not torch.cuda.is_available()
     settings = load_settings(overrides=[] if path is None else [f"model.path={path}"], command="plan")
     with pytest.raises(SettingsError, match=message) as failure:
-        plan_command(settings, PlanRequest(**request_), critic=False)
+        plan_command(settings, critic=False, **request_)
     assert "\n" not in str(failure.value)
 
 
@@ -172,7 +167,7 @@ def test_a_model_that_cannot_be_trained_so_ends_the_dry_run_and_the_plan(
     with pytest.raises(SettingsError, match=message):
         read_shape(resolved.model)
     with pytest.raises(SettingsError, match=message):
-        plan_command(resolved, PlanRequest(gpus=1, memory=80), critic=False)
+        plan_command(resolved, gpus=1, memory=80, critic=False)
     with pytest.raises(SettingsError, match=message):
         dry_run(resolved.model_copy(update={"data": load_settings().data}))
 
