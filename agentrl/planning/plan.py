@@ -13,6 +13,7 @@ import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 import yaml
@@ -133,7 +134,7 @@ class Plan:
     def values(self) -> dict[str, object]:
         """Return the settings of the plan by dotted key."""
         setup = self.setup
-        return {
+        values: dict[str, object] = {
             "model.dtype": "bfloat16" if setup.bfloat16 else "float32",
             "model.gradient_checkpointing": setup.checkpointing,
             "model.checkpoint_offload": setup.checkpoint_offload,
@@ -147,7 +148,8 @@ class Plan:
             "training.micro_batch_tokens": setup.tokens,
             "training.offload": setup.offload,
             "training.sequence_parallel": setup.sequence_parallel,
-        } | ({"model.lora.rank": setup.lora_rank} if setup.lora_rank else {})
+        }
+        return values | ({"model.lora.rank": setup.lora_rank} if setup.lora_rank else {})
 
     def lines(self) -> Iterator[str]:
         """Describe the memory of a rank and of a server by parts."""
@@ -239,7 +241,7 @@ def plan_for(shape: ModelShape, machine: Hardware, required: Requirements) -> Pl
         return found
 
     def first(trials: Iterable[tuple[str, Hardware, Requirements]]) -> list[str]:
-        return list(itertools.islice((name for name, *trial in trials if find_plan(shape, *trial)), 1))
+        return list(itertools.islice((name for name, gpus, needs in trials if find_plan(shape, gpus, needs)), 1))
 
     numbers = [machine.gpus * 2**power for power in range(1, 8)]
     sizes = [size for size in (16, 24, 32, 40, 48, 80, 96, 141, 192, 288) if size * GB > machine.memory]
@@ -348,7 +350,8 @@ def memory_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Iter
     facts, rollout, training = engine_facts(settings.rollout), settings.rollout, settings.training
     here = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
     on_gpus = here is not None or bool(facts.servers)
-    bfloat16, backend = settings.model.dtype == "bfloat16", "triton" if on_gpus else "chunked"
+    bfloat16 = settings.model.dtype == "bfloat16"
+    fastest: Literal["chunked", "triton"] = "triton" if on_gpus else "chunked"
     setup = TrainingSetup(
         ranks=training.num_processes,
         stage=training.stage_that_runs(bfloat16=bfloat16),
@@ -359,7 +362,7 @@ def memory_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Iter
         offload=training.offload,
         sequence_parallel=training.sequence_parallel,
         lora_rank=settings.model.lora.rank,
-        head_backend=backend if training.head_backend == "auto" else training.head_backend,
+        head_backend=fastest if training.head_backend == "auto" else training.head_backend,
         device="cuda" if on_gpus else "cpu",
         reference=settings.kl.coefficient > 0,
         critic=critic,
