@@ -4,7 +4,7 @@ The rows are those of tool-integrated answers: turns of model tokens with observ
 differ, groups of 16, an outcome reward, float32 inputs. The table has the best and the median of the repeats by the
 clock (other programs on the machine only add to it), the processor seconds of the best, and the peak resident memory
 that one call adds to its inputs, the three results included (`least` is those three alone). The target: at most 1 s on
-two cores at 2,048 rows of 8,192 positions, for every estimator but otb_cross.
+two cores at 2,048 rows of 8,192 positions, for every estimator.
 """
 
 import argparse
@@ -86,7 +86,6 @@ def make_inputs(rows: int, width: int, group_size: int) -> AdvantageInputs:
         groups=torch.arange(rows) // group_size,
         token_energy=noise(rows, width),
         hidden_norm_squared=noise(rows, width),
-        cross_energy=noise(rows, width),
         values=noise(rows, width),
         trajectory_energy=noise(rows),
         greedy_returns=noise(rows).round(),

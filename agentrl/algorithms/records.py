@@ -35,8 +35,8 @@ class AdvantageInputs:
 
     Energies weight a token with `(importance_weights * loss_mask)^2`; if one of the two is None, it is 1 on every model
     token. Therefore a zero weight and the loss mask reject a token with the same effect on the baseline. Rewards,
-    returns and compact indices use the response mask, including rejected tokens. `cross_energy` and
-    `trajectory_energy` already include the weights, because they do not factor.
+    returns and compact indices use the response mask, including rejected tokens. `trajectory_energy` already includes
+    the weights, because they do not factor.
     """
 
     rewards: Tensor  # [B, T] float
@@ -46,7 +46,6 @@ class AdvantageInputs:
     sum_pi_squared: Tensor | None = None  # [B, T]
     token_energy: Tensor | None = None  # [B, T] w_t of the kernel; if None, computed from the two fields above
     hidden_norm_squared: Tensor | None = None  # [B, T] for head-exact energy
-    cross_energy: Tensor | None = None  # [B, T] sum_{k<=t} rho_k rho_t <delta_k, delta_t>^+, laboratory only
     importance_weights: Tensor | None = None  # [B, T] truncated rho, 0 where rejected from the loss
     loss_mask: Tensor | None = None  # [B, T] bool, the response mask without tokens rejected from the loss
     trajectory_energy: Tensor | None = None  # [B] exact ||sum_t rho_t grad log p_t||^2

@@ -16,8 +16,7 @@ from agentrl.kernels.attention import pack_padded
 from agentrl.models.policy import PolicyModel
 from agentrl.trajectory import Group
 
-_OF_ONE_TOKEN = ("log_probs", "sum_pi_squared", "token_energy", "hidden_norm_squared")
-_TOKEN_VALUES = (*_OF_ONE_TOKEN, "cross_energy")
+_TOKEN_VALUES = ("log_probs", "sum_pi_squared", "token_energy", "hidden_norm_squared")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +78,7 @@ def look_at(
     distinct, inverse = alike.unique(return_inverse=True)
     unique = Batch.of(MicroBatch.of([group.trajectories[row] for row in distinct.tolist()]))
     blocks = list(row_blocks(unique, budget))
-    tokens = {name: torch.zeros(unique.response_mask.shape) for name in _OF_ONE_TOKEN}
+    tokens = {name: torch.zeros(unique.response_mask.shape) for name in _TOKEN_VALUES}
     for rows in blocks:
         mask = unique.response_mask[rows]
         with torch.no_grad():
@@ -154,8 +153,11 @@ def _energies(policy: PolicyModel, batch: Batch, rows: slice, temperature: float
     return torch.stack(energies)
 
 
-def inputs_of(samples: Sequence[ProblemSample], rows: Sequence[Tensor]) -> AdvantageInputs:
-    """Build the estimator inputs of one step from the groups ``rows[j]`` [M, N] of every problem j, in order."""
+def inputs_of(samples: Sequence[ProblemSample], rows: Sequence[Tensor], *, cross: bool = False) -> AdvantageInputs:
+    """Build the estimator inputs of one step from the groups ``rows[j]`` [M, N] of every problem j, in order.
+
+    ``cross`` replaces the energies of tokens by their cross energies, which include the importance weights.
+    """
     width = max(sample.batch.rewards.shape[1] for sample in samples)
 
     def gather(name: str) -> Tensor:
@@ -170,14 +172,18 @@ def inputs_of(samples: Sequence[ProblemSample], rows: Sequence[Tensor]) -> Advan
         return torch.cat([value[chosen.flatten()] for value, chosen in zip(values, rows, strict=True)])
 
     groups, size = sum(map(len, rows)), rows[0].shape[1]
+    weighted = samples[0].importance_weights is not None and not cross
+    values = {name: gather(name) for name in _TOKEN_VALUES}
+    if cross:
+        values["token_energy"] = gather("cross_energy")
     return AdvantageInputs(
         rewards=gather("rewards").double(),
         response_mask=gather("response_mask"),
         groups=torch.arange(groups).repeat_interleave(size),
-        importance_weights=None if samples[0].importance_weights is None else gather("importance_weights"),
+        importance_weights=gather("importance_weights") if weighted else None,
         trajectory_energy=each([sample.trajectory_energy for sample in samples]),
         greedy_returns=each([torch.full((sample.size,), sample.greedy_return) for sample in samples]),
-        **{name: gather(name) for name in _TOKEN_VALUES},
+        **values,
     )
 
 
@@ -220,7 +226,8 @@ def cross_energy(
     ``log_p`` [K, V] are the log-probabilities of the whole vocabulary, ``targets`` [K] the sampled tokens, and
     ``importance_weights`` [K] the truncated rho times the loss mask (default: 1). delta = e_y - p (arXiv 2602.07078,
     Eq. 46 and 48), multiplied by ``slope`` [K, V], the derivative of capped logits. Memory and time grow as K^2 + K V,
-    so only the laboratory computes cross energies.
+    so only the laboratory measures them, as the estimator `otb_cross`: at the
+    model token k of a trajectory, the baseline of `otb_isolated` with this sum as the energy of the token.
 
     >>> both = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()
     >>> [round(value, 6) for value in cross_energy(both, torch.tensor([0, 1])).tolist()]

@@ -24,17 +24,23 @@ from agentrl.problems.settings import DataSettings
 from agentrl.rollout.settings import EngineSections, EnvironmentSections, RewardSettings
 from agentrl.telemetry.settings import TelemetrySettings
 
+CROSS = "otb_cross"
+"""The estimator of the laboratory alone: `otb_isolated` with the cross energies of tokens (docs/estimators.md)."""
 _UNAVAILABLE = {"values": "it needs a critic that was trained for this policy"}
 """Inputs that rollouts alone do not provide, with the reason for the error message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """An estimator with its options. ``label`` is the text on the command line."""
+    """A registered estimator with its options.
+
+    ``label`` is the text on the command line. ``cross`` replaces the energies of tokens by cross energies.
+    """
 
     label: str
     name: str
     options: dict[str, Any]
+    cross: bool = False
 
 
 def read_choices(texts: Sequence[str]) -> tuple[Choice, ...]:
@@ -54,8 +60,8 @@ def read_choices(texts: Sequence[str]) -> tuple[Choice, ...]:
 
 
 def measurable() -> list[str]:
-    """Return the registered estimators whose inputs rollouts provide."""
-    return [name for name in ESTIMATORS.names() if not ESTIMATORS[name].requires & _UNAVAILABLE.keys()]
+    """Return the registered estimators whose inputs rollouts provide, and `otb_cross`."""
+    return [CROSS, *(name for name in ESTIMATORS.names() if not ESTIMATORS[name].requires & _UNAVAILABLE.keys())]
 
 
 def _read(text: str) -> Choice:
@@ -66,6 +72,11 @@ def _read(text: str) -> Choice:
         if not equals:
             raise SettingsError(f"--estimators: options of {text} must be written option=value, such as tail=carry")
         options[option] = _value(value)
+    cross = name == CROSS
+    if cross:
+        name = "otb_isolated"
+        if "energy" in options:
+            raise SettingsError(f"--estimators: {text}: {CROSS} has no option energy, because its energy is fixed")
     try:
         entry = ESTIMATORS[name]
         entry.make_options(f"estimator {name!r}", options)
@@ -73,7 +84,7 @@ def _read(text: str) -> Choice:
         raise SettingsError(f"--estimators: {text}: {error}") from error
     for missing in sorted(entry.requires & _UNAVAILABLE.keys()):
         raise SettingsError(f"--estimators: {name} cannot be measured here: {_UNAVAILABLE[missing]}")
-    return Choice(label=text, name=name, options=options)
+    return Choice(label=text, name=name, options=options, cross=cross)
 
 
 def _value(text: str) -> Any:
@@ -123,7 +134,8 @@ def advantages_in(
         kept = [index for index in range(len(samples)) if not dropped[index, step].all()]
         if not kept:
             continue
-        inputs = inputs_of([samples[index] for index in kept], [rows[index][step] for index in kept])
+        drawn = [rows[index][step] for index in kept]
+        inputs = inputs_of([samples[index] for index in kept], drawn, cross=choice.cross)
         try:
             advantages = compute_advantages(choice.name, inputs, **choice.options).advantages
         except MissingInputError as error:

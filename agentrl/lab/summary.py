@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from agentrl.algorithms import ESTIMATORS
 from agentrl.lab.measure import GradientMoments, ProblemMoments
 from agentrl.lab.results import Energies
+from agentrl.lab.settings import CROSS
 
 Floats = NDArray[np.float64]
 _LEAST_FITTED = 8  # minimum number of problems for the fit in `_columns`
@@ -123,6 +124,8 @@ def verdicts(lines: Sequence[Line]) -> list[str]:
 def is_token_baseline(label: str) -> bool:
     """Return True if an estimator computes a baseline for every token from the group. ``label`` may include options."""
     name = label.split(":")[0]
+    if name == CROSS:
+        return True
     return name in ESTIMATORS.names() and ESTIMATORS[name].group_based and ESTIMATORS[name].per_token
 
 

@@ -17,7 +17,7 @@ Row = list[Fraction]
 Options = dict[str, object]
 
 SCALAR = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "remax", "gpg", "opo", "ogb", "eob")
-BY_INDEX = ("otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross")
+BY_INDEX = ("otb", "tir_otb", "otb_isolated", "otb_total")
 DEFAULTS: Options = {
     "gamma": 1.0,
     "lam": 1.0,
@@ -82,16 +82,14 @@ class Slow:
     def token_weights(self, name: str) -> list[Row]:
         """W + eps."""
         result = []
-        for i, row in enumerate(self.tokens("cross_energy") if name == "otb_cross" else self.energies()):
+        for i, row in enumerate(self.energies()):
             shared = {
                 "otb_isolated": row,
-                "otb_cross": row,
                 "otb_total": [sum(row)] * len(row),
                 "otb": [sum(row[: k + 1]) for k in range(len(row))],
                 "tir_otb": [sum(row[: k + 1]) for k in range(len(row))],
             }[name]
-            scale = Fraction(1) if name == "otb_cross" else self.scale(i)
-            result.append([(w + self.number("epsilon") * scale) / self.per_sequence(i) for w in shared])
+            result.append([(w + self.number("epsilon") * self.scale(i)) / self.per_sequence(i) for w in shared])
         return result
 
     def trajectory_weights(self, name: str) -> Row:

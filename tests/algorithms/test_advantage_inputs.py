@@ -85,7 +85,6 @@ def test_tensors_that_cannot_be_right_are_named_with_the_place(changes, message)
         ),
         ("remax", {"greedy_returns": torch.tensor([torch.nan, 0.0])}, "greedy_returns is nan in row 0"),
         ("eob", {"trajectory_energy": torch.tensor([1.0, -1.0])}, "trajectory_energy is -1.0 in row 1; .* negative"),
-        ("otb_cross", {"cross_energy": at(1, 2, -1.0)}, "cross_energy is -1.0 in row 1 at position 2"),
         ("grpo", {"importance_weights": at(1, 0, torch.inf)}, "importance_weights is inf at a model token: row 1"),
         ("gpg", {"rewards": at(0, 0, torch.inf, 0.0)}, "rewards is inf at a model token: row 0, position 0"),
     ],
@@ -101,7 +100,6 @@ def test_values_that_cannot_be_right_are_named_with_the_place(estimator, changes
         ("gae", "values", "training adds with algorithm.estimator=gae"),
         ("remax", "greedy_returns", "training samples with algorithm.estimator=remax"),
         ("eob", "trajectory_energy", "training computes with algorithm.estimator=eob"),
-        ("otb_cross", "cross_energy", "agentrl variance --estimators otb_cross"),
     ],
 )
 def test_a_required_input_is_named_with_what_provides_it(estimator, name, setting):
@@ -149,7 +147,6 @@ def test_a_missing_input_is_named_with_the_setting(changes, energy, message):
         ("tir_otb", {"gamma": "0.9"}, InvalidOptionError, "gamma='0.9' must be in"),
         ("opo", {"leave_one_out": "no"}, InvalidOptionError, "leave_one_out='no' must be True or False"),
         ("opo", {"energy": "length"}, UnknownNameError, "unknown option 'energy' of estimator 'opo'"),
-        ("otb_cross", {"energy": "length"}, UnknownNameError, "unknown option 'energy' of estimator 'otb_cross'"),
         ("eob", {"energy": "logit_proxy"}, InvalidOptionError, "energy='logit_proxy' is not one of exact"),
         ("gae", {"lam": float("nan")}, InvalidOptionError, "lam=nan must be in"),
         ("gae", {"lambda": 0.9}, UnknownNameError, "unknown option 'lambda' of estimator 'gae'; did you mean 'lam'"),
@@ -172,7 +169,6 @@ def test_the_registered_estimators_and_their_options_are_known():
     assert ESTIMATORS.option_names("grpo") == ("normalize",)
     common = {"tail", "leave_one_out", "gamma", "normalize", "epsilon", "loss_aggregation"}
     assert set(ESTIMATORS.option_names("tir_otb")) == {"energy", *common}
-    assert set(ESTIMATORS.option_names("otb_cross")) == common
     assert set(ESTIMATORS.option_names("gae")) == {"gamma", "lam", "normalize"}
 
 
@@ -187,7 +183,6 @@ def test_the_registered_estimators_and_their_options_are_known():
         ("gae", {}, {"values"}, True),
         ("remax", {}, {"greedy_returns"}, False),
         ("eob", {}, {"trajectory_energy"}, False),
-        ("otb_cross", {}, {"cross_energy"}, False),
         ("tir_otb", {}, {"token_energy"}, False),
         ("ogb", {"energy": "head_exact"}, {"token_energy", "hidden_norm_squared"}, False),
         ("otb", {"energy": "length"}, set(), False),

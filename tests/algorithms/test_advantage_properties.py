@@ -75,7 +75,6 @@ def inputs_for(draw: st.DrawFn, mask: Tensor) -> AdvantageInputs:
         groups=groups,
         token_energy=tokens(torch.nan, noise(rows, width) * energy_scale),
         hidden_norm_squared=tokens(-torch.inf, noise(rows, width) * 40),
-        cross_energy=tokens(-1.0, noise(rows, width) * energy_scale),
         importance_weights=weights,
         loss_mask=kept,
         trajectory_energy=noise(rows) * energy_scale,

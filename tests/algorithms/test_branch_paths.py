@@ -48,7 +48,6 @@ def inputs_of(rows: list[Branch], *, gap: int = 0) -> AdvantageInputs:
         response_mask=mask,
         token_energy=energies,
         hidden_norm_squared=energies + 1,
-        cross_energy=energies,
         log_probs=-energies,
         sum_pi_squared=energies * 0.1,
         importance_weights=energies * 0.2,
@@ -83,7 +82,6 @@ SMALL = [
         ("otb_total", {}, [[1 - 10 / 12, 1 - 10 / 12, 1], [1 - 10 / 12], [-10 / 12, -10 / 12]]),
         # Columns of rows mean nothing here: the baseline of whole rollouts.
         ("otb", {}, [[1 - 10 / 12] * 3, [1 - 10 / 12], [-10 / 12] * 2]),
-        ("otb_cross", {}, [[1 - 10 / 12] * 3, [1 - 10 / 12], [-10 / 12] * 2]),
         ("ogb", {}, [[1 - 10 / 12] * 3, [1 - 10 / 12], [-10 / 12] * 2]),
     ],
 )

@@ -9,7 +9,7 @@ from agentrl.algorithms import ESTIMATORS
 
 PAGE = Path(__file__).parents[2] / "docs/reference/estimators.md"
 BUILT_IN = [n for n in ESTIMATORS.names() if ESTIMATORS[n].function.__module__.startswith("agentrl.algorithms")]
-OTB = ["otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross"]
+OTB = ["otb", "tir_otb", "otb_isolated", "otb_total"]
 
 
 def rows(first: str) -> dict[str, list[str]]:

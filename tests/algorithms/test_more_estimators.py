@@ -134,16 +134,16 @@ def test_eob_does_not_depend_on_the_unit_of_the_energy(unit):
     close(compute_advantages("eob", inputs).baselines, spread([0.75] * 3), 1e-8)
 
 
-@pytest.mark.parametrize("estimator", ["ogb", "eob", "otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross"])
+@pytest.mark.parametrize("estimator", ["ogb", "eob", "otb", "tir_otb", "otb_isolated", "otb_total"])
 def test_without_any_energy_the_mean_is_plain(estimator):
     zeros = torch.zeros(3, 5, dtype=torch.float64)
-    inputs = example(token_energy=zeros, cross_energy=zeros, trajectory_energy=zeros[:, 0])
+    inputs = example(token_energy=zeros, trajectory_energy=zeros[:, 0])
     first = compute_advantages(estimator, inputs).baselines[:, 0]
     close(first, [2 / 3] * 3)
 
 
 @pytest.mark.parametrize("energy", ["logit_proxy", "head_exact"])
-@pytest.mark.parametrize("estimator", ["ogb", "eob", "otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross"])
+@pytest.mark.parametrize("estimator", ["ogb", "eob", "otb", "tir_otb", "otb_isolated", "otb_total"])
 def test_what_softens_the_weights_shrinks_with_them_in_a_mean_over_long_sequences(estimator, energy):
     length = 16_000  # 1 / K^2 is 4e-9
     first = torch.zeros(2, length, dtype=torch.float64)
@@ -156,10 +156,9 @@ def test_what_softens_the_weights_shrinks_with_them_in_a_mean_over_long_sequence
         groups=torch.zeros(2, dtype=torch.int64),
         token_energy=first,
         hidden_norm_squared=torch.full_like(first, 0.01),
-        cross_energy=first,
         trajectory_energy=first[:, 0],
     )
-    options = {} if estimator in ("eob", "otb_cross") else {"energy": energy}
+    options = {} if estimator == "eob" else {"energy": energy}
     for aggregation in ("token_mean", "seq_mean_token_mean"):
         found = compute_advantages(estimator, inputs, loss_aggregation=aggregation, **options)
         close(found.baselines[:, 0], [1 / 17] * 2, 1e-7)
@@ -186,13 +185,6 @@ def test_otb_total_by_hand():
     close(
         result.baselines, [[7 / 11, 7 / 11, 7 / 11, 0, 0], [7 / 11, 7 / 11, 0, 0, 0], [7 / 11, 0, 0, 7 / 11, 0]], 1e-8
     )
-
-
-def test_otb_cross_takes_the_energy_as_it_is_given():
-    cross = tensor([[1.0, 3, 1, 9, 9], [2.0, 1, 9, 9, 9], [1.0, 9, 9, 2, 9]])
-    halves = torch.full((3, 5), 0.5, dtype=torch.float64)
-    result = compute_advantages("otb_cross", example(cross_energy=cross, importance_weights=halves))
-    close(result.baselines, [[0.5, 5 / 6, 0, 0, 0], [0.5, 5 / 6, 0, 0, 0], [0.5, 0, 0, 5 / 6, 0]], 1e-7)
 
 
 def test_cross_energy_is_that_of_the_logit_gradients():
@@ -254,7 +246,6 @@ def test_in_a_group_of_one_the_advantage_is_the_return(estimator):
         response_mask=torch.tensor([[1, 0, 1], [1, 1, 1], [1, 1, 0]]),
         groups=torch.tensor([9, 1, 1]),
         token_energy=torch.ones(3, 3),
-        cross_energy=torch.ones(3, 3),
         trajectory_energy=torch.ones(3),
     )
     expected = [0.75, 0.0, 0.5] if "otb" in estimator else [0.75, 0.0, 0.75]
@@ -275,13 +266,12 @@ def bandit(repeats: int) -> tuple[AdvantageInputs, Tensor, Tensor, Tensor]:
         outcomes[rows].tolist(),
         torch.arange(len(arms)).repeat_interleave(repeats).tolist(),
         token_energy=energy.unsqueeze(-1),
-        cross_energy=energy.unsqueeze(-1),
         trajectory_energy=energy,
     )
     return inputs, p[arms].prod(-1), arms, p
 
 
-@pytest.mark.parametrize("estimator", ["ogb", "eob", "otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross"])
+@pytest.mark.parametrize("estimator", ["ogb", "eob", "otb", "tir_otb", "otb_isolated", "otb_total"])
 @pytest.mark.parametrize("repeats", [2, 3])
 def test_leaving_one_out_makes_the_gradient_of_a_bandit_unbiased(estimator, repeats):
     inputs, chance, arms, p = bandit(repeats)

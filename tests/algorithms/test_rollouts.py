@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentrl.algorithms import ESTIMATORS, AdvantageInputs, aggregate, compute_advantages, loss_normalizer
 from agentrl.algorithms.losses.registry import AGGREGATIONS
 
-NAMES = sorted(set(ESTIMATORS.names()) - {"otb_cross"})
+NAMES = ESTIMATORS.names()
 
 
 def rows_of(

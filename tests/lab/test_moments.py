@@ -353,6 +353,20 @@ def test_advantages_are_those_of_single_steps(label: str) -> None:
             torch.testing.assert_close(found[index][group], wanted[index][:, : found[index].shape[-1]])
 
 
+def test_otb_cross_weights_each_token_with_its_cross_energy_as_it_is() -> None:
+    policy = make_policy(vocabulary=7)
+    sample = make_sample(policy, size=2)
+    mask = sample.batch.response_mask
+    sample = replace(sample, cross_energy=mask * torch.tensor([[1.0], [3.0]]), importance_weights=mask * 0.5)
+    (choice,) = read_choices(["otb_cross:tail=self"])
+    (found,) = advantages_in([sample], [torch.tensor([[0, 1]])], choice, drop_zero_variance=False)
+    returns = sample.returns.double()
+    baseline = (returns[0] + 3 * returns[1]) / 4
+    shared = int(mask.sum(-1).min())
+    for row in range(2):
+        torch.testing.assert_close(found[0, row][mask[row]][:shared], (returns[row] - baseline).expand(shared))
+
+
 @pytest.mark.parametrize("label", ["tir_otb", "reinforce_pp", "reinforce_pp_baseline", "ogb_pooled", "remax"])
 def test_groups_of_equal_rewards_leave_the_step_as_in_training(label: str) -> None:
     """Before whitening; a pooled baseline keeps them, and a greedy rollout can make the difference."""

@@ -121,6 +121,7 @@ def test_verdicts_say_where_the_optimal_baseline_does_not_win() -> None:
         ({"estimators": "tir_otb:tail"}, "options of tir_otb:tail must be written option=value"),
         ({"estimators": "rloo,grpo,rloo"}, "--estimators lists rloo twice"),
         ({"estimators": "gae"}, "gae cannot be measured here: it needs a critic that was trained for this policy"),
+        ({"estimators": "otb_cross:energy=length"}, "otb_cross has no option energy, because its energy is fixed"),
         ({"group_sizes": "4,64"}, "--group-sizes 64: a group must have 2 to 32 trajectories, because"),
         ({"group_sizes": "4,x"}, "--group-sizes must be whole numbers, such as 4,8,16; got 'x'"),
         ({"group_sizes": "4,4"}, "--group-sizes must be different sizes"),
@@ -137,5 +138,5 @@ def test_bad_input_is_named(texts: dict[str, Any], message: str) -> None:
 def test_without_names_all_are_measured_that_can_be() -> None:
     from agentrl.algorithms import ESTIMATORS
 
-    assert {choice.name for choice in read_choices([])} == set(ESTIMATORS.names()) - {"gae"}
+    assert {choice.label for choice in read_choices([])} == {"otb_cross", *ESTIMATORS.names()} - {"gae"}
     assert "gae" not in measurable()

@@ -41,7 +41,6 @@ def advantages(estimator: str) -> list[Tensor]:
         sum_pi_squared=noise(rows, TOKENS),
         token_energy=noise(rows, TOKENS),
         hidden_norm_squared=noise(rows, TOKENS),
-        cross_energy=noise(rows, TOKENS),
         importance_weights=noise(rows, TOKENS),
         trajectory_energy=noise(rows),
         values=noise(rows, TOKENS),

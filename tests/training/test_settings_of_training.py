@@ -41,13 +41,13 @@ def test_groups_of_equal_rewards_are_dropped_where_they_have_no_gradient() -> No
 
 @pytest.mark.parametrize("name", ESTIMATORS.names())
 def test_every_estimator_has_its_defaults(name: str) -> None:
-    if name == "otb_cross":
-        with pytest.raises(SettingsError, match=r"algorithm\.estimator=otb_cross needs cross_energy"):
-            needs(objective(estimator=name))
-    else:
-        assert needs(objective(estimator=name)).inputs <= {
-            "token_energy", "values", "greedy_returns", "trajectory_energy"
-        }  # fmt: skip
+    provided = {"token_energy", "values", "greedy_returns", "trajectory_energy"}
+    assert needs(objective(estimator=name)).inputs <= provided
+
+
+def test_an_estimator_of_the_laboratory_does_not_train() -> None:
+    with pytest.raises(SettingsError, match=r"algorithm\.estimator=otb_cross: removed from training; .* variance"):
+        needs(objective(estimator="otb_cross"))
 
 
 @pytest.mark.parametrize(

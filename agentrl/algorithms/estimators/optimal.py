@@ -20,7 +20,6 @@ from agentrl.algorithms.estimators.baselines import Columns, column_baselines, w
 from agentrl.algorithms.estimators.classic import scalar_estimate, weighted_means
 from agentrl.algorithms.estimators.inputs import EstimatorInputs
 from agentrl.algorithms.estimators.registry import (
-    CrossBaselineOptions,
     ExactEnergyOptions,
     GlobalBaselineOptions,
     PooledOptions,
@@ -106,27 +105,13 @@ def otb_total(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advanta
     return _by_compact_index(inputs, energies.expand(inputs.mask.shape), options)
 
 
-@_token_baseline("otb_cross", options=CrossBaselineOptions, requires=("cross_energy",), by_column=True)
-def otb_cross(inputs: EstimatorInputs, options: CrossBaselineOptions) -> Advantages:
-    """Compute `tir_otb` with sum_{j<=k} rho_j rho_k max(0, <delta_j, delta_k>) (arXiv 2602.07078, Eq. 46 and 48).
-
-    `cross_energy` contains the complete sum with importance weights (`agentrl.lab.sample.cross_energy` computes it), so
-    `importance_weights` and `loss_mask` are not applied again. The cross energies of branches do not follow from their
-    tokens, so groups with a branched rollout use one baseline, weighted by the sums of the rollouts' cross energies.
-    """
-    energies = inputs.read("cross_energy", negative=False)
-    return (_by_compact_index if inputs.paths is None else _of_rollouts)(inputs, energies, options)
-
-
-def _of_rollouts(
-    inputs: EstimatorInputs, energies: Tensor, options: CrossBaselineOptions | GlobalBaselineOptions
-) -> Advantages:
+def _of_rollouts(inputs: EstimatorInputs, energies: Tensor, options: GlobalBaselineOptions) -> Advantages:
     """Compute R - b, where b is weighted by each rollout's sum of the energies [B, T]."""
     weights = energy_weights(inputs, energies.sum(-1, keepdim=True), options).squeeze(-1)
     return scalar_estimate(inputs.totals, weighted_means(inputs, weights, leave_one_out=options.leave_one_out))
 
 
-def _by_compact_index(inputs: EstimatorInputs, energies: Tensor, options: CrossBaselineOptions) -> Advantages:
+def _by_compact_index(inputs: EstimatorInputs, energies: Tensor, options: TokenBaselineOptions) -> Advantages:
     """Compute G_k - b_k from the energies [B, T] of model tokens, with one baseline per compact index."""
     returns = inputs.returns(options.gamma)
     columns = compact_columns(inputs, returns, energy_weights(inputs, energies, options))
@@ -147,11 +132,9 @@ def compact_columns(inputs: EstimatorInputs, returns: Tensor, weights: Tensor) -
     )
 
 
-def energy_weights(
-    inputs: EstimatorInputs, energies: Tensor, options: CrossBaselineOptions | GlobalBaselineOptions
-) -> Tensor:
+def energy_weights(inputs: EstimatorInputs, energies: Tensor, options: GlobalBaselineOptions) -> Tensor:
     """Compute W + eps from energies W [B, T] or [B, 1] that are sums of token energies."""
-    if getattr(options, "energy", None) == "head_exact":
+    if options.energy == "head_exact":
         return _softened(inputs, energies, _hidden_scale(inputs), options)
     return _softened(inputs, energies, torch.ones_like(inputs.totals), options)
 
@@ -160,7 +143,7 @@ def _softened(
     inputs: EstimatorInputs,
     energies: Tensor,
     scale: Tensor,
-    options: CrossBaselineOptions | GlobalBaselineOptions | ExactEnergyOptions,
+    options: GlobalBaselineOptions | ExactEnergyOptions,
 ) -> Tensor:
     """Compute W + eps from energies W [B, T] or [B, 1] and their scale [B]: positive on model tokens.
 

@@ -50,7 +50,6 @@ _PROVIDERS: Mapping[str, str] = {
     "algorithm.estimator=remax",
     "trajectory_energy": "trajectory_energy [B], the exact energies of agentrl.kernels.trajectory_energies, "
     "which training computes with algorithm.estimator=eob",
-    "cross_energy": "cross_energy [B, T], which only the laboratory computes: agentrl variance --estimators otb_cross",
 }
 
 
@@ -239,24 +238,17 @@ class ExactEnergyOptions(EnergyOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBaselineOptions(EnergyOptions):
-    """Options of `ogb`."""
+    """Options of `ogb`, and of the baselines below."""
 
     energy: str = option("logit_proxy", check_choice, ENERGIES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrossBaselineOptions(EnergyOptions):
-    """Options of `otb_cross`, whose energy is an input."""
+class TokenBaselineOptions(GlobalBaselineOptions):
+    """Options of the optimal token baselines."""
 
     tail: str = option("zero", check_choice, TAILS)  # baseline of the only trajectory at an index
     gamma: float = option(1.0, check_range, 0.0, 1.0)  # discount per model token
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenBaselineOptions(CrossBaselineOptions):
-    """Options of all optimal token baselines except `otb_cross`."""
-
-    energy: str = option("logit_proxy", check_choice, ENERGIES)
 
 
 @dataclass(frozen=True, kw_only=True)

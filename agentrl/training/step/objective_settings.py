@@ -18,7 +18,7 @@ from agentrl.algorithms import (
     estimator_needs,
     policy_loss,
 )
-from agentrl.algorithms.options import OptionsRegistry
+from agentrl.algorithms.options import E, OptionsRegistry
 from agentrl.errors import SettingsError
 from agentrl.rollout.settings import RewardSettings
 from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 _ESTIMATOR_KEYS = ("gamma", "lam", "leave_one_out", "tail", "energy", "normalize")
 _LOSS_KEYS = ("clip_low", "clip_high", "dual_clip")
-_LABORATORY_INPUTS = ("cross_energy",)
+_REMOVED = {"otb_cross": "removed from training; the laboratory measures it: agentrl variance --estimators otb_cross"}
+"""Removed names, with the message that replaces the error for unknown names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +63,10 @@ class ObjectiveSettings:
         Raises SettingsError if the loss or estimator is unknown, or if the loss does not support the aggregation.
         """
         algorithm = self.algorithm
-        try:
-            default = default_aggregation(algorithm.loss, algorithm.estimator)
-        except UnknownNameError as error:
-            key = "estimator" if algorithm.loss in LOSSES.names() else "loss"
-            raise SettingsError(f"algorithm.{key}={getattr(algorithm, key)}: {error}") from error
+        _entry("loss", LOSSES, algorithm.loss)
+        _entry("estimator", ESTIMATORS, algorithm.estimator)
         if algorithm.aggregation is None:
-            return default
+            return default_aggregation(algorithm.loss, algorithm.estimator)
         try:
             check_aggregation(algorithm.loss, algorithm.aggregation)
         except AlgorithmError as error:
@@ -119,16 +117,8 @@ def loss_options(settings: ObjectiveSettings) -> dict[str, Any]:
 
 
 def needs(settings: ObjectiveSettings) -> EstimatorNeeds:
-    """Return the inputs that the estimator needs. Raises SettingsError for an input that training cannot provide."""
-    name = settings.algorithm.estimator
-    found = estimator_needs(name, **estimator_options(settings))
-    missing = sorted(found.inputs.intersection(_LABORATORY_INPUTS))
-    if missing:
-        raise SettingsError(
-            f"algorithm.estimator={name} needs {', '.join(missing)}, which training does not compute: use it "
-            "only in the variance laboratory"
-        )
-    return found
+    """Return the inputs that the estimator needs. Raises SettingsError as :func:`estimator_options` does."""
+    return estimator_needs(settings.algorithm.estimator, **estimator_options(settings))
 
 
 def known_before_forward(settings: ObjectiveSettings) -> bool:
@@ -140,6 +130,14 @@ def known_before_forward(settings: ObjectiveSettings) -> bool:
     return not (needed.inputs - {"greedy_returns"} or corrected or penalty)
 
 
+def _entry(kind: str, registry: OptionsRegistry[E], name: str) -> E:
+    """Return the entry of ``algorithm.KIND=name``. Raises SettingsError if there is none."""
+    try:
+        return registry[name]
+    except UnknownNameError as error:
+        raise SettingsError(f"algorithm.{kind}={name}: {_REMOVED.get(name, error)}") from error
+
+
 def _options(
     settings: AlgorithmSettings,
     kind: str,
@@ -148,10 +146,8 @@ def _options(
     further: dict[str, Any],
 ) -> dict[str, Any]:
     name = getattr(settings, kind)
-    try:
-        known = set(registry.option_names(name))
-    except UnknownNameError as error:
-        raise SettingsError(f"algorithm.{kind}={name}: {error}") from error
+    entry = _entry(kind, registry, name)
+    known = set(registry.option_names(name))
     changed = settings.model_dump(include=set(keys), exclude_defaults=True)
     for key, value in changed.items():
         if key not in known:
@@ -165,7 +161,7 @@ def _options(
             )
     options = changed | further
     try:
-        registry[name].make_options(f"{kind} {name!r}", options)
+        entry.make_options(f"{kind} {name!r}", options)
     except (AlgorithmError, UnknownNameError) as error:
         raise SettingsError(f"algorithm.{kind}={name}: {error}") from error
     return options
