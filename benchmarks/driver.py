@@ -13,9 +13,10 @@ machine part of it is the wait for a core; "own lag" leaves that out (at most th
 
     python benchmarks/driver.py --step 512 16384
 
-prints what the tokens of one step cost in Python, stage by stage, from the answers of a vLLM server to the padded
-tensors of a training rank, without sampling and without the model: CPU seconds of one thread for all trajectories,
-measured on ``--measured`` of them. Goal: 2 s for 8 million tokens.
+prints the cost of one step's tokens outside the model, stage by stage, from the responses of a vLLM server to the
+padded tensors of a training rank: CPU seconds of one thread for all trajectories, measured on ``--measured`` of them.
+The sum is split into the decoding and encoding of JSON by msgspec, which is C and proportional to the bytes that vLLM
+sends, and the rest, which is Python with its calls to NumPy and torch. Goal of the rest: 2 s for 8 million tokens.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import pickle
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +44,7 @@ from agentrl.models.loading import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import Completion, Sampling
-from agentrl.rollout.engines.vllm.replica import read_completion
+from agentrl.rollout.engines.vllm.replica import RESPONSE, read_completion
 from agentrl.rollout.metrics import VersionClock, rollout_metrics
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest
@@ -236,6 +238,9 @@ def step_costs(trajectories: int, tokens: int, measured: int) -> None:
     records = [made_record(1, number, tokens, draw) for number in range(measured)]
     answers = [server_answer(segment) for record in records for segment in record["segments"][::2]]
     turns = Sampling(max_tokens=tokens // TURNS)
+    contexts = [
+        record["prompt_ids"] + [id for part in record["segments"] for id in part["token_ids"]] for record in records
+    ]
     rows = [Trajectory.from_record({**record, "seconds": 0.0}) for record in records]
     seconds: dict[str, float] = {}
 
@@ -249,8 +254,9 @@ def step_costs(trajectories: int, tokens: int, measured: int) -> None:
         seconds[name] = min(spent) * trajectories / measured
         return result
 
-    stage("write requests", lambda: [msgspec.json.encode(list(one.prompt_ids + one.response_ids)) for one in rows])
-    stage("read answers", lambda: [read_completion(content, turns, frozenset()) for content in answers])
+    stage("encode requests (msgspec)", lambda: [msgspec.json.encode(context) for context in contexts])
+    stage("decode responses (msgspec)", lambda: deque(map(RESPONSE.decode, answers), maxlen=0))
+    stage("decode and check responses", lambda: [read_completion(content, turns, frozenset()) for content in answers])
     stage("check segments", lambda: [replace(segment) for one in rows for segment in one.segments])
     made = [
         Group(problem=part[0].problem, index=part[0].group, trajectories=tuple(part))
@@ -267,10 +273,14 @@ def step_costs(trajectories: int, tokens: int, measured: int) -> None:
     stage("lengths of rows for attention", lambda: [replace(one.row).bounds for one in batches])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.parquet"
-        stage("write trajectories (beside training)", lambda: write_trajectories(path, (r.to_record() for r in rows)))
-    for name, value in seconds.items():
+        stage("write trajectories", lambda: write_trajectories(path, (r.to_record() for r in rows)))
+    seconds["check responses"] = seconds.pop("decode and check responses") - seconds["decode responses (msgspec)"]
+    beside = seconds.pop("write trajectories")
+    in_c = sum(value for name, value in seconds.items() if "msgspec" in name)
+    print(f"{trajectories * tokens / 1e6:.1f} million tokens, CPU seconds")
+    lines = {**seconds, "JSON in C (msgspec)": in_c, "Python, NumPy and torch": sum(seconds.values()) - in_c}
+    for name, value in {**lines, "beside training: write trajectories": beside}.items():
         print(f"{name:40}{value:7.3f} s")
-    print(f"{'sum':40}{sum(seconds.values()):7.3f} s for {trajectories * tokens / 1e6:.1f} million tokens")
 
 
 def server_answer(segment: dict[str, Any]) -> bytes:

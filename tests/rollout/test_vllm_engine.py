@@ -170,15 +170,15 @@ GARBAGE: dict[str, tuple[Any, str]] = {
     "a list": ([1], "a completion with one choice .*Expected `object`"),
     "no tokens": ({"choices": [sampled([])]}, "expected 1 to 4 token ids"),
     "too many tokens": ({"choices": [sampled([1] * 5)]}, "expected 1 to 4 token ids"),
-    "text for tokens": ({"choices": [sampled(["1"])]}, r"Expected `int`, got `str` .*token_id"),  # type: ignore[list-item]
-    "too large a token": ({"choices": [sampled([1 << 31, 1, 1, 1])]}, r"Expected `int` <= 2147483647 .*token_id"),
-    "negative token": ({"choices": [sampled([-1, 1, 1, 1])]}, r"Expected `int` >= 0 .*token_id"),
+    "text for tokens": ({"choices": [sampled(["1"])]}, r"Expected `int`, got `str` .*token_ids"),  # type: ignore[list-item]
+    "too large a token": ({"choices": [sampled([1 << 31, 1, 1, 1])]}, r"Expected `int` <= 2147483647 .*token_ids"),
+    "negative token": ({"choices": [sampled([-1, 1, 1, 1])]}, r"Expected `int` >= 0 .*token_ids"),
     "cut by the server": ({"choices": [sampled([1, 2])]}, "its token limit"),
     "aborted": ({"choices": [sampled([1], reason="abort")]}, "unexpected finish_reason 'abort'"),
     "no log-probs": ({"choices": [sampled([1] * 4, logprobs=None)]}, r"Expected `object`, got `null` .*logprobs"),
     "fewer log-probs": (
         {"choices": [sampled([1] * 4, logprobs=sampled([1, 1, 2])["logprobs"], finish_reason="stop")]},
-        "do not cover 3 tokens",
+        "expected one log-probability per token; got 3 for 4 tokens",
     ),
     "clamped": (
         {"choices": [sampled([1] * 4, logprobs={"content": [{"token_id": 1, "logprob": -9999.0}] * 4})]},
