@@ -68,6 +68,7 @@ class MicroBatch:
     parents: np.ndarray  # [B] int64, branch from which the trajectory forks, or -1
     forks: np.ndarray  # [B] int64, number of model tokens of the parent before the fork
     weights: np.ndarray  # [B] float32, the trajectory's fraction of its rollout's model tokens
+    problem_weights: np.ndarray  # [B] float32, factor of the trajectory in the loss
     truncated: np.ndarray  # [B] bool, True if a limit ended the trajectory
     trained: np.ndarray  # [B] bool, False if filters removed the trajectory from the loss
     homes: np.ndarray  # [B] int64, rank that receives all trajectories of the group in a statistics pass
@@ -115,6 +116,7 @@ class MicroBatch:
             parents=np.array([item.parent for item in items]),
             forks=np.array([item.fork for item in items]),
             weights=np.array([item.weight for item in items], dtype=np.float32),
+            problem_weights=np.array([item.problem_weight for item in items], dtype=np.float32),
             truncated=np.array([item.ended.is_truncation for item in items]),
             trained=np.array([(item.group, item.sample) not in no_loss for item in items]),
             homes=np.array([0 if homes is None else homes[item.group] for item in items]),
@@ -165,6 +167,7 @@ class Batch:
     parents: Tensor  # [B] int64
     forks: Tensor  # [B] int64
     weights: Tensor  # [B] float32
+    problem_weights: Tensor  # [B] float32
     truncated: Tensor  # [B] bool
     homes: Tensor  # [B] int64
     greedy_returns: Tensor | None  # [B] float32
@@ -208,6 +211,7 @@ class Batch:
             parents=sent(micro.parents),
             forks=sent(micro.forks),
             weights=sent(micro.weights),
+            problem_weights=sent(micro.problem_weights),
             truncated=sent(micro.truncated),
             homes=sent(micro.homes),
             greedy_returns=None if micro.greedy_returns is None else sent(micro.greedy_returns),

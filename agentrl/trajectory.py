@@ -94,6 +94,7 @@ class Trajectory:
     ``sample``. Every sampled token is a model token of one branch. If the prompt of a branch continues the
     conversation of another branch, ``parent`` is the index of that branch, and ``fork`` is the number of its model
     tokens that the prompt contains. ``weight`` is the branch's fraction of the rollout's model tokens.
+    ``problem_weight`` is a factor in the loss, which gives problems with different numbers of rollouts the same weight.
 
     The rollout's reward is assigned to tokens of the last branch. ``reward_elsewhere`` is the reward on tokens of other
     branches, so that ``reward`` is equal on all branches. ``reward_parts`` contains the values of custom reward
@@ -117,6 +118,7 @@ class Trajectory:
     parent: int = -1  # -1: starts a conversation
     fork: int = 0
     weight: float = 1.0
+    problem_weight: float = 1.0
     reward_elsewhere: float = 0.0
 
     def __str__(self) -> str:

@@ -113,6 +113,12 @@ def _missing(settings: Settings, command: Command) -> Iterator[str]:
         return
     if not settings.data.train:
         yield "data.train is empty, so there is no data to train on: set a source, such as data.train.0.path=FILE.jsonl"
+    endless = [source.path for source in settings.data.train if source.is_generated and source.limit is None]
+    if settings.data.curriculum != "uniform" and endless:
+        yield (
+            f"data.curriculum={settings.data.curriculum} needs problems that repeat, but {endless[0]} is endless: set "
+            "limit on this source, or data.curriculum=uniform"
+        )
     updates, problems = "algorithm.updates_per_step", "rollout.problems_per_step"
     if settings.algorithm.updates_per_step > settings.rollout.problems_per_step:
         yield (

@@ -1,21 +1,27 @@
 """Problem sources, weighted mixtures of sources, and an endless sampler whose position can be saved.
 
 The source of the n-th draw and the order of a finite source in its k-th epoch depend only on the seed. A position
-therefore consists of a few numbers, and an endless source is never materialized.
+therefore consists of a few numbers, and an endless source is never materialized. With a curriculum, draws also depend
+on the posteriors of the problems, which are part of the saved position.
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import itertools
 import json
+import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol, TypedDict
+from typing import Final, Protocol, TypedDict
 
+from agentrl.problems.posterior import Posteriors, PosteriorState
 from agentrl.problems.rows import EmptyProblemsError, ProblemError, SamplerStateError
+from agentrl.problems.settings import Curriculum
 from agentrl_envs.types import Problem
 
 
@@ -105,6 +111,35 @@ class Mixture:
         return cls(sources=(source,), weights=(1.0,))
 
 
+def _by_variance(random: Random, alpha: float, beta: float) -> float:
+    # The largest of these values are a weighted sample without replacement (Efraimidis and Spirakis 2006).
+    return math.log(1 - random.random()) * (alpha + beta) ** 2 / (alpha * beta)
+
+
+def _by_sample(random: Random, alpha: float, beta: float) -> float:
+    success = random.betavariate(alpha, beta)
+    return success * (1 - success)
+
+
+_PRIORITIES: Final[dict[Curriculum, Callable[[Random, float, float], float]]] = {
+    "variance": _by_variance,
+    "thompson": _by_sample,
+}
+"""Random priority of a problem by the parameters of its Beta posterior. The problems with the largest are drawn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+    """A problem from the sampler, and the ``key`` of its posterior.
+
+    A problem of a finite source has its own key. Problems of an endless source never repeat, so those of one family
+    have a common key.
+    """
+
+    problem: Problem
+    key: str
+
+
 class SamplerState(TypedDict):
     """Position of a sampler. Loading compares ``sources``, to reject a position that refers to other problems."""
 
@@ -113,12 +148,17 @@ class SamplerState(TypedDict):
     positions: list[int]
     weights: list[float]
     sources: list[str]
+    posteriors: PosteriorState
+    left_out: list[str]
 
 
 class ProblemSampler:
-    """Draws problems from a mixture and reshuffles each finite source every epoch.
+    """Draws problems from a mixture. Not thread-safe.
 
-    Every problem of a finite source is drawn once before any is drawn again. Not thread-safe.
+    With the uniform ``curriculum``, every problem of a finite source is drawn once before any is drawn again, in an
+    order that changes every epoch. The other curricula draw different problems in each call, by their ``posteriors``:
+    with weights ``p (1 - p)`` ("variance"), or those with the largest ``p (1 - p)`` for a success probability ``p``
+    sampled from the posterior ("thompson"). ``decay`` is that of :class:`.Posteriors`.
 
     >>> from agentrl.problems.arithmetic import ArithmeticSource
     >>> sampler = ProblemSampler(ArithmeticSource(seed=1), seed=5)
@@ -131,17 +171,46 @@ class ProblemSampler:
     True
     """
 
-    def __init__(self, problems: Mixture | ProblemSource, *, seed: int) -> None:
+    def __init__(
+        self,
+        problems: Mixture | ProblemSource,
+        *,
+        seed: int,
+        curriculum: Curriculum = "uniform",
+        decay: float = 1.0,
+    ) -> None:
+        """Create a sampler. Raises ProblemError for a curriculum over an endless source."""
         self._mixture = problems if isinstance(problems, Mixture) else Mixture.of(problems)
         self._cumulative = list(itertools.accumulate(self._mixture.weights))
         self._seed = seed
+        self._curriculum = curriculum
         self._drawn = 0
         self._positions = [0] * len(self._mixture.sources)
         self._orders: dict[int, tuple[int, array[int]]] = {}  # source -> (epoch, order), for the current epoch only
+        self._left_out: set[str] = set()
+        self.posteriors = Posteriors(decay=decay)
+        endless = [source.name for source in self._mixture.sources if source.size is None]
+        if curriculum != "uniform" and endless:
+            raise ProblemError(
+                f"curriculum={curriculum}: the problems of {endless[0]} never repeat, so they have no posteriors; "
+                "limit this source, or use the uniform curriculum"
+            )
 
     def next(self, count: int) -> list[Problem]:
         """Return the next ``count`` problems."""
-        return [self._draw() for _ in range(count)]
+        return [draw.problem for draw in self.draw(count)]
+
+    def draw(self, count: int) -> list[Draw]:
+        """Return the next ``count`` problems with the keys of their posteriors."""
+        sources = [self._choose(self._drawn + number) for number in range(count)]
+        self._drawn += count
+        indices = {which: iter(self._indices(which, among)) for which, among in sorted(Counter(sources).items())}
+        return [self._at(which, next(indices[which])) for which in sources]
+
+    def leave_out(self, draw: Draw) -> None:
+        """Never draw a problem again by its posterior, because its prompt is too long."""
+        if self._curriculum != "uniform":
+            self._left_out.add(draw.key)
 
     def state_dict(self) -> SamplerState:
         """Return the current position, for `load_state_dict`."""
@@ -151,6 +220,8 @@ class ProblemSampler:
             "positions": list(self._positions),
             "weights": list(self._mixture.weights),
             "sources": [source.identity for source in self._mixture.sources],
+            "posteriors": self.posteriors.state_dict(),
+            "left_out": sorted(self._left_out),
         }
 
     def load_state_dict(self, state: SamplerState) -> None:
@@ -166,16 +237,8 @@ class ProblemSampler:
                 )
         self._drawn = int(state["drawn"])
         self._positions = [int(position) for position in state["positions"]]
-
-    def _draw(self) -> Problem:
-        which = self._choose(self._drawn)
-        source, position = self._mixture.sources[which], self._positions[which]
-        self._drawn += 1
-        self._positions[which] += 1
-        if source.size is None:
-            return source.problem(position)
-        epoch, offset = divmod(position, source.size)
-        return source.problem(self._order(which, epoch, source.size)[offset])
+        self.posteriors.load_state_dict(state["posteriors"])
+        self._left_out = set(state["left_out"])
 
     def _choose(self, draw: int) -> int:
         if len(self._cumulative) == 1:
@@ -184,6 +247,36 @@ class ProblemSampler:
         point = Random(f"{self._seed}:draw:{draw}").random() * self._cumulative[-1]
         return next(which for which, edge in enumerate(self._cumulative) if point < edge)
 
+    def _indices(self, which: int, count: int) -> list[int]:
+        """Return the indices of the next ``count`` problems of a source."""
+        position, size = self._positions[which], self._mixture.sources[which].size
+        self._positions[which] += count
+        positions = range(position, position + count)
+        if size is None:
+            return list(positions)
+        if self._curriculum == "uniform":
+            return [self._order(which, one // size, size)[one % size] for one in positions]
+        return self._by_posterior(which, position, count)
+
+    def _by_posterior(self, which: int, position: int, count: int) -> list[int]:
+        source, priority = self._mixture.sources[which], _PRIORITIES[self._curriculum]
+        random = Random(f"{self._seed}:{source.name}:curriculum:{position}")
+        keys = {index: _key(source, index) for index in range(source.size or 0)}
+        ranked = [
+            (priority(random, *self.posteriors.beta(key)), -index)
+            for index, key in keys.items()
+            if key not in self._left_out
+        ]
+        if not ranked:
+            raise EmptyProblemsError(f"{source.name}: the prompts of all problems are too long")
+        chosen = [-index for _, index in heapq.nlargest(count, ranked)]
+        return [chosen[number % len(chosen)] for number in range(count)]
+
+    def _at(self, which: int, index: int) -> Draw:
+        source = self._mixture.sources[which]
+        problem = source.problem(index)
+        return Draw(problem=problem, key=_key(source, index if source.size is not None else problem.family))
+
     def _order(self, which: int, epoch: int, size: int) -> array[int]:
         cached = self._orders.get(which)
         if cached is None or cached[0] != epoch:
@@ -191,3 +284,7 @@ class ProblemSampler:
             Random(f"{self._seed}:{self._mixture.sources[which].name}:epoch:{epoch}").shuffle(order)
             cached = self._orders[which] = (epoch, order)
         return cached[1]
+
+
+def _key(source: ProblemSource, part: int | str | None) -> str:
+    return f"{source.name}/{part}"

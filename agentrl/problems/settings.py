@@ -12,6 +12,8 @@ FORMULA = "formula:"
 REASONING_GYM = "reasoning_gym:"
 DEFAULT_SPLIT = "train"
 
+Curriculum = Literal["uniform", "variance", "thompson"]
+
 FieldName = Literal["problem", "answer", "id"]
 """Fields of a problem that have a column. Every other key of ``fields`` is a key of ``Problem.info``."""
 
@@ -118,4 +120,17 @@ class DataSettings(BaseModel):
     train: list[ProblemSourceSettings] = Field([], description="sources to train on")
     eval: list[ProblemSourceSettings] = Field(
         [], description="sources to evaluate on before, during and after training"
+    )
+    curriculum: Curriculum = Field(
+        "uniform",
+        description="distribution of the problems within a finite source. uniform: every problem once per epoch; "
+        "variance: with weights p (1 - p), where p is the posterior mean of the probability of success; thompson: the "
+        "problems with the largest p (1 - p) for a p drawn from the posterior",
+    )
+    posterior_decay: float = Field(
+        0.98,
+        gt=0,
+        le=1,
+        description="with curriculum or rollout.budget: factor on the evidence of earlier rollouts in each training "
+        "step; 1: never forget",
     )

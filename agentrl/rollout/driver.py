@@ -229,7 +229,6 @@ class _Running:
     """State shared by all trajectories of one call to :meth:`Driver.run` or :meth:`Driver.run_jobs`."""
 
     temperature: float
-    greedy_sample: int | None  # the index of the sample played at temperature 0
     rounds: Rounds | None
     fair_yield: FairYield
     measure: Measure
@@ -291,7 +290,8 @@ class Driver:
         with prompts over ``rollout.max_prompt_tokens``.
         """
         samples = group_size + greedy
-        listed = iter([replace(request, sample=sample, step=step) for request in requests for sample in range(samples)])
+        sized = [replace(request, size=group_size, step=step) for request in requests]
+        listed = iter([replace(request, sample=sample) for request in sized for sample in range(samples)])
 
         async def jobs() -> RolloutRequest | None:
             return next(listed, None)
@@ -299,7 +299,7 @@ class Driver:
         temperature = self.settings.temperature if temperature is None else temperature
         rollouts = len(requests) * samples
         measure = self._skip_long if skip_long else _unmeasured
-        return self._run(jobs, group_size, greedy=greedy, rollouts=rollouts, temperature=temperature, measure=measure)
+        return self._run(jobs, greedy=greedy, rollouts=rollouts, temperature=temperature, measure=measure)
 
     def _skip_long(self, request: RolloutRequest, tokens: int | None) -> None:
         if tokens is not None and tokens > self.settings.max_prompt_tokens:
@@ -309,23 +309,21 @@ class Driver:
         self,
         jobs: Jobs,
         *,
-        group_size: int,
         greedy: bool = False,
         measure: Measure = _unmeasured,
         rollouts: int | None = None,
     ) -> AsyncGenerator[Group, None]:
         """Yield groups from jobs that arrive over time.
 
-        A group contains all samples of a request, plus one if ``greedy`` is set. ``rollouts``: the number of jobs, if
-        known. With ``deterministic``, turns are played in rounds only if the number is known.
+        A group contains ``size`` rollouts of a request, plus a greedy one if ``greedy`` is set. ``rollouts``: the
+        number of jobs, if known. With ``deterministic``, turns are played in rounds only if the number is known.
         """
         temperature = self.settings.temperature
-        return self._run(jobs, group_size, greedy=greedy, rollouts=rollouts, temperature=temperature, measure=measure)
+        return self._run(jobs, greedy=greedy, rollouts=rollouts, temperature=temperature, measure=measure)
 
     async def _run(
         self,
         jobs: Jobs,
-        group_size: int,
         *,
         greedy: bool,
         rollouts: int | None,
@@ -333,11 +331,9 @@ class Driver:
         measure: Measure = _unmeasured,
     ) -> AsyncGenerator[Group, None]:
         """Assemble groups from finished trajectories."""
-        greedy_sample = group_size if greedy else None
         players = self.settings.concurrency if rollouts is None else min(self.settings.concurrency, rollouts)
         running = _Running(
             temperature=temperature,
-            greedy_sample=greedy_sample,
             rounds=Rounds(players) if self.deterministic and rollouts is not None else None,
             fair_yield=FairYield(),
             measure=measure,
@@ -348,15 +344,20 @@ class Driver:
         gc.freeze()
         try:
             async with aclosing(pooled(players, partial(self._player, jobs, running))) as finished:
-                async for trajectory in finished:
-                    part = parts.setdefault(trajectory.group, [])
-                    part.append(trajectory)
-                    if sum(item.is_last_branch for item in part) == group_size + greedy:
-                        yield _group(parts.pop(trajectory.group), greedy_sample)
+                async for request, branches in finished:
+                    part = parts.setdefault(request.index, [])
+                    part += branches
+                    if sum(item.is_last_branch for item in part) == request.size + greedy:
+                        yield _group(parts.pop(request.index), request)
         finally:
             gc.unfreeze()
 
-    async def _player(self, jobs: Jobs, running: _Running, finished: Callable[[Trajectory], None]) -> None:
+    async def _player(
+        self,
+        jobs: Jobs,
+        running: _Running,
+        finished: Callable[[tuple[RolloutRequest, tuple[Trajectory, ...]]], None],
+    ) -> None:
         try:
             while (request := await jobs()) is not None:
                 with on_lane(f"{self.label}trajectories"):
@@ -369,8 +370,7 @@ class Driver:
                             continue
                         self._admission.ended(sum(item.length for item in branches), branches[-1].seconds)
                         _trace(request, branches[-1], began)
-                        for trajectory in branches:
-                            finished(trajectory)
+                        finished((request, branches))
         finally:
             if running.rounds is not None:
                 running.rounds.leave()
@@ -424,7 +424,7 @@ class Driver:
             began=asyncio.get_running_loop().time(),
             engine=self.engine,
             codec=self.codec,
-            temperature=0.0 if request.sample == running.greedy_sample else running.temperature,
+            temperature=0.0 if request.is_greedy else running.temperature,
             top_p=self.top_p,
             rewarded_later=self.rewards is not None,
             rounds=running.rounds,
@@ -499,12 +499,14 @@ def _messages(trajectory: Trajectory) -> tuple[Message, ...]:
     )
 
 
-def _group(trajectories: list[Trajectory], greedy_sample: int | None) -> Group:
+def _group(trajectories: list[Trajectory], request: RolloutRequest) -> Group:
     trajectories.sort(key=lambda item: (item.sample, item.branch))
-    greedy = [item for item in trajectories if item.sample == greedy_sample]
+    greedy = [item for item in trajectories if item.sample == request.size]
     return Group(
         problem=trajectories[0].problem,
-        index=trajectories[0].group,
-        trajectories=tuple(item for item in trajectories if item.sample != greedy_sample),
+        index=request.index,
+        trajectories=tuple(
+            replace(item, problem_weight=request.problem_weight) for item in trajectories if item.sample < request.size
+        ),
         greedy=one_after_another(greedy) if greedy else None,
     )

@@ -15,7 +15,8 @@ from agentrl.trajectory import Group, Trajectory
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return averages over rollouts, without greedy rollouts. Branches of a rollout count as one rollout.
 
-    The standard error treats groups as clusters. Undefined metrics are omitted.
+    Mean rewards weight rollouts by :attr:`.Trajectory.problem_weight`, so that they do not depend on the budget. Other
+    averages count every rollout once. The standard error treats groups as clusters. Undefined metrics are omitted.
     """
     played = [item for group in groups for item in group.trajectories]
     rollouts = [item for group in groups for item in group.rollouts]
@@ -39,7 +40,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         return metrics
     branches = [item for item in played if not item.is_excluded]
     metrics |= {
-        "reward/mean": _mean([item.reward for item in data]),
+        "reward/mean": _weighted_mean([item.reward for item in data], data),
         "reward/stderr": clustered_stderr(groups),
         "reward/problem_share": problem_share(groups),
         "rollout/turns_mean": math.fsum(item.turns for item in branches) / len(data),
@@ -50,23 +51,25 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/model_tokens": sum(item.model_tokens for item in played),
         "rollout/seconds_max": max(item.seconds for item in played),
     }
-    parts = [item.reward_parts for item in data if item.reward_parts]
-    metrics |= {f"rewards/{name}": _mean([part[name] for part in parts]) for name in (parts[0] if parts else ())}
+    parts = [item for item in data if item.reward_parts]
+    for name in parts[0].reward_parts if parts else ():
+        metrics[f"rewards/{name}"] = _weighted_mean([item.reward_parts[name] for item in parts], parts)
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
 def clustered_stderr(groups: Sequence[Group]) -> float:
-    """Return the standard error of the mean reward, with groups as clusters (ratio estimator).
+    """Return the standard error of ``reward/mean``, with groups as clusters (ratio estimator).
 
     Returns nan for fewer than two groups.
     """
-    parts = [_rewards(group.rollouts) for group in groups]
-    parts = [part for part in parts if part]
-    count = sum(map(len, parts))
+    parts = [part for group in groups if (part := [item for item in group.rollouts if not item.is_excluded])]
     if len(parts) < 2:
         return math.nan
-    mean = math.fsum(map(math.fsum, parts)) / count
-    squares = math.fsum((math.fsum(part) - mean * len(part)) ** 2 for part in parts)
+    sums = [math.fsum(item.reward * item.problem_weight for item in part) for part in parts]
+    counts = [math.fsum(item.problem_weight for item in part) for part in parts]
+    count = math.fsum(counts)
+    mean = math.fsum(sums) / count
+    squares = math.fsum((one - mean * own) ** 2 for one, own in zip(sums, counts, strict=True))
     return math.sqrt(squares * len(parts) / (len(parts) - 1)) / count
 
 
@@ -104,6 +107,11 @@ def _rewards(trajectories: Sequence[Trajectory]) -> list[float]:
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
+
+
+def _weighted_mean(values: Sequence[float], rollouts: Sequence[Trajectory]) -> float:
+    weights = [item.problem_weight for item in rollouts]
+    return math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / math.fsum(weights)
 
 
 class VersionClock:

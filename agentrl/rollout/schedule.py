@@ -158,7 +158,6 @@ class RolloutSource(ABC):
         self._queue = queue
         self._settings = settings
         self._greedy = greedy
-        self._samples = settings.group_size + int(greedy)
         self._left: deque[int] = deque()  # samples of the newest request that no player has fetched
         self._step = 0  # of the newest request
         self._one = asyncio.Lock()  # one player at a time fetches a rollout
@@ -205,7 +204,7 @@ class RolloutSource(ABC):
                     return None
                 request = await self._queue.next()
                 self._step = self._start(request)
-                self._left.extend(range(self._samples))
+                self._left.extend(range(request.size + self._greedy))
             return replace(request, sample=self._left.popleft(), step=self._step)
 
 
@@ -218,17 +217,14 @@ class OnDemandSource(RolloutSource):
             self._queue.requeue()
         self._left.clear()
         self._wanted, self._taking = count, step
+        rollouts = sum(request.size + self._greedy for request in self._queue.upcoming(count))
         self._idle.ends()
         try:
             async with (
                 asyncio.timeout_at(deadline),
                 contextlib.aclosing(
                     self._driver.run_jobs(
-                        self._next,
-                        group_size=self._settings.group_size,
-                        greedy=self._greedy,
-                        measure=self._queue.measure,
-                        rollouts=count * self._samples,
+                        self._next, greedy=self._greedy, measure=self._queue.measure, rollouts=rollouts
                     )
                 ) as groups,
             ):
@@ -325,9 +321,7 @@ class BackgroundSource(RolloutSource):
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _produce(self) -> None:
-        playing = self._driver.run_jobs(
-            self._next, group_size=self._settings.group_size, greedy=self._greedy, measure=self._queue.measure
-        )
+        playing = self._driver.run_jobs(self._next, greedy=self._greedy, measure=self._queue.measure)
         async with contextlib.aclosing(playing) as groups:
             async for group in groups:
                 self._done[group.index] = group

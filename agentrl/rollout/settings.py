@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from agentrl_sandbox.client import SandboxSettings
 
 
+Budget = Literal["uniform", "neyman", "variance"]
+
+
 class RolloutSettings(BaseModel):
     """Rollouts of a step: ``problems_per_step`` groups of ``group_size`` trajectories."""
 
@@ -27,7 +31,16 @@ class RolloutSettings(BaseModel):
         " an engine of a plug-in by its registered name or as module:Class",
     )
     problems_per_step: int = Field(128, ge=1, description="groups (problems) trained per step")
-    group_size: int = Field(16, ge=1, description="trajectories per problem")
+    group_size: int = Field(16, ge=1, description="trajectories per problem, on average over a step")
+    budget: Budget = Field(
+        "uniform",
+        description="distribution of a step's rollouts over its problems. uniform: group_size each; neyman: by the "
+        "standard deviation of the gradient of a rollout, which minimizes the gradient's variance; variance: by "
+        "p (1 - p), where p is the probability of success. Every problem has the same weight in the loss",
+    )
+    budget_max: int | None = Field(
+        None, ge=2, description="with a budget: maximum number of rollouts per problem; null: 4 x group_size"
+    )
     oversampling: float = Field(
         1.0,
         ge=1.0,
@@ -96,6 +109,26 @@ class RolloutSettings(BaseModel):
     kv_cache_tokens: int = Field(1_048_576, ge=64, description="size of the transformers engine's KV cache in tokens")
     vllm: VLLMSettings = VLLMSettings()
     options: dict[str, Any] = Field(default={}, description="settings of an engine that is added by a plug-in")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RolloutSettings:
+        if self.budget != "uniform" and self.group_size < 2:
+            raise ValueError(f"budget={self.budget} needs at least 2 rollouts per problem: raise group_size")
+        if self.budget_max is not None and self.budget_max < self.group_size:
+            raise ValueError(
+                f"budget_max={self.budget_max} is below group_size={self.group_size}, the average over a step: raise it"
+            )
+        return self
+
+    @property
+    def largest_group(self) -> int:
+        """The maximum number of rollouts of a problem in a step."""
+        return self.group_size if self.budget == "uniform" else self.budget_max or 4 * self.group_size
+
+    @property
+    def groups_per_round(self) -> int:
+        """The number of problems that a step starts with."""
+        return math.ceil(self.problems_per_step * self.oversampling)
 
     @property
     def staleness_bound(self) -> int:

@@ -1,16 +1,23 @@
-"""The work queue: issues problems for rollouts and keeps them until they are trained."""
+"""The work queue: issues problems for rollouts, each with its share of the step's budget, until they are trained."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, groupby, islice
+from statistics import fmean
 from typing import Any, TypedDict
 
 from agentrl.errors import SettingsError
-from agentrl.problems.sampler import ProblemSampler, SamplerState
+from agentrl.problems.posterior import solved
+from agentrl.problems.sampler import Draw, ProblemSampler, SamplerState
+from agentrl.rollout.budget import SCORES, allocate, expected_energy, gradient_variance
+from agentrl.rollout.settings import RolloutSettings
+from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.types import Problem
 
 logger = logging.getLogger(__name__)
@@ -26,32 +33,35 @@ class RolloutRequest:
     """A rollout to play.
 
     ``index`` numbers the problems of a run and identifies the group. The work queue issues a problem once. ``sample``
-    is the number of the rollout in its group, and ``step`` the training step for which it is played.
+    is the number of the rollout in its group, and ``step`` the training step for which it is played. ``size`` is the
+    number of rollouts in the group. The rollout after them, if there is one, is greedy. ``problem_weight`` is the
+    factor of each of them in the loss. ``key`` identifies the problem's posterior.
     """
 
     index: int
     problem: Problem
     sample: int = 0
     step: int = 0
+    size: int = 1
+    problem_weight: float = 1.0
+    key: str = ""
 
-
-class RequestState(TypedDict):
-    """A request in a checkpoint. ``problem`` contains the problem's fields."""
-
-    index: int
-    problem: dict[str, Any]
+    @property
+    def is_greedy(self) -> bool:
+        return self.sample == self.size
 
 
 class QueueState(TypedDict):
     """A work queue in a checkpoint.
 
-    ``queue`` contains the untrained requests. ``drawn`` is a problem from the sampler whose prompt is not yet measured.
+    ``queue`` contains the fields of the untrained requests, and ``planned`` those of the following requests, whose
+    prompts are not yet measured.
     """
 
     sampler: SamplerState
     next_index: int
-    drawn: dict[str, Any] | None
-    queue: list[RequestState]
+    planned: list[dict[str, Any]]
+    queue: list[dict[str, Any]]
 
 
 class SkippedProblemError(Exception):
@@ -71,19 +81,26 @@ class WorkQueue:
     The first rollout of a problem measures its prompt, because only a started episode has a prompt. Until then, no
     other problem is issued, so that indices do not depend on which environment starts fastest. After a restart, issued
     but untrained problems are issued first, with their previous indices.
+
+    Problems are drawn in blocks of ``settings.groups_per_round``, whose rollouts ``settings.budget`` distributes. A
+    problem that replaces a skipped one has the same number of rollouts.
     """
 
-    def __init__(self, sampler: ProblemSampler, *, max_prompt_tokens: int) -> None:
-        """Skip and count problems with prompts over ``max_prompt_tokens``."""
+    def __init__(self, sampler: ProblemSampler, settings: RolloutSettings, *, learns: bool = False) -> None:
+        """Create a queue. With ``learns``, trained rollouts update the sampler's posteriors.
+
+        Problems with prompts over ``settings.max_prompt_tokens`` are skipped and counted.
+        """
         self._sampler = sampler
-        self._max_prompt_tokens = max_prompt_tokens
+        self._settings = settings
+        self._learns = learns
         self._again: deque[RolloutRequest] = deque()
         self._untrained: dict[int, RolloutRequest] = {}
         self._newest: RolloutRequest | None = None
         self._measured = asyncio.Event()  # set unless the newest request awaits its prompt
         self._measured.set()
         self._next_index = 0
-        self._drawn: Problem | None = None  # taken from the sampler, but its prompt is not yet measured
+        self._planned: deque[RolloutRequest] = deque()  # drawn, but their prompts are not yet measured
         self._skipped = 0
         self._skipped_in_a_row = 0
         self._logged = 0
@@ -115,11 +132,11 @@ class WorkQueue:
         # Compare by identity, because the replacement of a skipped problem has the same index.
         if self._measured.is_set() or self._newest is None or request.problem is not self._newest.problem:
             return
-        if tokens is not None and tokens > self._max_prompt_tokens:
-            self._skip(request.problem, tokens)
+        if tokens is not None and tokens > self._settings.max_prompt_tokens:
+            self._skip(request, tokens)
             raise SkippedProblemError(self._draw())
         self._skipped_in_a_row = 0
-        self._drawn = None
+        self._planned.popleft()
         self._next_index += 1
         self._untrained[request.index] = request
         self._measured.set()
@@ -130,9 +147,43 @@ class WorkQueue:
         self._untrained = {}
         self._measured.set()  # a drawn problem without a measured prompt follows these problems
 
-    def trained(self, indices: Collection[int]) -> None:
-        for index in indices:
-            self._untrained.pop(index, None)
+    def upcoming(self, count: int) -> list[RolloutRequest]:
+        """Return the next ``count`` requests. Skipped problems may be replaced."""
+        while len(self._again) + len(self._planned) < count:
+            self._plan()
+        return list(islice(chain(self._again, self._planned), count))
+
+    def trained(self, groups: Sequence[Group]) -> None:
+        """Remove trained groups, and update the posteriors of their problems."""
+        requests = [self._untrained.pop(group.index) for group in groups]
+        if self._learns:
+            self._sampler.posteriors.learn(
+                (request.key, [item.reward for item in _included(group)], self._energies(group))
+                for request, group in zip(requests, groups, strict=True)
+            )
+
+    def budget_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Return metrics of the budget and the posteriors of the problems of played groups."""
+        if not self._learns:
+            return {}
+        posteriors = self._sampler.posteriors
+        requests = [self._untrained[group.index] for group in groups]
+        sizes = [request.size for request in requests]
+        variances = [gradient_variance(posteriors, request.key) for request in requests]
+        allocated = math.fsum(value / size for value, size in zip(variances, sizes, strict=True))
+        metrics = {
+            "budget/rollouts_min": min(sizes),
+            "budget/rollouts_max": max(sizes),
+            "budget/variance_ratio": allocated / (math.fsum(variances) / fmean(sizes)),
+            "posterior/known_share": fmean(posteriors.is_known(request.key) for request in requests),
+            "posterior/success": fmean(posteriors.success(request.key) for request in requests),
+        }
+        errors = [
+            abs(posteriors.success(request.key) - fmean(solved(item.reward) for item in rollouts))
+            for request, group in zip(requests, groups, strict=True)
+            if (rollouts := _included(group))
+        ]
+        return metrics | ({"posterior/success_error": fmean(errors)} if errors else {})
 
     def take_skipped(self) -> int:
         """Return the number of problems skipped since the last call."""
@@ -141,45 +192,69 @@ class WorkQueue:
 
     def state_dict(self) -> QueueState:
         """Return the sampler's position and the untrained problems as JSON values. May be called at any time."""
-        rows: list[RequestState] = [
-            {"index": request.index, "problem": asdict(request.problem)} for request in self._all_untrained()
-        ]
         return {
             "sampler": self._sampler.state_dict(),
             "next_index": self._next_index,
-            "drawn": None if self._drawn is None else asdict(self._drawn),
-            "queue": rows,
+            "planned": [asdict(request) for request in self._planned],
+            "queue": [asdict(request) for request in self._all_untrained()],
         }
 
     def load_state_dict(self, state: QueueState) -> None:
         self._sampler.load_state_dict(state["sampler"])
         self._next_index = state["next_index"]
-        self._drawn = None if state["drawn"] is None else Problem(**state["drawn"])
+        self._planned = deque(map(_request, state["planned"]))
         self._untrained = {}
-        self._again = deque(
-            RolloutRequest(index=row["index"], problem=Problem(**row["problem"])) for row in state["queue"]
-        )
+        self._again = deque(map(_request, state["queue"]))
+
+    def _energies(self, group: Group) -> list[float]:
+        """Return the expected energies of a group's rollouts, or [] if the budget does not need them."""
+        if self._settings.budget != "neyman":
+            return []
+        data = [item for item in group.trajectories if not item.is_excluded]
+        return [expected_energy(list(branches)) for _, branches in groupby(data, key=lambda item: item.sample)]
 
     def _all_untrained(self) -> list[RolloutRequest]:
         return sorted([*self._untrained.values(), *self._again], key=lambda request: request.index)
 
     def _draw(self) -> RolloutRequest:
         """Create a request for the next problem, whose prompt is not yet measured."""
-        self._drawn = self._drawn or self._sampler.next(1)[0]
-        self._newest = RolloutRequest(index=self._next_index, problem=self._drawn)
+        if not self._planned:
+            self._plan()
+        self._newest = replace(self._planned[0], index=self._next_index)
         self._measured.clear()
         return self._newest
 
-    def _skip(self, problem: Problem, tokens: int) -> None:
-        self._drawn = None
+    def _plan(self) -> None:
+        """Draw the next block of problems and distribute its rollouts."""
+        settings = self._settings
+        draws = self._sampler.draw(settings.groups_per_round)
+        sizes = [settings.group_size] * len(draws)
+        if settings.budget != "uniform":
+            scores = [SCORES[settings.budget](self._sampler.posteriors, draw.key) for draw in draws]
+            sizes = allocate(scores, sum(sizes), most=settings.largest_group)
+        for draw, size in zip(draws, sizes, strict=True):
+            request = RolloutRequest(
+                index=-1,  # known when the prompts of earlier problems are measured
+                problem=draw.problem,
+                size=size,
+                problem_weight=settings.group_size / size,
+                key=draw.key,
+            )
+            self._planned.append(request)
+
+    def _skip(self, request: RolloutRequest, tokens: int) -> None:
+        problem = request.problem
+        self._sampler.leave_out(Draw(problem=problem, key=request.key))
+        (other,) = self._sampler.draw(1)
+        self._planned[0] = replace(self._planned[0], problem=other.problem, key=other.key)
         self._skipped += 1
         self._skipped_in_a_row += 1
         self._log_skipped(problem, tokens)
         if self._skipped_in_a_row == _MOST_SKIPPED:
             raise SettingsError(
                 f"{_MOST_SKIPPED} consecutive problems have prompts longer than "
-                f"rollout.max_prompt_tokens={self._max_prompt_tokens}: raise the limit or shorten the prompts (the "
-                f"last problem, {problem.id}, has {tokens} tokens)"
+                f"rollout.max_prompt_tokens={self._settings.max_prompt_tokens}: raise the limit or shorten the prompts "
+                f"(the last problem, {problem.id}, has {tokens} tokens)"
             )
 
     def _log_skipped(self, problem: Problem, tokens: int) -> None:
@@ -189,6 +264,14 @@ class WorkQueue:
             return
         logger.warning(
             "problem %s is skipped: its prompt has %d tokens, more than rollout.max_prompt_tokens=%d%s",
-            problem.id, tokens, self._max_prompt_tokens,
+            problem.id, tokens, self._settings.max_prompt_tokens,
             "; further ones are only counted (groups/skipped_long_prompt)" if self._logged == _MOST_LOGGED else "",
         )  # fmt: skip
+
+
+def _included(group: Group) -> list[Trajectory]:
+    return [item for item in group.rollouts if not item.is_excluded]
+
+
+def _request(row: dict[str, Any]) -> RolloutRequest:
+    return RolloutRequest(**{**row, "problem": Problem(**row["problem"])})

@@ -40,7 +40,7 @@ class RolloutWorker:
     """Collects groups, filters them and tracks their age.
 
     ``greedy``: play every problem once more at temperature 0, for a baseline. ``last_step``: the run's last step;
-    no rollouts are played for later steps.
+    no rollouts are played for later steps. ``learns``: update the sampler's posteriors, for a budget or a curriculum.
     """
 
     driver: Driver
@@ -49,9 +49,10 @@ class RolloutWorker:
     rules: FilterRules
     greedy: bool = False
     last_step: int | None = None
+    learns: bool = False
 
     def __post_init__(self, sampler: ProblemSampler) -> None:
-        self._queue = WorkQueue(sampler, max_prompt_tokens=self.settings.max_prompt_tokens)
+        self._queue = WorkQueue(sampler, self.settings, learns=self.learns)
         self._clock = VersionClock()
         self._source: RolloutSource | None = None
         self._step = 0
@@ -68,7 +69,7 @@ class RolloutWorker:
         self._step = step
         if self._source is None:
             self._source = self._open(step)
-        needed, first = self.settings.problems_per_step, self._first_round
+        needed, first = self.settings.problems_per_step, self.settings.groups_per_round
         played = await self._source.take(first, step=step, deadline=deadline)
         self._check_failures(played, step)
         kept, counts = filter_groups(played, self.rules)
@@ -82,6 +83,7 @@ class RolloutWorker:
         if self.settings.schedule != "synchronous":
             groups = drawn(kept, needed, step=step)
         metrics = rollout_metrics(played) | {f"groups/{name}": count for name, count in counts.items()}
+        metrics |= self._queue.budget_metrics(played)
         metrics |= self._clock.metrics(played) | self._source.metrics() | self.driver.metrics()
         metrics |= {
             "groups/trained": len(groups),
@@ -105,7 +107,7 @@ class RolloutWorker:
 
     def confirm(self, batch: RolloutBatch) -> None:
         """Remove a trained step's groups from the queue. Must run in the event loop if rollouts run ahead."""
-        self._queue.trained({group.index for group in batch.played})
+        self._queue.trained(batch.played)
         self._clock.trained()
         if self._source is not None:
             self._source.trained()
@@ -130,16 +132,12 @@ class RolloutWorker:
     def load_state_dict(self, state: QueueState) -> None:
         self._queue.load_state_dict(state)
 
-    @property
-    def _first_round(self) -> int:
-        return math.ceil(self.settings.problems_per_step * self.settings.oversampling)
-
     def _open(self, step: int) -> RolloutSource:
         settings, queue = self.settings, self._queue
         if settings.schedule == "synchronous":
             return OnDemandSource(self.driver, queue, settings, greedy=self.greedy)
         schedule = Schedule(
-            groups=self._first_round,
+            groups=settings.groups_per_round,
             max_staleness=self.settings.staleness_bound,
             in_flight=settings.schedule == "asynchronous",
             batches=None if self.last_step is None else self.last_step - step + 1,

@@ -226,6 +226,21 @@ _GROUPS = (
     Metric("groups/dropped_zero_variance", "groups", "Groups with equal rewards (`algorithm.drop_zero_variance`).",
            "less than half of `groups/issued`"),
 )  # fmt: skip
+_LEARNS = "`rollout.budget` or `data.curriculum`"
+_BUDGET = (
+    Metric("budget/rollouts_min", "rollouts", "Smallest number of rollouts of a problem, without greedy rollouts.", "",
+           _LEARNS),
+    Metric("budget/rollouts_max", "rollouts", "Largest number of rollouts of a problem.", "", _LEARNS),
+    Metric("budget/variance_ratio", "",
+           "Estimated variance of the gradient with these numbers of rollouts, relative to equal numbers.",
+           "below 1 with `rollout.budget=neyman`", _LEARNS),
+    Metric("posterior/known_share", "share", "Fraction of problems with rollouts in earlier steps.", "", _LEARNS),
+    Metric("posterior/success", "probability", "Mean estimated probability of success of the step's problems.", "",
+           _LEARNS),
+    Metric("posterior/success_error", "probability",
+           "Mean distance between a problem's estimated probability of success and its fraction of successes.", "falls",
+           _LEARNS),
+)  # fmt: skip
 _STALENESS = (
     Metric("staleness/mean", "steps", "Mean age of the model tokens.",
            "0 if synchronous; at most about 1 if overlapped", _DATA, "mean"),
@@ -349,6 +364,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Policy": _POLICY,
     "Rollouts": _ROLLOUT,
     "Groups": _GROUPS,
+    "Budgets": _BUDGET,
     "Staleness": _STALENESS,
     "Variance of the gradient": _VARIANCE,
     "Rollout correction": _CORRECTIONS,

@@ -78,6 +78,12 @@ def test_contradictions(overrides: list[str], expected: str) -> None:
     assert expected in refused(*settings)
 
 
+def test_a_curriculum_needs_problems_that_repeat() -> None:
+    given = ["data.train.0.path=builtin:horizon", "data.curriculum=thompson"]
+    assert "data.curriculum=thompson needs problems that repeat, but builtin:horizon" in refused(*given)
+    assert load_settings(overrides=[*given, "data.train.0.limit=64"]).data.curriculum == "thompson"
+
+
 def test_a_model_directory_needs_a_tokenizer(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()

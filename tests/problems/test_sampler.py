@@ -75,3 +75,50 @@ def test_unusable_mixtures_are_refused():
     twice = Problem(id="x", statement="s", answer="1", source="t")
     with pytest.raises(ProblemError, match="two different problems have the id 'x'"):
         FiniteSource("toy", [twice, twice])
+
+
+def trained(sampler: ProblemSampler, rewards: dict[str, float]) -> None:
+    sampler.posteriors.learn((f"a/{number}", [rewards.get(f"a-{number}", 0.0)] * 20, []) for number in range(6))
+
+
+@pytest.mark.parametrize("curriculum", ["variance", "thompson"])
+def test_a_curriculum_draws_problems_that_are_solved_half_of_the_time(curriculum):
+    sampler = ProblemSampler(toy("a", 6), seed=0, curriculum=curriculum)
+    trained(sampler, {"a-2": 0.5, "a-4": 0.5, "a-5": 1.0})
+    steps = [[problem.id for problem in sampler.next(2)] for _ in range(200)]
+    assert all(len(set(step)) == 2 for step in steps)
+    drawn = Counter(problem for step in steps for problem in step)
+    assert drawn["a-2"] + drawn["a-4"] > 250
+    assert {"a-2", "a-4"} == {name for name, _ in drawn.most_common(2)}
+
+
+def test_weights_are_those_of_the_posterior_variance():
+    sampler = ProblemSampler(toy("a", 2), seed=0, curriculum="variance")
+    sampler.posteriors.learn([("a/0", [1.0] * 8, []), ("a/1", [1.0, 0.0] * 4, [])])  # p (1 - p): 0.09 and 0.25
+    drawn = Counter(sampler.next(1)[0].id for _ in range(4000))
+    assert drawn["a-0"] / 4000 == pytest.approx(0.09 / 0.34, abs=0.03)
+
+
+@pytest.mark.parametrize("curriculum", ["variance", "thompson"])
+def test_a_curriculum_resumes_exactly(curriculum):
+    straight = ProblemSampler(toy("a", 6), seed=0, curriculum=curriculum, decay=0.9)
+    straight.next(3)
+    trained(straight, {"a-1": 0.5})
+    straight.leave_out(straight.draw(1)[0])
+    saved = json.loads(json.dumps(straight.state_dict()))
+    resumed = ProblemSampler(toy("a", 6), seed=0, curriculum=curriculum, decay=0.9)
+    resumed.load_state_dict(saved)
+    assert resumed.next(9) == straight.next(9)
+    assert resumed.state_dict() == straight.state_dict()
+
+
+def test_a_problem_that_was_left_out_is_not_drawn_again():
+    sampler = ProblemSampler(toy("a", 2), seed=0, curriculum="thompson")
+    first = sampler.draw(1)[0]
+    sampler.leave_out(first)
+    assert first.problem not in sampler.next(20)
+
+
+def test_a_curriculum_needs_finite_sources():
+    with pytest.raises(ProblemError, match="curriculum=thompson: the problems of arithmetic-train-4 never repeat"):
+        ProblemSampler(mixture(), seed=0, curriculum="thompson")

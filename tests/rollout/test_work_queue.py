@@ -9,6 +9,7 @@ import pytest
 
 from agentrl.problems.arithmetic import ArithmeticSource
 from agentrl.problems.sampler import ProblemSampler
+from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest, SkippedProblemError, WorkQueue
 
 PROBLEMS = ProblemSampler(ArithmeticSource(seed=1), seed=5).next(8)
@@ -16,7 +17,9 @@ LONG = {problem.id for problem in PROBLEMS[1::2]}
 
 
 def queue() -> WorkQueue:
-    return WorkQueue(ProblemSampler(ArithmeticSource(seed=1), seed=5), max_prompt_tokens=10)
+    return WorkQueue(
+        ProblemSampler(ArithmeticSource(seed=1), seed=5), RolloutSettings(max_prompt_tokens=10, problems_per_step=1)
+    )
 
 
 async def measured(one: WorkQueue) -> RolloutRequest:

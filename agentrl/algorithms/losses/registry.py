@@ -31,6 +31,7 @@ def aggregate(
     normalizer: Tensor | float | None = None,
     length: float | None = None,
     weights: Tensor | None = None,
+    problem_weights: Tensor | None = None,
 ) -> Tensor:
     """Aggregate per-token losses to a micro-batch's scalar loss, with gradient. Returns 0 if no token remains.
 
@@ -44,6 +45,9 @@ def aggregate(
     rows. Rows then count as this fraction of a sequence, and their means have this weight. Without it, every row is a
     sequence.
 
+    `problem_weights` [B]: the weight of each row's tokens and sequence, in sums and counts. If it is inversely
+    proportional to the number of sequences of the row's problem, all problems have the same weight in the sum.
+
     Only tokens in the mask count, and sequences with at least one of them. Other values affect neither result nor
     gradient. `normalizer`, the sum of `loss_normalizer` over all micro-batches and ranks, replaces the count, so that
     the values of micro-batches *sum* to the value of the optimizer step.
@@ -53,12 +57,13 @@ def aggregate(
     _check_length(mode, length)
     mask = as_mask("loss_mask", loss_mask)
     sums = torch.where(mask, per_token, 0.0).sum(-1)  # (B,)
+    sums = sums if problem_weights is None else sums * problem_weights
     if mode == "seq_mean_token_mean":
         sums = sums / mask.sum(-1).clamp(min=1)
         sums = sums if weights is None else sums * weights
     if mode == "token_sum":
         return sums.sum()
-    count = loss_normalizer(mask, mode, weights) if normalizer is None else normalizer
+    count = loss_normalizer(mask, mode, weights, problem_weights) if normalizer is None else normalizer
     count = torch.as_tensor(count, dtype=sums.dtype, device=sums.device)
     total = sums.sum() / torch.where(count > 0, count, 1.0)
     return total if length is None else total / length
@@ -71,6 +76,7 @@ def token_factors(
     normalizer: Tensor | float | None = None,
     length: float | None = None,
     weights: Tensor | None = None,
+    problem_weights: Tensor | None = None,
 ) -> Tensor:
     """Return the factor [B] (float64) that `aggregate`, with the same arguments, applies to a row's tokens in the mask.
 
@@ -84,25 +90,28 @@ def token_factors(
     if mode == "seq_mean_token_mean":
         factors = factors / mask.sum(-1).clamp(min=1)
         factors = factors if weights is None else factors * weights
+    factors = factors if problem_weights is None else factors * problem_weights
     if mode == "token_sum":
         return factors
-    count = float(loss_normalizer(mask, mode, weights) if normalizer is None else normalizer)
+    count = float(loss_normalizer(mask, mode, weights, problem_weights) if normalizer is None else normalizer)
     return factors / (count or 1.0) / (length or 1.0)
 
 
-def loss_normalizer(loss_mask: Tensor, mode: str, weights: Tensor | None = None) -> Tensor:
+def loss_normalizer(
+    loss_mask: Tensor, mode: str, weights: Tensor | None = None, problem_weights: Tensor | None = None
+) -> Tensor:
     """Return this call's contribution to the normalizer of `aggregate`: a token or sequence count, or 0 (token_sum).
 
-    Sequences are counted with the `weights` of `aggregate`.
+    Tokens and sequences are counted with the `weights` and `problem_weights` of `aggregate`.
     """
     check_choice("aggregation", mode, AGGREGATIONS)
     mask = as_mask("loss_mask", loss_mask)
     if mode == "token_sum":
         return mask.new_zeros((), dtype=torch.int64)
-    if mode == "token_mean":
-        return mask.sum()
-    rows = mask.any(-1)
-    return rows.sum() if weights is None else (rows * weights.double()).sum()
+    counts = mask.sum(-1) if mode == "token_mean" else mask.any(-1).long()
+    if weights is not None and mode != "token_mean":
+        counts = counts * weights.double()
+    return (counts if problem_weights is None else counts * problem_weights.double()).sum()
 
 
 def _check_length(mode: str, length: float | None) -> None:

@@ -154,7 +154,7 @@ def dry_run(settings: Settings) -> None:
     longest = settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens
     passes = describe_passes(
         ObjectiveSettings.of(settings),
-        group_tokens=settings.rollout.group_size * longest,
+        group_tokens=settings.rollout.largest_group * longest,
         budget=settings.training.micro_batch_tokens,
     )
     console.note(f"passes: {passes}")

@@ -35,8 +35,8 @@ class UpdatePlan:
 
     units: tuple[tuple[MicroBatch, ...], ...]  # a group that does not fit into one micro-batch is one unit
     scored_first: tuple[MicroBatch, ...] = ()  # with one forward only: all but the last of such a group
-    tokens: int  # model tokens that the filters keep in the loss
-    sequences: float  # sequences of these tokens, with the branches of a rollout as one
+    tokens: float  # model tokens that the filters keep in the loss, with the weights of their problems
+    sequences: float  # sequences of these tokens, with these weights and the branches of a rollout as one
     model_tokens: int  # all sampled tokens
 
     @property
@@ -199,8 +199,8 @@ def plan_step(
                 UpdatePlan(
                     units=tuple(units),
                     scored_first=(*scored_first, *[filler] * (first - len(scored_first))),
-                    tokens=sum(row.model_tokens for row in trained),
-                    sequences=math.fsum(row.weight for row in trained),
+                    tokens=math.fsum(row.model_tokens * row.problem_weight for row in trained),
+                    sequences=math.fsum(row.weight * row.problem_weight for row in trained),
                     model_tokens=sum(row.model_tokens for row in rows),
                 )
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -45,7 +46,13 @@ class PolicyObjective:
     def normalizer_over_ranks(self, rows: Sequence[LossRows], engine: TrainingEngine[nn.Module]) -> float | None:
         """Return :meth:`normalizer` with tokens and sequences counted over all ranks. Collective."""
         modes = ("token_mean", "seq_mean_token_mean")
-        own = [sum(float(loss_normalizer(part.loss_mask, mode, part.batch.weights)) for part in rows) for mode in modes]
+        own = [
+            math.fsum(
+                float(loss_normalizer(part.loss_mask, mode, part.batch.weights, part.batch.problem_weights))
+                for part in rows
+            )
+            for mode in modes
+        ]
         tokens, sequences = engine.all_reduce(torch.tensor(own, dtype=torch.float64, device=engine.device)).tolist()
         return self.normalizer(tokens, sequences)
 
@@ -80,10 +87,9 @@ class PolicyObjective:
             selected=selected,
             **self._options,
         )
-        weights = rows.batch.weights
-        value = self._aggregated(made.per_token, mask, normalizer, weights)
+        value = self._aggregated(made.per_token, rows, normalizer)
         if self._algorithm.entropy_coefficient:
-            bonus = self._aggregated(statistics.entropy, mask, normalizer, weights)
+            bonus = self._aggregated(statistics.entropy, rows, normalizer)
             value = value - self._algorithm.entropy_coefficient * bonus
         reference = rows.reference_log_probs
         if self._kl_estimator is not None and reference is not None:
@@ -91,7 +97,7 @@ class PolicyObjective:
             penalty = kl_penalty(
                 log_probs, reference, self._kl_estimator, mask=mask, full=statistics.full_kl, ratio=ratio
             )
-            value = value + beta * self._aggregated(penalty, mask, normalizer, weights)
+            value = value + beta * self._aggregated(penalty, rows, normalizer)
         return value, made.metrics
 
     def token_factors(self, rows: LossRows, normalizer: float | None) -> Tensor:
@@ -102,6 +108,7 @@ class PolicyObjective:
             normalizer=normalizer,
             length=self._length,
             weights=rows.batch.weights,
+            problem_weights=rows.batch.problem_weights,
         )
 
     @torch.no_grad()
@@ -132,9 +139,15 @@ class PolicyObjective:
         parts = zip(exchange.back(chosen), rows, strict=True)
         return [own if len(own) else torch.zeros_like(part.loss_mask) for own, part in parts]
 
-    def _aggregated(self, per_token: Tensor, mask: Tensor, normalizer: float | None, weights: Tensor) -> Tensor:
+    def _aggregated(self, per_token: Tensor, rows: LossRows, normalizer: float | None) -> Tensor:
         return aggregate(
-            per_token, mask, self._mode, normalizer=normalizer, length=self._length, weights=weights.to(per_token)
+            per_token,
+            rows.loss_mask,
+            self._mode,
+            normalizer=normalizer,
+            length=self._length,
+            weights=rows.batch.weights.to(per_token),
+            problem_weights=rows.batch.problem_weights.to(per_token),
         )
 
 

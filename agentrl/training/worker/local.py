@@ -169,7 +169,12 @@ class LocalService:
         algorithm = settings.algorithm
         self._worker = RolloutWorker(
             driver=self._driver,
-            sampler=ProblemSampler(self._mixture, seed=settings.seed),
+            sampler=ProblemSampler(
+                self._mixture,
+                seed=settings.seed,
+                curriculum=settings.data.curriculum,
+                decay=settings.data.posterior_decay,
+            ),
             settings=settings.rollout,
             rules=FilterRules(
                 void_turns=algorithm.void_turns,
@@ -179,6 +184,7 @@ class LocalService:
             ),
             greedy="greedy_returns" in needs(self._objective).inputs,
             last_step=settings.training.steps,
+            learns=(settings.data.curriculum, settings.rollout.budget) != ("uniform", "uniform"),
         )
         opened.callback(lambda: self._finish(self._worker.close()))
         self._writer = BackgroundWriter("trajectories")

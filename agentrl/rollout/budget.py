@@ -1,0 +1,76 @@
+"""The number of rollouts of each problem in a step (docs/reference/formulas.md 9).
+
+Every problem weighs the same in the gradient, so a problem with ``n`` rollouts contributes the variance ``V / n``.
+Sizes depend on earlier steps only. Therefore the gradient estimate stays unbiased if each problem's mean is weighted
+equally, which :attr:`.Trajectory.problem_weight` ensures.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from agentrl.problems.posterior import Posteriors
+from agentrl.rollout.settings import Budget
+from agentrl.trajectory import Trajectory
+
+# The smallest group with a baseline.
+LEAST: Final = 2
+
+
+def allocate(scores: Sequence[float], total: int, *, most: int) -> list[int]:
+    """Return the group sizes ``n`` that minimize ``sum(score**2 / n)``, with ``sum(n) = total`` and 2 <= n <= ``most``.
+
+    Without the bounds and rounding, sizes are proportional to the scores. Equal scores have equal sizes.
+
+    >>> allocate([1.0, 3.0, 0.0], 16, most=10)
+    [4, 10, 2]
+    """
+    # The sum is convex and separable, so it is optimal to give each rollout to the largest decrease.
+    sizes = [LEAST] * len(scores)
+    gains = [(-_gain(score, LEAST), LEAST, number) for number, score in enumerate(scores)]
+    heapq.heapify(gains)
+    for _ in range(total - LEAST * len(scores)):
+        _, size, number = heapq.heappop(gains)
+        sizes[number] = size + 1
+        if size + 1 < most:
+            heapq.heappush(gains, (-_gain(scores[number], size + 1), size + 1, number))
+    return sizes
+
+
+def _gain(score: float, size: int) -> float:
+    """Return the decrease of ``score**2 / size`` from another rollout."""
+    return score**2 / (size * (size + 1))
+
+
+def _neyman(posteriors: Posteriors, key: str) -> float:
+    return math.sqrt(gradient_variance(posteriors, key))
+
+
+def _variance(posteriors: Posteriors, key: str) -> float:
+    success = posteriors.success(key)
+    return success * (1 - success)
+
+
+SCORES: Final[dict[Budget, Callable[[Posteriors, str], float]]] = {
+    "neyman": _neyman,
+    "variance": _variance,
+}
+"""The score of a problem by its key, for each budget other than uniform."""
+
+
+def gradient_variance(posteriors: Posteriors, key: str) -> float:
+    """Return the expected variance ``E[W] p (1 - p)`` of one rollout's gradient with respect to the logits."""
+    success = posteriors.success(key)
+    return posteriors.energy(key) * success * (1 - success)
+
+
+def expected_energy(branches: Sequence[Trajectory]) -> float:
+    """Return ``sum(1 - p)`` over the sampled tokens of a rollout.
+
+    Its expectation is that of the rollout's energy, because ``E[1 - p] = 1 - sum(p^2) = E[1 - 2 p + sum(p^2)]`` for
+    every token.
+    """
+    return -math.fsum(math.expm1(value) for item in branches for part in item.segments for value in part.log_probs)
