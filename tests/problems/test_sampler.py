@@ -59,7 +59,7 @@ def test_a_position_of_other_problems_is_refused():
         ProblemSampler(toy("a", 3), seed=1).load_state_dict(saved)
     with pytest.raises(SamplerStateError, match=r"differs in sources: saved \['a:3:.*now \['a:4:"):
         ProblemSampler(toy("a", 4), seed=0).load_state_dict(saved)
-    with pytest.raises(SamplerStateError, match="lacks positions, weights"):
+    with pytest.raises(SamplerStateError, match="lacks left_out, positions, posteriors, weights"):
         ProblemSampler(toy("a", 3), seed=0).load_state_dict({"seed": 0, "drawn": 0, "sources": []})
 
 

@@ -168,11 +168,13 @@ async def test_a_step_distributes_its_rollouts_by_earlier_steps() -> None:
     one.confirm(first)
     second = await one.next_batch(1)
     assert sum(sizes(second).values()) == 24
-    assert sizes(second)["even"] > 10 > sizes(second)["easy"] == sizes(second)["hard"]
+    assert sizes(second)["even"] > 10  # p is estimated as 0.9 (0.1) after 8 (no) successes
+    assert {sizes(second)["easy"], sizes(second)["hard"]} <= {6, 7}
     for group in second.groups:
         assert math.fsum(item.problem_weight for item in group.rollouts) == pytest.approx(8)
     metrics = second.metrics
-    assert metrics["reward/mean"] == pytest.approx(0.5)
+    means = [math.fsum(item.reward for item in group.rollouts) / len(group.rollouts) for group in second.groups]
+    assert metrics["reward/mean"] == pytest.approx(math.fsum(means) / 3)
     assert (metrics["budget/rollouts_min"], metrics["budget/rollouts_max"]) == (
         min(sizes(second).values()),
         max(sizes(second).values()),
