@@ -32,7 +32,7 @@ from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AGENT, VERIFIERS, WORKER, AgentGatewaySettings
 from agentrl.rollout.gateway.tree import MISSES
-from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest, Json, WireError
+from agentrl.rollout.gateway.wire import AgentMessage, AgentRequest, Json, WireError
 from agentrl.rollout.policy import TokenPolicy, TurnPolicy
 from agentrl.trajectory import Trajectory
 from agentrl_envs.chat import Mark, MarkedText
@@ -141,7 +141,7 @@ class AgentEnvironment(Environment):
             return MarkedText(problem.statement, Mark("\n"))
         roles = [(str(one["role"]), str(one["content"])) for one in problem.messages] or [("user", problem.statement)]
         messages = tuple(AgentMessage(role=role, content=content) for role, content in roles)
-        layout = self._renderer.layout(messages, ChatRequest(messages=messages))
+        layout = self._renderer.layout(messages, AgentRequest(messages=messages))
         return MarkedText(*layout.parts([message.content for message in messages]))
 
     async def close(self) -> None:
@@ -310,7 +310,7 @@ class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
         self._messages = _messages(prompt)
 
     async def _sample(self, episode: Episode, limit: int) -> str | None:
-        request = ChatRequest(
+        request = AgentRequest(
             messages=self._messages,
             tools=self._tools,
             max_tokens=limit,

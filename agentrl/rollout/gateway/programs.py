@@ -244,6 +244,9 @@ class _Command(AgentProgram):
             "OPENAI_BASE_URL": access.base_url,
             "OPENAI_API_KEY": access.api_key,
             "OPENAI_MODEL": access.model,
+            "ANTHROPIC_BASE_URL": access.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": access.api_key,
+            "ANTHROPIC_MODEL": access.model,
             "AGENTRL_PROBLEM": json.dumps(self._settings.visible(problem)),
         }
         if self._settings.agent_rewards:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.models.chat_template import ChatTemplate, ChatTemplateError, Layout, slot
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.gateway.wire import AgentCall, AgentMessage, ChatRequest, WireError
+from agentrl.rollout.gateway.wire import AgentCall, AgentMessage, AgentRequest, WireError
 from agentrl_envs.chat import Mark, Part
 from agentrl_envs.tool_call_formats import HERMES, CallForm, without_calls
 
@@ -45,7 +45,7 @@ class ChatRenderer:
         self._tools = lru_cache(maxsize=_SHAPES)(lambda text: json.dumps(self._chat.guard(json.loads(text))))
 
     def layout(
-        self, messages: Sequence[AgentMessage], request: ChatRequest, *, sampled: Collection[int] = ()
+        self, messages: Sequence[AgentMessage], request: AgentRequest, *, sampled: Collection[int] = ()
     ) -> Layout:
         """Return the layout of ``messages`` up to the next reply. ``sampled``: positions of sampled replies."""
         shape = [self._shape(one, index, sampled=index in sampled) for index, one in enumerate(messages)]
@@ -82,7 +82,7 @@ class ChatRenderer:
         except ChatTemplateError:
             return HERMES
 
-    def read(self, text: str, request: ChatRequest, *, before: str, prefix: str) -> AgentMessage:
+    def read(self, text: str, request: AgentRequest, *, before: str, prefix: str) -> AgentMessage:
         """Parse sampled text into a message. Invalid calls stay in the text. Call ids begin with ``prefix``."""
         if getattr(self._tokenizer, "response_template", None) is not None:
             return self._parsed(text, request, before=before, prefix=prefix)
@@ -96,7 +96,7 @@ class ChatRenderer:
         content, calls = read_calls(answer, request, self.calls) if request.calls_allowed else (answer, ())
         return _message(content, thoughts if closed or open_again else None, calls, prefix)
 
-    def _parsed(self, text: str, request: ChatRequest, *, before: str, prefix: str) -> AgentMessage:
+    def _parsed(self, text: str, request: AgentRequest, *, before: str, prefix: str) -> AgentMessage:
         """Parse text with the tokenizer's response template. Invalid text becomes the content."""
         try:
             parsed = self._tokenizer.parse_response(
@@ -131,8 +131,8 @@ class ChatRenderer:
         function = {"name": self._chat.guard(call.name), "arguments": self._chat.guard(arguments)}
         return {"type": "function", "id": _CALL_ID, "function": function}
 
-    def _surroundings(self, request: ChatRequest) -> tuple[str, str]:
-        return self._tools(request.tools_json), json.dumps({**self._chat.options, **request.chat_template_kwargs})
+    def _surroundings(self, request: AgentRequest) -> tuple[str, str]:
+        return self._tools(request.tools_json), json.dumps({**self._chat.options, **request.template_options})
 
     def _render(self, shape: str, tools: str, options: str) -> Layout:
         try:
@@ -141,7 +141,7 @@ class ChatRenderer:
             raise WireError(f"the model's chat template rejects this conversation: {error}", param="messages") from None
 
 
-def read_calls(text: str, request: ChatRequest, form: CallForm = HERMES) -> tuple[str, tuple[tuple[str, str], ...]]:
+def read_calls(text: str, request: AgentRequest, form: CallForm = HERMES) -> tuple[str, tuple[tuple[str, str], ...]]:
     """Return the text without its calls, and the name and arguments of each call.
 
     If a call is invalid or names an unknown tool, all calls stay in the text, because calls are executed together.

@@ -6,14 +6,15 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from agentrl.rollout.engines.base import Completion, EngineError
 from agentrl.rollout.gateway.render import ChatRenderer, Layout
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
-from agentrl.rollout.gateway.tree import Generation, GenerationTree, Match, Prompt, export
-from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest, Delivery, Json, WireError
+from agentrl.rollout.gateway.tree import Generation, GenerationTree, Match, Miss, Prompt, export
+from agentrl.rollout.gateway.wire import AgentMessage, AgentRequest, Reply, WireError
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Trajectory
@@ -60,7 +61,7 @@ class AgentRollout:
         """Start the rollout's clock."""
         self._began = time.monotonic()
 
-    async def reply(self, request: ChatRequest, *, body: bytes, retry: bool, key: str | None) -> Generation:
+    async def reply(self, request: AgentRequest, *, body: bytes, retry: bool, key: str | None) -> Generation:
         """Return the generation that answers a request. A marked retry receives the generation of the first request.
 
         A disconnected client does not cancel the generation, because it may retry. Raises WireError if the request is
@@ -83,19 +84,37 @@ class AgentRollout:
                 raise  # the caller was cancelled, not the generation
             raise WireError("the rollout is finished", status=409, code="rollout_finished") from None
 
-    def delivery(self, generation: Generation, request: ChatRequest) -> Delivery:
+    def delivery(self, generation: Generation, request: AgentRequest) -> Reply:
         """Build the reply to a request's client."""
-        completion = generation.completion
-        reason = "length" if completion.finish_reason == "length" else "stop"
-        return Delivery(
-            id=f"chatcmpl-{self.policy.name}-{generation.id}",
-            model=request.model,
+        completion, text = generation.completion, generation.text
+        found = [(text.find(stop), stop) for stop in request.stop if stop in text]
+        return Reply(
+            id=f"{self.policy.name}-{generation.id}",
             message=generation.reply,
-            finish_reason="tool_calls" if generation.reply.calls else reason,
+            truncated=completion.finish_reason == "length",
+            stopped_by=min(found)[1] if found else None,
             prompt_tokens=len(generation.context) - len(completion.token_ids),
             completion_tokens=len(completion.token_ids),
-            logprobs={"content": self._logprobs(completion)} if request.logprobs else None,
+            tokens=partial(self._tokens, completion),
         )
+
+    def earlier(self, id: str) -> tuple[AgentMessage, ...]:
+        """Return the conversation up to a reply, without its instructions. ``id``: of the response or of an item.
+
+        Raises WireError if this rollout contains no such reply.
+        """
+        number = id.partition(f"_{self.policy.name}-")[2].partition("/")[0]
+        for generation in self.tree.generations:
+            if str(generation.id) == number:
+                return generation.conversation[generation.instructed :]
+        raise WireError(f"this rollout contains no response {id!r}", code="previous_response_not_found", status=404)
+
+    def count(self, request: AgentRequest) -> int:
+        """Return the number of tokens of a request. Raises WireError if it is rejected."""
+        if self.finished:
+            raise WireError("the rollout is finished", status=409, code="rollout_finished")
+        self._check_length(request)
+        return len(self._prompt(request, self.tree.match(request))[0].context)
 
     def state(self) -> dict[str, object]:
         """Return the state of the rollout for clients."""
@@ -128,17 +147,11 @@ class AgentRollout:
             self.tree, self.policy, ended=ended, reward=self.reward or 0.0, seconds=time.monotonic() - self._began
         )
 
-    def _logprobs(self, completion: Completion) -> list[Json]:
+    def _tokens(self, completion: Completion) -> Iterator[tuple[str, bytes, float]]:
+        """Yield text, bytes and log-probability of each sampled token."""
         codec = self.renderer.codec
-        return [
-            {
-                "token": codec.decode((token,)),
-                "bytes": list(codec.table[token]) if token < len(codec.table) else [],
-                "logprob": value,
-                "top_logprobs": [],
-            }
-            for token, value in zip(completion.token_ids, completion.log_probs, strict=True)
-        ]
+        for token, value in zip(completion.token_ids, completion.log_probs, strict=True):
+            yield codec.decode((token,)), codec.table[token] if token < len(codec.table) else b"", value
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -155,9 +168,11 @@ class AgentRollout:
         self.stopped, self.stop_reason = ended, f": {reason}"
         raise WireError(f"the rollout was stopped: {reason}", code=ended.value, kind="rollout_stopped")
 
-    async def _generate(self, request: ChatRequest) -> Generation:
+    async def _generate(self, request: AgentRequest) -> Generation:
         self._check_length(request)
-        prompt = self._prompt(request, self.tree.match(request))
+        prompt, miss = self._prompt(request, self.tree.match(request))
+        if miss is not None:
+            self.counts[f"miss_{miss}"] += 1
         context = prompt.context
         limit = self._limit(request, prompt.root_tokens, len(context))
         number, self._next = self._next, self._next + 1
@@ -178,18 +193,19 @@ class AgentRollout:
             reply=reply,
             line=line,
             trainable=request.trainable,
+            instructed=request.instructed,
         )
         self.tree.add(generation, request.digest)
         return generation
 
-    def _check_length(self, request: ChatRequest) -> None:
+    def _check_length(self, request: AgentRequest) -> None:
         """Reject a text that is too long in any tokenization, because encoding megabytes would block all rollouts."""
         characters = sum(len(message.content) for message in request.messages)
         tokens = self.settings.max_prompt_tokens + self.settings.max_response_tokens
         if characters > tokens * self.renderer.longest_token * _SHORTENED:
             self._stop(Ended.TOKEN_LIMIT, f"a context of {characters} characters {_NO_ROOM}")
 
-    def _limit(self, request: ChatRequest, root: int, context: int) -> int:
+    def _limit(self, request: AgentRequest, root: int, context: int) -> int:
         """Return the maximum number of tokens of a reply. Raises WireError if there is no room for a reply."""
         room = self.settings.max_response_tokens - (context - root)
         if self.most_context is not None:
@@ -207,15 +223,16 @@ class AgentRollout:
         self._lines.add(line)
         return line
 
-    def _prompt(self, request: ChatRequest, match: Match) -> Prompt:
-        """Return the prompt that continues ``match``, or a new root if the template changes earlier text."""
+    def _prompt(self, request: AgentRequest, match: Match) -> tuple[Prompt, Miss | None]:
+        """Return the prompt that continues ``match``, or a new root if the template changes earlier text.
+
+        Also returns the reason why the prompt does not continue the last reply, if it does not.
+        """
         appended = None if match.parent is None else self._appended(request, match, match.parent)
         miss = "template" if match.parent is not None and appended is None else match.miss
-        if miss is not None:
-            self.counts[f"miss_{miss}"] += 1
-        return appended or self._root(request)
+        return appended or self._root(request), miss
 
-    def _root(self, request: ChatRequest) -> Prompt:
+    def _root(self, request: AgentRequest) -> Prompt:
         layout = self.renderer.layout(request.messages, request)
         parts = layout.parts([message.content for message in request.messages])
         return Prompt(
@@ -226,7 +243,7 @@ class AgentRollout:
             lead=layout.strings,
         )
 
-    def _appended(self, request: ChatRequest, match: Match, parent: Generation) -> Prompt | None:
+    def _appended(self, request: AgentRequest, match: Match, parent: Generation) -> Prompt | None:
         """Return the prompt appended to the parent's tokens, or None if the template changes any earlier text."""
         replies = parent.replies
         messages = (*parent.conversation, *match.new)
@@ -255,7 +272,7 @@ class AgentRollout:
 
     def _kept(
         self,
-        request: ChatRequest,
+        request: AgentRequest,
         layout: Layout,
         messages: Sequence[AgentMessage],
         replies: Mapping[int, Generation],

@@ -1,8 +1,8 @@
 """The HTTP server of the gateway: an address and a key for each rollout, in the rollout worker's event loop.
 
-Agents use ``POST /rollouts/ID/v1/chat/completions`` and ``GET /rollouts/ID/v1/models`` with the rollout's key, or
-``POST /v1/chat/completions`` with the header ``X-Session-ID``. With the same key, ``POST /rollouts/ID/reward`` sets
-the reward, and ``GET /rollouts/ID`` returns the state. The gateway's key is valid for every rollout. Only the gateway's
+Agents use ``POST /rollouts/ID/v1/chat/completions``, ``/messages`` or ``/responses`` and ``GET /rollouts/ID/v1/models``
+with the rollout's key, or the paths below ``/v1`` with the header ``X-Session-ID``. With the same key, ``POST
+/rollouts/ID/reward`` sets the reward, and ``GET /rollouts/ID`` returns the state. The gateway's key is valid for every rollout. Only the gateway's
 key is accepted by ``POST /rollouts/ID/finish``, which ends a rollout, and by ``POST /rollouts``, which assigns the next
 waiting rollout to a worker.
 """
@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 import uvicorn
 from pydantic import Field
@@ -27,14 +27,33 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from agentrl.errors import SettingsError
+from agentrl.rollout.gateway.chat_completions import ChatCompletions
+from agentrl.rollout.gateway.messages import Messages
+from agentrl.rollout.gateway.responses import Responses
 from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.settings import KEY_VARIABLE, AgentGatewaySettings
 from agentrl.rollout.gateway.tree import Generation
-from agentrl.rollout.gateway.wire import FROZEN, Access, ChatRequest, WireError, WireModel, read_body, read_request
+from agentrl.rollout.gateway.wire import (
+    FROZEN,
+    Access,
+    AgentRequest,
+    Dialect,
+    WireError,
+    WireModel,
+    read_body,
+    read_dialect,
+)
 from agentrl_envs.types import MAX_REWARD
 
+_DIALECTS: dict[str, type[Dialect]] = {
+    "/chat/completions": ChatCompletions,
+    "/messages": Messages,
+    "/responses": Responses,
+}
+_PREFIXES = ("/v1", "/rollouts/{name}/v1")
 _KEEP_ALIVE = 15.0  # seconds between comments in a stream while the engine samples
 _BACKLOG = 2048
+_EPOCH = "1970-01-01T00:00:00Z"
 _LONGEST_WAIT = 60.0  # seconds for which a worker may wait for a rollout
 
 
@@ -130,8 +149,15 @@ class AgentGateway:
         """Return the ASGI application."""
         return Starlette(
             routes=[
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/rollouts/{name}/v1/chat/completions", self._chat, methods=["POST"]),
+                *(
+                    Route(prefix + path, partial(self._answer, kind), methods=["POST"])
+                    for prefix in _PREFIXES
+                    for path, kind in _DIALECTS.items()
+                ),
+                *(
+                    Route(f"{prefix}/messages/count_tokens", self._count_tokens, methods=["POST"])
+                    for prefix in _PREFIXES
+                ),
                 Route("/rollouts/{name}/v1/models", self._models, methods=["GET"]),
                 Route("/rollouts", self._take, methods=["POST"]),
                 Route("/rollouts/{name}/reward", self._reward, methods=["POST"]),
@@ -143,25 +169,44 @@ class AgentGateway:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def _chat(self, http: Request) -> Response:
+    async def _answer(self, kind: type[Dialect], http: Request) -> Response:
+        """Answer a request of one API."""
+        try:
+            return await self._reply(kind, http)
+        except WireError as error:
+            return JSONResponse(kind.error(error), status_code=error.status)
+
+    async def _read(self, kind: type[Dialect], http: Request) -> tuple[AgentRollout, bytes, Dialect, AgentRequest]:
         rollout = self._entry(http).rollout
         body = await self._body(http)
-        request = read_request(body, model=self._settings.model, header_train=http.headers.get("x-agentrl-train"))
-        retry = http.headers.get("x-stainless-retry-count", "0") != "0"
+        call = read_dialect(kind, body, model=self._settings.model)
+        request = call.request(rollout.earlier)
+        if http.headers.get("x-agentrl-train") == "0":
+            request = replace(request, trainable=False)
+        return rollout, body, call, request
+
+    async def _reply(self, kind: type[Dialect], http: Request) -> Response:
+        rollout, body, call, request = await self._read(kind, http)
+        name, key = kind.__name__, http.headers.get("idempotency-key")
         waiting = asyncio.ensure_future(
-            rollout.reply(request, body=body, retry=retry, key=http.headers.get("idempotency-key"))
+            rollout.reply(
+                request,
+                body=name.encode() + body,
+                retry=http.headers.get("x-stainless-retry-count", "0") != "0",
+                key=key and f"{name} {key}",
+            )
         )
-        if request.stream:
+        if call.stream:
             await asyncio.wait([waiting], timeout=_KEEP_ALIVE)
             if not waiting.done() or waiting.exception() is None:
-                stream = self._streamed(rollout, request, waiting)
+                stream = self._streamed(rollout, call, request, waiting)
                 return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         generation = await waiting
         rollout.sent(generation, received=not await http.is_disconnected())
-        return JSONResponse(rollout.delivery(generation, request).whole())
+        return JSONResponse(call.whole(rollout.delivery(generation, request)))
 
     async def _streamed(
-        self, rollout: AgentRollout, request: ChatRequest, waiting: asyncio.Future[Generation]
+        self, rollout: AgentRollout, call: Dialect, request: AgentRequest, waiting: asyncio.Future[Generation]
     ) -> AsyncIterator[bytes]:
         """Yield the reply as events when it is complete. Until then, yield comments that keep the connection open."""
         sent = False
@@ -172,10 +217,9 @@ class AgentGateway:
             try:
                 generation = waiting.result()
             except WireError as error:
-                yield b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+                yield call.error_event(error)
                 return
-            usage = request.stream_options.get("include_usage") is True
-            for event in rollout.delivery(generation, request).events(usage=usage):
+            for event in call.events(rollout.delivery(generation, request)):
                 yield event
             sent = True
             rollout.sent(generation, received=True)
@@ -183,11 +227,21 @@ class AgentGateway:
             if not sent:
                 waiting.add_done_callback(lambda task: _lost(rollout, task))
 
+    async def _count_tokens(self, http: Request) -> Response:
+        try:
+            rollout, _, _, request = await self._read(Messages, http)
+            return JSONResponse({"input_tokens": rollout.count(request)})
+        except WireError as error:
+            return JSONResponse(Messages.error(error), status_code=error.status)
+
     async def _models(self, http: Request) -> Response:
         self._entry(http)
         names = (self._settings.model, self._settings.model + FROZEN)
+        # The fields of both OpenAI's and Anthropic's API.
+        fields = {"object": "model", "owned_by": "agentrl", "created": 0, "type": "model", "created_at": _EPOCH}
+        models = [{"id": name, "display_name": name, **fields} for name in names]
         return JSONResponse(
-            {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "agentrl"} for name in names]}
+            {"object": "list", "data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}
         )
 
     async def _take(self, http: Request) -> Response:
@@ -269,14 +323,17 @@ class AgentGateway:
             size += len(part)
             if size > most:
                 raise WireError(
-                    f"the request body exceeds {most} bytes (gateway.max_request_bytes)", code="request_too_large"
+                    f"the request body exceeds {most} bytes (gateway.max_request_bytes)",
+                    status=413,
+                    code="request_too_large",
                 )
             parts.append(part)
         return b"".join(parts)
 
 
 def _key(http: Request) -> str:
-    return http.headers.get("authorization", "").removeprefix("Bearer ")
+    """Return the key of a request, which Anthropic's clients send in a header of their own."""
+    return http.headers.get("x-api-key") or http.headers.get("authorization", "").removeprefix("Bearer ")
 
 
 def _same(key: str, expected: str) -> bool:
@@ -296,7 +353,9 @@ async def _gone(http: Request, error: Exception) -> Response:
 async def _not_served(http: Request, error: Exception) -> Response:
     """Return an error for a path or method that the gateway does not serve."""
     assert isinstance(error, HTTPException), "it is registered for no other"
-    message = f"the gateway does not serve {http.method} {http.url.path}; it serves POST /v1/chat/completions"
+    message = f"the gateway does not serve {http.method} {http.url.path}; it serves POST " + ", ".join(
+        f"/v1{path}" for path in _DIALECTS
+    )
     return await _refused(http, WireError(message, status=error.status_code, code="not_found"))
 
 

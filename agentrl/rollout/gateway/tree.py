@@ -14,7 +14,7 @@ from functools import partial
 from typing import Literal
 
 from agentrl.rollout.engines.base import Completion
-from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest
+from agentrl.rollout.gateway.wire import AgentMessage, AgentRequest
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.trajectory import Segment, Trajectory
 from agentrl_envs.types import Ended
@@ -50,7 +50,10 @@ class Prompt:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Generation:
-    """One reply and its prompt. ``line`` names the sequence in the engine's cache."""
+    """One reply and its prompt. ``line`` names the sequence in the engine's cache.
+
+    ``instructed``: the conversation starts with instructions that later requests do not inherit.
+    """
 
     id: int
     prompt: Prompt
@@ -59,6 +62,7 @@ class Generation:
     reply: AgentMessage
     line: str
     trainable: bool
+    instructed: bool = False
     delivered: bool = True
     received: bool = False  # a client certainly received it, regardless of other deliveries
     children: list[Generation] = field(default_factory=list)
@@ -131,7 +135,7 @@ class GenerationTree:
         if generation.parent is not None:
             generation.parent.children.append(generation)
 
-    def match(self, request: ChatRequest) -> Match:
+    def match(self, request: AgentRequest) -> Match:
         """Return the deepest generation whose path is a prefix of the request. :func:`_nearest` breaks ties."""
         messages = request.messages
         known = list(self._along(request.digest, messages))
@@ -146,7 +150,7 @@ class GenerationTree:
             one.received = one.delivered = True  # the client has received it, because its request contains it
         return Match(parent=found, new=messages[depth:], miss=self._miss(request, depth, known))
 
-    def _miss(self, request: ChatRequest, depth: int, known: Sequence[tuple[int, list[Generation]]]) -> Miss | None:
+    def _miss(self, request: AgentRequest, depth: int, known: Sequence[tuple[int, list[Generation]]]) -> Miss | None:
         """Return the reason why replies after ``depth`` do not match, or None if the request has no such replies."""
         if not any(message.role == "assistant" for message in request.messages[depth:]):
             return None

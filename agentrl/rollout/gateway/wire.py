@@ -1,14 +1,18 @@
-"""The OpenAI chat format: validated requests, messages compared by content, complete and streamed responses."""
+"""The common form of requests and replies, and the interface of the APIs in which agents send them.
+
+Messages are compared by content. Each API is a :class:`Dialect`: :mod:`.chat_completions`, :mod:`.messages` and
+:mod:`.responses`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AliasChoices,
@@ -18,7 +22,6 @@ from pydantic import (
     ConfigDict,
     Field,
     StrictBool,
-    StrictInt,
     ValidationError,
     model_validator,
 )
@@ -30,16 +33,17 @@ Json = Mapping[str, object]
 
 FROZEN = ":frozen"
 """Suffix of the model's name for calls that are not trained."""
-# Accepted but ignored, because sampling is configured by the run.
-_SAMPLING = ("temperature", "top_p", "seed", "reasoning_effort", "verbosity")
-_SERVICE = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-_UNUSED = frozenset((*_SAMPLING, *_SERVICE, "prompt_cache_retention"))
 _FAULTS: Mapping[str, str] = {
     "model_type": "must be a JSON object",
     "dict_type": "must be a JSON object",
     "tuple_type": "must be a list",
     "too_short": "must contain at least one entry",
     "missing": "required, but missing",
+}
+# Types of the parts of a content, and the fields with their texts.
+_TEXT_PARTS = {
+    "refusal": "refusal",
+    **dict.fromkeys(("text", "input_text", "output_text", "reasoning_text", "summary_text"), "text"),
 }
 _SAYS_NOTHING: tuple[object, ...] = ("", 0, False, [], {})
 
@@ -52,10 +56,11 @@ class WireError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
+        self.code = code
         self._fields = {"message": message, "type": kind or "invalid_request_error", "param": param, "code": code}
 
     def body(self) -> dict[str, object]:
-        """Return the JSON of the response."""
+        """Return the JSON of the response in OpenAI's form."""
         return {"error": self._fields}
 
 
@@ -80,20 +85,20 @@ class WireModel(BaseModel):
         return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
 
 
-def _as_text(value: object) -> object:
-    """Join the parts of a message's content."""
+def text_of(value: object, separator: str = "") -> object:
+    """Join the text parts of a message's content."""
     if not isinstance(value, list):
         return value
     texts = []
     for part in value:
         kind = part.get("type") or "text" if isinstance(part, dict) else "text"
-        text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else part
+        text = part.get(_TEXT_PARTS.get(str(kind), "")) if isinstance(part, dict) else None
         if not isinstance(text, str):
             raise PydanticCustomError(
                 "part", "contains a part of type {kind}, but the model supports text only", {"kind": kind}
             )
         texts.append(text)
-    return "".join(texts)
+    return separator.join(texts)
 
 
 class AgentCall(WireModel):
@@ -127,7 +132,7 @@ class AgentMessage(WireModel):
         Literal["system", "user", "assistant", "tool"],
         BeforeValidator(lambda value: "system" if value == "developer" else value),
     ]
-    content: Annotated[str, BeforeValidator(_as_text)] = ""
+    content: Annotated[str, BeforeValidator(text_of)] = ""
     reasoning: Annotated[str | None, BeforeValidator(lambda value: value if isinstance(value, str) else None)] = Field(
         None, validation_alias=AliasChoices("reasoning_content", "reasoning")
     )
@@ -142,54 +147,27 @@ class AgentMessage(WireModel):
         return json.dumps([self.role, self.content.strip(), calls], sort_keys=True)
 
 
-class _Function(WireModel):
-    name: str
+@dataclass(frozen=True, kw_only=True)
+class AgentRequest:
+    """A request in the form that all APIs share.
 
+    ``tools``: function schemas as chat templates expect them. ``instructed``: the first message contains instructions
+    that apply to this request only. ``may_call``: calls are read from the reply. ``trainable``: the reply is trained.
+    """
 
-class _Tool(WireModel):
-    type: Literal["function"]
-    function: _Function
-
-
-def _checked_tool(tool: object) -> object:
-    _Tool.model_validate(tool)
-    return tool
-
-
-class ChatRequest(WireModel):
-    """A validated chat request. A field with a single valid value describes behaviour that cannot be changed."""
-
-    model_config = ConfigDict(extra="allow")
-
-    model: str = ""
-    messages: tuple[AgentMessage, ...] = Field(min_length=1)
-    tools: tuple[Annotated[dict[str, object], BeforeValidator(_checked_tool)], ...] = ()
-    tool_choice: Literal["auto", "none"] = "auto"
-    parallel_tool_calls: Literal[True] = True
-    n: Literal[1] = 1
-    response_format: dict[Literal["type"], Literal["text"]] = {}
-    modalities: tuple[Literal["text"]] = ("text",)
-    chat_template_kwargs: dict[str, object] = {}
-    max_tokens: StrictInt | None = Field(
-        None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
-    )
-    stop: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...],
-        BeforeValidator(lambda value: (value,) if isinstance(value, str) and value else value or ()),
-    ] = ()
-    stream: StrictBool = False
-    stream_options: dict[str, object] = {}
-    logprobs: StrictBool = False
-
-    @property
-    def trainable(self) -> bool:
-        """True if the reply is trained."""
-        return not self.model.endswith(FROZEN)
+    messages: tuple[AgentMessage, ...]
+    tools: tuple[Json, ...] = ()
+    may_call: bool = True
+    template_options: Json = field(default_factory=dict)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    instructed: bool = False
+    trainable: bool = True
 
     @property
     def calls_allowed(self) -> bool:
         """True if the reply may contain tool calls."""
-        return bool(self.tools) and self.tool_choice != "none"
+        return bool(self.tools) and self.may_call
 
     @cached_property
     def tools_json(self) -> str:
@@ -199,8 +177,75 @@ class ChatRequest(WireModel):
     @cached_property
     def digest(self) -> str:
         """Digest of tools and template options, which must be equal for a history to match."""
-        options = json.dumps(self.chat_template_kwargs, sort_keys=True)
+        options = json.dumps(self.template_options, sort_keys=True)
         return hashlib.sha256(f"{self.tools_json}\0{options}".encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """A complete reply. ``stopped_by``: the stop string of the request that ended it.
+
+    ``tokens``: text, bytes and log-probability of each sampled token, computed on demand.
+    """
+
+    id: str
+    message: AgentMessage
+    truncated: bool
+    stopped_by: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    tokens: Callable[[], Iterable[tuple[str, bytes, float]]]
+
+    def logprobs(self, top: int | None) -> list[Json]:
+        """Return the log-probabilities in OpenAI's form. Engines return only those of the sampled tokens.
+
+        ``top``: maximum number of alternatives for each token, of which there is one, the sampled token.
+        """
+        ones = [{"token": text, "bytes": list(raw), "logprob": value} for text, raw, value in self.tokens()]
+        return [{**one, "top_logprobs": [one][: top or 0]} for one in ones]
+
+
+Earlier = Callable[[str], tuple[AgentMessage, ...]]
+"""Returns the conversation up to the reply with an id, without instructions. Raises WireError for an unknown id."""
+
+
+class Dialect(WireModel, ABC):
+    """The body of a request in one API. Reads the request, and writes replies and errors in the same API's form."""
+
+    model_config = ConfigDict(extra="allow")
+
+    unused: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are accepted but ignored."""
+
+    model: str = ""
+    stream: StrictBool = False
+
+    @abstractmethod
+    def request(self, earlier: Earlier) -> AgentRequest:
+        """Return the request in the common form. Raises WireError."""
+
+    @abstractmethod
+    def whole(self, reply: Reply) -> Json:
+        """Return the JSON of a response that is not streamed."""
+
+    @abstractmethod
+    def events(self, reply: Reply) -> Iterator[bytes]:
+        """Yield the events of a streamed response."""
+
+    @classmethod
+    def error(cls, error: WireError) -> Json:
+        """Return the JSON of an error."""
+        return error.body()
+
+    @classmethod
+    def error_event(cls, error: WireError) -> bytes:
+        """Return the event of an error in a stream."""
+        return event("error", {"type": "error", **cls.error(error)})
+
+
+def event(name: str, values: Json) -> bytes:
+    """Return a server-sent event. Without ``name``, it has only data."""
+    return (f"event: {name}\n" if name else "").encode() + b"data: " + json.dumps(values).encode() + b"\n\n"
 
 
 _Model = TypeVar("_Model", bound=WireModel)
@@ -218,20 +263,19 @@ def read_body(kind: type[_Model], body: bytes) -> _Model:
         raise WireError(f"the body is not valid JSON: {error}") from None
 
 
-def read_request(body: bytes, *, model: str, header_train: str | None = None) -> ChatRequest:
-    """Read the body of a chat request for ``model``. Raises WireError with the name of the invalid field."""
-    request = read_body(ChatRequest, body)
-    extra = request.model_extra or {}
-    if "max_tokens" in extra:  # the limit was already read from max_completion_tokens
-        message = "max_tokens and max_completion_tokens set the same limit: send only one of them"
-        raise WireError(message, param="max_tokens")
-    for name, value in extra.items():
-        if name not in _UNUSED and value not in _SAYS_NOTHING:
-            hint = did_you_mean(name, {*ChatRequest.model_fields, *_UNUSED})
+_Dialect = TypeVar("_Dialect", bound=Dialect)
+
+
+def read_dialect(kind: type[_Dialect], body: bytes, *, model: str) -> _Dialect:
+    """Read the body of a request for ``model``. Raises WireError with the name of the invalid field."""
+    call = read_body(kind, body)
+    for name, value in (call.model_extra or {}).items():
+        if name not in kind.unused and value not in _SAYS_NOTHING:
+            hint = did_you_mean(name, {*kind.model_fields, *kind.unused})
             raise WireError(f"the field {name} is not supported by this gateway{hint}", param=name)
-    if request.model not in (model, model + FROZEN):
-        raise WireError(f"this gateway serves {model!r}, not {request.model!r}", param="model", code="model_not_found")
-    return request.model_copy(update={"model": model + FROZEN}) if header_train == "0" else request
+    if call.model not in (model, model + FROZEN):
+        raise WireError(f"this gateway serves {model!r}, not {call.model!r}", param="model", code="model_not_found")
+    return call
 
 
 def _refusal(error: ValidationError) -> WireError:
@@ -242,74 +286,3 @@ def _refusal(error: ValidationError) -> WireError:
     value = "" if fault["type"] == "missing" else f"={text if len(text) <= 60 else f'{text[:57]}...'}"
     problem = _FAULTS.get(fault["type"], fault["msg"])
     return WireError(f"{path or 'the body'}{value}: {problem}", param=path or None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Delivery:
-    """A complete reply. ``logprobs``: the log-probabilities of its tokens, if requested."""
-
-    id: str
-    model: str
-    message: AgentMessage
-    finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
-    logprobs: Json | None
-
-    def whole(self) -> dict[str, object]:
-        """Return the JSON of a response that is not streamed."""
-        content = None if self.message.calls else ""
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": content, **self._reply_fields()},
-            "finish_reason": self.finish_reason,
-            "logprobs": self.logprobs,
-        }
-        return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage()}
-
-    def events(self, *, usage: bool) -> Iterator[bytes]:
-        """Yield the events of a streamed response."""
-        deltas: list[Json] = [{"role": "assistant", "content": ""}]
-        deltas += [{name: value} for name, value in self._reply_fields(numbered=True).items()]
-        choices: list[Json] = [{"delta": delta, "finish_reason": None} for delta in deltas]
-        choices[-1] = {**choices[-1], "logprobs": self.logprobs}
-        choices.append({"delta": {}, "finish_reason": self.finish_reason})
-        head = self._head("chat.completion.chunk")
-        for choice in choices:
-            yield _event({**head, "choices": [{"index": 0, **choice}]})
-        if usage:
-            yield _event({**head, "choices": [], "usage": self._usage()})
-        yield b"data: [DONE]\n\n"
-
-    def _head(self, kind: str) -> dict[str, object]:
-        return {"id": self.id, "object": kind, "created": int(time.time()), "model": self.model}
-
-    def _usage(self) -> dict[str, int]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-        }
-
-    def _reply_fields(self, *, numbered: bool = False) -> dict[str, object]:
-        """Return reasoning, text and calls, if present. Calls are numbered in a stream."""
-        message = self.message
-        calls = [
-            {
-                **({"index": index} if numbered else {}),
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for index, call in enumerate(message.calls)
-        ]
-        fields = {
-            "reasoning_content": message.reasoning,
-            "content": message.content or None,
-            "tool_calls": calls or None,
-        }
-        return {name: value for name, value in fields.items() if value is not None}
-
-
-def _event(values: Json) -> bytes:
-    return b"data: " + json.dumps(values).encode() + b"\n\n"

@@ -10,10 +10,11 @@ from rollout.fakes import ScriptedEngine, completion
 from rollout.templates import QWEN, chat_tokenizer
 
 from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.gateway.chat_completions import ChatCompletions
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
-from agentrl.rollout.gateway.wire import ChatRequest, read_request
+from agentrl.rollout.gateway.wire import AgentRequest, read_dialect
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.settings import RolloutSettings
 from agentrl_envs.types import Problem
@@ -79,8 +80,8 @@ def body(messages: Sequence[dict[str, Any]], **more: Any) -> bytes:
     return json.dumps({"model": "policy", "messages": list(messages), **more}).encode()
 
 
-def request(messages: Sequence[dict[str, Any]], **more: Any) -> ChatRequest:
-    return read_request(body(messages, **more), model="policy")
+def request(messages: Sequence[dict[str, Any]], **more: Any) -> AgentRequest:
+    return read_dialect(ChatCompletions, body(messages, **more), model="policy").request(lambda id: ())
 
 
 async def say(one: AgentRollout, messages: Sequence[dict[str, Any]], **more: Any) -> Any:

@@ -58,8 +58,7 @@ def smolagents_code(problem: Any, *, base_url: str, api_key: str, model: str) ->
 def _smolagents(kind: Any, tools: list[Any], problem: Any, *, base_url: str, api_key: str, model: str) -> float:
     from smolagents import AgentError, LogLevel, OpenAIModel
 
-    # The gateway forces no call, which is smolagents' default.
-    policy = OpenAIModel(model_id=model, api_base=base_url, api_key=api_key, tool_choice="auto")
+    policy = OpenAIModel(model_id=model, api_base=base_url, api_key=api_key)
     with contextlib.closing(policy.client):
         agent = kind(tools=tools, model=policy, max_steps=MOST_TURNS, verbosity_level=LogLevel.OFF)
         try:

@@ -30,7 +30,7 @@ from agentrl.rollout.gateway import programs
 from agentrl.rollout.gateway.environment import AgentEnvironment, load_program
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
-from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest
+from agentrl.rollout.gateway.wire import AgentMessage, AgentRequest
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group, Trajectory
@@ -88,10 +88,10 @@ def test_without_a_template_messages_stand_one_below_the_other_as_in_a_cold_star
     plain = ChatRenderer(tokenizer, codec)
     said = [("system", "Be brief."), ("user", "2 + 3?"), ("assistant", "5"), ("user", "Sure?")]
     messages = tuple(AgentMessage(role=role, content=content) for role, content in said)
-    layout = plain.layout(messages, ChatRequest(messages=messages), sampled=[2])
+    layout = plain.layout(messages, AgentRequest(messages=messages), sampled=[2])
     assert layout.filled([content for _, content in said]) == "Be brief.\n2 + 3?\n5\nSure?\n"
     tool = {"type": "function", "function": {"name": "look"}}
-    listed = plain.layout(messages[1:2], ChatRequest(messages=messages[1:2], tools=(tool,)))
+    listed = plain.layout(messages[1:2], AgentRequest(messages=messages[1:2], tools=(tool,)))
     *lines, last = listed.filled(["2 + 3?"]).split("\n")
     assert (len(lines), lines[-1], last) == (2, "2 + 3?", "")
 
@@ -199,7 +199,7 @@ async def test_a_command_sees_neither_answer_nor_credentials_nor_the_runs_files(
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["problem"] == {"id": "toy-0", "statement": "0 + 3?", "messages": [], "info": {}}
     assert seen["files"] == []
-    assert {"OPENAI_BASE_URL", "JUDGE_KEY", "PATH"} <= set(seen["variables"])
+    assert {"OPENAI_BASE_URL", "ANTHROPIC_BASE_URL", "JUDGE_KEY", "PATH"} <= set(seen["variables"])
     assert not {"HF_TOKEN", "AGENTRL_REWARD_URL"} & set(seen["variables"])
     # The program prints 1.0, its own opinion; the function's value counts.
     assert [item.reward for item in group.trajectories] == [3.0]

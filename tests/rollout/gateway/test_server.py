@@ -106,16 +106,16 @@ async def test_stop_strings_and_max_tokens_are_honoured() -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": "gpt-4o"}, "this gateway serves 'policy', not 'gpt-4o'"),
     ({"n": 2}, "n=2: Input should be 1"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"tool_choice": "required", "tools": [ADD]}, "tool_choice=\"required\": Input should be 'auto' or 'none'"),
+    ({"response_format": {"type": "xml"}}, 'response_format.type="xml"'),
+    ({"tool_choice": "always", "tools": [ADD]}, "tool_choice=\"always\": Input should be 'auto', 'none' or 'required'"),
     ({"frequency_penalty": 0.5}, "the field frequency_penalty is not supported"),
     ({"logit_bias": {"5": 1}}, "the field logit_bias is not supported"),
     ({"extra_body": {"prompt_token_ids": [1, 2]}}, "the field prompt_token_ids is not supported"),
     ({"extra_body": {"top_k": 5}}, "the field top_k is not supported"),
-    ({"logprobs": True, "top_logprobs": 5}, "the field top_logprobs is not supported"),
+    ({"top_logprobs": 5}, "top_logprobs requires logprobs=true"),
     (
-        {"max_tokens": 7, "max_completion_tokens": 7},
-        "max_tokens and max_completion_tokens set the same limit: send only one of them",
+        {"max_tokens": 7, "max_completion_tokens": 8},
+        "max_tokens=7 and max_completion_tokens=8 set the same limit: send only one of them",
     ),
     ({"max_tokens": 0}, "max_tokens=0: Input should be greater than or equal to 1"),
     ({"messages": []}, "messages=[]: must contain at least one entry"),
@@ -129,7 +129,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": "assistant", "tool_calls": [{"type": "function", "function": {"arguments": "{}"}}]}]},
         "messages[0].tool_calls[0].function.name: required, but missing",
     ),
-    ({"messages": [{"role": "user", "content": "x" * 10_000_000}]}, "the request body exceeds"),
 ]
 
 
@@ -181,7 +180,7 @@ async def test_garbage_gets_one_clear_error(body: bytes, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "status"), [("/v1/responses", 404), ("/v1/embeddings", 404), ("/v1/models", 405), ("/elsewhere", 404)]
+    ("path", "status"), [("/v1/completions", 404), ("/v1/embeddings", 404), ("/v1/models", 405), ("/elsewhere", 404)]
 )
 async def test_what_is_not_served_is_said_as_openai_says_it(path: str, status: int) -> None:
     async with served(rollout(engine("x"))) as (_, access):

@@ -1,0 +1,265 @@
+"""OpenAI's Responses: ``POST /v1/responses``."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt, model_validator
+from pydantic_core import PydanticCustomError
+
+from agentrl.rollout.gateway.chat_completions import SAMPLING, SERVICE, ToolChoice
+from agentrl.rollout.gateway.wire import (
+    FROZEN,
+    AgentCall,
+    AgentMessage,
+    AgentRequest,
+    Dialect,
+    Earlier,
+    Reply,
+    WireError,
+    WireModel,
+    event,
+    text_of,
+)
+
+_REQUIRED = {
+    "message": "role",
+    "function_call": "name",
+    "custom_tool_call": "name",
+    "function_call_output": "call_id",
+    "custom_tool_call_output": "call_id",
+    "item_reference": "id",
+}
+# Items of one reply, in this order. Only calls may follow an item of the same type.
+_PARTS = {"reasoning": 0, "message": 1, "function_call": 2, "custom_tool_call": 2}
+_FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+_Text = Annotated[str, BeforeValidator(partial(text_of, separator="\n"))]
+
+
+class _Item(WireModel):
+    type: Literal[
+        "message",
+        "reasoning",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "item_reference",
+    ] = "message"
+    id: str = ""
+    role: Literal["user", "assistant", "system", "developer"] = "assistant"
+    content: _Text = ""
+    summary: _Text = ""
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    input: str = ""
+    output: _Text = ""
+
+    @model_validator(mode="after")
+    def _complete(self) -> _Item:
+        field = _REQUIRED.get(self.type, "")
+        if field and field not in self.model_fields_set:
+            raise PydanticCustomError("item", "a {kind} item needs {field}", {"kind": self.type, "field": field})
+        return self
+
+    @property
+    def part(self) -> int | None:
+        """The position of the item's type in a reply, or None if the item is not part of a reply."""
+        return _PARTS.get(self.type) if self.role == "assistant" else None
+
+    def call(self) -> AgentCall:
+        """Return the item as a call."""
+        custom = self.type == "custom_tool_call"
+        arguments = json.dumps({"input": self.input}) if custom else self.arguments
+        return AgentCall(name=self.name, arguments=arguments, id=self.call_id)
+
+
+class _Tool(WireModel):
+    type: Literal["function", "custom"]
+    name: str = Field(min_length=1)
+    description: str = ""
+    parameters: dict[str, object] = Field({})
+
+
+class Responses(Dialect):
+    """A request of the Responses API.
+
+    ``tool_choice``, ``parallel_tool_calls`` and ``text.format`` are accepted without being enforced. A custom tool is
+    shown to the model as a function with one argument, ``input``.
+    """
+
+    unused: ClassVar = frozenset(
+        (
+            *SAMPLING,
+            *SERVICE,
+            *("text", "reasoning", "truncation", "max_tool_calls", "stream_options", "client_metadata"),
+        )
+    )
+
+    input: tuple[_Item, ...]
+    instructions: str = ""
+    previous_response_id: str = ""
+    tools: tuple[_Tool, ...] = ()
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: StrictBool = True
+    background: Literal[False] = False
+    max_output_tokens: StrictInt | None = Field(None, ge=1)
+    include: tuple[str, ...] = ()
+    top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _items(cls, value: object) -> object:
+        if isinstance(value, dict) and isinstance(value.get("input"), str):
+            return {**value, "input": [{"role": "user", "content": value["input"]}]}
+        return value
+
+    def request(self, earlier: Earlier) -> AgentRequest:
+        instructions = (AgentMessage(role="system", content=self.instructions),) if self.instructions else ()
+        history = earlier(self.previous_response_id) if self.previous_response_id else ()
+        messages = (*instructions, *history, *self._messages(earlier))
+        if not messages:
+            raise WireError("input=[]: must contain at least one entry", param="input")
+        return AgentRequest(
+            messages=messages,
+            tools=tuple(
+                {
+                    "type": "function",
+                    "function": {
+                        "name": tool.name,
+                        "description": tool.description,
+                        "parameters": _FREE_TEXT if tool.type == "custom" else tool.parameters,
+                    },
+                }
+                for tool in self.tools
+            ),
+            may_call=self.tool_choice != "none",
+            max_tokens=self.max_output_tokens,
+            instructed=bool(instructions),
+            trainable=not self.model.endswith(FROZEN),
+        )
+
+    def _messages(self, earlier: Earlier) -> Iterator[AgentMessage]:
+        """Yield the messages of the input, in which consecutive items of one reply become one message."""
+        reply: list[_Item] = []
+        for given in self.input:
+            item = self._referred(given, earlier) if given.type == "item_reference" else given
+            last = reply[-1].part if reply else None
+            if last is not None and (
+                item.part is None or item.part < last or item.part == last < _PARTS["function_call"]
+            ):
+                yield _reply(reply)
+                reply = []
+            if item.part is not None:
+                reply.append(item)
+            elif item.type == "message":
+                yield AgentMessage(role=item.role, content=item.content)
+            else:
+                yield AgentMessage(role="tool", content=item.output, call_id=item.call_id)
+        if reply:
+            yield _reply(reply)
+
+    def _referred(self, item: _Item, earlier: Earlier) -> _Item:
+        """Return the item of an earlier reply to which ``item`` refers. Raises WireError for an unknown id."""
+        kind, _, rest = item.id.partition("_")
+        reply_id = rest.rpartition("/")[0] if kind == "fc" else rest
+        for one in self._output(reply_id, earlier(item.id)[-1]):
+            if one["id"] == item.id:
+                return _Item.model_validate(one)
+        raise WireError(f"the item {item.id!r} does not exist", param="input", status=404)
+
+    def _output(self, reply_id: str, message: AgentMessage) -> list[dict[str, Any]]:
+        """Return the items of a reply. A reply without text and calls has an empty message."""
+        items: list[dict[str, Any]] = []
+        done = {"status": "completed"}
+        if message.reasoning:
+            thoughts = [{"type": "reasoning_text", "text": message.reasoning}]
+            items.append({"type": "reasoning", "id": f"rs_{reply_id}", "summary": [], "content": thoughts, **done})
+        if message.content or not message.calls:
+            text = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
+            items.append({"type": "message", "id": f"msg_{reply_id}", "role": "assistant", "content": [text], **done})
+        custom = {tool.name for tool in self.tools if tool.type == "custom"}
+        for number, call in enumerate(message.calls):
+            common = {"id": f"fc_{reply_id}/{number}", "call_id": call.id, "name": call.name, **done}
+            if call.name in custom and isinstance(call.parsed, dict):
+                items.append({"type": "custom_tool_call", "input": str(call.parsed.get("input", "")), **common})
+            else:
+                items.append({"type": "function_call", "arguments": call.arguments, **common})
+        return items
+
+    def whole(self, reply: Reply) -> dict[str, Any]:
+        items = self._output(reply.id, reply.message)
+        if "message.output_text.logprobs" in self.include or self.top_logprobs is not None:
+            for part in (part for item in items if item["type"] == "message" for part in item["content"]):
+                part["logprobs"] = reply.logprobs(self.top_logprobs)
+        truncated = reply.truncated and not reply.message.calls
+        return {
+            "id": f"resp_{reply.id}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": self.model,
+            "status": "incomplete" if truncated else "completed",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
+            "previous_response_id": self.previous_response_id or None,
+            "output": items,
+            "tools": [],
+            "tool_choice": "auto",
+            "parallel_tool_calls": True,
+            "usage": {
+                "input_tokens": reply.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": reply.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+            },
+        }
+
+    def events(self, reply: Reply) -> Iterator[bytes]:
+        numbers = count()
+
+        def made(kind: str, **fields: object) -> bytes:
+            return event(kind, {"type": kind, "sequence_number": next(numbers), **fields})
+
+        whole = self.whole(reply)
+        started = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        yield made("response.created", response=started)
+        yield made("response.in_progress", response=started)
+        for index, item in enumerate(whole["output"]):
+            place = {"item_id": item["id"], "output_index": index}
+            field = {"function_call": "arguments", "custom_tool_call": "input"}.get(item["type"], "content")
+            empty = {**item, "status": "in_progress", field: [] if field == "content" else ""}
+            yield made("response.output_item.added", output_index=index, item=empty)
+            if field == "content":
+                part = item["content"][0]
+                place["content_index"] = 0
+                logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+                yield made("response.content_part.added", **place, part={**part, "text": ""})
+                yield made(f"response.{part['type']}.delta", **place, delta=part["text"], **logprobs)
+                yield made(f"response.{part['type']}.done", **place, text=part["text"], **logprobs)
+                yield made("response.content_part.done", **place, part=part)
+            else:
+                kind = "function_call_arguments" if field == "arguments" else "custom_tool_call_input"
+                yield made(f"response.{kind}.delta", **place, delta=item[field])
+                yield made(f"response.{kind}.done", **place, **{field: item[field], "name": item["name"]})
+            yield made("response.output_item.done", output_index=index, item=item)
+        yield made(f"response.{whole['status']}", response=whole)
+
+
+def _reply(items: list[_Item]) -> AgentMessage:
+    """Return the message whose parts are ``items``."""
+    content = [item.content for item in items if item.type == "message"]
+    thoughts = [item.content or item.summary for item in items if item.type == "reasoning"]
+    return AgentMessage(
+        role="assistant",
+        content="".join(content),
+        reasoning="".join(thoughts) or None,
+        calls=tuple(item.call() for item in items if item.type in ("function_call", "custom_tool_call")),
+    )
