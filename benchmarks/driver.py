@@ -132,7 +132,7 @@ class ScriptedSandbox:
 class ScriptedEpisode:
     """Runs every turn's program in the sandbox and knows which turn is the last; nothing is parsed or graded."""
 
-    stop = ("\n```",)
+    stop_strings = ("\n```",)
 
     def __init__(self, problem: Problem, sandbox: ScriptedSandbox) -> None:
         self._problem = problem

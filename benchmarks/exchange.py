@@ -66,8 +66,8 @@ def measure(rank: int, ranks: int, port: int, options: argparse.Namespace, resul
     homes = share_out({group: [options.size] * ranks for group in range(options.groups)})
     places = torch.tensor([homes[group] for part in own for group in part.groups.tolist()])
     exchange = Exchange([part.response_mask for part in own], places)
-    made = compute_advantages("tir_otb", exchange.there(own))
-    kept = exchange.back(made.advantages), exchange.back(made.returns)
+    made = compute_advantages("tir_otb", exchange.send(own))
+    kept = exchange.send_back(made.advantages), exchange.send_back(made.returns)
     peak = high_water() - start
     results[rank] = (sum(map(size_of, own)), counted.sent, peak, len(kept))
     torch.distributed.barrier()

@@ -246,7 +246,7 @@ class LockStep:
 class SimulatedEpisode:
     """``turns`` turns with a tool call after each; ``barrier`` stands before every call and every further turn."""
 
-    stop = ("b",)
+    stop_strings = ("b",)
 
     def __init__(
         self,

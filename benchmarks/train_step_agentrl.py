@@ -34,7 +34,7 @@ LONGEST_PROMPT = 40  # tokens
 class OneTurnEpisode:
     """The problem's statement as the prompt, one turn of the model, the shared reward."""
 
-    stop: tuple[str, ...] = ()
+    stop_strings: tuple[str, ...] = ()
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem

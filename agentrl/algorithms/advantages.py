@@ -43,7 +43,7 @@ def compute_advantages(
     rollouts = RolloutRows.of(inputs)
     if rollouts is None:
         return _in_blocks(entry, record, inputs, calls)
-    return rollouts.split(_in_blocks(entry, record, rollouts.merged(inputs), calls))
+    return rollouts.split_by_row(_in_blocks(entry, record, rollouts.merge(inputs), calls))
 
 
 def _in_blocks(entry: EstimatorEntry, record: object, inputs: AdvantageInputs, calls: Calls | None) -> Advantages:
@@ -146,9 +146,9 @@ class Moments:
 
     def over_step(self, calls: Calls) -> Moments:
         """Return the moments over all calls of the step."""
-        count, moment = calls.gather(torch.stack([self.count, self.count * self.mean])).sum(0).unbind()
+        count, moment = calls.all_gather(torch.stack([self.count, self.count * self.mean])).sum(0).unbind()
         mean = moment / count.clamp(min=1)
-        squares = calls.gather(self.squares + self.count * (self.mean - mean).square()).sum(0)
+        squares = calls.all_gather(self.squares + self.count * (self.mean - mean).square()).sum(0)
         return Moments(count=count, mean=mean, squares=squares)
 
     def whiten(self, advantages: Tensor, mask: Tensor) -> Tensor:

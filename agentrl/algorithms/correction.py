@@ -113,7 +113,7 @@ def rollout_correction(
     Options: the fields of `CorrectionOptions`. Sequence ratios are over `response_mask`. The result's
     mask is a subset of `loss_mask` (default: the response mask). With `self_normalize`, weights are divided
     by their mean over the tokens in the loss (`token`) or the sequences with such a token. `normalizer` is the sum of
-    `correction_sums` over the step's micro-batches and ranks. Without it, this call is the whole step.
+    `correction_weight_sums` over the step's micro-batches and ranks. Without it, this call is the whole step.
 
     Metrics, float64 scalars over the model tokens of this call: those of `mismatch_metrics` and `perplexity_metrics`,
     `rho_min`, `rho_max`, `truncated_fraction` (weight capped or set to 0), `masked_fraction` (rejected here, of the
@@ -138,7 +138,7 @@ def rollout_correction(
 
 
 @torch.no_grad()
-def correction_sums(
+def correction_weight_sums(
     train_log_probs: Tensor,
     rollout_log_probs: Tensor,
     response_mask: Tensor,
@@ -191,7 +191,7 @@ class _Parts:
 def _correct(
     train: Tensor, rollout: Tensor, response_mask: Tensor, loss_mask: Tensor | None, record: CorrectionOptions
 ) -> _Parts:
-    model = checked_mask(train, rollout, response_mask)
+    model = validated_response_mask(train, rollout, response_mask)
     before = as_loss_mask(loss_mask, model)
     log_rho = torch.where(model, train.double(), 0.0) - torch.where(model, rollout.double(), 0.0)
     weights, bounded = _weights(log_rho, model, record)
@@ -265,7 +265,7 @@ def mismatch_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, respons
 
     Raises InvalidInputError for wrong shapes and for a non-finite log-probability at a model token.
     """
-    mask = checked_mask(train_log_probs, rollout_log_probs, response_mask)
+    mask = validated_response_mask(train_log_probs, rollout_log_probs, response_mask)
     log_rho = torch.where(mask, train_log_probs.double(), 0.0) - torch.where(mask, rollout_log_probs.double(), 0.0)
     lengths = mask.sum(-1)
     count = lengths.sum()
@@ -292,7 +292,7 @@ def perplexity_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, respo
 
     `train_perplexity`, `rollout_perplexity` (with exponents of at most 20), and `trajectories`, their number.
     """
-    mask = checked_mask(train_log_probs, rollout_log_probs, response_mask)
+    mask = validated_response_mask(train_log_probs, rollout_log_probs, response_mask)
     lengths = mask.sum(-1)
     trajectories = (lengths > 0).sum()
 
@@ -308,7 +308,7 @@ def perplexity_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, respo
     }
 
 
-def checked_mask(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> Tensor:
+def validated_response_mask(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> Tensor:
     """Return the mask as bool after checking that shapes match and log-probabilities are finite where it is True."""
     mask = as_mask("response_mask", response_mask)
     check_alike(response_mask=mask, train_log_probs=train_log_probs, rollout_log_probs=rollout_log_probs)

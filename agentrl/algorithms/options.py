@@ -186,7 +186,7 @@ def check_positive(name: str, value: object) -> None:
         raise InvalidOptionError(f"{name}={value!r} must be positive and finite")
 
 
-def check_fraction(name: str, value: object) -> None:
+def check_in_unit_interval(name: str, value: object) -> None:
     """Raise InvalidOptionError unless 0 < value <= 1."""
     if not (is_number(value) and 0.0 < value <= 1.0):
         raise InvalidOptionError(f"{name}={value!r} must be in (0, 1]")

@@ -131,7 +131,7 @@ class Calls(Protocol):
     def index(self) -> int:
         """Index of this call, from 0."""
 
-    def gather(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         """Return ``values`` of all calls in order, [calls, ...]. Shapes must be equal."""
 
 
@@ -140,7 +140,7 @@ class OneCall:
 
     index = 0
 
-    def gather(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         """Return ``values`` as [1, ...]."""
         return values.unsqueeze(0)
 

@@ -227,7 +227,7 @@ class EvaluationRun:
     @property
     def results(self) -> Results:
         """Content of ``results.json``: every score with its intervals and provenance."""
-        return EvaluationDirectory.existing(self.path).results()
+        return EvaluationDirectory.open_existing(self.path).results()
 
     @property
     def scores(self) -> pd.DataFrame:
@@ -243,7 +243,7 @@ class EvaluationRun:
 
     def transcripts(self) -> Iterator[Transcript]:
         """Iterate over all rollouts, loading one at a time."""
-        return EvaluationDirectory.existing(self.path).transcripts()
+        return EvaluationDirectory.open_existing(self.path).transcripts()
 
 
 def load_run(path: str | Path) -> Run:

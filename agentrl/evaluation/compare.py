@@ -197,7 +197,7 @@ def _share_as_far(observed: float, relabelled: Callable[[int], Floats]) -> float
 def compare_command(first: Path, second: Path) -> dict[str, Difference]:
     """Print and return the differences by benchmark, B minus A."""
     console = Console(TelemetrySettings())
-    before, after = (EvaluationDirectory.existing(path).results() for path in (first, second))
+    before, after = (EvaluationDirectory.open_existing(path).results() for path in (first, second))
     by_benchmark = compare(before, after)
     names = [results["provenance"]["model"]["name"] for results in (before, after)]
     console.note(f"A: {names[0]} ({first})\nB: {names[1]} ({second})")

@@ -32,7 +32,7 @@ _FIELDS = tuple(field.name for field in fields(Problem))
 
 
 class EvaluationDirectory:
-    """Files of one evaluation. Use :meth:`begin` to write; the constructor suffices for reading."""
+    """Files of one evaluation. Use :meth:`create_or_resume` to write; the constructor suffices for reading."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -45,7 +45,7 @@ class EvaluationDirectory:
         self._lock = -1
 
     @classmethod
-    def existing(cls, path: str | Path) -> EvaluationDirectory:
+    def open_existing(cls, path: str | Path) -> EvaluationDirectory:
         """Open an existing evaluation. Raises SettingsError if ``path`` is not an evaluation."""
         directory = cls(path)
         if not directory._provenance.is_file():
@@ -53,7 +53,9 @@ class EvaluationDirectory:
         return directory
 
     @classmethod
-    def begin(cls, path: Path, provenance: Provenance, problems: Sequence[ProblemRow]) -> EvaluationDirectory:
+    def create_or_resume(
+        cls, path: Path, provenance: Provenance, problems: Sequence[ProblemRow]
+    ) -> EvaluationDirectory:
         """Start an evaluation, or continue an evaluation with the same provenance. Locks the directory until closed.
 
         Raises SettingsError if the provenance differs (listing every difference), or if the directory contains other

@@ -36,7 +36,7 @@ from agentrl.evaluation.endpoint_messages import (
 )
 from agentrl.evaluation.formats import JSONObject
 from agentrl.evaluation.settings import EndpointSettings
-from agentrl.evaluation.transcripts import whole_characters
+from agentrl.evaluation.transcripts import replace_lone_surrogates
 from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.engines.replica import Response, StreamClient, Transport, UnreachableError
 
@@ -350,7 +350,7 @@ class TextEngine:
     def _remember(self, event: JSONObject) -> None:
         fingerprint = event.get("system_fingerprint")
         if isinstance(fingerprint, str):
-            self._fingerprints.add(whole_characters(fingerprint))
+            self._fingerprints.add(replace_lone_surrogates(fingerprint))
 
 
 def _backoff(error: Exception) -> bool | float:
@@ -380,9 +380,9 @@ def _complete(text: str, before: int, sampling: TextSampling) -> int | None:
 def _completion(text: str, thought: str, pieces: int, usage: JSONObject, reason: FinishReason) -> TextCompletion:
     completion_tokens, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
     return TextCompletion(
-        text=whole_characters(text),
+        text=replace_lone_surrogates(text),
         tokens=completion_tokens if isinstance(completion_tokens, int) else pieces,
         prompt_tokens=prompt if isinstance(prompt, int) else None,
         finish_reason=reason,
-        reasoning=whole_characters(thought),
+        reasoning=replace_lone_surrogates(thought),
     )

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass
 
 from agentrl.evaluation.formats import JSONObject
-from agentrl.evaluation.transcripts import whole_characters
+from agentrl.evaluation.transcripts import replace_lone_surrogates
 
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 
@@ -50,7 +50,7 @@ async def read_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[JSONObject]
     """Yield the JSON objects of a server-sent event stream until ``[DONE]``.
 
     Lines end only at the standard's line ends, not at other Unicode line breaks. A character that is split between two
-    events is returned as halves, which :func:`whole_characters` joins. Raises RetryableError if the
+    events is returned as halves, which :func:`replace_lone_surrogates` joins. Raises RetryableError if the
     stream reports an error.
     """
     rest = b""
@@ -84,7 +84,7 @@ def listed_models(text: str) -> list[dict[str, str]]:
     if not isinstance(listed, list) or not all(isinstance(entry, dict) and "id" in entry for entry in listed):
         raise RetryableError(f"the response is not a list of models: {text[:200]!r}")
     return [
-        {name: whole_characters(str(entry[name])) for name in ("id", "root") if entry.get(name) is not None}
+        {name: replace_lone_surrogates(str(entry[name])) for name in ("id", "root") if entry.get(name) is not None}
         for entry in listed
     ]
 
@@ -109,7 +109,7 @@ def error_message(text: str) -> str:
         return " ".join(text.split())[:300]
     error = value.get("error", value) if isinstance(value, dict) else value
     message = error.get("message", error) if isinstance(error, dict) else error
-    return whole_characters(str(message))[:300]
+    return replace_lone_surrogates(str(message))[:300]
 
 
 def retry_after(value: str | None) -> float | None:

@@ -192,7 +192,7 @@ class _TextPolicy(TurnPolicy[Transcript]):
             temperature=self.settings.temperature,
             top_p=self.top_p,
             seed=sampling_key(*self.keys, turn) >> 33,  # 31 bits, which every endpoint accepts
-            stop=episode.stop,
+            stop=episode.stop_strings,
             complete=episode.turn_complete,
         )
         try:

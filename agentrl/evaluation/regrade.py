@@ -131,7 +131,7 @@ def regrade_command(run: Path, settings: EvaluationSections, grader: str | None,
 
     ``extract`` first extracts the answers again.
     """
-    directory = EvaluationDirectory.existing(run)
+    directory = EvaluationDirectory.open_existing(run)
     before = directory.results()
     console = Console(settings.telemetry)
     protocol = protocol_of(before["provenance"]) if extract else None

@@ -15,7 +15,7 @@ from agentrl.errors import WorldError
 from agentrl.evaluation.benchmarks import ProblemSet
 from agentrl.evaluation.formats import BenchmarkResults, Bounds, Conduct, PassRecord, Provenance, Results, ScoreRecord
 from agentrl.evaluation.scores import Grades, avg_at_k, maj_at_n, pass_at_k, tally
-from agentrl.evaluation.transcripts import KINDS, Sample, Transcript
+from agentrl.evaluation.transcripts import RESULT_KINDS, Sample, Transcript
 from agentrl_envs.types import Ended, Verdict
 
 
@@ -25,7 +25,7 @@ class RolloutSummary:
 
     correct: bool
     is_excluded: bool
-    kind: str
+    result_kind: str
     ended: Ended
     verdict: Verdict | None
     answer: str | None
@@ -114,7 +114,7 @@ async def benchmark_results(
         "pass": {str(k): _pass_at_k(samples, correct, k) for k in ks},
         "maj": maj_at_n(votes) if any(rollout.verdict is not None for rollout in flat) else None,
         "families": {name: math.fsum(part) / len(part) for name, part in sorted(families.items()) if name},
-        "kinds": {kind: sum(rollout.kind == kind for rollout in everything) for kind in KINDS},
+        "kinds": {kind: sum(rollout.result_kind == kind for rollout in everything) for kind in RESULT_KINDS},
         **_conduct(flat),
         "excluded": _excluded(everything),
         "rollouts": len(everything),
@@ -260,7 +260,7 @@ def result_tables(results: Results) -> list[Table]:
         table("pass@k, unbiased", {f"pass@{k}": partial(_pass, k=k) for k in ks}),
         table(
             "Outcomes of rollouts; all except correct and excluded count as wrong",
-            {shown: partial(_kind, kind=kind) for kind, shown in KINDS.items()},
+            {shown: partial(_kind, kind=kind) for kind, shown in RESULT_KINDS.items()},
         ),
         table("Averages per rollout", _CONDUCT),
         table("Failures outside the policy: retried, then excluded from all averages", _FAILURES),

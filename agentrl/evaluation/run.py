@@ -149,7 +149,7 @@ class Evaluation:
                 engine=engine.sampler(),
                 environment=environment.describe(),
             )
-            directory = EvaluationDirectory.begin(self.output, record, problem_records(self.sets, prompts))
+            directory = EvaluationDirectory.create_or_resume(self.output, record, problem_records(self.sets, prompts))
             stack.callback(directory.close)
             for line in (*environment.describe(), f"rollouts are written to {directory.path}"):
                 self.console.note(line)

@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 _LOWEST_BYTE, _HIGHEST_BYTE = 0xDC80, 0xDCFF  # Python's "surrogateescape" codes for bytes that are not UTF-8
 
 
-def whole_characters(text: str) -> str:
+def replace_lone_surrogates(text: str) -> str:
     """Join surrogate pairs in ``text`` and replace lone surrogates, so that UTF-8 can encode the result.
 
     A JSON escape may be half a character (``\\\\ud83d``) whose other half arrives in the next piece or never. A UTF-8
     byte that is alone in its piece must be decoded with ``surrogateescape``.
 
-    >>> whole_characters("\\ud83d" + "\\ude00"), whole_characters("a\\ud83d b")
+    >>> replace_lone_surrogates("\\ud83d" + "\\ude00"), replace_lone_surrogates("a\\ud83d b")
     ('😀', 'a\ufffd b')
     >>> halves = [part.decode(errors="surrogateescape") for part in ("é".encode()[:1], "é".encode()[1:])]
-    >>> whole_characters("".join(halves))
+    >>> replace_lone_surrogates("".join(halves))
     'é'
     """
     if text.isascii():
@@ -60,7 +60,7 @@ def whole_characters(text: str) -> str:
     return known.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-KINDS = {
+RESULT_KINDS = {
     "correct": "correct",
     "incorrect": "incorrect",
     "no_answer": "no answer",
@@ -160,8 +160,8 @@ class Transcript:
         return self.ended.is_excluded or (self.verdict is not None and self.verdict.is_excluded)
 
     @property
-    def kind(self) -> str:
-        """Kind of the rollout, one of ``KINDS``. A verdict takes precedence over the ending."""
+    def result_kind(self) -> str:
+        """Kind of the result, one of ``RESULT_KINDS``. A verdict takes precedence over the ending."""
         if self.is_excluded:
             return "excluded"
         if self.correct:
@@ -209,7 +209,7 @@ class Transcript:
             **{
                 **record,
                 "turns": tuple(_turn(turn) for turn in record["turns"]),
-                "answer": None if record["answer"] is None else whole_characters(record["answer"]),
+                "answer": None if record["answer"] is None else replace_lone_surrogates(record["answer"]),
                 "ended": Ended(record["ended"]),
                 "verdict": None if record["verdict"] is None else Verdict(record["verdict"]),
                 "tool_calls": tuple(ToolCall(**call) for call in record["tool_calls"]),
@@ -218,7 +218,9 @@ class Transcript:
 
 
 def _turn(record: JSONObject) -> Turn:
-    whole: JSONObject = {name: whole_characters(record[name]) for name in ("text", "reasoning") if name in record}
+    whole: JSONObject = {
+        name: replace_lone_surrogates(record[name]) for name in ("text", "reasoning") if name in record
+    }
     return Turn(**(record | whole))
 
 

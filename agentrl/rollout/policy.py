@@ -260,7 +260,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         while True:
             taken = len(merged.token_ids) if merged else 0
             piece = await self.generate(
-                self.context, line=self.name, limit=limit - taken, stop=episode.stop, turn=turn, part=part
+                self.context, line=self.name, limit=limit - taken, stop=episode.stop_strings, turn=turn, part=part
             )
             self.context += piece.token_ids
             merged = piece if merged is None else _joined(merged, piece)

@@ -17,7 +17,7 @@ import zstandard
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.compare import compare, comparison_notes
 from agentrl.evaluation.formats import JSONObject, Results
-from agentrl.evaluation.transcripts import KINDS, Transcript
+from agentrl.evaluation.transcripts import RESULT_KINDS, Transcript
 from agentrl.telemetry.files import contained, wrong_shape
 from agentrl.viewer.metrics_file import json_lines
 
@@ -52,7 +52,7 @@ def evaluation_page(path: Path) -> dict[str, object]:
         "path": str(path),
         "results": read_object(path / "results.json").get("benchmarks", {}),
         "provenance": read_object(path / "provenance.json"),
-        "kinds": KINDS,
+        "kinds": RESULT_KINDS,
         "problems": problems,
         "rollouts": rollout_rows(path),
     }
@@ -78,7 +78,7 @@ def _cached_rows(path: Path, _changed: int, _size: int) -> list[JSONObject]:
             "benchmark": one.benchmark,
             "problem": one.problem,
             "sample": one.sample,
-            "kind": one.kind,
+            "kind": one.result_kind,
             "ended": one.ended.value,
             "verdict": None if one.verdict is None else one.verdict.value,
             "answer": one.answer,

@@ -56,7 +56,7 @@ class Episode(Protocol):
     """
 
     @property
-    def stop(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """Strings at which the engine stops generating."""
         ...
 

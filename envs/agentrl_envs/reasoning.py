@@ -27,7 +27,7 @@ class ReasoningProtocol:
     instruction: str
 
     @property
-    def stop(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """Empty, because the turn ends at the end of sequence or at a token limit."""
         return ()
 

@@ -68,9 +68,9 @@ class SimpleTIREpisode:
         self._state = "new"  # new -> running -> ended; any state -> closed
 
     @property
-    def stop(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """Strings at which the engine stops generating."""
-        return self._protocol.stop
+        return self._protocol.stop_strings
 
     def turn_complete(self, text: str) -> bool:
         """Return True if a turn that ended at a stop string is complete, with its program closed."""

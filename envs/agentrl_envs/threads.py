@@ -34,14 +34,14 @@ class BlockingCalls:
         self._name = name
         self._numbers = itertools.count()
 
-    async def run(self, call: Callable[[], Result], *, deadline: float | None = None, what: str = "") -> Result:
+    async def run(self, call: Callable[[], Result], *, timeout: float | None = None, call_name: str = "") -> Result:
         """Run ``call`` in a thread and return its result or raise its exception.
 
-        Raises TimeoutError after ``deadline`` seconds, which include the wait for a slot.
+        Raises TimeoutError after ``timeout`` seconds, which include the wait for a slot.
         """
-        async with asyncio.timeout(deadline):
+        async with asyncio.timeout(timeout):
             await self._slots.acquire()
-            return await self._started(call, what or self._name)
+            return await self._started(call, call_name or self._name)
 
     def _started(self, call: Callable[[], Result], what: str) -> asyncio.Future[Result]:
         loop = asyncio.get_running_loop()
@@ -70,15 +70,15 @@ class ObjectThread:
         self._current: tuple[str, asyncio.Future[Any]] | None = None  # the running call
 
     @property
-    def overdue(self) -> str:
+    def overdue_call(self) -> str:
         """Name of the call that is still running after its deadline, or "" if there is none."""
         current = self._current
         return current[0] if current is not None and current[1].cancelled() else ""
 
-    async def run(self, call: Callable[[], Result], *, deadline: float | None = None, what: str = "") -> Result:
-        """Run ``call`` and return its result or raise its exception. ``what`` names the call in messages.
+    async def run(self, call: Callable[[], Result], *, timeout: float | None = None, call_name: str = "") -> Result:
+        """Run ``call`` and return its result or raise its exception. ``call_name`` is used in messages.
 
-        Raises TimeoutError after ``deadline`` seconds, which include the wait for earlier calls.
+        Raises TimeoutError after ``timeout`` seconds, which include the wait for earlier calls.
         """
         if not self._started:
             self._started = True
@@ -87,29 +87,29 @@ class ObjectThread:
         future: asyncio.Future[Result] = loop.create_future()
 
         def work() -> None:
-            self._current = (what or self._name, future)
+            self._current = (call_name or self._name, future)
             _complete(call, future, loop)
             self._current = None
 
         self._calls.put(work)
-        async with asyncio.timeout(deadline):
+        async with asyncio.timeout(timeout):
             return await future
 
-    async def recover(self) -> None:
+    async def wait_for_overdue_call(self) -> None:
         """Wait until an overdue call returns. Raises UnavailableError with the call's name after ``STUCK_SECONDS``."""
-        late = self.overdue
+        late = self.overdue_call
         if not late:
             return
         try:
-            await self.run(lambda: None, deadline=STUCK_SECONDS)
+            await self.run(lambda: None, timeout=STUCK_SECONDS)
         except TimeoutError:
             message = f"{late} still blocks its instance {STUCK_SECONDS:g} s after its deadline"
             raise UnavailableError(message, seconds=STUCK_SECONDS) from None
 
-    def close(self, last: Callable[[], object] | None = None) -> None:
-        """End the thread after all queued calls and after ``last``. Ignores exceptions of ``last``."""
-        if last is not None:
-            self._calls.put(lambda: _ignoring_errors(last))
+    def close(self, final_call: Callable[[], object] | None = None) -> None:
+        """End the thread after all queued calls and after ``final_call``, whose exceptions are ignored."""
+        if final_call is not None:
+            self._calls.put(lambda: _ignoring_errors(final_call))
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -120,7 +120,7 @@ class ObjectThread:
 class BlockingRunner(Protocol):
     """Interface of `BlockingCalls` and `ObjectThread`."""
 
-    async def run(self, call: Callable[[], Result], *, deadline: float | None = None, what: str = "") -> Result: ...
+    async def run(self, call: Callable[[], Result], *, timeout: float | None = None, call_name: str = "") -> Result: ...
 
 
 def _ignoring_errors(call: Callable[[], object]) -> None:
@@ -187,7 +187,7 @@ class LoopThread:
         """Start a coroutine. Cancelling the future cancels the coroutine."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def line(self) -> traceback.FrameSummary | None:
+    def current_line(self) -> traceback.FrameSummary | None:
         """Return the line that the loop is executing, or None while the loop waits for events.
 
         Returns the innermost line outside installed libraries if there is one, otherwise the innermost line.

@@ -27,7 +27,7 @@ class Call:
     meeting: Meeting
     index: int
 
-    def gather(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         self.meeting.places[self.index] = values
         self.meeting.barrier.wait()
         found = torch.stack([self.meeting.places[place] for place in range(self.meeting.calls)])

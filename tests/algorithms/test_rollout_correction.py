@@ -19,7 +19,7 @@ from agentrl.algorithms import (
     InvalidInputError,
     InvalidOptionError,
     UnknownNameError,
-    correction_sums,
+    correction_weight_sums,
     mismatch_metrics,
     rollout_correction,
 )
@@ -138,7 +138,7 @@ def test_micro_batches_order_and_padding_do_not_matter(chosen, seed, cuts, pad):
             for x in tensors
         ]
         parts.append((order[start:stop], padded))
-    normalizer = sum(correction_sums(*part[:3], loss_mask=part[3], **options) for _, part in parts)
+    normalizer = sum(correction_weight_sums(*part[:3], loss_mask=part[3], **options) for _, part in parts)
     for rows, part in parts:
         result = rollout_correction(*part[:3], loss_mask=part[3], normalizer=normalizer, **options)
         torch.testing.assert_close(result.weights[:, :5], whole.weights[rows], rtol=1e-12, atol=1e-14)

@@ -105,8 +105,8 @@ def test_order_and_padding_change_nothing(name, seed, pad):
         key: torch.nn.functional.pad(value[order], (0, pad), value=math.nan if value.is_floating_point() else 0)
         for key, value in tensors.items()
     }
-    whole = step_selection(name, **tensors, keys=keys, seed=seed, **OPTIONS[name])
-    other = step_selection(name, **padded, keys=keys[order], seed=seed, **OPTIONS[name])
+    whole = step_selection(name, **tensors, trajectory_ids=keys, seed=seed, **OPTIONS[name])
+    other = step_selection(name, **padded, trajectory_ids=keys[order], seed=seed, **OPTIONS[name])
     assert torch.equal(other[:, :9], whole[order])
     assert not bool(other[:, 9:].any())
 
@@ -197,9 +197,19 @@ def test_the_draws_are_splitmix64():
     [
         ("ppo", {}, AlgorithmError, "loss 'ppo' selects no tokens"),
         ("kl_cvo", {}, UnknownNameError, "did you mean 'kl_cov'"),
-        ("kl_cov", {"keys": torch.zeros(8, dtype=torch.int64)}, InvalidInputError, "keys must be unique"),
-        ("kl_cov", {"keys": torch.arange(7)}, InvalidInputError, r"keys must be \[8\] int64; got \(7,\)"),
-        ("kl_cov", {"keys": torch.arange(8.0)}, InvalidInputError, "got .* torch.float32"),
+        (
+            "kl_cov",
+            {"trajectory_ids": torch.zeros(8, dtype=torch.int64)},
+            InvalidInputError,
+            "trajectory_ids must be unique",
+        ),
+        (
+            "kl_cov",
+            {"trajectory_ids": torch.arange(7)},
+            InvalidInputError,
+            r"trajectory_ids must be \[8\] int64; got \(7,\)",
+        ),
+        ("kl_cov", {"trajectory_ids": torch.arange(8.0)}, InvalidInputError, "got .* torch.float32"),
         ("kl_cov", {"covariance_fraction": 1.5}, InvalidOptionError, "covariance_fraction=1.5"),
     ],
 )

@@ -75,7 +75,7 @@ async def test_no_more_calls_run_at_once_than_there_are_threads() -> None:
             running -= 1
         return number
 
-    assert await asyncio.gather(*(calls.run(lambda n=n: work(n), deadline=60.0) for n in range(20))) == list(range(20))
+    assert await asyncio.gather(*(calls.run(lambda n=n: work(n), timeout=60.0) for n in range(20))) == list(range(20))
     assert most <= 2
 
 
@@ -90,11 +90,11 @@ async def test_errors_come_where_the_call_is_awaited() -> None:
 async def test_a_stuck_call_holds_its_place_until_it_ends() -> None:
     calls, let_go = BlockingCalls(1, name="test"), threading.Event()
     with pytest.raises(TimeoutError):
-        await calls.run(let_go.wait, deadline=0.05)
+        await calls.run(let_go.wait, timeout=0.05)
     with pytest.raises(TimeoutError):
-        await calls.run(lambda: None, deadline=0.05)
+        await calls.run(lambda: None, timeout=0.05)
     let_go.set()
-    assert await calls.run(lambda: 5, deadline=60.0) == 5
+    assert await calls.run(lambda: 5, timeout=60.0) == 5
 
 
 def test_a_stuck_call_does_not_keep_the_process() -> None:

@@ -261,7 +261,7 @@ async def test_without_a_chat_template_calls_are_plain_text() -> None:
     async with playing(f"{HERE}:Shop", plain=True) as (episode, prompt):
         assert '"name": "query"' in prompt
         turn = f"Let me see.\n{call('query', sql='select 7')}"
-        assert episode.stop == ("</tool_call>",)
+        assert episode.stop_strings == ("</tool_call>",)
         assert (episode.turn_complete(turn), episode.turn_complete("Let me see.")) == (True, False)
         step = await episode.step(turn + call("answer", number="3"))  # what is sampled past the stop is no call
         assert step.observation == "\n<tool_response>\n[[7]]\n</tool_response>\n"

@@ -101,7 +101,7 @@ async def test_a_gymnasium_class_is_an_environment(environment: Environment, pro
     assert isinstance(episode, Episode)
     seed = zlib.crc32(b"toy-0")
     assert await episode.start() == f"Hi. {seed}"  # the same for every episode of the problem
-    assert episode.stop == ("\n",)
+    assert episode.stop_strings == ("\n",)
     assert episode.turn_complete("anything")
     assert await episode.step("3") == Step(observation="higher", reward=0.1, ended=None)
     with pytest.raises(

@@ -102,7 +102,7 @@ def test_an_engine_that_stops_at_every_stop_string_sees_the_program_closed() -> 
     turn, requests = "", 0
     while not (requests and PROTOCOL.turn_complete(turn)):
         requests, new = requests + 1, ""
-        while not any(stop in new for stop in PROTOCOL.stop):
+        while not any(stop in new for stop in PROTOCOL.stop_strings):
             new += whole[len(turn) + len(new)]
         turn += new
     assert turn == "Think.\n```python\nprint('```')\nprint(2)\n```"
@@ -110,7 +110,7 @@ def test_an_engine_that_stops_at_every_stop_string_sees_the_program_closed() -> 
 
 
 def test_a_turn_that_opens_with_its_fence_is_not_interrupted() -> None:
-    assert not any(stop in "```py\nprint(1)\n" for stop in PROTOCOL.stop)
+    assert not any(stop in "```py\nprint(1)\n" for stop in PROTOCOL.stop_strings)
 
 
 lines = st.lists(st.text(st.characters(exclude_characters="`\r\n", exclude_categories=["Cs"])))

@@ -121,5 +121,5 @@ def results(output: Path, sets: Sequence[ProblemSet], *overrides: str, **request
     from agentrl.evaluation.directory import EvaluationDirectory
 
     chosen = settings(*overrides)
-    directory = EvaluationDirectory.existing(output)
+    directory = EvaluationDirectory.open_existing(output)
     return finish(directory, chosen, sets, EvaluationRequest(**request), Console(chosen.telemetry), export_evaluation)

@@ -132,11 +132,11 @@ async def test_trackers_are_told_what_an_evaluation_came_to(tmp_path: Path, own_
 
 def test_what_an_environment_without_answers_ends_is_incorrect() -> None:
     ended = transcript(Sample(benchmark="toy", problem=problem(0), number=0), verdict=None, answer=None, reward=0.25)
-    assert ended.kind == "incorrect"
-    assert replace(ended, verdict=Verdict.INCORRECT).kind == "incorrect"
-    assert replace(ended, ended=Ended.STOPPED).kind == "no_answer"
-    assert replace(ended, verdict=Verdict.NO_ANSWER).kind == "no_answer"
-    assert replace(ended, reward=1.0).kind == "correct"
+    assert ended.result_kind == "incorrect"
+    assert replace(ended, verdict=Verdict.INCORRECT).result_kind == "incorrect"
+    assert replace(ended, ended=Ended.STOPPED).result_kind == "no_answer"
+    assert replace(ended, verdict=Verdict.NO_ANSWER).result_kind == "no_answer"
+    assert replace(ended, reward=1.0).result_kind == "correct"
 
 
 async def test_rows_with_half_characters_are_read_and_the_evaluation_goes_on(tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_bad_requests(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="lists aime24 more than once"):
         evaluate_command(settings(), EvaluationRequest(benchmarks=("aime24", "aime24")), write_report=export_evaluation)
     with pytest.raises(SettingsError, match="is not an evaluation"):
-        EvaluationDirectory.existing(tmp_path)
+        EvaluationDirectory.open_existing(tmp_path)
 
 
 async def test_endings_are_counted(tmp_path: Path) -> None:

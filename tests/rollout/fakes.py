@@ -132,7 +132,7 @@ class ScriptedEpisode:
     """Says ``prompt``, then the n-th of ``steps`` (an exception is raised, a wait awaited first)."""
 
     def __init__(self, steps: Sequence[Any], *, prompt: str = "P", complete: str = "END") -> None:
-        self.stop = ("END", "HALT")
+        self.stop_strings = ("END", "HALT")
         self.prompt = prompt
         self.actions: list[str] = []
         self.closed = 0

@@ -31,7 +31,7 @@ def ended_after(
         loop.call_at(held[1], gate.set)
         detector = StallDetector("here", told, gate, stall_deadline=300.0)
         try:
-            async with detector.watched():
+            async with detector.watch_request():
                 await asyncio.sleep(lasts)
         except TooSlowError:
             return -loop.time()
@@ -93,7 +93,7 @@ def test_a_request_that_follows_at_once_is_watched_afresh() -> None:
 
         detector = StallDetector("here", told, gate, stall_deadline=300.0)
         for _ in range(20):
-            async with detector.watched():
+            async with detector.watch_request():
                 await asyncio.sleep(200.0)
         await detector.close()
         return asyncio.get_running_loop().time()

@@ -279,28 +279,28 @@ def test_a_supervisor_whose_parent_is_gone_starts_nothing_that_stays(tmp_path: P
 
 def test_load_counts_what_may_still_be_sampled() -> None:
     balancer = Balancer(2)
-    balancer.take(0, "short", context=10, reserved=1000)
-    balancer.take(1, "long", context=500, reserved=100)
-    assert balancer.choose("new", context=10) == 1
+    balancer.add_request(0, "short", context=10, reserved=1000)
+    balancer.add_request(1, "long", context=500, reserved=100)
+    assert balancer.choose_server("new", context=10) == 1
 
 
 def test_a_full_server_and_one_that_is_down_get_nothing() -> None:
     balancer = Balancer(3)
     balancer.loads[0].limit = 1
-    balancer.take(0, "a", context=1, reserved=1)
+    balancer.add_request(0, "a", context=1, reserved=1)
     balancer.loads[1].up = False
     for number in range(5):
-        balancer.take(2, f"b{number}", context=100, reserved=100)
-    assert balancer.choose("new", context=1) == 2
+        balancer.add_request(2, f"b{number}", context=100, reserved=100)
+    assert balancer.choose_server("new", context=1) == 2
     balancer.loads[2].up = False
-    assert balancer.choose("new", context=1) is None
-    balancer.give_back(0, "a", context=1, reserved=1)
-    assert balancer.choose("new", context=1) == 0
+    assert balancer.choose_server("new", context=1) is None
+    balancer.remove_request(0, "a", context=1, reserved=1)
+    assert balancer.choose_server("new", context=1) == 0
 
 
 def test_a_server_that_failed_a_request_is_asked_again_only_if_no_other_is_up() -> None:
     balancer = Balancer(2)
-    balancer.take(1, "busy", context=1000, reserved=1000)
-    assert balancer.choose("t", context=1, avoid=frozenset({0})) == 1
+    balancer.add_request(1, "busy", context=1000, reserved=1000)
+    assert balancer.choose_server("t", context=1, failed_servers=frozenset({0})) == 1
     balancer.loads[1].up = False
-    assert balancer.choose("t", context=1, avoid=frozenset({0})) == 0
+    assert balancer.choose_server("t", context=1, failed_servers=frozenset({0})) == 0

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch._dynamo.callback import callback_handler
 
-from agentrl.training.engine.heartbeat import Beat, Heartbeat, Watch
+from agentrl.training.engine.heartbeat import Beat, Heartbeat, HeartbeatMonitor
 
 
 class Clock:
@@ -18,39 +18,41 @@ class Clock:
 
 
 def beat(*place: int, allowed: float = 60.0, marks: int = 0, waits: bool = False) -> Beat:
-    return Beat(node="n1", position=(place[0], place[1]), doing="work", allowed=allowed, marks=marks, waits=waits)
+    return Beat(
+        node="n1", position=(place[0], place[1]), doing="work", allowed=allowed, marks=marks, waits_for_worker=waits
+    )
 
 
-def watched(*beats: Beat, now: float = 0.0) -> Watch:
-    watch = Watch(len(beats), deadline=60.0)
+def watched(*beats: Beat, now: float = 0.0) -> HeartbeatMonitor:
+    watch = HeartbeatMonitor(len(beats), deadline=60.0)
     for rank, own in enumerate(beats):
-        watch.hear(rank, own, now)
-    assert watch.stuck(now) == []
+        watch.record(rank, own, now)
+    assert watch.stuck_ranks(now) == []
     return watch
 
 
-def heard(watch: Watch, ranks: dict[int, Beat], *, until: int) -> None:
+def heard(watch: HeartbeatMonitor, ranks: dict[int, Beat], *, until: int) -> None:
     """Each second the ranks send the same beat again, and the worker looks."""
     for second in range(until + 1):
         for rank, own in ranks.items():
-            watch.hear(rank, own, float(second))
-        assert watch.stuck(float(second)) == []
+            watch.record(rank, own, float(second))
+        assert watch.stuck_ranks(float(second)) == []
 
 
 def test_the_first_step_compiles_and_is_not_measured() -> None:
     clock = Clock()
     heartbeat = Heartbeat(deadline=60.0, slow=1800.0, clock=clock)
     allowed = []
-    heartbeat.train(0)  # no group to train
+    heartbeat.start_step(0)  # no group to train
     for step, seconds in ((1, 500.0), (2, 2.0), (3, 9.0), (4, 1.0)):
-        heartbeat.wait(f"the plan of step {step}")
+        heartbeat.start_waiting(f"the plan of step {step}")
         allowed.append(heartbeat.beat.allowed)
-        heartbeat.train(step)
+        heartbeat.start_step(step)
         for _ in range(2):  # passes
-            heartbeat.micro_batch()
+            heartbeat.start_pass()
             allowed.append(heartbeat.beat.allowed)
             clock.now += seconds
-        heartbeat.after_micro_batches()
+        heartbeat.finish_passes()
         allowed.append(heartbeat.beat.allowed)
         clock.now += 1000.0  # an update, a checkpoint: not a pass
     first, second = [60.0, 1800.0, 1800.0, 1800.0], [60.0, 1800.0, 60.0, 1800.0]
@@ -61,31 +63,31 @@ def test_a_pass_in_which_torch_compiles_has_more_time_and_is_not_measured() -> N
     clock = Clock()
     heartbeat = Heartbeat(deadline=60.0, slow=1800.0, clock=clock)
     for step in (1, 2):
-        heartbeat.train(step)
-        heartbeat.micro_batch()
+        heartbeat.start_step(step)
+        heartbeat.start_pass()
     clock.now += 7.0
-    heartbeat.micro_batch()
+    heartbeat.start_pass()
     position = heartbeat.beat.position
-    callback_handler.register_start_callback(heartbeat.compiling)
+    callback_handler.register_start_callback(heartbeat.allow_compilation)
     try:
         torch.compile(lambda values: values + 1, backend="eager")(torch.zeros(2))
     finally:
-        callback_handler.remove_start_callback(heartbeat.compiling)
+        callback_handler.remove_start_callback(heartbeat.allow_compilation)
     assert (heartbeat.beat.allowed, heartbeat.beat.position) == (1800.0, position)
     clock.now += 500.0
-    heartbeat.micro_batch()
+    heartbeat.start_pass()
     assert heartbeat.beat.allowed == 70.0
 
 
 def test_every_mark_is_at_a_later_place_and_a_wait_repeats_its_own() -> None:
     heartbeat = Heartbeat(deadline=60.0, slow=10.0)
     beats = [heartbeat.beat]
-    waits = partial(heartbeat.wait, "the worker")
-    for mark in (partial(heartbeat.train, 1), heartbeat.micro_batch, heartbeat.after_micro_batches, waits):
+    waits = partial(heartbeat.start_waiting, "the worker")
+    for mark in (partial(heartbeat.start_step, 1), heartbeat.start_pass, heartbeat.finish_passes, waits):
         mark()
         beats.append(heartbeat.beat)
     assert [one.position for one in beats] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]
-    heartbeat.again()
+    heartbeat.repeat()
     assert (heartbeat.beat.position, heartbeat.beat.marks) == ((1, 0), beats[-1].marks + 1)
     assert {one.allowed for one in beats} == {60.0}  # never less than cluster.deadline
 
@@ -93,11 +95,16 @@ def test_every_mark_is_at_a_later_place_and_a_wait_repeats_its_own() -> None:
 def test_a_shorter_allowance_is_reported_at_once() -> None:
     heartbeat, reported = Heartbeat(deadline=60.0, slow=1800.0), list[float]()
     heartbeat.shortened = lambda: reported.append(heartbeat.beat.allowed)
-    heartbeat.wait("the plan")
-    for mark in (heartbeat.again, partial(heartbeat.wait, "more"), partial(heartbeat.train, 1), heartbeat.micro_batch):
+    heartbeat.start_waiting("the plan")
+    for mark in (
+        heartbeat.repeat,
+        partial(heartbeat.start_waiting, "more"),
+        partial(heartbeat.start_step, 1),
+        heartbeat.start_pass,
+    ):
         mark()
         assert reported == [60.0]
-    heartbeat.wait("the worker")
+    heartbeat.start_waiting("the worker")
     assert reported == [60.0, 60.0]
 
 
@@ -105,8 +112,8 @@ def test_of_ranks_that_wait_for_each_other_the_last_one_is_stuck() -> None:
     ahead, behind = beat(5, 8), beat(5, 7)
     watch = watched(ahead, behind)
     heard(watch, {0: ahead, 1: behind}, until=60)
-    assert watch.stuck(61.0) == [1]
-    assert watch.describe(1, 61.0) == (
+    assert watch.stuck_ranks(61.0) == [1]
+    assert watch.describe_rank(1, 61.0) == (
         "training rank 1 on n1 is stuck: no progress for 61 s in work, longer than the 60 s allowed (cluster.deadline)"
     )
 
@@ -115,25 +122,25 @@ def test_a_rank_may_wait_for_as_long_as_others_go_on() -> None:
     waiting = beat(5, 8)
     watch = watched(waiting, beat(5, 0, allowed=600.0))
     heard(watch, {0: waiting}, until=599)  # the other computes one long pass
-    watch.hear(1, beat(5, 8, marks=1), 600.0)  # it arrives: the first one has waited long at the same place
-    watch.hear(0, waiting, 600.0)
-    assert watch.stuck(600.0) == []
+    watch.record(1, beat(5, 8, marks=1), 600.0)  # it arrives: the first one has waited long at the same place
+    watch.record(0, waiting, 600.0)
+    assert watch.stuck_ranks(600.0) == []
 
 
 def test_a_stopped_process_is_told_from_one_that_waits_for_it() -> None:
     same = beat(5, 7)
     watch = watched(same, same)
     heard(watch, {0: same}, until=60)
-    assert watch.stuck(61.0) == [1]
-    assert watch.describe(1, 61.0).endswith("; its process does not respond, as when it was stopped with SIGSTOP")
+    assert watch.stuck_ranks(61.0) == [1]
+    assert watch.describe_rank(1, 61.0).endswith("; its process does not respond, as when it was stopped with SIGSTOP")
 
 
 def test_a_silent_process_is_stuck_wherever_it_is() -> None:
     ahead, behind = beat(5, 8, allowed=1800.0), beat(5, 8, allowed=1800.0)
     watch = watched(ahead, behind)
     heard(watch, {0: ahead}, until=600)  # ten times the deadline
-    assert watch.stuck(601.0) == [1]
-    assert watch.describe(1, 601.0) == (
+    assert watch.stuck_ranks(601.0) == [1]
+    assert watch.describe_rank(1, 601.0) == (
         "training rank 1 on n1 is stuck: no progress for 601 s in work; its process does not respond, as when it was "
         "stopped with SIGSTOP"
     )
@@ -142,31 +149,31 @@ def test_a_silent_process_is_stuck_wherever_it_is() -> None:
 def test_a_rank_that_waits_for_the_worker_is_not_excused_by_others() -> None:
     watch = watched(beat(6, 0, waits=True), beat(6, 0, waits=True))
     for second in range(61):
-        watch.hear(0, beat(6, 0, waits=True, marks=second), float(second))
-        assert watch.stuck(float(second)) == []
-    assert watch.stuck(61.0) == [1]
+        watch.record(0, beat(6, 0, waits=True, marks=second), float(second))
+        assert watch.stuck_ranks(float(second)) == []
+    assert watch.stuck_ranks(61.0) == [1]
 
 
 def test_nobody_is_stuck_after_all_processes_were_suspended() -> None:
     watch = watched(beat(5, 7), beat(5, 7))
-    assert watch.stuck(1000.0) == []
-    assert watch.stuck(1004.0) == []
-    heard_last = [watch.stuck(1004.0 + seconds) for seconds in range(60)]
+    assert watch.stuck_ranks(1000.0) == []
+    assert watch.stuck_ranks(1004.0) == []
+    heard_last = [watch.stuck_ranks(1004.0 + seconds) for seconds in range(60)]
     assert heard_last[-1] == [0, 1]
 
 
 def test_a_rank_that_has_not_started_is_not_watched() -> None:
-    watch = Watch(2, deadline=60.0)
-    watch.hear(0, beat(0, 0), 0.0)
-    assert [watch.stuck(float(second)) for second in range(100)] == [[]] * 100
+    watch = HeartbeatMonitor(2, deadline=60.0)
+    watch.record(0, beat(0, 0), 0.0)
+    assert [watch.stuck_ranks(float(second)) for second in range(100)] == [[]] * 100
 
 
 def test_a_single_process_may_be_suspended() -> None:
     work = beat(5, 7)
     watch = watched(work)
-    assert [watch.stuck(float(second)) for second in range(700)] == [[]] * 700
+    assert [watch.stuck_ranks(float(second)) for second in range(700)] == [[]] * 700
     for second in range(700, 760):  # it goes on
-        watch.hear(0, work, float(second))
-        assert watch.stuck(float(second)) == []
-    watch.hear(0, work, 761.0)
-    assert watch.stuck(761.0) == [0]
+        watch.record(0, work, float(second))
+        assert watch.stuck_ranks(float(second)) == []
+    watch.record(0, work, 761.0)
+    assert watch.stuck_ranks(761.0) == [0]

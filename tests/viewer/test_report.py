@@ -16,7 +16,7 @@ from evaluation.runs import HOSTILE, WrittenEngine, failed, play, problem_set, r
 from viewer.conftest import client_of
 from viewer.test_export import answers
 
-from agentrl.evaluation.transcripts import KINDS, Sample, Turn
+from agentrl.evaluation.transcripts import RESULT_KINDS, Sample, Turn
 from agentrl.telemetry.plots import palette_css
 from agentrl.viewer.evaluations import formulas_of
 
@@ -84,8 +84,10 @@ def test_nothing_comes_from_outside_and_only_one_script_may_run(evaluation: Path
 def test_outcomes_have_the_colours_of_plots(evaluation: Path) -> None:
     page = page_of(evaluation)
     assert palette_css() in page
-    colours = [re.search(rf"\.cell\.{kind} {{ background: (var\(--line-\d\)); }}", page) for kind in KINDS]
-    assert len({found[1] for found in colours if found}) == len(KINDS) - 1  # excluded rollouts have a border only
+    colours = [re.search(rf"\.cell\.{kind} {{ background: (var\(--line-\d\)); }}", page) for kind in RESULT_KINDS]
+    assert (
+        len({found[1] for found in colours if found}) == len(RESULT_KINDS) - 1
+    )  # excluded rollouts have a border only
 
 
 async def test_the_last_attempt_is_what_is_shown(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ A rollout is one episode, independent of the contexts of its turns. Its row cont
 one after the other, so sums and means over a group count every rollout once, and a return is the return of the rollout.
 No token occurs in two sequences. The rows of groups without branches are not changed.
 
-:class:`RolloutRows` merges and splits rows. :class:`Compact`, :class:`BranchPaths` and :class:`BranchWays` index tokens
+:class:`RolloutRows` merges and splits rows. :class:`Compact`, :class:`BranchPaths` and :class:`LeafPaths` index tokens
 within a row or along a branch, without loops over rows; :func:`reward_to_go` sums rewards along them.
 """
 
@@ -76,7 +76,7 @@ class BranchPaths:
 
     >>> mask = torch.tensor([[True, True, True]])
     >>> paths = BranchPaths(mask, torch.tensor([[-1, 0, 0]]))  # the third token forks after the first
-    >>> paths.sums(torch.tensor([[1., 2., 4.]])).tolist()
+    >>> paths.sum_along_paths(torch.tensor([[1., 2., 4.]])).tolist()
     [[1.0, 3.0, 5.0]]
     >>> paths.index.tolist()
     [[0, 1, 1]]
@@ -85,7 +85,7 @@ class BranchPaths:
     mask: Tensor  # [R, W] bool: model tokens
     previous: Tensor  # [R, W] int64: index of the previous token on the path; -1: none
 
-    def sums(self, values: Tensor) -> Tensor:
+    def sum_along_paths(self, values: Tensor) -> Tensor:
         """Sum values [R, W], 0 off the mask, over the tokens on the path from the root to each token, inclusive.
 
         Each round doubles the number of tokens that every token has summed.
@@ -93,20 +93,20 @@ class BranchPaths:
         back = self.previous.masked_fill(~self.mask, -1)
         sums = values.clone()
         while bool((back >= 0).any()):
-            place = back.clamp(min=0)
-            sums += sums.gather(-1, place).masked_fill_(back < 0, 0)
-            back = back.gather(-1, place).masked_fill_(back < 0, -1)
+            position = back.clamp(min=0)
+            sums += sums.gather(-1, position).masked_fill_(back < 0, 0)
+            back = back.gather(-1, position).masked_fill_(back < 0, -1)
         return sums
 
     @cached_property
     def index(self) -> Tensor:
         """Number of model tokens before each token on its path from the root, [R, W]; 0 off the mask."""
-        return (self.sums(self.mask.long()) - 1).clamp_(min=0)
+        return (self.sum_along_paths(self.mask.long()) - 1).clamp_(min=0)
 
     @cached_property
-    def ways(self) -> BranchWays:
+    def leaf_paths(self) -> LeafPaths:
         """All root-to-leaf paths."""
-        return BranchWays.of(self)
+        return LeafPaths.of(self)
 
     def columns(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (returns, weights, valid) of a rollout at every path index, each [R, C], from values [R, W].
@@ -133,7 +133,7 @@ class BranchPaths:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BranchWays:
+class LeafPaths:
     """The L root-to-leaf paths of R rollouts, one row per path: [L, D], where D is the length of the longest path.
 
     >>> ways = BranchPaths(torch.tensor([[True, True, True]]), torch.tensor([[-1, 0, 0]])).ways
@@ -145,11 +145,11 @@ class BranchWays:
 
     mask: Tensor  # [R, W] bool: model tokens
     rollout: Tensor  # [L] int64
-    place: Tensor  # [L, D] int64: index of each token in its rollout's row
+    position: Tensor  # [L, D] int64: index of each token in its rollout's row
     valid: Tensor  # [L, D] bool: entries that exist, left-aligned
 
     @classmethod
-    def of(cls, paths: BranchPaths) -> BranchWays:
+    def of(cls, paths: BranchPaths) -> LeafPaths:
         """Create the paths in the order of their leaves, by binary lifting: round i moves back 2^i tokens or none."""
         back = paths.previous.masked_fill(~paths.mask, -1)
         rows, tokens = (back >= 0).nonzero(as_tuple=True)
@@ -159,24 +159,24 @@ class BranchWays:
         length = paths.index[rollout, leaf].unsqueeze(-1) + 1
         column = torch.arange(int(length.max()), device=back.device)
         steps = (length - 1 - column).clamp_(min=0)  # from the leaf back to the column's token
-        place = leaf.unsqueeze(-1).expand_as(steps)
+        position = leaf.unsqueeze(-1).expand_as(steps)
         power = 1
         while power < len(column):
-            place = torch.where((steps & power) > 0, back[rollout.unsqueeze(-1), place], place)
+            position = torch.where((steps & power) > 0, back[rollout.unsqueeze(-1), position], position)
             back = back.gather(-1, back.clamp(min=0)).masked_fill_(back < 0, -1)
             power *= 2
-        return cls(mask=paths.mask, rollout=rollout, place=place, valid=column < length)
+        return cls(mask=paths.mask, rollout=rollout, position=position, valid=column < length)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Move [R, W] to [L, D]; entries that do not exist are 0."""
-        return tensor[self.rollout.unsqueeze(-1), self.place].masked_fill_(~self.valid, 0)
+        return tensor[self.rollout.unsqueeze(-1), self.position].masked_fill_(~self.valid, 0)
 
     def scatter(self, tensor: Tensor) -> Tensor:
         """Average [L, D] over the paths of each token: [R, W], 0 off the mask."""
-        rows = self.rollout.unsqueeze(-1).expand_as(self.place)[self.valid]
+        rows = self.rollout.unsqueeze(-1).expand_as(self.position)[self.valid]
         sums, counts = tensor.new_zeros(2, *self.mask.shape)
-        sums.index_put_((rows, self.place[self.valid]), tensor[self.valid], accumulate=True)
-        counts.index_put_((rows, self.place[self.valid]), torch.ones_like(tensor[self.valid]), accumulate=True)
+        sums.index_put_((rows, self.position[self.valid]), tensor[self.valid], accumulate=True)
+        counts.index_put_((rows, self.position[self.valid]), torch.ones_like(tensor[self.valid]), accumulate=True)
         return sums / counts.clamp_(min=1)
 
 
@@ -219,7 +219,7 @@ class RolloutRows:
     """Mapping of the tokens of B rows to R merged rows of width W, one per rollout."""
 
     mask: Tensor  # [B, T] the model tokens
-    places: Tensor  # [B, T] index of each model token in its rollout's row
+    positions: Tensor  # [B, T] index of each model token in its rollout's row
     previous: Tensor  # [B, T] index of the model token before it on its path from the root; -1: none
     rollout: Tensor  # [B] the rollout of each row
     first: Tensor  # [R] the first row of each rollout
@@ -247,18 +247,18 @@ class RolloutRows:
         branched = torch.isin(inputs.groups, inputs.groups[branches > 0])
         layout = Compact.of(mask)
         columns = torch.arange(mask.shape[1], device=mask.device)
-        places = torch.where(branched.unsqueeze(-1), start.unsqueeze(-1) + layout.index, columns)
+        positions = torch.where(branched.unsqueeze(-1), start.unsqueeze(-1) + layout.index, columns)
         return cls(
             mask=mask,
-            places=places,
-            previous=_previous(inputs, layout, places, _parents(inputs, branches, rollout, order)),
+            positions=positions,
+            previous=_previous(inputs, layout, positions, _parents(inputs, branches, rollout, order)),
             rollout=rollout,
             first=order[begins],
             last=order[ends],
             branched=branched[order[begins]],
         )
 
-    def merged(self, inputs: AdvantageInputs) -> MergedInputs:
+    def merge(self, inputs: AdvantageInputs) -> MergedInputs:
         """Return the inputs with one row per rollout."""
         given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
         tokens = {
@@ -282,23 +282,23 @@ class RolloutRows:
             )
         return merged
 
-    def split(self, made: Advantages) -> Advantages:
+    def split_by_row(self, advantages: Advantages) -> Advantages:
         """Convert results for rollouts [R, W] to results for the rows [B, T]."""
         return Advantages(
-            advantages=self._apart(made.advantages),
-            returns=self._apart(made.returns),
-            baselines=self._apart(made.baselines),
+            advantages=self._apart(advantages.advantages),
+            returns=self._apart(advantages.returns),
+            baselines=self._apart(advantages.baselines),
         )
 
     def _joined(self, tensor: Tensor) -> Tensor:
-        places, mask = self.places[self.mask], self.mask
-        joined = tensor.new_zeros(len(self.first), int(places.max()) + 1)
-        joined[self.rollout.unsqueeze(-1).expand_as(mask)[mask], places] = tensor[mask]
+        positions, mask = self.positions[self.mask], self.mask
+        joined = tensor.new_zeros(len(self.first), int(positions.max()) + 1)
+        joined[self.rollout.unsqueeze(-1).expand_as(mask)[mask], positions] = tensor[mask]
         return joined
 
     def _apart(self, tensor: Tensor) -> Tensor:
-        places = self.places.clamp(max=tensor.shape[1] - 1)
-        return tensor[self.rollout].gather(-1, places).masked_fill_(~self.mask, 0.0)
+        positions = self.positions.clamp(max=tensor.shape[1] - 1)
+        return tensor[self.rollout].gather(-1, positions).masked_fill_(~self.mask, 0.0)
 
 
 def _parents(inputs: AdvantageInputs, branches: Tensor, rollout: Tensor, order: Tensor) -> Tensor:
@@ -313,16 +313,16 @@ def _parents(inputs: AdvantageInputs, branches: Tensor, rollout: Tensor, order: 
     return torch.where(forked, order[found], -1)
 
 
-def _previous(inputs: AdvantageInputs, layout: Compact, places: Tensor, parents: Tensor) -> Tensor:
+def _previous(inputs: AdvantageInputs, layout: Compact, positions: Tensor, parents: Tensor) -> Tensor:
     """Return the index of each model token's predecessor, [B, T].
 
     The predecessor of a row's first token is the token of the parent row after which the row forks.
     """
     index = layout.index - 1
     source = layout.position.gather(-1, index.clamp(min=0))
-    previous = places.gather(-1, source).masked_fill_(index < 0, -1)
+    previous = positions.gather(-1, source).masked_fill_(index < 0, -1)
     (rows,) = (parents >= 0).nonzero(as_tuple=True)
     if len(rows) and inputs.forks is not None:
         fork = layout.position[parents[rows], inputs.forks[rows] - 1]
-        previous[rows, layout.position[rows, 0]] = places[parents[rows], fork]
+        previous[rows, layout.position[rows, 0]] = positions[parents[rows], fork]
     return previous

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.estimators.baselines import Columns, column_baselines
-from agentrl.algorithms.estimators.branches import BranchWays, reward_to_go
+from agentrl.algorithms.estimators.branches import LeafPaths, reward_to_go
 from agentrl.algorithms.estimators.inputs import EstimatorInputs
 from agentrl.algorithms.estimators.registry import (
     DiscountedOptions,
@@ -76,7 +76,7 @@ def gpg(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     lowest, highest = inputs.groups.lowest(totals), -inputs.groups.lowest(-totals)
     here = highest - lowest > _EQUAL * torch.maximum(highest.abs(), lowest.abs())
     counts = torch.stack([here.sum(), here.new_full((), here.numel(), dtype=torch.int64)])
-    differing, trajectories = inputs.calls.gather(counts.double()).sum(0).unbind()
+    differing, trajectories = inputs.calls.all_gather(counts.double()).sum(0).unbind()
     scale = torch.where(differing > 0, trajectories / differing.clamp(min=1), 1.0)
     means = group_means(inputs)
     return scalar_estimate(totals, means, scale * (totals - means))
@@ -144,7 +144,7 @@ def gae(inputs: EstimatorInputs, options: GaeOptions) -> Advantages:
     following[:, :-1] = values[:, 1:]
     if inputs.source.bootstrap_values is not None:
         after = inputs.read_trajectories("bootstrap_values")
-        after = after[layout.rollout] if isinstance(layout, BranchWays) else after
+        after = after[layout.rollout] if isinstance(layout, LeafPaths) else after
         following.scatter_(-1, layout.valid.sum(-1, keepdim=True) - 1, after.unsqueeze(-1))
     errors = rewards + options.gamma * following - values
     advantages = reward_to_go(errors, options.gamma * options.lam)

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.estimators.branches import BranchPaths, BranchWays, Compact, MergedInputs, reward_to_go
+from agentrl.algorithms.estimators.branches import BranchPaths, Compact, LeafPaths, MergedInputs, reward_to_go
 from agentrl.algorithms.options import InvalidInputError, MissingInputError, check_finite, check_not_negative
 from agentrl.algorithms.records import ONE_CALL, AdvantageInputs, Calls, Groups, check_rewards_placed, check_rows
 from agentrl.kernels.arithmetic import running_sum
@@ -112,7 +112,7 @@ class EstimatorInputs:
         on several paths has their mean. Without a discount, this equals all rewards except those before the token.
         """
         if gamma == 1.0 and self.paths is not None:
-            before = self.paths.sums(self.rewards) - self.rewards
+            before = self.paths.sum_along_paths(self.rewards) - self.rewards
             return (self.totals.unsqueeze(-1) - before).masked_fill_(~self.mask, 0.0)
         if gamma == 1.0:
             return reward_to_go(self.rewards, 1.0).masked_fill_(~self.mask, 0.0)
@@ -120,7 +120,7 @@ class EstimatorInputs:
         return layout.scatter(reward_to_go(rewards, gamma))
 
     @cached_property
-    def sequences(self) -> tuple[Compact | BranchWays, Tensor]:
+    def sequences(self) -> tuple[Compact | LeafPaths, Tensor]:
         """Layout of the model tokens as sequences, and their rewards: [B, K], or [L, D] with branches.
 
         A row is a trajectory. In branched rollouts, it is a path from the root to a leaf, whose last reward includes
@@ -128,7 +128,7 @@ class EstimatorInputs:
         """
         if self.paths is None:
             return self.layout, self.layout.gather(self.rewards)
-        ways = self.paths.ways
+        ways = self.paths.leaf_paths
         rewards = ways.gather(self.rewards)
         elsewhere = self.totals[ways.rollout] - rewards.sum(-1)
         return ways, rewards.scatter_add_(-1, ways.valid.sum(-1, keepdim=True) - 1, elsewhere.unsqueeze(-1))

@@ -88,7 +88,7 @@ def tir_otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantage
     of their W_k.
     """
     energies = weighted_energy(inputs, options.energy)
-    sums = running_sum(energies) if inputs.paths is None else inputs.paths.sums(energies)
+    sums = running_sum(energies) if inputs.paths is None else inputs.paths.sum_along_paths(energies)
     return _by_compact_index(inputs, sums, options)
 
 
@@ -176,17 +176,17 @@ def ogb_pooled(inputs: EstimatorInputs, options: PooledOptions) -> Advantages:
     groups, calls, present = inputs.groups, inputs.calls, inputs.groups.present
     energies = weighted_energy(inputs, options.energy).sum(-1, keepdim=True)
     returns = groups.stack(inputs.totals).masked_fill(~present, torch.inf)
-    lowest = calls.gather(torch.cat([returns.flatten(), returns.new_full((1,), torch.inf)]).amin()).amin()
+    lowest = calls.all_gather(torch.cat([returns.flatten(), returns.new_full((1,), torch.inf)]).amin()).amin()
     weights = groups.stack(energy_weights(inputs, energies, options).squeeze(-1)).masked_fill(~present, 0.0)
     weighted = weights * (returns - lowest).masked_fill(~present, 0.0)  # above the lowest: equal returns stay exact
-    elsewhere = calls.gather(present.sum()).sum() - present.sum(-1, keepdim=True)
+    elsewhere = calls.all_gather(present.sum()).sum() - present.sum(-1, keepdim=True)
     prior = options.pool / elsewhere.clamp(min=1).double()
 
     def expected(terms: Tensor) -> Tensor:
-        own = of_others(terms) if options.leave_one_out else terms.sum(-1, keepdim=True)
+        own = sum_of_others(terms) if options.leave_one_out else terms.sum(-1, keepdim=True)
         here = terms.sum(-1)
-        other_calls = of_others(calls.gather(here.sum()))[calls.index]
-        return own + prior * (of_others(here) + other_calls).unsqueeze(-1)
+        other_calls = sum_of_others(calls.all_gather(here.sum()))[calls.index]
+        return own + prior * (sum_of_others(here) + other_calls).unsqueeze(-1)
 
     total, moment = expected(weights), expected(weighted)
     known = groups.sizes.unsqueeze(-1) + elsewhere > 1
@@ -194,7 +194,7 @@ def ogb_pooled(inputs: EstimatorInputs, options: PooledOptions) -> Advantages:
     return scalar_estimate(inputs.totals, groups.unstack(shared.expand(present.shape)))
 
 
-def of_others(terms: Tensor) -> Tensor:
+def sum_of_others(terms: Tensor) -> Tensor:
     """Sum, for each entry, all others along the last dimension. Avoids subtraction, which would lose small entries."""
     return _before(terms) + _before(terms.flip(-1)).flip(-1)
 

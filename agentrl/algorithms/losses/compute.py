@@ -76,15 +76,15 @@ def step_selection(
     old_log_probs: Tensor | None,
     advantages: Tensor,
     loss_mask: Tensor,
-    keys: Tensor | None = None,
+    trajectory_ids: Tensor | None = None,
     seed: int = 0,
     **options: object,
 ) -> Tensor:
     """Select the tokens of a step-wide loss, [B, T] bool, from the rows of one *whole* optimizer step.
 
     A statistics pass computes `log_probs` with the weights at the start of the step. Each micro-batch passes its rows
-    of the result to `policy_loss(selected=...)`. `keys` [B] int64 (default: the row index) identify the trajectories. A
-    token's random number is a function of (seed, key, position), independent of the order of rows and of padding.
+    of the result to `policy_loss(selected=...)`. `trajectory_ids` [B] int64 default to the row index. A token's random
+    number is a function of (seed, trajectory id, position), independent of the order of rows and of padding.
 
     Raises AlgorithmError for a loss without a selection, and the errors of `policy_loss`.
     """
@@ -93,7 +93,7 @@ def step_selection(
         raise AlgorithmError(f"loss {name!r} selects no tokens: call policy_loss without `selected`")
     record = entry.make_options(f"loss {name!r}", options)
     inputs = _loss_inputs(log_probs, old_log_probs, advantages, loss_mask, None)
-    return traits.selection(inputs, record, _draws(inputs.mask, keys, seed))
+    return traits.selection(inputs, record, _draws(inputs.mask, trajectory_ids, seed))
 
 
 def default_aggregation(loss: str, estimator: str) -> str:
@@ -131,15 +131,17 @@ def _checked(name: str, made: object, mask: Tensor) -> tuple[Tensor, dict[str, T
     )
 
 
-def _draws(mask: Tensor, keys: Tensor | None, seed: int) -> Tensor:
+def _draws(mask: Tensor, trajectory_ids: Tensor | None, seed: int) -> Tensor:
     rows, width = mask.shape
-    if keys is None:
-        keys = torch.arange(rows, device=mask.device)
-    if keys.shape != (rows,) or keys.dtype != torch.int64:
-        raise InvalidInputError(f"keys must be [{rows}] int64; got {tuple(keys.shape)} {keys.dtype}")
-    if keys.unique().numel() != rows:
-        raise InvalidInputError("keys must be unique, because they identify the trajectories of the step")
-    return token_draws(keys, width, seed)
+    if trajectory_ids is None:
+        trajectory_ids = torch.arange(rows, device=mask.device)
+    if trajectory_ids.shape != (rows,) or trajectory_ids.dtype != torch.int64:
+        raise InvalidInputError(
+            f"trajectory_ids must be [{rows}] int64; got {tuple(trajectory_ids.shape)} {trajectory_ids.dtype}"
+        )
+    if trajectory_ids.unique().numel() != rows:
+        raise InvalidInputError("trajectory_ids must be unique, because they identify the trajectories of the step")
+    return token_draws(trajectory_ids, width, seed)
 
 
 def _loss_inputs(
@@ -253,11 +255,11 @@ _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
-def token_draws(keys: Tensor, width: int, seed: int) -> Tensor:
-    """Draw uniform int64 values [B, width] that depend only on (seed, keys[row], position). `keys` is [B] int64."""
-    positions = torch.arange(width, dtype=torch.int64, device=keys.device)
-    start = torch.full_like(keys, seed)
-    return _mix(_mix(_mix(start) ^ keys).unsqueeze(-1) ^ positions)
+def token_draws(trajectory_ids: Tensor, width: int, seed: int) -> Tensor:
+    """Draw uniform int64 values [B, width] that depend only on (seed, trajectory id [B] int64, position)."""
+    positions = torch.arange(width, dtype=torch.int64, device=trajectory_ids.device)
+    start = torch.full_like(trajectory_ids, seed)
+    return _mix(_mix(_mix(start) ^ trajectory_ids).unsqueeze(-1) ^ positions)
 
 
 def _mix(x: Tensor) -> Tensor:

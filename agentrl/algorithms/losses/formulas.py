@@ -22,7 +22,7 @@ from agentrl.algorithms.options import (
     InvalidOptionError,
     NoOptions,
     Options,
-    check_fraction,
+    check_in_unit_interval,
     check_order,
     check_positive,
     check_range,
@@ -103,7 +103,7 @@ class DivergenceClipOptions(Options):
 class ClipCovarianceOptions(ClipOptions):
     """ClipOptions with the fraction of tokens to drop and the open interval of their covariances."""
 
-    covariance_fraction: float = option(2e-4, check_fraction)
+    covariance_fraction: float = option(2e-4, check_in_unit_interval)
     covariance_low: float = 1.0
     covariance_high: float = 5.0
 
@@ -116,7 +116,7 @@ class ClipCovarianceOptions(ClipOptions):
 class KLCovarianceOptions(Options):
     """The fraction of tokens, largest covariance first, with a KL penalty, and its coefficient."""
 
-    covariance_fraction: float = option(2e-4, check_fraction)
+    covariance_fraction: float = option(2e-4, check_in_unit_interval)
     kl_coefficient: float = option(1.0, check_range, 0.0)
 
 

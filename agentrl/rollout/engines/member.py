@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
-class Load:
+class ServerLoad:
     """The load of one server. ``limit``: maximum requests in flight. A server that is not ``up`` receives none."""
 
     up: bool = True
@@ -51,38 +51,40 @@ class Balancer:
     than the cost of the prefix.
 
     >>> balancer = Balancer(2)
-    >>> balancer.take(0, "t", context=100, reserved=50)
-    >>> balancer.choose("t", context=160), balancer.choose("u", context=160)
+    >>> balancer.add_request(0, "t", context=100, reserved=50)
+    >>> balancer.choose_server("t", context=160), balancer.choose_server("u", context=160)
     (1, 1)
-    >>> balancer.give_back(0, "t", context=100, reserved=50)
-    >>> balancer.choose("t", context=160)
+    >>> balancer.remove_request(0, "t", context=100, reserved=50)
+    >>> balancer.choose_server("t", context=160)
     0
     """
 
     def __init__(self, servers: int) -> None:
-        self.loads = [Load() for _ in range(servers)]
+        self.loads = [ServerLoad() for _ in range(servers)]
         self._changed: asyncio.Event = asyncio.Event()
 
-    def choose(self, trajectory_id: str, *, context: int, avoid: frozenset[int] = frozenset()) -> int | None:
-        """Return the server for a request, or None while all are full. Servers in ``avoid`` are a last resort."""
+    def choose_server(
+        self, trajectory_id: str, *, context: int, failed_servers: frozenset[int] = frozenset()
+    ) -> int | None:
+        """Return the server for a request, or None while all are full. ``failed_servers`` are a last resort."""
         up = [index for index, load in enumerate(self.loads) if load.up]
-        usable = [index for index in up if index not in avoid] or up
+        usable = [index for index in up if index not in failed_servers] or up
         free = [index for index in usable if not self.loads[index].full]
         return min(free, key=lambda index: self._cost(index, trajectory_id, context), default=None)
 
-    def take(self, index: int, trajectory_id: str, *, context: int, reserved: int) -> None:
+    def add_request(self, index: int, trajectory_id: str, *, context: int, reserved: int) -> None:
         """Add a request with ``context`` tokens and up to ``reserved`` new tokens to a server's load."""
         load = self.loads[index]
         load.tokens += context + reserved
         load.requests += 1
         load.cached[trajectory_id] = context
 
-    def give_back(self, index: int, trajectory_id: str, *, context: int, reserved: int) -> None:
-        """Remove an ended request from a server's load. The sizes are those passed to :meth:`take`."""
+    def remove_request(self, index: int, trajectory_id: str, *, context: int, reserved: int) -> None:
+        """Remove an ended request from a server's load. The sizes are those passed to :meth:`add_request`."""
         load = self.loads[index]
         load.tokens -= context + reserved
         load.requests -= 1
-        self.wake()
+        self.notify()
 
     def release(self, trajectory_id: str) -> None:
         for load in self.loads:
@@ -93,12 +95,12 @@ class Balancer:
         for load in self.loads if index is None else [self.loads[index]]:
             load.cached.clear()
 
-    def wake(self) -> None:
-        """Wake all callers of :meth:`changed`."""
+    def notify(self) -> None:
+        """Wake all callers of :meth:`wait_for_change`."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def changed(self) -> None:
+    async def wait_for_change(self) -> None:
         """Wait until a request ends or a server changes."""
         await self._changed.wait()
 
@@ -135,7 +137,7 @@ class StallDetector:
         self._task: asyncio.Task[None] | None = None
 
     @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
+    async def watch_request(self) -> AsyncIterator[None]:
         """Watch the server during a request. Raises TooSlowError if the server stalls."""
         try:
             async with asyncio.timeout(None) as limit:
@@ -187,7 +189,7 @@ class StallDetector:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    def cut(self) -> None:
+    def end_requests(self) -> None:
         """End running requests at once, because the server's process has exited or its machine is lost."""
         self._why = "has exited"
         self._end_all()
@@ -205,7 +207,7 @@ class Member:
         self,
         served: ServerProcess | str,
         index: int,
-        load: Load,
+        load: ServerLoad,
         gate: asyncio.Event,
         connect: Callable[[str], Replica],
         settings: ServerSettings,
@@ -241,7 +243,7 @@ class Member:
         if self.server is None:
             return
         loop = asyncio.get_running_loop()
-        self.server.when_ended = lambda: loop.call_soon_threadsafe(self.stalls.cut)
+        self.server.when_ended = lambda: loop.call_soon_threadsafe(self.stalls.end_requests)
         await asyncio.to_thread(self.server.start)
         if self.server.plan.address != self.address:
             has_checksums = self.replica.has_checksums
@@ -251,11 +253,11 @@ class Member:
             self.replica.has_checksums = has_checksums
 
     @property
-    def answers(self) -> bool:
+    def responds(self) -> bool:
         return self.load.up or self.stale
 
     @property
-    def lost(self) -> str:
+    def loss_message(self) -> str:
         return f"{self.address} ({self.failure or 'no error yet'})"
 
     async def open(self, needs: ServerNeeds) -> Identity:
@@ -330,7 +332,7 @@ class Member:
         logger.warning("%s is available again", self.name)
         self.load.up = True
 
-    def admit_less(self) -> None:
+    def halve_request_limit(self) -> None:
         """Halve the limit on the server's concurrent requests."""
         logger.warning(
             "%s ran out of memory: limiting it to %d concurrent requests", self.name, self.load.halve()
@@ -347,7 +349,7 @@ class Member:
     async def _restart(self, server: ServerProcess) -> None:
         log = server.last_words()
         if says_out_of_memory(log) and server.starts:
-            self.admit_less()
+            self.halve_request_limit()
         if server.starts > self._settings.restarts:
             raise WorldError(
                 f"{self.name} exited {server.starts} times "

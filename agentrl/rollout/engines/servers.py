@@ -111,7 +111,7 @@ class ServerEngine:
             except ServerCallError as error:
                 failures.append(f"{member.address}: {error}")
                 if says_out_of_memory(str(error)) and member.load.limit == limit:
-                    member.admit_less()  # once for all requests that failed because of the same shortage
+                    member.halve_request_limit()  # once for all requests that failed because of the same shortage
                 if not self._note_failure(member, error) or len(failures) > self._settings.request_retries:
                     raise EngineError(f"request {request_id} failed {len(failures)} times: {failures[-1]}") from error
                 avoid.add(member.index)
@@ -128,9 +128,9 @@ class ServerEngine:
     ) -> Completion:
         version = self.version
         size = {"context": len(token_ids), "reserved": sampling.max_tokens}
-        self._balancer.take(member.index, trajectory_id, **size)
+        self._balancer.add_request(member.index, trajectory_id, **size)
         try:
-            async with self._weights.used(member.replica, version) as adapter, member.stalls.watched():
+            async with self._weights.used(member.replica, version) as adapter, member.stalls.watch_request():
                 with call(f"server {member.index}", "request", context=len(token_ids)):
                     completion = await member.replica.generate(
                         TurnRequest(
@@ -145,7 +145,7 @@ class ServerEngine:
                         )
                     )
         finally:
-            self._balancer.give_back(member.index, trajectory_id, **size)
+            self._balancer.remove_request(member.index, trajectory_id, **size)
         completion = self._weights.dated(completion, version)
         versions = {item for item, _ in completion.version_spans}
         if not all(version <= item <= self.version for item in versions):
@@ -154,16 +154,16 @@ class ServerEngine:
             )
         return completion
 
-    async def _member_for(self, trajectory_id: str, context: int, avoid: frozenset[int]) -> Member:
+    async def _member_for(self, trajectory_id: str, context: int, failed_servers: frozenset[int]) -> Member:
         """Choose a server for a request. Waits while weights change and while all servers are full or down."""
         while True:
             await self._gate.wait()
-            index = self._balancer.choose(trajectory_id, context=context, avoid=avoid)
+            index = self._balancer.choose_server(trajectory_id, context=context, failed_servers=failed_servers)
             if index is not None:
                 self._outage_since = None
                 return self._members[index]
             if self._up:
-                await self._balancer.changed()
+                await self._balancer.wait_for_change()
             else:
                 await self._wait_in_outage()
 
@@ -184,7 +184,7 @@ class ServerEngine:
             )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(left):
-                await self._balancer.changed()
+                await self._balancer.wait_for_change()
 
     def release(self, trajectory_id: str) -> None:
         self._balancer.release(trajectory_id)
@@ -238,7 +238,7 @@ class ServerEngine:
     def _revived(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             logger.error("giving up on a server: %s", task.exception())
-        self._balancer.wake()
+        self._balancer.notify()
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -260,7 +260,7 @@ class ServerEngine:
                 member.server.starts if member.server is not None else 0,
             )
             for member in self._members
-            if member.answers
+            if member.responds
         ]
 
     async def pause(self) -> None:
@@ -303,7 +303,7 @@ class ServerEngine:
             if member.stale:
                 member.stale, member.load.up = False, True
         self._open_gate()
-        self._balancer.wake()
+        self._balancer.notify()
 
     async def adopt(self) -> None:
         """Label the servers' weights as the current version, regardless of their label, and treat them as initial."""
@@ -342,7 +342,7 @@ class ServerEngine:
         )  # fmt: skip
         self._revival.set()
         try:
-            while not any(member.answers for member in self._members):
+            while not any(member.responds for member in self._members):
                 await self._wait_in_outage()
         finally:
             if not self._gate.is_set():
@@ -350,7 +350,7 @@ class ServerEngine:
         self._outage_since = None
 
     async def _on_answering(self, call: Callable[[Replica], Awaitable[_Result]]) -> list[_Result]:
-        asked = [member for member in self._members if member.answers]
+        asked = [member for member in self._members if member.responds]
         outcomes = await asyncio.gather(*(call(member.replica) for member in asked), return_exceptions=True)
         results: list[_Result] = []
         for member, outcome in zip(asked, outcomes, strict=True):
@@ -376,7 +376,7 @@ class ServerEngine:
 
     @property
     def _lost(self) -> str:
-        return "; ".join(member.lost for member in self._members)
+        return "; ".join(member.loss_message for member in self._members)
 
     def releases(self) -> list[str]:
         return sorted({member.identity.release for member in self._members if member.identity is not None})

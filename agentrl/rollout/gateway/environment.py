@@ -24,8 +24,8 @@ from agentrl.rollout.gateway.programs import (
     AgentFailureError,
     AgentProgram,
     load_agent,
-    load_worker,
-    verifiers_worker_of,
+    load_verifiers_worker,
+    load_worker_program,
 )
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.rollout import AgentRollout
@@ -78,17 +78,17 @@ def agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings: Agen
 def load_program(env: str, options: Mapping[str, object], settings: AgentGatewaySettings) -> AgentProgram:
     """Return the agent program for an environment's name and options. Raises PluginError if it is invalid."""
     if env.startswith(VERIFIERS):
-        return verifiers_worker_of(env.removeprefix(VERIFIERS), read_options(VerifiersSettings, options), settings)
+        return load_verifiers_worker(env.removeprefix(VERIFIERS), read_options(VerifiersSettings, options), settings)
     read_options(NoSettings, options)
     if env.startswith(WORKER):
-        return load_worker(env.removeprefix(WORKER).strip(), settings)
+        return load_worker_program(env.removeprefix(WORKER).strip(), settings)
     return load_agent(env.removeprefix(AGENT).strip(), settings)
 
 
 class _PromptEpisode:
     """An episode that contains only a prompt, because the agent program conducts the conversation."""
 
-    stop: tuple[str, ...] = ()
+    stop_strings: tuple[str, ...] = ()
 
     def __init__(self, prompt: str) -> None:
         self._prompt = prompt
@@ -314,7 +314,7 @@ class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
             messages=self._messages,
             tools=self._tools,
             max_tokens=limit,
-            stop=episode.stop,
+            stop=episode.stop_strings,
         )
         try:
             generation = await self.requests.reply(request, body=b"", retry=False, key=None)

@@ -212,7 +212,7 @@ class _FunctionAgent(AgentProgram):
         while True:
             answer = asyncio.wrap_future(loop.start(asyncio.sleep(0)))
             while not (await asyncio.wait([answer], timeout=BLOCKED_SECONDS))[0]:
-                at = loop.line()
+                at = loop.current_line()
                 if at is not None and (at.filename, at.lineno) not in reported:
                     reported.add((at.filename, at.lineno))
                     logger.warning(
@@ -288,7 +288,7 @@ EXTERNAL = "external"
 _STDERR = 2
 
 
-class Workers(AgentProgram):
+class WorkerProgram(AgentProgram):
     """A worker process for all rollouts, or workers started by the user. Workers post the rewards."""
 
     def __init__(
@@ -373,7 +373,7 @@ class Workers(AgentProgram):
             return self._process
 
 
-def load_worker(named: str, settings: AgentGatewaySettings) -> Workers:
+def load_worker_program(named: str, settings: AgentGatewaySettings) -> WorkerProgram:
     """Return the worker for ``worker:COMMAND`` or ``worker:external``. Raises PluginError if it is invalid."""
     words = split_command(named)
     if not words:
@@ -382,13 +382,13 @@ def load_worker(named: str, settings: AgentGatewaySettings) -> Workers:
             "yourself"
         )
     if named != EXTERNAL:
-        return Workers(words, settings)
+        return WorkerProgram(words, settings)
     if not os.environ.get(KEY_VARIABLE):
         raise PluginError(f"env=worker:external needs {KEY_VARIABLE}, the key that workers use to fetch rollouts")
-    return Workers([], settings)
+    return WorkerProgram([], settings)
 
 
-def verifiers_worker_of(name: str, options: VerifiersSettings, settings: AgentGatewaySettings) -> Workers:
+def load_verifiers_worker(name: str, options: VerifiersSettings, settings: AgentGatewaySettings) -> WorkerProgram:
     """Return the worker for a task set of verifiers, run by ``options.python``. Raises PluginError if invalid."""
     if not name:
         raise PluginError(f"env={VERIFIERS} names no task set: write {VERIFIERS}TASKSET")
@@ -400,7 +400,7 @@ def verifiers_worker_of(name: str, options: VerifiersSettings, settings: AgentGa
     if not Path(options.python).expanduser().is_file():
         raise PluginError(f"environment.python={options.python} is not a file")
     words = [str(Path(options.python).expanduser()), str(Path(verifiers_worker.__file__)), name]
-    return Workers(
+    return WorkerProgram(
         words,
         settings,
         name=f"verifiers {name}",

@@ -62,7 +62,7 @@ async def encode_demonstration(
     mask: list[bool] = []
     for turn in demonstration.turns:
         tokens = list(codec.encode(turn.model))
-        stopped = any(turn.model.endswith(stop) for stop in episode.stop) and episode.turn_complete(turn.model)
+        stopped = any(turn.model.endswith(stop) for stop in episode.stop_strings) and episode.turn_complete(turn.model)
         if not stopped:
             tokens.append(codec.eos_id)
         observed = codec.encode_parts(parts_of(turn.observation))

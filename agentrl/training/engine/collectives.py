@@ -54,19 +54,19 @@ class Exchange:
         (self._rows_out, self._tokens_out), (self._rows_in, self._tokens_in) = own.t().tolist(), theirs.t().tolist()
         self._their_lengths = self._swap(self._lengths, self._rows_out, self._rows_in)
 
-    def there(self, parts: Sequence[_Record]) -> _Record:
-        """Apply :meth:`column` to every field of a dataclass of tensors. A field is None on all ranks or on none."""
+    def send(self, parts: Sequence[_Record]) -> _Record:
+        """Apply :meth:`send_column` to each tensor of a dataclass. A field that is None on one rank is None on all."""
         given = [item.name for item in fields(parts[0]) if getattr(parts[0], item.name) is not None]
-        return replace(parts[0], **{name: self.column([getattr(part, name) for part in parts]) for name in given})
+        return replace(parts[0], **{name: self.send_column([getattr(part, name) for part in parts]) for name in given})
 
-    def column(self, parts: Sequence[Tensor]) -> Tensor:
+    def send_column(self, parts: Sequence[Tensor]) -> Tensor:
         """Send a tensor [b, T] or [b] of each micro-batch. Returns this rank's home rows, [R, longest] or [R]."""
         if parts[0].dim() == 1:
             return self._swap(torch.cat(list(parts))[self._order], self._rows_out, self._rows_in)
         flat = _flat(_stacked(parts)[self._order], self._lengths)
         return _padded(self._swap(flat, self._tokens_out, self._tokens_in), self._their_lengths)
 
-    def back(self, values: Tensor) -> list[Tensor]:
+    def send_back(self, values: Tensor) -> list[Tensor]:
         """Return results for home rows [R, longest] to their senders. Returns one tensor [b, T] per micro-batch."""
         flat = self._swap(_flat(values, self._their_lengths), self._tokens_in, self._tokens_out)
         sent = _padded(flat, self._lengths)
@@ -130,47 +130,47 @@ class Meter:
         self._largest: dict[str, Tensor] = {}
         self._negated: set[str] = set()  # names whose smallest value is kept, as the largest negated one
 
-    def mean(self, name: str, value: Number, weight: Number) -> None:
+    def add_mean(self, name: str, value: Number, weight: Number) -> None:
         """Add ``value``, a mean over ``weight`` items: tokens, trajectories or updates."""
         weight = self._number(weight)
         self._add(self._sums, name, torch.where(weight > 0, self._number(value), 0.0) * weight)
         self._add(self._weights, name, weight)
 
-    def total(self, name: str, value: Number) -> None:
+    def add_total(self, name: str, value: Number) -> None:
         """Add ``value`` to a sum."""
         self._add(self._sums, name, self._number(value))
 
-    def largest(self, name: str, value: Number, weight: Number = 1.0) -> None:
+    def add_largest(self, name: str, value: Number, weight: Number = 1.0) -> None:
         """Keep the largest of the values with a weight above 0."""
         nothing = self._number(-math.inf)
         value = torch.where(self._number(weight) > 0, self._number(value), nothing)
         self._largest[name] = torch.maximum(self._largest.get(name, nothing), value)
 
-    def smallest(self, name: str, value: Number, weight: Number = 1.0) -> None:
+    def add_smallest(self, name: str, value: Number, weight: Number = 1.0) -> None:
         """Keep the smallest of the values with a weight above 0."""
         self._negated.add(name)
-        self.largest(name, -value, weight)
+        self.add_largest(name, -value, weight)
 
-    def mean_of(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
+    def mean_over_ranks(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
         """Return the current mean of ``name`` over all ranks, or 0 if its total weight is 0. Collective."""
         pair = torch.stack([self._sums[name], self._weights[name]])
         total, weight = engine.all_reduce(pair).tolist()
         return float(total / weight) if weight else 0.0
 
-    def weight_of(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
+    def weight_over_ranks(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
         """Return the current total weight of the mean ``name`` over all ranks. Collective."""
         return float(engine.all_reduce(self._weights[name].clone()))
 
-    def largest_of(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
+    def largest_over_ranks(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
         """Return the current maximum of ``name`` over all ranks, or 0 if no value has a positive weight. Collective."""
-        value = float(engine.all_reduce_largest(self._largest[name].clone()))
+        value = float(engine.all_reduce_max(self._largest[name].clone()))
         return 0.0 if value == -math.inf else value
 
     def reduce(self, engine: TrainingEngine[nn.Module]) -> dict[str, float]:
         """Reduce all metrics over all ranks. Means and extremes without weight are omitted. Collective."""
         sums = self._reduced(self._sums, engine.all_reduce)
         weights = self._reduced(self._weights, engine.all_reduce)
-        largest = self._reduced(self._largest, engine.all_reduce_largest)
+        largest = self._reduced(self._largest, engine.all_reduce_max)
         means = {name: sums[name] / weight for name, weight in weights.items() if weight}
         totals = {name: value for name, value in sums.items() if name not in weights}
         names = sorted((name for name in largest if math.isfinite(largest[name])), key=self._negated.__contains__)

@@ -354,7 +354,7 @@ class TrainingEngine(Generic[_Module_co]):
         """Index of this rank among ranks with different rows."""
         return self.groups.replica
 
-    def gather(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         """Return ``values`` of every rank with different rows, [ranks, ...]. Shapes must be equal. Collective."""
         if self.groups.replicas == 1:
             return values.unsqueeze(0)
@@ -362,7 +362,7 @@ class TrainingEngine(Generic[_Module_co]):
         torch.distributed.all_gather(found, values.contiguous(), group=self.groups.peers)
         return torch.stack(found)
 
-    def all_reduce_largest(self, values: Tensor) -> Tensor:
+    def all_reduce_max(self, values: Tensor) -> Tensor:
         """Compute the elementwise maximum of ``values`` in place over ranks with different rows, and return it."""
         if self.groups.replicas > 1:
             torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX, group=self.groups.peers)

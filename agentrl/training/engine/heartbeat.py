@@ -1,7 +1,7 @@
 """Heartbeats of training ranks. They detect stuck ranks, which are alive and therefore close no connection.
 
 A rank's main thread marks its progress in a :class:`Heartbeat`. Another thread sends the latest mark to the rollout
-worker once a second, and the worker's :class:`Watch` finds the rank that is stuck.
+worker once a second, and the worker's :class:`HeartbeatMonitor` finds the rank that is stuck.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Beat:
     position: tuple[int, int]
     doing: str
     allowed: float
-    waits: bool = False
+    waits_for_worker: bool = False
     marks: int = 0
 
 
@@ -54,12 +54,12 @@ class Heartbeat:
     >>> now = 0.0
     >>> heartbeat = Heartbeat(deadline=60.0, slow=1800.0, clock=lambda: now)
     >>> for now, step in ((0.0, 1), (100.0, 2)):
-    ...     heartbeat.train(step)
-    ...     heartbeat.micro_batch()
+    ...     heartbeat.start_step(step)
+    ...     heartbeat.start_pass()
     >>> heartbeat.beat.allowed
     1800.0
     >>> now = 107.0  # a pass of the second step took 7 s
-    >>> heartbeat.micro_batch()
+    >>> heartbeat.start_pass()
     >>> heartbeat.beat.doing, heartbeat.beat.allowed
     ('the training of step 2', 70.0)
     """
@@ -77,28 +77,28 @@ class Heartbeat:
         self.beat = Beat(node=HERE.node, position=(0, 0), doing="the start", allowed=self._slow)
         self.shortened: Callable[[], None] = lambda: None
 
-    def wait(self, waiting_for: str) -> None:
-        """Mark the start of a wait for the worker. Call :meth:`again` while waiting."""
+    def start_waiting(self, waiting_for: str) -> None:
+        """Mark the start of a wait for the worker. Call :meth:`repeat` while waiting."""
         self._end_pass()
         calls = self.beat.position[0] + 1
         self._mark((calls, 0), f"waiting for {waiting_for}", self._deadline, waits=True)
 
-    def again(self) -> None:
+    def repeat(self) -> None:
         """Repeat the last mark."""
         self.beat = replace(self.beat, marks=self.beat.marks + 1)
 
-    def enter(self, doing: str) -> None:
+    def start_work(self, doing: str) -> None:
         """Mark the start of work that may take long."""
         self._end_pass()
         self._mark(self._next(), doing, self._slow)
 
-    def train(self, step: int) -> None:
+    def start_step(self, step: int) -> None:
         """Mark the start of a step's training."""
         self._warm = self._warm or self._passed
         self._step = f"the training of step {step}"
-        self.enter(self._step)
+        self.start_work(self._step)
 
-    def micro_batch(self) -> None:
+    def start_pass(self) -> None:
         """Mark the start of a forward or backward pass over a micro-batch."""
         self._end_pass()
         allowed = max(self._deadline, _TOLERANCE * self._longest) if self._longest else self._slow
@@ -106,14 +106,14 @@ class Heartbeat:
         self._began = self._clock() if self._warm else None
         self._passed = True
 
-    def compiling(self, *_: object) -> None:
+    def allow_compilation(self, *_: object) -> None:
         """Allow the current work more time and do not measure it. Torch calls this when a compilation starts."""
         self._began = None
         self.beat = replace(self.beat, allowed=max(self._slow, self.beat.allowed), marks=self.beat.marks + 1)
 
-    def after_micro_batches(self) -> None:
+    def finish_passes(self) -> None:
         """Mark the start of the wait for other ranks' micro-batches and of the update."""
-        self.enter(f"{self._step}, after its micro-batches")
+        self.start_work(f"{self._step}, after its micro-batches")
 
     def _end_pass(self) -> None:
         if self._began is not None:
@@ -127,39 +127,44 @@ class Heartbeat:
     def _mark(self, position: tuple[int, int], doing: str, allowed: float, *, waits: bool = False) -> None:
         before = self.beat
         self.beat = Beat(
-            node=HERE.node, position=position, doing=doing, allowed=allowed, waits=waits, marks=before.marks + 1
+            node=HERE.node,
+            position=position,
+            doing=doing,
+            allowed=allowed,
+            waits_for_worker=waits,
+            marks=before.marks + 1,
         )
         if allowed < before.allowed:
             self.shortened()
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Heard:
+class _RankState:
     beat: Beat
     since: float  # time of the mark's first heartbeat
     last: float  # time of the last heartbeat
 
 
-class Watch:
+class HeartbeatMonitor:
     """Detects ranks whose main threads are stuck. The caller passes the time in seconds."""
 
     def __init__(self, ranks: int, *, deadline: float) -> None:
         """``deadline`` is ``cluster.deadline``."""
         self._ranks = ranks
-        self._silence = _TOLERANCE * deadline
-        self._heard: dict[int, _Heard] = {}
+        self._process_deadline = _TOLERANCE * deadline
+        self._states: dict[int, _RankState] = {}
         self._checked: float | None = None
 
-    def hear(self, rank: int, beat: Beat, now: float) -> None:
+    def record(self, rank: int, beat: Beat, now: float) -> None:
         """Record a heartbeat of a rank. The time in which its process was suspended does not count."""
-        known = self._heard.get(rank)
+        known = self._states.get(rank)
         since = now
         if known is not None and known.beat.marks == beat.marks:
             gap = now - known.last
             since = known.since + (gap if gap > _SILENT else 0.0)
-        self._heard[rank] = _Heard(beat=beat, since=since, last=now)
+        self._states[rank] = _RankState(beat=beat, since=since, last=now)
 
-    def stuck(self, now: float) -> list[int]:
+    def stuck_ranks(self, now: float) -> list[int]:
         """Return the ranks that block the run: the overdue ranks at the earliest position.
 
         A rank that waits in a collective is not overdue before the ranks that it may wait for. If the processes of some
@@ -167,14 +172,14 @@ class Watch:
         was suspended, for example with Ctrl-Z.
         """
         if self._checked is not None and now - self._checked > _SILENT:
-            self._forgive(now - self._checked, now)  # the worker was suspended, perhaps with all ranks
+            self._extend_allowances(now - self._checked, now)  # the worker was suspended, perhaps with all ranks
         self._checked = now
-        if len(self._heard) < self._ranks:
+        if len(self._states) < self._ranks:
             return []
-        overdue = {rank for rank, one in self._heard.items() if now > one.since + one.beat.allowed}
-        unresponsive = {rank for rank, one in self._heard.items() if now > one.last + self._silence}
-        blamed = unresponsive | {rank for rank in overdue if not self._excused(rank, overdue)}
-        found = {rank: self._heard[rank] for rank in sorted(blamed)}
+        overdue = {rank for rank, one in self._states.items() if now > one.since + one.beat.allowed}
+        unresponsive = {rank for rank, one in self._states.items() if now > one.last + self._process_deadline}
+        blamed = unresponsive | {rank for rank in overdue if not self._may_wait_for_another_rank(rank, overdue)}
+        found = {rank: self._states[rank] for rank in sorted(blamed)}
         first = min((one.beat.position for one in found.values()), default=None)
         found = {rank: one for rank, one in found.items() if one.beat.position == first}
         silent = [rank for rank, one in found.items() if now > one.last + _SILENT]
@@ -182,9 +187,9 @@ class Watch:
             return []
         return silent or list(found)
 
-    def describe(self, rank: int, now: float) -> str:
+    def describe_rank(self, rank: int, now: float) -> str:
         """Return a message about a stuck rank."""
-        one = self._heard[rank]
+        one = self._states[rank]
         text = f"training rank {rank} on {one.beat.node} is stuck: no progress for {now - one.since:.0f} s in "
         text += one.beat.doing
         if now > one.since + one.beat.allowed:
@@ -193,13 +198,13 @@ class Watch:
             text += "; its process does not respond, as when it was stopped with SIGSTOP"
         return text
 
-    def _excused(self, rank: int, overdue: set[int]) -> bool:
+    def _may_wait_for_another_rank(self, rank: int, overdue: set[int]) -> bool:
         """Return True if a rank may be waiting in a collective for a rank that is not overdue."""
-        own = self._heard[rank].beat
-        others = (one.beat.position for other, one in self._heard.items() if other not in overdue)
-        return not own.waits and any(position <= own.position for position in others)
+        own = self._states[rank].beat
+        others = (one.beat.position for other, one in self._states.items() if other not in overdue)
+        return not own.waits_for_worker and any(position <= own.position for position in others)
 
-    def _forgive(self, seconds: float, now: float) -> None:
-        for rank, one in self._heard.items():
+    def _extend_allowances(self, seconds: float, now: float) -> None:
+        for rank, one in self._states.items():
             since, last = min(now, one.since + seconds), min(now, one.last + seconds)
-            self._heard[rank] = replace(one, since=since, last=last)
+            self._states[rank] = replace(one, since=since, last=last)

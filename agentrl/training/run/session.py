@@ -202,7 +202,9 @@ class Session:
         for line in self._service.describe():
             self._console.note(line)
         self._console.note(f"training: {_reading(self._policy)}")
-        noise = self._sender.begin()  # before a checkpoint is loaded, while both sides have the start policy
+        noise = (
+            self._sender.verify_initial_policy()
+        )  # before a checkpoint is loaded, while both sides have the start policy
         own = self._settings.algorithm.fidelity_bound
         bound = self._trainer.fidelity_bound = own or fidelity_bound(self._settings.model.dtype, noise)
         reason = "algorithm.fidelity_bound" if own else f"from {noise:.2g} measured at the start"
@@ -279,7 +281,7 @@ class Session:
         with span("wait for rollouts"):
             plan = self._service.plan(step, self._budget.tokens)
         planned = time.monotonic()
-        self._heartbeat.train(step)
+        self._heartbeat.start_step(step)
         recorder = self._tokens.recorder(step)
         with self._budget.guard(step), span("train"):
             for engine in self._engines.values() if self._moves_state else ():
@@ -406,7 +408,7 @@ class Session:
     def _save(self) -> None:
         self._tokens.settle()
         worker = self._service.state_dict()
-        self._heartbeat.enter(f"the checkpoint of step {self._done.step}")
+        self._heartbeat.start_work(f"the checkpoint of step {self._done.step}")
         state = RunState(
             step=self._done.step,
             updates=self._done.updates,

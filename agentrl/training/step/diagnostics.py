@@ -48,20 +48,20 @@ def measure_forward(meter: Meter, rows: LossRows, *, version: int) -> None:
     """
     mask, batch, statistics = rows.response_mask, rows.batch, rows.statistics
     tokens, trajectories = mask.sum(), mask.any(-1).sum()
-    meter.total("policy/tokens", tokens)
+    meter.add_total("policy/tokens", tokens)
     for name in ("entropy", "sum_pi_squared", "energy"):
-        meter.mean(f"policy/{name}", _mean(getattr(statistics, name), mask), tokens)
+        meter.add_mean(f"policy/{name}", _mean(getattr(statistics, name), mask), tokens)
     mismatch = mismatch_metrics(statistics.log_probs, batch.rollout_log_probs, mask)
-    meter.mean("policy/kl_engine_k1", mismatch["kl_k1"], tokens)
-    meter.mean("policy/kl_engine_k3", mismatch["kl_k3"], tokens)
+    meter.add_mean("policy/kl_engine_k1", mismatch["kl_k1"], tokens)
+    meter.add_mean("policy/kl_engine_k3", mismatch["kl_k3"], tokens)
     fresh = mask & (batch.versions == version) & ~of_several_versions(batch.versions)
     difference = torch.where(fresh, (statistics.log_probs - batch.rollout_log_probs).abs().double(), 0.0)
     own, counts = difference.sum(-1), fresh.sum(-1)  # [B]
-    meter.mean("policy/engine_abs_diff", own.sum() / counts.sum().clamp(min=1), counts.sum())
-    meter.largest("policy/engine_abs_diff_max", (own / counts.clamp(min=1)).max(), counts.sum())
-    meter.mean("policy/log_ppl_gap", mismatch["log_ppl_gap"], trajectories)
+    meter.add_mean("policy/engine_abs_diff", own.sum() / counts.sum().clamp(min=1), counts.sum())
+    meter.add_largest("policy/engine_abs_diff_max", (own / counts.clamp(min=1)).max(), counts.sum())
+    meter.add_mean("policy/log_ppl_gap", mismatch["log_ppl_gap"], trajectories)
     proxies = diagonal_proxy(statistics.energy, rows.advantages, mask)
-    meter.mean("variance/total_power", proxies.sum() / trajectories.clamp(min=1), trajectories)
+    meter.add_mean("variance/total_power", proxies.sum() / trajectories.clamp(min=1), trajectories)
 
 
 def variance_proxies(*, total_power: float, gradient_norm: float, trajectories: float) -> dict[str, float]:
@@ -94,11 +94,11 @@ def measure(meter: Meter, prefix: str, metrics: dict[str, Tensor], weight: Tenso
     """Record an algorithm's metrics over ``weight`` tokens. ``_max`` and ``_min`` are extremes, others are means."""
     for name, number in metrics.items():
         if name.endswith("_max"):
-            meter.largest(f"{prefix}/{name}", number, weight)
+            meter.add_largest(f"{prefix}/{name}", number, weight)
         elif name.endswith("_min"):
-            meter.smallest(f"{prefix}/{name}", number, weight)
+            meter.add_smallest(f"{prefix}/{name}", number, weight)
         elif name != "tokens":
-            meter.mean(f"{prefix}/{name}", number, weight)
+            meter.add_mean(f"{prefix}/{name}", number, weight)
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:

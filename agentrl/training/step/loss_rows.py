@@ -15,7 +15,7 @@ from agentrl.algorithms import (
     Advantages,
     Correction,
     compute_advantages,
-    correction_sums,
+    correction_weight_sums,
     reward_kl,
     rollout_correction,
 )
@@ -90,7 +90,7 @@ class LossRows:
         return None if self.correction is None else self.correction.weights
 
     @property
-    def keys(self) -> Tensor:
+    def trajectory_ids(self) -> Tensor:
         """Unique number [B] of each trajectory in the step."""
         return (self.batch.groups << 24) + self.batch.samples
 
@@ -122,7 +122,7 @@ class Corrector:
     def sums(self, rows: LossRows) -> Tensor:
         """Return the contribution of these rows to an update's normalizer, [2]."""
         batch = rows.batch
-        return correction_sums(
+        return correction_weight_sums(
             rows.log_probs, batch.rollout_log_probs, batch.response_mask, loss_mask=batch.loss_mask, **self._options
         )
 
@@ -162,11 +162,11 @@ def _measure(correction: Correction, rows: LossRows, meter: Meter) -> None:
     for name, value in correction.metrics.items():
         weight = weights.get(name, tokens) * int(rows.batch.counted)
         if name in _LARGEST:
-            meter.largest(f"correction/{name}", value, weight)
+            meter.add_largest(f"correction/{name}", value, weight)
         elif name == "rho_min":
-            meter.smallest(f"correction/{name}", value, weight)
+            meter.add_smallest(f"correction/{name}", value, weight)
         elif name not in _COUNTS:
-            meter.mean(f"correction/{name}", value, weight)
+            meter.add_mean(f"correction/{name}", value, weight)
 
 
 class LossRowMaker:
@@ -247,7 +247,7 @@ class LossRowMaker:
             for rows, own, estimate in zip(every, inputs, estimates, strict=True)
         ]
         if every[0].values is not None:
-            meter.mean("critic/explained_variance", explained_variance(made, engine), 1.0)
+            meter.add_mean("critic/explained_variance", explained_variance(made, engine), 1.0)
         following = iter(made)
         return [[next(following) for _ in update] for update in updates]
 
@@ -263,8 +263,8 @@ class LossRowMaker:
         if ESTIMATORS[self._estimator].span == "step":
             ranks = torch.zeros_like(ranks)
         exchange = Exchange([item.response_mask for item in inputs], ranks, group=engine.groups.peers)
-        made = compute_advantages(self._estimator, exchange.there(inputs), calls=engine, **self._estimator_options)
-        parts = zip(*(exchange.back(values) for values in vars(made).values()), strict=True)
+        made = compute_advantages(self._estimator, exchange.send(inputs), calls=engine, **self._estimator_options)
+        parts = zip(*(exchange.send_back(values) for values in vars(made).values()), strict=True)
         return [
             Advantages(
                 **dict(zip(vars(made), part if batch.counted else [torch.zeros_like(batch.rewards)] * 3, strict=True))
@@ -326,8 +326,8 @@ class LossRowMaker:
             batch.response_mask.sum(-1), max_length=self._settings.overlong_limit, buffer=settings.overlong_buffer
         )
         counted = len(penalties) * int(batch.counted)
-        meter.mean("reward/overlong_penalty", penalties.mean(), counted)
-        meter.mean("reward/overlong_share", (penalties < 0).double().mean(), counted)
+        meter.add_mean("reward/overlong_penalty", penalties.mean(), counted)
+        meter.add_mean("reward/overlong_share", (penalties < 0).double().mean(), counted)
         # The branches of a rollout share one penalty: the weighted mean of their penalties.
         return add_at_last_token(batch.rewards, batch.response_mask, penalties * batch.weights)
 
@@ -338,7 +338,7 @@ class LossRowMaker:
             return
         estimator, tokens = self._settings.kl.resolved_estimator, mask.sum()
         penalty = kl_penalty(rows.log_probs, reference, estimator, mask=mask, full=rows.statistics.full_kl)
-        meter.mean("kl/mean", penalty.double().sum() / tokens, tokens * int(rows.batch.counted))
+        meter.add_mean("kl/mean", penalty.double().sum() / tokens, tokens * int(rows.batch.counted))
 
     def _with_kl_penalty(self, rows: LossRows, rewards: Tensor, beta: float) -> Tensor:
         """Subtract the KL penalty from rewards if ``kl.placement`` is reward."""

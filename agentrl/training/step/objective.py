@@ -128,15 +128,15 @@ class PolicyObjective:
         exchange = Exchange(masks, homes, group=engine.groups.peers)
         chosen = step_selection(
             self._algorithm.loss,
-            log_probs=exchange.column(counted(log_probs)),
-            old_log_probs=exchange.column(counted(part.log_probs for part in rows)),
-            advantages=exchange.column(counted(part.advantages for part in rows)),
-            loss_mask=exchange.column(masks),
-            keys=exchange.column(counted(part.keys for part in rows)),
+            log_probs=exchange.send_column(counted(log_probs)),
+            old_log_probs=exchange.send_column(counted(part.log_probs for part in rows)),
+            advantages=exchange.send_column(counted(part.advantages for part in rows)),
+            loss_mask=exchange.send_column(masks),
+            trajectory_ids=exchange.send_column(counted(part.trajectory_ids for part in rows)),
             seed=seed,
             **self._options,
         )
-        parts = zip(exchange.back(chosen), rows, strict=True)
+        parts = zip(exchange.send_back(chosen), rows, strict=True)
         return [own if len(own) else torch.zeros_like(part.loss_mask) for own, part in parts]
 
     def _aggregated(self, per_token: Tensor, rows: LossRows, normalizer: float | None) -> Tensor:

@@ -122,7 +122,7 @@ class Trainer:
         metrics |= effective_sample_size(metrics)
         if step.norms:
             norm = metrics["policy/gradient_norm"] = math.fsum(step.norms) / len(step.norms)
-            trajectories = meter.weight_of("variance/total_power", self._engine)
+            trajectories = meter.weight_over_ranks("variance/total_power", self._engine)
             power = metrics.get("variance/total_power", 0.0)
             metrics |= variance_proxies(total_power=power, gradient_norm=norm, trajectories=trajectories)
         if step.monitor is not None and plan.updates:
@@ -167,7 +167,7 @@ class Trainer:
                 self._unit_from_rewards(step, unit, normalizer)
             else:
                 self._unit_from_statistics(step, unit, [next(earlier) for _ in unit[1:]], normalizer)
-        self._heartbeat.after_micro_batches()
+        self._heartbeat.finish_passes()
         self._update(step)
 
     def _unit_from_rewards(self, step: _Step, unit: Sequence[MicroBatch], normalizer: float | None) -> None:
@@ -205,7 +205,7 @@ class Trainer:
         for rows in micro_batches:
             with in_micro_batch(tokens=rows.tokens, trajectories=rows.trajectories):
                 done.append(work(rows))
-        self._heartbeat.after_micro_batches()
+        self._heartbeat.finish_passes()
         return done
 
     def _statistics_pass(self, step: _Step) -> list[list[LossRows]]:
@@ -250,9 +250,9 @@ class Trainer:
         return [replace(own, selected=chosen) for own, chosen in zip(rows, selected, strict=True)]
 
     def _update(self, step: _Step) -> None:
-        worst = step.meter.largest_of("policy/engine_abs_diff_max", self._engine)
+        worst = step.meter.largest_over_ranks("policy/engine_abs_diff_max", self._engine)
         check_fidelity(
-            step.meter.mean_of("policy/engine_abs_diff", self._engine),
+            step.meter.mean_over_ranks("policy/engine_abs_diff", self._engine),
             self.fidelity_bound,
             worst=worst if self._exact else None,
         )
@@ -261,7 +261,7 @@ class Trainer:
         norms = [engine.step() for engine in self._engines]
         step.norms.append(norms[0])
         if self._critic is not None:
-            step.meter.mean("critic/gradient_norm", norms[1], 1.0)
+            step.meter.add_mean("critic/gradient_norm", norms[1], 1.0)
 
     @property
     def _engines(self) -> list[TrainingEngine[nn.Module]]:
@@ -277,7 +277,7 @@ class Trainer:
         Returns (statistics [B, T], zero off model tokens, connected to the graph; hidden states [N, D] of the model
         tokens, or of this rank's part of them; the reference's log-probabilities [B, T], None if it was not needed).
         """
-        self._heartbeat.micro_batch()
+        self._heartbeat.start_pass()
         reference_log_probs = head = None
         if self._reference is not None and self._reference.over_vocabulary:
             reference_log_probs, head = self._reference.read(batch)
@@ -348,8 +348,8 @@ class Trainer:
                 update=update,
                 update_log_probs=statistics.log_probs.detach() if update else None,
             )
-        step.meter.total("policy/loss", value.detach())
-        self._heartbeat.micro_batch()
+        step.meter.add_total("policy/loss", value.detach())
+        self._heartbeat.start_pass()
         measure(step.meter, "policy", metrics, rows.loss_mask.sum())
         self._engine.backward(value * self._engine.world_size)
 

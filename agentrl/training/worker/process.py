@@ -24,7 +24,7 @@ from agentrl.cluster.processes import set_tcp_timeout
 from agentrl.errors import AgentRLError
 from agentrl.training.coldstart.policy import computing_processes, set_threads
 from agentrl.training.engine.determinism import set_determinism
-from agentrl.training.engine.heartbeat import INTERVAL, Watch
+from agentrl.training.engine.heartbeat import INTERVAL, HeartbeatMonitor
 from agentrl.training.worker.local import LocalService
 from agentrl.training.worker.service import (
     Caller,
@@ -84,10 +84,10 @@ class Server:
                 if time.monotonic() >= deadline:
                     missing = sorted(set(range(startup.ranks)) - set(self._connections))
                     raise _RankLostError(f"ranks {missing} did not connect") from None
-        watch = Watch(startup.ranks, deadline=startup.settings.cluster.deadline)
+        watch = HeartbeatMonitor(startup.ranks, deadline=startup.settings.cluster.deadline)
         threading.Thread(target=self._hear, args=(watch,), daemon=True, name="hear").start()
 
-    def _hear(self, watch: Watch) -> None:
+    def _hear(self, watch: HeartbeatMonitor) -> None:
         talks = {connection: rank for rank, connection in self._connections.items()}
         controls = {connection: rank for rank, connection in self._controls.items()}
         while True:
@@ -105,10 +105,10 @@ class Server:
                 elif message is None:
                     self._cancel()
                 else:
-                    watch.hear(controls[ready], message, time.monotonic())
+                    watch.record(controls[ready], message, time.monotonic())
             now = time.monotonic()
-            if ranks := watch.stuck(now):
-                self._end_stuck(ranks, "; ".join(watch.describe(rank, now) for rank in ranks))
+            if ranks := watch.stuck_ranks(now):
+                self._end_stuck(ranks, "; ".join(watch.describe_rank(rank, now) for rank in ranks))
                 return
 
     def _end_stuck(self, ranks: list[int], message: str) -> None:

@@ -106,7 +106,7 @@ class RemoteService:
             self._connection = _connect(place, Caller(rank=rank, control=False), silence)
             self._control = _connect(place, Caller(rank=rank, control=True), silence)
         heartbeat.shortened = self._send_beat
-        callback_handler.register_start_callback(heartbeat.compiling)
+        callback_handler.register_start_callback(heartbeat.allow_compilation)
         threading.Thread(target=self._beat_and_end_with_worker, daemon=True, name="beat").start()
         self._answer("the rollout worker's set-up", _START + engine_facts(settings.rollout).start_seconds)
 
@@ -126,7 +126,7 @@ class RemoteService:
         """Close this rank's connection, which ends the worker."""
         self._closed.set()  # first, because a slow exit of the worker must not count as a stuck rank
         with contextlib.suppress(ValueError):  # torch._dynamo.reset() has removed it
-            callback_handler.remove_start_callback(self._heartbeat.compiling)
+            callback_handler.remove_start_callback(self._heartbeat.allow_compilation)
         self._connection.close()
         if self._process is not None:
             self._process.end(_END)
@@ -160,14 +160,14 @@ class RemoteService:
         return self._answer(waiting_for, self._seconds, self._interrupted if call.interruptible else None)
 
     def _answer(self, waiting_for: str, seconds: float, stops: threading.Event | None = None) -> object:
-        self._heartbeat.wait(waiting_for)
+        self._heartbeat.start_waiting(waiting_for)
         try:
             reply: Reply = receive(
-                self._connection, seconds=seconds, waiting_for=waiting_for, stops=stops, waits=self._heartbeat.again
+                self._connection, seconds=seconds, waiting_for=waiting_for, stops=stops, waits=self._heartbeat.repeat
             )
         except WorkerLostError as error:
             raise WorkerLostError(f"rollout worker: {error}{self._how_it_ended()}") from error
-        self._heartbeat.enter(f"the work after waiting for {waiting_for}")
+        self._heartbeat.start_work(f"the work after waiting for {waiting_for}")
         if reply.failure is not None:
             raise _error_of(reply.failure)
         return reply.value

@@ -58,7 +58,7 @@ class WeightSender:
         self._host = host
         self._direct: tuple[TransferTarget, DirectTransfer] | None = None
 
-    def begin(self) -> float:
+    def verify_initial_policy(self) -> float:
         """Ensure that the engine has the initial policy, and return the noise between trainer and engine (nats).
 
         Call this when a run starts and when it resumes, while the trainer has the initial policy too. Raises
@@ -90,7 +90,7 @@ class WeightSender:
             return
         probe = self._score()
         for attempt in range(_ATTEMPTS):
-            problem = self._once(target, version, probe)
+            problem = self._attempt(target, version, probe)
             if problem is None:
                 return
             self._console.warning(f"transfer {attempt + 1} of {_ATTEMPTS} of version {version} failed: {problem}")
@@ -106,7 +106,7 @@ class WeightSender:
         if self._engine.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _once(self, target: TransferTarget, version: int, probe: Probe) -> str | None:
+    def _attempt(self, target: TransferTarget, version: int, probe: Probe) -> str | None:
         directory = None if target.opener else on_every_rank(partial(self._export, target, version))[0]
         self._service.pause()
         if target.opener:

@@ -226,9 +226,9 @@ class ClassEpisode:
         self.calling = ""
 
     @property
-    def stop(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """Strings at which an engine stops generating."""
-        return self._protocol.stop
+        return self._protocol.stop_strings
 
     def turn_complete(self, text: str) -> bool:
         """Return True if a turn that ended at a stop string is complete."""
@@ -354,8 +354,8 @@ class ClassEpisode:
         try:
             if inspect.iscoroutinefunction(function):
                 return await cast("Callable[..., asyncio.Future[object]]", function)(*args, **kwargs)
-            await thread.recover()
-            return await thread.run(partial(function, *args, **kwargs), what=self._name_of(method))
+            await thread.wait_for_overdue_call()
+            return await thread.run(partial(function, *args, **kwargs), call_name=self._name_of(method))
         except UnavailableError:
             raise
         except (Exception, SystemExit) as error:

@@ -39,9 +39,9 @@ class FalsifiedObservations:
         self._seed = seed
 
     @property
-    def stop(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """Stop strings of the wrapped episode."""
-        return self._episode.stop
+        return self._episode.stop_strings
 
     def turn_complete(self, text: str) -> bool:
         """Return True if the turn is complete in the wrapped episode."""

@@ -41,7 +41,7 @@ class GymnasiumEpisode:
         self._ended = False
 
     @property
-    def stop(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """The stop strings in ``metadata["stop"]``; empty before the start."""
         return () if self._env is None else tuple(self._env.metadata.get("stop", ()))
 
@@ -109,7 +109,7 @@ class GymnasiumEpisode:
         return self._env
 
     async def _call(self, blocking: Callable[[], Result]) -> Result:
-        return await self._threads.run(blocking, deadline=self._call_deadline)
+        return await self._threads.run(blocking, timeout=self._call_deadline)
 
 
 class GymnasiumEnvironment(Environment):

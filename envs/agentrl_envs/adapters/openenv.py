@@ -328,7 +328,7 @@ class OpenEnvEpisode:
         self._ended = False
 
     @property
-    def stop(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """The stop strings in ``environment.stop``."""
         return self._environment.settings.stop
 

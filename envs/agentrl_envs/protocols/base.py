@@ -50,7 +50,7 @@ class Protocol(typing.Protocol):
     """The text format of a conversation, as pure functions without state."""
 
     @property
-    def stop(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """Strings at which the engine stops generating."""
         ...
 

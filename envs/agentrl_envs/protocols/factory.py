@@ -32,9 +32,9 @@ class ChatProtocol:
     chat: ChatFormat
 
     @property
-    def stop(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """Stop strings of the text protocol."""
-        return self.text.stop
+        return self.text.stop_strings
 
     @property
     def empty_turn(self) -> Ended:

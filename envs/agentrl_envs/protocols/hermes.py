@@ -41,7 +41,7 @@ class HermesProtocol(TextAnswerProtocol):
     max_calls: int
 
     @property
-    def stop(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """Empty, because the model ends its turn itself, after any number of calls."""
         return ()
 
@@ -105,7 +105,7 @@ class PlainCalls(HermesProtocol):
     """Protocol for tool calls in plain text. A turn ends with its first call."""
 
     @property
-    def stop(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """The closing tag of a call."""
         return (_PLAIN_END,)
 

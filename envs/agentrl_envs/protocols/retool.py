@@ -39,7 +39,7 @@ class ReToolProtocol(TextAnswerProtocol):
     """
 
     @property
-    def stop(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """The closing tags of a program and of an answer."""
         return (_CLOSE_CODE, _CLOSE_ANSWER)
 

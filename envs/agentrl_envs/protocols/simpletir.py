@@ -40,7 +40,7 @@ class SimpleTIRProtocol:
     observation_limit: int
 
     @property
-    def stop(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """A fence at the start of a line, after up to three spaces.
 
         The newline is part of the string, so a turn that starts with its opening fence does not stop there.

@@ -35,7 +35,7 @@ class ToRLProtocol(TextAnswerProtocol):
     """
 
     @property
-    def stop(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """The opening fence of the output."""
         return (_OUTPUT,)
 

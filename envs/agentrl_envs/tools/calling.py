@@ -108,7 +108,7 @@ async def _value(
         return await Watched(name, _joined(name, function(**arguments)))
     if inspect.iscoroutinefunction(function):
         return await Watched(name, function(**arguments))
-    value = await threads.run(lambda: _exhausted(name, function(**arguments)), what=f"the tool {name!r}")
+    value = await threads.run(lambda: _exhausted(name, function(**arguments)), call_name=f"the tool {name!r}")
     return await Watched(name, value) if inspect.iscoroutine(value) else value
 
 

@@ -256,7 +256,7 @@ class EpisodeTools:
         assert entry is not None  # checked by the protocol
         function, threads = await self._bound(entry)
         if isinstance(threads, ObjectThread):
-            await threads.recover()  # the time limit does not include the rest of an earlier call
+            await threads.wait_for_overdue_call()  # the time limit does not include the rest of an earlier call
         injected = {one: self._injected[one] for one in entry.injected}
         began = time.monotonic()
         outcome = "ok"
@@ -297,12 +297,12 @@ class EpisodeTools:
         instances, self._instances = self._instances, {}
         for instance, thread in instances.values():
             close = getattr(instance, "close", None)
-            if close is not None and thread.overdue and not inspect.iscoroutinefunction(close):
+            if close is not None and thread.overdue_call and not inspect.iscoroutinefunction(close):
                 thread.close(close)  # do not wait, because the call before it may never return
                 continue
             try:
                 if close is not None:
-                    done = close() if inspect.iscoroutinefunction(close) else thread.run(close, deadline=self._timeout)
+                    done = close() if inspect.iscoroutinefunction(close) else thread.run(close, timeout=self._timeout)
                     await done
             except Exception as error:
                 raise ToolError(f"closing {type(instance).__name__} raised {describe_error(error)}") from error
@@ -312,7 +312,7 @@ class EpisodeTools:
     async def _adopt(self, maker: Callable[..., object], make: Callable[[], object]) -> None:
         thread = ObjectThread(name=_name(maker))
         try:
-            instance = await thread.run(make, deadline=self._timeout)
+            instance = await thread.run(make, timeout=self._timeout)
         except UnavailableError:
             thread.close()
             raise

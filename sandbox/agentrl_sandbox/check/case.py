@@ -63,7 +63,7 @@ def reaches_no_target(run: Execution) -> bool:
     return run.outcome in ENDED and "reached" not in run.stdout and ("tried" in run.stdout or run.outcome != Outcome.OK)
 
 
-def attempts(guards: str, name: str, body: str, *, prologue: str = "", after: str | None = None) -> Case:
+def attack_case(guards: str, name: str, body: str, *, prologue: str = "", after: str | None = None) -> Case:
     """Build a case from statements, one per line. A statement that raises no OSError counts as a success."""
     lines = [line.strip() for line in body.strip().splitlines()]
     program = (

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from agentrl_sandbox.check.case import Case, attempts, ends, reaches_no_target, survives
+from agentrl_sandbox.check.case import Case, attack_case, ends, reaches_no_target, survives
 from agentrl_sandbox.types import Execution, Outcome
 
-_NETWORK = attempts(
+_NETWORK = attack_case(
     "no_network",
     "sockets of every kind",
     """
@@ -29,7 +29,7 @@ def sockets():
 """,
 )
 
-_READS = attempts(
+_READS = attack_case(
     "no_foreign_reads",
     "secrets of the host",
     """
@@ -52,7 +52,7 @@ def secrets(folder):
 """,
 )
 
-_WRITES = attempts(
+_WRITES = attack_case(
     "scratch_only_writes",
     "files outside scratch",
     """
@@ -72,7 +72,7 @@ _WRITES = attempts(
     """,
 )
 
-_TRACING = attempts(
+_TRACING = attack_case(
     "no_tracing",
     "tracing others",
     """
@@ -93,7 +93,7 @@ def mapped(pid):
 """,
 )
 
-_SIGNALS = attempts(
+_SIGNALS = attack_case(
     "no_foreign_signals",
     "killing others",
     """
@@ -102,7 +102,7 @@ _SIGNALS = attempts(
     """,
 )
 
-_KERNEL = attempts(
+_KERNEL = attack_case(
     "no_privileged_calls",
     "system calls for administrators",
     """

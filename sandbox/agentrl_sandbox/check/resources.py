@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl_sandbox.check.case import Case, Judge, attempts, ends, fails_with, prints, survives
+from agentrl_sandbox.check.case import Case, Judge, attack_case, ends, fails_with, prints, survives
 from agentrl_sandbox.types import Execution, Outcome
 
 _GIB = 1 << 30
@@ -187,7 +187,7 @@ while made < 20_000 and libc.timer_create(1, None, ctypes.byref(timer)) == 0:
     made += 1
 print("reached" if made == 20_000 else "bounded")
 """
-_ENLARGED = attempts(
+_ENLARGED = attack_case(
     "bounded_memory",
     "kernel memory of a chosen size",
     """

@@ -96,7 +96,7 @@ def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: lis
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
         resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_processes, limits.max_processes))
         limits.lockdown.close(scratch)
-        close_descriptors_but(_STATUS_DESCRIPTOR, *([_FETCHED_DESCRIPTOR] if len(descriptors) > 4 else []))
+        close_other_descriptors(_STATUS_DESCRIPTOR, *([_FETCHED_DESCRIPTOR] if len(descriptors) > 4 else []))
         limits.reseed()
         os.write(_STATUS_DESCRIPTOR, STARTED)  # later failures are failures of the program
         exit_code, mark, names = _run(scratch)
@@ -122,7 +122,7 @@ def _take_descriptors(descriptors: list[int]) -> None:
         os.dup2(fetched[0], _FETCHED_DESCRIPTOR, inheritable=False)
 
 
-def close_descriptors_but(*kept: int) -> None:
+def close_other_descriptors(*kept: int) -> None:
     """Close all descriptors except the standard streams and ``kept``, in ascending order."""
     first = 3
     for descriptor in kept:
@@ -180,7 +180,7 @@ def _run(scratch: str) -> tuple[int, bytes, tuple[str, ...]]:
     task = interpreter.take_task(scratch, on_out_of_memory)
     if task is None:
         return interpreter.UNCAUGHT, b"".join(marks), ()
-    exit_code = interpreter.run(task, FILE_NAME, interpreter.make_main(), on_out_of_memory)
+    exit_code = interpreter.run(task, FILE_NAME, interpreter.make_main_module(), on_out_of_memory)
     exit_code = interpreter.finish(exit_code, on_out_of_memory, leaves=True)
     return exit_code, b"".join(marks[:1]), task.fetch
 

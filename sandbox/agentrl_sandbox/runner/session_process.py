@@ -40,7 +40,7 @@ import warnings
 from typing import NoReturn
 
 from agentrl_sandbox.runner import interpreter, kernel
-from agentrl_sandbox.runner.child import ChildLimits, close_descriptors_but, isolate
+from agentrl_sandbox.runner.child import ChildLimits, close_other_descriptors, isolate
 from agentrl_sandbox.runner.config import ProcessMessage
 from agentrl_sandbox.runner.files import Fetched, fetch_files
 from agentrl_sandbox.runner.isolation import Lockdown
@@ -94,7 +94,7 @@ def serve_session(control: int, scratch: str, first: str, lockdown: Lockdown) ->
         kernel.set_dumpable()
         kernel.die_with_parent(signal.SIGKILL)
         lockdown.close(scratch)
-        close_descriptors_but(control)
+        close_other_descriptors(control)
         SessionProcess(control, scratch, first).serve()
     finally:
         leave(70)
@@ -112,7 +112,7 @@ class SessionProcess:
         self._out_of_memory = False
         self._address_space = resource.getrlimit(resource.RLIMIT_AS)
         self._streams = (sys.stdout, sys.stderr)
-        self._main = interpreter.make_main()
+        self._main = interpreter.make_main_module()
         self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         self._move_to(directory)
         sys.path.insert(0, "")
@@ -322,7 +322,7 @@ class SessionInit:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             serve_session(_PROCESS_SOCKET, self._scratch, str(session), self._lockdown)
-        close_descriptors_but(*sorted((self._wake_read, self._wake_write, _OWN_SOCKET)))
+        close_other_descriptors(*sorted((self._wake_read, self._wake_write, _OWN_SOCKET)))
         self._add(session, pid)
 
     def _receive(self) -> bool:

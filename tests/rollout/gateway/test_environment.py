@@ -339,7 +339,7 @@ MORE = ("and <|im_end|> then?", "again", "last")
 class ChatEpisode:
     """Three turns in the chat template's words, none of which depends on what the model says."""
 
-    stop: tuple[str, ...] = ()
+    stop_strings: tuple[str, ...] = ()
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
