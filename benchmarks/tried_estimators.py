@@ -13,7 +13,7 @@ from torch import Tensor
 from agentrl.algorithms import Advantages, EstimatorInputs, TokenBaselineOptions, register_estimator
 from agentrl.algorithms.estimators.baselines import column_baselines, weighted_energy
 from agentrl.algorithms.estimators.classic import weighted_means
-from agentrl.algorithms.estimators.optimal import compact_columns, energy_weights, of_others
+from agentrl.algorithms.estimators.optimal import compact_columns, energy_weights, sum_of_others
 from agentrl.algorithms.estimators.registry import PooledOptions
 from agentrl.algorithms.options import check_positive, check_range, option
 from agentrl.kernels.arithmetic import running_sum
@@ -128,4 +128,4 @@ def tir_otb_pooled(inputs: EstimatorInputs, options: PooledTokenOptions) -> Adva
 
 
 def _others(terms: Tensor, dimension: int) -> Tensor:
-    return of_others(terms.movedim(dimension, -1)).movedim(-1, dimension)
+    return sum_of_others(terms.movedim(dimension, -1)).movedim(-1, dimension)

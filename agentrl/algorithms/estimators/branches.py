@@ -136,7 +136,7 @@ class BranchPaths:
 class LeafPaths:
     """The L root-to-leaf paths of R rollouts, one row per path: [L, D], where D is the length of the longest path.
 
-    >>> ways = BranchPaths(torch.tensor([[True, True, True]]), torch.tensor([[-1, 0, 0]])).ways
+    >>> ways = BranchPaths(torch.tensor([[True, True, True]]), torch.tensor([[-1, 0, 0]])).leaf_paths
     >>> ways.gather(torch.tensor([[1., 2., 4.]])).tolist()
     [[1.0, 2.0], [1.0, 4.0]]
     >>> ways.scatter(torch.tensor([[1., 2.], [3., 4.]])).tolist()
