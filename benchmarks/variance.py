@@ -2,7 +2,8 @@
 
 Nothing is sampled: `benchmarks/studies/variance/NAME/` holds the settings of a measurement and one line a problem, as
 the command wrote them, so it is also an `--output` that the command continues. `--keep DIR` brings one there, with the
-single tokens that pictures of one measurement show left out. docs/research/variance.md shows what this prints.
+single tokens that pictures of one measurement show left out. `study_tables.py` writes what this prints to
+benchmarks/studies/variance.md.
 """
 
 from __future__ import annotations

@@ -112,6 +112,13 @@ def test_a_message_names_its_entry_on_the_troubleshooting_page() -> None:
     assert with_help("some other message") == "some other message"
 
 
+def test_the_first_change_is_in_the_code() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    steps = re.findall(r"^ +```python\n +# (\S+)\n +(.*)\n +```$", text, re.MULTILINE)
+    assert len(steps) == 3
+    assert [file for file, line in steps if line not in (ROOT / file).read_text(encoding="utf-8")] == []
+
+
 def test_settings_that_replace_those_of_other_libraries_exist() -> None:
     text = (ROOT / "docs/how-to/coming-from.md").read_text(encoding="utf-8")
     named = re.findall(

@@ -44,6 +44,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/stderr": clustered_stderr(groups),
         "reward/problem_share": problem_share(groups),
         "rollout/turns_mean": math.fsum(item.turns for item in branches) / len(data),
+        "rollout/turns_max": max(item.turns for item in branches),
         "rollout/tool_calls_mean": math.fsum(len(item.tool_calls) for item in branches) / len(data),
         "rollout/response_tokens_mean": math.fsum(item.length - len(item.prompt_ids) for item in branches) / len(data),
         "rollout/model_tokens_mean": math.fsum(item.model_tokens for item in branches) / len(data),

@@ -183,6 +183,7 @@ _POLICY = (
 )  # fmt: skip
 _ROLLOUT = (
     Metric("rollout/turns_mean", "turns", "Mean number of turns per rollout.", "", _DATA, "turns", "turns {:.1f}"),
+    Metric("rollout/turns_max", "turns", "Largest number of turns of a trajectory.", "", _DATA),
     Metric("rollout/tool_calls_mean", "calls", "Mean number of tool calls per rollout.", "", _DATA, "tool calls"),
     Metric("rollout/response_tokens_mean", "tokens", "Mean number of tokens per rollout after the prompt.",
            "below the limit", _DATA, "with observations"),

@@ -42,6 +42,7 @@ def test_by_hand() -> None:
         "reward/problem_share": pytest.approx((1 / 6 - 1 / 2) / (1 / 6 + 1 / 3 * 1 / 2)),
         "rollout/sampled_entropy": pytest.approx(0.5),
         "rollout/turns_mean": pytest.approx((1 + 2 + 1) / 3),
+        "rollout/turns_max": 2,
         "rollout/tool_calls_mean": pytest.approx(2 / 3),
         "rollout/response_tokens_mean": pytest.approx((2 + 10 + 6) / 3),
         "rollout/model_tokens_mean": pytest.approx((2 + 8 + 6) / 3),
