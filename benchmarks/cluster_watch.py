@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from agentrl.cluster import open_cluster
+from agentrl.cluster.backends import open_cluster
 from agentrl.cluster.processes import Bundle, ProcessHandle, ProcessSpec
 from agentrl.cluster.settings import ClusterSettings
 

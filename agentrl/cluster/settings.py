@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from pydantic import BaseModel, ConfigDict, Field
+from agentrl.cluster.backends import CLUSTERS
 
 
 class ClusterSettings(BaseModel):
@@ -12,10 +12,10 @@ class ClusterSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    kind: Literal["auto", "local", "environment", "ray"] = "auto"
+    kind: str = "auto"
     """local: this command starts all ranks on this machine; environment: this command is one of the ranks, started by
     torchrun, srun or DeepSpeed's launcher; ray: this command starts the ranks on the nodes of a Ray cluster; auto:
-    environment if the variable RANK is set, otherwise local"""
+    environment if the variable RANK is set, otherwise local; or the name of a registered backend, or module:Class"""
     address: str = "auto"
     """address of the Ray cluster, HOST:PORT; auto: the cluster of this machine; local: start Ray on this machine"""
     nodes: int = Field(1, ge=1)
@@ -45,3 +45,9 @@ class ClusterSettings(BaseModel):
     """restart with fewer ranks if lost nodes have not returned after cluster.restart_deadline, or if a rank fails twice
     on the same GPU or node without a new checkpoint. With several cluster.nodes, all ranks of the node are removed;
     otherwise one rank, or one sequence-parallel group (training.sequence_parallel)"""
+
+    @field_validator("kind")
+    @classmethod
+    def _known_kind(cls, kind: str) -> str:
+        CLUSTERS.check(kind)
+        return kind

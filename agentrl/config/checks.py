@@ -8,6 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
+from agentrl.cluster.backends import has_many_nodes
 from agentrl.config.settings import Settings
 from agentrl.errors import SettingsError
 from agentrl.models.settings import LoRASettings
@@ -217,7 +218,8 @@ def _agent_problems(settings: Settings, command: Command) -> Iterator[str]:
 
 def _cluster_problems(settings: Settings) -> Iterator[str]:
     cluster, ranks = settings.cluster, settings.training.num_processes
-    if cluster.kind != "ray" and cluster.nodes > 1:
+    many_nodes = has_many_nodes(cluster.kind)
+    if cluster.nodes > 1 and not many_nodes:
         yield f"{_pairs(settings, 'cluster.nodes')} requires cluster.kind=ray; got {_pairs(settings, 'cluster.kind')}"
     elif ranks % cluster.nodes:
         yield (
@@ -226,7 +228,7 @@ def _cluster_problems(settings: Settings) -> Iterator[str]:
         )
     if cluster.kind == "environment" and cluster.restarts:
         yield f"{_pairs(settings, 'cluster.restarts')} conflicts with cluster.kind=environment: set it in the launcher"
-    if settings.sandbox.scheme == "ray" and cluster.kind != "ray":
+    if settings.sandbox.scheme == "ray" and not many_nodes:
         yield f"sandbox.url=ray:// requires cluster.kind=ray; got {_pairs(settings, 'cluster.kind')}"
     yield from _elastic_problems(settings)
     sharing = engine_facts(settings.rollout).shares_gpus

@@ -83,7 +83,7 @@ def test_a_bug_is_no_slow_start(machine: Ray) -> None:
 def test_a_dead_raylets_log_is_not_printed() -> None:
     # In a process of its own, because Ray reads the variable as it is imported. Ray prints each message as one "line".
     code = """
-from agentrl.cluster import open_cluster
+from agentrl.cluster.backends import open_cluster
 from agentrl.cluster.settings import ClusterSettings
 from agentrl.errors import SettingsError
 try:

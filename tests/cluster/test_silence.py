@@ -48,7 +48,7 @@ def test_the_system_is_told_when_to_end_a_connection() -> None:
 def test_a_signal_is_ours_again_after_ray_was_not_found(tmp_path: Path) -> None:
     code = """
 import signal
-from agentrl.cluster import open_cluster
+from agentrl.cluster.backends import open_cluster
 from agentrl.cluster.settings import ClusterSettings
 from agentrl.errors import SettingsError
 from agentrl.training.run.signals import sigterm_as_ctrl_c

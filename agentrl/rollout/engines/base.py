@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from agentrl.cluster.backends import has_many_nodes
 from agentrl.cluster.processes import Bundle, ClusterNode
 from agentrl.errors import SettingsError
 from agentrl_envs.registry import Registry, UnknownNameError
@@ -343,7 +344,7 @@ def engine_facts(rollout: RolloutSettings) -> EngineFacts:
 def servers_on_nodes(rollout: RolloutSettings, cluster: str) -> bool:
     """Return True if a cluster of this kind (``cluster.kind``) places the engine's servers on its nodes."""
     facts = engine_facts(rollout)
-    return cluster == "ray" and facts.servers > 0 and not facts.shares_gpus
+    return has_many_nodes(cluster) and facts.servers > 0 and not facts.shares_gpus
 
 
 def server_bundles(facts: EngineFacts, nodes: Sequence[ClusterNode], cpus: float) -> list[Bundle]:

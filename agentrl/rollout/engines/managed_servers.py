@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from agentrl.cluster import open_cluster
+from agentrl.cluster.backends import open_cluster
 from agentrl.errors import SettingsError
 from agentrl.rollout.engines.base import EngineRequest, ServerSettings, engine_facts, server_bundles
 from agentrl.rollout.engines.processes import NodeServer, ServerPlan, ServerProcess

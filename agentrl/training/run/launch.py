@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agentrl.cluster import open_cluster
+from agentrl.cluster.backends import has_many_nodes, open_cluster
 from agentrl.cluster.launchers import RankPosition
 from agentrl.cluster.local import log_file
 from agentrl.cluster.plan import PLAN_COLUMNS, UnplaceableError, add_to_nodes, nodes_with_room, plan_table
@@ -61,7 +61,7 @@ _FINAL = (0, SettingsError.exit_code, INTERRUPTED)
 def launched(settings: Settings) -> bool:
     """Return True if ranks run in separate processes, not in this one."""
     cluster = settings.cluster
-    return settings.training.num_processes > 1 or cluster.kind == "ray" or cluster.restarts > 0
+    return settings.training.num_processes > 1 or has_many_nodes(cluster.kind) or cluster.restarts > 0
 
 
 def launch(settings: Settings, run_path: Path, *, resume: bool, poll: Callable[[], object] = lambda: None) -> int:
@@ -77,7 +77,7 @@ def launch(settings: Settings, run_path: Path, *, resume: bool, poll: Callable[[
     cluster = open_cluster(settings.cluster, _own_gpus())
     try:
         nodes = cluster.nodes()
-        if settings.cluster.kind == "ray":
+        if has_many_nodes(settings.cluster.kind):
             _table(settings, nodes)  # raises UnplaceableError if the run cannot be placed
         sizes = RunSizes(settings, lambda size: bundles_of(size, nodes), run_path / "checkpoints")
         attempt = 0
@@ -458,7 +458,7 @@ class RunSizes:
         again, self._lost = lost == self._lost, lost
         if again and end.own_fault and len(self._sizes) > 1:
             cluster.exclude_resource(reservation, slot % self._ranks_a_node())
-            if not reservation.gpus and self._sizes[0][0].cluster.kind != "ray":  # CPUs are not counted
+            if not reservation.gpus and not has_many_nodes(self._sizes[0][0].cluster.kind):  # CPUs are not counted
                 self._largest = min(self._last + 1, len(self._sizes) - 1)
 
     def _ranks_a_node(self) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from agentrl.cluster.backends import has_many_nodes
 from agentrl.config import dump_yaml
 from agentrl.errors import SettingsError
 from agentrl.models.attention import attention_obstacle, length_obstacle, sharing_obstacle
@@ -160,7 +161,7 @@ def dry_run(settings: Settings) -> None:
     console.note(f"passes: {passes}")
     for problem in machine_problems(settings):
         console.warning(f"this machine cannot run these settings: {problem}")
-    if settings.cluster.kind == "ray":
+    if has_many_nodes(settings.cluster.kind):
         show_plan(settings, console)
     try:
         config_of(settings.model)

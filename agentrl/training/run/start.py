@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import torch
 
+from agentrl.cluster.backends import has_many_nodes
 from agentrl.cluster.launchers import adopt_slurm, check_launcher, ranks_here, under_a_launcher
 from agentrl.cluster.local import HERE, keep_log, log_file
 from agentrl.cluster.processes import STARTED_BY
@@ -97,7 +98,7 @@ def restored_process() -> Iterator[None]:
 def _train(settings: Settings, resume: bool, callbacks: Callbacks | None, *, embedded: bool) -> int:
     console = Console(settings.telemetry)
     check_inputs(settings)
-    here = settings.cluster.kind != "ray"
+    here = not has_many_nodes(settings.cluster.kind)
     if here and (lacking := machine_problems(settings)):
         raise SettingsError("\n".join(lacking))
     run = _open_run(settings, resume)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from agentrl.cluster.backends import has_many_nodes
 from agentrl.rollout.engines.base import EngineFacts, EnginePlugin, ServerSettings
 
 if TYPE_CHECKING:
@@ -98,8 +99,8 @@ class VLLMPlugin(EnginePlugin):
                 f"rollout.vllm.transfer={vllm.transfer} with rollout.vllm.lora=adapter: servers load adapters from "
                 "files; valid: auto, file, or rollout.vllm.lora=merged"
             )
-        if cluster == "ray" and vllm.placement == "dedicated" and vllm.devices is not None:
-            yield f"rollout.vllm.devices={vllm.devices} with cluster.kind=ray: Ray chooses the GPUs; valid: null"
+        if has_many_nodes(cluster) and vllm.placement == "dedicated" and vllm.devices is not None:
+            yield f"rollout.vllm.devices={vllm.devices}: cluster.kind={cluster} chooses the GPUs; valid: null"
         for address in vllm.addresses:
             if not address.startswith(("http://", "https://")):
                 yield f"rollout.vllm.addresses: {address!r} is not an address; valid: http://HOST:PORT"
