@@ -23,7 +23,7 @@ from agentrl.errors import WorldError
 from agentrl.rollout.engines.base import engine_facts, server_bundles
 from agentrl.rollout.engines.processes import NodeServer
 from agentrl.rollout.engines.replica import ServerNeeds
-from agentrl.rollout.engines.servers import ServerEngine
+from agentrl.rollout.engines.server_pool import ServerEngine
 from agentrl.rollout.engines.vllm.engine import vllm_engine
 from agentrl.rollout.engines.vllm.plan import plan_servers
 from agentrl.rollout.settings import RolloutSettings

@@ -19,7 +19,7 @@ from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.engines import PROBE, OpenedModel, open_engine
 from agentrl.evaluation.run import Evaluation
 from agentrl.evaluation.settings import EvaluationRequest
-from agentrl.rollout.engines.servers import ServerEngine
+from agentrl.rollout.engines.server_pool import ServerEngine
 from agentrl.telemetry.console import Console
 from agentrl.weights.verify import checksums
 from agentrl_envs.types import Ended, Step

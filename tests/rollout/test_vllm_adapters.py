@@ -14,7 +14,7 @@ from rollout.vllm_support import CODEC, NEEDS, ask, eventually, rollout
 
 from agentrl.errors import SettingsError
 from agentrl.rollout.engines.replica import Replica
-from agentrl.rollout.engines.servers import ServerEngine
+from agentrl.rollout.engines.server_pool import ServerEngine
 from agentrl.rollout.engines.vllm.engine import vllm_engine
 from agentrl.rollout.engines.vllm.plan import VLLMPlan
 

@@ -33,7 +33,7 @@ from agentrl.models.loading import build_tiny_model, read_model, train_tokenizer
 from agentrl.models.settings import ModelSettings, TinyModelSettings
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.base import Completion, EngineRequest, Sampling
-from agentrl.rollout.engines.servers import ServerEngine
+from agentrl.rollout.engines.server_pool import ServerEngine
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.engines.vllm.engine import ManagedVLLM
 from agentrl.rollout.engines.vllm.replica import VLLMReplica

@@ -14,7 +14,7 @@ from rollout.vllm_support import CODEC, PROMPT, ask, eventually, is_up, opened
 from agentrl.errors import WorldError
 from agentrl.rollout.engines.base import CacheUse, EngineError
 from agentrl.rollout.engines.replica import Replica
-from agentrl.rollout.engines.servers import ServerEngine
+from agentrl.rollout.engines.server_pool import ServerEngine
 
 pytestmark = pytest.mark.slow
 

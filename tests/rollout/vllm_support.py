@@ -12,7 +12,7 @@ from rollout.fakes import byte_codec
 
 from agentrl.rollout.engines.base import Completion, Sampling
 from agentrl.rollout.engines.replica import ServerNeeds
-from agentrl.rollout.engines.servers import ServerEngine
+from agentrl.rollout.engines.server_pool import ServerEngine
 from agentrl.rollout.engines.vllm.engine import vllm_engine
 from agentrl.rollout.settings import RolloutSettings
 

@@ -1,398 +1,155 @@
-"""The engine over servers: balances requests, retries them on other servers and updates the weights of all servers."""
+"""The base class of server engines: vLLM's derives from it, and so does an engine of your own.
+
+Servers are started by the run, or external. `ManagedServers` covers their lifecycle and weights, and
+:mod:`.server_pool` the requests. See docs/how-to/engines.md for a complete example.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
-import logging
-import random
-import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
-from agentrl.errors import WorldError, says_out_of_memory
-from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling, ServerSettings
-from agentrl.rollout.engines.member import LONGEST_PAUSE, Balancer, Member
-from agentrl.rollout.engines.processes import ServerProcess
-from agentrl.rollout.engines.replica import (
-    GarbageError,
-    Replica,
-    ServerCallError,
-    ServerNeeds,
-    StatusError,
-    TurnRequest,
-)
-from agentrl.rollout.engines.served_weights import Check, ServedWeights
-from agentrl.telemetry.trace import call
-
-logger = logging.getLogger(__name__)
-
-_Result = TypeVar("_Result")
-
-_FIRST_BACKOFF = 0.1  # seconds
+from agentrl.cluster.backends import open_cluster
+from agentrl.errors import SettingsError
+from agentrl.rollout.engines.base import EngineRequest, ServerSettings, engine_facts, server_bundles
+from agentrl.rollout.engines.processes import NodeServer, ServerPlan, ServerProcess
+from agentrl.rollout.engines.replica import Replica, ServerNeeds
+from agentrl.rollout.engines.served_weights import ServedWeights
+from agentrl.rollout.engines.server_pool import ServerEngine
+from agentrl.weights.sources import TransferTarget
+from agentrl.weights.verify import Probe, Verifier
 
 
-class ServerEngine:
-    """An :class:`~agentrl.rollout.engines.base.Engine` over servers. Must be used from a single event loop.
+class ManagedServers(ABC):
+    """A :class:`~agentrl.rollout.engines.base.ManagedEngine` over servers.
 
-    If a server dies, its requests restart on another server from the trajectory's exact tokens and with the same seed.
-    Earlier turns are never sampled again.
+    A plug-in implements :meth:`connect` and, if it starts servers, :meth:`plans`. All other methods have defaults.
     """
 
-    def __init__(
-        self,
-        servers: Sequence[ServerProcess | str],
-        connect: Callable[[str], Replica],
-        needs: ServerNeeds,
-        settings: ServerSettings,
-        *,
-        weights: ServedWeights,
-        label: bool = True,
-    ) -> None:
-        """Configure the engine without starting servers.
-
-        ``servers``: processes to start, or addresses. ``connect``: creates the client for an address.
-
-        ``label``: whether to label the weights of servers that have no version.
-        """
-        self._needs = needs
-        self._settings = settings
-        self._weights = weights
-        self._label = label
-        self._balancer = Balancer(len(servers))
-        self._gate = asyncio.Event()  # closed while weights change
-        self._revival = asyncio.Event()  # likewise, but open if no server is left to receive them
-        self._members = [
-            Member(served, index, load, self._gate, connect, settings)
-            for index, (served, load) in enumerate(zip(servers, self._balancer.loads, strict=True))
-        ]
-        self._asleep = False
-        self._outage_since: float | None = None
-
-    # -- start and end --------------------------------------------------------------------------------------------
-
-    async def open(self) -> None:
-        """Start the run's servers, and check all servers. Raises SettingsError or WorldError."""
-        await asyncio.gather(*(member.start() for member in self._members))
-        await asyncio.gather(*(self._open(member) for member in self._members))
-        self._open_gate()
-
-    async def close(self) -> None:
-        await asyncio.gather(*(member.close() for member in self._members))
-
-    async def _open(self, member: Member) -> None:
-        identity = await member.open(self._needs)
-        if identity.version is not None:
-            self._weights.untouched = False
-        elif self._label:
-            await member.replica.label(self.version)
-
-    # -- sampling -------------------------------------------------------------------------------------------------
-
-    async def generate(
-        self,
-        token_ids: tuple[int, ...],
-        sampling: Sampling,
-        *,
-        trajectory_id: str,
-        request_id: str,
-        seed: int,
-    ) -> Completion:
-        """Sample one turn after ``token_ids``; see :class:`~agentrl.rollout.engines.base.Engine`."""
-        avoid: set[int] = set()
-        failures: list[str] = []
-        while True:
-            member = await self._member_for(trajectory_id, len(token_ids), frozenset(avoid))
-            limit = member.load.limit
-            try:
-                return await self._ask(member, token_ids, sampling, trajectory_id, request_id, seed)
-            except ServerCallError as error:
-                failures.append(f"{member.address}: {error}")
-                if says_out_of_memory(str(error)) and member.load.limit == limit:
-                    member.halve_request_limit()  # once for all requests that failed because of the same shortage
-                if not self._note_failure(member, error) or len(failures) > self._settings.request_retries:
-                    raise EngineError(f"request {request_id} failed {len(failures)} times: {failures[-1]}") from error
-                avoid.add(member.index)
-            await asyncio.sleep(random.uniform(0.5, 1.0) * min(LONGEST_PAUSE, _FIRST_BACKOFF * 2 ** len(failures)))
-
-    async def _ask(
-        self,
-        member: Member,
-        token_ids: tuple[int, ...],
-        sampling: Sampling,
-        trajectory_id: str,
-        request_id: str,
-        seed: int,
-    ) -> Completion:
-        version = self.version
-        size = {"context": len(token_ids), "reserved": sampling.max_tokens}
-        self._balancer.add_request(member.index, trajectory_id, **size)
-        try:
-            async with self._weights.used(member.replica, version) as adapter, member.stalls.watch_request():
-                with call(f"server {member.index}", "request", context=len(token_ids)):
-                    completion = await member.replica.generate(
-                        TurnRequest(
-                            token_ids=token_ids,
-                            sampling=sampling,
-                            # A server may reject an id that is still in use.
-                            request_id=f"{request_id}-{secrets.token_hex(3)}",
-                            seed=seed,
-                            eos_ids=self._needs.codec.end_ids,
-                            salt=self._weights.salt(version),
-                            adapter=adapter,
-                        )
-                    )
-        finally:
-            self._balancer.remove_request(member.index, trajectory_id, **size)
-        completion = self._weights.dated(completion, version)
-        versions = {item for item, _ in completion.version_spans}
-        if not all(version <= item <= self.version for item in versions):
-            raise GarbageError(
-                f"tokens have versions {sorted(versions)}, but the request has version {version} (now {self.version})"
-            )
-        return completion
-
-    async def _member_for(self, trajectory_id: str, context: int, failed_servers: frozenset[int]) -> Member:
-        """Choose a server for a request. Waits while weights change and while all servers are full or down."""
-        while True:
-            await self._gate.wait()
-            index = self._balancer.choose_server(trajectory_id, context=context, failed_servers=failed_servers)
-            if index is not None:
-                self._outage_since = None
-                return self._members[index]
-            if self._up:
-                await self._balancer.wait_for_change()
-            else:
-                await self._wait_in_outage()
-
-    async def _wait_in_outage(self) -> None:
-        """Wait for a change while no server is available.
-
-        Raises WorldError ``outage_deadline`` seconds after the outage began, or at once if no server can recover.
-        """
-        loop = asyncio.get_running_loop()
-        if self._outage_since is None:
-            self._outage_since = loop.time()
-        left = self._outage_since + self._settings.outage_deadline - loop.time()
-        hopeless = all(member.reviving is None or member.reviving.done() for member in self._members)
-        if left <= 0 or hopeless:
-            raise WorldError(
-                f"no {self._title} server is available (waited {loop.time() - self._outage_since:.0f} s of "
-                f"{self._settings.prefix}.outage_deadline={self._settings.outage_deadline:g}): {self._lost}"
-            )
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left):
-                await self._balancer.wait_for_change()
-
-    def release(self, trajectory_id: str) -> None:
-        self._balancer.release(trajectory_id)
-
-    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Return the log-probabilities at temperature 1 of ``token_ids[1:]`` from the first server that is up."""
-        for member in self._up:
-            try:
-                return await member.replica.score(token_ids, salt=self._weights.salt(self.version))
-            except ServerCallError as error:
-                self._note_failure(member, error)
-        raise EngineError(f"no {self._title} server is available: {self._lost}")
-
-    async def cache_use(self) -> CacheUse | None:
-        """Return the total cache of the servers that are up and the usage of the fullest. None if unreported."""
-        known: list[CacheUse] = []
-        calls = (member.replica.cache_use() for member in self._up)
-        for answer in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(answer, CacheUse):
-                known.append(answer)
-            elif isinstance(answer, BaseException) and not isinstance(answer, ServerCallError):
-                raise answer
-        if not known:
-            return None
-        return CacheUse(
-            tokens=sum(item.tokens for item in known),
-            used=max(item.used for item in known),
-            preemptions=sum(item.preemptions for item in known),
+    def __init__(self, request: EngineRequest, settings: ServerSettings) -> None:
+        """Plan the servers without starting them. Raises SettingsError if they cannot be placed."""
+        self.request = request
+        self.settings = settings
+        self.facts = engine_facts(request.rollout)
+        self.verifier = Verifier(request.policy.dtype, bound=settings.probe_bound)
+        self._cluster = None if request.cluster is None else open_cluster(request.cluster, None)
+        self.engine = ServerEngine(
+            self._servers(),
+            self.connect,
+            ServerNeeds.of(request.policy_path, request.codec, max_tokens=request.longest),
+            settings,
+            weights=self.weights(),
         )
 
-    # -- failures -------------------------------------------------------------------------------------------------
+    # -- implemented by plug-ins ----------------------------------------------------------------------------------
 
-    def _note_failure(self, member: Member, error: ServerCallError) -> bool:
-        """Record a server's failure, and mark the server as down if necessary. Returns True to retry the request."""
-        member.failure = str(error)
-        if isinstance(error, StatusError):
-            if says_out_of_memory(error.message):
-                return True
-            if error.status < 500:
-                return False
-        if member.load.up:
-            logger.warning("%s is removed from rotation: %s", member.name, error)
-            member.load.up = False
-            self._balancer.forget_prefixes(member.index)
-        if member.reviving is None or member.reviving.done():
-            work = member.revive(self._weights, self._revival)
-            member.reviving = asyncio.create_task(work, name=f"revive {member.address}")
-            member.reviving.add_done_callback(self._revived)
-        return True
+    @abstractmethod
+    def connect(self, address: str) -> Replica:
+        """Return the client of the server at ``address``."""
 
-    def _revived(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("giving up on a server: %s", task.exception())
-        self._balancer.notify()
+    def plans(self, gpus: Sequence[str] | None) -> Sequence[ServerPlan]:
+        """Return the plans of the ``settings.replicas`` servers to start. The default raises SettingsError.
 
-    # -- weights --------------------------------------------------------------------------------------------------
+        ``gpus``: the GPUs to use; None: the GPUs of this machine, of which training uses the first
+        ``request.training_gpus``.
+        """
+        raise SettingsError(
+            f"rollout.engine={self.request.rollout.engine} does not start servers: set {self.settings.prefix}.addresses"
+        )
 
-    @property
-    def version(self) -> int:
-        return self._weights.version
+    def weights(self) -> ServedWeights:
+        """Return the initial weights. By default, new weights replace them in place."""
+        return ServedWeights(0, recompute=self.request.rollout.kv_on_update == "recomputed")
 
-    @property
-    def untouched(self) -> bool:
-        """Whether the servers hold their initial weights."""
-        return self._weights.untouched
+    def way(self) -> TransferTarget:
+        """Return the method of weight transfer, to which :meth:`target` adds the servers. Defaults to files."""
+        return TransferTarget(deadline=self.settings.stall_deadline)
 
-    def targets(self) -> list[tuple[str, int, int]]:
-        """Return the address, the number of GPU workers and the number of starts of every responding server."""
-        return [
-            (
-                member.address,
-                member.identity.workers if member.identity is not None else 1,
-                member.server.starts if member.server is not None else 0,
+    # -- lifecycle ------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        try:
+            await self.engine.open()
+        except BaseException:
+            await self.close()
+            raise
+
+    def begin_rollouts(self) -> None:
+        """Do nothing, because sleeping servers were woken to receive their weights."""
+
+    async def end_rollouts(self) -> None:
+        if self.facts.shares_gpus:
+            await self.engine.sleep()
+
+    def target(self) -> TransferTarget | None:
+        targets = self.engine.targets()
+        return replace(
+            self.way(),
+            addresses=tuple(address for address, _, _ in targets),
+            world_sizes=tuple(workers for _, workers, _ in targets),
+            starts=tuple(starts for _, _, starts in targets),
+        )
+
+    async def verify(self, version: int, probe: Probe) -> str | None:
+        """Verify the servers' weights. Their version labels are checked only if the weights will change.
+
+        Raises SettingsError if external servers serve a different model.
+        """
+        if self.request.trained and not self.engine.untouched:
+            return "its weights come from an earlier run"
+        problem = await self._compare(probe)
+        if problem is not None and self.settings.addresses:
+            raise SettingsError(
+                f"{problem}: the server serves a different model or dtype than model.path. "
+                "Start the server with the model in model.path (agentrl serve-policy)"
             )
-            for member in self._members
-            if member.responds
-        ]
+        return problem
 
     async def pause(self) -> None:
-        """Pause all running and new requests, so that weights can change. Sleeping servers allocate memory for weights.
+        await self.engine.pause()
 
-        If servers load adapters, running requests continue, because each request keeps its adapter.
-        """
-        self._close_gate()
-        if self._asleep:
-            await self._on_all(lambda replica: replica.wake("weights"))
-        elif self._weights.replaced:
-            await self._on_all(lambda replica: replica.pause())
+    async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
+        if probe is None:
+            raise ValueError("servers accept new weights only with a probe")
+        await self.engine.install(None if directory is None else Path(directory), version)
+        return await self._compare(probe)
 
-    async def install(self, directory: Path | None, version: int) -> None:
-        """Install the weights of ``version`` from ``directory``; None: they have been transferred to the servers.
+    def record(self) -> Mapping[str, str]:
+        releases = ", ".join(self.engine.releases())
+        return {"name": self.request.rollout.engine, "version": releases, "dtype": self.request.policy.dtype}
 
-        Call :meth:`pause` first. Running requests continue; new ones wait for :meth:`resume`.
-        """
-        self._weights.replace(directory, version)
-        asleep, self._asleep = self._asleep, False
+    async def close(self) -> None:
+        await self.engine.close()
+        if self._cluster is not None:
+            await asyncio.to_thread(self._cluster.close)
 
-        async def take(replica: Replica) -> None:
-            if asleep:
-                await replica.wake("kv_cache")
-            await self._weights.install(replica)
-            if self._weights.replaced:
-                await replica.resume()
+    def _servers(self) -> Sequence[ServerProcess | str]:
+        if self.settings.addresses:
+            return self.settings.addresses
+        folder = self.request.folder
+        if self._cluster is None or self.request.cluster is None:
+            return [ServerProcess(plan, folder, number) for number, plan in enumerate(self.plans(None))]
+        bundles = server_bundles(self.facts, self._cluster.nodes(), self.request.cluster.server_cpus)
+        # Placeholders, because the GPUs depend on the node that the cluster chooses.
+        plans = self.plans([str(number) for number in range(sum(one.gpus for one in bundles))])
+        return [
+            NodeServer(plan, folder, number, cluster=self._cluster, bundle=bundle)
+            for number, (plan, bundle) in enumerate(zip(plans, bundles, strict=True))
+        ]
 
-        await self._on_all(take)
-        self._balancer.forget_prefixes()
+    async def _compare(self, probe: Probe) -> str | None:
+        """Compare every server's checksums and scores with the probe. Requests resume if all are correct."""
 
-    async def problems(self, check: Check) -> list[str]:
-        """Return the problems that ``check`` finds with the responding servers."""
-        return [problem for problem in await self._on_all(check) if problem is not None]
+        def check(replica: Replica) -> Coroutine[object, object, str | None]:
+            return self.verifier.check(replica, probe)
 
-    def resume(self, check: Check | None = None) -> None:
-        """Allow new requests. A recovered server must pass ``check``."""
-        self._weights.check = check
-        for member in self._members:
-            if member.stale:
-                member.stale, member.load.up = False, True
-        self._open_gate()
-        self._balancer.notify()
-
-    async def adopt(self) -> None:
-        """Label the servers' weights as the current version, regardless of their label, and treat them as initial."""
-        await self._on_all(lambda replica: replica.label(self.version))
-        self._weights.untouched = True
-
-    async def sleep(self) -> None:
-        """Release the GPUs to the trainer until the next :meth:`install`. Drop weights that the install replaces."""
-        self._close_gate()
-        self._asleep = True
-        self._balancer.forget_prefixes()
-        await self._on_all(lambda replica: replica.sleep(keep_weights=not self._weights.replaced))
-
-    def _open_gate(self) -> None:
-        self._gate.set()
-        self._revival.set()
-
-    def _close_gate(self) -> None:
-        self._gate.clear()
-        self._revival.clear()
-
-    async def _on_all(self, call: Callable[[Replica], Awaitable[_Result]]) -> list[_Result]:
-        """Call every responding server, and mark the others as down.
-
-        If no server is left, wait for one to recover and call it. Raises WorldError if none recovers in time.
-        """
-        while not (results := await self._on_answering(call)):
-            await self._await_return()
-        return results
-
-    async def _await_return(self) -> None:
-        """Wait until a server responds, even while weights change. Raises WorldError after ``outage_deadline``."""
-        logger.warning(
-            "no %s server is available to receive the weights: waiting for one, at most %g s (%s.outage_deadline)",
-            self._title, self._settings.outage_deadline, self._settings.prefix,
-        )  # fmt: skip
-        self._revival.set()
-        try:
-            while not any(member.responds for member in self._members):
-                await self._wait_in_outage()
-        finally:
-            if not self._gate.is_set():
-                self._revival.clear()
-        self._outage_since = None
-
-    async def _on_answering(self, call: Callable[[Replica], Awaitable[_Result]]) -> list[_Result]:
-        asked = [member for member in self._members if member.responds]
-        outcomes = await asyncio.gather(*(call(member.replica) for member in asked), return_exceptions=True)
-        results: list[_Result] = []
-        for member, outcome in zip(asked, outcomes, strict=True):
-            if isinstance(outcome, ServerCallError):
-                member.stale = False
-                self._note_failure(member, outcome)
-                member.load.up = False
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            else:
-                results.append(outcome)
-        return results
-
-    # -- status ---------------------------------------------------------------------------------------------------
-
-    @property
-    def _up(self) -> list[Member]:
-        return [member for member in self._members if member.load.up]
-
-    @property
-    def _title(self) -> str:
-        return self._members[0].replica.title
-
-    @property
-    def _lost(self) -> str:
-        return "; ".join(member.loss_message for member in self._members)
-
-    def releases(self) -> list[str]:
-        return sorted({member.identity.release for member in self._members if member.identity is not None})
-
-    def fingerprint(self) -> str:
-        """Return a digest of tokenizer, vocabulary and version. Equal digests do not prove equal weights; probes do."""
-        text = f"{self._needs.codec.encode('0 1 2 print()')} {self._needs.vocabulary} {self.version}"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    async def health(self) -> str:
-        up = self._up
-        if not up:
-            raise EngineError(f"no {self._title} server is available: {self._lost}")
-        identities = [member.identity for member in up if member.identity is not None]
-        about = " ".join([self._title, *sorted({one.release for one in identities})])
-        notes = "".join(f"; {note}" for note in sorted({one.note for one in identities if one.note}))
-        down = f", {len(self._members) - len(up)} down" if len(up) < len(self._members) else ""
-        addresses = ", ".join(member.address for member in up)
-        return f"{about}, {len(up)} servers{down}: {addresses}{notes}; version {self.version}"
+        problems = await self.engine.problems(check)
+        if problems:
+            return "; ".join(problems)
+        if not self.request.trained:
+            await self.engine.adopt()
+        self.engine.resume(check)
+        return None

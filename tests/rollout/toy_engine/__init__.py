@@ -6,9 +6,9 @@ import msgspec
 
 from agentrl.cluster.processes import free_port
 from agentrl.rollout.engines.base import Completion, EngineFacts, EnginePlugin, ServerSettings
-from agentrl.rollout.engines.managed_servers import ManagedServers
 from agentrl.rollout.engines.processes import ServerPlan
 from agentrl.rollout.engines.replica import Identity, Replica
+from agentrl.rollout.engines.servers import ManagedServers
 
 
 class ToyReplica(Replica):

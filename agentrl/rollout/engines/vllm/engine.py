@@ -17,11 +17,11 @@ from agentrl.errors import SettingsError, WorldError
 from agentrl.models.settings import LoRASettings, ModelSettings
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.base import EngineRequest
-from agentrl.rollout.engines.managed_servers import ManagedServers
 from agentrl.rollout.engines.processes import ServerProcess
 from agentrl.rollout.engines.replica import Replica, ServerNeeds
 from agentrl.rollout.engines.served_weights import ServedAdapters, ServedWeights
-from agentrl.rollout.engines.servers import ServerEngine
+from agentrl.rollout.engines.server_pool import ServerEngine
+from agentrl.rollout.engines.servers import ManagedServers
 from agentrl.rollout.engines.vllm.plan import VLLMPlan, adapter_rank, adapters_in_use, changeable_policy, policy_servers
 from agentrl.rollout.engines.vllm.plugin import VLLMSettings
 from agentrl.rollout.engines.vllm.replica import VLLMReplica
