@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal
 
@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.kernels.attention import Layout, PackedRow, lay_out, pack_row
+from agentrl.kernels.attention import PackedRow, pack_row
 from agentrl.trajectory import Trajectory
 
 
@@ -52,8 +52,8 @@ class MicroBatch:
     """
 
     token_ids: np.ndarray  # [L] int32
-    lengths: np.ndarray  # [S] int32, number of tokens in each segment of the row
-    continued: np.ndarray  # [S] int32, index of the segment that this segment continues; its own index if none
+    lengths: np.ndarray  # [S] int64, number of tokens in each segment of the row
+    continued: np.ndarray  # [S] int64, index of the segment that this segment continues; its own index if none
     prompt_ends: np.ndarray  # [B] int64, index of the last prompt token in the row
     starts: np.ndarray  # [B] int64, index of the first response token in the row
     run_lengths: np.ndarray  # [R] int32
@@ -99,9 +99,9 @@ class MicroBatch:
             (_array([item.prompt_ids], "i"), _array([segment.token_ids for segment in item.segments], "i"))
             for item in items
         ]
-        layout = lay_out([(torch.from_numpy(prompt), torch.from_numpy(response)) for prompt, response in documents])
+        row = pack_row([(torch.from_numpy(prompt), torch.from_numpy(response)) for prompt, response in documents])
         return cls(
-            **{name: value.numpy() for name, value in layout._asdict().items()},
+            **{field.name: getattr(row, field.name).numpy() for field in fields(row)},
             run_lengths=np.array([len(segment.token_ids) for segment in segments], dtype=np.int32),
             run_sampled=np.array([segment.origin == "model" for segment in segments]),
             run_rewards=np.array([segment.reward for segment in segments], dtype=np.float32),
@@ -175,7 +175,7 @@ class Batch:
 
     @classmethod
     def of(cls, micro: MicroBatch, *, device: torch.device | str = "cpu", multiple: int = 1) -> Batch:
-        """Copy a micro-batch to ``device`` and pad it there. ``multiple`` is passed to :func:`.pack_row`."""
+        """Copy a micro-batch to ``device`` and pad it there. ``multiple``: see :meth:`.PackedRow.padded`."""
         rows, ends = len(micro.starts), np.cumsum(micro.runs)
         ends_of_runs = np.cumsum(micro.run_lengths)
         lengths = np.diff(ends_of_runs[ends - 1], prepend=0)
@@ -185,8 +185,7 @@ class Batch:
             own = micro.run_lengths[first:last]
             mask[line, : lengths[line]] = np.repeat(micro.run_sampled[first:last], own)
             rewards[line, np.cumsum(own) - 1] = micro.run_rewards[first:last]
-        layout = Layout(**{name: torch.from_numpy(getattr(micro, name)) for name in Layout._fields})
-        row = pack_row(layout, multiple=multiple)
+        row = PackedRow(**{field.name: torch.from_numpy(getattr(micro, field.name)) for field in fields(PackedRow)})
 
         def sent(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values).to(device)
@@ -196,7 +195,7 @@ class Batch:
         # nonzero_static receives the number of model tokens from the host, which avoids a device synchronization.
         places = torch.nonzero_static(response_mask, size=len(micro.log_probs))
         return cls(
-            row=row.to(device),
+            row=row.padded(multiple).to(device),
             rows=places[:, 0],
             columns=places[:, 1],
             response_mask=response_mask,
@@ -221,7 +220,7 @@ class Batch:
     @property
     def tokens(self) -> int:
         """Number of tokens in the row."""
-        return self.row.input_ids.shape[1]
+        return len(self.row.token_ids)
 
     @property
     def trajectories(self) -> int:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentrl.kernels.attention import AttentionBackend, AttentionPass, PackedRow, attend, backends, lay_out, pack_row
+from agentrl.kernels.attention import AttentionBackend, AttentionPass, PackedRow, attend, backends, pack_row
 
 HEADS, GROUPS = 2, 1
 _FEW_TOKENS = 512  # in a layer: the host's time does not depend on them, and computing takes next to none
@@ -68,7 +68,7 @@ def drawn(tokens: int, documents: int, seed: int, *, shared: bool) -> PackedRow:
     lengths = [max(9, int(tokens * share / sum(shares))) for share in shares]
     lengths[lengths.index(max(lengths))] += tokens - sum(lengths)
     prompts = [torch.full((200 if shared else 1,), number // 4 if shared else number) for number in range(documents)]
-    return pack_row(lay_out([(prompts[i], torch.zeros(lengths[i], dtype=torch.int64)) for i in range(documents)]))
+    return pack_row([(prompts[i], torch.zeros(lengths[i], dtype=torch.int64)) for i in range(documents)])
 
 
 def measure(backend: AttentionBackend, options: argparse.Namespace) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.kernels.arithmetic import cap_slope, head_input_gradient, tempered_logits
-from agentrl.kernels.attention import AttentionBackend, PackedRow, lay_out, pack_row, packed_states
+from agentrl.kernels.attention import AttentionBackend, PackedRow, pack_row, packed_states
 from agentrl.kernels.layer_energies import LayerEnergies, Parts, embedding_energy, gram_is_cheaper, take_apart
 from agentrl.kernels.records import KernelInputError, check_cap
 
@@ -100,7 +100,7 @@ def _prepared(
         # A shared prompt has different gradients in each trajectory, so each trajectory has a copy.
         lengths = active.sum(-1).clamp(min=1)
         lines = zip(input_ids.cpu(), lengths.tolist(), strict=True)
-        row = pack_row(lay_out([(line[:0], line[:count]) for line, count in lines], share_prompts=False))
+        row = pack_row([(line[:0], line[:count]) for line, count in lines], share_prompts=False)
         row = row.to(input_ids.device)
         read = (row, packed)
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agentrl.algorithms import ESTIMATORS, AdvantageInputs, compute_advantages
 from agentrl.kernels import full_kl, token_statistics
-from agentrl.kernels.attention import AttentionPass, attend, lay_out, pack_row
+from agentrl.kernels.attention import AttentionPass, attend, pack_row
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.settings import TrainingSettings
 
@@ -70,7 +70,7 @@ def attention() -> list[Tensor]:
     host = {"dtype": torch.int64, "device": "cpu"}
     prompts = [torch.full((7,), 1, **host), torch.full((7,), 1, **host), torch.full((3,), 2, **host)]  # type: ignore[call-overload]
     documents = [(prompt, torch.arange(9 + 5 * number, device="cpu")) for number, prompt in enumerate(prompts)]
-    row = pack_row(lay_out(documents)).to(torch.get_default_device())
+    row = pack_row(documents).to(torch.get_default_device())
     length = row.input_ids.shape[1]
     states = [torch.randn(1, heads, length, 8, generator=draw).requires_grad_() for heads in (4, 2, 2)]
     found = attend(AttentionPass(row=row, backend="sdpa"), *states)

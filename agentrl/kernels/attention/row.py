@@ -110,42 +110,42 @@ class Bounds(NamedTuple):
     most_keys: int
 
 
-class Layout(NamedTuple):
-    """B documents, each a prompt and a response, as S segments of one row of L tokens; all on the host.
-
-    A token attends to the tokens before it in its segment, and to all tokens of the segment that its segment continues,
-    if there is one: a prompt that several documents share.
-    """
-
-    token_ids: Tensor  # [L] int32
-    lengths: Tensor  # [S] int32, number of tokens of each segment, in row order
-    continued: Tensor  # [S] int32, index of the segment that it continues; its own index if none
-    prompt_ends: Tensor  # [B] int64, index in the row of each document's last prompt token
-    starts: Tensor  # [B] int64, index in the row of each document's first response token; the others follow it
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedRow:
-    """The tokens of B documents in one row of L tokens: a :class:`Layout` on a device.
+    """B documents, each a prompt and a response, as S segments of one row of L tokens.
 
-    The segments stay on the host, where attention plans its calls; nothing is read back from the device.
+    A token attends to the tokens before it in its segment, and to all tokens of the segment that its segment continues,
+    if there is one: a prompt that several documents share. The segments stay on the host, where attention plans its
+    calls; nothing is read back from the device.
 
     Two documents, the prompt (7, 8) and one token of response each:
 
     >>> prompt, one, two = torch.tensor([7, 8]), torch.tensor([1]), torch.tensor([2])
-    >>> row = pack_row(lay_out([(prompt, one), (prompt, two)]))
+    >>> row = pack_row([(prompt, one), (prompt, two)])
     >>> row.input_ids.tolist(), row.position_ids.tolist()
     ([[7, 8, 1, 2]], [[0, 1, 2, 2]])
     >>> row.lengths.tolist(), row.continued.tolist()
     ([2, 1, 1], [0, 0, 0])
     """
 
-    input_ids: Tensor  # [1, L] int64
-    position_ids: Tensor  # [1, L] int64, from 0 in each document
-    prompt_ends: Tensor  # [B] int64, as in the layout
-    starts: Tensor  # [B] int64, as in the layout
-    lengths: Tensor  # [S] int64, as in the layout, on the host
-    continued: Tensor  # [S] int64, as in the layout, on the host
+    token_ids: Tensor  # [L] int32
+    lengths: Tensor  # [S] int64, number of tokens of each segment, in row order; on the host
+    continued: Tensor  # [S] int64, index of the segment that it continues, its own index if none; on the host
+    prompt_ends: Tensor  # [B] int64, index in the row of each document's last prompt token
+    starts: Tensor  # [B] int64, index in the row of each document's first response token; the others follow it
+
+    @cached_property
+    def input_ids(self) -> Tensor:
+        """The token ids as the input of a model, [1, L] int64."""
+        return self.token_ids.long()[None]
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """Position of each token in its document, from 0, [1, L] int64."""
+        # From the index in the row to the position in the document.
+        shift = self.before - self.segment_starts
+        positions = torch.arange(len(self.token_ids), device="cpu") + shift.repeat_interleave(self.lengths)
+        return positions[None].to(self.token_ids.device)
 
     def tokens(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return the ids of the response tokens at ``columns`` of the documents ``rows``; both broadcast."""
@@ -156,17 +156,31 @@ class PackedRow:
 
         For a column after the end of a response, the index is inside the row but arbitrary.
         """
-        before = (self.starts[rows] + columns - 1).clamp(max=self.input_ids.shape[1] - 1)
+        before = (self.starts[rows] + columns - 1).clamp(max=len(self.token_ids) - 1)
         return torch.where(columns == 0, self.prompt_ends[rows], before)
 
     def to(self, device: torch.device | str) -> PackedRow:
         """Return the row on ``device``."""
         return replace(
             self,
-            input_ids=self.input_ids.to(device),
-            position_ids=self.position_ids.to(device),
+            token_ids=self.token_ids.to(device),
             prompt_ends=self.prompt_ends.to(device),
             starts=self.starts.to(device),
+        )
+
+    def padded(self, multiple: int) -> PackedRow:
+        """Pad the row to a multiple, so that ranks that share it have the same number of tokens.
+
+        The padding is a last segment of zeros, which no document reads.
+        """
+        missing = -len(self.token_ids) % multiple
+        if not missing:
+            return self
+        return replace(
+            self,
+            token_ids=torch.nn.functional.pad(self.token_ids, (0, missing)),
+            lengths=torch.nn.functional.pad(self.lengths, (0, 1), value=missing),
+            continued=torch.nn.functional.pad(self.continued, (0, 1), value=len(self.lengths)),
         )
 
     @cached_property
@@ -177,7 +191,8 @@ class PackedRow:
     @cached_property
     def before(self) -> Tensor:
         """Number of tokens of the document before each segment, [S]: the tokens of the prompt that it continues."""
-        return _before(self.lengths, self.continued)
+        alone = self.continued == torch.arange(len(self.lengths), device="cpu")
+        return torch.where(alone, 0, self.lengths[self.continued])
 
     @cached_property
     def segment_starts(self) -> Tensor:
@@ -192,14 +207,14 @@ class PackedRow:
     @cached_property
     def segment_of(self) -> tuple[Tensor, Tensor]:
         """Indices of each token's segment and of the segment that it continues, both [L]. Tokens attend to both."""
-        device = self.input_ids.device
+        device = self.token_ids.device
         numbers = torch.arange(len(self.lengths), device="cpu").repeat_interleave(self.lengths)
         return numbers.to(device), self.continued[numbers].to(device)
 
     @cached_property
     def bounds(self) -> Bounds:
         """Segment boundaries for kernels with variable lengths, copied to the device once, not in every layer."""
-        device = self.input_ids.device
+        device = self.token_ids.device
         keys = self.lengths + self.before
 
         def ends(lengths: Tensor) -> Tensor:
@@ -236,8 +251,8 @@ class PackedRow:
             first[numbers] = offset + width * torch.arange(len(part), device="cpu")
             offset += tables[-1].numel()
         shift = first + self.before - self.segment_starts
-        own = torch.arange(self.input_ids.shape[1], device="cpu") + shift.repeat_interleave(self.lengths)
-        device = self.input_ids.device
+        own = torch.arange(len(self.token_ids), device="cpu") + shift.repeat_interleave(self.lengths)
+        device = self.token_ids.device
         return tuple(table.to(device) for table in tables), own.to(device)
 
     def _indices(self, numbers: Tensor, columns: Tensor) -> Tensor:
@@ -262,8 +277,8 @@ class PackedRow:
         return parts
 
 
-def lay_out(documents: Sequence[tuple[Tensor, Tensor]], *, share_prompts: bool = True) -> Layout:
-    """Return the layout of documents (prompt, response) of token ids, all on the host.
+def pack_row(documents: Sequence[tuple[Tensor, Tensor]], *, share_prompts: bool = True) -> PackedRow:
+    """Pack documents (prompt, response) of token ids, all on the host.
 
     With ``share_prompts``, the row contains a prompt that several documents have only once.
     """
@@ -293,36 +308,12 @@ def lay_out(documents: Sequence[tuple[Tensor, Tensor]], *, share_prompts: bool =
         starts.append(ends[-1])
         prompt_ends.append(ends[shared[name] + 1] - 1)
         append(response, shared[name])
-    return Layout(
+    return PackedRow(
         token_ids=torch.cat(segments).int(),
-        lengths=torch.tensor([len(segment) for segment in segments], dtype=torch.int32, device="cpu"),
-        continued=torch.tensor(continued, dtype=torch.int32, device="cpu"),
+        lengths=torch.tensor([len(segment) for segment in segments], device="cpu"),
+        continued=torch.tensor(continued, device="cpu"),
         prompt_ends=torch.tensor(prompt_ends, device="cpu"),
         starts=torch.tensor(starts, device="cpu"),
-    )
-
-
-def pack_row(layout: Layout, *, multiple: int = 1) -> PackedRow:
-    """Return the row of a layout, on the host.
-
-    A last segment of zeros, which no document reads, pads the row to a ``multiple``, so that ranks that share the row
-    have the same number of tokens.
-    """
-    token_ids, lengths, continued = layout.token_ids.long(), layout.lengths.long(), layout.continued.long()
-    if missing := -len(token_ids) % multiple:
-        token_ids = torch.nn.functional.pad(token_ids, (0, missing))
-        continued = torch.nn.functional.pad(continued, (0, 1), value=len(lengths))
-        lengths = torch.nn.functional.pad(lengths, (0, 1), value=missing)
-    # From the index in the row to the position in the document.
-    shift = _before(lengths, continued) - (lengths.cumsum(0) - lengths)
-    positions = torch.arange(len(token_ids), device="cpu") + shift.repeat_interleave(lengths)
-    return PackedRow(
-        input_ids=token_ids[None],
-        position_ids=positions[None],
-        prompt_ends=layout.prompt_ends,
-        starts=layout.starts,
-        lengths=lengths,
-        continued=continued,
     )
 
 
@@ -339,15 +330,9 @@ def pack_padded(
     counts = torch.where(on_host, torch.arange(1, mask.shape[1] + 1, device="cpu"), 0).amax(-1)
     lines = zip(input_ids.cpu(), prompt_lengths.tolist(), counts.tolist(), strict=True)
     documents = [(line[:start], line[start : start + count]) for line, start, count in lines]
-    row = pack_row(lay_out(documents, share_prompts=share_prompts), multiple=multiple)
+    row = pack_row(documents, share_prompts=share_prompts).padded(multiple)
     rows, columns = on_host.nonzero(as_tuple=True)
     return row.to(device), rows.to(device), columns.to(device)
-
-
-def _before(lengths: Tensor, continued: Tensor) -> Tensor:
-    """Return the number of tokens of the document before each segment, [S]."""
-    alone = continued == torch.arange(len(lengths), device="cpu")
-    return torch.where(alone, 0, lengths[continued])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import agentrl
 from agentrl.errors import SettingsError
-from agentrl.kernels.attention import PackedRow, lay_out, pack_row
+from agentrl.kernels.attention import PackedRow, pack_row
 from agentrl.models.attention import choose_attention
 from agentrl.models.exactness import check_policy
 from agentrl.models.loading import build_tiny_model, read_model, train_tokenizer, write_model
@@ -79,7 +79,7 @@ def pack_demonstrations(demonstrations: Sequence[EncodedDemonstration]) -> tuple
     documents = [(torch.tensor(one.prompt_ids), torch.tensor(one.response_ids)) for one in demonstrations]
     mask = pad_sequence([torch.tensor(one.response_mask) for one in demonstrations], batch_first=True)
     rows, columns = mask.nonzero(as_tuple=True)
-    return pack_row(lay_out(documents)), rows, columns
+    return pack_row(documents), rows, columns
 
 
 def batches(count: int, size: int, *, seed: int) -> Iterator[list[int]]:
