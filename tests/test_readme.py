@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
-from string import Template
 
 import pytest
-import torch.utils.cpp_extension
-from warm import run_warm
+from shell import Shell
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +18,6 @@ PAGES = {
     name: (ROOT / name).read_text(encoding="utf-8")
     for name in ("README.md", "docs/start/install.md", "docs/start/first-run.md", "docs/start/what-you-see.md")
 }
-BIN = Path(sys.executable).parent
 
 NEEDS_DATA = ("word_problems", "math_tiny", "simpletir_7b", "AGENTRL_DATA_DIR")
 COLD = "coldstart.steps=20 coldstart.count=256 coldstart.variants=1"
@@ -58,41 +53,6 @@ def shortened(command: str) -> str:
     fitting = [added for pattern, added in SHORTENED if re.match(pattern, command)]
     assert fitting, f"no rule says how to shorten {command!r}"
     return f"{command} {fitting[0]}"
-
-
-WARM = re.compile(r"agentrl (train|eval|coldstart|compare|regrade)\b(?!.*--dry-run)")
-"""Commands that are forked from a process with loaded libraries: `make train` and the others show the real start."""
-
-
-class Shell:
-    """Runs commands in one folder with a cache of its own, so that cold starts really run."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        cache = folder / "cache"
-        cache.mkdir()
-        compiled = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or torch.utils.cpp_extension.get_default_build_root())
-        compiled.mkdir(parents=True, exist_ok=True)
-        (cache / "torch_extensions").symlink_to(compiled)
-        (folder / "Makefile").symlink_to(ROOT / "Makefile")
-        self.environment = {
-            **os.environ,
-            "PATH": f"{BIN}:{os.environ['PATH']}",
-            "XDG_CACHE_HOME": str(cache),
-            "MPLCONFIGDIR": os.environ.get("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib")),
-            "HF_HUB_OFFLINE": "1",
-        }
-
-    def run(self, command: str) -> str:
-        """What the command said. It must succeed."""
-        run, line = subprocess.run, ["bash", "-c", command]
-        if WARM.match(command):
-            words = shlex.split(Template(command).substitute(self.environment))
-            run, line = run_warm, [sys.executable, "-m", "agentrl.cli", *words[1:]]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        done = run(line, cwd=self.folder, env=self.environment, timeout=600, **streams)
-        assert done.returncode == 0, f"$ {command}\n{done.stdout}"
-        return done.stdout
 
 
 @pytest.fixture
