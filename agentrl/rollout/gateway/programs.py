@@ -14,7 +14,7 @@ import signal
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import cast
 
@@ -173,6 +173,16 @@ def _optional_reward(value: object, source: str) -> float | None:
         raise AgentFailureError(f"{source} returned the reward {error}") from None
 
 
+@cache
+def _agents_loop() -> LoopThread:
+    """Return the event loop of this process's asynchronous agents.
+
+    It is never closed: a run opens the agents several times, and a client that their module creates once keeps
+    connections that belong to the loop.
+    """
+    return LoopThread()
+
+
 class _FunctionAgent(AgentProgram):
     """A user's function. Coroutines run in a separate event loop, other functions in threads."""
 
@@ -181,7 +191,6 @@ class _FunctionAgent(AgentProgram):
         self._function = function
         self._async = inspect.iscoroutinefunction(function)
         self._threads = BlockingCalls(threads, name="agent")
-        self._loop: LoopThread | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def run(self, problem: Problem, access: Access) -> float | None:
@@ -189,10 +198,10 @@ class _FunctionAgent(AgentProgram):
         call = partial(self._function, problem, **arguments)
         if not self._async:
             return _optional_reward(await self._threads.run(call), self._name)
-        if self._loop is None:
-            self._loop = LoopThread()
-            self._watch = asyncio.create_task(self._report_blocking(self._loop))
-        made = self._loop.start(cast("Coroutine[object, object, object]", call()))
+        loop = _agents_loop()
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._report_blocking(loop))
+        made = loop.start(cast("Coroutine[object, object, object]", call()))
         return _optional_reward(await asyncio.wrap_future(made), self._name)
 
     def describe(self) -> str:
@@ -202,9 +211,7 @@ class _FunctionAgent(AgentProgram):
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
-        if self._loop is not None:
-            self._loop.close()
-            self._loop = None
+            self._watch = None
 
     async def _report_blocking(self, loop: LoopThread) -> None:
         """Warn once about each line that blocks the loop, because it blocks all other rollouts too."""

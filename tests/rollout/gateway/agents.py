@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import urllib.request
+from functools import cache
 from typing import Any
 
 import openai
@@ -31,6 +32,19 @@ async def ask(problem: Any, *, base_url: str, api_key: str, model: str) -> float
     async with client(base_url, api_key) as policy:
         messages: Any = [{"role": "user", "content": problem.statement}]
         reply = await policy.chat.completions.create(model=model, messages=messages)
+    return float("x" in (reply.choices[0].message.content or ""))
+
+
+@cache
+def kept() -> Any:
+    return openai.DefaultAsyncHttpxClient()
+
+
+async def keeping(problem: Any, *, base_url: str, api_key: str, model: str) -> float:
+    """As ask, with one HTTP client for all rollouts of the process."""
+    policy = client(base_url, api_key, http_client=kept())
+    messages: Any = [{"role": "user", "content": problem.statement}]
+    reply = await policy.chat.completions.create(model=model, messages=messages)
     return float("x" in (reply.choices[0].message.content or ""))
 
 

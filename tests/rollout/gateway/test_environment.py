@@ -108,6 +108,12 @@ async def test_functions_and_commands_play_and_give_the_reward(agent: str, monke
     assert metrics["gateway/branches_mean"] == 1.0
 
 
+async def test_a_client_that_a_module_keeps_serves_every_environment_of_the_process() -> None:
+    for _ in range(2):  # as after a cold start, whose policy is evaluated first
+        (group,), _, _ = await play(f"{AGENTS}:keeping", saying("x", "no"), samples=2)
+        assert sorted(item.reward for item in group.trajectories) == [0.0, 1.0]
+
+
 async def test_a_line_that_holds_the_event_loop_of_the_agents_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
