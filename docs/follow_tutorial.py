@@ -4,7 +4,8 @@
 
 A fenced block with a title is a file. In a ``console`` block, lines after ``$`` are commands. A ``text`` block shows
 what the commands before it print: its lines must appear in the output in this order. Numbers may differ, and ``...``
-stands for any text. Commands in ``sh`` blocks are not run: servers, clusters, other machines.
+stands for any text. A block without a language shows output that differs between machines, such as a model's text; it
+is not compared. Commands in ``sh`` blocks are not run: servers, clusters, other machines.
 
 With ``--pictures``, each file that a comment such as ``<!-- picture: runs/first/plots/overview.png -->`` names is
 copied to the image that the page shows below the comment.
@@ -36,8 +37,8 @@ def blocks(page: str) -> Iterator[Block]:
     >>> list(blocks('```python title="a.py"\\nx = 1\\n```\\n'))
     [Block(language='python', title='a.py', text='x = 1\\n')]
     """
-    pattern = r"^```(\w+)(?: title=\"(.+)\")?\n(.*?)^```$"
-    return (Block(*match) for match in re.findall(pattern, page, re.MULTILINE | re.DOTALL))
+    pattern = r"^(`{3,})(\w*)(?: title=\"(.+)\")?\n(.*?)^\1$"
+    return (Block(*match[1:]) for match in re.findall(pattern, page, re.MULTILINE | re.DOTALL))
 
 
 def follow(page: str, folder: Path, run: Callable[[str], str]) -> None:
@@ -61,7 +62,7 @@ def follow(page: str, folder: Path, run: Callable[[str], str]) -> None:
             missing = first_missing_line(block.text, output)
             if missing is not None:
                 raise ValueError(f"the page shows a line that was not printed: {missing!r}. Printed:\n{output}")
-        elif block.language != "sh":
+        elif block.language not in ("", "sh"):
             raise ValueError(f"a {block.language} block has no title, so it is neither a file nor a command")
 
 

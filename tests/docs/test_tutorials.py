@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 
@@ -14,6 +15,21 @@ TUTORIALS = ROOT / "docs" / "tutorials"
 
 def follow(page: str, shell: Shell) -> None:
     FOLLOW["follow"]((TUTORIALS / page).read_text(encoding="utf-8"), shell.folder, shell.run)
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    """A folder after the tutorial of the first run, which others continue."""
+    shell = Shell(tmp_path_factory.mktemp("first"))
+    follow("first-run.md", shell)
+    return shell
+
+
+@pytest.mark.slow
+def test_the_first_run_can_be_followed(first_run: Shell) -> None:
+    summary = json.loads((first_run.folder / "runs" / "first" / "summary.json").read_text())
+    scores = [row["eval/avg_at_k"] for row in summary["evaluations"] if "eval/avg_at_k" in row]
+    assert scores[0] < 0.5 < 0.8 < scores[-1]
 
 
 @pytest.mark.slow
