@@ -7,7 +7,7 @@ what the commands before it print: its lines must appear in the output in this o
 stands for any text. A block without a language shows output that differs between machines, such as a model's text; it
 is not compared. Commands in ``sh`` blocks are not run: servers, clusters, other machines.
 
-With ``--pictures``, each file that a comment such as ``<!-- picture: runs/first/plots/overview.png -->`` names is
+With ``--pictures``, each file that a comment such as ``<!-- picture: runs/words/plots/overview.png -->`` names is
 copied to the image that the page shows below the comment.
 """
 
@@ -34,10 +34,12 @@ class Block(NamedTuple):
 def blocks(page: str) -> Iterator[Block]:
     """Yield the fenced blocks of a page, in order.
 
-    >>> list(blocks('```python title="a.py"\\nx = 1\\n```\\n'))
-    [Block(language='python', title='a.py', text='x = 1\\n')]
+    >>> for block in blocks('```python title="a.py"\\nx = "1"\\n```\\n````text\\n```\\n````\\n'):
+    ...     print(block)
+    Block(language='python', title='a.py', text='x = "1"\\n')
+    Block(language='text', title='', text='```\\n')
     """
-    pattern = r"^(`{3,})(\w*)(?: title=\"(.+)\")?\n(.*?)^\1$"
+    pattern = r"^(`{3,})(\w*)(?: title=\"([^\"\n]+)\")?\n(.*?)^\1$"
     return (Block(*match[1:]) for match in re.findall(pattern, page, re.MULTILINE | re.DOTALL))
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
-import os
 import re
 import runpy
 import shlex
@@ -161,45 +160,6 @@ def test_the_own_environment_trains(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "runs" / "own" / "summary.json").read_text())["steps"] == 1
 
 
-@pytest.mark.slow
-def test_the_first_environment_is_as_shown(tmp_path: Path) -> None:
-    for name, words in (("shop.py", "class Shop:\n    def reset"), ("make_data.py", "ITEMS"), ("look.py", "play(")):
-        (tmp_path / name).write_text(block("how-to/environments.md", words))
-    (config,) = (shown for shown in blocks("how-to/environments.md", "yaml") if "env: shop:Shop" in shown)
-    (tmp_path / "config.yaml").write_text(config)
-    (shown,) = (shown for shown in blocks("how-to/environments.md", "console") if "look.py" in shown)
-    make, look, check, train = shown.replace("$ ", "").splitlines()
-    run(make, tmp_path)
-    assert run(look, tmp_path) in (ROOT / "docs/how-to/environments.md").read_text(encoding="utf-8")
-    assert "estimator: tir_otb" in run(check, tmp_path)
-    demonstrations = tmp_path / "demonstrations.jsonl"
-    demonstrations.write_text("".join(demonstrations.read_text().splitlines(keepends=True)[:64]))
-    run(f"{train} coldstart.steps=3 coldstart.direct_steps=1 training.steps=1 evaluation.problems=2", tmp_path)
-    assert json.loads((tmp_path / "runs" / "config-1" / "summary.json").read_text())["steps"] == 1
-
-
-def run(command: str, folder: Path) -> str:
-    """What a command of a page prints."""
-    own = {"XDG_CACHE_HOME": str(folder / "cache"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        command.split(), cwd=folder, env={**os.environ, **own}, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_a_larger_model_takes_the_first_environments_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "shop.py").write_text(block("how-to/environments.md", "class Shop:\n    def reset"))
-    (config,) = (shown for shown in blocks("how-to/environments.md", "yaml") if "env: shop:Shop" in shown)
-    (tmp_path / "config.yaml").write_text(config)
-    (shown,) = (shown for shown in blocks("how-to/environments.md", "console") if "list_tools=true" in shown)
-    overrides = shown.replace("\\\n", " ").split()[5:]
-    settings = load_settings(None, tmp_path / "config.yaml", overrides)
-    assert settings.coldstart.demonstrations is None
-    assert settings.rollout.max_turn_tokens == 256
-
-
 async def judges(program: str, problem: Problem, conversation: Conversation) -> None:
     """The judge's example against an endpoint that grades with 7 of 10."""
     names: dict[str, Any] = {}
@@ -226,11 +186,11 @@ def test_a_tool_and_a_reward_of_ones_own_and_reasoning_are_as_shown(
 ) -> None:
     tool, shop = (
         block("how-to/environments.md", "def constant"),
-        block("how-to/environments.md", "__init__(self, problem)"),
+        block("how-to/environments.md", "class Shop"),
     )
     (tmp_path / "my_tools.py").write_text(f"{tool}\n\n{shop}")
     (tmp_path / "my_rewards.py").write_text(block("how-to/environments.md", "def shorter"))
-    (tmp_path / "my_shop.py").write_text(block("how-to/environments.md", "__init__(self, grade=None)"))
+    (tmp_path / "my_orders.py").write_text(block("how-to/environments.md", "class Orders"))
     monkeypatch.syspath_prepend(tmp_path)
     problem = Problem(id="toy", statement="?", answer="5", source="toy", info={"db": ":memory:"})
     said = asyncio.run(called(problem, ("constant", {"which": "pi"}), ("query", {"sql": "select 2 + 3"})))
@@ -241,7 +201,7 @@ def test_a_tool_and_a_reward_of_ones_own_and_reasoning_are_as_shown(
     assert asyncio.run(shorter(problem, right, Verdict.CORRECT)) == (0.0, 0.9)
     assert asyncio.run(shorter(problem, right, Verdict.INCORRECT)) == (0.0, 0.0)
     exec(compile(block("how-to/protocols.md", "Reasoning-v0"), "protocols.md", "exec"), {})
-    factory = resolve_environment("my_shop:Shop")
+    factory = resolve_environment("my_orders:Orders")
     assert factory.tools is not None
     assert [schema.name for schema in factory.tools.schemas] == ["query", "answer"]
     asyncio.run(judges(block("how-to/environments.md", "async def judged"), problem, right))

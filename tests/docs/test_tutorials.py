@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from shell import ROOT, Shell
 
+from agentrl.config import load_settings
+
 FOLLOW = runpy.run_path(str(ROOT / "docs" / "follow_tutorial.py"))
 TUTORIALS = ROOT / "docs" / "tutorials"
 
@@ -18,16 +20,16 @@ def follow(page: str, shell: Shell) -> None:
 
 
 @pytest.fixture(scope="module")
-def first_run(tmp_path_factory: pytest.TempPathFactory) -> Shell:
-    """A folder after the tutorial of the first run, which others continue."""
-    shell = Shell(tmp_path_factory.mktemp("first"))
-    follow("first-run.md", shell)
+def words(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    """A folder in which the tutorial of the plots was followed. Other tutorials continue its run ``words``."""
+    shell = Shell(tmp_path_factory.mktemp("words"))
+    follow("plots.md", shell)
     return shell
 
 
 @pytest.mark.slow
-def test_the_first_run_can_be_followed(first_run: Shell) -> None:
-    summary = json.loads((first_run.folder / "runs" / "first" / "summary.json").read_text())
+def test_the_run_of_the_plots_learns(words: Shell) -> None:
+    summary = json.loads((words.folder / "runs" / "words" / "summary.json").read_text())
     scores = [row["eval/avg_at_k"] for row in summary["evaluations"] if "eval/avg_at_k" in row]
     assert scores[0] < 0.5 < 0.8 < scores[-1]
 
@@ -36,6 +38,19 @@ def test_the_first_run_can_be_followed(first_run: Shell) -> None:
 @pytest.mark.parametrize("page", ["environment.md", "agent.md"])
 def test_the_tutorial_can_be_followed(page: str, tmp_path: Path) -> None:
     follow(page, Shell(tmp_path))
+
+
+def test_a_larger_model_takes_the_environments_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    shown = list(FOLLOW["blocks"]((TUTORIALS / "environment.md").read_text(encoding="utf-8")))
+    for block in shown:
+        if block.title:
+            (tmp_path / block.title).write_text(block.text)
+    (command,) = (block.text for block in shown if block.language == "sh")
+    overrides = command.replace("\\\n", " ").split()[4:]
+    settings = load_settings(None, tmp_path / "config.yaml", overrides)
+    assert settings.coldstart.demonstrations is None
+    assert settings.rollout.max_turn_tokens == 256
 
 
 @pytest.mark.parametrize(
