@@ -282,7 +282,7 @@ def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -
         "model": settings.model.model_dump(
             mode="json", exclude={"attention", "gradient_checkpointing", "checkpoint_offload", "lora"}
         ),
-        "coldstart": settings.coldstart.model_dump(mode="json"),
+        "coldstart": settings.coldstart.model_dump(mode="json", exclude={"seed"}),
         "environment": settings.environment.model_dump(mode="json"),
         "seed": _seed(settings),
         "demonstrations": hashlib.sha256("\0".join(map(_content, demonstrations)).encode()).hexdigest(),
