@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.estimators.branches import RolloutRows
+from agentrl.algorithms.estimators.forks import LeafRows
 from agentrl.algorithms.estimators.inputs import EstimatorInputs, blocks_of_rows, take_rows
 from agentrl.algorithms.estimators.registry import ESTIMATORS, EstimatorEntry
 from agentrl.algorithms.options import InvalidInputError, as_mask
@@ -40,7 +41,10 @@ def compute_advantages(
     inputs = replace(inputs, response_mask=as_mask("response_mask", inputs.response_mask))
     if inputs.loss_mask is not None:
         inputs = replace(inputs, loss_mask=as_mask("loss_mask", inputs.loss_mask))
-    rollouts = RolloutRows.of(inputs)
+    leaves = LeafRows.of(inputs)
+    if leaves is not None and entry.by_column:
+        raise InvalidInputError(f"estimator {estimator!r} has no baseline for forked rollouts: use tir_otb")
+    rollouts = leaves or RolloutRows.of(inputs)
     if rollouts is None:
         return _in_blocks(entry, record, inputs, calls)
     return rollouts.split_by_row(_in_blocks(entry, record, rollouts.merge(inputs), calls))
@@ -65,7 +69,7 @@ def _in_blocks(entry: EstimatorEntry, record: object, inputs: AdvantageInputs, c
         block.check_loss_ratio()  # even if the estimator does not use the weights
         advantages = _advantages(estimate, block, normalize)
         if normalize == "whiten":
-            moments = moments.merge(Moments.of(advantages, block.mask))
+            moments = moments.merge(Moments.of(advantages, block.mask, block.groups.weights))
         raw[rows] = advantages.to(raw.dtype)
         returns[rows] = estimate.returns.to(dtype).masked_fill(~block.mask, 0.0)
         baselines[rows] = estimate.baselines.to(dtype).masked_fill(~block.mask, 0.0)
@@ -121,11 +125,15 @@ class Moments:
     squares: Tensor
 
     @classmethod
-    def of(cls, advantages: Tensor, mask: Tensor) -> Moments:
-        """Return the moments of advantages [b, T] at the mask's True entries, of which there must be at least one."""
-        count = mask.sum().to(advantages.dtype)
-        mean = advantages.masked_fill(~mask, 0.0).sum() / count
-        squares = (advantages - mean).masked_fill_(~mask, 0.0).square_().sum()
+    def of(cls, advantages: Tensor, mask: Tensor, weights: Tensor | None = None) -> Moments:
+        """Return the moments of advantages [b, T] at the mask's True entries, of which there must be at least one.
+
+        ``weights`` [b]: how often each row counts.
+        """
+        of_rows = advantages.new_ones(()) if weights is None else weights.to(advantages.dtype)
+        count = (mask.sum(-1) * of_rows).sum().to(advantages.dtype)
+        mean = (advantages.masked_fill(~mask, 0.0) * of_rows.unsqueeze(-1)).sum() / count
+        squares = ((advantages - mean).masked_fill_(~mask, 0.0).square_() * of_rows.unsqueeze(-1)).sum()
         return cls(count=count, mean=mean, squares=squares)
 
     def merge(self, other: Moments) -> Moments:

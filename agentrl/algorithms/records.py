@@ -33,6 +33,10 @@ class AdvantageInputs:
     (`agentrl.algorithms.estimators.branches`). Discounts, `gae` and token baselines follow `parents` and `forks`, from
     the root of the conversation to the token.
 
+    If `path_weights` are below 1, the branches are alternatives: the rollout is a tree whose leaves have their own
+    rewards, and every estimator treats a path from its root to a leaf as one row with the weight of the leaf
+    (`agentrl.algorithms.estimators.forks`). Each branch then begins after the last model token of its parent.
+
     Energies weight a token with `(importance_weights * loss_mask)^2`; if one of the two is None, it is 1 on every model
     token. Therefore a zero weight and the loss mask reject a token with the same effect on the baseline. Rewards,
     returns and compact indices use the response mask, including rejected tokens. `trajectory_energy` already includes
@@ -58,6 +62,7 @@ class AdvantageInputs:
         None  # [B] int64 the branch of the same rollout from which it forks, -1 for a root; None: all -1
     )
     forks: Tensor | None = None  # [B] int64 model tokens of that branch before the fork, at least 1
+    path_weights: Tensor | None = None  # [B] weight of the row in a forked rollout; None: all 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +87,7 @@ class Advantages:
 
 
 _OF_ROLLOUTS = ("groups", "samples", "branches", "parents", "forks")
-_PER_TRAJECTORY = (*_OF_ROLLOUTS, "trajectory_energy", "bootstrap_values", "greedy_returns")
+_PER_TRAJECTORY = (*_OF_ROLLOUTS, "path_weights", "trajectory_energy", "bootstrap_values", "greedy_returns")
 _NOT_FLOATING = (*_OF_ROLLOUTS, "response_mask", "loss_mask")
 
 
@@ -166,9 +171,10 @@ class Groups:
     slots: Tensor  # [B] index of each row in the flattened [J, N]
     present: Tensor  # [J, N] bool, True for slots with a row
     in_order: bool  # True if row i has slot i, so that stacking is a view
+    weights: Tensor | None = None  # [B] weight of each row in sums and means; None: all 1
 
     @classmethod
-    def of(cls, ids: Tensor) -> Groups:
+    def of(cls, ids: Tensor, weights: Tensor | None = None) -> Groups:
         """Create the groups from arbitrary ids [B], which are equal for the rows of a group."""
         unique, labels, sizes = torch.unique(ids, return_inverse=True, return_counts=True)
         largest = int(sizes.max()) if sizes.numel() else 1  # 1, so that reductions over groups work without rows
@@ -180,7 +186,7 @@ class Groups:
         present = torch.zeros(unique.numel(), largest, dtype=torch.bool, device=ids.device)
         present.view(-1)[slots] = True
         in_order = present.numel() == ids.numel() and bool((slots == place).all())
-        return cls(labels=labels, sizes=sizes, slots=slots, present=present, in_order=in_order)
+        return cls(labels=labels, sizes=sizes, slots=slots, present=present, in_order=in_order, weights=weights)
 
     @property
     def members(self) -> Tensor:
@@ -204,13 +210,24 @@ class Groups:
         return flat if self.in_order else flat[self.slots]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of values [B] over each row's group, [B]."""
+        """Return the weighted sum of values [B] over each row's group, [B]."""
+        values = values if self.weights is None else values * self.weights
         return torch.where(self.present, self.stack(values), 0).sum(1)[self.labels]
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the mean of values [B] over each row's group, [B], exact if a group's values are equal."""
+        """Return the weighted mean of values [B] over each row's group, [B], exact if a group's values are equal."""
         lowest = self.lowest(values)
-        return lowest + self.sum(values - lowest) / self.members
+        return lowest + self.sum(values - lowest) / self.total
+
+    @property
+    def total(self) -> Tensor:
+        """Sum of the weights of the row's group, [B]."""
+        return self.members if self.weights is None else self.sum(torch.ones_like(self.weights))
+
+    @property
+    def freedom(self) -> Tensor:
+        """Degrees of freedom of the group's variance [B]: members - 1, or with weights V1 - V2 / V1."""
+        return self.members - 1 if self.weights is None else self.total - self.sum(self.weights) / self.total
 
     def lowest(self, values: Tensor) -> Tensor:
         """Return the minimum of values [B] over each row's group, [B]."""

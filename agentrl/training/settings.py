@@ -31,6 +31,11 @@ class AlgorithmSettings(_Settings):
     tail: Literal["zero", "carry", "self"] = "zero"
     """baseline at positions that only one trajectory of the group reaches. zero: 0; carry: the last baseline of two or
     more trajectories; self: the trajectory's return"""
+    siblings: Literal["none", "only", "pooled"] = "none"
+    """baseline in forked rollouts. none: the estimator's, over the leaves of the group; only: over the sibling branches
+    of the token's nearest fork, without its own branch; pooled: over the siblings and the group's other rollouts"""
+    sibling_pool: float = Field(1.0, gt=0)
+    """weight of the group's other rollouts with siblings=pooled, as a number of siblings"""
     energy: Literal["logit_proxy", "head_exact", "length"] = "logit_proxy"
     """estimate of the per-token squared gradient norm that weights the optimal baselines"""
     normalize: Literal["group_std", "whiten"] | None = None

@@ -168,7 +168,7 @@ def test_every_error_is_an_algorithm_error_and_a_value_error():
 def test_the_registered_estimators_and_their_options_are_known():
     assert ESTIMATORS.option_names("grpo") == ("normalize",)
     common = {"tail", "leave_one_out", "gamma", "normalize", "epsilon", "loss_aggregation"}
-    assert set(ESTIMATORS.option_names("tir_otb")) == {"energy", *common}
+    assert set(ESTIMATORS.option_names("tir_otb")) == {"energy", "siblings", "sibling_pool", *common}
     assert set(ESTIMATORS.option_names("gae")) == {"gamma", "lam", "normalize"}
 
 

@@ -15,6 +15,8 @@ ALL = (*SCALAR, *BY_INDEX, "ogb_pooled", "reinforce_pp", "gae")
 WEIGHTED = ("opo", "ogb", "eob", *BY_INDEX)  # weighted means, which keep sum (W + eps) A = 0
 GROUP_BASED = tuple(name for name in ALL if ESTIMATORS[name].group_based)
 CHOICES: dict[str, list[object]] = {
+    "siblings": ["none"],  # forked rollouts are tested in test_forked_rollouts
+    "sibling_pool": [1.0],
     "normalize": [None, "group_std", "whiten"],
     "tail": ["zero", "carry", "self"],
     "leave_one_out": [False, True],
@@ -170,10 +172,10 @@ def test_a_split_into_whole_groups_gives_the_same_unless_the_step_is_needed(case
 
 
 @settings(deadline=None, max_examples=100)
-@given(case=cases(contiguous=True, estimators=("tir_otb",)))
+@given(case=cases(contiguous=True, estimators=("otb",)))
 def test_tir_otb_is_otb_on_contiguous_masks(case):
-    raw = compute_advantages("otb", case.inputs, **case.options).advantages
-    same(case.run(), raw, 1e-12)
+    by_index = compute_advantages("tir_otb", case.inputs, **case.options).advantages
+    same(by_index, case.run(), 1e-12)
 
 
 @settings(deadline=None, max_examples=150)

@@ -251,7 +251,7 @@ class RolloutRows:
         return cls(
             mask=mask,
             positions=positions,
-            previous=_previous(inputs, layout, positions, _parents(inputs, branches, rollout, order)),
+            previous=_previous(inputs, layout, positions, parent_rows(inputs)),
             rollout=rollout,
             first=order[begins],
             last=order[ends],
@@ -301,15 +301,18 @@ class RolloutRows:
         return tensor[self.rollout].gather(-1, positions).masked_fill_(~self.mask, 0.0)
 
 
-def _parents(inputs: AdvantageInputs, branches: Tensor, rollout: Tensor, order: Tensor) -> Tensor:
-    """Return the row [B] from which each row forks, or -1. ``order`` sorts the rows by rollout and branch."""
-    if inputs.parents is None or inputs.forks is None:
-        return torch.full_like(branches, -1)
+def parent_rows(inputs: AdvantageInputs) -> Tensor:
+    """Return the row [B] from which each row forks, or -1."""
+    samples, branches, parents, forks = inputs.samples, inputs.branches, inputs.parents, inputs.forks
+    if samples is None or branches is None or parents is None or forks is None:
+        return torch.full_like(inputs.groups, -1)
+    _, rollout = torch.unique(torch.stack([inputs.groups, samples]), dim=1, return_inverse=True)
     spread = int(branches.max()) + 1
-    sorted_keys = (rollout * spread + branches)[order]
-    wanted = rollout * spread + inputs.parents
-    found = torch.searchsorted(sorted_keys, wanted).clamp_(max=len(order) - 1)
-    forked = (inputs.parents >= 0) & (inputs.forks > 0) & (sorted_keys[found] == wanted)
+    keys = rollout * spread + branches
+    order = keys.argsort()
+    wanted = rollout * spread + parents
+    found = torch.searchsorted(keys[order], wanted).clamp_(max=len(order) - 1)
+    forked = (parents >= 0) & (forks > 0) & (keys[order][found] == wanted)
     return torch.where(forked, order[found], -1)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from agentrl.algorithms.estimators.baselines import Columns, column_baselines
 from agentrl.algorithms.estimators.branches import LeafPaths, reward_to_go
+from agentrl.algorithms.estimators.forks import sibling_baselines
 from agentrl.algorithms.estimators.inputs import EstimatorInputs
 from agentrl.algorithms.estimators.registry import (
     DiscountedOptions,
@@ -29,7 +30,7 @@ def grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """
     totals, means = inputs.totals, group_means(inputs)
     squares = inputs.groups.sum((totals - means).square())
-    spread = (squares / (inputs.members - 1).clamp(min=1)).sqrt() + 1e-6
+    spread = (squares / torch.where(inputs.members == 1, 1.0, inputs.groups.freedom)).sqrt() + 1e-6
     advantages = (totals - means) / torch.where(inputs.members == 1, 1.0, spread)
     return scalar_estimate(totals, means, advantages)
 
@@ -44,9 +45,17 @@ def dr_grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
 def rloo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """Compute A = R - mean of the others = N / (N - 1) (R - mean) (Ahmadian et al., arXiv 2402.14740).
 
-    A group of one: baseline 0, so A = R.
+    A group of one: baseline 0, so A = R. In forked rollouts, the others of a token are the leaves not below it.
     """
-    totals, members = inputs.totals, inputs.members.double()
+    totals, members, forest = inputs.totals, inputs.members.double(), inputs.forest
+    if forest is not None:
+        sums = torch.stack([forest.weights, forest.weights * totals], 1)
+        edges = torch.stack([level.of_leaves(level.sums(sums)) for level in forest.forks], 1)  # [L, H, 2]
+        groups = torch.stack([inputs.groups.total, inputs.groups.sum(totals)], 1)
+        total, moment = (forest.at_tokens(part) for part in (groups.unsqueeze(1) - edges).unbind(-1))
+        alone = total < _EQUAL
+        baselines = torch.where(alone, 0.0, moment / torch.where(alone, 1.0, total))
+        return scalar_estimate(totals, baselines, totals.unsqueeze(-1) - baselines)
     advantages = members / (members - 1).clamp(min=1) * (totals - group_means(inputs))
     return scalar_estimate(totals, totals - advantages, advantages)
 
@@ -75,8 +84,9 @@ def gpg(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     totals = inputs.totals
     lowest, highest = inputs.groups.lowest(totals), -inputs.groups.lowest(-totals)
     here = highest - lowest > _EQUAL * torch.maximum(highest.abs(), lowest.abs())
-    counts = torch.stack([here.sum(), here.new_full((), here.numel(), dtype=torch.int64)])
-    differing, trajectories = inputs.calls.all_gather(counts.double()).sum(0).unbind()
+    weights = torch.ones_like(totals) if inputs.forest is None else inputs.forest.weights
+    counts = torch.stack([weights[here].sum(), weights.sum()])
+    differing, trajectories = inputs.calls.all_gather(counts).sum(0).unbind()
     scale = torch.where(differing > 0, trajectories / differing.clamp(min=1), 1.0)
     means = group_means(inputs)
     return scalar_estimate(totals, means, scale * (totals - means))
@@ -98,9 +108,23 @@ def group_means(inputs: EstimatorInputs) -> Tensor:
     return torch.where(inputs.members == 1, 0.0, inputs.groups.mean(inputs.totals))
 
 
-def weighted_means(inputs: EstimatorInputs, weights: Tensor, *, leave_one_out: bool) -> Tensor:
-    """Compute sum W R / sum W over the row's group for positive weights [B]; 0 for a group of one. Returns [B]."""
-    groups = inputs.groups
+def weighted_means(
+    inputs: EstimatorInputs, weights: Tensor, *, leave_one_out: bool, siblings: str = "none", pool: float = 0.0
+) -> Tensor:
+    """Compute sum W R / sum W over the row's group for positive weights [B]; 0 for a group of one.
+
+    Returns [B], or [B, T] where tokens of forked rollouts have different siblings.
+    """
+    groups, forest = inputs.groups, inputs.forest
+    leave_one_out = leave_one_out or siblings != "none"
+    if forest is not None and leave_one_out:
+        totals = inputs.totals.unsqueeze(-1)
+        valid = torch.ones_like(totals, dtype=torch.bool)
+        return sibling_baselines(
+            forest, totals, weights.unsqueeze(-1), valid, siblings=siblings, pool=pool, tail="zero"
+        )
+    if forest is not None:
+        weights = weights * forest.weights
     columns = Columns(
         returns=groups.stack(inputs.totals.unsqueeze(-1)),
         weights=groups.stack(weights.unsqueeze(-1)),
@@ -112,12 +136,14 @@ def weighted_means(inputs: EstimatorInputs, weights: Tensor, *, leave_one_out: b
 
 
 def scalar_estimate(totals: Tensor, baselines: Tensor, advantages: Tensor | None = None) -> Advantages:
-    """Return Advantages from values [B]; advantages default to totals - baselines."""
+    """Return Advantages from totals [B] and values [B] or [B, T]; advantages default to totals - baselines."""
+    totals = totals.unsqueeze(-1)
+    baselines = baselines.unsqueeze(-1) if baselines.dim() == 1 else baselines
     if advantages is None:
         advantages = totals - baselines
-    return Advantages(
-        advantages=advantages.unsqueeze(-1), returns=totals.unsqueeze(-1), baselines=baselines.unsqueeze(-1)
-    )
+    elif advantages.dim() == 1:
+        advantages = advantages.unsqueeze(-1)
+    return Advantages(advantages=advantages, returns=totals, baselines=baselines)
 
 
 @register_estimator("reinforce_pp", options=DiscountedOptions, per_token=True)

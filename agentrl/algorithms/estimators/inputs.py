@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.estimators.branches import BranchPaths, Compact, LeafPaths, MergedInputs, reward_to_go
+from agentrl.algorithms.estimators.forks import Forest, LeafInputs
 from agentrl.algorithms.options import InvalidInputError, MissingInputError, check_finite, check_not_negative
 from agentrl.algorithms.records import ONE_CALL, AdvantageInputs, Calls, Groups, check_rewards_placed, check_rows
 from agentrl.kernels.arithmetic import running_sum
@@ -41,7 +42,8 @@ class EstimatorInputs:
             rows = torch.arange(inputs.groups.numel(), device=inputs.groups.device)
         check_rows(inputs.response_mask, rows)
         check_rewards_placed(inputs.rewards, inputs.response_mask, rows)
-        return cls(source=inputs, groups=Groups.of(inputs.groups), rows=rows, calls=calls, weighted=weighted)
+        weights = inputs.leaf_weights if isinstance(inputs, LeafInputs) else None
+        return cls(source=inputs, groups=Groups.of(inputs.groups, weights), rows=rows, calls=calls, weighted=weighted)
 
     @property
     def mask(self) -> Tensor:
@@ -83,6 +85,33 @@ class EstimatorInputs:
         if not isinstance(source, MergedInputs) or not bool(source.branched.any()):
             return None
         return BranchPaths(self.mask, source.previous)
+
+    @cached_property
+    def forest(self) -> Forest | None:
+        """The trees of forked rollouts, whose leaves are the rows; None if no rollout is forked."""
+        source = self.source
+        if not isinstance(source, LeafInputs):
+            return None
+        return Forest(source.leaf_weights, source.edges, source.levels, self.groups.labels)
+
+    @property
+    def trees(self) -> Forest:
+        """`forest` at compact indices, or the rows as trees with one leaf if no rollout is forked."""
+        if self.forest is not None:
+            return replace(self.forest, levels=self.forest.levels[:, : self.layout.valid.shape[1]])
+        rows = torch.arange(len(self.lengths), device=self.mask.device)
+        levels = torch.zeros(self.layout.valid.shape, dtype=torch.int64, device=self.mask.device)
+        return Forest(torch.ones_like(self.totals), rows.unsqueeze(-1), levels, self.groups.labels)
+
+    @cached_property
+    def tree_lengths(self) -> Tensor:
+        """Model tokens of each row, [B]; in forked rollouts, the weighted mean over the leaves of the row's tree."""
+        if self.forest is None:
+            return self.lengths
+        tree = self.forest.forks[0]
+        weights = self.forest.weights.unsqueeze(-1)
+        total, moment = tree.sums(weights), tree.sums(weights * self.lengths.unsqueeze(-1))
+        return tree.of_leaves(moment / total).squeeze(-1)
 
     @property
     def loss_ratio(self) -> Tensor | None:

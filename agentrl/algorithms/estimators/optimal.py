@@ -18,11 +18,14 @@ from torch import Tensor
 
 from agentrl.algorithms.estimators.baselines import Columns, column_baselines, weighted_energy
 from agentrl.algorithms.estimators.classic import scalar_estimate, weighted_means
+from agentrl.algorithms.estimators.forks import sibling_baselines, sum_of_others
 from agentrl.algorithms.estimators.inputs import EstimatorInputs
 from agentrl.algorithms.estimators.registry import (
+    ColumnBaselineOptions,
     ExactEnergyOptions,
     GlobalBaselineOptions,
     PooledOptions,
+    ProxyEnergyOptions,
     TokenBaselineOptions,
     register_estimator,
 )
@@ -52,11 +55,11 @@ def eob(inputs: EstimatorInputs, options: ExactEnergyOptions) -> Advantages:
     """
     energy = inputs.read_trajectories("trajectory_energy", negative=False)
     weights = _softened(inputs, energy.unsqueeze(-1), inputs.groups.mean(energy), options).squeeze(-1)
-    return scalar_estimate(inputs.totals, weighted_means(inputs, weights, leave_one_out=options.leave_one_out))
+    return _scalar(inputs, weights, options)
 
 
-@_token_baseline("otb", options=TokenBaselineOptions, by_column=True)
-def otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
+@_token_baseline("otb", options=ColumnBaselineOptions, by_column=True)
+def otb(inputs: EstimatorInputs, options: ColumnBaselineOptions) -> Advantages:
     """Compute A_t = G_t - b_t, b_t = sum (W_t + eps) G_t / sum (W_t + eps) over the group's tokens in *column* t.
 
     The Optimal Token Baseline (arXiv 2602.07078, Theorem 4.1) for left-aligned answers without observations. With
@@ -105,24 +108,48 @@ def otb_total(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advanta
     return _by_compact_index(inputs, energies.expand(inputs.mask.shape), options)
 
 
-def _of_rollouts(inputs: EstimatorInputs, energies: Tensor, options: GlobalBaselineOptions) -> Advantages:
+def _of_rollouts(inputs: EstimatorInputs, energies: Tensor, options: ProxyEnergyOptions) -> Advantages:
     """Compute R - b, where b is weighted by each rollout's sum of the energies [B, T]."""
-    weights = energy_weights(inputs, energies.sum(-1, keepdim=True), options).squeeze(-1)
-    return scalar_estimate(inputs.totals, weighted_means(inputs, weights, leave_one_out=options.leave_one_out))
+    return _scalar(inputs, energy_weights(inputs, energies.sum(-1, keepdim=True), options).squeeze(-1), options)
+
+
+def _scalar(
+    inputs: EstimatorInputs,
+    weights: Tensor,
+    options: ProxyEnergyOptions | ExactEnergyOptions,
+) -> Advantages:
+    siblings, pool = _siblings(options)
+    means = weighted_means(inputs, weights, leave_one_out=options.leave_one_out, siblings=siblings, pool=pool)
+    return scalar_estimate(inputs.totals, means)
+
+
+def _siblings(options: ProxyEnergyOptions | ExactEnergyOptions) -> tuple[str, float]:
+    """Return the options `siblings` and `sibling_pool`, or their defaults if the estimator does not have them."""
+    return getattr(options, "siblings", "none"), getattr(options, "sibling_pool", 0.0)
 
 
 def _by_compact_index(inputs: EstimatorInputs, energies: Tensor, options: TokenBaselineOptions) -> Advantages:
     """Compute G_k - b_k from the energies [B, T] of model tokens, with one baseline per compact index."""
-    returns = inputs.returns(options.gamma)
-    columns = compact_columns(inputs, returns, energy_weights(inputs, energies, options))
-    shared = column_baselines(columns, tail=options.tail, leave_one_out=options.leave_one_out)
-    baselines = (inputs.paths or inputs.layout).scatter(inputs.groups.unstack(shared))
+    returns, weights = inputs.returns(options.gamma), energy_weights(inputs, energies, options)
+    siblings, pool = _siblings(options)
+    leave_one_out = options.leave_one_out or siblings != "none"
+    if (inputs.forest is not None and leave_one_out) or (inputs.paths is None and siblings != "none"):
+        columns = inputs.layout.columns(returns, weights)
+        made = sibling_baselines(inputs.trees, *columns, siblings=siblings, pool=pool, tail=options.tail)
+        baselines = inputs.layout.scatter(made)
+    else:
+        shared = column_baselines(
+            compact_columns(inputs, returns, weights), tail=options.tail, leave_one_out=leave_one_out
+        )
+        baselines = (inputs.paths or inputs.layout).scatter(inputs.groups.unstack(shared))
     return Advantages(advantages=returns - baselines, returns=returns, baselines=baselines)
 
 
 def compact_columns(inputs: EstimatorInputs, returns: Tensor, weights: Tensor) -> Columns:
-    """Arrange values [B, T] of model tokens by group and compact index."""
+    """Arrange values [B, T] of model tokens by group and compact index, with the weights of forked rollouts' leaves."""
     layout, groups = inputs.paths or inputs.layout, inputs.groups
+    if inputs.forest is not None:
+        weights = weights * inputs.forest.weights.unsqueeze(-1)
     column_returns, column_weights, valid = layout.columns(returns, weights)
     return Columns(
         returns=groups.stack(column_returns),
@@ -132,7 +159,7 @@ def compact_columns(inputs: EstimatorInputs, returns: Tensor, weights: Tensor) -
     )
 
 
-def energy_weights(inputs: EstimatorInputs, energies: Tensor, options: GlobalBaselineOptions) -> Tensor:
+def energy_weights(inputs: EstimatorInputs, energies: Tensor, options: ProxyEnergyOptions) -> Tensor:
     """Compute W + eps from energies W [B, T] or [B, 1] that are sums of token energies."""
     if options.energy == "head_exact":
         return _softened(inputs, energies, _hidden_scale(inputs), options)
@@ -143,7 +170,7 @@ def _softened(
     inputs: EstimatorInputs,
     energies: Tensor,
     scale: Tensor,
-    options: GlobalBaselineOptions | ExactEnergyOptions,
+    options: ProxyEnergyOptions | ExactEnergyOptions,
 ) -> Tensor:
     """Compute W + eps from energies W [B, T] or [B, 1] and their scale [B]: positive on model tokens.
 
@@ -153,7 +180,7 @@ def _softened(
     """
     weights = energies + options.epsilon * torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
     if options.loss_aggregation == "seq_mean_token_mean":
-        weights = weights / inputs.lengths.unsqueeze(-1).square()
+        weights = weights / inputs.tree_lengths.unsqueeze(-1).square()
     return weights
 
 
@@ -177,29 +204,27 @@ def ogb_pooled(inputs: EstimatorInputs, options: PooledOptions) -> Advantages:
     energies = weighted_energy(inputs, options.energy).sum(-1, keepdim=True)
     returns = groups.stack(inputs.totals).masked_fill(~present, torch.inf)
     lowest = calls.all_gather(torch.cat([returns.flatten(), returns.new_full((1,), torch.inf)]).amin()).amin()
-    weights = groups.stack(energy_weights(inputs, energies, options).squeeze(-1)).masked_fill(~present, 0.0)
+    leaf_weights = torch.ones_like(inputs.totals) if inputs.forest is None else inputs.forest.weights
+    weights = energy_weights(inputs, energies, options).squeeze(-1) * leaf_weights
+    weights = groups.stack(weights).masked_fill(~present, 0.0)
     weighted = weights * (returns - lowest).masked_fill(~present, 0.0)  # above the lowest: equal returns stay exact
-    elsewhere = calls.all_gather(present.sum()).sum() - present.sum(-1, keepdim=True)
-    prior = options.pool / elsewhere.clamp(min=1).double()
+    trajectories = groups.stack(leaf_weights).masked_fill(~present, 0.0).sum(-1, keepdim=True)
+    elsewhere = calls.all_gather(trajectories.sum()).sum() - trajectories
+    prior = options.pool / elsewhere.clamp(min=1)
+
+    def others(terms: Tensor) -> Tensor:
+        if inputs.forest is None:
+            return sum_of_others(terms)
+        trees = inputs.forest.forks[0]
+        return groups.stack(trees.others(trees.sums(groups.unstack(terms).unsqueeze(-1))).squeeze(-1))
 
     def expected(terms: Tensor) -> Tensor:
-        own = sum_of_others(terms) if options.leave_one_out else terms.sum(-1, keepdim=True)
+        own = others(terms) if options.leave_one_out else terms.sum(-1, keepdim=True)
         here = terms.sum(-1)
         other_calls = sum_of_others(calls.all_gather(here.sum()))[calls.index]
         return own + prior * (sum_of_others(here) + other_calls).unsqueeze(-1)
 
     total, moment = expected(weights), expected(weighted)
-    known = groups.sizes.unsqueeze(-1) + elsewhere > 1
+    known = (groups.sizes.unsqueeze(-1) + elsewhere > 1) & (total > 0)
     shared = torch.where(known, lowest + moment / torch.where(known, total, 1.0), 0.0)
     return scalar_estimate(inputs.totals, groups.unstack(shared.expand(present.shape)))
-
-
-def sum_of_others(terms: Tensor) -> Tensor:
-    """Sum, for each entry, all others along the last dimension. Avoids subtraction, which would lose small entries."""
-    return _before(terms) + _before(terms.flip(-1)).flip(-1)
-
-
-def _before(terms: Tensor) -> Tensor:
-    sums = torch.zeros_like(terms)
-    sums[..., 1:] = running_sum(terms[..., :-1])
-    return sums

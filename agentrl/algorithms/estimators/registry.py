@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from agentrl.algorithms.estimators.baselines import ENERGIES, TAILS
+from agentrl.algorithms.estimators.forks import SIBLINGS
 from agentrl.algorithms.losses.registry import AGGREGATIONS
 from agentrl.algorithms.options import (
     Entry,
@@ -230,29 +231,52 @@ class EnergyOptions(WeightedOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactEnergyOptions(EnergyOptions):
+class SiblingOptions(Options):
+    """Options of optimal baselines over the siblings in forked rollouts (docs/reference/formulas.md 10).
+
+    `siblings`: `none` uses the estimator's baseline over the group; `only` uses the branches of the token's nearest
+    fork, or the other rollouts above the first fork; `pooled` adds the other rollouts with the weight of `sibling_pool`
+    siblings. `only` and `pooled` leave out the token's own branch, so they imply `leave_one_out`.
+    """
+
+    siblings: str = option("none", check_choice, SIBLINGS)
+    sibling_pool: float = option(1.0, check_positive)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactEnergyOptions(SiblingOptions, EnergyOptions):
     """Options of `eob`, whose energy is exact by definition. With other energies, the baseline is `ogb`."""
 
     energy: str = option("exact", check_choice, ("exact",))
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlobalBaselineOptions(EnergyOptions):
-    """Options of `ogb`, and of the baselines below."""
+class ProxyEnergyOptions(EnergyOptions):
+    """Options of baselines of whole trajectories with a proxy energy."""
 
     energy: str = option("logit_proxy", check_choice, ENERGIES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenBaselineOptions(GlobalBaselineOptions):
-    """Options of the optimal token baselines."""
+class GlobalBaselineOptions(SiblingOptions, ProxyEnergyOptions):
+    """Options of `ogb`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnBaselineOptions(ProxyEnergyOptions):
+    """Options of `otb`."""
 
     tail: str = option("zero", check_choice, TAILS)  # baseline of the only trajectory at an index
     gamma: float = option(1.0, check_range, 0.0, 1.0)  # discount per model token
 
 
 @dataclass(frozen=True, kw_only=True)
-class PooledOptions(GlobalBaselineOptions):
+class TokenBaselineOptions(SiblingOptions, ColumnBaselineOptions):
+    """Options of optimal token baselines by compact index."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledOptions(ProxyEnergyOptions):
     """Options of `ogb_pooled`."""
 
     pool: float = option(4.0, check_positive)  # weight of the step's other groups, in trajectories

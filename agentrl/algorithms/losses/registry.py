@@ -32,6 +32,7 @@ def aggregate(
     length: float | None = None,
     weights: Tensor | None = None,
     problem_weights: Tensor | None = None,
+    path_weights: Tensor | None = None,
 ) -> Tensor:
     """Aggregate per-token losses to a micro-batch's scalar loss, with gradient. Returns 0 if no token remains.
 
@@ -43,7 +44,8 @@ def aggregate(
 
     `weights` [B]: the fraction of a sequence that each row represents, if a sequence (an agent's rollout) is split into
     rows. Rows then count as this fraction of a sequence, and their means have this weight. Without it, every row is a
-    sequence.
+    sequence. `path_weights` [B]: the weight of each row's tokens in a forked rollout, and tokens are counted
+    with it. `weights` already contain it.
 
     `problem_weights` [B]: the weight of each row's tokens and sequence, in sums and counts. If it is inversely
     proportional to the number of sequences of the row's problem, all problems have the same weight in the sum.
@@ -61,9 +63,11 @@ def aggregate(
     if mode == "seq_mean_token_mean":
         sums = sums / mask.sum(-1).clamp(min=1)
         sums = sums if weights is None else sums * weights
+    elif path_weights is not None:
+        sums = sums * path_weights
     if mode == "token_sum":
         return sums.sum()
-    count = loss_normalizer(mask, mode, weights, problem_weights) if normalizer is None else normalizer
+    count = loss_normalizer(mask, mode, weights, problem_weights, path_weights) if normalizer is None else normalizer
     count = torch.as_tensor(count, dtype=sums.dtype, device=sums.device)
     total = sums.sum() / torch.where(count > 0, count, 1.0)
     return total if length is None else total / length
@@ -77,6 +81,7 @@ def token_factors(
     length: float | None = None,
     weights: Tensor | None = None,
     problem_weights: Tensor | None = None,
+    path_weights: Tensor | None = None,
 ) -> Tensor:
     """Return the factor [B] (float64) that `aggregate`, with the same arguments, applies to a row's tokens in the mask.
 
@@ -90,27 +95,35 @@ def token_factors(
     if mode == "seq_mean_token_mean":
         factors = factors / mask.sum(-1).clamp(min=1)
         factors = factors if weights is None else factors * weights
+    elif path_weights is not None:
+        factors = factors * path_weights
     factors = factors if problem_weights is None else factors * problem_weights
     if mode == "token_sum":
         return factors
-    count = float(loss_normalizer(mask, mode, weights, problem_weights) if normalizer is None else normalizer)
+    made = loss_normalizer(mask, mode, weights, problem_weights, path_weights) if normalizer is None else normalizer
+    count = float(made)
     return factors / (count or 1.0) / (length or 1.0)
 
 
 def loss_normalizer(
-    loss_mask: Tensor, mode: str, weights: Tensor | None = None, problem_weights: Tensor | None = None
+    loss_mask: Tensor,
+    mode: str,
+    weights: Tensor | None = None,
+    problem_weights: Tensor | None = None,
+    path_weights: Tensor | None = None,
 ) -> Tensor:
     """Return this call's contribution to the normalizer of `aggregate`: a token or sequence count, or 0 (token_sum).
 
-    Tokens and sequences are counted with the `weights` and `problem_weights` of `aggregate`.
+    Sequences are counted with the `weights` of `aggregate`, tokens with its `path_weights`, and both with its
+    `problem_weights`.
     """
     check_choice("aggregation", mode, AGGREGATIONS)
     mask = as_mask("loss_mask", loss_mask)
     if mode == "token_sum":
         return mask.new_zeros((), dtype=torch.int64)
     counts = mask.sum(-1) if mode == "token_mean" else mask.any(-1).long()
-    if weights is not None and mode != "token_mean":
-        counts = counts * weights.double()
+    factors = path_weights if mode == "token_mean" else weights
+    counts = counts if factors is None else counts * factors.double()
     return (counts if problem_weights is None else counts * problem_weights.double()).sum()
 
 

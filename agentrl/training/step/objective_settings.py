@@ -26,7 +26,7 @@ from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLS
 if TYPE_CHECKING:
     from agentrl.config import Settings
 
-_ESTIMATOR_KEYS = ("gamma", "lam", "leave_one_out", "tail", "energy", "normalize")
+_ESTIMATOR_KEYS = ("gamma", "lam", "leave_one_out", "tail", "siblings", "sibling_pool", "energy", "normalize")
 _LOSS_KEYS = ("clip_low", "clip_high", "dual_clip")
 _REMOVED = {"otb_cross": "removed from training; the laboratory measures it: agentrl variance --estimators otb_cross"}
 """Removed names, with the message that replaces the error for unknown names."""

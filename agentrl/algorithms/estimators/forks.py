@@ -1,0 +1,256 @@
+"""Forked rollouts: trees whose leaves are alternative continuations of a common history.
+
+A rollout that forks after a turn continues as several branches. Its rows are the *edges* of a tree: the model tokens
+from the root to a fork, between two forks, or from a fork to a leaf. Every path from the root to a leaf is a possible
+rollout with its own return. The weight of a leaf is the product of 1 / children over the forks above it, and the weight
+of an edge is the sum of the weights of its leaves (docs/reference/formulas.md 10).
+
+Estimators receive one row per leaf, with its weight. So a mean over rows estimates the mean over rollouts, whatever the
+shape of the trees. A token of an edge receives the weighted mean of its advantages over the leaves below it.
+
+:class:`LeafRows` maps edges to leaves and back. :class:`Forest` forms sums over the siblings of a branch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.estimators.branches import Compact, parent_rows
+from agentrl.algorithms.records import AdvantageInputs, Advantages, Groups
+from agentrl.kernels.arithmetic import running_sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeafInputs(AdvantageInputs):
+    """Inputs with one row for each of L leaves: the D model tokens from the root of its tree, without observations.
+
+    A level is the number of forks above an edge. An edge that is the only child of its parent continues the parent.
+    """
+
+    leaf_weights: Tensor  # [L] float64, weight of the leaf in its tree
+    edges: Tensor  # [L, H] int64, edge of the leaf's path at each level, unique in the batch; -1: none
+    levels: Tensor  # [L, D] int64, level of each token's edge
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeafRows:
+    """Mapping of the tokens of B rows (edges) to L rows (leaves).
+
+    A tree with a root of one token and a fork into branches of one and two tokens:
+
+    >>> inputs = AdvantageInputs(
+    ...     rewards=torch.tensor([[0., 0.], [1., 0.], [0., 0.]]),
+    ...     response_mask=torch.tensor([[1, 0], [1, 0], [1, 1]]).bool(),
+    ...     groups=torch.tensor([7, 7, 7]),
+    ...     samples=torch.tensor([0, 0, 0]),
+    ...     branches=torch.tensor([0, 1, 2]),
+    ...     parents=torch.tensor([-1, 0, 0]),
+    ...     forks=torch.tensor([0, 1, 1]),
+    ...     path_weights=torch.tensor([1., .5, .5]),
+    ... )
+    >>> rows = LeafRows.of(inputs)
+    >>> rows.merge(inputs).rewards.tolist(), rows.merge(inputs).levels.tolist()
+    ([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]], [[0, 1, 1], [0, 1, 1]])
+    """
+
+    layout: Compact  # of the B rows; K is its width
+    tokens: Tensor  # [L, D] row * K + compact index of each token of a leaf's path
+    valid: Tensor  # [L, D] bool, entries that exist
+    leaf: Tensor  # [L] row of the leaf
+    ancestors: Tensor  # [L, A] rows from the root to the leaf; -1: none
+    weights: Tensor  # [L] float64
+    edges: Tensor  # [L, H]
+    levels: Tensor  # [L, D]
+
+    @classmethod
+    def of(cls, inputs: AdvantageInputs) -> LeafRows | None:
+        """Create the mapping for inputs with boolean masks. Returns None if no rollout is forked."""
+        weights = inputs.path_weights
+        if weights is None or not bool((weights < 1).any()):
+            return None
+        parents = parent_rows(inputs)
+        children = torch.bincount(parents[parents >= 0], minlength=len(parents))
+        (leaf,) = (children == 0).nonzero(as_tuple=True)
+        upward = [leaf]
+        while bool((upward[-1] >= 0).any()):
+            upward.append(parents[upward[-1]].masked_fill(upward[-1] < 0, -1))
+        ancestors = torch.stack(upward[-2::-1], 1)  # root first, but right-aligned
+        ancestors = ancestors.gather(1, (ancestors < 0).to(torch.int8).argsort(dim=1, stable=True))
+        layout = Compact.of(inputs.response_mask)
+        width = layout.valid.shape[1]
+        counts = layout.valid.sum(-1)[ancestors].masked_fill(ancestors < 0, 0)  # [L, A]
+        begins = counts.cumsum(1) - counts
+        # An edge starts a level unless it is an only child.
+        starts = (children[parents.clamp(min=0)] > 1)[ancestors] | (parents[ancestors] < 0)
+        level = starts.masked_fill(ancestors < 0, False).cumsum(1) - 1
+        longest, column = int(counts.sum(1).max()), torch.arange(width, device=leaf.device)
+        tokens = leaf.new_zeros(len(leaf), longest + 1)  # the last entry receives what does not exist
+        levels = torch.zeros_like(tokens)
+        edges = leaf.new_full((len(leaf), int(level.max()) + 2), -1)
+        for place, edge in enumerate(ancestors.unbind(1)):
+            exists = column < counts[:, place, None]
+            target = torch.where(exists, begins[:, place, None] + column, longest)
+            tokens.scatter_(1, target, edge[:, None] * width + column)
+            levels.scatter_(1, target, level[:, place, None].expand_as(target))
+            first = starts[:, place] & (edge >= 0)
+            edges.scatter_(1, torch.where(first, level[:, place], edges.shape[1] - 1)[:, None], edge[:, None])
+        valid = torch.arange(longest, device=leaf.device) < counts.sum(1, keepdim=True)
+        return cls(
+            layout=layout,
+            tokens=tokens[:, :longest].masked_fill(~valid, 0),
+            valid=valid,
+            leaf=leaf,
+            ancestors=ancestors,
+            weights=weights[leaf].double(),
+            edges=edges[:, :-1],
+            levels=levels[:, :longest].masked_fill(~valid, -1),
+        )
+
+    def merge(self, inputs: AdvantageInputs) -> LeafInputs:
+        """Return the inputs with one row per leaf."""
+        given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+        rows = {name: tensor[self.leaf] for name, tensor in given.items() if tensor is not None and tensor.dim() == 1}
+        tokens = {
+            name: self._along(tensor) for name, tensor in given.items() if tensor is not None and tensor.dim() == 2
+        }
+        ungrouped = dict.fromkeys(("samples", "branches", "parents", "forks", "path_weights"))
+        leaves = LeafInputs(
+            **{**given, **rows, **tokens, **ungrouped},
+            leaf_weights=self.weights,
+            edges=self.edges,
+            levels=self.levels,
+        )
+        if inputs.trajectory_energy is None:
+            return leaves
+        # The energy of a sum of gradients, assuming that the gradients of edges are orthogonal.
+        energy = inputs.trajectory_energy[self.ancestors].masked_fill(self.ancestors < 0, 0.0).sum(1)
+        return replace(leaves, trajectory_energy=energy)
+
+    def split_by_row(self, made: Advantages) -> Advantages:
+        """Convert results for leaves [L, D] to results for edges [B, T]: the weighted mean of each token's leaves."""
+        return Advantages(**{name: self._mean(values) for name, values in vars(made).items()})
+
+    def _along(self, tensor: Tensor) -> Tensor:
+        return self.layout.gather(tensor).flatten()[self.tokens].masked_fill_(~self.valid, 0)
+
+    def _mean(self, values: Tensor) -> Tensor:
+        places, width = self.tokens[self.valid], self.layout.valid.shape
+        weights = self.weights.unsqueeze(-1).expand_as(self.tokens)[self.valid]
+        total, moment = weights.new_zeros(2, self.layout.valid.numel())
+        total.index_add_(0, places, weights)
+        moment.index_add_(0, places, weights * values[self.valid].double())
+        return self.layout.scatter((moment / total.masked_fill_(total == 0, 1.0)).view(width)).to(values.dtype)
+
+
+@dataclass(frozen=True)
+class Forest:
+    """The trees of L leaf rows. A plain rollout is a tree with one leaf, and the prompt is the fork above all trees."""
+
+    weights: Tensor  # [L] float64
+    edges: Tensor  # [L, H] int64, -1: none
+    levels: Tensor  # [L, D] int64
+    groups: Tensor  # [L] int64, the prompt of each leaf
+
+    @cached_property
+    def forks(self) -> list[Siblings]:
+        """The siblings at each level."""
+        above = [self.groups, *self.edges.unbind(1)]
+        return [Siblings.of(edge, parent) for edge, parent in zip(above[1:], above, strict=False)]
+
+    def at_tokens(self, values: Tensor) -> Tensor:
+        """Move values [L, H] of the edges of each path to the tokens of these edges, [L, D]."""
+        return values.gather(1, self.levels.clamp(min=0))
+
+
+@dataclass(frozen=True)
+class Siblings:
+    """The E edges of one level, grouped by their forks."""
+
+    rows: Tensor  # [l] leaf rows below these edges
+    edge: Tensor  # [l] edge of each of these rows, numbered 0 .. E-1
+    groups: Groups  # the edges by their fork
+    leaves: int  # L
+
+    @classmethod
+    def of(cls, edges: Tensor, parents: Tensor) -> Siblings:
+        """Group edges [L] by parents [L]. Leaves with edge -1 have no edge at this level."""
+        (rows,) = (edges >= 0).nonzero(as_tuple=True)
+        names, edge = torch.unique(edges[rows], return_inverse=True)
+        forks = names.new_empty(len(names)).scatter_(0, edge, parents[rows])
+        return cls(rows, edge, Groups.of(forks), len(edges))
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sum values [L, C] over the leaves of each edge, [E, C]."""
+        return values.new_zeros(len(self.groups.labels), values.shape[1]).index_add_(0, self.edge, values[self.rows])
+
+    def others(self, sums: Tensor) -> Tensor:
+        """Sum values [E, C] over the siblings of the edge of each leaf, [L, C]; 0 for leaves without an edge here."""
+        stacked = self.groups.stack(sums).masked_fill(~self.groups.present.unsqueeze(-1), 0.0)
+        siblings = self.groups.unstack(sum_of_others(stacked.transpose(1, 2)).transpose(1, 2))
+        return self.of_leaves(siblings)
+
+    def of_leaves(self, values: Tensor) -> Tensor:
+        """Copy values [E, C] of edges to their leaves, [L, C]."""
+        return values.new_zeros(self.leaves, values.shape[1]).index_copy_(0, self.rows, values[self.edge])
+
+
+SIBLINGS = ("none", "only", "pooled")
+
+
+def sibling_baselines(
+    forest: Forest, returns: Tensor, weights: Tensor, valid: Tensor, *, siblings: str, pool: float, tail: str
+) -> Tensor:
+    """Compute b = sum W G / sum W over the siblings of each token at its index, [L, D]. Never includes the own subtree.
+
+    ``returns`` G, ``weights`` W + eps and ``valid`` are [L, C] at compact indices, with C = D, or C = 1 for one value
+    per leaf. The siblings of a token are the leaves of the other children of its nearest fork. Above the first fork,
+    these are the other trees of the group. With ``siblings="none"``, they are the other trees for every token, and with
+    ``"pooled"`` the baseline is (n b_siblings + pool b_trees) / (n + pool), where n siblings contribute.
+
+    A leaf that ended before the index contributes nothing, or with ``tail="carry"`` its last value. Where no sibling
+    contributes, b is 0, or with ``tail="self"`` the token's G.
+    """
+    own = returns
+    if tail == "carry":
+        last = (valid.sum(1, keepdim=True) - 1).clamp(min=0)
+        index = torch.minimum(torch.arange(valid.shape[1], device=valid.device).expand_as(valid), last)
+        returns, weights, valid = returns.gather(1, index), weights.gather(1, index), torch.ones_like(valid)
+    # Relative to the lowest return, so that the mean of equal returns is exact.
+    lowest = Groups.of(forest.groups).lowest(returns.masked_fill(~valid, torch.inf).amin(1)).unsqueeze(1)
+    weights = (weights * forest.weights.unsqueeze(1)).masked_fill(~valid, 0.0)
+    moments = weights * (returns - lowest).masked_fill(~valid, 0.0)
+
+    def at(level: Siblings) -> tuple[Tensor, Tensor]:
+        """Return the baseline of a level and the number of siblings that contribute to it."""
+        totals = level.sums(weights)
+        total, number = level.others(totals), level.others((totals > 0).double())
+        mean = lowest + level.others(level.sums(moments)) / torch.where(number > 0, total, 1.0)
+        return torch.where(number > 0, mean, own if tail == "self" else 0.0), number
+
+    trees, others = at(forest.forks[0])
+    baselines = trees.expand(forest.levels.shape)
+    if siblings == "none":
+        return baselines
+    for number, level in enumerate(forest.forks[1:], 1):
+        mean, count = at(level)
+        if siblings == "pooled":
+            prior = torch.where(others > 0, pool, 0.0)
+            pooled = (count * mean + prior * trees) / (count + prior).masked_fill(count + prior == 0, 1.0)
+            mean = torch.where(count + prior > 0, pooled, mean)
+        baselines = torch.where(forest.levels == number, mean, baselines)
+    return baselines
+
+
+def sum_of_others(terms: Tensor) -> Tensor:
+    """Sum, for each entry, all others along the last dimension. Avoids subtraction, which would lose small entries."""
+    return _before(terms) + _before(terms.flip(-1)).flip(-1)
+
+
+def _before(terms: Tensor) -> Tensor:
+    sums = torch.zeros_like(terms)
+    sums[..., 1:] = running_sum(terms[..., :-1])
+    return sums
