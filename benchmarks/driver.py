@@ -239,6 +239,8 @@ def step_costs(trajectories: int, tokens: int, measured: int) -> None:
     records = [made_record(1, number, tokens, draw) for number in range(measured)]
     answers = [server_answer(segment) for record in records for segment in record["segments"][::2]]
     turns = Sampling(max_tokens=tokens // TURNS)
+    codec = small_codec()
+    known = [[token % len(codec.table) for token in part["token_ids"]] for one in records for part in one["segments"]]
     contexts = [
         record["prompt_ids"] + [id for part in record["segments"] for id in part["token_ids"]] for record in records
     ]
@@ -258,6 +260,7 @@ def step_costs(trajectories: int, tokens: int, measured: int) -> None:
     stage("encode requests (msgspec)", lambda: [msgspec.json.encode(context) for context in contexts])
     stage("decode responses (msgspec)", lambda: deque(map(RESPONSE.decode, answers), maxlen=0))
     stage("decode and check responses", lambda: [read_completion(content, turns, frozenset()) for content in answers])
+    stage("decode text", lambda: [codec.decode(token_ids) for token_ids in known])
     stage("check segments", lambda: [replace(segment) for one in rows for segment in one.segments])
     made = [
         Group(problem=part[0].problem, index=part[0].group, trajectories=tuple(part))
@@ -305,6 +308,12 @@ def server_answer(segment: dict[str, Any]) -> bytes:
     return json.dumps({"request_id": "r", "choices": [choice], "usage": None}, separators=(",", ":")).encode()
 
 
+def small_codec() -> TextCodec:
+    codec = TextCodec(train_tokenizer([WORK, ANSWER] * 20, vocabulary_size=512))
+    codec.decode(())  # builds its table
+    return codec
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trajectories", type=int, default=4096)
@@ -318,8 +327,7 @@ def main() -> None:
     if args.step is not None:
         step_costs(*args.step, args.measured)
         return
-    codec = TextCodec(train_tokenizer([WORK, ANSWER] * 20, vocabulary_size=512))
-    codec.decode(())
+    codec = small_codec()
     print(
         f"{args.trajectories} trajectories of {args.turns} turns in flight, engine {args.engine_latency:g} s, ", end=""
     )
