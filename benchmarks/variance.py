@@ -93,7 +93,7 @@ def print_study(
     names = list(dict.fromkeys(line.estimator for line in lines if line.group_size == sizes[len(sizes) // 2]))
     by_key = {(line.estimator, line.group_size): line for line in lines}
     print(f"\nNoise of `{baseline}`, and of its part along the true gradient:\n")
-    print(row(["", *(f"N={size}" for size in sizes)]))
+    print(row(["quantity", *(f"N={size}" for size in sizes)]))
     print(row(["---"] * (len(sizes) + 1)))
     print(row(["noise", *(said(by_key[baseline, size].noise) for size in sizes)]))
     print(row(["along", *(said(by_key[baseline, size].directional) for size in sizes)]))

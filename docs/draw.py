@@ -23,12 +23,12 @@ BLUE, GREY, RED, GREEN = "#c7d7f5", "#e6e6e6", "#f6cfc8", "#cfe8d0"
 STYLE = {"font.size": 9, "font.family": "sans-serif", "svg.fonttype": "path", "svg.hashsalt": "agentrl"}
 
 
-def main() -> None:
-    """Draw every picture."""
+def main(folder: Path = IMAGES) -> None:
+    """Draw every picture as ``folder/NAME.svg``."""
     with pyplot.rc_context(STYLE):
         for draw in (tokens, exclusion, schedules, baselines, sandbox):
             draw()
-            pyplot.savefig(IMAGES / f"{draw.__name__}.svg", metadata={"Date": None}, bbox_inches="tight")
+            pyplot.savefig(folder / f"{draw.__name__}.svg", metadata={"Date": None}, bbox_inches="tight")
             pyplot.close()
 
 
@@ -126,7 +126,7 @@ def baselines() -> None:
     groups = torch.zeros(4, dtype=torch.long)
     inputs = AdvantageInputs(rewards=rewards, response_mask=mask, groups=groups, token_energy=energy)
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(7.2, 4), sharex=True, height_ratios=(1, 1.4))
-    top.imshow(energy, aspect="auto", cmap="Blues")
+    top.imshow(energy.numpy(), aspect="auto", cmap="Blues")
     top.set_yticks(range(4), ["reward 1", "reward 1", "reward 0", "reward 0"])
     top.set_title("Energy of each token: the failures concentrate theirs at the token that goes wrong", fontsize=9)
     for name, line in (("rloo", ":"), ("ogb", "--"), ("tir_otb", "-")):

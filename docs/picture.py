@@ -30,7 +30,7 @@ def main(run: Path, step: str, trajectory: str) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     rewards = {row["step"]: row["reward/mean"] for row in rows if "reward/mean" in row}
     scores = {row["step"]: row["eval/avg_at_k"] for row in rows if "eval/avg_at_k" in row}
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), width_ratios=(1, 1.6))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.4), width_ratios=(1, 1.3))
     left.plot(list(rewards), list(rewards.values()), color="#b8c7e6", label="training reward of each step")
     left.plot(list(scores), list(scores.values()), "o", color="#1f4e9c", label="score on held-out problems")
     for number, score in scores.items():
@@ -56,7 +56,10 @@ def screenshot(run: Path, step: str, trajectory: str) -> bytes:
         page.get_by_label("Colour by").select_option(label="Share of the gradient")
         page.get_by_role("button", name="Largest").click()
         page.evaluate("scrollTo(0, 0)")
-        return page.screenshot(clip={"x": 0, "y": 165, "width": 1000, "height": 700})
+        prompt = page.get_by_text("prompt ·").bounding_box()
+        end = page.get_by_text("observation ·").last.bounding_box()
+        top = prompt["y"] - 12
+        return page.screenshot(clip={"x": prompt["x"] - 16, "y": top, "width": 556, "height": end["y"] - top - 4})
 
 
 if __name__ == "__main__":

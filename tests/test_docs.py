@@ -86,6 +86,11 @@ def test_a_link_to_a_missing_page_or_anchor_is_reported(tmp_path: Path) -> None:
     ]
 
 
+def test_the_pictures_of_the_concepts_can_be_drawn(tmp_path: Path) -> None:
+    runpy.run_path(str(ROOT / "docs" / "draw.py"))["main"](tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (ROOT / "docs/images").glob("*.svg")}
+
+
 def string_pieces() -> list[str]:
     """Every piece of text in the code, without what f-strings insert."""
     files = [path for name in ("agentrl", "envs", "sandbox") for path in (ROOT / name).rglob("*.py")]
