@@ -151,24 +151,24 @@ def evaluate(
     ] = None,
 ) -> None:
     """Evaluate a model on benchmarks: avg@n with intervals, pass@k, maj@n, conversations. Resumes automatically."""
-    from agentrl.config import run_config_of
-    from agentrl.evaluation.settings import EvaluationRequest, overrides_of, whole_numbers
+    from agentrl.config import run_config_for_model
+    from agentrl.evaluation.settings import EvaluationRequest, overrides_from_options, parse_integers
 
-    given = overrides_of(model=model, base_url=base_url, preset=preset, n=n, falsified=falsified)
-    found = None if model is None or base_url is not None else run_config_of(model)
+    given = overrides_from_options(model=model, base_url=base_url, preset=preset, n=n, falsified=falsified)
+    found = None if model is None or base_url is not None else run_config_for_model(model)
     command: Command = "check-data" if check_data else "eval"
     settings = _load(command, [*given, *(overrides or [])], env=env, config=config or found)
     request = EvaluationRequest(
         benchmarks=tuple(name.strip() for name in benchmarks.split(",") if name.strip()),
         data_dir=data_dir,
         output=output,
-        ks=whole_numbers("--k", k),
+        ks=parse_integers("--k", k),
         conversations=conversations,
     )
     if check_data:
-        from agentrl.evaluation.benchmarks import check_data_command
+        from agentrl.evaluation.benchmarks import check_benchmarks_command
 
-        check_data_command(settings, request)
+        check_benchmarks_command(settings, request)
         return
     from agentrl.evaluation.run import evaluate_command
     from agentrl.viewer.export import export_evaluation
@@ -245,10 +245,10 @@ def variance(
     config: Config = None,
 ) -> None:
     """Measure the exact variance of every estimator's gradient on real rollouts of a small model."""
-    from agentrl.config import run_config_of
+    from agentrl.config import run_config_for_model
 
     overrides = [*(overrides or []), *([] if model is None else ["coldstart.demonstrations=null"])]
-    found = None if model is None else run_config_of(model)
+    found = None if model is None else run_config_for_model(model)
     settings = _load("variance", overrides, config=config or found, options={"model.path": model})
     from agentrl.lab.run import prepare, variance_command
     from agentrl.lab.settings import LabRequest
@@ -347,13 +347,13 @@ def view(
     groups: Annotated[int | None, _option("N", "maximum number of groups per step in --export", low=1)] = None,
 ) -> None:
     """Show runs and evaluations in the browser: curves, trajectories and tokens. Only reads files."""
-    from agentrl.evaluation.settings import whole_numbers
+    from agentrl.evaluation.settings import parse_integers
     from agentrl.viewer.serve import export_command, view_command
 
     if (export, steps, groups) == (None, None, None):
         view_command(paths or [Path("runs")], port=port, browse=not no_open, echo=typer.echo)
     else:
-        chosen = whole_numbers("--steps", steps or "")
+        chosen = parse_integers("--steps", steps or "")
         export_command(paths or [], export, steps=chosen, groups=groups, echo=typer.echo)
 
 
@@ -461,10 +461,12 @@ def _load(
 ) -> Settings:
     """Load a command's settings. ``options`` maps dotted keys to command-line options; None means not set."""
     from agentrl.config import load_settings, settings_warnings
-    from agentrl.evaluation.settings import quoted
+    from agentrl.evaluation.settings import quoted_override
 
     given = {key: value for key, value in (options or {}).items() if value is not None}
-    texts = [quoted(key, value) if isinstance(value, str) else f"{key}={value}" for key, value in given.items()]
+    texts = [
+        quoted_override(key, value) if isinstance(value, str) else f"{key}={value}" for key, value in given.items()
+    ]
     settings = load_settings(env, config, [*(overrides or []), *texts], resume=resume, command=command)
     for warning in settings_warnings(settings) if command == "train" else []:
         typer.echo(f"warning: {warning}", err=True)

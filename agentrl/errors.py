@@ -92,14 +92,14 @@ def with_help(message: str) -> str:
     return f"{message}\nhelp: docs/how-to/troubleshooting.md#{anchor}"
 
 
-def says_out_of_memory(text: str) -> bool:
+def mentions_out_of_memory(text: str) -> bool:
     """Return True if an error message reports that memory ran out, on a GPU or on the host.
 
-    >>> says_out_of_memory("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    >>> mentions_out_of_memory("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
     True
-    >>> says_out_of_memory("NCCL error ..., unhandled cuda error\\nLast error:\\nFailed to CUDA calloc async 608 bytes")
+    >>> mentions_out_of_memory("NCCL error ..., unhandled cuda error\\nFailed to CUDA calloc async 608 bytes")
     True
-    >>> says_out_of_memory("no memory of it")
+    >>> mentions_out_of_memory("no memory of it")
     False
     """
     return _OUT_OF_MEMORY.search(text) is not None
@@ -109,4 +109,4 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return True if an error, raised by torch or a library below it, reports that memory ran out."""
     if isinstance(error, MemoryError):
         return True
-    return isinstance(error, RuntimeError) and says_out_of_memory(f"{type(error).__name__}: {error}")
+    return isinstance(error, RuntimeError) and mentions_out_of_memory(f"{type(error).__name__}: {error}")

@@ -33,7 +33,7 @@ from agentrl.config import load_settings
 from agentrl.evaluation.benchmarks import ProblemSet, problem_sets
 from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.engines import Player, TokenPlayer
-from agentrl.evaluation.results import default_ks
+from agentrl.evaluation.results import default_pass_ks
 from agentrl.evaluation.run import Evaluation, finish
 from agentrl.evaluation.settings import EvaluationRequest, evaluation_settings
 from agentrl.models.loading import train_tokenizer
@@ -125,7 +125,7 @@ class OpenedScript:
             seed=self._settings.seed,
         )
 
-    def without_room(self, prompts: Sequence[str]) -> Mapping[str, int]:
+    def prompts_too_long(self, prompts: Sequence[str]) -> Mapping[str, int]:
         return {}  # nothing is too long for a script
 
     async def close(self) -> None:
@@ -244,7 +244,7 @@ def summary(
     sizes: tuple[float, float],
 ) -> int:
     """Print what was measured; 1 where a score differs from its closed form."""
-    ks = default_ks(n)
+    ks = default_pass_ks(n)
     wrong = [
         f"{one.name} {name}: {found[name]!r}, expected {float(value)!r}"
         for one in sets

@@ -58,7 +58,7 @@ def trajectories_cost(trajectories: int, tokens: int) -> None:
             began, used = time.perf_counter(), time.process_time()
             writer.submit(partial(run.write_trajectories, 1, records))
             waits.append(time.perf_counter() - began)
-            writer.settle()
+            writer.wait()
             seconds.append(time.process_time() - used)
         writer.close()
         size = run.trajectory_file(1).stat().st_size

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.api.inputs import problem_file
+from agentrl.api.inputs import write_problem_file
 from agentrl.api.run import Run
 from agentrl.errors import SettingsError
 from agentrl.lab.study.command import study_command
@@ -62,5 +62,5 @@ def test_a_missing_package_is_named_with_its_extra(
 
 def test_problems_need_no_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    file = problem_file([{"problem": "1 + 1?", "answer": "2"}], tmp_path)
+    file = write_problem_file([{"problem": "1 + 1?", "answer": "2"}], tmp_path)
     assert json.loads(Path(file).read_text()) == {"problem": "1 + 1?", "answer": "2"}

@@ -16,12 +16,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.api.inputs import INPUTS, Inputs, Problems, check_file, check_keywords, errors_of_a_call, overrides_from
+from agentrl.api.inputs import (
+    INPUTS,
+    Inputs,
+    Problems,
+    check_file,
+    check_keywords,
+    to_overrides,
+    without_command_line_origin,
+)
 from agentrl.api.run import EvaluationRun, Run
 from agentrl.cli import prepare_process
-from agentrl.config import load_settings, run_config_of, settings_warnings
+from agentrl.config import load_settings, run_config_for_model, settings_warnings
 from agentrl.errors import SettingsError, WorldError
-from agentrl.evaluation.settings import EvaluationRequest, overrides_of
+from agentrl.evaluation.settings import EvaluationRequest, overrides_from_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,22 +87,22 @@ def train(
     """
     check_keywords(train, settings)
     inputs = Inputs(Path(str(settings.get("runs_dir") or "runs")) / INPUTS)
-    given = dict(settings) | ({} if model is None else inputs.model(model, tokenizer))
+    given = dict(settings) | ({} if model is None else inputs.model_settings(model, tokenizer))
     if problems is not None:
-        given["data.train"] = [{"path": inputs.problems(problems)}]
+        given["data.train"] = [{"path": inputs.problems_path(problems)}]
         given["data.eval"] = []
     if eval_problems is not None:
-        given["data.eval"] = [{"path": inputs.problems(eval_problems)}]
-    environment = None if env is None else inputs.name_of(env)
-    rewards = [] if reward is None else [inputs.rewards(reward)]
-    overrides = overrides_from(inputs.with_plugins(given)) + rewards
-    with errors_of_a_call():
+        given["data.eval"] = [{"path": inputs.problems_path(eval_problems)}]
+    environment = None if env is None else inputs.importable_name(env)
+    rewards = [] if reward is None else [inputs.reward_override(reward)]
+    overrides = to_overrides(inputs.add_plugins(given)) + rewards
+    with without_command_line_origin():
         resolved = load_settings(environment, config, overrides, resume=resume)
         for source in [*resolved.data.train, *resolved.data.eval]:
             check_file(source.path)
         for warning in settings_warnings(resolved):
             print(f"warning: {warning}", file=sys.stderr)
-        with command_in_this_process():
+        with prepared_process():
             from agentrl.training.run.callbacks import Callbacks
             from agentrl.training.run.signals import INTERRUPTED
             from agentrl.training.run.start import in_one_process
@@ -144,19 +152,19 @@ def evaluate(
     check_keywords(evaluate, settings)
     root = Path("evaluations")
     inputs = Inputs(root / INPUTS)
-    wanted = [*benchmarks, *([] if problems is None else [inputs.problems(problems)])]
+    wanted = [*benchmarks, *([] if problems is None else [inputs.problems_path(problems)])]
     for path in wanted:
         check_file(path)
     name = str(model.policy if isinstance(model, Run) else model)
-    environment = None if env is None else inputs.name_of(env)
-    options = overrides_of(model=name, base_url=base_url, preset=None, n=n, falsified=False)
-    overrides = options + overrides_from(inputs.with_plugins(settings))
+    environment = None if env is None else inputs.importable_name(env)
+    options = overrides_from_options(model=name, base_url=base_url, preset=None, n=n, falsified=False)
+    overrides = options + to_overrides(inputs.add_plugins(settings))
     digest = hashlib.sha256(json.dumps([environment, str(config), wanted, overrides]).encode()).hexdigest()[:8]
     folder = root / f"{Path(name).name}-{digest}" if output is None else Path(output)
-    with errors_of_a_call():
-        found = run_config_of(name) if base_url is None else None
+    with without_command_line_origin():
+        found = run_config_for_model(name) if base_url is None else None
         resolved = load_settings(environment, config or found, overrides, command="eval")
-        with command_in_this_process():
+        with prepared_process():
             from agentrl.evaluation.run import evaluate_command
             from agentrl.viewer.export import export_evaluation
 
@@ -166,7 +174,7 @@ def evaluate(
 
 
 @contextmanager
-def command_in_this_process() -> Iterator[None]:
+def prepared_process() -> Iterator[None]:
     """Prepare this process to run a command inside a Python program, and restore the process on exit.
 
     A notebook cell runs inside the event loop of its kernel, where `asyncio.run` raises an error. Therefore the loop is

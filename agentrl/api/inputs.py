@@ -58,7 +58,7 @@ class Inputs:
     unpickled: dict[str, str] = field(default_factory=dict)
     """Objects that exist in this process only, with the reason why they cannot be pickled."""
 
-    def name_of(self, item: object) -> str:
+    def importable_name(self, item: object) -> str:
         """Return the name of a function or class. A string is returned unchanged.
 
         An object that other processes cannot import becomes the attribute of a new module in this process. Its pickle
@@ -98,22 +98,22 @@ class Inputs:
                 "cluster.restarts=0 to train in one process"
             )
 
-    def problems(self, problems: str | Path | Problems) -> str:
-        """Return the path of the problem file. Rows are written to a new file with :func:`problem_file`.
+    def problems_path(self, problems: str | Path | Problems) -> str:
+        """Return the path of the problem file. Rows are written to a new file with :func:`write_problem_file`.
 
-        Raises ProblemFileError if the file is missing, and the errors of :func:`problem_file`.
+        Raises ProblemFileError if the file is missing, and the errors of :func:`write_problem_file`.
         """
-        path = str(problems if isinstance(problems, str | Path) else problem_file(problems, self.folder))
+        path = str(problems if isinstance(problems, str | Path) else write_problem_file(problems, self.folder))
         check_file(path)
         return path
 
-    def rewards(self, reward: object) -> str:
+    def reward_override(self, reward: object) -> str:
         """Format ``reward.functions=...`` for a function or name, a list of them, or a mapping from them to weights."""
         if not isinstance(reward, Mapping):
             reward = dict.fromkeys(reward if isinstance(reward, list | tuple) else [reward], 1.0)
-        return f"reward.functions={json.dumps({self.name_of(one): weight for one, weight in reward.items()})}"
+        return f"reward.functions={json.dumps({self.importable_name(one): weight for one, weight in reward.items()})}"
 
-    def model(self, model: object, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, object]:
+    def model_settings(self, model: object, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, object]:
         """Return settings for a model directory or id, a mapping of ``model`` settings, or a loaded model.
 
         A loaded model is saved to ``folder``, where every process of a run can read it.
@@ -129,9 +129,9 @@ class Inputs:
             )
         if tokenizer is None:
             raise SettingsError("a loaded model needs its tokenizer: pass tokenizer=...")
-        return {"model.path": str(saved_model(cast("PreTrainedModel", model), tokenizer, self.folder))}
+        return {"model.path": str(save_model(cast("PreTrainedModel", model), tokenizer, self.folder))}
 
-    def with_plugins(self, settings: Mapping[str, object]) -> Mapping[str, object]:
+    def add_plugins(self, settings: Mapping[str, object]) -> Mapping[str, object]:
         """Return a copy of the settings that includes the plug-ins required by these objects."""
         given = settings.get("plugins") or ()
         if not isinstance(given, list | tuple):
@@ -139,7 +139,7 @@ class Inputs:
         return {**settings, "plugins": [*given, *self.plugins]} if self.plugins else settings
 
 
-def problem_file(problems: Problems, folder: Path) -> Path:
+def write_problem_file(problems: Problems, folder: Path) -> Path:
     """Write the problems to ``folder/DIGEST/problems.jsonl`` and return the full path. DIGEST is a hash of the content.
 
     Raises SettingsError if there are no problems, if a row is not a mapping, or if a value cannot be stored as JSON.
@@ -155,7 +155,7 @@ def problem_file(problems: Problems, folder: Path) -> Path:
     return _write(folder, "{digest}/problems.jsonl", "".join(lines).encode())
 
 
-def saved_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
     """Save a model and its tokenizer to ``folder/model_DIGEST``, and return the full path.
 
     DIGEST is a hash of the files.
@@ -183,34 +183,36 @@ def check_file(path: str) -> None:
         require_file(Path(expand(path)))
 
 
-def overrides_from(settings: Mapping[str, object], prefix: str = "") -> list[str]:
+def to_overrides(settings: Mapping[str, object], prefix: str = "") -> list[str]:
     """Convert settings to ``key=value`` strings with dotted keys and JSON values. JSON is valid YAML.
 
     A mapping whose keys are not names of settings, such as reward functions with weights, becomes one value.
 
-    >>> overrides_from({"training": {"steps": 5}, "rollout.group_size": 8, "name": "first"})
+    >>> to_overrides({"training": {"steps": 5}, "rollout.group_size": 8, "name": "first"})
     ['training.steps=5', 'rollout.group_size=8', 'name="first"']
     """
     found = []
     for key, value in settings.items():
         if isinstance(value, Mapping) and all(name.isidentifier() for name in value):
-            found += overrides_from(value, f"{prefix}{key}.")
+            found += to_overrides(value, f"{prefix}{key}.")
         else:
             found.append(f"{prefix}{key}={_json(f'{prefix}{key}', value)}")
     return found
 
 
-def check_keywords(call: Callable[..., object], settings: Mapping[str, object]) -> None:
-    """Raise SettingsError for a keyword that is neither an argument of ``call`` nor a setting."""
-    arguments = [name for name, one in inspect.signature(call).parameters.items() if one.kind is not one.VAR_KEYWORD]
+def check_keywords(function: Callable[..., object], settings: Mapping[str, object]) -> None:
+    """Raise SettingsError for a keyword that is neither an argument of ``function`` nor a setting."""
+    arguments = [
+        name for name, one in inspect.signature(function).parameters.items() if one.kind is not one.VAR_KEYWORD
+    ]
     for name in settings:
         if name.partition(".")[0] not in Settings.model_fields:
             hint = did_you_mean(name, arguments) or f"; the nearest setting is {nearest_key(name, SIMPLETIR)}"
-            raise SettingsError(f"agentrl.{call.__name__} has no argument or setting {name!r}{hint}")
+            raise SettingsError(f"agentrl.{function.__name__} has no argument or setting {name!r}{hint}")
 
 
 @contextmanager
-def errors_of_a_call() -> Iterator[None]:
+def without_command_line_origin() -> Iterator[None]:
     """Remove "(command line)" from error messages, because the settings were passed in a Python call."""
     try:
         yield

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from agentrl.api.inputs import check_keywords, errors_of_a_call, overrides_from
+from agentrl.api.inputs import check_keywords, to_overrides, without_command_line_origin
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.problems.rows import problem_of
@@ -66,8 +66,8 @@ def play(
     """
     name = env if isinstance(env, str) else f"{env.__module__}:{env.__qualname__}"
     check_keywords(play, settings)
-    with errors_of_a_call():
-        resolved = load_settings(name, config, overrides_from(settings))
+    with without_command_line_origin():
+        resolved = load_settings(name, config, to_overrides(settings))
     columns = {key: value for key, value in row.items() if key != "turns"}
     problem = problem_of(columns, "the row", source="play", fields={}, answered=False)
     written = tuple(_own_turns(row) if turns is None else turns)

@@ -130,7 +130,7 @@ class Run:
         if step is None:
             self._files.check_trajectory_format()
         else:
-            self._files.check_stored(step)
+            self._files.require_trajectories(step)
         for one in self.steps() if step is None else [step]:
             for record in self._files.read_trajectories(one):
                 yield Trajectory.from_record(record)

@@ -45,16 +45,16 @@ class RankPosition:
         return {"MASTER_ADDR": host} | {name: str(count) for name, count in counts.items()}
 
 
-def under_a_launcher(kind: str, environment: Mapping[str, str] = os.environ) -> bool:
+def started_by_launcher(kind: str, environment: Mapping[str, str] = os.environ) -> bool:
     """Return True if a launcher started this process as a rank. ``kind`` is the setting ``cluster.kind``."""
     return kind == "environment" or (kind == "auto" and "RANK" in environment)
 
 
-def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
+def set_variables_from_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set torchrun's variables from srun's. Variables that are already set keep their values.
 
     >>> variables = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "MASTER_PORT": "29500"}
-    >>> adopt_slurm(variables)
+    >>> set_variables_from_slurm(variables)
     >>> variables["RANK"], variables["WORLD_SIZE"], variables["LOCAL_RANK"]
     ('3', '4', '1')
     """
@@ -79,7 +79,7 @@ def address_of_rank_zero() -> str:
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
-def ranks_here(world: int) -> int:
+def count_local_ranks(world: int) -> int:
     """Return the number of ranks on this machine, among ``world`` ranks."""
     count = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     return int(count) if count else world
@@ -95,7 +95,7 @@ def listen_for_ranks(world: int) -> tuple[socket.socket, tuple[str, int]]:
     try:
         address = socket.gethostbyname(host)
         # On other machines, MASTER_ADDR may resolve to a different address than the loopback address here.
-        remote_ranks = ipaddress.ip_address(address).is_loopback and ranks_here(world) < world
+        remote_ranks = ipaddress.ip_address(address).is_loopback and count_local_ranks(world) < world
         door = socket.create_server(("" if remote_ranks else address, 0), backlog=2 * world)
     except OSError:
         door = socket.create_server(("", 0), backlog=2 * world)

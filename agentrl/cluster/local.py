@@ -16,7 +16,15 @@ from pathlib import Path
 import psutil
 
 from agentrl.cluster.plan import UnplaceableError
-from agentrl.cluster.processes import ALL_GPUS, STARTED_BY, Bundle, ClusterNode, ProcessSpec, Reservation, free_port
+from agentrl.cluster.processes import (
+    ALL_GPUS,
+    PARENT_VARIABLE,
+    Bundle,
+    ClusterNode,
+    ProcessSpec,
+    Reservation,
+    free_port,
+)
 
 _POLL_INTERVAL = 0.5  # seconds
 _OUTPUT, _ERRORS = 1, 2  # file descriptors of standard output and standard error
@@ -58,18 +66,18 @@ class Tee:
             self._process.wait(seconds)
 
 
-def keep_log(log: Path, *, draws: bool) -> None:
-    """Copy all further output of this process to a log file. ``draws``: see :class:`ProcessSpec`."""
+def copy_output_to_log(log: Path, *, keep_terminal_output: bool) -> None:
+    """Copy all further output of this process to a log file. ``keep_terminal_output``: see :class:`ProcessSpec`."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    for handle in copied_handles(draws=draws):
+    for handle in logged_handles(keep_terminal_output=keep_terminal_output):
         tee = Tee(log, handle)
         os.dup2(tee.inlet, handle)
         tee.close()
 
 
-def copied_handles(*, draws: bool) -> tuple[int, ...]:
-    """Return the descriptors to log: standard error and, unless it draws on a terminal, standard output."""
-    return (_ERRORS,) if draws and os.isatty(_OUTPUT) else (_OUTPUT, _ERRORS)
+def logged_handles(*, keep_terminal_output: bool) -> tuple[int, ...]:
+    """Return the descriptors to log: standard error and standard output, unless it is a terminal that is kept."""
+    return (_ERRORS,) if keep_terminal_output and os.isatty(_OUTPUT) else (_OUTPUT, _ERRORS)
 
 
 def _show(text: str) -> None:
@@ -119,7 +127,7 @@ class LogRelay:
 # Seconds to wait for the remaining output of a process that has exited.
 _DRAIN_SECONDS = 2.0
 
-HERE = Reservation(number=0, node=socket.gethostname(), address="127.0.0.1")
+THIS_MACHINE = Reservation(number=0, node=socket.gethostname(), address="127.0.0.1")
 """This machine, with no particular GPUs."""
 
 
@@ -153,11 +161,11 @@ class LocalProcess:
         if spec.log is None:
             return None, None
         spec.log.parent.mkdir(parents=True, exist_ok=True)
-        if not spec.shown:
+        if not spec.show_output:
             log = opened.enter_context(spec.log.open("ab")).fileno()
             return log, log
         outlets: list[int | None] = [None, None]
-        for handle in copied_handles(draws=spec.draws):
+        for handle in logged_handles(keep_terminal_output=spec.keep_terminal_output):
             tee = Tee(spec.log, handle)
             opened.callback(tee.close)
             self._tees.append(tee)
@@ -177,7 +185,7 @@ class LocalProcess:
     def send_signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
-    def end(self, seconds: float) -> None:
+    def wait_or_kill(self, seconds: float) -> None:
         """Wait until the process has ended, and kill it after ``seconds``."""
         if self.wait(seconds) is None:
             # A killed supervisor cannot end the process group of its command, so kill that group first.
@@ -202,23 +210,23 @@ class LocalCluster:
 
     def nodes(self) -> list[ClusterNode]:
         count = 0 if self._gpus is None else len(self._gpus)
-        return [ClusterNode(name=HERE.node, address=HERE.address, cpus=os.cpu_count() or 1, gpus=count)]
+        return [ClusterNode(name=THIS_MACHINE.node, address=THIS_MACHINE.address, cpus=os.cpu_count() or 1, gpus=count)]
 
-    def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Reservation]:
+    def reserve(self, bundles: Sequence[Bundle], *, wait_seconds: float = 0.0) -> list[Reservation]:
         """Reserve this machine's first GPUs for a single bundle."""
         (bundle,) = bundles
         if self._gpus is None:
-            return [HERE]
+            return [THIS_MACHINE]
         if bundle.gpus > len(self._gpus):
             raise UnplaceableError(
                 f"training.num_processes={bundle.gpus} requires one GPU per rank, but only {len(self._gpus)} "
                 "GPUs are visible: lower training.num_processes"
             )
-        return [replace(HERE, gpus=tuple(self._gpus[: bundle.gpus]))]
+        return [replace(THIS_MACHINE, gpus=tuple(self._gpus[: bundle.gpus]))]
 
-    def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Reservation:
+    def reserve_on_node(self, bundle: Bundle, node: ClusterNode | None = None) -> Reservation:
         """Return this machine. The resources of ``bundle`` are not counted."""
-        return HERE
+        return THIS_MACHINE
 
     def is_reachable(self, reservation: Reservation) -> bool:
         return True
@@ -235,12 +243,12 @@ class LocalCluster:
     def can_access(self, reservation: Reservation, path: Path) -> bool:
         return path.exists()
 
-    def exclude_resource(self, reservation: Reservation, slot: int) -> None:
-        self._gpus = self._gpus and [gpu for gpu in self._gpus if gpu != reservation.gpus[slot]]
+    def exclude_resource(self, reservation: Reservation, local_rank: int) -> None:
+        self._gpus = self._gpus and [gpu for gpu in self._gpus if gpu != reservation.gpus[local_rank]]
 
     def release(self) -> None:
         for process in self._started:
-            process.end(0.0)
+            process.wait_or_kill(0.0)
         self._started.clear()
 
     def close(self) -> None:
@@ -248,7 +256,7 @@ class LocalCluster:
 
 
 def _environment(spec: ProcessSpec, reservation: Reservation) -> dict[str, str]:
-    changes: dict[str, str | None] = {STARTED_BY: str(os.getpid())}
+    changes: dict[str, str | None] = {PARENT_VARIABLE: str(os.getpid())}
     if reservation.gpus:
         changes["CUDA_VISIBLE_DEVICES"] = ",".join(reservation.gpus)
     changes |= spec.environment

@@ -30,7 +30,7 @@ def assign_nodes(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> lis
     return chosen
 
 
-def nodes_with_room(
+def nodes_with_capacity(
     bundle: Bundle, nodes: Sequence[ClusterNode], taken: Mapping[str, Sequence[Bundle]]
 ) -> list[ClusterNode]:
     """Return the nodes with room for another bundle. ``taken`` maps node addresses to the bundles placed there.
@@ -50,10 +50,10 @@ def nodes_with_room(
     return roomy_nodes
 
 
-def add_to_nodes(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], taken: dict[str, list[Bundle]]) -> None:
+def place_on_nodes(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], taken: dict[str, list[Bundle]]) -> None:
     """Add each bundle to ``taken``, on the fullest node with room. Raises UnplaceableError if no node has room."""
     for bundle in bundles:
-        room = nodes_with_room(bundle, nodes, taken)
+        room = nodes_with_capacity(bundle, nodes, taken)
         tightest = min(room, key=lambda node: (*_left(node, taken.get(node.address, ())), node.address))
         taken.setdefault(tightest.address, []).append(bundle)
 
@@ -73,9 +73,9 @@ def plan_table(
     taken: dict[str, list[Bundle]] = {node.address: [] for node in nodes}
     for node, bundle in zip(assign_nodes(bundles, nodes), bundles, strict=True):
         taken[node.address].append(bundle)
-    add_to_nodes(beside, nodes, taken)
+    place_on_nodes(beside, nodes, taken)
     if everywhere is not None:
-        for node in nodes_with_room(everywhere, nodes, taken):
+        for node in nodes_with_capacity(everywhere, nodes, taken):
             taken[node.address].append(everywhere)
     rows = []
     for node in nodes:

@@ -17,9 +17,9 @@ from agentrl.errors import WorldError
 
 ALL_GPUS = "AGENTRL_GPUS"
 """Environment variable with the GPUs that were visible before each rank was assigned a GPU."""
-STARTED_BY = "AGENTRL_STARTED_BY"
+PARENT_VARIABLE = "AGENTRL_STARTED_BY"
 """Environment variable with the id of the parent process on the same machine."""
-STARTED_IN = "AGENTRL_RAY_ADDRESS"
+RAY_ADDRESS_VARIABLE = "AGENTRL_RAY_ADDRESS"
 """Environment variable with the address of the Ray cluster that started the process."""
 
 _POLL_INTERVAL = 1.0  # seconds between two attempts to connect to another machine
@@ -31,7 +31,7 @@ _CARRIED = (
     *("TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "TRITON_", "VLLM_"),
 )
 # Variables with an inherited prefix that are valid only on one node, and are therefore not inherited.
-_OF_THE_NODE = ("GLOO_SOCKET_IFNAME", ALL_GPUS, STARTED_BY)
+_OF_THE_NODE = ("GLOO_SOCKET_IFNAME", ALL_GPUS, PARENT_VARIABLE)
 
 
 def inherited_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -43,10 +43,10 @@ def inherited_variables(environment: Mapping[str, str] = os.environ) -> dict[str
 
     The rollout worker runs on a node of the cluster and does not pass on variables that are valid only there:
 
-    >>> inherited_variables({**found, STARTED_IN: "10.0.0.1:6379", STARTED_BY: "77"})
+    >>> inherited_variables({**found, RAY_ADDRESS_VARIABLE: "10.0.0.1:6379", PARENT_VARIABLE: "77"})
     {'NCCL_DEBUG': 'INFO', 'AGENTRL_RAY_ADDRESS': '10.0.0.1:6379'}
     """
-    dropped = _OF_THE_NODE if STARTED_IN in environment else ()
+    dropped = _OF_THE_NODE if RAY_ADDRESS_VARIABLE in environment else ()
     return {name: value for name, value in environment.items() if name.startswith(_CARRIED) and name not in dropped}
 
 
@@ -61,8 +61,9 @@ class ProcessSpec:
     - ``arguments``: arguments of the Python interpreter on its node
     - ``environment``: changed environment variables; None unsets a variable
     - ``folder``: working directory; default: the directory of the starting process
-    - ``log``: file for its output; default: the output of the starting process. With ``shown``, output is written to
-      both. With ``draws``, standard output is not logged if it is a terminal
+    - ``log``: file for its output; default: the output of the starting process
+    - ``show_output``: output is written to the log and to the output of the starting process
+    - ``keep_terminal_output``: standard output is not logged if it is a terminal
     - ``supervised``: its descendants end with it, and it ends with the starting process
     """
 
@@ -72,8 +73,8 @@ class ProcessSpec:
     environment: Mapping[str, str | None] = field(default_factory=dict)
     folder: Path | None = None
     log: Path | None = None
-    shown: bool = True
-    draws: bool = False
+    show_output: bool = True
+    keep_terminal_output: bool = False
     supervised: bool = False
 
     @property
@@ -132,13 +133,13 @@ class Cluster(Protocol):
     def nodes(self) -> list[ClusterNode]:
         """Return all nodes with their total resources."""
 
-    def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Reservation]:
-        """Reserve each bundle on a different node, waiting up to ``patience`` seconds for missing nodes.
+    def reserve(self, bundles: Sequence[Bundle], *, wait_seconds: float = 0.0) -> list[Reservation]:
+        """Reserve each bundle on a different node, waiting up to ``wait_seconds`` seconds for missing nodes.
 
         Raises SettingsError or WorldError if the bundles cannot be reserved.
         """
 
-    def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Reservation:
+    def reserve_on_node(self, bundle: Bundle, node: ClusterNode | None = None) -> Reservation:
         """Reserve another bundle on ``node``, or by default on any node. Raises WorldError if no node has room."""
 
     def is_reachable(self, reservation: Reservation) -> bool:
@@ -153,8 +154,8 @@ class Cluster(Protocol):
     def can_access(self, reservation: Reservation, path: Path) -> bool:
         """Return True if processes on the reservation's node can access this file or folder."""
 
-    def exclude_resource(self, reservation: Reservation, slot: int) -> None:
-        """Exclude the GPU of the ``slot``-th rank (with Ray: its node) from later reservations."""
+    def exclude_resource(self, reservation: Reservation, local_rank: int) -> None:
+        """Exclude the GPU of the ``local_rank``-th rank (with Ray: its node) from later reservations."""
 
     def release(self) -> None:
         """End all processes and free all reservations."""

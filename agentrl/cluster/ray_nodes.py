@@ -29,7 +29,7 @@ from agentrl.cluster.local import LocalProcess, LogRelay
 from agentrl.cluster.plan import UnplaceableError, assign_nodes
 from agentrl.cluster.processes import (
     ALL_GPUS,
-    STARTED_IN,
+    RAY_ADDRESS_VARIABLE,
     Bundle,
     ClusterNode,
     NodeLostError,
@@ -90,10 +90,10 @@ class NodeHost:
             "GLOO_SOCKET_IFNAME": _interface(reservation.address),
             ALL_GPUS: ",".join(reservation.gpus) or None,
         }
-        variables[STARTED_IN] = ray.get_runtime_context().gcs_address
+        variables[RAY_ADDRESS_VARIABLE] = ray.get_runtime_context().gcs_address
         # Ray sets OMP_NUM_THREADS for its actors, and their children would inherit it.
         environment = {**variables, "OMP_NUM_THREADS": None, **spec.environment}
-        process = LocalProcess(replace(spec, environment=environment, shown=False), reservation)
+        process = LocalProcess(replace(spec, environment=environment, show_output=False), reservation)
         self._processes[process.pid] = process
         return process.pid
 
@@ -109,7 +109,7 @@ class NodeHost:
     def stop(self) -> None:
         """Kill all processes that this actor started."""
         for process in list(self._processes.values()):
-            process.end(0.0)
+            process.wait_or_kill(0.0)
 
     def _stop_when_unheard(self) -> None:
         # If the command loses contact with this node, it restarts the ranks elsewhere, so they must not continue here.
@@ -146,7 +146,7 @@ class RayNode:
         self._next = 0.0
         self._pending: tuple[ray.ObjectRef[dict[int, int]], float] | None = None
 
-    def code(self, pid: int, seconds: float) -> int | None:
+    def wait_for_exit_code(self, pid: int, seconds: float) -> int | None:
         """Return the exit code of a process, or None if it is not available within ``seconds``.
 
         The next call continues to wait for a pending request.
@@ -182,7 +182,7 @@ class RayProcess:
         self._pid = pid
 
     def wait(self, seconds: float) -> int | None:
-        return self._node.code(self._pid, seconds)
+        return self._node.wait_for_exit_code(self._pid, seconds)
 
     def send_signal(self, number: signal.Signals) -> None:
         self._node.host.send_signal.remote(self._pid, int(number))  # does not wait, because the node may have failed
@@ -221,13 +221,13 @@ class RayCluster:
             self._unreachable.discard(address)
         return address not in self._unreachable and address not in self._excluded
 
-    def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Reservation]:
+    def reserve(self, bundles: Sequence[Bundle], *, wait_seconds: float = 0.0) -> list[Reservation]:
         """Reserve the bundles on different nodes and start an actor in each.
 
-        Retries actors that Ray does not start, for ``patience`` or ``start_deadline`` seconds, whichever is longer.
+        Retries actors that Ray does not start, for ``wait_seconds`` or ``start_deadline`` seconds, whichever is longer.
         """
         began = time.monotonic()
-        until, started_by = began + patience, began + max(patience, self._settings.start_deadline)
+        until, started_by = began + wait_seconds, began + max(wait_seconds, self._settings.start_deadline)
         while True:
             if self._head.lost is not None:
                 self._connect_again(until)
@@ -243,7 +243,7 @@ class RayCluster:
                 self.release()
                 time.sleep(_RETRY_INTERVAL)
 
-    def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Reservation:
+    def reserve_on_node(self, bundle: Bundle, node: ClusterNode | None = None) -> Reservation:
         """Start an actor with these resources. Raises WorldError if Ray does not place it within ``start_deadline``."""
         number = next(self._numbers)
         where: NodeAffinitySchedulingStrategy | str = "DEFAULT"
@@ -270,7 +270,7 @@ class RayCluster:
     def start(self, spec: ProcessSpec, reservation: Reservation) -> RayProcess:
         node = self._hosts[reservation.number]
         full = replace(spec, environment={**inherited_variables(), **spec.environment})
-        if spec.log is not None and spec.shown:
+        if spec.log is not None and spec.show_output:
             self._relay.follow(spec.log)
         pid: int = self._await(reservation, node.host.start.remote(full, reservation))
         return RayProcess(spec, node, pid)
@@ -291,7 +291,7 @@ class RayCluster:
     def _await(self, reservation: Reservation, answer: ray.ObjectRef[_Value]) -> _Value:
         return _result_of(answer, reservation, self._settings.deadline)
 
-    def exclude_resource(self, reservation: Reservation, slot: int) -> None:
+    def exclude_resource(self, reservation: Reservation, local_rank: int) -> None:
         self._excluded.add(reservation.address)
 
     def release(self) -> None:
@@ -413,7 +413,7 @@ def _init(settings: ClusterSettings) -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
-            address=os.environ.get(STARTED_IN, settings.address),
+            address=os.environ.get(RAY_ADDRESS_VARIABLE, settings.address),
             namespace="agentrl",
             include_dashboard=False if settings.address == "local" else None,
             log_to_driver=False,

@@ -50,7 +50,7 @@ class SandboxServices:
         *,
         arguments: Sequence[str],
         folder: Path,
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
         """Start a service on each of ``nodes``. A node that fails to start a service is reported and skipped.
 
@@ -61,7 +61,7 @@ class SandboxServices:
         self._bundle = bundle
         self._arguments = tuple(arguments)
         self._folder = folder
-        self._say = say
+        self._say = notify
         self._token = secrets.token_urlsafe(32)
         with ThreadPoolExecutor(max_workers=len(nodes)) as pool:
             opened = list(pool.map(self._opened, range(len(nodes)), nodes))
@@ -88,7 +88,7 @@ class SandboxServices:
 
     def _opened(self, number: int, node: ClusterNode) -> _Service | None:
         try:
-            reservation = self._cluster.host(self._bundle, node)
+            reservation = self._cluster.reserve_on_node(self._bundle, node)
             service = _Service(
                 node=node, reservation=reservation, port=self._cluster.free_port(reservation), number=number
             )
@@ -107,7 +107,7 @@ class SandboxServices:
             arguments=("-m", "agentrl_sandbox", "serve", *address, *self._arguments),
             environment=self.variables,
             log=log_file(self._folder, reservation.node, "sandbox", service.number),
-            shown=False,
+            show_output=False,
             supervised=True,
         )
         service.process = self._cluster.start(spec, reservation)
@@ -138,7 +138,7 @@ class SandboxServices:
                 self._postpone(service)
                 return
             if not self._cluster.is_reachable(service.reservation):
-                service.reservation = self._cluster.host(self._bundle, service.node)
+                service.reservation = self._cluster.reserve_on_node(self._bundle, service.node)
             self._start(service)
         except AgentRLError as error:
             self._record_loss(service, str(error))

@@ -1,7 +1,7 @@
 """A run's settings: composition, layering, checks, display and comparison. Imports no heavy library."""
 
 from agentrl.config.checks import Command, check_settings, settings_warnings
-from agentrl.config.layers import load_settings, run_config_of
+from agentrl.config.layers import load_settings, run_config_for_model
 from agentrl.config.overlays import find_config, shipped_config, shipped_configs
 from agentrl.config.settings import (
     RESUME_MAY_CHANGE,
@@ -22,7 +22,7 @@ __all__ = [
     "load_settings",
     "may_change_on_resume",
     "resume_conflicts",
-    "run_config_of",
+    "run_config_for_model",
     "settings_diff",
     "settings_warnings",
     "shipped_config",

@@ -20,8 +20,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from agentrl.config.checks import Command, check_settings
-from agentrl.config.messages import CONVERTED, REMOVED, RENAMED, settings_error, show, unknown_key
-from agentrl.config.overlays import Layer, in_short, interpolate, overlay_chain, parse_yaml
+from agentrl.config.messages import CONVERTED, REMOVED, RENAMED, format_value, settings_error, unknown_key
+from agentrl.config.overlays import Layer, interpolate, overlay_chain, parse_yaml, short_form_key
 from agentrl.config.settings import RESUME_MAY_CHANGE, SIMPLETIR, Settings, resume_conflicts, settings_model
 from agentrl.errors import SettingsError
 from agentrl.problems.settings import BUILTIN, DEFAULT_SPLIT, FORMULA, REASONING_GYM, is_generated
@@ -41,14 +41,14 @@ def evaluate_on_heldout(layers: Sequence[Layer], presets: Collection[str], train
     return [_with_eval(layer, heldout) if layer.origin in presets else layer for layer in layers]
 
 
-def sets_evaluation(layer: Layer) -> bool:
+def layer_sets_evaluation(layer: Layer) -> bool:
     data = layer.values.get("data")
     return isinstance(data, dict) and "eval" in data
 
 
 def _with_eval(layer: Layer, heldout: list[dict[str, object]]) -> Layer:
     data = layer.values.get("data")
-    if not isinstance(data, dict) or not sets_evaluation(layer):
+    if not isinstance(data, dict) or not layer_sets_evaluation(layer):
         return layer
     return replace(layer, values={**layer.values, "data": {**data, "eval": heldout}})
 
@@ -109,7 +109,7 @@ def load_settings(
         basics = _basics(files, top)
     files = _fitting(files, basics)
     if resume:
-        return _resumed(find_run(basics), _evaluated(files, top), top)
+        return _resumed(find_run_to_resume(basics), _evaluated(files, top), top)
     # An evaluation has a model or an endpoint, and never uses the embedded policy.
     preset = [] if command in ("eval", "check-data", "regrade") else _preset(basics, {layer.origin for layer in files})
     settings = _validate(_evaluated([*preset, *files], top), top, command)
@@ -133,7 +133,7 @@ def _evaluated(layers: list[Layer], top: Sequence[Override]) -> list[Layer]:
     presets |= {layer.origin for layer in layers if layer.origin.startswith(f"{_ENV_OPTION} ")}
     layers = [_with_own_sources(layer, top) if layer.origin in presets else layer for layer in layers]
     others = [*(layer for layer in layers if layer.origin not in presets), *_command_line(top)]
-    if any(map(sets_evaluation, others)):
+    if any(map(layer_sets_evaluation, others)):
         return layers
     data = _merge_all(SIMPLETIR, layers, [one for one in top if one[0][0] == "data"])["data"]
     return evaluate_on_heldout(layers, presets, data.get("train") if isinstance(data, dict) else None)
@@ -196,7 +196,7 @@ def _updated(layer: Layer) -> Layer:
     return replace(layer, values=values)
 
 
-def find_run(merged: Mapping[str, object]) -> Path:
+def find_run_to_resume(merged: Mapping[str, object]) -> Path:
     """Return the run directory called ``name``, or the newest run. Raises SettingsError if there is no such run."""
     runs = Path(str(merged.get("runs_dir") or Settings().runs_dir))
     directories = [path.parent for path in runs.glob("*/config.yaml")]
@@ -294,7 +294,7 @@ def _override(text: str) -> Override:
     if not equals or not key or not all(key.split(".")):
         raise SettingsError(f"{text!r} is not a setting: use key=value, for example rollout.group_size=8")
     parsed = parse_yaml(value, f"{key}={value!r}") if value else ""
-    short = in_short(key, parsed)
+    short = short_form_key(key, parsed)
     return [*key.split("."), *([] if short is None else [short])], parsed
 
 
@@ -313,7 +313,7 @@ def _assign(merged: dict[str, object], keys: list[str], value: object) -> None:
         elif isinstance(here, list):
             at, size = ".".join(keys[:depth]), len(here)
             if not part.isdigit() or int(part) > size:
-                raise SettingsError(f"{key}={show(value)}: {at} has {size} entries; valid indices: 0 to {size}")
+                raise SettingsError(f"{key}={format_value(value)}: {at} has {size} entries; valid indices: 0 to {size}")
             index = int(part)
             here[index : index + 1] = [assigned(here[index] if index < size else {}, depth + 1)]
         else:
@@ -361,7 +361,7 @@ def _checked_env(env: object) -> str:
     try:
         ENVIRONMENTS.check(str(env))
     except UnknownNameError as error:
-        raise SettingsError(f"env={show(env)}: {error}") from error
+        raise SettingsError(f"env={format_value(env)}: {error}") from error
     return str(env)
 
 
@@ -370,7 +370,7 @@ def _next_name(runs: Path, stem: str) -> str:
     return next(name for name in (f"{stem}-{number}" for number in itertools.count(1)) if name not in taken)
 
 
-def run_config_of(model: str) -> str | None:
+def run_config_for_model(model: str) -> str | None:
     """Return the ``config.yaml`` of the run directory that contains a model directory, or None outside of runs."""
     for folder in Path(model).absolute().parents:
         if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():

@@ -98,7 +98,7 @@ def _follow(schema: _Node, path: Sequence[str]) -> tuple[list[str], _Node]:
     return known, node
 
 
-def find_value(key: str, layers: Sequence[Layer]) -> tuple[str, object]:
+def find_origin_and_value(key: str, layers: Sequence[Layer]) -> tuple[str, object]:
     """Return the origin and value from the last layer that sets ``key``, or ("", None) for a default."""
     for layer in reversed(layers):
         value_at: object = layer.values
@@ -120,7 +120,7 @@ def _describe(detail: ErrorDetails, env: str, layers: Sequence[Layer]) -> str:
     known, node = _follow(schema, path)
     key = ".".join(path if detail["type"] == "extra_forbidden" else known)
     missing = detail["type"] == "missing" and len(path) == len(known)
-    origin, merged_value = find_value(key.rpartition(".")[0] if missing else key, layers)
+    origin, merged_value = find_origin_and_value(key.rpartition(".")[0] if missing else key, layers)
     # For an invalid list entry, report the whole list.
     value = detail["input"] if len(path) == len(known) else merged_value
     suffix = f" ({origin})" if origin else ""
@@ -131,26 +131,25 @@ def _describe(detail: ErrorDetails, env: str, layers: Sequence[Layer]) -> str:
     if detail["type"] == "value_error":
         reason = detail["msg"].removeprefix("Value error, ")
         return f"{key}{suffix}: {reason}" if key else reason
-    return f"{key}={show(value)}{suffix}: expected {_valid(schema, node) or detail['msg']}"
+    return f"{key}={format_value(value)}{suffix}: expected {_valid(schema, node) or detail['msg']}"
 
 
 def unknown_key(key: str, value: object, env: str, suffix: str = "") -> str:
     """Return the message for an unknown, renamed or removed key."""
     if key in REMOVED:
-        return f"{key} (value {show(value)}){suffix} was removed: {REMOVED[key]}; delete it"
+        return f"{key} (value {format_value(value)}){suffix} was removed: {REMOVED[key]}; delete it"
     if key in RENAMED:
-        return f"{key} (value {show(value)}){suffix} was renamed to {RENAMED[key]}"
+        return f"{key} (value {format_value(value)}){suffix} was renamed to {RENAMED[key]}"
     schema = _schema(env)
     known, node = _follow(schema, key.split(".")[:-1])
     section = ".".join(known)
     keys = ", ".join(_properties(schema, node)) or "none, because it is not a section"
     where = f"valid keys in {section}" if section else "valid sections and keys"
-    return (
-        f"unknown key {key} (value {show(value)}){suffix}; nearest valid key: {nearest_key(key, env)}; {where}: {keys}"
-    )
+    nearest = nearest_key(key, env)
+    return f"unknown key {key} (value {format_value(value)}){suffix}; nearest valid key: {nearest}; {where}: {keys}"
 
 
-def show(value: object) -> str:
+def format_value(value: object) -> str:
     """Format ``value`` on one line in the syntax of a setting, shortened if it is long."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 120 else text[:117] + "..."

@@ -143,17 +143,17 @@ def interpolate(values: object, environment: Mapping[str, str] = os.environ, pat
     return _VARIABLE.sub(lambda match: environment[match.group(1)], values)
 
 
-def in_short(section: str, value: object) -> str | None:
+def short_form_key(section: str, value: object) -> str | None:
     """Return the key set by the short form ``section=value``, or None if there is no such short form.
 
-    >>> in_short("cluster", "local"), in_short("sandbox", "local://"), in_short("env", "simpletir")
+    >>> short_form_key("cluster", "local"), short_form_key("sandbox", "local://"), short_form_key("env", "simpletir")
     ('kind', 'url', None)
     """
     return _IN_SHORT.get(section) if isinstance(value, str) else None
 
 
 def _in_full(section: str, value: object) -> object:
-    name = in_short(section, value)
+    name = short_form_key(section, value)
     return value if name is None else {name: value}
 
 

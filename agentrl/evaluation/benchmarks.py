@@ -333,7 +333,7 @@ def _falsified(sets: Sequence[ProblemSet]) -> list[ProblemSet]:
     ]
 
 
-def check_data_command(settings: EvaluationSections, request: EvaluationRequest) -> list[DataCheck]:
+def check_benchmarks_command(settings: EvaluationSections, request: EvaluationRequest) -> list[DataCheck]:
     """Print the errors in the data of each benchmark.
 
     Checks the number of problems, repeated statements and ids, and reference answers. Raises SettingsError if there is

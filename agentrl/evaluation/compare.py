@@ -18,14 +18,14 @@ from numpy.typing import ArrayLike
 from agentrl.errors import SettingsError
 from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.formats import BenchmarkResults, Results
-from agentrl.evaluation.provenance import COMPARABLE, differences, flat
+from agentrl.evaluation.provenance import COMPARED_SECTIONS, differences, flatten
 from agentrl.evaluation.results import Table
-from agentrl.evaluation.scores import Floats, Interval, counts_of, student_quantile, this_benchmark_interval
+from agentrl.evaluation.scores import Floats, Interval, checked_counts, student_quantile, this_benchmark_interval
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.settings import TelemetrySettings
 
-DRAWS = 20_000
-"""Number of random relabellings per p-value; no p-value is below 1 / (DRAWS + 1)."""
+BOOTSTRAP_DRAWS = 20_000
+"""Number of random relabellings per p-value; no p-value is below 1 / (BOOTSTRAP_DRAWS + 1)."""
 
 _ROUNDING = 1e-9
 _CHUNK = 2_000  # relabellings in memory at once
@@ -56,7 +56,7 @@ def compare(first: Results, second: Results) -> dict[str, Difference]:
     Raises SettingsError if the protocols differ (listing the settings), if the problems of a benchmark differ, or if
     the runs have no benchmark in common.
     """
-    changed = differences(first["provenance"], second["provenance"], but=COMPARABLE)
+    changed = differences(first["provenance"], second["provenance"], ignored_keys=COMPARED_SECTIONS)
     if changed:
         lines = "\n".join(f"  {key}: {before!r} in A, {after!r} in B" for key, before, after in changed)
         raise SettingsError(f"A and B cannot be compared, because their protocols differ:\n{lines}")
@@ -89,7 +89,7 @@ def comparison_notes(first: Results, second: Results) -> list[str]:
     n1, n2 = (results["provenance"]["sampling"]["n"] for results in (first, second))
     if n1 != n2:
         notes.append(f"A has {n1} samples per problem and B has {n2}, but both averages are unbiased")
-    fingerprints = [flat(results["provenance"]["model"])["fingerprint"] for results in (first, second)]
+    fingerprints = [flatten(results["provenance"]["model"])["fingerprint"] for results in (first, second)]
     if fingerprints[0] == fingerprints[1]:
         notes.append(f"A and B have the same model fingerprint, {fingerprints[0]!r}")
     for label, results, other in (("A", first, second), ("B", second, first)):
@@ -111,8 +111,8 @@ def paired_difference(
     >>> round(result.mean, 3), result.won, result.lost, result.tied
     (0.083, 1, 1, 1)
     """
-    n1, c1 = counts_of(*first)
-    n2, c2 = counts_of(*second)
+    n1, c1 = checked_counts(*first)
+    n2, c2 = checked_counts(*second)
     if n1.shape != n2.shape:
         raise ValueError(
             f"both runs must have the same problems in the same order; got {len(n1)} and {len(n2)} problems"
@@ -190,8 +190,10 @@ def _swapped_problems(gain_P: Floats, rng: np.random.Generator) -> float:
 
 
 def _share_as_far(observed: float, relabelled: Callable[[int], Floats]) -> float:
-    far = sum(int((np.abs(relabelled(_CHUNK)) >= abs(observed) - _ROUNDING).sum()) for _ in range(DRAWS // _CHUNK))
-    return (far + 1) / (DRAWS + 1)
+    far = sum(
+        int((np.abs(relabelled(_CHUNK)) >= abs(observed) - _ROUNDING).sum()) for _ in range(BOOTSTRAP_DRAWS // _CHUNK)
+    )
+    return (far + 1) / (BOOTSTRAP_DRAWS + 1)
 
 
 def compare_command(first: Path, second: Path) -> dict[str, Difference]:

@@ -24,7 +24,7 @@ from agentrl.evaluation.benchmarks import ProblemSet
 from agentrl.evaluation.formats import JSONObject, ProblemRow, Provenance, Results
 from agentrl.evaluation.provenance import differences
 from agentrl.evaluation.transcripts import Transcript, read_rollouts
-from agentrl.telemetry.files import LOCK_DEADLINE, atomic_write, json_line, take_lock, world_errors
+from agentrl.telemetry.files import LOCK_DEADLINE, acquire_lock, atomic_write, json_line, os_errors_as_world_errors
 from agentrl_envs.types import Problem
 
 _LOGS = "logs"
@@ -64,7 +64,7 @@ class EvaluationDirectory:
         directory = cls(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            directory._lock = take_lock(path / "lock", f"another process is using {path}", deadline=LOCK_DEADLINE)
+            directory._lock = acquire_lock(path / "lock", f"another process is using {path}", deadline=LOCK_DEADLINE)
         except OSError as error:
             raise SettingsError(f"cannot write to {path} ({error.strerror}): choose another --output") from error
         try:
@@ -131,7 +131,7 @@ class EvaluationDirectory:
         self.write_json(self._provenance, provenance)
 
     def _write(self, path: Path, write: Callable[[IO[bytes]], None]) -> None:
-        with world_errors(path, "write"):
+        with os_errors_as_world_errors(path, "write"):
             path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, write)
 
@@ -145,12 +145,12 @@ class EvaluationDirectory:
             )
 
     def _rows(self) -> Iterator[ProblemRow]:
-        with world_errors(self._problems, "read"), self._problems.open(encoding="utf-8") as lines:
+        with os_errors_as_world_errors(self._problems, "read"), self._problems.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 yield cast(ProblemRow, _object(line, f"{self._problems}, line {number}"))
 
     def _json(self, path: Path) -> JSONObject:
-        with world_errors(path, "read"):
+        with os_errors_as_world_errors(path, "read"):
             return _object(path.read_text(encoding="utf-8"), str(path))
 
 

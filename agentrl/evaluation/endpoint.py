@@ -28,8 +28,8 @@ from agentrl.evaluation.endpoint_messages import (
     RetryableError,
     error_message,
     first_choice,
-    listed_models,
     read_events,
+    read_models,
     read_object,
     reported_usage,
     retry_after,
@@ -87,7 +87,7 @@ class TextSampling:
     top_p: float
     seed: int
     stop: tuple[str, ...]
-    complete: Callable[[str], bool]
+    is_complete: Callable[[str], bool]
 
 
 class TextEngine:
@@ -134,7 +134,7 @@ class TextEngine:
             await self._find_model()
             await self.generate(
                 ["Hello"],
-                TextSampling(max_tokens=1, temperature=1.0, top_p=1.0, seed=0, stop=(), complete=lambda text: False),
+                TextSampling(max_tokens=1, temperature=1.0, top_p=1.0, seed=0, stop=(), is_complete=lambda text: False),
             )
         except RequestRefusedError as error:
             raise SettingsError(f"the endpoint {self._settings.url} rejects the request: {error}") from error
@@ -197,7 +197,7 @@ class TextEngine:
             if response.status_code in (404, 405) and self._model is not None:
                 return []
             await self._check(response)
-            return listed_models(response.text)
+            return read_models(response.text)
 
         served = await self._retried(once)
         names = [entry["id"] for entry in served]
@@ -374,7 +374,7 @@ def _complete(text: str, before: int, sampling: TextSampling) -> int | None:
         while end >= 0:
             ends.add(end + len(stop))
             end = text.find(stop, end + 1)
-    return next((end for end in sorted(ends) if end > before and sampling.complete(text[:end])), None)
+    return next((end for end in sorted(ends) if end > before and sampling.is_complete(text[:end])), None)
 
 
 def _completion(text: str, thought: str, pieces: int, usage: JSONObject, reason: FinishReason) -> TextCompletion:

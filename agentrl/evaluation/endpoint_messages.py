@@ -78,7 +78,7 @@ def read_object(text: str) -> JSONObject:
     return value
 
 
-def listed_models(text: str) -> list[dict[str, str]]:
+def read_models(text: str) -> list[dict[str, str]]:
     """Parse a list of models into ``id`` and, if present, ``root``. Raises RetryableError if ``text`` is not a list."""
     listed = read_object(text).get("data")
     if not isinstance(listed, list) or not all(isinstance(entry, dict) and "id" in entry for entry in listed):

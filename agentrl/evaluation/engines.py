@@ -55,7 +55,7 @@ class _Reference:
     probe: Probe
 
 
-async def open_verified(managed: ManagedEngine, settings: EvaluationSections, codec: TextCodec) -> str:
+async def open_and_verify(managed: ManagedEngine, settings: EvaluationSections, codec: TextCodec) -> str:
     """Open the engine, verify its weights and return the fingerprint of the model in ``model.path``.
 
     While the servers start, this process loads the model on the CPU. Every server must have the same weight checksums
@@ -193,7 +193,7 @@ class _TextPolicy(TurnPolicy[Transcript]):
             top_p=self.top_p,
             seed=sampling_key(*self.keys, turn) >> 33,  # 31 bits, which every endpoint accepts
             stop=episode.stop_strings,
-            complete=episode.turn_complete,
+            is_complete=episode.turn_complete,
         )
         try:
             completion = await self.engine.generate(self.conversation, sampling)
@@ -268,7 +268,7 @@ class OpenedEngine(Protocol):
 
     def player(self, environment: Environment) -> Player: ...
 
-    def without_room(self, prompts: Mapping[ProblemKey, str]) -> Mapping[ProblemKey, int]:
+    def prompts_too_long(self, prompts: Mapping[ProblemKey, str]) -> Mapping[ProblemKey, int]:
         """Return the prompt lengths of the problems whose prompts leave no room for a complete response.
 
         Raises SettingsError if no prompt leaves room, and if a length exceeds the limit of a setting.
@@ -299,14 +299,14 @@ async def open_engine(settings: EvaluationSections, folder: Path) -> OpenedEngin
             trained=False,
         )
     )
-    fingerprint = managed.engine.fingerprint() if in_process else await open_verified(managed, settings, codec)
+    fingerprint = managed.engine.fingerprint() if in_process else await open_and_verify(managed, settings, codec)
     return OpenedModel(
         engine=managed.engine,
         codec=codec,
         settings=settings,
         fingerprint=fingerprint,
         record=managed.record(),
-        positions=_positions(read_config(settings.model)),
+        max_positions=_positions(read_config(settings.model)),
     )
 
 
@@ -319,7 +319,7 @@ def _positions(config: Any | None) -> int | None:
     return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def environment_of(settings: EvaluationSections) -> Environment:
+def build_evaluation_environment(settings: EvaluationSections) -> Environment:
     """Build the environment of an evaluation without opening it.
 
     A chat format is applied only if the protocol requires it and no endpoint applies a chat template.
@@ -339,7 +339,7 @@ class OpenedModel:
     settings: EvaluationSections
     fingerprint: str
     record: Mapping[str, object]
-    positions: int | None = None
+    max_positions: int | None = None
 
     @property
     def concurrency(self) -> int:
@@ -361,14 +361,14 @@ class OpenedModel:
             seed=self.settings.seed,
         )
 
-    def without_room(self, prompts: Mapping[ProblemKey, str]) -> Mapping[ProblemKey, int]:
+    def prompts_too_long(self, prompts: Mapping[ProblemKey, str]) -> Mapping[ProblemKey, int]:
         rollout = self.settings.rollout
         tokens = {problem: len(self.codec.encode_prompt(prompt)) for problem, prompt in prompts.items()}
-        most = None if self.positions is None else self.positions - rollout.max_response_tokens
+        most = None if self.max_positions is None else self.max_positions - rollout.max_response_tokens
         unfit = {problem: count for problem, count in tokens.items() if most is not None and count > most}
         if len(unfit) == len(tokens):
             shortest = min(tokens, key=tokens.__getitem__)
-            self._refuse(shortest, tokens[shortest], "the number of positions of the model", self.positions or 0)
+            self._refuse(shortest, tokens[shortest], "the number of positions of the model", self.max_positions or 0)
         problem = max(tokens.keys() - unfit.keys(), key=tokens.__getitem__)
         longest = tokens[problem]
         facts = engine_facts(rollout)

@@ -11,7 +11,7 @@ from agentrl.evaluation.formats import JSONObject, Provenance
 from agentrl.evaluation.settings import REQUEST_FIELDS, EndpointSettings, EvaluationSections
 from agentrl_envs.settings import ChatSettings, ReasoningSettings, SimpleTIRSettings
 
-COMPARABLE = (
+COMPARED_SECTIONS = (
     "model.",
     "seed",
     "packages.",
@@ -25,27 +25,28 @@ COMPARABLE = (
 
 
 def differences(
-    first: Mapping[str, object], second: Mapping[str, object], *, but: Sequence[str] = ()
+    first: Mapping[str, object], second: Mapping[str, object], *, ignored_keys: Sequence[str] = ()
 ) -> list[tuple[str, object, object]]:
-    """List every difference as (dotted key, first value, second value), except in keys or prefixes in ``but``."""
-    before, after = flat(first), flat(second)
+    """List every difference as (dotted key, first value, second value). ``ignored_keys`` may be prefixes."""
+    before, after = flatten(first), flatten(second)
     return [
         (key, before.get(key, "(absent)"), after.get(key, "(absent)"))
         for key in dict.fromkeys([*before, *after])
-        if before.get(key, "(absent)") != after.get(key, "(absent)") and not any(_under(key, name) for name in but)
+        if before.get(key, "(absent)") != after.get(key, "(absent)")
+        and not any(_under(key, name) for name in ignored_keys)
     ]
 
 
-def flat(record: Mapping[str, object], path: str = "") -> dict[str, object]:
+def flatten(record: Mapping[str, object], path: str = "") -> dict[str, object]:
     """Flatten a nested mapping to dotted keys.
 
-    >>> flat({"a": {"b": 1, "c": {}}, "d": [2]})
+    >>> flatten({"a": {"b": 1, "c": {}}, "d": [2]})
     {'a.b': 1, 'd': [2]}
     """
     keys: dict[str, object] = {}
     for key, value in record.items():
         here = f"{path}.{key}" if path else key
-        keys |= flat(value, here) if isinstance(value, Mapping) else {here: value}
+        keys |= flatten(value, here) if isinstance(value, Mapping) else {here: value}
     return keys
 
 
@@ -66,7 +67,7 @@ _PACKAGES = (
 _SANDBOX = ("url", "timeout", "memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit")
 
 
-def provenance(
+def build_provenance(
     settings: EvaluationSections,
     sets: Sequence[ProblemSet],
     *,
@@ -142,7 +143,7 @@ def _prompt_format(settings: EvaluationSections) -> str:
     return "plain text"
 
 
-def chosen_engine(settings: EvaluationSections) -> JSONObject:
+def configured_engine_record(settings: EvaluationSections) -> JSONObject:
     """Return the record of the engine as far as ``settings`` determine it."""
     endpoint = settings.evaluation.endpoint
     if endpoint.url is not None:

@@ -32,7 +32,7 @@ from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.types import Ended, Verdict
 
 
-def protocol_of(provenance: Provenance) -> Protocol:
+def protocol_from_provenance(provenance: Provenance) -> Protocol:
     """Return the protocol of an evaluation. Raises SettingsError if its answers cannot be extracted again."""
     recorded = provenance["protocol"]
     if recorded["env"] == "reasoning":
@@ -56,7 +56,7 @@ def protocol_of(provenance: Provenance) -> Protocol:
     )
 
 
-def extracted(transcript: Transcript, protocol: Protocol) -> Transcript:
+def extract_answer_again(transcript: Transcript, protocol: Protocol) -> Transcript:
     """Extract the answer again. A rollout with a changed answer loses its verdict.
 
     Excluded rollouts are unchanged, except rollouts with an answer whose grader failed.
@@ -134,7 +134,7 @@ def regrade_command(run: Path, settings: EvaluationSections, grader: str | None,
     directory = EvaluationDirectory.open_existing(run)
     before = directory.results()
     console = Console(settings.telemetry)
-    protocol = protocol_of(before["provenance"]) if extract else None
+    protocol = protocol_from_provenance(before["provenance"]) if extract else None
     changes, after = asyncio.run(_regrade(directory, before, settings, grader, protocol))
     answers = [change for change in changes if change["answer"] != change["answer_before"]]
     verdicts = [change for change in changes if change["before"] != change["after"]]
@@ -176,7 +176,7 @@ async def _regrade(
     index, changes = RolloutIndex(), list[Change]()
 
     async def flush(batch: list[Transcript]) -> None:
-        current = batch if protocol is None else [extracted(one, protocol) for one in batch]
+        current = batch if protocol is None else [extract_answer_again(one, protocol) for one in batch]
         expected = [golds[one.benchmark, one.problem] for one in batch]
         graded = await asyncio.gather(*map(_graded, batch, current, expected, repeat(grader)))
         for old, new, reference in zip(batch, graded, expected, strict=True):

@@ -14,7 +14,7 @@ import agentrl
 from agentrl.errors import WorldError
 from agentrl.evaluation.benchmarks import ProblemSet
 from agentrl.evaluation.formats import BenchmarkResults, Bounds, Conduct, PassRecord, Provenance, Results, ScoreRecord
-from agentrl.evaluation.scores import Grades, avg_at_k, maj_at_n, pass_at_k, tally
+from agentrl.evaluation.scores import Grades, avg_at_k, count_votes, maj_at_n, pass_at_k
 from agentrl.evaluation.transcripts import RESULT_KINDS, Sample, Transcript
 from agentrl_envs.types import Ended, Verdict
 
@@ -73,7 +73,7 @@ class RolloutIndex:
         """Number of rollouts that need no further attempt."""
         return sum(rollout.ended is not Ended.INFRASTRUCTURE_FAILURE for rollout in self._rollouts.values())
 
-    def missing(self, sets: Iterable[ProblemSet], n: int) -> list[Sample]:
+    def samples_to_run(self, sets: Iterable[ProblemSet], n: int) -> list[Sample]:
         """Return the samples still to run: new samples, and retries of infrastructure failures.
 
         Samples are ordered by number, not by problem, so that an interrupted evaluation covers all problems evenly.
@@ -101,7 +101,7 @@ async def benchmark_results(
     data = [[rollout for rollout in part if not rollout.is_excluded] for part in played]
     samples, correct = [len(part) for part in data], [sum(rollout.correct for rollout in part) for part in data]
     score = avg_at_k(samples, correct)
-    votes = [await tally([(rollout.answer, _vote(rollout)) for rollout in part], grader) for part in data if part]
+    votes = [await count_votes([(rollout.answer, _vote(rollout)) for rollout in part], grader) for part in data if part]
     families = defaultdict(list)
     for problem, part in zip(one.problems, data, strict=True):
         if part:
@@ -129,10 +129,10 @@ async def benchmark_results(
     }
 
 
-def default_ks(n: int) -> tuple[int, ...]:
+def default_pass_ks(n: int) -> tuple[int, ...]:
     """Return the default values of k for pass@k: powers of two below n, and n.
 
-    >>> default_ks(8), default_ks(12)
+    >>> default_pass_ks(8), default_pass_ks(12)
     ((1, 2, 4, 8), (1, 2, 4, 8, 12))
     """
     powers = [1 << exponent for exponent in range(n.bit_length()) if 1 << exponent < n]

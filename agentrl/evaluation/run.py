@@ -19,8 +19,8 @@ from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.endpoint import TextEngine
 from agentrl.evaluation.formats import BenchmarkResults, Results
 from agentrl.evaluation.plots import draw_results
-from agentrl.evaluation.provenance import chosen_engine, provenance
-from agentrl.evaluation.results import RolloutIndex, default_ks, make_results, result_tables
+from agentrl.evaluation.provenance import build_provenance, configured_engine_record
+from agentrl.evaluation.results import RolloutIndex, default_pass_ks, make_results, result_tables
 from agentrl.evaluation.settings import EvaluationRequest, EvaluationSections, evaluation_settings
 from agentrl.evaluation.transcripts import RolloutLog, Transcript
 from agentrl.telemetry.console import Console
@@ -100,7 +100,7 @@ class OpenedEndpoint:
         return {"name": self.engine.model, "fingerprint": self.engine.fingerprint()}
 
     def sampler(self) -> Mapping[str, object]:
-        return chosen_engine(self.settings)
+        return configured_engine_record(self.settings)
 
     def player(self, environment: Environment) -> Player:
         from agentrl.evaluation.engines import TextPlayer  # heavy
@@ -114,7 +114,7 @@ class OpenedEndpoint:
             concurrency=self.concurrency,
         )
 
-    def without_room(self, prompts: Mapping[tuple[str, str], str]) -> Mapping[tuple[str, str], int]:
+    def prompts_too_long(self, prompts: Mapping[tuple[str, str], str]) -> Mapping[tuple[str, str], int]:
         """Return an empty mapping, because the endpoint itself rejects prompts that are too long."""
         return {}
 
@@ -141,8 +141,8 @@ class Evaluation:
             environment = await self._open_environment(stack)
             engine = await self._open_engine(stack)
             prompts = await _prompts(self.sets, environment)
-            unfit = engine.without_room(prompts)
-            record = provenance(
+            unfit = engine.prompts_too_long(prompts)
+            record = build_provenance(
                 self.settings,
                 self.sets,
                 model=engine.model(),
@@ -167,7 +167,7 @@ class Evaluation:
         """Record the samples of problems in ``unfit`` as truncated before their first token."""
         if not unfit:
             return
-        for sample in index.missing(self.sets, self.settings.evaluation.samples):
+        for sample in index.samples_to_run(self.sets, self.settings.evaluation.samples):
             tokens = unfit.get((sample.benchmark, sample.problem.id))
             if tokens is None:
                 continue
@@ -191,9 +191,11 @@ class Evaluation:
     async def _open_environment(self, stack: AsyncExitStack) -> Environment:
         if self.environment is not None:
             return self.environment
-        from agentrl.evaluation.engines import environment_of  # heavy, so only after the problems are checked
+        from agentrl.evaluation.engines import (
+            build_evaluation_environment,
+        )  # heavy, so only after the problems are checked
 
-        environment = environment_of(self.settings)
+        environment = build_evaluation_environment(self.settings)
         stack.push_async_callback(environment.close)
         await environment.open()
         return environment
@@ -219,7 +221,7 @@ class Evaluation:
         falsified = {one.name for one in self.sets if one.falsified}
         with display:
             for attempt in range(self.settings.rollout.retries + 1):
-                missing = index.missing(self.sets, n)
+                missing = index.samples_to_run(self.sets, n)
                 if attempt and missing:
                     # Wait for a failed sandbox or server to recover.
                     await asyncio.sleep(min(2.0 ** (attempt - 1), 30.0))
@@ -299,7 +301,7 @@ def finish(
     index = RolloutIndex()
     for transcript in directory.transcripts():
         index.add(transcript)
-    ks = request.ks or default_ks(settings.evaluation.samples)
+    ks = request.ks or default_pass_ks(settings.evaluation.samples)
     results = asyncio.run(_results(directory, settings, sets, index, ks))
     directory.write_json(directory.results_file, results)
     tables = result_tables(results)
@@ -348,7 +350,11 @@ def default_output(settings: EvaluationSections, sets: Sequence[ProblemSet]) -> 
     endpoint = settings.evaluation.endpoint
     named = endpoint.model or "endpoint" if endpoint.url is not None else str(settings.model.path)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(Path(named).parts[-2:])).strip("-.")
-    content = repr(provenance(settings, sets, model={"name": named}, engine=chosen_engine(settings), environment=()))
+    content = repr(
+        build_provenance(
+            settings, sets, model={"name": named}, engine=configured_engine_record(settings), environment=()
+        )
+    )
     return Path("evaluations") / f"{stem}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
 
 
@@ -378,12 +384,12 @@ def track_results(
     """
     if not telemetry.trackers:
         return
-    trackers = Trackers(telemetry, RunDirectory(directory.path), say=console.note, warn=console.warning)
-    trackers.begin(dict(results["provenance"]), step=_STEP, resumed=True)
-    trackers.row({"step": _STEP, **tracked_metrics(results)})
+    trackers = Trackers(telemetry, RunDirectory(directory.path), notify=console.note, warn=console.warning)
+    trackers.start(dict(results["provenance"]), step=_STEP, resumed=True)
+    trackers.log_metrics({"step": _STEP, **tracked_metrics(results)})
     sample = itertools.islice(directory.transcripts(), telemetry.tracker_rows)
-    trackers.table(SampleTable(step=_STEP, columns=_TRACKED_COLUMNS, rows=[_cells(one) for one in sample]))
-    trackers.plots()
+    trackers.log_samples(SampleTable(step=_STEP, columns=_TRACKED_COLUMNS, rows=[_cells(one) for one in sample]))
+    trackers.log_plots()
     trackers.close()
 
 

@@ -32,7 +32,7 @@ from agentrl_envs.types import Verdict
 
 Floats = NDArray[np.float64]
 
-LEVEL = 0.95
+CONFIDENCE_LEVEL = 0.95
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ def avg_at_k(samples: ArrayLike, correct: ArrayLike) -> Score:
     >>> score.mean, score.problems, score.problems_without_samples
     (0.5, 3, 1)
     """
-    n, c = counts_of(samples, correct)
+    n, c = checked_counts(samples, correct)
     kept = n > 0
     if not kept.any():
         raise ValueError("no problem has a sample, so there is no score")
@@ -89,7 +89,7 @@ def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> float:
     >>> pass_at_k([4, 4], [1, 4], 2)
     0.75
     """
-    n, c = counts_of(samples, correct)
+    n, c = checked_counts(samples, correct)
     if k < 1 or len(n) == 0 or n.min() < k:
         least = int(n.min()) if len(n) else 0
         raise ValueError(f"pass@{k} needs k >= 1 and at least k samples of every problem; one problem has {least}")
@@ -97,7 +97,7 @@ def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> float:
     return 1.0 - math.fsum(missed) / len(missed)
 
 
-def counts_of(samples: ArrayLike, correct: ArrayLike) -> tuple[Floats, Floats]:
+def checked_counts(samples: ArrayLike, correct: ArrayLike) -> tuple[Floats, Floats]:
     """Convert samples and correct samples to float vectors. Raises ValueError for invalid counts."""
     n, c = np.asarray(samples, dtype=np.float64), np.asarray(correct, dtype=np.float64)
     if n.ndim != 1 or n.shape != c.shape:
@@ -125,7 +125,7 @@ def this_benchmark_interval(n_P: Floats, c_P: Floats) -> Interval:
     variance = max(float(within.sum()) + one / 2, one) / problems**2
     total = float(n_P.sum())
     effective = max(mean * (1 - mean) / variance, total) if 0 < mean < 1 else total
-    return _wilson(mean, effective, NormalDist().inv_cdf(0.5 + LEVEL / 2))
+    return _wilson(mean, effective, NormalDist().inv_cdf(0.5 + CONFIDENCE_LEVEL / 2))
 
 
 def _problems_like_these(n_P: Floats, c_P: Floats, mean: float) -> Interval:
@@ -159,7 +159,7 @@ def student_quantile(degrees: int) -> float:
     """
     if degrees < 1:
         raise ValueError(f"degrees of freedom must be at least 1; got {degrees}")
-    upper = 0.5 + LEVEL / 2
+    upper = 0.5 + CONFIDENCE_LEVEL / 2
     if degrees == 1:
         return math.tan(math.pi * (upper - 0.5))
     if degrees == 2:
@@ -179,16 +179,16 @@ class Grades(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tally:
+class VoteCounts:
     """Votes on one problem: for the correct answer, for each distinct wrong answer (most votes first), and abstentions.
 
-    >>> Tally(correct=3, wrong=(3, 1), silent=1).majority
+    >>> VoteCounts(correct=3, wrong=(3, 1), abstentions=1).majority
     0.5
     """
 
     correct: int
     wrong: tuple[int, ...]
-    silent: int = 0
+    abstentions: int = 0
 
     @property
     def majority(self) -> float:
@@ -199,7 +199,7 @@ class Tally:
         return 1 / (1 + self.wrong.count(most))
 
 
-async def tally(samples: Sequence[tuple[str | None, Verdict]], grader: Grades) -> Tally:
+async def count_votes(samples: Sequence[tuple[str | None, Verdict]], grader: Grades) -> VoteCounts:
     """Count the votes on one problem from each sample's answer and verdict.
 
     A wrong answer joins the first group that the grader considers equal, in order of decreasing frequency of spellings.
@@ -217,13 +217,14 @@ async def tally(samples: Sequence[tuple[str | None, Verdict]], grader: Grades) -
     for answer, count in spellings.most_common():
         groups[await _group_of(answer, groups, grader)] += count
     wrong = (*groups.values(), *slow.values())
-    return Tally(correct=correct, wrong=tuple(sorted(wrong, reverse=True)), silent=len(samples) - len(votes))
+    return VoteCounts(correct=correct, wrong=tuple(sorted(wrong, reverse=True)), abstentions=len(samples) - len(votes))
 
 
-def maj_at_n(tallies: Sequence[Tally]) -> float:
-    """Compute the mean of `Tally.majority` over problems. Raises ValueError if there is no problem.
+def maj_at_n(tallies: Sequence[VoteCounts]) -> float:
+    """Compute the mean of `VoteCounts.majority` over problems. Raises ValueError if there is no problem.
 
-    >>> maj_at_n([Tally(correct=2, wrong=(1,)), Tally(correct=1, wrong=(1,)), Tally(correct=0, wrong=(), silent=3)])
+    >>> counts = [VoteCounts(correct=2, wrong=(1,)), VoteCounts(correct=1, wrong=(1,))]
+    >>> maj_at_n([*counts, VoteCounts(correct=0, wrong=(), abstentions=3)])
     0.5
     """
     if not tallies:

@@ -174,14 +174,14 @@ class EvaluationRequest:
     conversations: int | None = None
 
 
-def overrides_of(
+def overrides_from_options(
     *, model: str | None, base_url: str | None, preset: str | None, n: int | None, falsified: bool
 ) -> list[str]:
     """Convert options to ``key=value`` overrides in order of increasing precedence.
 
     Raises SettingsError for an unknown preset.
 
-    >>> overrides_of(model="it's", base_url=None, preset=None, n=4, falsified=True)
+    >>> overrides_from_options(model="it's", base_url=None, preset=None, n=4, falsified=True)
     ["model.path='it''s'", 'evaluation.samples=4', 'evaluation.falsified=true']
     """
     overrides = []
@@ -191,18 +191,18 @@ def overrides_of(
             raise SettingsError(f"unknown --preset {preset!r}; valid: {', '.join(PRESETS)}{hint}")
         overrides += [f"{key}={value}" for key, value in PRESETS[preset].items()]
     if base_url is not None:
-        overrides.append(quoted("evaluation.endpoint.url", base_url))
+        overrides.append(quoted_override("evaluation.endpoint.url", base_url))
     if model is not None:
-        overrides.append(quoted("model.path" if base_url is None else "evaluation.endpoint.model", model))
+        overrides.append(quoted_override("model.path" if base_url is None else "evaluation.endpoint.model", model))
     overrides += [] if n is None else [f"evaluation.samples={n}"]
     overrides += ["evaluation.falsified=true"] if falsified else []
     return overrides
 
 
-def whole_numbers(option: str, text: str) -> tuple[int, ...]:
+def parse_integers(option: str, text: str) -> tuple[int, ...]:
     """Parse comma-separated positive integers into a sorted tuple without duplicates. Raises SettingsError.
 
-    >>> whole_numbers("--k", "8, 1,8")
+    >>> parse_integers("--k", "8, 1,8")
     (1, 8)
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -211,7 +211,7 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def quoted(key: str, text: str) -> str:
+def quoted_override(key: str, text: str) -> str:
     """Format ``key=text`` with the text quoted for YAML."""
     escaped = text.replace("'", "''")
     return f"{key}='{escaped}'"

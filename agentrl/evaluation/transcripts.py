@@ -28,7 +28,7 @@ import zstandard
 
 from agentrl.errors import WorldError
 from agentrl.evaluation.formats import JSONObject
-from agentrl.telemetry.files import json_line, world_errors
+from agentrl.telemetry.files import json_line, os_errors_as_world_errors
 from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
 
 if TYPE_CHECKING:
@@ -236,8 +236,8 @@ class RolloutLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.repaired = repair_frames(path)
-        with world_errors(path, "open"):
+        self.repaired = remove_incomplete_frame(path)
+        with os_errors_as_world_errors(path, "open"):
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._packer = zstandard.ZstdCompressor(level=6, write_checksum=True)
         self._synced = time.monotonic()
@@ -245,7 +245,7 @@ class RolloutLog:
     def append(self, transcript: Transcript) -> None:
         """Write one rollout. Raises WorldError if the write fails, after removing the incomplete frame."""
         frame = self._packer.compress(json_line(transcript.to_record()))
-        with world_errors(self.path, "append to"):
+        with os_errors_as_world_errors(self.path, "append to"):
             end = os.fstat(self._file).st_size
             try:
                 written = os.write(self._file, frame)
@@ -260,7 +260,7 @@ class RolloutLog:
     def close(self) -> None:
         """Sync the file to disk and close it. May be called more than once."""
         if self._file >= 0:
-            with world_errors(self.path, "close"):
+            with os_errors_as_world_errors(self.path, "close"):
                 self._sync()
                 os.close(self._file)
             self._file = -1
@@ -290,11 +290,11 @@ def read_rollouts(path: Path) -> Iterator[Transcript]:
             raise WorldError(f"{path} is damaged at byte {position}: not a rollout ({error})") from error
 
 
-def repair_frames(path: Path) -> int:
+def remove_incomplete_frame(path: Path) -> int:
     """Remove an incomplete last frame. Returns the number of removed bytes."""
     if not path.exists():
         return 0
-    with world_errors(path, "repair"):
+    with os_errors_as_world_errors(path, "repair"):
         end = 0
         for position, _ in _frames(path, ends=True):
             end = position
@@ -312,7 +312,7 @@ def _frames(path: Path, *, ends: bool = False) -> Iterator[tuple[int, bytes]]:
     The position is the frame's start, or the frame's end if ``ends``.
     """
     unpacker = zstandard.ZstdDecompressor()
-    with world_errors(path, "read"), path.open("rb") as file:
+    with os_errors_as_world_errors(path, "read"), path.open("rb") as file:
         begin = position = 0
         pending = b""
         frame, parts = unpacker.decompressobj(), list[bytes]()

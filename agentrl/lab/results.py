@@ -15,7 +15,7 @@ from agentrl.errors import SettingsError
 from agentrl.lab.measure import GradientMoments, ProblemMoments, named_moments
 from agentrl.lab.sample import ProblemSample
 from agentrl.lab.settings import Choice, advantages_in
-from agentrl.telemetry.files import append_line, atomic_write, json_line, repair_torn_line, world_errors
+from agentrl.telemetry.files import append_line, atomic_write, json_line, os_errors_as_world_errors, repair_torn_line
 from agentrl.trajectory import Group
 
 SETTINGS, PROBLEMS = "settings.json", "problems.jsonl"
@@ -165,7 +165,7 @@ class MeasurementFiles:
                         "continue"
                     )
         else:
-            with world_errors(self.folder, "create"):
+            with os_errors_as_world_errors(self.folder, "create"):
                 self.folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps(asked, indent=1, ensure_ascii=False) + "\n"
             atomic_write(file, lambda out: out.write(text.encode()))
@@ -181,7 +181,7 @@ class MeasurementFiles:
         path = self.folder / PROBLEMS
         if not path.is_file():
             return []
-        with world_errors(path, "read"):
+        with os_errors_as_world_errors(path, "read"):
             lines: list[ProblemLine] = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
         return sorted(lines, key=lambda line: line["number"])
 

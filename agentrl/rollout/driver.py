@@ -31,7 +31,7 @@ from agentrl.rollout.engines.base import CacheUse, Engine
 from agentrl.rollout.policy import FairYield, Rounds, TokenPolicy
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest, SkippedProblemError
-from agentrl.telemetry.trace import now, on_lane, since
+from agentrl.telemetry.trace import add_slice_since, reserve_lane, start_time
 from agentrl.trajectory import Group, Trajectory, one_after_another
 from agentrl_envs.episode import Environment, UnavailableError
 from agentrl_envs.rewards import Conversation, Message, Rewards
@@ -360,10 +360,10 @@ class Driver:
     ) -> None:
         try:
             while (request := await jobs()) is not None:
-                with on_lane(f"{self.label}trajectories"):
-                    began = now()
+                with reserve_lane(f"{self.label}trajectories"):
+                    began = start_time()
                     async with self._admission if running.rounds is None else nullcontext():
-                        since(began, "wait for admission")
+                        add_slice_since(began, "wait for admission")
                         await running.fair_yield.wait()
                         request, branches = await self._measured(request, running)
                         if not branches:
@@ -489,7 +489,7 @@ async def pooled(
 def _trace(request: RolloutRequest, last: Trajectory, began: int) -> None:
     """Add a span for a rollout to the trace, enclosing the spans of its turns."""
     ids = {"step": request.step, "group": request.index, "sample": request.sample}
-    since(began, f"{request.problem.id} {request.sample}", ended=str(last.ended), reward=last.reward, **ids)
+    add_slice_since(began, f"{request.problem.id} {request.sample}", ended=str(last.ended), reward=last.reward, **ids)
 
 
 def _messages(trajectory: Trajectory) -> tuple[Message, ...]:

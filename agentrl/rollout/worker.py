@@ -17,7 +17,7 @@ from agentrl.rollout.schedule import BackgroundSource, OnDemandSource, RolloutSo
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import QueueState, WorkQueue
 from agentrl.telemetry.metrics import user_metrics
-from agentrl.telemetry.trace import now, since
+from agentrl.telemetry.trace import add_slice_since, start_time
 from agentrl.trajectory import Group
 
 # Consecutive steps with only excluded rollouts after which a run ends. Steps emptied by filters do not count.
@@ -64,7 +64,7 @@ class RolloutWorker:
         While the filters leave too few groups, up to ``max_extra_rounds`` additional rounds are played.
         """
         loop = asyncio.get_running_loop()
-        began, collecting = loop.time(), now()
+        began, collecting = loop.time(), start_time()
         deadline = began + self.settings.step_deadline
         self._step = step
         if self._source is None:
@@ -92,7 +92,7 @@ class RolloutWorker:
             "groups/skipped_long_prompt": self._queue.take_skipped(),
             "time/rollout_s": loop.time() - began,
         }
-        since(collecting, "collect groups", step=step)
+        add_slice_since(collecting, "collect groups", step=step)
         data = [item for group in played for item in group.trajectories if not item.is_excluded]
         metrics |= user_metrics(data, metrics)
         self._check_staleness(step, metrics.get("staleness/max", 0))

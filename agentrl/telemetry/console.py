@@ -97,7 +97,7 @@ class RunProgress:
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
         average = sum(self._rewards) / len(self._rewards) if self._rewards else None
-        figures, left = describe(metrics, average), f"{clock(self._left(step))} left"
+        figures, left = format_step(metrics, average), f"{format_duration(self._left(step))} left"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, figures=figures, left=left)
         if self._plain is not None and self._every and (step % self._every == 0 or step == self._total):
@@ -135,10 +135,10 @@ def _bar(rich: RichConsole) -> Progress:
     )
 
 
-def describe(metrics: Mapping[str, float], average_reward: float | None) -> str:
+def format_step(metrics: Mapping[str, float], average_reward: float | None) -> str:
     """Format the figures of one step. Missing metrics are left out.
 
-    >>> describe({"reward/mean": 0.5, "tokens_per_s": 5210.0, "policy/entropy": 0.31}, 0.4)
+    >>> format_step({"reward/mean": 0.5, "tokens_per_s": 5210.0, "policy/entropy": 0.31}, 0.4)
     'reward 0.500 (avg 0.400)  entropy 0.310  5.2k tokens/s'
     """
     parts = []
@@ -157,10 +157,10 @@ def describe(metrics: Mapping[str, float], average_reward: float | None) -> str:
     return "  ".join(parts)
 
 
-def clock(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """Format a duration as ``m:ss`` or ``h:mm:ss``, or ``?`` if it is unknown.
 
-    >>> clock(192.4), clock(7322), clock(None)
+    >>> format_duration(192.4), format_duration(7322), format_duration(None)
     ('3:12', '2:02:02', '?')
     """
     if seconds is None:

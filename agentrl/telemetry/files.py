@@ -24,7 +24,7 @@ LOCK_DEADLINE = 10.0  # seconds; children of a killed run may briefly hold a loc
 
 
 @contextmanager
-def world_errors(path: Path, doing: str) -> Iterator[None]:
+def os_errors_as_world_errors(path: Path, doing: str) -> Iterator[None]:
     """Convert file-system errors to a WorldError with the name of the file."""
     try:
         yield
@@ -35,7 +35,7 @@ def world_errors(path: Path, doing: str) -> Iterator[None]:
 
 
 @contextmanager
-def wrong_shape(where: str) -> Iterator[None]:
+def malformed_as_world_error(where: str) -> Iterator[None]:
     """Convert errors from malformed content (a missing field, a string for a number) to a WorldError."""
     try:
         yield
@@ -49,13 +49,13 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     A device or a pipe, such as ``/dev/null``, is written in place, because a rename would replace it.
     """
     if path.exists() and not path.is_file():
-        with world_errors(path, "write"), path.open("wb") as out:
+        with os_errors_as_world_errors(path, "write"), path.open("wb") as out:
             write(out)
         return
     # The temporary file is in the same directory, because a rename is atomic only within a file system. The process id
     # separates concurrent writers of the same file.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with world_errors(path, "write"):
+    with os_errors_as_world_errors(path, "write"):
         try:
             with partial.open("wb") as out:
                 write(out)
@@ -77,10 +77,10 @@ class BackgroundWriter:
 
     def submit(self, write: Callable[[], object]) -> None:
         """Wait until the previous file is written, then start ``write``. Raises the error of the previous write."""
-        self.settle()
+        self.wait()
         self._current = self._thread.submit(write)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until the current file is written. Raises the error of this write."""
         current, self._current = self._current, None
         if current is not None:
@@ -91,13 +91,13 @@ class BackgroundWriter:
         self._thread.shutdown()
 
 
-def contained(path: Path, folder: Path) -> Path:
+def resolve_inside(path: Path, folder: Path) -> Path:
     """Return ``path`` with links resolved. Raises WorldError if it is outside ``folder`` or is not a regular file.
 
     Directories of runs and evaluations are shared between users, so a link in a directory must not expose files of the
     reader's machine. A missing file is not an error, because opening it raises FileNotFoundError.
     """
-    with world_errors(path, "read"):
+    with os_errors_as_world_errors(path, "read"):
         resolved, root = path.resolve(), folder.resolve()
         if not resolved.is_relative_to(root):
             raise WorldError(
@@ -109,7 +109,7 @@ def contained(path: Path, folder: Path) -> Path:
     return resolved
 
 
-def take_lock(path: Path, busy: str, *, deadline: float) -> int:
+def acquire_lock(path: Path, busy: str, *, deadline: float) -> int:
     """Create and lock the file ``path``. Returns the open handle, which releases the lock when closed.
 
     Writes the identity of this machine into the file for :func:`lock_is_held`. Raises SettingsError with the message
@@ -144,7 +144,7 @@ def lock_is_held(path: Path) -> bool | None:
     except OSError:
         return None
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released by closing; take_lock retries meanwhile
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released by closing; acquire_lock retries meanwhile
         return False if os.read(lock, 256).decode(errors="replace") == _machine() else None
     except BlockingIOError:
         return True
@@ -169,7 +169,7 @@ def json_line(row: Mapping[str, object]) -> bytes:
 
 def append_line(path: Path, line: bytes) -> None:
     """Append one complete line, which is on disk when this function returns."""
-    with world_errors(path, "append to"), path.open("ab") as out:
+    with os_errors_as_world_errors(path, "append to"), path.open("ab") as out:
         out.write(line)
         out.flush()
         os.fsync(out.fileno())
@@ -179,7 +179,7 @@ def repair_torn_line(path: Path) -> int:
     """Remove an incomplete last line after a crash or a full disk. Returns the number of removed bytes."""
     if not path.exists():
         return 0
-    with world_errors(path, "repair"), path.open("rb+") as file:
+    with os_errors_as_world_errors(path, "repair"), path.open("rb+") as file:
         size = start = file.seek(0, os.SEEK_END)
         end = 0
         while start and not end:  # search backwards, because the file may be large
@@ -207,7 +207,7 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def damaged(folder: Path, expected: Mapping[str, str], *, part: int = 0, parts: int = 1) -> list[str]:
+def find_damaged_files(folder: Path, expected: Mapping[str, str], *, part: int = 0, parts: int = 1) -> list[str]:
     """Compare files with their ``expected`` checksums. Returns a message for each damaged file.
 
     Checks every ``parts``-th file, starting with number ``part``.

@@ -68,7 +68,7 @@ def usable_memory() -> int:
     return min(memory, int(limit)) if limit.isdigit() else memory
 
 
-def free_room(folder: Path) -> dict[str, float]:
+def free_resources(folder: Path) -> dict[str, float]:
     """Return the free bytes on the disk of ``folder`` and the free fraction of usable memory, for alerts."""
     metrics = {MEMORY_FREE: free_memory() / usable_memory()}
     with contextlib.suppress(OSError):  # an unavailable disk has no value

@@ -76,12 +76,12 @@ def register_metric(
     return add
 
 
-def user_metrics(trajectories: Sequence[object], taken: Container[str]) -> dict[str, float]:
-    """Compute the metrics of plug-ins over a step's trajectories, except metrics with a name in ``taken``."""
+def user_metrics(trajectories: Sequence[object], reserved_names: Container[str]) -> dict[str, float]:
+    """Compute the metrics of plug-ins over a step's trajectories, except metrics with a name in ``reserved_names``."""
     values = {}
     for name in USER_METRICS.names():
         try:
-            if name in taken:
+            if name in reserved_names:
                 raise ValueError("this name is already in use: register the metric under a different name")
             value = USER_METRICS[name].measure(trajectories)
             if value is None:

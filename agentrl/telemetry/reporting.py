@@ -27,20 +27,20 @@ Message = Callable[[Tracker], object]
 class TrackerThread:
     """Thread that opens a tracker and processes messages in order, from a bounded queue.
 
-    ``say`` and ``warn`` print a line. Only the first failure and the first dropped message are printed, and their
+    ``notify`` and ``warn`` print a line. Only the first failure and the first dropped message are printed, and their
     counts at the end.
     """
 
     def __init__(
         self,
         name: str,
-        opening: Callable[[], Tracker],
+        open_tracker: Callable[[], Tracker],
         *,
-        say: Callable[[str], object],
+        notify: Callable[[str], object],
         warn: Callable[[str], object],
         longest_queue: int = _LONGEST_QUEUE,
     ) -> None:
-        self._name, self._opening, self._say, self._warn = name, opening, say, warn
+        self._name, self._opening, self._say, self._warn = name, open_tracker, notify, warn
         self._longest = longest_queue
         self._waiting: deque[Message] = deque()
         self._changed = threading.Condition()
@@ -115,24 +115,24 @@ class Trackers:
         telemetry: TelemetrySettings,
         run: RunDirectory | None,
         *,
-        say: Callable[[str], object],
+        notify: Callable[[str], object],
         warn: Callable[[str], object],
     ) -> None:
         """Create the trackers of ``run``. On all ranks except 0, ``run`` is None."""
-        self._telemetry, self._run, self._say, self._warn = telemetry, run, say, warn
+        self._telemetry, self._run, self._say, self._warn = telemetry, run, notify, warn
         self._threads: list[TrackerThread] = []
         self._due: int | None = None  # step whose sample is sent next
 
-    def begin(self, settings: Mapping[str, object], *, step: int, resumed: bool) -> None:
+    def start(self, settings: Mapping[str, object], *, step: int, resumed: bool) -> None:
         """Open the trackers after ``step`` completed steps. If ``resumed``, continue the existing tracker runs."""
         run = self._run
         if run is None:
             return
         for name in self._telemetry.trackers:
-            opening = partial(self._open, name, run, dict(flat(settings)), step=step, resumed=resumed)
-            self._threads.append(TrackerThread(name, opening, say=self._say, warn=self._warn))
+            opening = partial(self._open, name, run, dict(flatten_settings(settings)), step=step, resumed=resumed)
+            self._threads.append(TrackerThread(name, opening, notify=self._say, warn=self._warn))
 
-    def row(self, row: Metrics) -> None:
+    def log_metrics(self, row: Metrics) -> None:
         """Send a row of ``metrics.jsonl`` and, if due, a sample of the previous step's trajectories.
 
         The sample is sent one step later, because the trajectories of a step are written during the next one.
@@ -146,11 +146,11 @@ class Trackers:
         if trained and every and step % every == 0:
             self._due = step
 
-    def table(self, table: SampleTable) -> None:
+    def log_samples(self, table: SampleTable) -> None:
         """Send a table of trajectories."""
         self._send(lambda tracker: tracker.trajectories(table))
 
-    def plots(self) -> None:
+    def log_plots(self) -> None:
         """Send the plots in the run directory."""
         if self._run is not None:
             files = sorted(file for file in self._run.plots.glob("*.png") if not file.stem.endswith("-dark"))
@@ -190,24 +190,24 @@ class Trackers:
                 project=self._telemetry.tracker_project,
                 settings=settings,
                 folder=folder,
-                continued=known.read_text(encoding="utf-8") if resumed and known.exists() else None,
+                resume_id=known.read_text(encoding="utf-8") if resumed and known.exists() else None,
                 step=step,
-                patience=self._telemetry.tracker_deadline / 2,
+                open_deadline=self._telemetry.tracker_deadline / 2,
             )
         )
         atomic_write(known, lambda out: out.write(tracker.id.encode()))
         return tracker
 
 
-def flat(settings: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
+def flatten_settings(settings: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
     """Yield nested settings with dotted keys.
 
-    >>> dict(flat({"seed": 1, "model": {"path": None, "tiny": {"layers": 2}}}))
+    >>> dict(flatten_settings({"seed": 1, "model": {"path": None, "tiny": {"layers": 2}}}))
     {'seed': 1, 'model.path': None, 'model.tiny.layers': 2}
     """
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{path}{key}.")
+            yield from flatten_settings(value, f"{path}{key}.")
         else:
             yield f"{path}{key}", value
 

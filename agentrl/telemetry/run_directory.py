@@ -18,17 +18,17 @@ from agentrl.errors import SettingsError, WorldError
 from agentrl.telemetry.alerts import Alert
 from agentrl.telemetry.files import (
     LOCK_DEADLINE,
+    acquire_lock,
     append_line,
     atomic_write,
-    contained,
     json_line,
     lock_is_held,
+    os_errors_as_world_errors,
     repair_torn_line,
-    take_lock,
-    world_errors,
+    resolve_inside,
 )
 from agentrl.telemetry.records import JsonRecord, Metrics, Summary
-from agentrl.telemetry.trajectory_file import is_whole, read_trajectories, write_trajectories
+from agentrl.telemetry.trajectory_file import is_complete_file, read_trajectories, write_trajectories
 
 
 class RunDirectory:
@@ -153,20 +153,22 @@ class RunDirectory:
 
     def read_trajectories(self, step: int) -> Iterator[JsonRecord]:
         """Yield the trajectories of ``step``. Raises WorldError if their file is missing or damaged."""
-        return (record for _, record in self.chosen_trajectories(step, lambda _number, _line: True))
+        return (record for _, record in self.select_trajectories(step, lambda _number, _line: True))
 
-    def chosen_trajectories(self, step: int, wanted: Callable[[int, bytes], bool]) -> Iterator[tuple[int, JsonRecord]]:
+    def select_trajectories(
+        self, step: int, predicate: Callable[[int, bytes], bool]
+    ) -> Iterator[tuple[int, JsonRecord]]:
         """Yield the index (from 0) and the row of each trajectory for which ``wanted(index, its JSON)`` is true.
 
         The JSON contains neither token ids nor log-probabilities. Raises WorldError if the file is missing or damaged.
         """
-        return read_trajectories(contained(self.trajectory_file(step), self.path), wanted)
+        return read_trajectories(resolve_inside(self.trajectory_file(step), self.path), predicate)
 
     def trajectory_steps(self) -> list[int]:
         """Return the steps with stored trajectories, ascending."""
         return _steps(self.trajectories.glob("*.parquet"))
 
-    def check_stored(self, step: int) -> None:
+    def require_trajectories(self, step: int) -> None:
         """Raise SettingsError unless the trajectories of ``step`` are stored."""
         steps = self.trajectory_steps()
         if step not in steps:
@@ -197,19 +199,19 @@ class RunDirectory:
 
     def damaged_trajectories(self) -> list[Path]:
         """Return the trajectory files that are truncated."""
-        with world_errors(self.trajectories, "read"):
+        with os_errors_as_world_errors(self.trajectories, "read"):
             files = map(self.trajectory_file, self.trajectory_steps())
-            return [path for path in files if not is_whole(path)]
+            return [path for path in files if not is_complete_file(path)]
 
     def truncate_after(self, step: int, *, rows: int) -> None:
         """Remove metrics after the first ``rows`` rows and files after ``step``, which a resumed run writes again."""
-        with world_errors(self.metrics_file, "truncate"):
+        with os_errors_as_world_errors(self.metrics_file, "truncate"):
             kept = list(itertools.islice(self.metrics(), rows))
         atomic_write(self.metrics_file, lambda out: out.writelines(json_line(row) for row in kept))
         alerts = [alert for alert in self.alerts() if alert.step <= step]
         if self.alerts_file.exists():
             atomic_write(self.alerts_file, lambda out: out.writelines(json_line(asdict(alert)) for alert in alerts))
-        with world_errors(self.trajectories, "truncate"):
+        with os_errors_as_world_errors(self.trajectories, "truncate"):
             for folder in (self.trajectories, self.tokens):
                 for file in folder.glob("*"):
                     if any(later > step for later in _steps([file])):
@@ -227,7 +229,7 @@ class RunDirectory:
 
     def _complete(self) -> None:
         """Create missing directories and remove partial files of a killed process."""
-        with world_errors(self.path, "prepare"):
+        with os_errors_as_world_errors(self.path, "prepare"):
             for folder in (self.trajectories, self.checkpoints, self.plots):
                 folder.mkdir(exist_ok=True)
             self.metrics_file.touch()
@@ -236,7 +238,7 @@ class RunDirectory:
                     left.unlink()
 
     def _take_lock(self) -> None:
-        lock = take_lock(
+        lock = acquire_lock(
             self.path / "lock", f"another process is using the run directory {self.path}", deadline=LOCK_DEADLINE
         )
         # The finalizer releases the lock of an object that is deleted without `close`.

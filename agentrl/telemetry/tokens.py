@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.telemetry.files import atomic_write, contained, wrong_shape
+from agentrl.telemetry.files import atomic_write, malformed_as_world_error, resolve_inside
 from agentrl.telemetry.records import JsonRecord
 from agentrl.telemetry.run_directory import RunDirectory
 
@@ -115,21 +115,21 @@ class TrajectoryTokens:
         The sum over the step is the diagonal proxy of the gradient's variance (docs/reference/formulas.md 7), which
         omits the cross terms between tokens.
         """
-        return power_of(self.energy, self.loss_weight, self.advantages, self._kept)
+        return gradient_power(self.energy, self.loss_weight, self.advantages, self._kept)
 
     @property
     def _kept(self) -> np.ndarray:
         """Correction weights [K] float64, 0 for tokens that are not in the loss."""
-        return kept_of(self.loss_mask, self.weights)
+        return correction_weights(self.loss_mask, self.weights)
 
 
-def kept_of(loss_mask: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+def correction_weights(loss_mask: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
     """Return the correction weights [K] float64, 0 for tokens that are not in the loss."""
     mask = loss_mask.astype(np.float64)
     return mask if weights is None else mask * weights
 
 
-def power_of(energy: np.ndarray, loss_weight: float, advantages: np.ndarray, kept: np.ndarray) -> np.ndarray:
+def gradient_power(energy: np.ndarray, loss_weight: float, advantages: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """Compute :attr:`TrajectoryTokens.gradient_power` [K] float64."""
     return energy * (loss_weight * advantages * kept) ** 2
 
@@ -213,14 +213,14 @@ class TokenFile:
             self._file: pq.ParquetFile = pq.ParquetFile(path)
         except (OSError, pa.ArrowInvalid) as error:
             raise WorldError(f"cannot read the token statistics {path}: {error}") from error
-        with wrong_shape(str(path)):
+        with malformed_as_world_error(str(path)):
             content = dict(json.loads((self._file.schema_arrow.metadata or {}).get(_FACTS, b"{}")))
         if content.get("format") != FORMAT:
             raise SettingsError(
                 f"{path} has format {content.get('format')}, but this version of agentrl reads format {FORMAT}: "
                 "use the version that wrote the run"
             )
-        with wrong_shape(str(path)):
+        with malformed_as_world_error(str(path)):
             self.facts = TokenFacts(**content)
 
     def stored_keys(self) -> list[RowKey]:
@@ -257,8 +257,8 @@ class TokenFile:
             numbers = {name: table[name].to_pylist() for name in present if name not in LISTS}
             for row in range(table.num_rows):
                 cells = {name: values[row] for name, values in (numbers | columns).items()}
-                kept = kept_of(cells["loss_mask"], cells.get("weights"))
-                power = power_of(cells["energy"], cells["loss_weight"], cells["advantages"], kept)
+                kept = correction_weights(cells["loss_mask"], cells.get("weights"))
+                power = gradient_power(cells["energy"], cells["loss_weight"], cells["advantages"], kept)
                 yield RowKey(*(cells[name] for name in _KEY)), float(power.sum())
 
     def _keys(self, block: int) -> list[RowKey]:
@@ -333,7 +333,7 @@ class StoredTrajectory:
 
     @property
     def key(self) -> RowKey:
-        return key_of(self.record)
+        return row_key_of_record(self.record)
 
     @cached_property
     def positions(self) -> np.ndarray:
@@ -406,7 +406,7 @@ def read_step(run: RunDirectory, step: int, *, groups: Collection[int] | None = 
     Damaged and missing files of token statistics are listed in ``problems``. Raises SettingsError if the trajectories
     are not stored or a newer version wrote them, and WorldError if they cannot be read.
     """
-    run.check_stored(step)
+    run.require_trajectories(step)
     facts, rows, problems = _tokens(run, step, groups)
     marks = None if groups is None else [b'"group":%d,' % group for group in groups]
 
@@ -414,14 +414,16 @@ def read_step(run: RunDirectory, step: int, *, groups: Collection[int] | None = 
         return marks is None or any(mark in line for mark in marks)
 
     trajectories = []
-    for number, record in run.chosen_trajectories(step, may_belong):
-        with wrong_shape(f"{run.trajectory_file(step)}, line {number + 1}"):
+    for number, record in run.select_trajectories(step, may_belong):
+        with malformed_as_world_error(f"{run.trajectory_file(step)}, line {number + 1}"):
             if groups is None or record["group"] in groups:
-                trajectories.append(StoredTrajectory(number=number, record=record, tokens=rows.get(key_of(record))))
+                trajectories.append(
+                    StoredTrajectory(number=number, record=record, tokens=rows.get(row_key_of_record(record)))
+                )
     return StoredStep(step=step, trajectories=tuple(trajectories), facts=facts, rows=rows, problems=tuple(problems))
 
 
-def key_of(record: JsonRecord) -> RowKey:
+def row_key_of_record(record: JsonRecord) -> RowKey:
     """Return the key of a trajectory's record. Keys of greedy rollouts differ from those of trained trajectories."""
     return RowKey(record["group"], record["sample"], record.get("branch", 0))
 
@@ -438,7 +440,7 @@ def _tokens(
     problems = []
     for path in run.token_files(step):
         try:
-            file = TokenFile(contained(path, run.path))
+            file = TokenFile(resolve_inside(path, run.path))
             wanted = None if groups is None else {key for key in file.stored_keys() if key.group in groups}
             file_rows = list(file.rows(wanted))
         except WorldError as error:

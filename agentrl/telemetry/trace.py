@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 
-from agentrl.telemetry.files import world_errors
+from agentrl.telemetry.files import os_errors_as_world_errors
 
 _LARGEST_BUFFER = 1 << 16  # bytes
 _LONGEST_WAIT = 1_000_000_000  # nanoseconds between two writes of a busy process
@@ -37,7 +37,7 @@ class Trace:
     """Trace writer of one process. ``main`` is the group name of the default lane."""
 
     def __init__(self, path: Path, main: str) -> None:
-        with world_errors(path, "write"):
+        with os_errors_as_world_errors(path, "write"):
             _begin_file(path)
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self._path, self._failed = path, False
@@ -48,9 +48,9 @@ class Trace:
         self._to_wall = time.time_ns() - time.monotonic_ns()
         self._free: dict[str, list[int]] = {}
         self._used: dict[str, int] = {}
-        self.main = self.take(main)
+        self.main = self.reserve_lane(main)
 
-    def take(self, group: str) -> Lane:
+    def reserve_lane(self, group: str) -> Lane:
         """Reserve the lowest free lane of a group."""
         with self._lock:
             free = self._free.setdefault(group, [])
@@ -63,12 +63,12 @@ class Trace:
             self._name(group, number, lane)
         return number, lane + 1
 
-    def give_back(self, group: str, lane: Lane) -> None:
+    def release_lane(self, group: str, lane: Lane) -> None:
         """Release a lane for other slices."""
         with self._lock:
             heapq.heappush(self._free[group], lane[1] - 1)
 
-    def slice(self, name: str, lane: Lane, began: int, facts: dict[str, Fact]) -> None:
+    def add_slice(self, name: str, lane: Lane, began: int, facts: dict[str, Fact]) -> None:
         """Add a slice from ``began`` (monotonic nanoseconds) until now."""
         start, end = (began + self._to_wall) // 1000, (time.monotonic_ns() + self._to_wall) // 1000
         event = {"ph": "X", "name": name, "pid": lane[0], "tid": lane[1], "ts": start, "dur": end - start}
@@ -137,42 +137,42 @@ def span(name: str, **facts: Fact) -> Iterator[dict[str, Fact]]:
     try:
         yield facts
     finally:
-        trace.slice(name, lane, began, facts)
+        trace.add_slice(name, lane, began, facts)
 
 
 @contextlib.contextmanager
-def on_lane(group: str) -> Iterator[None]:
+def reserve_lane(group: str) -> Iterator[None]:
     """Reserve a lane of ``group`` for the spans of this task inside the block."""
     trace = _current
     if trace is None:
         yield
         return
-    lane = trace.take(group)
+    lane = trace.reserve_lane(group)
     before = _HERE.set(lane)
     try:
         yield
     finally:
         _HERE.reset(before)
-        trace.give_back(group, lane)
+        trace.release_lane(group, lane)
 
 
 @contextlib.contextmanager
-def call(group: str, name: str, **facts: Fact) -> Iterator[None]:
+def service_span(group: str, name: str, **facts: Fact) -> Iterator[None]:
     """Trace the block on the task's lane, if any, and on a lane of the service ``group`` that executes the block."""
     task_span = contextlib.nullcontext() if _HERE.get() is None else span(name, **facts)
-    with task_span, on_lane(group), span(name, **facts):
+    with task_span, reserve_lane(group), span(name, **facts):
         yield
 
 
-def now() -> int:
-    """Return the start time of a slice that :func:`since` ends."""
+def start_time() -> int:
+    """Return the start time of a slice that :func:`add_slice_since` ends."""
     return time.monotonic_ns()
 
 
-def since(began: int, name: str, **facts: Fact) -> None:
+def add_slice_since(began: int, name: str, **facts: Fact) -> None:
     """Add a slice from ``began`` until now, for code without a ``with`` block."""
     if _current is not None:
-        _current.slice(name, _HERE.get() or _current.main, began, facts)
+        _current.add_slice(name, _HERE.get() or _current.main, began, facts)
 
 
 def _begin_file(path: Path) -> None:

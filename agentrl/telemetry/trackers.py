@@ -31,18 +31,18 @@ Cell = str | float | None
 class TrackedRun:
     """Arguments of a tracker's factory.
 
-    ``settings`` has dotted keys. ``folder`` is inside the run directory and used by this tracker only. ``continued`` is
-    the tracker's id of the run that ``--resume`` continues. ``step`` is the number of completed steps. Rows of later
-    steps may be sent again. Opening and closing should fail after ``patience`` seconds.
+    ``settings`` has dotted keys. ``folder`` is inside the run directory and used by this tracker only. ``resume_id``
+    is the tracker's id of the run that ``--resume`` continues. ``step`` is the number of completed steps. Rows of later
+    steps may be sent again. Opening and closing should fail after ``open_deadline`` seconds.
     """
 
     name: str
     project: str
     settings: Mapping[str, object]
     folder: Path
-    continued: str | None
+    resume_id: str | None
     step: int
-    patience: float
+    open_deadline: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Tracker(Protocol):
 
     @property
     def id(self) -> str:
-        """Identifier for ``TrackedRun.continued``, with which a later tracker continues this run."""
+        """Identifier for ``TrackedRun.resume_id``, with which a later tracker continues this run."""
 
     @property
     def location(self) -> str:
@@ -127,7 +127,7 @@ class WandbTracker:
         import wandb
 
         self._wandb = wandb
-        self.id = run.continued or uuid.uuid4().hex[:12]
+        self.id = run.resume_id or uuid.uuid4().hex[:12]
         try:
             self._run = self._begin(run, mode=None)
         except (wandb.errors.CommError, TimeoutError):
@@ -148,9 +148,9 @@ class WandbTracker:
                 silent=True,
                 console="off",
                 disable_git=True,
-                init_timeout=max(1.0, run.patience),
-                finish_timeout=max(1.0, run.patience),
-                login_timeout=max(1.0, run.patience),
+                init_timeout=max(1.0, run.open_deadline),
+                finish_timeout=max(1.0, run.open_deadline),
+                login_timeout=max(1.0, run.open_deadline),
             ),
         )
 
@@ -176,10 +176,10 @@ class TrackioTracker:
         import trackio
 
         self._trackio = trackio
-        self.id = run.continued or f"{run.name}-{uuid.uuid4().hex[:6]}"  # trackio identifies runs by name
+        self.id = run.resume_id or f"{run.name}-{uuid.uuid4().hex[:6]}"  # trackio identifies runs by name
         self.location = f"trackio show --project {run.project}"
         settings = {key: value for key, value in run.settings.items() if not key.startswith("_")}
-        resume = "must" if run.continued else "never"
+        resume = "must" if run.resume_id else "never"
         self._run = trackio.init(project=run.project, name=self.id, config=settings, resume=resume, embed=False)
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None:
@@ -207,7 +207,7 @@ class TensorboardTracker:
         # TensorBoard uses the path below --logdir as the run's name, which should not end in trackers/tensorboard.
         self.id = self.location = str(run.folder.parents[1])
         self._step = run.step
-        self._writer = SummaryWriter(self.location, purge_step=run.step + 1 if run.continued else None)
+        self._writer = SummaryWriter(self.location, purge_step=run.step + 1 if run.resume_id else None)
         lines = (f"    {key}: {json.dumps(value, default=str)}" for key, value in run.settings.items())
         self._writer.add_text("settings", "\n".join(lines), run.step)
 
@@ -242,8 +242,8 @@ class MlflowTracker:
         if self.location.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise MLflow requires a database
         self._client = MlflowClient(tracking_uri=self.location)
-        self.id = run.continued or self._create(run)
-        if run.continued:
+        self.id = run.resume_id or self._create(run)
+        if run.resume_id:
             self._client.update_run(self.id, status="RUNNING")
 
     def _create(self, run: TrackedRun) -> str:

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from agentrl.errors import WorldError
-from agentrl.telemetry.files import atomic_write, json_line, wrong_shape
+from agentrl.telemetry.files import atomic_write, json_line, malformed_as_world_error
 from agentrl.telemetry.records import JsonRecord
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def read_trajectories(path: Path, wanted: Callable[[int, bytes], bool]) -> Itera
                 if chosen:
                     numbers = file.read_row_group(block, columns=["token_ids", "log_probs"]).take(chosen)
                     for row, ids, log_probs in zip(chosen, numbers["token_ids"], numbers["log_probs"], strict=True):
-                        with wrong_shape(f"{path}, line {start + row + 1}"):
+                        with malformed_as_world_error(f"{path}, line {start + row + 1}"):
                             record = _joined(lines[row], _plain(ids.values), _plain(log_probs.values))
                         yield start + row, record
                 start += len(lines)
@@ -95,7 +95,7 @@ def read_trajectories(path: Path, wanted: Callable[[int, bytes], bool]) -> Itera
         raise WorldError(f"cannot read the trajectories {path}: {error}") from error
 
 
-def is_whole(path: Path) -> bool:
+def is_complete_file(path: Path) -> bool:
     """Return False if the file is truncated. Does not detect damage inside the file."""
     with path.open("rb") as file:
         size = file.seek(0, 2)

@@ -216,7 +216,7 @@ class _Answers:
         run, query = self._run(request), request.query_params
         steps = asked_steps(run.trajectory_steps(), query)
         if len(steps) == 1:
-            run.check_stored(steps[0])
+            run.require_trajectories(steps[0])
         start = position_of(query.get("after", "0:0"))
         limit = min(whole(query, "limit") or 1_000, 5_000)
         result = find_rows(run, steps, search_of(query), start=start, limit=limit, seconds=SEARCH_SECONDS)

@@ -78,8 +78,8 @@ class Answers:
         return list(explain(self._run, step=step, trajectory=trajectory, token=token).lines())
 
     def _group_of(self, step: int, number: int) -> tuple[StoredStep, StoredTrajectory]:
-        self._run.check_stored(step)
-        records = self._run.chosen_trajectories(step, lambda index, _line: index == number)
+        self._run.require_trajectories(step)
+        records = self._run.select_trajectories(step, lambda index, _line: index == number)
         groups = {record["group"] for _, record in records}
         if not groups:
             raise SettingsError(f"step {step} has no trajectory {number}")

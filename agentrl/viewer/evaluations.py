@@ -18,7 +18,7 @@ from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.compare import compare, comparison_notes
 from agentrl.evaluation.formats import JSONObject, Results
 from agentrl.evaluation.transcripts import RESULT_KINDS, Transcript
-from agentrl.telemetry.files import contained, wrong_shape
+from agentrl.telemetry.files import malformed_as_world_error, resolve_inside
 from agentrl.viewer.metrics_file import json_lines
 
 _LONGEST_LINE = 1 << 26  # bytes of one rollout
@@ -71,7 +71,7 @@ def rollout_rows(path: Path) -> list[JSONObject]:
 def _cached_rows(path: Path, _changed: int, _size: int) -> list[JSONObject]:
     rows: dict[tuple[str, str, int], JSONObject] = {}
     for index, record in enumerate(rollout_records(path)):
-        with wrong_shape(f"{path / 'rollouts.jsonl.zst'}, rollout {index}"):
+        with malformed_as_world_error(f"{path / 'rollouts.jsonl.zst'}, rollout {index}"):
             one = Transcript.from_record(record)
         rows[one.key] = {
             "index": index,
@@ -200,7 +200,7 @@ def _paired(name: str, before: Results, after: Results) -> Iterator[dict[str, ob
 def read_object(path: Path) -> JSONObject:
     """Read a JSON object of an evaluation, or {} if the file is missing. Raises WorldError if it is damaged."""
     try:
-        value = json.loads(contained(path, path.parent).read_bytes())
+        value = json.loads(resolve_inside(path, path.parent).read_bytes())
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:
@@ -210,7 +210,7 @@ def read_object(path: Path) -> JSONObject:
 
 def rollout_records(path: Path) -> Iterator[JSONObject]:
     """Yield the record of every complete rollout in the order written."""
-    file = contained(path / "rollouts.jsonl.zst", path)
+    file = resolve_inside(path / "rollouts.jsonl.zst", path)
     if not file.is_file():
         return
     with file.open("rb") as packed:
@@ -221,7 +221,7 @@ def rollout_records(path: Path) -> Iterator[JSONObject]:
                 *lines, rest = (rest + piece).split(b"\n")
                 if len(rest) > _LONGEST_LINE:
                     raise WorldError(f"{file} is damaged: it has a line larger than {_LONGEST_LINE >> 20} MB")
-                with wrong_shape(str(file)):
+                with malformed_as_world_error(str(file)):
                     yield from (json.loads(line) for line in lines)
         except zstandard.ZstdError:
             return

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from agentrl.errors import SettingsError
-from agentrl.telemetry.files import atomic_write, wrong_shape
+from agentrl.telemetry.files import atomic_write, malformed_as_world_error
 from agentrl.telemetry.metrics import defined_metrics
 from agentrl.telemetry.plots import palette_css
 from agentrl.telemetry.run_directory import RunDirectory
@@ -57,7 +57,7 @@ def export_run(run: RunDirectory, out: Path, *, steps: Sequence[int] = (), group
     """
     chosen = list(steps) or run.trajectory_steps()[-1:]
     for step in chosen:
-        run.check_stored(step)
+        run.require_trajectories(step)
     parts = _page(f"/run/{RUN_ID}", map(_packed, _run_answers(run, chosen, groups)))
 
     def write(file: IO[bytes]) -> None:
@@ -166,7 +166,7 @@ def _run_answers(run: RunDirectory, steps: Sequence[int], groups: int | None) ->
         chosen = [row for row in rows if row["group"] in kept]
         included += chosen
         for row in chosen:
-            with wrong_shape(f"{run.trajectory_file(step)}, line {row['number'] + 1}"):
+            with malformed_as_world_error(f"{run.trajectory_file(step)}, line {row['number'] + 1}"):
                 page = page_of(run, stored, rows, row["number"], text)
             yield f"/runs/{RUN_ID}/steps/{step}/{row['number']}", page
     yield f"/runs/{RUN_ID}/trajectories", {"rows": included, "next": None, "problems": []}

@@ -17,7 +17,7 @@ from typing import IO
 
 import numpy as np
 
-from agentrl.telemetry.files import contained
+from agentrl.telemetry.files import resolve_inside
 from agentrl.viewer.run_files import finite
 
 _LONGEST_LINE = 1 << 24  # bytes; a row of metrics has a few thousand
@@ -129,7 +129,7 @@ class MetricsColumns:
     def _refresh(self) -> None:
         """Read the appended lines, or the whole file if it was truncated or replaced (``--resume``)."""
         try:
-            with contained(self._path, self._folder).open("rb") as file:
+            with resolve_inside(self._path, self._folder).open("rb") as file:
                 inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
                 if inode != self._inode or size < self._end:
                     self._clear(inode)
@@ -223,7 +223,7 @@ def _spans(values: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray, np.
 def json_lines(path: Path, folder: Path) -> list[dict[str, object]]:
     """Read the objects of a file of JSON lines in ``folder``. Damaged and incomplete lines are left out."""
     try:
-        with contained(path, folder).open("rb") as file:
+        with resolve_inside(path, folder).open("rb") as file:
             return [row for line in _lines(file) if (row := _object(line))]
     except FileNotFoundError:
         return []

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from agentrl.errors import AgentRLError, SettingsError
-from agentrl.telemetry.files import contained
+from agentrl.telemetry.files import resolve_inside
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.viewer.metrics_file import Progress, json_lines, metrics_of
 from agentrl.viewer.run_files import run_settings
@@ -218,7 +218,7 @@ def _modified(path: Path) -> float:
 def _notes(run: RunDirectory) -> str:
     """Return the user's notes, the first 20,000 bytes of ``notes.md`` in the run's directory."""
     try:
-        with contained(run.path / _NOTES, run.path).open("rb") as file:
+        with resolve_inside(run.path / _NOTES, run.path).open("rb") as file:
             return file.read(_MOST_NOTES).decode(errors="replace")
     except FileNotFoundError:
         return ""

@@ -15,9 +15,9 @@ import numpy as np
 
 from agentrl.errors import AgentRLError, SettingsError
 from agentrl.evaluation.formats import JSONObject
-from agentrl.telemetry.files import contained, wrong_shape
+from agentrl.telemetry.files import malformed_as_world_error, resolve_inside
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, TokenFile, key_of, read_step
+from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, TokenFile, read_step, row_key_of_record
 from agentrl.viewer.run_files import TokenText, drawn_indices, finite, token_text
 from agentrl_envs.types import Ended, Verdict
 
@@ -108,7 +108,7 @@ def step_rows(run: RunDirectory, step: int) -> tuple[JSONObject, ...]:
 
     Raises SettingsError if the step is not stored, and WorldError if its file is damaged.
     """
-    run.check_stored(step)
+    run.require_trajectories(step)
     files = (run.trajectory_file(step), *run.token_files(step))
     return _cached_rows(run.path, step, tuple(path.stat().st_mtime_ns for path in files))
 
@@ -119,9 +119,9 @@ def _cached_rows(path: Path, step: int, _changed: tuple[int, ...]) -> tuple[JSON
     version, powers = _trained(run, step)
     rows, keys = [], []
     for number, record in enumerate(run.read_trajectories(step)):
-        with wrong_shape(f"{run.trajectory_file(step)}, line {number + 1}"):
+        with malformed_as_world_error(f"{run.trajectory_file(step)}, line {number + 1}"):
             rows.append(_row(step, number, record, version))
-            keys.append(key_of(record))
+            keys.append(row_key_of_record(record))
     if version is not None:
         total = sum(powers.values())
         for row, key in zip(rows, keys, strict=True):
@@ -137,8 +137,8 @@ def _trained(run: RunDirectory, step: int) -> tuple[int | None, dict[RowKey, flo
     version, powers = None, dict[RowKey, float]()
     for path in run.token_files(step):
         try:
-            file = TokenFile(contained(path, run.path))
-            with wrong_shape(str(path)):
+            file = TokenFile(resolve_inside(path, run.path))
+            with malformed_as_world_error(str(path)):
                 powers |= dict(file.gradient_powers())
         except AgentRLError:
             continue  # the page of a trajectory reports the damaged file
@@ -202,7 +202,7 @@ def _of_step(run: RunDirectory, step: int, search: Search) -> Iterator[JSONObjec
     wanted = {row["number"]: row for row in rows}
     if not wanted:
         return
-    for number, record in run.chosen_trajectories(
+    for number, record in run.select_trajectories(
         step, lambda number, line: number in wanted and _may_contain(line, search.text)
     ):
         if search.text.casefold() in conversation_text(record).casefold():
@@ -238,7 +238,7 @@ def trajectory_page(run: RunDirectory, step: int, number: int) -> dict[str, obje
         raise SettingsError(f"{run.path} has no trajectory {number} at step {step}; valid: 0 to {len(rows) - 1}")
     files = (run.trajectory_file(step), *run.token_files(step))
     stored = _cached_group(run.path, step, rows[number]["group"], tuple(path.stat().st_mtime_ns for path in files))
-    with wrong_shape(f"{run.trajectory_file(step)}, line {number + 1}"):
+    with malformed_as_world_error(f"{run.trajectory_file(step)}, line {number + 1}"):
         return page_of(run, stored, rows, number, token_text(run))
 
 

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 import agentrl
-from agentrl.api.inputs import Inputs, overrides_from, problem_file
+from agentrl.api.inputs import Inputs, to_overrides, write_problem_file
 from agentrl.errors import SettingsError
 from agentrl_envs.registry import import_attribute, load_plugins
 from agentrl_envs.tools.toolset import methods_as_tools
@@ -32,29 +32,29 @@ def module_reward(problem: object, conversation: object, verdict: object) -> flo
 
 def test_equal_problems_are_written_once_and_read_back(tmp_path: Path) -> None:
     rows = [{"problem": "2 + 3?", "answer": "5", "level": 1}, {"problem": "Größe?", "answer": "1"}]
-    first = problem_file(rows, tmp_path)
-    assert first == problem_file(iter(rows), tmp_path)
+    first = write_problem_file(rows, tmp_path)
+    assert first == write_problem_file(iter(rows), tmp_path)
     assert first.name == "problems.jsonl"
     assert [json.loads(line) for line in first.read_text(encoding="utf-8").splitlines()] == rows
-    assert problem_file(rows[:1], tmp_path) != first
+    assert write_problem_file(rows[:1], tmp_path) != first
 
 
 def test_problem_objects_keep_their_fields(tmp_path: Path) -> None:
     problem = Problem(id="toy-0", statement="2 + 3?", answer="5", source="toy")
-    (line,) = problem_file([problem], tmp_path).read_text(encoding="utf-8").splitlines()
+    (line,) = write_problem_file([problem], tmp_path).read_text(encoding="utf-8").splitlines()
     assert json.loads(line)["statement"] == "2 + 3?"
 
 
 @pytest.mark.parametrize("value", [math.nan, {1, 2}, object()])
 def test_a_value_that_is_not_json_is_named(tmp_path: Path, value: object) -> None:
     with pytest.raises(SettingsError, match=r"problems\[1\]\['level'\] is not a JSON value"):
-        problem_file([{"problem": "?", "answer": "1"}, {"problem": "?", "answer": "1", "level": value}], tmp_path)
+        write_problem_file([{"problem": "?", "answer": "1"}, {"problem": "?", "answer": "1", "level": value}], tmp_path)
 
 
 @pytest.mark.parametrize("table", [pd.DataFrame, datasets.Dataset.from_list])
 def test_a_table_of_problems_is_its_rows(tmp_path: Path, table: Any) -> None:
     rows = [{"problem": "2 + 3?", "answer": "5", "level": 1}, {"problem": "3 + 3?", "answer": "6", "level": 2}]
-    assert problem_file(table(rows), tmp_path) == problem_file(rows, tmp_path)
+    assert write_problem_file(table(rows), tmp_path) == write_problem_file(rows, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_table_of_problems_is_its_rows(tmp_path: Path, table: Any) -> None:
 )
 def test_what_is_no_row_is_named(tmp_path: Path, problems: Any, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        problem_file(problems, tmp_path)
+        write_problem_file(problems, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -106,13 +106,13 @@ def test_a_missing_benchmark_ends_before_anything_is_loaded() -> None:
 
 def test_no_problems_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="problems is empty"):
-        problem_file([], tmp_path)
+        write_problem_file([], tmp_path)
 
 
 def test_what_a_module_holds_goes_by_its_name(tmp_path: Path) -> None:
     inputs = Inputs(tmp_path)
-    assert inputs.name_of(module_reward) == f"{__name__}:module_reward"
-    assert inputs.name_of("simpletir") == "simpletir"
+    assert inputs.importable_name(module_reward) == f"{__name__}:module_reward"
+    assert inputs.importable_name("simpletir") == "simpletir"
     assert inputs.plugins == []
     assert list(tmp_path.iterdir()) == []
 
@@ -124,7 +124,7 @@ def test_a_local_function_is_found_through_a_plugin(tmp_path: Path) -> None:
         return bonus + 1.0
 
     inputs = Inputs(tmp_path)
-    name = inputs.name_of(local_reward)
+    name = inputs.importable_name(local_reward)
     assert name.endswith(":local_reward")  # the name of its metric
     load_plugins(inputs.plugins)
     assert import_attribute(name, "reward") is local_reward  # here; elsewhere a copy
@@ -138,7 +138,7 @@ def test_what_cannot_be_pickled_is_used_in_this_process_only(tmp_path: Path) -> 
         return lock
 
     inputs = Inputs(tmp_path)
-    assert import_attribute(inputs.name_of(locked), "reward") is locked
+    assert import_attribute(inputs.importable_name(locked), "reward") is locked
     assert inputs.plugins == []
     with pytest.raises(SettingsError, match=r"locked cannot be passed .* \(cannot pickle .* Define it in a module"):
         inputs.require_picklable()
@@ -155,23 +155,23 @@ def test_a_loaded_model_is_saved_once_with_its_tokenizer(tmp_path: Path) -> None
 
     inputs = Inputs(tmp_path)
     model, tokenizer = Saves("weights"), cast("PreTrainedTokenizerBase", Saves("words"))
-    (path,) = inputs.model(model, tokenizer).values()
-    assert inputs.model(model, tokenizer) == {"model.path": path}
+    (path,) = inputs.model_settings(model, tokenizer).values()
+    assert inputs.model_settings(model, tokenizer) == {"model.path": path}
     assert sorted(file.name for file in Path(str(path)).iterdir()) == ["weights", "words"]
     assert [entry.name for entry in tmp_path.iterdir()] == [Path(str(path)).name]
-    assert inputs.model("some/model", None) == {"model.path": "some/model"}
-    assert inputs.model({"path": "some/model"}, None) == {"model": {"path": "some/model"}}
+    assert inputs.model_settings("some/model", None) == {"model.path": "some/model"}
+    assert inputs.model_settings({"path": "some/model"}, None) == {"model": {"path": "some/model"}}
     with pytest.raises(SettingsError, match="a loaded model needs its tokenizer"):
-        inputs.model(model, None)
+        inputs.model_settings(model, None)
     with pytest.raises(
         SettingsError, match="model must be a directory, a Hugging Face id or a transformers model; got 5"
     ):
-        inputs.model(5, None)
+        inputs.model_settings(5, None)
 
 
 def test_settings_become_overrides() -> None:
     given = {"training": {"steps": 5, "deterministic": True}, "data.train": [{"path": "a b.jsonl"}], "name": "it's"}
-    assert overrides_from(given) == [
+    assert to_overrides(given) == [
         "training.steps=5",
         "training.deterministic=true",
         'data.train=[{"path": "a b.jsonl"}]',
@@ -181,7 +181,7 @@ def test_settings_become_overrides() -> None:
 
 def test_a_mapping_of_other_inputs_is_one_value() -> None:
     given = {"reward": {"functions": {"my.rewards:short": 0.5}}, "environment": {"kwargs": {"tries": 2}}}
-    assert overrides_from(given) == [
+    assert to_overrides(given) == [
         'reward.functions={"my.rewards:short": 0.5}',
         "environment.kwargs.tries=2",
     ]
@@ -190,8 +190,8 @@ def test_a_mapping_of_other_inputs_is_one_value() -> None:
 def test_a_reward_of_ones_own_is_pickled_once(tmp_path: Path) -> None:
     inputs = Inputs(tmp_path)
     rewards = [lambda problem, conversation, verdict: 1.0, module_reward]
-    override = inputs.rewards(rewards)
-    assert json.loads(override.partition("=")[2]) == {inputs.name_of(reward): 1.0 for reward in rewards}
+    override = inputs.reward_override(rewards)
+    assert json.loads(override.partition("=")[2]) == {inputs.importable_name(reward): 1.0 for reward in rewards}
     assert len(set(inputs.plugins)) == 1
 
 
@@ -215,7 +215,7 @@ def test_a_pickled_class_has_its_tools_in_order_of_definition(tmp_path: Path) ->
             return ""
 
     inputs = Inputs(tmp_path)
-    name = inputs.name_of(Bookshop)
+    name = inputs.importable_name(Bookshop)
     # In another process: in this one cloudpickle returns the class itself.
     code = f"""
 from agentrl_envs.registry import load_plugins
@@ -246,4 +246,4 @@ def test_a_method_from_outside_the_class_body_keeps_its_place() -> None:
 
 def test_plugins_are_a_list(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"plugins must be a list of modules or files; got 'mine.py'"):
-        Inputs(tmp_path).with_plugins({"plugins": "mine.py"})
+        Inputs(tmp_path).add_plugins({"plugins": "mine.py"})

@@ -23,7 +23,7 @@ def say(text: str) -> None:
 
 
 def started(cluster: RayCluster, bundles: Sequence[Bundle]) -> tuple[list[Reservation], RankGroup]:
-    reservations = cluster.reserve(bundles, patience=PATIENCE)
+    reservations = cluster.reserve(bundles, wait_seconds=PATIENCE)
     ranks = [
         cluster.start(ProcessSpec(role="rank", number=number, arguments=SLEEP), reservation)
         for number, reservation in enumerate(reservations)
@@ -36,11 +36,11 @@ def lose(cluster: RayCluster) -> None:
     """A rank on each host, again once the lost host is back."""
     bundles = [Bundle(purpose=f"rank {number}", cpus=1) for number in range(2)]
     _, group = started(cluster, bundles)
-    say(f"{group.end()}")
+    say(f"{group.wait()}")
     cluster.release()
     _, group = started(cluster, bundles)
     group.kill()
-    say(f"{group.end()}")
+    say(f"{group.wait()}")
 
 
 def exclude_resource(cluster: RayCluster) -> None:

@@ -60,7 +60,7 @@ async def main() -> None:
     bundle = Bundle(purpose="sandbox", cpus=1)
     own = ["workers=4", "timeout=60", "allow_unisolated=true"]
     services = await asyncio.to_thread(
-        SandboxServices, cluster, cluster.nodes(), bundle, arguments=own, folder=Path(sys.argv[2]), say=note
+        SandboxServices, cluster, cluster.nodes(), bundle, arguments=own, folder=Path(sys.argv[2]), notify=note
     )
     say(f"services {' '.join(services.addresses)}")
     try:

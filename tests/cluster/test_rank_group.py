@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cluster.local import HERE, LocalCluster, LocalProcess, LogRelay
+from agentrl.cluster.local import THIS_MACHINE, LocalCluster, LocalProcess, LogRelay
 from agentrl.cluster.processes import NodeLostError, ProcessSpec, Reservation
 from agentrl.errors import OutOfMemoryError, SettingsError
 from agentrl.training.run.launch import RankGroup
@@ -39,18 +39,18 @@ class Gone:
 
 
 def test_a_rank_that_fails_ends_the_others() -> None:
-    ranks = [LocalProcess(spec(0, SLEEP), HERE), LocalProcess(spec(1, "raise SystemExit(9)"), HERE)]
+    ranks = [LocalProcess(spec(0, SLEEP), THIS_MACHINE), LocalProcess(spec(1, "raise SystemExit(9)"), THIS_MACHINE)]
     reported = list[object]()
-    end = RankGroup(ranks, reported.append).end()
+    end = RankGroup(ranks, reported.append).wait()
     assert end is not None
     assert reported == [end]
     assert (end.rank.spec.number, end.code, end.killed) == (1, 9, False)
-    assert str(end) == f"training rank 1 on {HERE.node} exited with code 9"
+    assert str(end) == f"training rank 1 on {THIS_MACHINE.node} exited with code 9"
     assert ranks[0].wait(0.0) == -signal.SIGTERM
 
 
 def test_a_lost_node_is_the_reason_even_if_other_ranks_fail_of_it() -> None:
-    end = RankGroup([LocalProcess(spec(0, SLEEP), HERE), Gone(1)]).end()
+    end = RankGroup([LocalProcess(spec(0, SLEEP), THIS_MACHINE), Gone(1)]).wait()
     assert end is not None
     assert end.killed
     assert str(end) == "training rank 1 is lost: the node far (10.0.0.2) is gone"
@@ -61,7 +61,7 @@ class Told:
 
     def __init__(self, number: int, *codes: int | None) -> None:
         self.spec = spec(number, "")
-        self.reservation = HERE
+        self.reservation = THIS_MACHINE
         self._codes = list(codes)
 
     def wait(self, seconds: float) -> int | None:
@@ -73,14 +73,14 @@ class Told:
 
 def test_whoever_ends_with_the_worker_is_not_the_cause() -> None:
     reported = list[object]()
-    end = RankGroup([Told(0, FOLLOWED), Told(1, None, None, -9), Told(2, None, None, None, 1)], reported.append).end()
-    assert str(end) == f"training rank 1 on {HERE.node} was killed by SIGKILL"
+    end = RankGroup([Told(0, FOLLOWED), Told(1, None, None, -9), Told(2, None, None, None, 1)], reported.append).wait()
+    assert str(end) == f"training rank 1 on {THIS_MACHINE.node} was killed by SIGKILL"
     assert reported == [end]
-    alone = RankGroup([Told(0, FOLLOWED), Told(1, None, -signal.SIGTERM)], reported.append).end()
-    assert str(alone) == f"training rank 0 on {HERE.node} lost the rollout worker"
+    alone = RankGroup([Told(0, FOLLOWED), Told(1, None, -signal.SIGTERM)], reported.append).wait()
+    assert str(alone) == f"training rank 0 on {THIS_MACHINE.node} lost the rollout worker"
     assert reported == [end, alone]
-    stuck = RankGroup([Told(0, FOLLOWED), Told(1, None, STUCK), Told(2, None, None, 1)]).end()
-    assert str(stuck) == f"training rank 1 on {HERE.node} was stuck"
+    stuck = RankGroup([Told(0, FOLLOWED), Told(1, None, STUCK), Told(2, None, None, 1)]).wait()
+    assert str(stuck) == f"training rank 1 on {THIS_MACHINE.node} was stuck"
 
 
 @pytest.mark.parametrize(
@@ -88,18 +88,18 @@ def test_whoever_ends_with_the_worker_is_not_the_cause() -> None:
     [(OutOfMemoryError.exit_code, "ran out of memory"), (SettingsError.exit_code, "exited with code 2")],
 )
 def test_a_rank_that_ended_with_a_message_is_the_cause_of_a_crash_that_is_seen_first(code: int, end: str) -> None:
-    found = RankGroup([Told(0, 1), Told(1, None, code)]).end()
-    assert str(found) == f"training rank 1 on {HERE.node} {end}"
+    found = RankGroup([Told(0, 1), Told(1, None, code)]).wait()
+    assert str(found) == f"training rank 1 on {THIS_MACHINE.node} {end}"
 
 
 def test_ranks_that_end_well_have_no_failure() -> None:
-    assert RankGroup([LocalProcess(spec(number, ""), HERE) for number in range(2)]).end() is None
+    assert RankGroup([LocalProcess(spec(number, ""), THIS_MACHINE) for number in range(2)]).wait() is None
 
 
 def test_insisting_kills_at_once() -> None:
-    group = RankGroup([LocalProcess(spec(0, SLEEP), HERE)])
+    group = RankGroup([LocalProcess(spec(0, SLEEP), THIS_MACHINE)])
     group.kill()
-    end = group.end()
+    end = group.wait()
     assert end is not None
     assert end.code == -signal.SIGKILL
     assert group.killed
@@ -108,9 +108,11 @@ def test_insisting_kills_at_once() -> None:
 def test_a_process_runs_in_its_folder_with_its_variables_and_its_log(tmp_path: Path) -> None:
     code = "import os; print(os.getcwd(), os.environ['OWN'], 'HOME' in os.environ)"
     log = tmp_path / "logs" / "said.log"
-    process = LocalProcess(spec(0, code, folder=tmp_path, environment={"OWN": "1", "HOME": None}, log=log), HERE)
+    process = LocalProcess(
+        spec(0, code, folder=tmp_path, environment={"OWN": "1", "HOME": None}, log=log), THIS_MACHINE
+    )
     assert process.wait(60.0) == 0
-    process.end(0.0)
+    process.wait_or_kill(0.0)
     assert log.read_text().split() == [str(tmp_path), "1", "False"]
 
 
@@ -120,10 +122,10 @@ def test_what_a_process_says_is_shown_and_kept_though_it_is_killed(tmp_path: Pat
     code = "import os, sys; print('said', flush=True); print('failed', file=sys.stderr, flush=True); os.abort()"
     starter = f"""
 from pathlib import Path
-from agentrl.cluster.local import HERE, LocalProcess
+from agentrl.cluster.local import THIS_MACHINE, LocalProcess
 from agentrl.cluster.processes import ProcessSpec
 log = Path({str(log)!r})
-process = LocalProcess(ProcessSpec(role="rank", number=1, arguments=("-c", {code!r}), log=log), HERE)
+process = LocalProcess(ProcessSpec(role="rank", number=1, arguments=("-c", {code!r}), log=log), THIS_MACHINE)
 process.end(60.0)
 """
     done = subprocess.run([sys.executable, "-c", starter], capture_output=True, text=True, timeout=120)
@@ -136,8 +138,8 @@ def test_a_process_keeps_its_own_log_but_for_what_it_draws_on_a_terminal(tmp_pat
     code = f"""
 import sys
 from pathlib import Path
-from agentrl.cluster.local import keep_log
-keep_log(Path({str(log)!r}), draws=True)
+from agentrl.cluster.local import copy_output_to_log
+copy_output_to_log(Path({str(log)!r}), keep_terminal_output=True)
 print("drawn", flush=True)
 print("failed", file=sys.stderr, flush=True)
 """
@@ -152,7 +154,7 @@ print("failed", file=sys.stderr, flush=True)
 
 def test_released_places_run_nothing_any_more() -> None:
     cluster = LocalCluster(None)
-    process = cluster.start(spec(0, SLEEP), HERE)
+    process = cluster.start(spec(0, SLEEP), THIS_MACHINE)
     cluster.release()
     assert process.wait(0.0) == -signal.SIGKILL
     assert cluster.nodes()[0].gpus == 0
@@ -177,4 +179,4 @@ def test_the_relay_shows_what_is_added_and_whole_lines_only(tmp_path: Path) -> N
 @pytest.mark.parametrize("module", ["agentrl.training.run.launch", "agentrl.cluster"])
 def test_ray_is_not_loaded_unless_it_is_asked_for(module: str) -> None:
     code = f"import sys, {module}; raise SystemExit('ray' in sys.modules)"
-    assert LocalProcess(spec(0, code), HERE).wait(300.0) == 0
+    assert LocalProcess(spec(0, code), THIS_MACHINE).wait(300.0) == 0

@@ -11,8 +11,8 @@ import psutil
 import pytest
 from shared import command_of
 
-from agentrl.cluster.local import HERE, LocalCluster
-from agentrl.cluster.plan import UnplaceableError, nodes_with_room, plan_table
+from agentrl.cluster.local import THIS_MACHINE, LocalCluster
+from agentrl.cluster.plan import UnplaceableError, nodes_with_capacity, plan_table
 from agentrl.cluster.processes import Bundle, ClusterNode, Reservation
 from agentrl.cluster.sandboxes import SandboxServices
 from agentrl.config import load_settings
@@ -39,7 +39,7 @@ def test_every_node_with_room_gets_one_and_the_table_shows_it() -> None:
     with pytest.raises(
         UnplaceableError, match=r"no node has room for sandbox \(0 GPUs, 1 CPU\); available: 0 GPUs, 0 CPUs on n1"
     ):
-        nodes_with_room(SANDBOX, [node(1, 2)], taken)
+        nodes_with_capacity(SANDBOX, [node(1, 2)], taken)
 
 
 def test_only_ray_starts_services() -> None:
@@ -64,7 +64,7 @@ class NodesHere(LocalCluster):
     def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Reservation:
         if node is not None and node.name in self.refused:
             raise WorldError("other jobs use it")
-        return HERE
+        return THIS_MACHINE
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def cluster() -> Iterator[NodesHere]:
 
 def started(cluster: NodesHere, folder: Path, say: Callable[[str], None]) -> SandboxServices:
     own = ["workers=4", "timeout=60", "allow_unisolated=true"]
-    return SandboxServices(cluster, cluster.nodes(), SANDBOX, arguments=own, folder=folder, say=say)
+    return SandboxServices(cluster, cluster.nodes(), SANDBOX, arguments=own, folder=folder, notify=say)
 
 
 @pytest.mark.slow
@@ -101,10 +101,10 @@ async def test_a_service_that_is_killed_comes_back_at_its_address(cluster: Nodes
         await sandbox.close()
         services.close()
     lost, back = said
-    assert lost.startswith(f"sandbox service 0 on {HERE.node} was lost: it exited with code")
-    assert back == f"sandbox service 0 on {HERE.node} was restarted"
+    assert lost.startswith(f"sandbox service 0 on {THIS_MACHINE.node} was lost: it exited with code")
+    assert back == f"sandbox service 0 on {THIS_MACHINE.node} was restarted"
     assert sorted(log.name for log in (tmp_path / "logs").iterdir()) == [
-        f"{HERE.node}-sandbox-{number}.log" for number in (0, 1)
+        f"{THIS_MACHINE.node}-sandbox-{number}.log" for number in (0, 1)
     ]
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cluster.local import HERE, LocalCluster
+from agentrl.cluster.local import THIS_MACHINE, LocalCluster
 from agentrl.cluster.plan import UnplaceableError, assign_nodes
 from agentrl.cluster.processes import Bundle, ClusterNode, ProcessHandle, ProcessSpec, Reservation
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.training.run.launch import CRASHED, RankEnd, RunSizes, bundles_of
+from agentrl.training.run.launch import CRASHED, RankEnd, RankReserver, rank_bundles
 from agentrl.training.worker.service import FOLLOWED
 
 RAY = ["cluster=ray", "cluster.nodes=3", "cluster.restarts=9", "training.num_processes=6", "cluster.elastic=true"]
@@ -70,17 +70,17 @@ class Ended:
         raise AssertionError("sizes start nothing")
 
 
-def sizes(tmp_path: Path, *overrides: str, gpus: int = 0) -> RunSizes:
+def sizes(tmp_path: Path, *overrides: str, gpus: int = 0) -> RankReserver:
     settings = load_settings(overrides=["data.train.0.path=builtin:arithmetic", *overrides])
     node = ClusterNode(name="n0", address="10.0.0.0", cpus=8, gpus=gpus)
-    return RunSizes(settings, lambda size: bundles_of(size, [node]), tmp_path)
+    return RankReserver(settings, lambda size: rank_bundles(size, [node]), tmp_path)
 
 
-def reserve(run: RunSizes, cluster: Nodes, patience: float) -> tuple[int, int, list[str], list[float]]:
+def reserve(run: RankReserver, cluster: Nodes, patience: float) -> tuple[int, int, list[str], list[float]]:
     """Ranks, nodes, what was said, and how long was waited for each size."""
     said = list[str]()
     cluster.waited.clear()
-    size, reservations = run.reserve(cluster, patience=patience, say=said.append)
+    size, reservations = run.reserve(cluster, wait_seconds=patience, notify=said.append)
     assert len(reservations) == size.cluster.nodes
     return size.training.num_processes, size.cluster.nodes, said, [*cluster.waited]
 
@@ -97,31 +97,31 @@ def test_a_run_waits_for_its_size_and_then_takes_what_there_is(tmp_path: Path) -
     assert reserve(run, cluster, 5.0) == (4, 2, [], [0.0, 0.0])
     cluster.count = 0
     with pytest.raises(UnplaceableError, match="requires 1 node with 3 CPUs, but the cluster has none"):
-        run.reserve(cluster, patience=5.0, say=waits.append)
+        run.reserve(cluster, wait_seconds=5.0, notify=waits.append)
 
 
 def test_without_elastic_it_waits_for_its_size_alone(tmp_path: Path) -> None:
     run, cluster = sizes(tmp_path, *RAY[:-1]), Nodes(2)
     with pytest.raises(UnplaceableError, match="the cluster has 2 with 8"):
-        run.reserve(cluster, patience=5.0, say=lambda text: None)
+        run.reserve(cluster, wait_seconds=5.0, notify=lambda text: None)
     assert cluster.waited == [0.0, 5.0]
 
 
 def test_where_a_rank_fails_twice_between_checkpoints_is_given_up(tmp_path: Path) -> None:
     run, cluster = sizes(tmp_path, *RAY), Nodes(3)
-    _, reservations = run.reserve(cluster, say=str)
+    _, reservations = run.reserve(cluster, notify=str)
     failed, other = (RankEnd(rank=Ended(number, reservations[number // 2]), code=CRASHED) for number in (5, 3))
-    run.learn(cluster, failed)
+    run.record_failure(cluster, failed)
     (tmp_path / "step-000001").mkdir()
-    run.learn(cluster, failed)  # it was of use in between
-    run.learn(cluster, other)
-    run.learn(cluster, replace(other, lost="the node is gone"))  # nothing to give up
+    run.record_failure(cluster, failed)  # it was of use in between
+    run.record_failure(cluster, other)
+    run.record_failure(cluster, replace(other, lost="the node is gone"))  # nothing to give up
     follower = replace(other, code=FOLLOWED)
-    run.learn(cluster, follower)
-    run.learn(cluster, follower)  # nothing of its own
+    run.record_failure(cluster, follower)
+    run.record_failure(cluster, follower)  # nothing of its own
     assert cluster.given_up == []
-    run.learn(cluster, failed)
-    run.learn(cluster, failed)
+    run.record_failure(cluster, failed)
+    run.record_failure(cluster, failed)
     assert cluster.given_up == ["10.0.0.2"]
 
 
@@ -129,17 +129,17 @@ def test_on_one_machine_the_gpu_is_given_up_or_else_a_rank(tmp_path: Path) -> No
     local = ["cluster.restarts=1", "cluster.elastic=true", "training.num_processes=4", "training.sequence_parallel=2"]
     run, cluster = sizes(tmp_path, *local, gpus=5), LocalCluster(["a", "b", "c", "d", "e"])
     for left in (["a", "c", "d", "e"], ["a", "d"]):
-        _, (reservation,) = run.reserve(cluster, say=str)
+        _, (reservation,) = run.reserve(cluster, notify=str)
         end = RankEnd(rank=Ended(1, reservation), code=-9)
-        run.learn(cluster, end)
-        run.learn(cluster, end)
-        assert list(run.reserve(cluster, say=str)[1][0].gpus) == left
+        run.record_failure(cluster, end)
+        run.record_failure(cluster, end)
+        assert list(run.reserve(cluster, notify=str)[1][0].gpus) == left
     run = sizes(tmp_path, *local)
-    run.reserve(LocalCluster(None), say=str)
-    end = RankEnd(rank=Ended(1, HERE), code=-9)
-    run.learn(LocalCluster(None), end)
-    run.learn(LocalCluster(None), end)
-    assert run.reserve(LocalCluster(None), say=str)[0].training.num_processes == 2
+    run.reserve(LocalCluster(None), notify=str)
+    end = RankEnd(rank=Ended(1, THIS_MACHINE), code=-9)
+    run.record_failure(LocalCluster(None), end)
+    run.record_failure(LocalCluster(None), end)
+    assert run.reserve(LocalCluster(None), notify=str)[0].training.num_processes == 2
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ printf 'n1\\nn2\\n'
 """
 AGENTRL = """#!{python}
 import json, os, sys
-from agentrl.cluster.launchers import adopt_slurm, check_launcher, under_a_launcher
-assert under_a_launcher("environment")
-adopt_slurm()
+from agentrl.cluster.launchers import set_variables_from_slurm, check_launcher, started_by_launcher
+assert started_by_launcher("environment")
+set_variables_from_slurm()
 check_launcher()
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SRUN_CPUS_PER_TASK")
 line = json.dumps([sys.argv[1:], [os.environ[name] for name in names]]) + "\\n"

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from training.conftest import DEADLINE, CommandLine, wait_until, write_random_policy
 
-from agentrl.cluster.local import HERE
+from agentrl.cluster.local import THIS_MACHINE
 
 from .hosts import Host, obstacle, ray_address, ray_variables, start_ray, two_hosts
 
@@ -114,7 +114,7 @@ def test_a_rank_on_each_host_trains_like_two_on_one_even_if_one_is_killed(cluste
         assert far == pytest.approx(near, rel=1e-5, abs=1e-8, nan_ok=True)
     run = line.folder / "runs" / "far"
     logs = sorted(log.name for log in (run / "logs").iterdir())
-    assert logs == [f"{HERE.node}-{name}.log" for name in ("rank-0", "rank-1", "worker-0")]
+    assert logs == [f"{THIS_MACHINE.node}-{name}.log" for name in ("rank-0", "rank-1", "worker-0")]
     parts = sorted(part.name for part in (run / "checkpoints" / "step-000003" / "engine").iterdir())
     assert parts == ["part-00000.safetensors", "part-00001.safetensors"]
     assert not any(cluster.ranks(host) for host in (cluster.head, cluster.other))

@@ -18,7 +18,7 @@ from agentrl.config import (
     load_settings,
     may_change_on_resume,
     resume_conflicts,
-    run_config_of,
+    run_config_for_model,
     settings_diff,
     shipped_config,
     shipped_configs,
@@ -539,8 +539,8 @@ def test_resume_of_nothing() -> None:
 
 def test_a_model_inside_a_run_knows_the_runs_config() -> None:
     saved_run(name="first")
-    assert run_config_of("runs/first/model") == str(Path("runs/first/config.yaml").absolute())
-    assert run_config_of("elsewhere/model") is None
+    assert run_config_for_model("runs/first/model") == str(Path("runs/first/config.yaml").absolute())
+    assert run_config_for_model("elsewhere/model") is None
 
 
 def test_settings_are_light_to_import() -> None:

@@ -100,7 +100,7 @@ class WrittenEngine:
             self.asked.append(sample)
             yield self._write(sample)
 
-    def without_room(self, prompts: Mapping[tuple[str, str], str]) -> Mapping[tuple[str, str], int]:
+    def prompts_too_long(self, prompts: Mapping[tuple[str, str], str]) -> Mapping[tuple[str, str], int]:
         return {problem: len(prompt) for problem, prompt in prompts.items() if len(prompt) > self.longest}
 
     async def close(self) -> None:

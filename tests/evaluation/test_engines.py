@@ -12,8 +12,8 @@ from rollout.fakes import byte_codec, byte_tokenizer, tiny_model
 from rollout.templates import QWEN, chat_tokenizer
 
 from agentrl.errors import SettingsError
-from agentrl.evaluation.engines import OpenedModel, TokenPlayer, environment_of, open_engine
-from agentrl.evaluation.provenance import provenance
+from agentrl.evaluation.engines import OpenedModel, TokenPlayer, build_evaluation_environment, open_engine
+from agentrl.evaluation.provenance import build_provenance
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.environment import build_codec
 from agentrl_envs.chat import MarkedText
@@ -42,7 +42,7 @@ def saved(folder: Path, *, template: str | None = None) -> Path:
 async def test_a_prompt_stands_in_the_template_and_its_special_tokens_are_text(tmp_path: Path) -> None:
     folder = saved(tmp_path, template=TEMPLATE)
     chosen = settings(f"model.path={folder}", "model.dtype=float32", "environment.chat=always")
-    environment, opened = environment_of(chosen), await open_engine(chosen, tmp_path)
+    environment, opened = build_evaluation_environment(chosen), await open_engine(chosen, tmp_path)
     try:
         assert isinstance(opened, OpenedModel)
         await environment.open()
@@ -74,11 +74,11 @@ async def test_a_model_that_is_read_here(tmp_path: Path) -> None:
         assert isinstance(opened.player(None), TokenPlayer)  # type: ignore[arg-type]
         said = r"^problem 0 of toy: .* exceeds the number of positions of the model \(1024\); valid: .* at most 1019$"
         with pytest.raises(SettingsError, match=said):
-            opened.without_room(prompts("short", "p" * 10))
+            opened.prompts_too_long(prompts("short", "p" * 10))
         with pytest.raises(
             SettingsError, match=r"^problem 0 of toy: .* of the model \(1024\); valid: shorter prompts$"
         ):
-            opened.without_room(prompts("p" * 100_000))
+            opened.prompts_too_long(prompts("p" * 100_000))
     finally:
         await opened.close()
 
@@ -92,16 +92,16 @@ async def test_what_fits_is_accepted_and_the_cache_counts_too(tmp_path: Path) ->
         fingerprint="f",
         record={},
     )
-    assert opened.without_room(prompts("p" * 10)) == {}
+    assert opened.prompts_too_long(prompts("p" * 10)) == {}
     said = (
         r"exceeds rollout\.kv_cache_tokens \(100\); valid: rollout\.kv_cache_tokens of at least 101, or .* at most 89$"
     )
     with pytest.raises(SettingsError, match=said):
-        opened.without_room(prompts("p" * 11))
+        opened.prompts_too_long(prompts("p" * 11))
     with pytest.raises(
         SettingsError, match=r"^problem 1 of toy: .*; valid: rollout\.kv_cache_tokens of at least 10090$"
     ):
-        opened.without_room(prompts("p", "p" * 10_000))
+        opened.prompts_too_long(prompts("p", "p" * 10_000))
 
 
 async def test_prompts_that_leave_a_model_no_room_are_named_while_others_fit() -> None:
@@ -111,9 +111,9 @@ async def test_prompts_that_leave_a_model_no_room_are_named_while_others_fit() -
         settings=settings("evaluation.max_response_tokens=90"),
         fingerprint="f",
         record={},
-        positions=100,
+        max_positions=100,
     )
-    assert opened.without_room(prompts("p" * 10, "p" * 11, "p" * 500)) == {("toy", "1"): 11, ("toy", "2"): 500}
+    assert opened.prompts_too_long(prompts("p" * 10, "p" * 11, "p" * 500)) == {("toy", "1"): 11, ("toy", "2"): 500}
 
 
 async def test_a_model_without_template_is_refused_where_one_is_needed(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ async def test_tool_calls_are_evaluated_in_the_models_template(tmp_path: Path) -
     tiny_model().save_pretrained(tmp_path)
     chat_tokenizer(QWEN).save_pretrained(tmp_path)
     chosen = settings(f"model.path={tmp_path}", "model.dtype=float32", "environment.protocol=hermes")
-    environment = environment_of(chosen)
+    environment = build_evaluation_environment(chosen)
     assert isinstance(environment, SimpleTIREnvironment)
     opened = await open_engine(chosen, tmp_path)
     try:
@@ -159,7 +159,7 @@ async def test_tool_calls_are_evaluated_in_the_models_template(tmp_path: Path) -
     ("protocol", "prompt"), [("retool", "plain text"), ("torl", "plain text"), ("hermes", "chat template with tools")]
 )
 def test_results_say_under_which_protocol_they_were_made(protocol: str, prompt: str) -> None:
-    record = provenance(settings(f"environment.protocol={protocol}"), [], model={}, engine={}, environment=[])[
+    record = build_provenance(settings(f"environment.protocol={protocol}"), [], model={}, engine={}, environment=[])[
         "protocol"
     ]
     assert (record["protocol"], record["prompt"]) == (protocol, prompt)

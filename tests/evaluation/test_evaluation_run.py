@@ -90,7 +90,7 @@ async def test_trackers_are_told_what_an_evaluation_came_to(tmp_path: Path, own_
         id, location = "one", "here"
 
         def __init__(self, run: TrackedRun) -> None:
-            told.append((run.name, run.continued, run.settings["seed"]))
+            told.append((run.name, run.resume_id, run.settings["seed"]))
 
         def metrics(self, step: int, row: Any) -> None:
             told.append((step, row))

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import SettingsError
-from agentrl.evaluation.regrade import extracted, protocol_of, regrade_command
+from agentrl.evaluation.regrade import extract_answer_again, protocol_from_provenance, regrade_command
 from agentrl.evaluation.transcripts import Sample, Transcript, Turn
 from agentrl_envs.execution import PRINTED
 from agentrl_envs.grading import Grader, GraderSettings
@@ -87,10 +87,10 @@ async def played(turns: list[tuple[str, str, str]]) -> Transcript:
 )
 def test_the_rule_of_play_finds_what_play_found(turns: list[tuple[str, str, str]]) -> None:
     one = asyncio.run(played(turns))
-    assert extracted(one, PROTOCOL) == one
+    assert extract_answer_again(one, PROTOCOL) == one
     # An observation that did not fit, or was never stored, takes no answer away.
     shorter = replace(one, turns=tuple(turn for turn in one.turns if turn.origin == "model"))
-    assert extracted(shorter, PROTOCOL) == shorter
+    assert extract_answer_again(shorter, PROTOCOL) == shorter
     # Through the file's format too.
     assert Transcript.from_record(json.loads(json.dumps(one.to_record()))) == one
 
@@ -98,7 +98,7 @@ def test_the_rule_of_play_finds_what_play_found(turns: list[tuple[str, str, str]
 def test_an_answer_before_the_kept_end_of_the_output_stays() -> None:
     one = asyncio.run(played([(PROGRAM, "\\boxed{7}" + "x" * PRINTED, "")]))
     assert (one.answer, one.tool_calls[0].printed) == ("7", "x" * PRINTED)
-    assert extracted(one, PROTOCOL) is one
+    assert extract_answer_again(one, PROTOCOL) is one
 
 
 @dataclass(frozen=True)
@@ -119,26 +119,26 @@ class AnotherRule:
 def test_another_rule_finds_loses_and_changes_answers() -> None:
     found = asyncio.run(played([(PROGRAM, "1", ""), ("I think.\nAnswer: 3", "", "")]))
     assert (found.answer, found.ended) == (None, Ended.VOID_TURN)
-    new = extracted(found, AnotherRule())
+    new = extract_answer_again(found, AnotherRule())
     assert (new.answer, new.ended, new.verdict, new.reward) == ("3", Ended.ANSWERED, None, 0.0)
 
     lost = asyncio.run(played([(PROGRAM, "\\boxed{3}", "")]))
     assert (lost.answer, lost.verdict, lost.reward) == ("3", Verdict.CORRECT, 1.0)
-    new = extracted(lost, AnotherRule())
+    new = extract_answer_again(lost, AnotherRule())
     assert (new.answer, new.ended, new.verdict, new.reward) == (None, Ended.STOPPED, None, 0.0)
 
     # The first answer ends a conversation, whatever was played after it.
     early = replace(lost, turns=(Turn(origin="model", text="Answer: 2", tokens=1), *lost.turns))
-    assert extracted(early, AnotherRule()).answer == "2"
+    assert extract_answer_again(early, AnotherRule()).answer == "2"
 
 
 def test_what_is_no_data_stays() -> None:
     one = asyncio.run(played([("So \\boxed{3}.", "", "")]))
     failure = replace(one, ended=Ended.INFRASTRUCTURE_FAILURE, verdict=None, answer=None)
-    assert extracted(failure, PROTOCOL) is failure
+    assert extract_answer_again(failure, PROTOCOL) is failure
     # The grader failed: its answer is there, and can be another one now.
     graderless = replace(failure, answer="8")
-    assert extracted(graderless, PROTOCOL).answer == "3"
+    assert extract_answer_again(graderless, PROTOCOL).answer == "3"
 
 
 def test_regrading_with_extraction_shows_answers_and_verdicts_apart(
@@ -191,13 +191,13 @@ def test_regrading_with_extraction_shows_answers_and_verdicts_apart(
 
 def test_environments_that_find_answers_themselves_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"--extract supports .* used 'mine:Env'"):
-        protocol_of({"protocol": {"env": "mine:Env"}})
+        protocol_from_provenance({"protocol": {"env": "mine:Env"}})
     recorded = {"env": "simpletir", "instruction": "", "observation_limit": 64}
     with pytest.raises(SettingsError, match=r"--extract does not support the protocol hermes"):
-        protocol_of({"protocol": {**recorded, "protocol": "hermes"}})
-    protocol = protocol_of({"protocol": {**recorded, "protocol": "simpletir"}})
+        protocol_from_provenance({"protocol": {**recorded, "protocol": "hermes"}})
+    protocol = protocol_from_provenance({"protocol": {**recorded, "protocol": "simpletir"}})
     assert protocol.printed_answer("\\boxed{1}") == last_boxed("\\boxed{1}") == "1"
-    said = {name: protocol_of({"protocol": {**recorded, "protocol": name}}) for name in ("retool", "torl")}
+    said = {name: protocol_from_provenance({"protocol": {**recorded, "protocol": name}}) for name in ("retool", "torl")}
     assert all(one.printed_answer("\\boxed{1}") is None for one in said.values())
-    reasoning = protocol_of({"protocol": {"env": "reasoning", "instruction": ""}})
+    reasoning = protocol_from_provenance({"protocol": {"env": "reasoning", "instruction": ""}})
     assert reasoning.parse("so \\boxed{2}").answer == "2"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import WorldError
-from agentrl.evaluation.transcripts import RolloutLog, Transcript, Turn, read_rollouts, repair_frames
+from agentrl.evaluation.transcripts import RolloutLog, Transcript, Turn, read_rollouts, remove_incomplete_frame
 from agentrl_envs.types import Ended, ToolCall, Verdict
 
 
@@ -59,7 +59,7 @@ def test_other_readers_of_zstd_read_json_lines(tmp_path: Path) -> None:
 
 def test_a_missing_file_holds_nothing(tmp_path: Path) -> None:
     assert list(read_rollouts(tmp_path / "none")) == []
-    assert repair_frames(tmp_path / "none") == 0
+    assert remove_incomplete_frame(tmp_path / "none") == 0
 
 
 @given(data=st.data())
@@ -75,7 +75,7 @@ def test_wherever_the_file_is_torn_whole_rollouts_stay(tmp_path_factory: pytest.
     path.write_bytes(path.read_bytes()[:cut])
     whole = sum(end <= cut for end in ends[1:])
     assert list(read_rollouts(path)) == made[:whole]
-    assert repair_frames(path) == cut - ends[whole]
+    assert remove_incomplete_frame(path) == cut - ends[whole]
     with RolloutLog(path) as log:
         log.append(transcript(7))
     assert list(read_rollouts(path)) == [*made[:whole], transcript(7)]

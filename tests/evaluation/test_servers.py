@@ -125,11 +125,11 @@ async def test_weights_of_an_earlier_run_are_taken_where_they_are_the_models(
 
 async def test_a_prompt_that_servers_do_not_take(model: Path, servers: list[FakeVLLM], tmp_path: Path) -> None:
     opened = await open_engine(served(model, servers), tmp_path)
-    assert opened.without_room({("toy", "a"): "p" * 100}) == {}
+    assert opened.prompts_too_long({("toy", "a"): "p" * 100}) == {}
     with pytest.raises(
         SettingsError, match=r"problem a of toy: .*rollout\.max_prompt_tokens=100; set it to at least 101"
     ):
-        opened.without_room({("toy", "a"): "p" * 101})
+        opened.prompts_too_long({("toy", "a"): "p" * 101})
     await opened.close()
 
 

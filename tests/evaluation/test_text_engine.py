@@ -110,7 +110,7 @@ class Endpoint:
 def sampling(
     stop: tuple[str, ...] = ("```",), complete: Callable[[str], bool] = lambda text: text.count("```") >= 2
 ) -> TextSampling:
-    return TextSampling(max_tokens=50, temperature=0.7, top_p=0.9, seed=5, stop=stop, complete=complete)
+    return TextSampling(max_tokens=50, temperature=0.7, top_p=0.9, seed=5, stop=stop, is_complete=complete)
 
 
 @pytest.fixture(autouse=True)

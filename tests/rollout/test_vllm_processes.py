@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl.cluster.local import HERE, LocalProcess
+from agentrl.cluster.local import THIS_MACHINE, LocalProcess
 from agentrl.cluster.processes import ProcessSpec, visible_gpus
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
@@ -241,9 +241,9 @@ def test_a_server_ends_whole_whoever_ends_first(tmp_path: Path, who: str) -> Non
 
 def test_a_server_that_is_killed_at_once_ends_whole(tmp_path: Path) -> None:
     arguments = ("-c", FAMILY, str(tmp_path / "pids"))
-    process = LocalProcess(ProcessSpec(role="server", number=0, arguments=arguments, supervised=True), HERE)
+    process = LocalProcess(ProcessSpec(role="server", number=0, arguments=arguments, supervised=True), THIS_MACHINE)
     server, child = family(tmp_path / "pids")
-    process.end(0.0)
+    process.wait_or_kill(0.0)
     assert_gone([server, child])
 
 

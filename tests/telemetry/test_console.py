@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from agentrl.telemetry.console import Console, clock, describe
+from agentrl.telemetry.console import Console, format_duration, format_step
 from agentrl.telemetry.settings import TelemetrySettings
 
 
@@ -96,8 +96,14 @@ def test_off_keeps_notes_and_tables() -> None:
 
 
 def test_figures() -> None:
-    assert describe({}, None) == ""
-    assert describe({"policy/loss": 1.5}, None) == "loss 1.500"
-    assert describe({"reward/mean": 0.5, "policy/loss": 1.5}, 0.4) == "reward 0.500 (avg 0.400)"
-    assert describe({"tokens_per_s": 5210.0, "rollout/turns_mean": 2.04}, None) == "turns 2.0  5.2k tokens/s"
-    assert [clock(seconds) for seconds in (0.2, 59.6, 192.4, 7322, None)] == ["0:00", "1:00", "3:12", "2:02:02", "?"]
+    assert format_step({}, None) == ""
+    assert format_step({"policy/loss": 1.5}, None) == "loss 1.500"
+    assert format_step({"reward/mean": 0.5, "policy/loss": 1.5}, 0.4) == "reward 0.500 (avg 0.400)"
+    assert format_step({"tokens_per_s": 5210.0, "rollout/turns_mean": 2.04}, None) == "turns 2.0  5.2k tokens/s"
+    assert [format_duration(seconds) for seconds in (0.2, 59.6, 192.4, 7322, None)] == [
+        "0:00",
+        "1:00",
+        "3:12",
+        "2:02:02",
+        "?",
+    ]

@@ -14,7 +14,7 @@ from agentrl.telemetry.machine import (
     describe_machine,
     find_compiler,
     free_memory,
-    free_room,
+    free_resources,
 )
 
 
@@ -27,10 +27,10 @@ def test_what_is_found_here_is_said() -> None:
 
 
 def test_what_is_free_is_a_part_of_what_there_is(tmp_path: Path) -> None:
-    free = free_room(tmp_path)
+    free = free_resources(tmp_path)
     assert 0 < free[MEMORY_FREE] <= 1
     assert 0 <= free[DISK_FREE] <= shutil.disk_usage(tmp_path).total
-    assert list(free_room(tmp_path / "gone")) == [MEMORY_FREE]
+    assert list(free_resources(tmp_path / "gone")) == [MEMORY_FREE]
 
 
 def test_a_control_group_has_what_its_limit_leaves_with_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:

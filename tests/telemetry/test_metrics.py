@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from agentrl.telemetry.alerts import MACHINE_METRICS, RULES
-from agentrl.telemetry.console import describe
+from agentrl.telemetry.console import format_step
 from agentrl.telemetry.metrics import METRICS, SECTIONS, USER_METRICS, metric_of, register_metric, user_metrics
 from agentrl.telemetry.plots import draw_plots
 
@@ -67,7 +67,7 @@ def test_a_metric_of_a_plug_in_is_measured_shown_and_drawn(tmp_path: Path) -> No
 
     row = user_metrics([SimpleNamespace(calls=1), SimpleNamespace(calls=2)], {})
     assert row == {"own/length": 1.5}
-    assert describe({"policy/entropy": 0.5, **row}, None) == "entropy 0.500  calls 1.5"
+    assert format_step({"policy/entropy": 0.5, **row}, None) == "entropy 0.500  calls 1.5"
     files = draw_plots([{"step": 1, **row}], tmp_path, "a run")
     assert [file.name for file in files if "-dark" not in file.name] == ["own_length.png", "overview.png"]
     assert metric_of("own/length").unit == "calls"  # type: ignore[union-attr]

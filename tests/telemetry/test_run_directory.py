@@ -185,7 +185,7 @@ def test_trajectories_are_compressed_and_come_back(run: RunDirectory, monkeypatc
     assert list(run.read_trajectories(12)) == rows
     assert 1 < pq.ParquetFile(path).num_row_groups < 40
     assert run.trajectory_steps() == [12]
-    found = run.chosen_trajectories(12, lambda place, line: place > 37 or b'"p-2"' in line)
+    found = run.select_trajectories(12, lambda place, line: place > 37 or b'"p-2"' in line)
     assert list(found) == [(place, rows[place]) for place in (2, 38, 39)]
 
 
@@ -206,7 +206,7 @@ def test_a_file_is_written_beside_the_caller_who_learns_of_an_error_with_the_nex
     assert written == ["slow"]
     with pytest.raises(WorldError, match="the disk is full"):
         writer.submit(slow)
-    writer.settle()
+    writer.wait()
     writer.submit(slow)
     writer.close()
     assert written == ["slow", "slow"]
@@ -226,7 +226,7 @@ def test_unreadable_trajectories_are_named(run: RunDirectory) -> None:
     (run.trajectories / "00000005.jsonl.zst").touch()
     earlier = "an earlier version of agentrl stored the trajectories of steps 5 to 5 as JSON"
     with pytest.raises(SettingsError, match=earlier):
-        run.check_stored(5)
+        run.require_trajectories(5)
     with pytest.raises(SettingsError, match=earlier):
         list(Run(run.path).trajectories())
     assert earlier in str(run_summary(run)["problems"])
@@ -251,7 +251,7 @@ def test_trajectories_of_another_shape_are_named(run: RunDirectory, record: pa.A
     run.trajectories.mkdir(exist_ok=True)
     pq.write_table(pa.table({"record": record, **numbers}), run.trajectory_file(1))
     with pytest.raises(WorldError, match=said):
-        list(run.chosen_trajectories(1, lambda _number, line: b"x" not in line))
+        list(run.select_trajectories(1, lambda _number, line: b"x" not in line))
 
 
 def test_a_failing_source_of_rows_leaves_no_file(run: RunDirectory) -> None:

@@ -15,7 +15,16 @@ from telemetry.traces import check_nested, read_trace
 from warm import run_warm
 
 from agentrl.telemetry.files import repair_torn_line
-from agentrl.telemetry.trace import Trace, call, now, on_lane, since, span, start_trace, stop_trace
+from agentrl.telemetry.trace import (
+    Trace,
+    add_slice_since,
+    reserve_lane,
+    service_span,
+    span,
+    start_time,
+    start_trace,
+    stop_trace,
+)
 from agentrl_envs import execution
 from agentrl_envs.settings import ExecutionSettings
 
@@ -35,14 +44,14 @@ def names(slices: list[dict[str, object]]) -> list[object]:
 
 def test_spans_lie_in_each_other_on_the_lane_of_their_task(path: Path) -> None:
     async def play(number: int) -> None:
-        with on_lane("trajectories"):
-            began = now()
+        with reserve_lane("trajectories"):
+            began = start_time()
             with span("turn", number=number) as facts:
                 await asyncio.sleep(0)
                 facts["tokens"] = 7
-            with call("server 1", "request"):
+            with service_span("server 1", "request"):
                 await asyncio.sleep(0)
-            since(began, f"problem {number}")
+            add_slice_since(began, f"problem {number}")
 
     async def several() -> None:
         for _ in range(2):
@@ -61,7 +70,7 @@ def test_spans_lie_in_each_other_on_the_lane_of_their_task(path: Path) -> None:
 
 
 def test_a_program_stands_beside_its_trajectory_and_in_the_sandbox(path: Path) -> None:
-    execution.traced = partial(call, "sandbox", "program")
+    execution.traced = partial(service_span, "sandbox", "program")
 
     class Sandbox:
         async def execute(self, program: str, **options: object) -> SimpleNamespace:
@@ -70,7 +79,7 @@ def test_a_program_stands_beside_its_trajectory_and_in_the_sandbox(path: Path) -
 
     async def play() -> None:
         own = execution.EpisodeSandbox(Sandbox(), ExecutionSettings())  # type: ignore[arg-type]
-        with on_lane("trajectories"), span("environment"):
+        with reserve_lane("trajectories"), span("environment"):
             await own.execute("print(1)")
         await own.execute("print(2)")  # of no trajectory
 
@@ -83,9 +92,9 @@ def test_a_program_stands_beside_its_trajectory_and_in_the_sandbox(path: Path) -
 
 
 def test_nothing_is_traced_unless_it_was_started(tmp_path: Path) -> None:
-    with span("step") as facts, on_lane("trajectories"), call("server", "request"):
+    with span("step") as facts, reserve_lane("trajectories"), service_span("server", "request"):
         facts["x"] = 1
-        since(now(), "turn")
+        add_slice_since(start_time(), "turn")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -105,7 +114,7 @@ def test_processes_append_to_one_file_and_a_killed_one_leaves_it_valid(tmp_path:
     own = Trace(path, "rank 0")
     done = run_warm([sys.executable, str(script), str(path)], env=dict(os.environ), cwd=tmp_path, timeout=120)
     assert done.returncode == -9, done.stdout
-    own.slice("step", own.main, now(), {})
+    own.add_slice("step", own.main, start_time(), {})
     own.close()
     lanes = read_trace(path)
     check_nested(lanes)
@@ -120,7 +129,7 @@ def test_a_torn_line_is_cut_before_a_resumed_run_goes_on(tmp_path: Path) -> None
     path = tmp_path / "trace.json"
     for number in range(2):
         trace = Trace(path, f"rank {number}")
-        trace.slice("step", trace.main, now(), {})
+        trace.add_slice("step", trace.main, start_time(), {})
         trace.close()
         with path.open("a") as file:
             file.write('{"ph":"X","na')
@@ -135,7 +144,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path: Path, caplog: pyte
     os.close(full)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            trace.slice("step", trace.main, now(), {})
+            trace.add_slice("step", trace.main, start_time(), {})
             trace.flush()
     trace.close()
     (record,) = caplog.records

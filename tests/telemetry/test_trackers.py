@@ -31,7 +31,7 @@ class Recorded:
 
     def __init__(self, run: TrackedRun) -> None:
         self.run = run
-        self.id = run.continued or "first"
+        self.id = run.resume_id or "first"
         self.told: list[object] = []
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None:
@@ -63,11 +63,11 @@ def opened() -> Iterator[list[Recorded]]:
 
 def trackers_of(run: RunDirectory | None, said: list[str], *names: str, **settings: Any) -> Trackers:
     telemetry = TelemetrySettings(trackers=names, **settings)
-    return Trackers(telemetry, run, say=said.append, warn=said.append)
+    return Trackers(telemetry, run, notify=said.append, warn=said.append)
 
 
 def thread_of(said: list[str], tracker: Recorded, **settings: Any) -> TrackerThread:
-    return TrackerThread("mine", lambda: tracker, say=said.append, warn=said.append, **settings)
+    return TrackerThread("mine", lambda: tracker, notify=said.append, warn=said.append, **settings)
 
 
 def soon() -> float:
@@ -77,12 +77,12 @@ def soon() -> float:
 def test_a_tracker_of_ones_own_is_told_everything_in_order(tmp_path: Path, opened: list[Recorded]) -> None:
     run, said = RunDirectory.create(tmp_path / "x", "seed: 1\n"), []
     trackers = trackers_of(run, said, "recorded", tracker_tables_every=2, tracker_project="p")
-    trackers.begin({"seed": 1, "model": {"path": None}}, step=0, resumed=False)
-    trackers.row({"step": 0, "eval/avg_at_k": 0.5})
-    trackers.row({"step": 1, "policy/updates": 1})
-    trackers.row({"step": 2, "policy/updates": 1})  # its trajectories were not recorded
+    trackers.start({"seed": 1, "model": {"path": None}}, step=0, resumed=False)
+    trackers.log_metrics({"step": 0, "eval/avg_at_k": 0.5})
+    trackers.log_metrics({"step": 1, "policy/updates": 1})
+    trackers.log_metrics({"step": 2, "policy/updates": 1})  # its trajectories were not recorded
     (run.plots / "reward.png").touch()
-    trackers.plots()
+    trackers.log_plots()
     trackers.close()
     (tracker,) = opened
     assert (tracker.run.name, tracker.run.project, tracker.run.step) == ("x", "p", 0)
@@ -96,16 +96,16 @@ def test_a_resumed_run_continues_and_a_new_one_does_not(tmp_path: Path, opened: 
     run = RunDirectory.create(tmp_path / "x", "seed: 1\n")
     for resumed in (False, True, False):
         trackers = trackers_of(run, [], "recorded")
-        trackers.begin({}, step=3, resumed=resumed)
+        trackers.start({}, step=3, resumed=resumed)
         trackers.close()
-    assert [(one.run.continued, one.run.step) for one in opened] == [(None, 3), ("first", 3), (None, 3)]
+    assert [(one.run.resume_id, one.run.step) for one in opened] == [(None, 3), ("first", 3), (None, 3)]
 
 
 def test_ranks_without_a_run_directory_have_no_tracker(opened: list[Recorded]) -> None:
     trackers = trackers_of(None, [], "recorded")
-    trackers.begin({}, step=0, resumed=False)
-    trackers.row({"step": 1})
-    trackers.plots()
+    trackers.start({}, step=0, resumed=False)
+    trackers.log_metrics({"step": 1})
+    trackers.log_plots()
     trackers.close()
     assert opened == []
 
@@ -116,7 +116,7 @@ def test_a_tracker_that_cannot_be_opened_is_said_once() -> None:
     def opening() -> Recorded:
         raise ConnectionError("no route")
 
-    thread = TrackerThread("mine", opening, say=said.append, warn=said.append)
+    thread = TrackerThread("mine", opening, notify=said.append, warn=said.append)
     for _ in range(5):
         thread.put(lambda tracker: tracker.metrics(1, {}))
     thread.close(soon())
@@ -128,7 +128,7 @@ def test_a_tracker_that_cannot_be_opened_is_said_once() -> None:
 def test_a_tracker_that_raises_is_said_once_and_told_the_rest() -> None:
     said: list[str] = []
     tracker = Recorded(
-        TrackedRun(name="x", project="p", settings={}, folder=Path(), continued=None, step=0, patience=1)
+        TrackedRun(name="x", project="p", settings={}, folder=Path(), resume_id=None, step=0, open_deadline=1)
     )
     thread = thread_of(said, tracker)
     thread.put(lambda one: 1 / 0)
@@ -144,7 +144,7 @@ def test_a_tracker_that_blocks_for_ever_costs_nothing_and_ends_with_the_deadline
     said: list[str] = []
     held, reached = threading.Event(), threading.Event()
     tracker = Recorded(
-        TrackedRun(name="x", project="p", settings={}, folder=Path(), continued=None, step=0, patience=1)
+        TrackedRun(name="x", project="p", settings={}, folder=Path(), resume_id=None, step=0, open_deadline=1)
     )
     thread = thread_of(said, tracker, longest_queue=10)
     thread.put(lambda one: (reached.set(), held.wait()))
@@ -166,7 +166,7 @@ def test_a_slow_tracker_gets_everything_that_fits_before_the_end() -> None:
     said: list[str] = []
     go = threading.Event()
     tracker = Recorded(
-        TrackedRun(name="x", project="p", settings={}, folder=Path(), continued=None, step=0, patience=1)
+        TrackedRun(name="x", project="p", settings={}, folder=Path(), resume_id=None, step=0, open_deadline=1)
     )
     thread = thread_of(said, tracker, longest_queue=4)
     thread.put(lambda one: go.wait(DEADLINE))

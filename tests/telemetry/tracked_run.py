@@ -43,14 +43,14 @@ def tell(folder: Path, done: int, steps: int) -> None:
     telemetry = TelemetrySettings(
         trackers=NAMES, tracker_project="tests", tracker_tables_every=2, tracker_rows=2, tracker_deadline=250
     )
-    trackers = Trackers(telemetry, run, say=print, warn=lambda text: print("WARNING", text))
-    trackers.begin(SETTINGS, step=done, resumed=done > 0)
+    trackers = Trackers(telemetry, run, notify=print, warn=lambda text: print("WARNING", text))
+    trackers.start(SETTINGS, step=done, resumed=done > 0)
     for step in range(done + 1, steps + 1):
         run.write_trajectories(step, map(record, range(3)))
-        trackers.row({"step": step, "policy/updates": 1, "reward/mean": step / 8})
-    trackers.row({"step": steps, "eval/avg_at_k": 0.5})
+        trackers.log_metrics({"step": step, "policy/updates": 1, "reward/mean": step / 8})
+    trackers.log_metrics({"step": steps, "eval/avg_at_k": 0.5})
     (run.plots / "reward.png").write_bytes(PIXEL)
-    trackers.plots()
+    trackers.log_plots()
     trackers.close()
 
 

@@ -49,37 +49,37 @@ def test_an_export_takes_its_place_once_its_evaluation_is_saved(checkpoints: Pat
     best = BestPolicy(checkpoints.parent)
     first = export(best, 0, 0.25)
     assert not best.path.exists()
-    best.settle(first)
-    assert best.holds(first)
+    best.keep_only(first)
+    assert best.contains(first)
     better = export(best, 5, 0.5)
     export(best, 6, 0.75)
     # A checkpoint is saved that knows of step 5 alone (a run that was killed and goes on from there).
-    best.settle(better)
+    best.keep_only(better)
     assert names(checkpoints) == ["best"]
     assert (best.path / "weights").read_text() == "5"
-    assert best.holds(better)
-    assert not best.holds(first)
-    assert not best.holds(None)
+    assert best.contains(better)
+    assert not best.contains(first)
+    assert not best.contains(None)
 
 
 def test_what_a_resumed_run_no_longer_knows_is_removed(checkpoints: Path) -> None:
     best = BestPolicy(checkpoints.parent)
     first = export(best, 0, 0.25)
-    best.settle(first)
+    best.keep_only(first)
     export(best, 5, 0.5)
-    best.settle(first)  # killed before a checkpoint knew of step 5
+    best.keep_only(first)  # killed before a checkpoint knew of step 5
     assert names(checkpoints) == ["best"]
     assert (best.path / "weights").read_text() == "0"
-    best.settle(scored(3, 0.9))  # its export is gone: none is better than a wrong one
+    best.keep_only(scored(3, 0.9))  # its export is gone: none is better than a wrong one
     assert names(checkpoints) == []
-    best.settle(None)
+    best.keep_only(None)
 
 
 def test_a_torn_export_is_no_export(checkpoints: Path) -> None:
     best = BestPolicy(checkpoints.parent)
     (checkpoints / ".best-000005.partial").mkdir()
     (checkpoints / ".best-000005.partial" / "weights").write_text("half")
-    best.settle(scored(5, 0.5))
+    best.keep_only(scored(5, 0.5))
     assert names(checkpoints) == []
 
     def fail(folder: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_torn_export_is_no_export(checkpoints: Path) -> None:
 
     with pytest.raises(WorldError, match=r"best policy to .*best-000005.*No space left"):
         best.write(scored(5, 0.5), fail)
-    best.settle(scored(5, 0.5))
+    best.keep_only(scored(5, 0.5))
     assert names(checkpoints) == []
 
 
@@ -97,13 +97,13 @@ def test_the_summary_says_which_was_best_and_whether_its_policy_is_there(checkpo
     evaluation = scored(5, 0.5) | {"k": 8}
     record = best.record([evaluation])
     assert record == evaluation | {"policy": None}
-    assert best.line(record) == "best evaluation: step 5, avg@8 0.500; its policy was not kept (checkpoint.best)"
+    assert best.describe(record) == "best evaluation: step 5, avg@8 0.500; its policy was not kept (checkpoint.best)"
     best.write(evaluation, lambda folder: None)
-    best.settle(evaluation)
+    best.keep_only(evaluation)
     record = best.record([evaluation])
     assert record == evaluation | {"policy": "checkpoints/best"}
     said = f"best evaluation: step 5, avg@8 0.500; its policy: agentrl eval --model {checkpoints / 'best'}"
-    assert best.line(record) == said
+    assert best.describe(record) == said
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ranks import finish, start_ranks
 
-from agentrl.cluster.local import HERE
+from agentrl.cluster.local import THIS_MACHINE
 
 from .conftest import DEADLINE, CommandLine, wait_until
 from .test_elastic_resume import compared
@@ -39,8 +39,8 @@ def test_torchrun_starts_the_same_ranks_as_the_command(command_line: CommandLine
     for name in ("own", "theirs"):
         folder = command_line.folder / "runs" / name / "logs"
         logs = {log.name: log.read_text() for log in folder.iterdir()}
-        assert sorted(logs) == [f"{HERE.node}-{process}.log" for process in ("rank-0", "rank-1", "worker-0")]
-        assert "step 2/2" in logs[f"{HERE.node}-rank-0.log"]
+        assert sorted(logs) == [f"{THIS_MACHINE.node}-{process}.log" for process in ("rank-0", "rank-1", "worker-0")]
+        assert "step 2/2" in logs[f"{THIS_MACHINE.node}-rank-0.log"]
     own, theirs = (without_timings(command_line.metrics(name)) for name in ("own", "theirs"))
     assert command_line.steps("theirs") == [1, 2]
     assert [sorted(row) for row in theirs] == [sorted(row) for row in own]

@@ -14,7 +14,7 @@ from agentrl.lab.study.report import draw_study, markdown
 from agentrl.lab.study.runs import StudyRun, count_by_status, overrides_of, run_folder, study_runs, work_off
 from agentrl.lab.study.settings import StudySettings, read_study
 from agentrl.lab.study.statistics import RunCurve, StudyRecord, read_curve
-from agentrl.telemetry.files import atomic_write, world_errors
+from agentrl.telemetry.files import atomic_write, os_errors_as_world_errors
 
 RECORD = "study.json"
 _ENDED = ("finished", "failed")
@@ -58,7 +58,7 @@ def study_command(
     missing = [run for run in runs if run.folder not in kept]
     if not report_only:
         check_variants(study, missing, check)
-    with world_errors(home, "create"):
+    with os_errors_as_world_errors(home, "create"):
         home.mkdir(parents=True, exist_ok=True)
     if not report_only:
         counts = [f"{len(kept)} stored in {home / RECORD}"] if kept else []

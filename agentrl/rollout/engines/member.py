@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from agentrl.errors import WorldError, says_out_of_memory
+from agentrl.errors import WorldError, mentions_out_of_memory
 from agentrl.rollout.engines.base import ServerSettings
 from agentrl.rollout.engines.processes import ServerProcess
 from agentrl.rollout.engines.replica import Identity, Replica, ServerCallError, ServerNeeds, TooSlowError
@@ -348,7 +348,7 @@ class Member:
 
     async def _restart(self, server: ServerProcess) -> None:
         log = server.last_words()
-        if says_out_of_memory(log) and server.starts:
+        if mentions_out_of_memory(log) and server.starts:
             self.halve_request_limit()
         if server.starts > self._settings.restarts:
             raise WorldError(

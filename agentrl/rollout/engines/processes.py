@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agentrl.cluster.local import HERE, LocalProcess, log_file
+from agentrl.cluster.local import THIS_MACHINE, LocalProcess, log_file
 from agentrl.cluster.processes import Bundle, Cluster, NodeLostError, ProcessHandle, ProcessSpec, Reservation
 
 # Variables that torch.distributed and launchers set for this process. A server must not inherit them.
@@ -81,7 +81,7 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start or restart the server. It may take minutes to respond."""
-        self._process = LocalProcess(self.spec(self.plan.changes()), HERE)
+        self._process = LocalProcess(self.spec(self.plan.changes()), THIS_MACHINE)
         self.starts += 1
 
     def spec(self, environment: Mapping[str, str | None]) -> ProcessSpec:
@@ -92,14 +92,14 @@ class ServerProcess:
             arguments=tuple(self.plan.arguments()),
             environment=environment,
             log=self.log,
-            shown=False,
+            show_output=False,
             supervised=True,
         )
 
     @property
     def node(self) -> str:
         """The name of the server's machine."""
-        return HERE.node
+        return THIS_MACHINE.node
 
     @property
     def log(self) -> Path:
@@ -122,7 +122,7 @@ class ServerProcess:
         if self._process is None:
             return
         self._process.send_signal(signal.SIGTERM)
-        self._process.end(_END)
+        self._process.wait_or_kill(_END)
 
 
 class NodeServer(ServerProcess):
@@ -141,7 +141,7 @@ class NodeServer(ServerProcess):
     def start(self) -> None:
         """Start the server on its node, or on a new one if the node is lost. Raises WorldError if no node has room."""
         if self._node is None or not self._cluster.is_reachable(self._node):
-            self._node = self._cluster.host(self._bundle)
+            self._node = self._cluster.reserve_on_node(self._bundle)
         node = self._node
         self.plan = replace(
             self.plan,

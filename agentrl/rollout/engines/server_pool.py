@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from agentrl.errors import WorldError, says_out_of_memory
+from agentrl.errors import WorldError, mentions_out_of_memory
 from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling, ServerSettings
 from agentrl.rollout.engines.member import LONGEST_PAUSE, Balancer, Member
 from agentrl.rollout.engines.processes import ServerProcess
@@ -25,7 +25,7 @@ from agentrl.rollout.engines.replica import (
     TurnRequest,
 )
 from agentrl.rollout.engines.served_weights import Check, ServedWeights
-from agentrl.telemetry.trace import call
+from agentrl.telemetry.trace import service_span
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class ServerEngine:
                 return await self._ask(member, token_ids, sampling, trajectory_id, request_id, seed)
             except ServerCallError as error:
                 failures.append(f"{member.address}: {error}")
-                if says_out_of_memory(str(error)) and member.load.limit == limit:
+                if mentions_out_of_memory(str(error)) and member.load.limit == limit:
                     member.halve_request_limit()  # once for all requests that failed because of the same shortage
                 if not self._note_failure(member, error) or len(failures) > self._settings.request_retries:
                     raise EngineError(f"request {request_id} failed {len(failures)} times: {failures[-1]}") from error
@@ -131,7 +131,7 @@ class ServerEngine:
         self._balancer.add_request(member.index, trajectory_id, **size)
         try:
             async with self._weights.used(member.replica, version) as adapter, member.stalls.watch_request():
-                with call(f"server {member.index}", "request", context=len(token_ids)):
+                with service_span(f"server {member.index}", "request", context=len(token_ids)):
                     completion = await member.replica.generate(
                         TurnRequest(
                             token_ids=token_ids,
@@ -221,7 +221,7 @@ class ServerEngine:
         """Record a server's failure, and mark the server as down if necessary. Returns True to retry the request."""
         member.failure = str(error)
         if isinstance(error, StatusError):
-            if says_out_of_memory(error.message):
+            if mentions_out_of_memory(error.message):
                 return True
             if error.status < 500:
                 return False

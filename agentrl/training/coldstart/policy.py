@@ -24,7 +24,7 @@ from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.environment import build_rewards, environment_and_codec
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.telemetry.console import Console
-from agentrl.telemetry.files import atomic_write, wrong_shape
+from agentrl.telemetry.files import atomic_write, malformed_as_world_error
 from agentrl.telemetry.machine import usable_cores
 from agentrl.training.coldstart.demonstrations import measured_problems
 from agentrl.training.coldstart.train import cached_policy, cold_start, read_cold_demonstrations
@@ -65,7 +65,7 @@ class StartScore:
         path = policy / _SCORE
         if not path.is_file():
             return None
-        with wrong_shape(str(path)):
+        with malformed_as_world_error(str(path)):
             return cls(**json.loads(path.read_text()))
 
     def write(self, policy: Path) -> None:

@@ -29,7 +29,7 @@ from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.problems.demonstrations import Demonstration, ShownTurn
 from agentrl.problems.sources import LoadedDemonstrations, load_demonstrations
 from agentrl.rollout.environment import build_environment, environment_tools
-from agentrl.telemetry.files import world_errors
+from agentrl.telemetry.files import os_errors_as_world_errors
 from agentrl.training.coldstart.demonstrations import (
     EncodedDemonstration,
     check_limits,
@@ -163,7 +163,7 @@ async def cold_start(
                 f"Cold start by agentrl {agentrl.__version__}: {settings.coldstart.steps} steps of supervised "
                 f"fine-tuning on {len(demonstrations)} demonstrations ({settings.coldstart.demonstrations})."
             )
-            with world_errors(output, "write the policy to"):
+            with os_errors_as_world_errors(output, "write the policy to"):
                 write_model(folder, model=model, tokenizer=tokenizer, title=output.name, body=body)
                 _publish(folder, output)
     finally:

@@ -27,7 +27,7 @@ from torch import nn
 from agentrl.errors import SettingsError, WorldError
 from agentrl.models.settings import LoRASettings
 from agentrl.rollout.work_queue import QueueState
-from agentrl.telemetry.files import atomic_write, checksum, damaged, world_errors
+from agentrl.telemetry.files import atomic_write, checksum, find_damaged_files, os_errors_as_world_errors
 from agentrl.telemetry.records import EvaluationRecord
 from agentrl.training.engine.deepspeed_engine import from_rank_zero, gather_from_ranks, on_every_rank
 from agentrl.training.engine.parts import Part
@@ -157,7 +157,7 @@ def open_newest(root: Path, ranks: Ranked, *, keep: int, warn: Callable[[str], N
     """
 
     def tidied() -> list[str]:
-        with world_errors(root, "tidy"):
+        with os_errors_as_world_errors(root, "tidy"):
             tidy(root)
         return [path.name for path in reversed(_complete(root))]
 
@@ -170,7 +170,7 @@ def open_newest(root: Path, ranks: Ranked, *, keep: int, warn: Callable[[str], N
             continue
         state = read_state(root / name)
         if ranks.rank == 0:
-            with world_errors(root, "tidy"):
+            with os_errors_as_world_errors(root, "tidy"):
                 _set_aside(root, spoiled, used=name, warn=warn)
                 prune(root, keep)
         return root / name, state
@@ -227,7 +227,7 @@ def _on_disk(folder: Path, work: Callable[[], _Value]) -> list[_Value]:
     """Return every rank's result of ``work``. Every rank raises WorldError if writing fails on one. Collective."""
 
     def guarded() -> _Value:
-        with world_errors(folder, "write a checkpoint to"):
+        with os_errors_as_world_errors(folder, "write a checkpoint to"):
             return work()
 
     return on_every_rank(guarded)
@@ -253,7 +253,7 @@ def _damage(checkpoint: Path, part: int, parts: int) -> list[str]:
         return [f"{_STATE} cannot be read ({type(error).__name__})"]
     if _digest(body) != digest:
         return [f"{_STATE} has changed since it was written"]
-    return damaged(checkpoint, body["files"], part=part, parts=parts)
+    return find_damaged_files(checkpoint, body["files"], part=part, parts=parts)
 
 
 def _digest(body: object) -> str:

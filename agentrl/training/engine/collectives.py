@@ -16,7 +16,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from agentrl.errors import SettingsError
-from agentrl.telemetry.files import world_errors
+from agentrl.telemetry.files import os_errors_as_world_errors
 from agentrl.training.engine.deepspeed_engine import (
     TrainingEngine,
     from_rank_zero,
@@ -197,7 +197,7 @@ def check_shared_folder(folder: Path, *, rank: int, visible: float = _VISIBLE) -
 
     def write() -> str:
         probe = folder / f".probe-{secrets.token_hex(8)}"
-        with world_errors(folder, "write to"):
+        with os_errors_as_world_errors(folder, "write to"):
             probe.touch()
         return probe.name
 

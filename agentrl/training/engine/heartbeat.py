@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from agentrl.cluster.local import HERE
+from agentrl.cluster.local import THIS_MACHINE
 
 INTERVAL = 1.0
 """Seconds between two heartbeats of a rank, and between two checks by the worker."""
@@ -74,7 +74,7 @@ class Heartbeat:
         self._passed = False  # this step had a pass
         self._began: float | None = None  # of the current pass, if it is measured
         self._longest = 0.0
-        self.beat = Beat(node=HERE.node, position=(0, 0), doing="the start", allowed=self._slow)
+        self.beat = Beat(node=THIS_MACHINE.node, position=(0, 0), doing="the start", allowed=self._slow)
         self.shortened: Callable[[], None] = lambda: None
 
     def start_waiting(self, waiting_for: str) -> None:
@@ -127,7 +127,7 @@ class Heartbeat:
     def _mark(self, position: tuple[int, int], doing: str, allowed: float, *, waits: bool = False) -> None:
         before = self.beat
         self.beat = Beat(
-            node=HERE.node,
+            node=THIS_MACHINE.node,
             position=position,
             doing=doing,
             allowed=allowed,

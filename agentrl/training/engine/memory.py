@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from agentrl.errors import AgentRLError, OutOfMemoryError, SettingsError, is_out_of_memory
-from agentrl.telemetry.files import atomic_write, world_errors
+from agentrl.telemetry.files import atomic_write, os_errors_as_world_errors
 
 _FILE = "micro_batch_tokens.json"
 _REMEDIES = (
@@ -67,7 +67,7 @@ class MicroBatchBudget:
         self._rank = rank
         self._record = _Record(configured=configured, tokens=configured)
         if self._file.exists():
-            with world_errors(self._file, "read"):
+            with os_errors_as_world_errors(self._file, "read"):
                 record = _Record(**json.loads(self._file.read_text()))
             if record.configured == configured:
                 self._record = record

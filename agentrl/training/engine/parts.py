@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from agentrl.errors import SettingsError
-from agentrl.telemetry.files import world_errors
+from agentrl.telemetry.files import os_errors_as_world_errors
 from agentrl.training.engine.determinism import random_state, set_random_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -122,7 +122,7 @@ def restore(folder: Path, module: nn.Module, optimizer: Untyped, *, rank: int) -
 
     Raises SettingsError if the checkpoint belongs to a different model.
     """
-    with world_errors(folder, "read the checkpoint"), ExitStack() as stack:
+    with os_errors_as_world_errors(folder, "read the checkpoint"), ExitStack() as stack:
         files = [
             stack.enter_context(safe_open(path, framework="pt")) for path in sorted(folder.glob("part-*.safetensors"))
         ]

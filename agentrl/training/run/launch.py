@@ -16,7 +16,7 @@ import torch
 from agentrl.cluster.backends import has_many_nodes, open_cluster
 from agentrl.cluster.launchers import RankPosition
 from agentrl.cluster.local import log_file
-from agentrl.cluster.plan import PLAN_COLUMNS, UnplaceableError, add_to_nodes, nodes_with_room, plan_table
+from agentrl.cluster.plan import PLAN_COLUMNS, UnplaceableError, nodes_with_capacity, place_on_nodes, plan_table
 from agentrl.cluster.processes import (
     Bundle,
     Cluster,
@@ -29,10 +29,10 @@ from agentrl.cluster.processes import (
 )
 from agentrl.cluster.sandboxes import SandboxServices
 from agentrl.errors import OutOfMemoryError, SettingsError, WorldError
-from agentrl.evaluation.settings import quoted
+from agentrl.evaluation.settings import quoted_override
 from agentrl.rollout.engines.base import engine_facts, server_bundles, servers_on_nodes
 from agentrl.telemetry.console import Console
-from agentrl.training.run.signals import INTERRUPTED, stop_requests
+from agentrl.training.run.signals import INTERRUPTED, handle_stop_signals
 from agentrl.training.worker.service import FOLLOWED, STUCK
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ RANK_MODULE = "agentrl.training.run.rank"
 _FINAL = (0, SettingsError.exit_code, INTERRUPTED)
 
 
-def launched(settings: Settings) -> bool:
+def runs_in_separate_processes(settings: Settings) -> bool:
     """Return True if ranks run in separate processes, not in this one."""
     cluster = settings.cluster
     return settings.training.num_processes > 1 or has_many_nodes(cluster.kind) or cluster.restarts > 0
@@ -79,7 +79,7 @@ def launch(settings: Settings, run_path: Path, *, resume: bool, poll: Callable[[
         nodes = cluster.nodes()
         if has_many_nodes(settings.cluster.kind):
             _table(settings, nodes)  # raises UnplaceableError if the run cannot be placed
-        sizes = RunSizes(settings, lambda size: bundles_of(size, nodes), run_path / "checkpoints")
+        sizes = RankReserver(settings, lambda size: rank_bundles(size, nodes), run_path / "checkpoints")
         attempt = 0
         while True:
             try:
@@ -102,7 +102,7 @@ class _RanksLostError(WorldError):
 
 def _attempt(
     cluster: Cluster,
-    sizes: RunSizes,
+    sizes: RankReserver,
     settings: Settings,
     run_path: Path,
     *,
@@ -118,7 +118,7 @@ def _attempt(
     console = Console(settings.telemetry)
     began = time.monotonic()
     patience = settings.cluster.restart_deadline if again else 0.0
-    size, reservations = sizes.reserve(cluster, patience=patience, say=console.note)
+    size, reservations = sizes.reserve(cluster, wait_seconds=patience, notify=console.note)
     _check_folder(cluster, reservations, run_path)
     sandboxes = _sandboxes(cluster, reservations, size, run_path, console)
     ranks = start_ranks(cluster, reservations, size, run_path, resume=resume, sandboxes=sandboxes)
@@ -128,18 +128,18 @@ def _attempt(
             f"{len(ranks)} of {full} training ranks restarted on {nodes} after {time.monotonic() - began:.0f} s"
         )
     group = RankGroup(ranks, lambda end: console.warning(f"{end}; stopping the other ranks"))
-    with stop_requests(group.request_stop, group.kill, announce=True):
+    with handle_stop_signals(group.request_stop, group.kill, announce=True):
         try:
-            end = group.end(poll)
+            end = group.wait(poll)
             poll()
         except BaseException:
             group.request_stop()
-            group.end()
+            group.wait()
             raise
     if sandboxes is not None:
         sandboxes.close()
     if end is not None:
-        sizes.learn(cluster, end)
+        sizes.record_failure(cluster, end)
     return _outcome(group, end)
 
 
@@ -171,7 +171,7 @@ def start_ranks(
     here = count // len(reservations)
     master = (reservations[0].address, cluster.free_port(reservations[0]))
     arguments = ["-m", RANK_MODULE, str(run_path.absolute()), *(["--resume"] if resume else [])]
-    arguments += [] if sandboxes is None else [quoted("sandbox.url", ",".join(sandboxes.addresses))]
+    arguments += [] if sandboxes is None else [quoted_override("sandbox.url", ",".join(sandboxes.addresses))]
     token = {} if sandboxes is None else sandboxes.variables
     started = []
     for number in range(count):
@@ -184,13 +184,13 @@ def start_ranks(
             environment=own.variables() | token | ({} if reservation.gpus else {"DS_ACCELERATOR": "cpu"}),
             folder=Path.cwd(),
             log=log_file(run_path.absolute(), reservation.node, "rank", number),
-            draws=number == 0,
+            keep_terminal_output=number == 0,
         )
         started.append(cluster.start(spec, reservation))
     return started
 
 
-def bundles_of(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]:
+def rank_bundles(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]:
     """Return the resources that the ranks need on each node. The first bundle includes rank 0 and the worker.
 
     A rank needs a GPU if any node has one.
@@ -212,7 +212,7 @@ def bundles_of(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]
     return bundles
 
 
-def servers_of(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]:
+def server_bundles_on_nodes(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]:
     """Return the resources of the servers that the worker starts on the nodes of the cluster, one bundle per server."""
     if not servers_on_nodes(settings.rollout, settings.cluster.kind):
         return []
@@ -235,18 +235,18 @@ def _sandboxes(
         return None
     nodes = cluster.nodes()
     taken = {
-        reservation.address: [own] for reservation, own in zip(reservations, bundles_of(settings, nodes), strict=True)
+        reservation.address: [own] for reservation, own in zip(reservations, rank_bundles(settings, nodes), strict=True)
     }
-    add_to_nodes(servers_of(settings, nodes), nodes, taken)  # the worker will start them
+    place_on_nodes(server_bundles_on_nodes(settings, nodes), nodes, taken)  # the worker will start them
     fields = settings.sandbox.model_dump(exclude_none=True, exclude={"url", "retry_deadline", "service_deadline"})
     fields.setdefault("workers", max(4, math.ceil(2 * bundle.cpus)))
     return SandboxServices(
         cluster,
-        nodes_with_room(bundle, nodes, taken),
+        nodes_with_capacity(bundle, nodes, taken),
         bundle,
         arguments=[f"{name}={value}" for name, value in fields.items()],
         folder=run_path.absolute(),
-        say=console.note,
+        notify=console.note,
     )
 
 
@@ -262,8 +262,8 @@ def show_plan(settings: Settings, console: Console) -> None:
 
 def _table(settings: Settings, nodes: Sequence[ClusterNode]) -> list[list[str]]:
     """Return the rows of the resource plan. Raises UnplaceableError if the run cannot be placed."""
-    servers, sandbox = servers_of(settings, nodes), sandbox_bundle(settings)
-    return plan_table(bundles_of(settings, nodes), nodes, beside=servers, everywhere=sandbox)
+    servers, sandbox = server_bundles_on_nodes(settings, nodes), sandbox_bundle(settings)
+    return plan_table(rank_bundles(settings, nodes), nodes, beside=servers, everywhere=sandbox)
 
 
 def _check_folder(cluster: Cluster, reservations: Sequence[Reservation], run_path: Path) -> None:
@@ -292,7 +292,7 @@ class RankEnd:
         return self.code < 0
 
     @property
-    def own_fault(self) -> bool:
+    def failed_on_available_node(self) -> bool:
         """True if the rank was killed, crashed or got stuck on a node that is still available."""
         return self.lost is None and (self.killed or self.code in (CRASHED, STUCK))
 
@@ -355,7 +355,7 @@ class RankGroup:
         self._killed.set()
         _signal(self._handles, signal.SIGKILL)
 
-    def end(self, poll: Callable[[], object] = lambda: None) -> RankEnd | None:
+    def wait(self, poll: Callable[[], object] = lambda: None) -> RankEnd | None:
         """Wait until all ranks have exited, calling ``poll`` often. Returns the root cause of a failure, or None."""
         running = list(self._handles)
         while running:
@@ -414,7 +414,7 @@ def _signal(ranks: Sequence[ProcessHandle], number: signal.Signals) -> None:
         rank.send_signal(number)
 
 
-class RunSizes:
+class RankReserver:
     """Reserves resources for all ranks of a run, or for fewer ranks if ``cluster.elastic`` allows it."""
 
     def __init__(self, settings: Settings, bundles_of: Callable[[Settings], list[Bundle]], checkpoints: Path) -> None:
@@ -425,24 +425,24 @@ class RunSizes:
         self._lost: tuple[str, int, str] | None = None
 
     def reserve(
-        self, cluster: Cluster, *, patience: float = 0.0, say: Callable[[str], None]
+        self, cluster: Cluster, *, wait_seconds: float = 0.0, notify: Callable[[str], None]
     ) -> tuple[Settings, list[Reservation]]:
         """Reserve the largest size that fits, and return its settings and reservations.
 
-        Waits up to ``patience`` seconds for the size of the last attempt, and calls ``say`` with a message. Raises
+        Waits up to ``wait_seconds`` for the size of the last attempt, and calls ``notify`` with a message. Raises
         UnplaceableError if no size fits.
         """
         last = self._last = max(self._last, self._largest)
         attempts = [(number, 0.0) for number in range(self._largest, last + 1)]
-        attempts += [(last, patience)] if patience else []
+        attempts += [(last, wait_seconds)] if wait_seconds else []
         attempts += [(number, 0.0) for number in range(last + 1, len(self._sizes))]
         refused: UnplaceableError | None = None
         for number, seconds in attempts:
             if seconds and refused is not None:
-                say(f"{refused}; waiting up to {seconds:g} s")
+                notify(f"{refused}; waiting up to {seconds:g} s")
             size, bundles = self._sizes[number]
             try:
-                reservations = cluster.reserve(bundles, patience=seconds)
+                reservations = cluster.reserve(bundles, wait_seconds=seconds)
             except UnplaceableError as error:
                 refused = error
             else:
@@ -451,12 +451,12 @@ class RunSizes:
         assert refused is not None
         raise refused
 
-    def learn(self, cluster: Cluster, end: RankEnd) -> None:
+    def record_failure(self, cluster: Cluster, end: RankEnd) -> None:
         """Exclude the resource of a rank that failed there twice without a new checkpoint in between."""
         reservation, slot = end.rank.reservation, end.rank.spec.number
         lost = (reservation.address, slot, max((one.name for one in self._checkpoints.glob("step-*")), default=""))
         again, self._lost = lost == self._lost, lost
-        if again and end.own_fault and len(self._sizes) > 1:
+        if again and end.failed_on_available_node and len(self._sizes) > 1:
             cluster.exclude_resource(reservation, slot % self._ranks_a_node())
             if not reservation.gpus and not has_many_nodes(self._sizes[0][0].cluster.kind):  # CPUs are not counted
                 self._largest = min(self._last + 1, len(self._sizes) - 1)

@@ -17,9 +17,9 @@ import agentrl
 from agentrl.evaluation.during_training import EvaluationReport
 from agentrl.models.loading import write_model
 from agentrl.models.lora import write_adapter
-from agentrl.telemetry.alerts import explained, held_out_change, is_worse, reward_change
+from agentrl.telemetry.alerts import held_out_change, is_worse, reward_change, without_repeats
 from agentrl.telemetry.console import Console
-from agentrl.telemetry.files import BackgroundWriter, world_errors
+from agentrl.telemetry.files import BackgroundWriter, os_errors_as_world_errors
 from agentrl.telemetry.plots import draw_plots
 from agentrl.telemetry.records import BestRecord, EvaluationRecord
 from agentrl.telemetry.run_directory import RunDirectory
@@ -58,10 +58,10 @@ class BestPolicy:
         self.path = self._checkpoints / "best"
 
     def write(self, evaluation: EvaluationRecord, export: Callable[[Path], None]) -> None:
-        """Export the policy of ``evaluation``; :meth:`settle` moves the export into place. Raises WorldError."""
+        """Export the policy of ``evaluation``; :meth:`keep_only` moves the export into place. Raises WorldError."""
         waiting = self._waiting(evaluation["step"])
         partial = self._checkpoints / f"{waiting.name}.partial"
-        with world_errors(partial, "write the best policy to"):
+        with os_errors_as_world_errors(partial, "write the best policy to"):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             export(partial)
@@ -69,18 +69,18 @@ class BestPolicy:
             shutil.rmtree(waiting, ignore_errors=True)
             partial.rename(waiting)
 
-    def settle(self, best: EvaluationRecord | None) -> None:
+    def keep_only(self, best: EvaluationRecord | None) -> None:
         """Keep the export of ``best``, the best saved evaluation, and remove all others."""
-        with world_errors(self.path, "move the best policy to"):
+        with os_errors_as_world_errors(self.path, "move the best policy to"):
             if best is not None and self._waiting(best["step"]).is_dir():
                 shutil.rmtree(self.path, ignore_errors=True)
                 self._waiting(best["step"]).rename(self.path)
-            elif self.path.exists() and not self.holds(best):
+            elif self.path.exists() and not self.contains(best):
                 shutil.rmtree(self.path)
             for other in self._checkpoints.glob(".best-*"):
                 shutil.rmtree(other)
 
-    def holds(self, best: EvaluationRecord | None) -> bool:
+    def contains(self, best: EvaluationRecord | None) -> bool:
         """Return True if the current export belongs to ``best``."""
         record = self.path / _RECORD
         return best is not None and record.is_file() and bool(json.loads(record.read_text())["step"] == best["step"])
@@ -90,9 +90,9 @@ class BestPolicy:
         best = best_evaluation(evaluations)
         if best is None:
             return None
-        return {**best, "policy": self.path.relative_to(self._run).as_posix() if self.holds(best) else None}
+        return {**best, "policy": self.path.relative_to(self._run).as_posix() if self.contains(best) else None}
 
-    def line(self, record: BestRecord) -> str:
+    def describe(self, record: BestRecord) -> str:
         """Format a result of :meth:`record` as a line for the console."""
         score = f"best evaluation: step {record['step']}, avg@{record['k']} {record['mean']:.3f}"
         if record["policy"] is None:
@@ -113,7 +113,7 @@ def resume_command(settings: Settings) -> str:
     return shlex.join(["agentrl", "train", "--resume", *places])
 
 
-def progress_of(settings: Settings) -> str:
+def describe_progress(settings: Settings) -> str:
     """Describe the steps that a run completed and saved, with the command that continues it."""
     run = RunDirectory(settings.run_path)
     if not run.config.is_file():
@@ -213,7 +213,7 @@ def finish_run(
             "worse_than_start": is_worse(reward, held_out),
             "reward_change": reward,
             "held_out_change": held_out,
-            "alerts": [asdict(alert) for alert in explained(run.alerts())],
+            "alerts": [asdict(alert) for alert in without_repeats(run.alerts())],
         }
     )
     _table(console, evaluations)
@@ -224,7 +224,7 @@ def finish_run(
         )
     repeat_alerts(run, console)
     if chosen is not None:
-        console.note(best.line(chosen))
+        console.note(best.describe(chosen))
     plots = "plots/overview.png, " if settings.telemetry.plots else ""
     console.note(
         f"output is in {run.path}: policy/ (transformers format), {plots}metrics.jsonl, trajectories/, tokens/, "
@@ -235,7 +235,7 @@ def finish_run(
 
 def repeat_alerts(run: RunDirectory, console: Console) -> None:
     """Print the alerts of a run again at its end, causes first, because early alerts have scrolled off the terminal."""
-    for alert in explained(run.alerts()):
+    for alert in without_repeats(run.alerts()):
         console.warning(str(alert))
 
 
@@ -281,14 +281,14 @@ class TokenWriter:
 
     def write(self, plan: RankPlan, recorder: TokenRecorder | None) -> None:
         """Start writing the rows of a finished step."""
-        self._writer.settle()
+        self._writer.wait()
         if recorder is not None and plan.updates:
             facts = token_facts(self._objective, plan, self._groups)
             self._writer.submit(partial(self._write, facts, recorder.rows))
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until every file is written."""
-        self._writer.settle()
+        self._writer.wait()
 
     def close(self) -> None:
         """Stop the thread after it has completed the current file."""
@@ -296,7 +296,7 @@ class TokenWriter:
 
     def _write(self, facts: TokenFacts, rows: list[TrajectoryTokens]) -> None:
         path = self._run.token_file(facts.step, facts.rank)
-        with world_errors(path.parent, "create"):
+        with os_errors_as_world_errors(path.parent, "create"):
             path.parent.mkdir(exist_ok=True)
         write_tokens(path, facts, rows)
 

@@ -12,10 +12,10 @@ import sys
 import threading
 from pathlib import Path
 
-from agentrl.cluster.processes import STARTED_BY
+from agentrl.cluster.processes import PARENT_VARIABLE
 from agentrl.config import load_settings
 from agentrl.errors import AgentRLError
-from agentrl.evaluation.settings import quoted
+from agentrl.evaluation.settings import quoted_override
 from agentrl.rollout.environment import check_environment
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.run.launch import CRASHED, REPORTED
@@ -25,12 +25,12 @@ from agentrl.training.worker.service import FOLLOWED, WorkerLostError
 
 def main() -> int:
     """Train as the rank set in the environment, with the run directory's settings. Returns the exit code."""
-    end_with(int(os.environ[STARTED_BY]))
+    exit_with_parent(int(os.environ[PARENT_VARIABLE]))
     path = Path(sys.argv[1]).absolute()
     rank = os.environ["RANK"]
     try:
         given = [text for text in sys.argv[2:] if text != "--resume"]
-        own = [quoted("name", path.name), quoted("runs_dir", str(path.parent))]
+        own = [quoted_override("name", path.name), quoted_override("runs_dir", str(path.parent))]
         settings = load_settings(overrides=[*own, *given], resume=True)
         check_environment(settings)  # first, because its module may register an estimator or a loss
         run = RunDirectory.resume(path) if rank == "0" else None
@@ -42,7 +42,7 @@ def main() -> int:
         return REPORTED if error.exit_code == CRASHED else error.exit_code
 
 
-def end_with(starter: int) -> None:
+def exit_with_parent(starter: int) -> None:
     """Kill this process when the process ``starter`` exits, because nothing else would stop this process."""
     watched = select.poll()
     try:

@@ -19,7 +19,7 @@ from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.engines.base import engine_facts, servers_on_nodes
 from agentrl.telemetry.alerts import alerts, training_rows
 from agentrl.telemetry.console import Console, RunProgress
-from agentrl.telemetry.machine import free_room
+from agentrl.telemetry.machine import free_resources
 from agentrl.telemetry.records import EvaluationRecord, Metrics
 from agentrl.telemetry.reporting import Trackers
 from agentrl.telemetry.run_directory import RunDirectory
@@ -120,7 +120,7 @@ class Session:
         if settings.telemetry.trace:
             start_trace(RunDirectory(self._checkpoints.parent).trace, f"rank {self.rank}")
             opened.callback(stop_trace)
-        self._trackers = Trackers(settings.telemetry, run, say=self._console.note, warn=self._console.warning)
+        self._trackers = Trackers(settings.telemetry, run, notify=self._console.note, warn=self._console.warning)
         opened.callback(self._trackers.close)
         self._best = BestPolicy(self._checkpoints.parent)
         self._start = path = starting_policy(settings, self._console)
@@ -231,7 +231,7 @@ class Session:
         )
         if not settings.data.eval:
             self._console.note(_UNEVALUATED)
-        self._trackers.begin(settings.model_dump(mode="json"), step=self._done.step, resumed=resume)
+        self._trackers.start(settings.model_dump(mode="json"), step=self._done.step, resumed=resume)
 
     def loop(self) -> int:
         """Run all steps and return the exit code."""
@@ -291,7 +291,7 @@ class Session:
         self._make_room()
         trained = time.monotonic()
         with span("send weights"):
-            self._service.settle()
+            self._service.wait_for_writes()
             self._sender.send(updates)
         ended = time.monotonic()
         metrics = {"step": step, **plan.metrics, **metrics}
@@ -320,7 +320,7 @@ class Session:
         self._done.step, self._done.updates = step, updates
         if self._run is not None:
             self._run.append_metrics(metrics)
-        self._trackers.row(metrics)
+        self._trackers.log_metrics(metrics)
         self._writer.finish(wait=False)
 
     def _alert(self, metrics: Metrics) -> None:
@@ -332,7 +332,7 @@ class Session:
         else:
             self._trained.append(self._held_out | metrics)
         self._held_out = {}
-        self._trained[-1] |= free_room(self._run.path)
+        self._trained[-1] |= free_resources(self._run.path)
         now = alerts(self._trained)
         for alert in now:
             if alert.alert not in self._alerting:
@@ -385,7 +385,7 @@ class Session:
             self._run.append_metrics(report.metrics())
         if not report.falsified:
             self._held_out = report.metrics()
-        self._trackers.row(report.metrics())
+        self._trackers.log_metrics(report.metrics())
         name = "with falsified observations" if report.falsified else "held out"
         score = report.overall
         self._console.note(
@@ -406,7 +406,7 @@ class Session:
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        self._tokens.settle()
+        self._tokens.wait()
         worker = self._service.state_dict()
         self._heartbeat.start_work(f"the checkpoint of step {self._done.step}")
         state = RunState(
@@ -427,7 +427,7 @@ class Session:
     def _published(self, saved: RunState) -> None:
         """Keep the best policy once a checkpoint contains all evaluations so far."""
         if self.rank == 0 and self._settings.checkpoint.best and len(saved.evaluations) == len(self._done.evaluations):
-            self._best.settle(best_evaluation(self._done.evaluations))
+            self._best.keep_only(best_evaluation(self._done.evaluations))
         self._changed()
 
     def _restore(self) -> None:
@@ -452,7 +452,7 @@ class Session:
         if self._run is not None:
             self._run.truncate_after(self._done.step, rows=rows)
         if self.rank == 0 and self._settings.checkpoint.best:
-            self._best.settle(best_evaluation(self._done.evaluations))
+            self._best.keep_only(best_evaluation(self._done.evaluations))
         self._console.note(f"resumed after step {self._done.step}{others}")
 
     def _warn_of_damaged_trajectories(self) -> None:
@@ -492,7 +492,7 @@ class Session:
                 evaluations=self._done.evaluations,
                 best=self._best,
             )
-        self._trackers.plots()
+        self._trackers.log_plots()
         self._service.barrier("the end of the run")
 
     def _export(self) -> Export:

@@ -24,11 +24,13 @@ _SAME = 1.0
 
 
 @contextmanager
-def stop_requests(ask: Callable[[], None], insist: Callable[[], None] | None, *, announce: bool) -> Iterator[None]:
-    """Call ``ask`` at the first signal and ``insist`` at later ones, in a thread.
+def handle_stop_signals(
+    request_stop: Callable[[], None], force_stop: Callable[[], None] | None, *, announce: bool
+) -> Iterator[None]:
+    """Call ``request_stop`` at the first signal and ``force_stop`` at later ones, in a thread.
 
-    Without ``insist``, a later signal raises KeyboardInterrupt in the main thread, so that a program that trains in its
-    own process can continue. With ``announce``, print a message at the first signal; set it in one process of a run
+    Without ``force_stop``, a later signal raises KeyboardInterrupt in the main thread, so that a program that trains in
+    its own process can continue. With ``announce``, print a message at the first signal; set it in one process of a run
     only. Has no effect outside the main thread, where Python cannot install signal handlers.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -39,19 +41,19 @@ def stop_requests(ask: Callable[[], None], insist: Callable[[], None] | None, *,
     def first() -> None:
         if announce:
             print("stopping at the next safe point (repeat to stop at once)", file=sys.stderr, flush=True)
-        ask()
+        request_stop()
 
     def handle(number: int, frame: object) -> None:
         # The listener thread acts on signals. Python writes their numbers to its pipe only if a handler is installed.
         nonlocal began
         began = began or time.monotonic()
-        if insist is None and time.monotonic() - began >= _SAME:
+        if force_stop is None and time.monotonic() - began >= _SAME:
             raise KeyboardInterrupt
 
     heard, signalled = os.pipe()
     os.set_blocking(signalled, False)
     listener = threading.Thread(
-        target=_listen, args=(heard, first, insist or (lambda: None)), daemon=True, name="stop-requests"
+        target=_listen, args=(heard, first, force_stop or (lambda: None)), daemon=True, name="stop-requests"
     )
     listener.start()
     wakeup = signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 
 from agentrl.cluster.backends import has_many_nodes
-from agentrl.cluster.launchers import adopt_slurm, check_launcher, ranks_here, under_a_launcher
-from agentrl.cluster.local import HERE, keep_log, log_file
-from agentrl.cluster.processes import STARTED_BY
+from agentrl.cluster.launchers import check_launcher, count_local_ranks, set_variables_from_slurm, started_by_launcher
+from agentrl.cluster.local import THIS_MACHINE, copy_output_to_log, log_file
+from agentrl.cluster.processes import PARENT_VARIABLE
 from agentrl.config import dump_yaml
 from agentrl.errors import AgentRLError, SettingsError
 from agentrl.rollout.environment import check_environment
@@ -26,11 +26,11 @@ from agentrl.training.engine.collectives import check_shared_folder
 from agentrl.training.engine.deepspeed_engine import end_distributed, from_rank_zero, start_distributed
 from agentrl.training.engine.determinism import random_state, set_determinism, set_random_state
 from agentrl.training.run.callbacks import Callbacks, RunFollower
-from agentrl.training.run.launch import launch, launched
-from agentrl.training.run.outputs import progress_of
+from agentrl.training.run.launch import launch, runs_in_separate_processes
+from agentrl.training.run.outputs import describe_progress
 from agentrl.training.run.preflight import check_inputs, machine_problems
 from agentrl.training.run.session import Session
-from agentrl.training.run.signals import INTERRUPTED, sigterm_as_ctrl_c, stop_requests
+from agentrl.training.run.signals import INTERRUPTED, handle_stop_signals, sigterm_as_ctrl_c
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -45,11 +45,11 @@ def train(settings: Settings, resume: bool, *, callbacks: Callbacks | None = Non
     kind, first = settings.cluster.kind, True
     with sigterm_as_ctrl_c():
         try:
-            if not under_a_launcher(kind):
+            if not started_by_launcher(kind):
                 with restored_process():
                     return _train(settings, resume, callbacks, embedded=embedded)
             if kind == "environment":
-                adopt_slurm()
+                set_variables_from_slurm()
                 check_launcher()
             check_environment(settings)  # its module may register an estimator or a loss
             first = os.environ["RANK"] == "0"
@@ -57,17 +57,17 @@ def train(settings: Settings, resume: bool, *, callbacks: Callbacks | None = Non
             return run_rank(settings, run, resume=resume, callbacks=callbacks, embedded=embedded)
         except KeyboardInterrupt:
             if first:
-                Console(settings.telemetry).note(f"stopped on request; {progress_of(settings)}")
+                Console(settings.telemetry).note(f"stopped on request; {describe_progress(settings)}")
             return INTERRUPTED
         except AgentRLError as error:
             if first and not isinstance(error, SettingsError):
-                error.args = (f"{error}\n{progress_of(settings)}",)
+                error.args = (f"{error}\n{describe_progress(settings)}",)
             raise
 
 
 def in_one_process(settings: Settings) -> bool:
     """Return True if training and rollouts run in this process only. Then no other process imports user functions."""
-    alone = not under_a_launcher(settings.cluster.kind) and not launched(settings)
+    alone = not started_by_launcher(settings.cluster.kind) and not runs_in_separate_processes(settings)
     return alone and settings.rollout.schedule == "synchronous"
 
 
@@ -104,7 +104,7 @@ def _train(settings: Settings, resume: bool, callbacks: Callbacks | None, *, emb
     run = _open_run(settings, resume)
     for line in describe_machine().lines():
         console.note(line)
-    if not launched(settings):
+    if not runs_in_separate_processes(settings):
         return run_rank(settings, run, resume=resume, callbacks=callbacks, embedded=embedded)
     with contextlib.closing(run):  # rank 0 opens it
         starting_policy(_here(settings), console, say_found=False)  # rank 0 reports it
@@ -142,7 +142,7 @@ def run_rank(
             opened.callback(run.close)
         set_determinism(settings.training)
         rank, world = start_distributed(deadline=settings.training.collective_deadline)
-        set_threads(settings, processes=computing_processes(settings, ranks=ranks_here(world)))
+        set_threads(settings, processes=computing_processes(settings, ranks=count_local_ranks(world)))
         torch.manual_seed(settings.seed)
         # If the settings do not name the run, each rank under an external launcher has generated a different name.
         name, runs_dir = from_rank_zero(lambda: (settings.name, settings.runs_dir))
@@ -150,11 +150,13 @@ def run_rank(
         settings = settings.model_copy(update={"name": name, "runs_dir": runs_dir, "training": training})
         if world > 1:
             check_shared_folder(settings.run_path, rank=rank)
-        reports = rank == 0 and STARTED_BY not in os.environ  # otherwise the command that started the ranks reports
+        reports = (
+            rank == 0 and PARENT_VARIABLE not in os.environ
+        )  # otherwise the command that started the ranks reports
 
         def end_at_once() -> None:
             if reports:
-                print(f"stopped at once; {progress_of(settings)}", file=sys.stderr, flush=True)
+                print(f"stopped at once; {describe_progress(settings)}", file=sys.stderr, flush=True)
             os._exit(INTERRUPTED)
 
         own = None if rank == 0 else opened.enter_context(open(os.devnull, "w"))
@@ -162,7 +164,7 @@ def run_rank(
         follower = RunFollower(run.path, callbacks) if run is not None and callbacks is not None else None
         changed = follower.poll if follower is not None else lambda: None
         session = Session(settings, run, console, rank=rank, world=world, changed=changed)
-        with stop_requests(session.request_stop, None if embedded else end_at_once, announce=reports):
+        with handle_stop_signals(session.request_stop, None if embedded else end_at_once, announce=reports):
             try:
                 session.start(resume=resume)
                 return session.loop()
@@ -175,9 +177,9 @@ def _kept_log(settings: Settings, rank: int) -> contextlib.AbstractContextManage
 
     If rank 0 draws on a terminal, returns the log, to which rank 0 writes the same content as plain lines.
     """
-    log = log_file(settings.run_path.absolute(), HERE.node, "rank", rank)
-    if STARTED_BY not in os.environ:
+    log = log_file(settings.run_path.absolute(), THIS_MACHINE.node, "rank", rank)
+    if PARENT_VARIABLE not in os.environ:
         if settings.training.num_processes == 1:  # this is the command itself
             return contextlib.nullcontext()
-        keep_log(log, draws=rank == 0)
+        copy_output_to_log(log, keep_terminal_output=rank == 0)
     return log.open("a", buffering=1) if rank == 0 and sys.stdout.isatty() else contextlib.nullcontext()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from agentrl.cluster.launchers import ranks_here
+from agentrl.cluster.launchers import count_local_ranks
 from agentrl.evaluation.benchmarks import held_out_problems
 from agentrl.evaluation.during_training import EvaluationReport, evaluate_policy
 from agentrl.evaluation.settings import evaluation_environment, evaluation_rollout
@@ -33,7 +33,7 @@ from agentrl.rollout.work_queue import QueueState
 from agentrl.rollout.worker import RolloutBatch, RolloutWorker
 from agentrl.telemetry.files import BackgroundWriter
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.telemetry.trace import call, start_trace, stop_trace
+from agentrl.telemetry.trace import service_span, start_trace, stop_trace
 from agentrl.training.step.batching import RankPlan, due, plan_step
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 from agentrl.training.worker.service import InterruptedRunError
@@ -134,7 +134,7 @@ class LocalService:
         if settings.telemetry.trace:
             start_trace(RunDirectory(self._folder).trace, "rollout worker")
             opened.callback(stop_trace)
-            execution.traced = partial(call, "sandbox", "program")
+            execution.traced = partial(service_span, "sandbox", "program")
             opened.callback(setattr, execution, "traced", contextlib.nullcontext)
         environment, codec = environment_and_codec(settings, read_tokenizer(policy_path), policy_path)
         self._environment = environment
@@ -205,7 +205,7 @@ class LocalService:
             folder=self._folder,
             model=model,
             shared=trained is not None,
-            training_gpus=ranks_here(settings.training.num_processes),
+            training_gpus=count_local_ranks(settings.training.num_processes),
             deterministic=settings.training.deterministic,
             cluster=settings.cluster if servers_on_nodes(settings.rollout, settings.cluster.kind) else None,
         )
@@ -243,7 +243,7 @@ class LocalService:
         )
         return [plan for plan in plans for _ in range(sharing)]
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         with contextlib.suppress(InterruptedRunError):
             self._run(self._worker.drain())
 
@@ -251,7 +251,7 @@ class LocalService:
         """Confirm a step, and start writing its trajectories. Raises WorldError if the previous write failed."""
         if self._batch is None or self._batch.step != step:
             raise RuntimeError(f"step {step} was confirmed, but it is not the last planned step")
-        self._writer.settle()
+        self._writer.wait()
         if due(step, self._settings.telemetry.trajectories_every):
             rows = (item.to_record() for group in self._batch.played for item in group.everyone)
             self._writer.submit(partial(RunDirectory(self._folder).write_trajectories, step, rows))
@@ -300,7 +300,7 @@ class LocalService:
         return replace(report, groups=())
 
     def state_dict(self) -> QueueState:
-        self._writer.settle()  # a resumed run does not write these trajectories again
+        self._writer.wait()  # a resumed run does not write these trajectories again
         return self._finish(self._in_loop(self._worker.state_dict))
 
     def load_state_dict(self, state: QueueState) -> None:

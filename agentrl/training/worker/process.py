@@ -19,7 +19,7 @@ from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 
-from agentrl.cluster.launchers import ranks_here
+from agentrl.cluster.launchers import count_local_ranks
 from agentrl.cluster.processes import set_tcp_timeout
 from agentrl.errors import AgentRLError
 from agentrl.training.coldstart.policy import computing_processes, set_threads
@@ -237,7 +237,7 @@ def main() -> None:
     resting = startup.settings.rollout.schedule == "synchronous"
     set_threads(
         startup.settings,
-        processes=1 if resting else computing_processes(startup.settings, ranks=ranks_here(startup.ranks)),
+        processes=1 if resting else computing_processes(startup.settings, ranks=count_local_ranks(startup.ranks)),
     )
     server = Server(first, control, door)
     try:

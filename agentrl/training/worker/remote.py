@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch._dynamo.callback import callback_handler
 
 from agentrl.cluster.launchers import listen_for_ranks
-from agentrl.cluster.local import HERE, LocalProcess, log_file
+from agentrl.cluster.local import THIS_MACHINE, LocalProcess, log_file
 from agentrl.cluster.processes import ProcessSpec, set_tcp_timeout
 from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.engines.base import engine_facts
@@ -129,7 +129,7 @@ class RemoteService:
             callback_handler.remove_start_callback(self._heartbeat.allow_compilation)
         self._connection.close()
         if self._process is not None:
-            self._process.end(_END)
+            self._process.wait_or_kill(_END)
 
     # -- communication --------------------------------------------------------------------------------------------
 
@@ -141,9 +141,9 @@ class RemoteService:
             number=0,
             arguments=("-m", "agentrl.training.worker.process", *map(str, handles)),
             environment={"RANK": None, "WORLD_SIZE": None},
-            log=log_file(startup.settings.run_path.absolute(), HERE.node, "worker", 0),
+            log=log_file(startup.settings.run_path.absolute(), THIS_MACHINE.node, "worker", 0),
         )
-        self._process = LocalProcess(spec, HERE, handles)
+        self._process = LocalProcess(spec, THIS_MACHINE, handles)
         for theirs in (their_talk, their_control, door):
             theirs.close()
         talk.send(startup)

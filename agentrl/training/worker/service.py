@@ -80,7 +80,7 @@ class RolloutService(Protocol):
         """
 
     @_call("the current batch (training.worker_timeout)", interruptible=True)
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         """Wait until the weights may change: after a batch of one policy version, or at once after a stop request."""
 
     @_call("the other ranks at {place} (training.worker_timeout)")

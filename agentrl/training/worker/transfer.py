@@ -15,7 +15,7 @@ from agentrl.kernels.attention import pack_padded
 from agentrl.models.lora import write_adapter
 from agentrl.models.settings import LoRASettings
 from agentrl.telemetry.console import Console
-from agentrl.telemetry.files import world_errors
+from agentrl.telemetry.files import os_errors_as_world_errors
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, on_every_rank
 from agentrl.training.worker.service import RolloutService
 from agentrl.weights.exports import AdapterSource, MergedSource, held, write_export, write_version
@@ -129,7 +129,7 @@ class WeightSender:
         try:
             if self._engine.rank > 0:
                 return ""
-            with world_errors(self._folder, "write weights to"):
+            with os_errors_as_world_errors(self._folder, "write weights to"):
                 folder = self._folder.absolute()
                 if target.form == "adapter":
                     factors = {name: held(value) for name, value in tensors}
