@@ -2,6 +2,7 @@
 # make test    set everything up, lint, check types and import contracts, run all tests on all cores
 # make test-quick   only the tests that start no training, server or sandbox; every package, under 2 minutes
 # make docs    write the generated pages of docs/, build the site in build/site, check every link and anchor
+# make models  write docs/reference/models.md, which tests the models of the installed transformers
 # make docs-serve   show the site at http://localhost:8000, built again when a page changes
 #
 # PYTHON       the Python to build .venv with (3.11 or newer); default: the first fit one on PATH
@@ -50,6 +51,9 @@ docs: $(STAMP)
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python docs/generate_metrics.py
 	$(BIN)/python docs/build_site.py
+
+models: $(STAMP)
+	$(BIN)/python docs/generate_models.py
 
 docs-serve: $(STAMP)
 	$(BIN)/python docs/build_site.py --serve

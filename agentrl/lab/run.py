@@ -16,8 +16,7 @@ from agentrl.lab.results import MEASURED, MeasurementFiles, ProblemLine, line_of
 from agentrl.lab.sample import ProblemSample, look_at, unusable
 from agentrl.lab.settings import Choice, LabRequest, LabSettings, check_lab, lab_settings
 from agentrl.lab.summary import Line
-from agentrl.models.attention import choose_attention
-from agentrl.models.exactness import check_policy
+from agentrl.models.exactness import check_policy, choose_reader
 from agentrl.models.loading import model_fingerprint, read_model
 from agentrl.models.lora import with_adapter
 from agentrl.models.policy import PolicyModel
@@ -115,7 +114,7 @@ class _Bench:
             "correction": self._weighing,
             **_conditions(settings, lab, choices),
         }
-        attention = choose_attention(settings.model.attention, causal_lm.config, dtype=settings.model.dtype)
+        attention = choose_reader(settings.model, causal_lm.config)
         self._policy = PolicyModel(causal_lm, backend=head_backend, attention=attention)
         check_policy(model, self._policy)
         self._playing = playing

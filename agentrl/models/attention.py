@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 ATTENTION = "agentrl"
+PADDED_SHARING = (
+    "training.sequence_parallel needs packed trajectories, but the model reads padded ones (model.rows): set "
+    "training.sequence_parallel=1"
+)
 _KINDS = ("full_attention", "sliding_attention")
 _FLASH_HEAD_DIM = 256
 _FLASH_CAPABILITY = (8, 0)
@@ -107,11 +111,17 @@ def use_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(register_attention())
 
 
-def use_packed_attention(model: PreTrainedModel, *, ranks: int = 1) -> None:
-    """Make ``model`` compute attention over packed rows that ``ranks`` ranks share.
+def use_reader(model: PreTrainedModel, backend: AttentionBackend, *, ranks: int = 1) -> None:
+    """Make ``model`` compute attention over rows that ``ranks`` ranks share.
 
-    Raises SettingsError if the model does not support packed rows, or if ``ranks`` does not divide its heads.
+    With the backend "padded", the model computes its own attention. Raises SettingsError if the model does not support
+    packed rows, or if ``ranks`` does not divide its heads.
     """
+    if backend == "padded":
+        if ranks > 1:
+            raise SettingsError(PADDED_SHARING)
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        return
     for obstacle in (packing_obstacle(model.config), sharing_obstacle(model.config, ranks)):
         if obstacle is not None:
             raise SettingsError(obstacle)
@@ -120,9 +130,10 @@ def use_packed_attention(model: PreTrainedModel, *, ranks: int = 1) -> None:
 
 def sharing_obstacle(config: PreTrainedConfig, ranks: int) -> str | None:
     """Return the reason why ``ranks`` ranks cannot share rows (training.sequence_parallel), or None if they can."""
-    text = config.get_text_config()
-    heads: int = text.num_attention_heads
-    if ranks > 1 and heads % ranks:
+    if ranks == 1:
+        return None
+    heads: int = config.get_text_config().num_attention_heads
+    if heads % ranks:
         valid = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
         return f"training.sequence_parallel={ranks} does not divide the model's {heads} query heads; valid: {valid}"
     return None
@@ -217,10 +228,10 @@ def attention_length(config: PreTrainedConfig) -> float:
     l tokens, so l = P / (H E). Returns infinity if the configuration lacks the sizes.
     """
     text = config.get_text_config()
-    inner = getattr(text, "intermediate_size", None)
-    if inner is None:
+    inner, heads = getattr(text, "intermediate_size", None), getattr(text, "num_attention_heads", None)
+    if inner is None or heads is None:
         return math.inf
-    heads, hidden = text.num_attention_heads, text.hidden_size
+    hidden = text.hidden_size
     width = heads * (getattr(text, "head_dim", None) or hidden // heads)
     kept = width * (getattr(text, "num_key_value_heads", None) or heads) // heads
     return (2 * hidden * (width + kept) + 3 * hidden * inner) / width

@@ -1,4 +1,4 @@
-"""Comparison of the packed forward pass of training with a model's unpacked forward pass.
+"""Comparison of the forward pass of training with a model's forward pass of one unpadded row.
 
 A model can accept packed rows and still compute wrong values. For example, BART adds positions by index and ignores
 ``position_ids``. :func:`check_architecture` tests a model's code on a small random copy before a run begins.
@@ -18,10 +18,16 @@ from torch import Tensor, nn
 
 from agentrl.errors import SettingsError, is_out_of_memory
 from agentrl.kernels import KernelInputError
-from agentrl.kernels.attention import pack_padded
-from agentrl.models.attention import ATTENTION, packing_obstacle, register_attention, use_attention
+from agentrl.kernels.attention import AttentionBackend, pack_padded
+from agentrl.models.attention import (
+    ATTENTION,
+    choose_attention,
+    packing_obstacle,
+    register_attention,
+)
 from agentrl.models.loading import switch_off_dropout
 from agentrl.models.policy import PolicyModel
+from agentrl.models.settings import ModelSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -38,62 +44,103 @@ _RESPONSES = (9, 7)
 _LAYERS, _HEADS, _HEAD_WIDTH, _INTERMEDIATE, _VOCABULARY, _WINDOW = 2, 4, 16, 64, 128, 4
 
 
+def choose_reader(model: ModelSettings, config: PreTrainedConfig) -> AttentionBackend:
+    """Return "padded" or the backend for packed rows, by ``model.rows``. Raises SettingsError if it cannot run."""
+    if model.rows == "padded" or (model.rows == "auto" and packing_problem(config) is not None):
+        return "padded"
+    return choose_attention(model.attention, config, dtype=model.dtype)
+
+
+_problems: dict[str, SettingsError | None] = {}  # by configuration, because a test takes up to two seconds
+
+
+def packing_problem(config: PreTrainedConfig) -> SettingsError | None:
+    """Return the error of :func:`check_architecture` for packed rows, or None if a model can be packed. Cached."""
+    key = config.to_json_string()
+    if key not in _problems:
+        try:
+            check_architecture("model.path", config, "sdpa")
+            _problems[key] = None
+        except SettingsError as error:
+            _problems[key] = error
+    return _problems[key]
+
+
 @torch.no_grad()
-def check_architecture(name: str, config: PreTrainedConfig) -> None:
-    """Raise SettingsError if the packed forward pass of model ``name`` differs from the unpacked forward pass.
+def check_architecture(name: str, config: PreTrainedConfig, reader: AttentionBackend) -> None:
+    """Raise SettingsError if the forward pass of model ``name`` with ``reader`` differs from that of unpadded rows.
 
     Compares log-probabilities on a random float32 copy with few heads, layers and tokens. Returns without an error if
     the copy itself cannot run; :func:`check_policy` then tests the loaded model.
     """
-    obstacle = packing_obstacle(config)
+    obstacle = None if reader == "padded" else packing_obstacle(config)
     if obstacle is not None:
         raise SettingsError(obstacle)
-    try:
-        small = small_config(config)
-        if parameters(small) > _LARGEST:
+    reader = "padded" if reader == "padded" else "sdpa"  # runs on any machine
+    with torch.random.fork_rng(devices=[]):
+        try:
+            small = small_config(config)
+            if parameters(small) > _LARGEST:
+                return
+            own = random_model(small, attention="eager")
+            rows = two_rows(small.get_text_config().vocab_size)
+            wanted = unpacked_log_probs(own, rows)
+        except Exception:  # noqa: BLE001 - a copy of these sizes cannot run, but the model itself may
             return
-        own = random_model(small, attention="eager")
-        rows = two_rows(small.get_text_config().vocab_size)
-        wanted = unpacked_log_probs(own, rows)
-    except Exception:  # noqa: BLE001 - a copy of these sizes cannot run, but the model itself may
-        return
-    if not bool(wanted.isfinite().all()):
-        return
-    with _named(name, type(own).__name__):
-        found = packed_log_probs(PolicyModel(random_model(small, attention=register_attention(), like=own)), rows)
-        _compare((found - wanted).abs().max(), _COPY_BOUND)
+        if not bool(wanted.isfinite().all()):
+            return
+        with _named(name, type(own).__name__, reader):
+            copied = random_model(small, attention=None if reader == "padded" else register_attention(), like=own)
+            found = packed_log_probs(PolicyModel(copied, attention=reader), rows)
+            _compare((found - wanted).abs().max(), _COPY_BOUND, reader)
 
 
 @torch.no_grad()
 def check_policy(name: str, policy: PolicyModel) -> None:
-    """Raise SettingsError if the packed forward pass of ``policy`` differs from the model's unpacked forward pass.
+    """Raise SettingsError if the forward pass of ``policy`` differs from the model's own forward pass of one row.
 
-    ``name`` is the name of the model in messages. Costs two forward passes of short rows and one packed pass.
+    ``name`` is the name of the model in messages. Costs two forward passes of short rows and one pass of both.
     Collective over ranks that share parameters or form a sequence-parallel group.
     """
     model, head = policy.causal_lm, policy.head
     rows = [row.to(head.weight.device) for row in two_rows(head.out_features)]
-    with _named(name, type(model).__name__):
+    with _named(name, type(model).__name__, policy.attention):
         found = packed_log_probs(policy, rows)
+        implementation = model.config._attn_implementation
         model.set_attn_implementation("eager")
         try:
             wanted = unpacked_log_probs(model, rows)
         finally:
-            use_attention(model)
-        _compare((found - wanted).abs().mean(), BOUNDS[model.dtype])
+            model.set_attn_implementation(implementation)
+        _compare((found - wanted).abs().mean(), BOUNDS[model.dtype], policy.attention)
 
 
-def _compare(difference: Tensor, bound: float) -> None:
+_CAUSES = {
+    "packed": "The model's code probably ignores position_ids or the configured attention function",
+    "padded": "Its states depend on later tokens or on other rows, so it is not causal",
+}
+_REMEDIES = {
+    "packed": "Valid: a model whose layers all call the attention function of transformers with position_ids, such as "
+    "Qwen, Llama or Mistral, or model.rows=padded",
+    "padded": "Valid: any causal language model of transformers with a linear head",
+}
+
+
+def _mode(reader: AttentionBackend) -> str:
+    return "padded" if reader == "padded" else "packed"
+
+
+def _compare(difference: Tensor, bound: float, reader: AttentionBackend) -> None:
     if not float(difference) <= bound:
+        mode = _mode(reader)
         raise KernelInputError(
-            f"log-probabilities of packed trajectories differ from those of unpacked ones by {float(difference):.2g} "
-            f"nats (rounding explains at most {bound:g}). The model's code probably ignores position_ids or the "
-            "configured attention function"
+            f"log-probabilities of {mode} trajectories differ from those of un{mode} ones by {float(difference):.2g} "
+            f"nats (rounding explains at most {bound:g}). {_CAUSES[mode]}"
         )
 
 
 @contextmanager
-def _named(name: str, kind: str) -> Iterator[None]:
+def _named(name: str, kind: str, reader: AttentionBackend) -> Iterator[None]:
     """Convert every error in a model's code, except out-of-memory errors, to a SettingsError with the model's name."""
     try:
         yield
@@ -105,9 +152,9 @@ def _named(name: str, kind: str) -> Iterator[None]:
             cause = "its layers accept only the attention functions of their class"
         elif not isinstance(error, KernelInputError | SettingsError):
             cause = f"{type(error).__name__}: {cause}"
+        mode = _mode(reader)
         raise SettingsError(
-            f"model.path={name!r}: {kind} cannot be trained on packed trajectories: {cause}. Valid: a model whose "
-            "layers all call the attention function of transformers with position_ids, such as Qwen, Llama or Mistral"
+            f"model.path={name!r}: {kind} cannot be trained on {mode} trajectories: {cause}. {_REMEDIES[mode]}"
         ) from error
 
 
@@ -224,7 +271,9 @@ def parameters(config: PreTrainedConfig) -> int:
         return sum(item.numel() for item in AutoModelForCausalLM.from_config(config).parameters())
 
 
-def random_model(config: PreTrainedConfig, *, attention: str, like: PreTrainedModel | None = None) -> PreTrainedModel:
+def random_model(
+    config: PreTrainedConfig, *, attention: str | None, like: PreTrainedModel | None = None
+) -> PreTrainedModel:
     """Return a float32 model in evaluation mode, with the weights of ``like`` or, without ``like``, random weights.
 
     The random weights are large enough that the predicted distributions are far from uniform.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 from agentrl.kernels.attention import recompute_contexts
-from agentrl.models.attention import register_attention
+from agentrl.models.attention import ATTENTION, register_attention
 from agentrl.models.settings import ModelSettings, TinyModelSettings
 
 if TYPE_CHECKING:
@@ -130,10 +131,8 @@ def read_model(path: str | Path, settings: ModelSettings) -> Any:
     from transformers import AutoModelForCausalLM
 
     _show_no_progress_bars()
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=_DTYPES[settings.dtype], attn_implementation=register_attention()
-    )
-    return prepare_model(model, settings)
+    read = partial(AutoModelForCausalLM.from_pretrained, path, dtype=_DTYPES[settings.dtype])
+    return prepare_model(with_attention(read), settings)
 
 
 def empty_model(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
@@ -144,9 +143,17 @@ def empty_model(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path)
-    return AutoModelForCausalLM.from_config(
-        config, dtype=_DTYPES[settings.dtype], attn_implementation=register_attention()
-    )
+    return with_attention(partial(AutoModelForCausalLM.from_config, config, dtype=_DTYPES[settings.dtype]))
+
+
+def with_attention(build: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    """Build a model with the attention function of agentrl, or with its own if its class accepts no other function."""
+    try:
+        return build(attn_implementation=register_attention())
+    except KeyError as error:
+        if error.args != (ATTENTION,):
+            raise
+        return build()
 
 
 def prepare_model(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:

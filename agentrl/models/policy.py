@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from agentrl.errors import SettingsError
 from agentrl.kernels import Backend, TokenStatistics, full_kl, token_statistics, trajectory_energies, triton_obstacle
 from agentrl.kernels.attention import AttentionBackend, PackedRow, SequenceGroup, packed_states, part_of
-from agentrl.models.attention import use_packed_attention
+from agentrl.models.attention import use_reader
 from agentrl.models.model_parts import IDENTITY, LogitMap, split_model
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class PolicyModel(nn.Module):
         if backend == "triton":
             _check_triton(triton_obstacle(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
         parts = split_model(causal_lm)
-        use_packed_attention(causal_lm, ranks=1 if sequence is None else sequence.size)
+        use_reader(causal_lm, attention, ranks=1 if sequence is None else sequence.size)
         if not isinstance(parts.head, FusedHead):
             head = FusedHead.from_linear(parts.head, backend=backend, logit_map=parts.logit_map)
             causal_lm.set_output_embeddings(head)
@@ -225,7 +225,7 @@ class PolicyModel(nn.Module):
             importance_weights=None if weights is None else weights[own],
             temperature=self.head.logit_map.temperature(temperature),
             cap=self.head.logit_map.output_cap,
-            packed=self.attention,
+            packed=None if self.attention == "padded" else self.attention,
         )
         if self.sequence is None:
             return energies
@@ -270,7 +270,7 @@ class ValueModel(nn.Module):
         Raises SettingsError if the model does not support packed rows.
         """
         super().__init__()
-        use_packed_attention(causal_lm, ranks=1 if sequence is None else sequence.size)
+        use_reader(causal_lm, attention, ranks=1 if sequence is None else sequence.size)
         self._sequence = sequence
         self._attention: AttentionBackend = attention
         self._layers: int = causal_lm.config.get_text_config().num_hidden_layers

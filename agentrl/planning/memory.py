@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from agentrl.errors import SettingsError
-from agentrl.models.attention import packing_obstacle
 from agentrl.models.loading import read_config
 from agentrl.models.lora import target_layers
 from agentrl.models.settings import LoRASettings, ModelSettings
@@ -351,9 +350,6 @@ def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings | None = No
     """
     from transformers import AutoModelForCausalLM
 
-    obstacle = packing_obstacle(config)
-    if obstacle is not None:
-        raise SettingsError(obstacle)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     sizes = [item.numel() for item in model.parameters()]
@@ -361,8 +357,8 @@ def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings | None = No
     vectors = [item.numel() for name, item in model.named_parameters() if item.ndim == 1 and name.endswith("weight")]
     adapted = [model.get_submodule(name) for name in target_layers(model, lora or LoRASettings())]
     text = config.get_text_config()
-    heads = text.num_attention_heads
     # Some architectures' configurations lack the following fields.
+    heads = getattr(text, "num_attention_heads", None) or 1
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     experts = getattr(text, "num_experts_per_tok", None) or 0
     dense = getattr(text, "intermediate_size", None) or 4 * text.hidden_size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,47 +11,28 @@ import torch
 from models.architectures import build_tiny
 from torch import Tensor
 from transformers import AutoConfig, logging
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from agentrl.errors import SettingsError
 from agentrl.kernels.attention import pack_padded
 from agentrl.models.attention import register_attention
-from agentrl.models.exactness import check_architecture, check_policy, parameters, random_model, small_config, two_rows
+from agentrl.models.exactness import (
+    check_architecture,
+    check_policy,
+    choose_reader,
+    parameters,
+    random_model,
+    small_config,
+    two_rows,
+)
 from agentrl.models.loading import checkpoint_layers
 from agentrl.models.policy import PolicyModel
+from agentrl.models.settings import ModelSettings
 
-KINDS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-REQUIRED: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16},
-    "lfm2_moe": {"layer_types": ["full_attention"] * 32},
-    "ministral": {"head_dim": 16},
-    "nemotron": {"num_key_value_heads": 8},
-}
-"""Values that a configuration needs and that its class does not set."""
+sys.path.append(str(Path(__file__).parents[2] / "docs"))
+from generate_models import KINDS, TARGET, UNBUILDABLE, config_for, decide, page
 
-UNBUILDABLE = {
-    "blt": "its text model reads patches of bytes, whose sizes its parts derive from each other",
-    "cohere_compass_text": "its rotary embedding reads the layer kinds of a configuration that only checkpoints have",
-    "dbrx": "its default attention configuration lacks the rope_theta that its code reads",
-    "gemma3n": "its image encoder needs the package timm",
-    "gemma4_assistant": "a drafting model: it has no vocabulary of its own",
-    "gemma4_unified_assistant": "a drafting model: it has no vocabulary of its own",
-    "musicgen": "its configuration has no default text encoder",
-    "musicgen_melody": "its configuration has no default text encoder",
-    "reformer": "the factors of its axial positions must add up to its width",
-    "xmod": "its forward pass needs a default language, which no configuration sets",
-}
-"""Classes whose small copy cannot run by itself: a run with one is decided by `check_policy` when it is loaded."""
-
-REFUSED_IN_TRAINING = {
-    *("bart", "mbart", "marian", "pegasus", "blenderbot", "bigbird_pegasus", "plbart"),  # ignore position_ids
-    *("codegen", "mpt", "gpt_neox_japanese", "moshi", "cpmant", "gpt_oss"),
-    *("bloom", "xglm", "mvp", "trocr", "gptj", "modernbert-decoder"),
-}
-EXACT = {"qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "gemma2", "gemma3_text", "gpt2", "stablelm", "nemotron"}
+PACKED = {"qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "gemma2", "gemma3_text", "gpt2", "stablelm", "nemotron"}
+PADDED = {"gpt_oss", "qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "mamba", "jamba", "bart", "gptj", "bloom"}
 
 
 @pytest.fixture(autouse=True)
@@ -61,23 +44,11 @@ def no_advice() -> Any:
     logging.set_verbosity(level)
 
 
-def outcome(kind: str) -> tuple[str, str]:
-    """("exact" or "refused", why refused); a class that passes the check is compared with its own gradients."""
-    config = AutoConfig.for_model(kind, **REQUIRED.get(kind, {}))
-    try:
-        check_architecture(f"some/{kind}", config)
-    except SettingsError as error:
-        return "refused", str(error)
-    small = small_config(config)
-    assert parameters(small) < 50_000_000, "not small: nothing was compared"
-    compare_with_own_gradients(small)
-    return "exact", ""
-
-
-def compare_with_own_gradients(config: Any) -> None:
-    """Log-probabilities and gradients of two packed rows against one unpadded eager row at a time."""
+def compare_with_own_gradients(config: Any, mode: str) -> None:
+    """Log-probabilities and gradients of two rows against one unpadded eager row at a time."""
     own = random_model(config, attention="eager")
-    policy = PolicyModel(random_model(config, attention=register_attention(), like=own))
+    attention, backend = (None, "padded") if mode == "padded" else (register_attention(), "sdpa")
+    policy = PolicyModel(random_model(config, attention=attention, like=own), attention=backend)
     rows = two_rows(config.get_text_config().vocab_size)
     prompt, lengths = 5, [len(row) for row in rows]
     parts = []
@@ -107,29 +78,29 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # some classes of transformers use torch.jit.script
 def test_every_class_is_exact_or_refused_by_name() -> None:
-    outcomes, undecided, wrong = {}, {}, {}
+    decisions, wrong = {}, {}
     for kind in KINDS:
         if kind in UNBUILDABLE:
             continue
+        decisions[kind] = decide(kind)
+        if decisions[kind].mode == "refused":
+            assert decisions[kind].reason, kind
+            continue
         try:
-            outcomes[kind] = outcome(kind)
-        except AssertionError as error:
-            wrong[kind] = str(error)
+            small = small_config(config_for(kind))
+            assert parameters(small) < 50_000_000, "not small: nothing was compared"
+            compare_with_own_gradients(small, decisions[kind].mode)
         except Exception as error:  # noqa: BLE001 - listed with its cause
-            undecided[kind] = f"{type(error).__name__}: {error}"
-    assert (wrong, undecided) == ({}, {})
-    refused = {kind: why for kind, (result, why) in outcomes.items() if result == "refused"}
-    assert refused.keys() >= REFUSED_IN_TRAINING
-    assert not refused.keys() & EXACT
-    assert len(outcomes) - len(refused) >= 70
-    for kind, why in refused.items():
-        assert why.startswith("model.path"), kind
-        assert f"some/{kind}" in why or kind in why, why
+            wrong[kind] = f"{type(error).__name__}: {error}"
+    assert wrong == {}
+    assert {decisions[kind].mode for kind in PACKED} == {"packed"}
+    assert {decisions[kind].mode for kind in PADDED} == {"padded"}
+    assert page(decisions) == TARGET.read_text(encoding="utf-8"), "run docs/generate_models.py"
 
 
 @pytest.mark.parametrize("kind", ["stablelm", "nemotron"])
 def test_layers_that_drop_keyword_arguments_train_when_they_are_recomputed(kind: str) -> None:
-    config = small_config(AutoConfig.for_model(kind, **REQUIRED.get(kind, {})))
+    config = small_config(config_for(kind))
     own = random_model(config, attention=register_attention())
     batch = two_rows(config.vocab_size)
     ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
@@ -149,7 +120,7 @@ def test_ignored_position_ids_are_named_with_the_difference() -> None:
         SettingsError,
         match=r"model\.path='some/bart': BartForCausalLM cannot be .* differ from those of unpacked ones by 0\.\d+",
     ):
-        check_architecture("some/bart", AutoConfig.for_model("bart"))
+        check_architecture("some/bart", AutoConfig.for_model("bart"), "sdpa")
 
 
 def test_loaded_weights_are_compared_and_left_as_they_were() -> None:
@@ -164,3 +135,27 @@ def test_loaded_weights_are_compared_and_left_as_they_were() -> None:
     )
     with pytest.raises(SettingsError, match=r"model\.path='some/model': Qwen3ForCausalLM .* differ"):
         check_policy("some/model", policy)
+
+
+@pytest.mark.parametrize(("rows", "kind", "reader"), [
+    ("auto", "qwen3", "sdpa"),
+    ("auto", "qwen3_next", "padded"),
+    ("padded", "qwen3", "padded"),
+    ("packed", "qwen3_next", "sdpa"),
+])  # fmt: skip
+def test_rows_are_packed_if_the_small_copy_is_exact(rows: Any, kind: str, reader: str) -> None:
+    assert choose_reader(ModelSettings(rows=rows), config_for(kind)) == reader
+
+
+def test_padded_rows_of_different_lengths_and_a_shared_prompt_are_exact() -> None:
+    """Short and long documents take several forward passes; packed rows are the reference."""
+    torch.manual_seed(0)
+    ids, mask = torch.randint(4, 250, (4, 40)), torch.arange(34) < torch.tensor([3, 34, 12, 30])[:, None]
+    ids[:2, :6] = ids[0, :6]  # two documents share a prompt
+    batch = pack_padded(ids, torch.tensor([6, 6, 6, 6]), mask)
+    found = {}
+    for backend in ("sdpa", "padded"):
+        policy = PolicyModel(build_tiny("qwen3"), attention=backend)
+        log_probs = policy(*batch)[0].log_probs
+        found[backend] = (log_probs.detach(), gradients(log_probs, torch.linspace(-1, 2, 79), policy.causal_lm))
+    torch.testing.assert_close(found["padded"], found["sdpa"], rtol=1e-4, atol=1e-5)

@@ -97,7 +97,8 @@ class _Swap(torch.autograd.Function):
         return _Swap.apply(gradient.contiguous(), ctx.ranks), None
 
 
-AttentionBackend = Literal["sdpa", "flex", "flash"]
+AttentionBackend = Literal["sdpa", "flex", "flash", "padded"]
+"""How a model reads a row: with an attention function for packed documents, or as padded documents."""
 
 
 class Bounds(NamedTuple):
@@ -367,8 +368,11 @@ def packed_states(
 
     Without a ``sequence`` of ranks, these are all L tokens. The transformer's attention must be
     :func:`agentrl.models.attention.attention`, which reads :func:`current_pass`. Raises KernelInputError if a layer did
-    not call this function, because the layer would have mixed documents.
+    not call this function, because the layer would have mixed documents. With the backend "padded", documents are not
+    packed, and any causal model is exact.
     """
+    if backend == "padded":
+        return _padded_states(row, transformer)
     now = AttentionPass(row=row, backend=backend, sequence=sequence)
     with _during(now):
         output = transformer(
@@ -385,6 +389,17 @@ def packed_states(
         )
     states: Tensor = output.last_hidden_state[0]
     return states
+
+
+def _padded_states(row: PackedRow, transformer: nn.Module) -> Tensor:
+    """Return the states [L, D] of a row whose documents are batch entries with padding on the right.
+
+    A causal model's states do not depend on later tokens, so the padding needs no mask. A shared prompt is computed
+    with each document. One forward pass for each batch of documents of nearly equal lengths.
+    """
+    tables, numbers = row.calls
+    parts = [transformer(input_ids=row.input_ids[0][table], use_cache=False).last_hidden_state for table in tables]
+    return torch.cat([states.flatten(0, 1) for states in parts]).index_select(0, numbers)
 
 
 def part_of(row: PackedRow, sequence: SequenceGroup | None) -> slice:

@@ -21,8 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 import agentrl
 from agentrl.errors import SettingsError
 from agentrl.kernels.attention import PackedRow, pack_row
-from agentrl.models.attention import choose_attention
-from agentrl.models.exactness import check_policy
+from agentrl.models.exactness import check_policy, choose_reader
 from agentrl.models.loading import build_tiny_model, read_model, train_tokenizer, write_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
@@ -115,7 +114,7 @@ def fine_tune(
         PolicyModel(
             model,
             backend=settings.training.head_backend,
-            attention=choose_attention(settings.model.attention, model.config, dtype=settings.model.dtype),
+            attention=choose_reader(settings.model, model.config),
         ),
         optimizer=OptimizerSettings(
             learning_rate=cold.learning_rate,

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 from agentrl.errors import WorldError
 from agentrl.kernels import TokenStatistics
-from agentrl.models.attention import choose_attention
+from agentrl.models.exactness import choose_reader
 from agentrl.models.loading import read_model
 from agentrl.models.lora import with_adapter
 from agentrl.models.policy import PolicyModel
@@ -409,7 +409,7 @@ def read_for_training(path: str | Path, model: ModelSettings, training: Training
 def read_policy(path: str | Path, model: ModelSettings, training: TrainingSettings) -> PolicyModel:
     """Read a policy for this rank with :func:`read_for_training`."""
     causal_lm = read_for_training(path, model, training)
-    attention = choose_attention(model.attention, causal_lm.config, dtype=model.dtype)
+    attention = choose_reader(model, causal_lm.config)
     sequence = rank_groups(training).sequence
     return PolicyModel(causal_lm, backend=training.head_backend, attention=attention, sequence=sequence)
 

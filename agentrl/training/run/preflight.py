@@ -14,8 +14,8 @@ import torch
 from agentrl.cluster.backends import has_many_nodes
 from agentrl.config import dump_yaml
 from agentrl.errors import SettingsError
-from agentrl.models.attention import attention_obstacle, length_obstacle, sharing_obstacle
-from agentrl.models.exactness import check_architecture
+from agentrl.models.attention import PADDED_SHARING, attention_obstacle, length_obstacle, sharing_obstacle
+from agentrl.models.exactness import check_architecture, choose_reader, packing_problem
 from agentrl.models.lora import check_peft
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.planning.memory import config_of, read_shape, shape_of
@@ -46,6 +46,8 @@ from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from agentrl.config import Settings
 
 
@@ -119,13 +121,33 @@ def _check_model(settings: Settings) -> None:
             continue  # reported when the model is read
         if model.lora.targets and path == settings.model.path:
             shape_of(str(path), config, model.lora)
-        check_architecture(path or "the embedded tiny policy", config)
+        reader = choose_reader(model, config)
+        check_architecture(path or "the embedded tiny policy", config, reader)
         for obstacle in (
+            padding_obstacle(settings, config) if reader == "padded" else None,
             sharing_obstacle(config, settings.training.sequence_parallel),
             length_obstacle(config, longest),
         ):
             if obstacle is not None:
                 raise SettingsError(obstacle)
+
+
+def padding_obstacle(settings: Settings, config: PreTrainedConfig) -> str | None:
+    """Return the reason why a model cannot read padded trajectories with these settings, or None if it can."""
+    problem = packing_problem(config)
+    if settings.training.sequence_parallel > 1:
+        return PADDED_SHARING if problem is None else str(problem)
+    if settings.training.zero_stage == 3:  # ranks run different numbers of forward passes, which are collective
+        return (
+            "training.zero_stage=3 needs packed trajectories, but the model reads padded ones (model.rows): set "
+            "training.zero_stage=2"
+        )
+    if problem is not None and engine_facts(settings.rollout).in_process:
+        return (
+            f"rollout.engine={settings.rollout.engine} samples only from models that support packed rows: set "
+            f"rollout.engine=vllm ({problem})"
+        )
+    return None
 
 
 def _check_template(settings: Settings) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from agentrl.algorithms import AdaptiveKL, FixedKL, KLController, aggregate, value_loss
 from agentrl.batch import Batch, scatter_tokens
-from agentrl.models.attention import choose_attention
+from agentrl.models.exactness import choose_reader
 from agentrl.models.lora import adapter_off
 from agentrl.models.policy import PolicyModel, ReferenceHead, ValueModel
 from agentrl.models.settings import LoRASettings
@@ -121,7 +121,7 @@ def _without_adapters(engine: TrainingEngine[PolicyModel], policy: PolicyModel) 
 def open_critic(settings: Settings, *, start: str, updates: int) -> Critic:
     """Open a critic on this rank, with the transformer of ``critic.path`` or of the policy ``start``."""
     causal_lm = read_for_training(settings.critic.path or start, settings.model, settings.training)
-    attention = choose_attention(settings.model.attention, causal_lm.config, dtype=settings.model.dtype)
+    attention = choose_reader(settings.model, causal_lm.config)
     engine = TrainingEngine(
         ValueModel(causal_lm, attention=attention, sequence=rank_groups(settings.training).sequence),
         optimizer=settings.optimizer.model_copy(update={"learning_rate": settings.critic.learning_rate}),
