@@ -21,28 +21,40 @@ from agentrl.models.exactness import check_architecture, packing_problem
 TARGET = Path(__file__).parent / "reference" / "models.md"
 KINDS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
+_SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SMALL |= {"num_key_value_heads": 2}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
 _REQUIRED: dict[str, dict[str, Any]] = {
+    "bamba": _SMALL | _MAMBA | {"attn_layer_indices": [1]},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "granitemoehybrid": _SMALL | _MAMBA | {"layer_types": ["mamba", "attention"]},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
+    "inkling_text": _SMALL,
     "lfm2_moe": {"layer_types": ["full_attention"] * 32},
+    "mamba2": {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 8},
 }
-"""Values that a configuration needs and that its class does not set."""
+"""Values that a configuration needs and that its class does not set, or sizes that depend on each other."""
 
 UNBUILDABLE = {
     "blt": "its text model reads patches of bytes, whose sizes its parts derive from each other",
     "cohere_compass_text": "its rotary embedding reads the layer kinds of a configuration that only checkpoints have",
     "dbrx": "its default attention configuration lacks the rope_theta that its code reads",
+    "deepseek_v32": "its copy with 256 experts exceeds 50 million parameters",
     "gemma3n": "its image encoder needs the package timm",
     "gemma4_assistant": "it is a drafting model without a vocabulary",
     "gemma4_unified_assistant": "it is a drafting model without a vocabulary",
     "musicgen": "its configuration has no default text encoder",
     "musicgen_melody": "its configuration has no default text encoder",
+    "qwen4_exp": "its default configuration lacks sizes that its code reads",
+    "qwen4_exp_text": "its default configuration lacks sizes that its code reads",
     "reformer": "the factors of its axial positions must add up to its width",
     "xmod": "its forward pass needs a default language, which no configuration sets",
+    "zamba": "its shared layers are tied by number",
+    "zamba2": "the sizes of its parts depend on each other",
 }
 """Classes whose small copy cannot run without a checkpoint's configuration, with the cause."""
 
@@ -87,7 +99,7 @@ def decide(kind: str) -> Decision:
     if problem is None:
         return Decision("packed")
     try:
-        check_architecture(kind, config, "padded")
+        assert check_architecture(kind, config, "padded"), f"the copy of {kind} cannot run: add it to UNBUILDABLE"
     except SettingsError as error:
         return Decision("refused", _cause(str(error)))
     return Decision("padded", _cause(str(problem)))

@@ -67,11 +67,11 @@ def packing_problem(config: PreTrainedConfig) -> SettingsError | None:
 
 
 @torch.no_grad()
-def check_architecture(name: str, config: PreTrainedConfig, reader: AttentionBackend) -> None:
+def check_architecture(name: str, config: PreTrainedConfig, reader: AttentionBackend) -> bool:
     """Raise SettingsError if the forward pass of model ``name`` with ``reader`` differs from that of unpadded rows.
 
-    Compares log-probabilities on a random float32 copy with few heads, layers and tokens. Returns without an error if
-    the copy itself cannot run; :func:`check_policy` then tests the loaded model.
+    Compares log-probabilities on a random float32 copy with few heads, layers and tokens. Returns False if the copy
+    itself cannot run; :func:`check_policy` then tests the loaded model.
     """
     obstacle = None if reader == "padded" else packing_obstacle(config)
     if obstacle is not None:
@@ -81,18 +81,19 @@ def check_architecture(name: str, config: PreTrainedConfig, reader: AttentionBac
         try:
             small = small_config(config)
             if parameters(small) > _LARGEST:
-                return
+                return False
             own = random_model(small, attention="eager")
             rows = two_rows(small.get_text_config().vocab_size)
             wanted = unpacked_log_probs(own, rows)
         except Exception:  # noqa: BLE001 - a copy of these sizes cannot run, but the model itself may
-            return
+            return False
         if not bool(wanted.isfinite().all()):
-            return
+            return False
         with _named(name, type(own).__name__, reader):
             copied = random_model(small, attention=None if reader == "padded" else register_attention(), like=own)
             found = packed_log_probs(PolicyModel(copied, attention=reader), rows)
             _compare((found - wanted).abs().max(), _COPY_BOUND, reader)
+    return True
 
 
 @torch.no_grad()
