@@ -69,6 +69,7 @@ class MicroBatch:
     forks: np.ndarray  # [B] int64, number of model tokens of the parent before the fork
     weights: np.ndarray  # [B] float32, the trajectory's fraction of its rollout's model tokens
     problem_weights: np.ndarray  # [B] float32, factor of the trajectory in the loss
+    path_weights: np.ndarray  # [B] float32, weight of the trajectory in a forked rollout, else 1
     truncated: np.ndarray  # [B] bool, True if a limit ended the trajectory
     trained: np.ndarray  # [B] bool, False if filters removed the trajectory from the loss
     homes: np.ndarray  # [B] int64, rank that receives all trajectories of the group in a statistics pass
@@ -80,12 +81,12 @@ class MicroBatch:
         cls,
         items: Sequence[Trajectory],
         *,
-        no_loss: Collection[tuple[int, int]] = (),
+        no_loss: Collection[tuple[int, int, int]] = (),
         homes: Mapping[int, int] | None = None,
         greedy_returns: Mapping[int, float] | None = None,
         counted: bool = True,
     ) -> MicroBatch:
-        """Pack trajectories. ``no_loss`` contains the (group, sample) of rollouts that filters removed from the loss.
+        """Pack trajectories. ``no_loss`` contains the (group, sample, branch) of those removed from the loss.
 
         ``homes`` maps each group to the rank that receives its trajectories in a statistics pass. If ``homes`` is None,
         rank 0 receives all trajectories. ``greedy_returns`` maps each group to the reward of its greedy rollout.
@@ -117,8 +118,11 @@ class MicroBatch:
             forks=np.array([item.fork for item in items]),
             weights=np.array([item.weight for item in items], dtype=np.float32),
             problem_weights=np.array([item.problem_weight for item in items], dtype=np.float32),
+            path_weights=np.array(
+                [1.0 if item.path_weight is None else item.path_weight for item in items], dtype=np.float32
+            ),
             truncated=np.array([item.ended.is_truncation for item in items]),
-            trained=np.array([(item.group, item.sample) not in no_loss for item in items]),
+            trained=np.array([(item.group, item.sample, item.branch) not in no_loss for item in items]),
             homes=np.array([0 if homes is None else homes[item.group] for item in items]),
             greedy_returns=greedy,
             counted=counted,
@@ -168,6 +172,7 @@ class Batch:
     forks: Tensor  # [B] int64
     weights: Tensor  # [B] float32
     problem_weights: Tensor  # [B] float32
+    path_weights: Tensor  # [B] float32
     truncated: Tensor  # [B] bool
     homes: Tensor  # [B] int64
     greedy_returns: Tensor | None  # [B] float32
@@ -211,6 +216,7 @@ class Batch:
             forks=sent(micro.forks),
             weights=sent(micro.weights),
             problem_weights=sent(micro.problem_weights),
+            path_weights=sent(micro.path_weights),
             truncated=sent(micro.truncated),
             homes=sent(micro.homes),
             greedy_returns=None if micro.greedy_returns is None else sent(micro.greedy_returns),

@@ -94,6 +94,11 @@ class Trajectory:
     ``sample``. Every sampled token is a model token of one branch. If the prompt of a branch continues the
     conversation of another branch, ``parent`` is the index of that branch, and ``fork`` is the number of its model
     tokens that the prompt contains. ``weight`` is the branch's fraction of the rollout's model tokens.
+    A *forked* rollout is a tree of alternatives, and its branches are the edges: a branch that ended as ``forked``
+    continues in several others, and every other branch ends a path with its own reward. ``path_weight`` is the weight
+    of the branch (:func:`weighed`), and None in rollouts that are not forked. ``weight`` then counts tokens with it,
+    and ``reward`` is the reward of the path, or of a forked branch the mean over its paths.
+
     ``problem_weight`` is a factor in the loss, which gives problems with different numbers of rollouts the same weight.
 
     The rollout's reward is assigned to tokens of the last branch. ``reward_elsewhere`` is the reward on tokens of other
@@ -119,6 +124,7 @@ class Trajectory:
     fork: int = 0
     weight: float = 1.0
     problem_weight: float = 1.0
+    path_weight: float | None = None
     reward_elsewhere: float = 0.0
 
     def __str__(self) -> str:
@@ -177,6 +183,11 @@ class Trajectory:
         return sum(len(segment.token_ids) for segment in self.segments if segment.origin == "model")
 
     @property
+    def token_weight(self) -> float:
+        """Weight of a model token in the loss and its normalizer."""
+        return self.problem_weight * (1.0 if self.path_weight is None else self.path_weight)
+
+    @property
     def length(self) -> int:
         """Number of prompt and response tokens."""
         return len(self.prompt_ids) + sum(len(segment.token_ids) for segment in self.segments)
@@ -189,8 +200,8 @@ class Trajectory:
 
     @property
     def is_last_branch(self) -> bool:
-        """True for the last trajectory of each rollout, to which the rollout's reward is assigned."""
-        return self.branch == self.branches - 1
+        """True for the trajectory to which a reward is assigned: the last of a rollout, or any end of a forked one."""
+        return self.branch == self.branches - 1 if self.path_weight is None else self.ended is not Ended.FORKED
 
     @property
     def is_excluded(self) -> bool:
@@ -199,7 +210,9 @@ class Trajectory:
 
     def alone(self) -> Trajectory:
         """Return a copy that is the only trajectory of its rollout."""
-        return replace(self, branch=0, branches=1, parent=-1, fork=0, weight=1.0, reward_elsewhere=0.0)
+        return replace(
+            self, branch=0, branches=1, parent=-1, fork=0, weight=1.0, path_weight=None, reward_elsewhere=0.0
+        )
 
     def with_rewards(self, turns: Sequence[float], parts: Mapping[str, float]) -> Trajectory:
         """Return a copy with one reward per model turn, and with the reward functions' values as ``reward_parts``."""
@@ -250,6 +263,57 @@ class Trajectory:
         )
 
 
+def weighed(branches: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
+    """Return the branches of a forked rollout, parents first, with their weights and the rewards of their paths.
+
+    Every fork divides its weight equally among its branches. An excluded branch, and a fork without any other branch,
+    has the weight 0 and counts in no fork: the remaining branches have the weights of a fork with fewer branches. This
+    is the only place where weights depend on failures.
+
+    >>> problem = Problem(id="toy-0", statement="2 + 3?", answer="5", source="toy")
+    >>> turn = Segment(origin="model", token_ids=(1,), log_probs=(-0.5,), version_spans=((3, 1),), text="5")
+    >>> def branch(number, parent, ended):
+    ...     return Trajectory(problem=problem, step=1, group=4, sample=0, prompt_ids=(9,), segments=(turn,),
+    ...                       ended=ended, branch=number, branches=4, parent=parent, fork=int(parent >= 0),
+    ...                       path_weight=1.0)
+    >>> ends = (Ended.FORKED, Ended.STOPPED, Ended.STOPPED, Ended.INFRASTRUCTURE_FAILURE)
+    >>> [item.path_weight for item in weighed([branch(n, -1 if n == 0 else 0, end) for n, end in enumerate(ends)])]
+    [1.0, 0.5, 0.5, 0.0]
+    """
+    children: dict[int, int] = {}
+    counted = set()
+    for item in reversed(branches):
+        if children.get(item.branch) if item.ended is Ended.FORKED else not item.is_excluded:
+            counted.add(item.branch)
+            children[item.parent] = children.get(item.parent, 0) + 1
+    weights: dict[int, float] = {}
+    before: dict[int, float] = {-1: 0.0}  # rewards on the path up to the end of the branch
+    for item in branches:
+        share = 1.0 if item.parent < 0 else weights[item.parent] / children.get(item.parent, 1)
+        weights[item.branch] = share if item.branch in counted else 0.0
+        before[item.branch] = before[item.parent] + math.fsum(segment.reward for segment in item.segments)
+    totals: dict[int, float] = {}  # weighted rewards of the paths through the branch
+    for item in reversed(branches):
+        if item.ended is not Ended.FORKED:
+            totals[item.branch] = weights[item.branch] * before[item.branch]
+        totals[item.parent] = totals.get(item.parent, 0.0) + totals.get(item.branch, 0.0)
+    tokens = math.fsum(item.model_tokens * weights[item.branch] for item in branches)
+
+    def reward(item: Trajectory) -> float:
+        mean = item.ended is Ended.FORKED and weights[item.branch] > 0
+        return totals[item.branch] / weights[item.branch] if mean else before[item.branch]
+
+    return tuple(
+        replace(
+            item,
+            path_weight=weights[item.branch],
+            weight=item.model_tokens * weights[item.branch] / tokens if tokens else 0.0,
+            reward_elsewhere=reward(item) - math.fsum(segment.reward for segment in item.segments),
+        )
+        for item in branches
+    )
+
+
 def one_after_another(branches: Sequence[Trajectory]) -> Trajectory:
     """Concatenate the branches of one rollout into one trajectory. For display only, not for training."""
     *_, last = branches
@@ -266,15 +330,15 @@ class Group:
     """The trajectories of one problem in one step. ``index`` is the problem's request number in the run.
 
     The branches of a rollout are adjacent and in order. ``greedy`` was sampled at temperature 0 for a baseline. It is
-    graded and counted, but never trained on. ``masked`` contains the ``sample`` of each rollout that filters removed
-    from the loss. The rewards of these rollouts remain in the baseline.
+    graded and counted, but never trained on. ``masked`` contains the ``sample`` and ``branch`` of each trajectory that
+    filters removed from the loss. The rewards of these rollouts remain in the baseline.
     """
 
     problem: Problem
     index: int
     trajectories: tuple[Trajectory, ...]
     greedy: Trajectory | None = None
-    masked: frozenset[int] = frozenset()
+    masked: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def rollouts(self) -> tuple[Trajectory, ...]:

@@ -33,7 +33,7 @@ def trajectory(*segments: Segment, **changes: Any) -> Trajectory:
 def test_a_batch_by_hand() -> None:
     short = trajectory(model(5, reward=1.0, version=2), prompt_ids=(21, 22, 23), group=7, sample=1)
     long = trajectory(model(1, 2), observed(8), model(3, version=1), prompt_ids=(11,), group=9, sample=0)
-    micro = MicroBatch.of([short, long], no_loss={(9, 0)}, homes={7: 1, 9: 0}, greedy_returns={7: 0.5, 9: 0.25})
+    micro = MicroBatch.of([short, long], no_loss={(9, 0, 0)}, homes={7: 1, 9: 0}, greedy_returns={7: 0.5, 9: 0.25})
     batch = Batch.of(micro, multiple=4)
     assert batch.row.input_ids.tolist() == [[21, 22, 23, 5, 11, 1, 2, 8, 3, 0, 0, 0]]
     assert batch.row.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2]]

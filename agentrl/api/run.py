@@ -143,7 +143,7 @@ class Run:
         branches: list[Trajectory] = []
         for trajectory in self.trajectories(step):  # the branches of a rollout follow each other
             branches.append(trajectory)
-            if trajectory.is_last_branch:
+            if trajectory.branch == trajectory.branches - 1:
                 yield Rollout(trajectories=tuple(branches))
                 branches = []
 

@@ -30,7 +30,7 @@ def check_settings(settings: Settings, command: Command = "train") -> None:
     if command != "eval":  # an evaluation does not train, and it checks prompts and model before sampling
         problems += [*_length_contradictions(settings), *_objective_contradictions(settings)]
     if command == "train":
-        problems += [*_schedule_contradictions(settings), *_cluster_problems(settings)]
+        problems += [*_schedule_contradictions(settings), *_cluster_problems(settings), *_fork_problems(settings)]
     problems += [
         *_model_problems(settings),
         *_engine_problems(settings, command),
@@ -214,6 +214,34 @@ def _agent_problems(settings: Settings, command: Command) -> Iterator[str]:
             "set gateway.agent_rewards=true to accept rewards from the program "
             "(docs/how-to/agents.md describes the risks)"
         )
+
+
+def _fork_problems(settings: Settings) -> Iterator[str]:
+    """Yield settings that need whole rollouts, and environments whose rollouts cannot be forked."""
+    width = settings.rollout.branching.width
+    if width == 1:
+        return
+    forks = f"rollout.branching.width={width}"
+    environment = settings.environment.model_dump() | (settings.environment.model_extra or {})
+    if is_agent(settings.env):
+        yield f"{forks}: rollouts of the agent program env={settings.env} cannot be forked; set the width to 1"
+    if environment.get("history") == "template":
+        yield f"{forks} and environment.history=template: re-rendered histories cannot be forked; set history=keep"
+    if settings.reward.functions:
+        yield f"{forks} and reward.functions: a function rewards a whole conversation; use the environment's reward"
+    if settings.reward.overlong_buffer:
+        yield f"{forks} and reward.overlong_buffer: the length penalty needs whole responses; set overlong_buffer=0"
+    for key in ("weights", "ratio_mask", "divergence_level"):
+        value = getattr(settings.correction, key)
+        if value not in (None, "token"):
+            yield f"{forks} and correction.{key}={value}: ratios of sequences need whole responses; use token ratios"
+    from agentrl.algorithms import ESTIMATORS, LOSSES  # imports torch, so only if rollouts fork
+
+    name, loss = settings.algorithm.estimator, settings.algorithm.loss
+    if name in ESTIMATORS.names() and ESTIMATORS[name].by_column:
+        yield f"{forks} and algorithm.estimator={name}: it has no baseline for forked rollouts; use tir_otb"
+    if loss in LOSSES.names() and "token_mean" not in LOSSES.traits(loss).aggregations:
+        yield f"{forks} and algorithm.loss={loss}: its ratio needs whole responses; use ppo"
 
 
 def _cluster_problems(settings: Settings) -> Iterator[str]:

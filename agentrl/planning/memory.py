@@ -93,7 +93,7 @@ class TrainingSetup:
     offload: Offload = "none"
     sequence_parallel: int = 1
     lora_rank: int = 0
-    head_backend: str = "triton"
+    head_backend: Literal["reference", "chunked", "triton"] = "triton"
     device: Literal["cpu", "cuda"] = "cuda"  # for the blocks of "chunked"
     reference: bool = False
     critic: bool = False

@@ -29,7 +29,7 @@ from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import CacheUse, Engine
 from agentrl.rollout.policy import FairYield, Rounds, TokenPolicy
-from agentrl.rollout.settings import RolloutSettings
+from agentrl.rollout.settings import BranchingSettings, RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest, SkippedProblemError
 from agentrl.telemetry.trace import add_slice_since, reserve_lane, start_time
 from agentrl.trajectory import Group, Trajectory, one_after_another
@@ -232,6 +232,7 @@ class _Running:
     rounds: Rounds | None
     fair_yield: FairYield
     measure: Measure
+    branching: BranchingSettings
 
 
 @dataclass(kw_only=True)
@@ -259,10 +260,15 @@ class Driver:
         settings = self.settings
         self._admission = Admission(
             self.engine.cache_use,
-            ceiling=settings.concurrency,
-            longest=settings.max_prompt_tokens + settings.max_response_tokens,
+            ceiling=self._concurrency,
+            longest=settings.branching.most_leaves * (settings.max_prompt_tokens + settings.max_response_tokens),
             kv_high_watermark=settings.kv_high_watermark,
         )
+
+    @property
+    def _concurrency(self) -> int:
+        """Maximum number of concurrent rollouts. A forked rollout counts with all of its leaves."""
+        return max(1, self.settings.concurrency // self.settings.branching.most_leaves)
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of admission and of the environment since the last call."""
@@ -315,11 +321,18 @@ class Driver:
     ) -> AsyncGenerator[Group, None]:
         """Yield groups from jobs that arrive over time.
 
-        A group contains ``size`` rollouts of a request, plus a greedy one if ``greedy`` is set. ``rollouts``: the
-        number of jobs, if known. With ``deterministic``, turns are played in rounds only if the number is known.
+        A group contains ``size`` rollouts of a request, plus a greedy one if ``greedy`` is set. Rollouts fork as set in
+        ``rollout.branching``. ``rollouts``: the number of jobs, if known. With ``deterministic``, turns are played in
+        rounds only if the number is known.
         """
-        temperature = self.settings.temperature
-        return self._run(jobs, greedy=greedy, rollouts=rollouts, temperature=temperature, measure=measure)
+        return self._run(
+            jobs,
+            greedy=greedy,
+            rollouts=rollouts,
+            temperature=self.settings.temperature,
+            measure=measure,
+            branching=self.settings.branching,
+        )
 
     async def _run(
         self,
@@ -329,14 +342,16 @@ class Driver:
         rollouts: int | None,
         temperature: float,
         measure: Measure = _unmeasured,
+        branching: BranchingSettings | None = None,
     ) -> AsyncGenerator[Group, None]:
         """Assemble groups from finished trajectories."""
-        players = self.settings.concurrency if rollouts is None else min(self.settings.concurrency, rollouts)
+        players = self._concurrency if rollouts is None else min(self._concurrency, rollouts)
         running = _Running(
             temperature=temperature,
             rounds=Rounds(players) if self.deterministic and rollouts is not None else None,
             fair_yield=FairYield(),
             measure=measure,
+            branching=branching or BranchingSettings(),
         )
         parts: dict[int, list[Trajectory]] = {}
         # Exclude existing objects (libraries, the model) from garbage collection while thousands of trajectories are
@@ -347,7 +362,7 @@ class Driver:
                 async for request, branches in finished:
                     part = parts.setdefault(request.index, [])
                     part += branches
-                    if sum(item.is_last_branch for item in part) == request.size + greedy:
+                    if len({item.sample for item in part}) == request.size + greedy:
                         yield _group(parts.pop(request.index), request)
         finally:
             gc.unfreeze()
@@ -393,7 +408,7 @@ class Driver:
     async def _rollout(self, request: RolloutRequest, running: _Running) -> tuple[Trajectory, ...]:
         """Play one rollout. Retries it up to ``rollout.retries`` times after a failure outside the policy."""
         branches = await self._attempt(request, running)
-        if branches[-1].ended is not Ended.INFRASTRUCTURE_FAILURE:
+        if not _failed(branches):
             return branches
         try:
             async for attempt in stamina.retry_context(
@@ -403,10 +418,10 @@ class Driver:
                     # The first attempt ran above, so that only failures pay for the overhead of retrying.
                     if attempt.num > 1:
                         branches = await self._attempt(request, running)
-                    if branches[-1].ended is Ended.INFRASTRUCTURE_FAILURE:
+                    if _failed(branches):
                         raise _InfrastructureFailureError(branches[-1])
         except _InfrastructureFailureError as failure:
-            return (failure.trajectory,)
+            return (failure.trajectory.alone(),)
         return branches
 
     async def _attempt(self, request: RolloutRequest, running: _Running) -> tuple[Trajectory, ...]:
@@ -429,9 +444,13 @@ class Driver:
             rewarded_later=self.rewards is not None,
             rounds=running.rounds,
             measure=partial(running.measure, request),
+            branching=running.branching,
+            leaves=1 if request.is_greedy else running.branching.most_leaves,
         )
         branches = await policy.play(self.environment)
         self.last_failure = policy.failure or self.last_failure
+        if branches[-1].path_weight is not None:  # forked, so every path has its own reward
+            return branches
         last = await self._rewarded(branches[-1], running, earlier=branches[:-1])
         if last.is_excluded:
             return (last.alone(),)
@@ -461,6 +480,11 @@ class Driver:
             return replace(trajectory, ended=Ended.INFRASTRUCTURE_FAILURE)
         await running.fair_yield.wait()
         return trajectory.with_rewards(score.turns, score.parts)
+
+
+def _failed(branches: Sequence[Trajectory]) -> bool:
+    """Return True if every end of the rollout failed for reasons outside the policy."""
+    return all(item.ended is Ended.INFRASTRUCTURE_FAILURE for item in branches if item.is_last_branch)
 
 
 async def pooled(

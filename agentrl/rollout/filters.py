@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from agentrl.errors import SettingsError
-from agentrl.trajectory import Group, Trajectory
+from agentrl.trajectory import Group, Trajectory, weighed
 from agentrl_envs.types import Ended, Verdict
 
 # Rewards closer than this count as equal.
@@ -61,8 +62,8 @@ def filter_groups(groups: Iterable[Group], rules: FilterRules) -> tuple[tuple[Gr
         for item in rollouts:
             if rules.use(item.ended) != "train":
                 counts["void" if item.ended is Ended.VOID_TURN else "truncated"] += 1
-        data = [item for item in data if rules.use(item.ended) != "exclude"]
-        masked = frozenset(item.sample for item in data if rules.use(item.ended) == "mask")
+        data = _weighed([item for item in data if rules.use(item.ended) != "exclude"])
+        masked = frozenset((item.sample, item.branch) for item in data if rules.use(item.ended) == "mask")
         reason = _reason_to_drop(group, data, masked, rules)
         if reason is not None:
             counts[reason] += 1
@@ -71,10 +72,21 @@ def filter_groups(groups: Iterable[Group], rules: FilterRules) -> tuple[tuple[Gr
     return tuple(kept), counts
 
 
-def _reason_to_drop(group: Group, data: list[Trajectory], masked: frozenset[int], rules: FilterRules) -> str | None:
+def _weighed(data: list[Trajectory]) -> list[Trajectory]:
+    """Give forked rollouts the weights of their remaining branches, and drop branches that lead to no reward."""
+    kept: list[Trajectory] = []
+    for _, items in itertools.groupby(data, key=lambda item: item.sample):
+        branches = list(items)
+        kept += branches if branches[0].path_weight is None else [one for one in weighed(branches) if one.path_weight]
+    return kept
+
+
+def _reason_to_drop(
+    group: Group, data: list[Trajectory], masked: frozenset[tuple[int, int]], rules: FilterRules
+) -> str | None:
     """Return the reason for dropping a group, or None. Only a rollout's rewarded branch counts."""
     data = [item for item in data if item.is_last_branch]
-    if len(data) <= len(masked):
+    if all((item.sample, item.branch) in masked for item in data):
         return "dropped_empty"
     if group.greedy is not None and group.greedy.is_excluded:
         return "dropped_no_greedy"

@@ -14,7 +14,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
@@ -22,9 +22,9 @@ from typing import Any, Generic
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import Completion, Engine, EngineError, Sampling
 from agentrl.rollout.engines.sampling import sampling_key
-from agentrl.rollout.settings import RolloutSettings
+from agentrl.rollout.settings import BranchingSettings, RolloutSettings
 from agentrl.telemetry.trace import span
-from agentrl.trajectory import Segment, Trajectory
+from agentrl.trajectory import Segment, Trajectory, weighed
 from agentrl_envs.chat import MarkedText
 from agentrl_envs.episode import Environment, Episode, NamesCalls, Played, UnavailableError
 from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
@@ -98,6 +98,10 @@ class Rounds:
             if self._waiting.get(request_id) is future:
                 del self._waiting[request_id]
 
+    def enter(self, players: int) -> None:
+        """Add players."""
+        self._players += players
+
     def leave(self) -> None:
         """Remove a player that samples no further turns."""
         self._players -= 1
@@ -134,11 +138,17 @@ class TurnPolicy(ABC, Generic[Played]):
     failure: str | None = None
     cut: bool = False
     full: bool = False
+    earlier_seconds: float = 0.0
+    """Seconds of the programs before the fork from which this branch starts."""
 
     async def play(self, environment: Environment) -> Played:
         """Play a rollout. Returns an excluded rollout if the engine fails or the environment is unavailable."""
+        return await self.guarded(environment.rollout(self.problem, self))
+
+    async def guarded(self, playing: Awaitable[Played]) -> Played:
+        """Return the result of ``playing``, or an excluded rollout after a failure outside the policy."""
         try:
-            return await environment.rollout(self.problem, self)
+            return await playing
         except EngineError as error:
             self.failure = str(error)
         except UnavailableError as error:
@@ -183,7 +193,20 @@ class TurnPolicy(ABC, Generic[Played]):
         if not fits or self.used >= most:
             return Ended.TOKEN_LIMIT
         allowed = self.settings.program_seconds
-        return Ended.DEADLINE if allowed is not None and sum(call.seconds for call in self.calls) > allowed else None
+        return Ended.DEADLINE if allowed is not None and self.program_seconds > allowed else None
+
+    @property
+    def program_seconds(self) -> float:
+        """Seconds that programs and tools have run since the start of the rollout."""
+        return self.earlier_seconds + sum(call.seconds for call in self.calls)
+
+    def fork(self) -> Sequence[TurnPolicy[Played]]:
+        """Return the branches in which the rollout continues after this turn, or () if it does not fork."""
+        return ()
+
+    async def join(self, branches: Sequence[Awaitable[Played]]) -> Played:
+        """Play the branches of :meth:`fork` concurrently."""
+        raise NotImplementedError("this policy does not fork")
 
     @property
     @abstractmethod
@@ -224,6 +247,10 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     ``step``, ``group`` and ``sample_index`` identify the rollout in training and, with ``seed``, key its randomness.
     ``name`` identifies the rollout in the engine. ``measure`` receives the prompt's length in tokens and may raise.
     ``rewarded_later``: the environment may omit the reward. ``rounds``: the gate before each turn, if any.
+
+    ``branching``: where the rollout forks. A branch continues the tokens of its parent, which are its prompt. ``path``:
+    the number of the branch at each fork above it, which keys its randomness. ``leaves``: maximum number of leaves
+    below it. ``earlier_tokens`` and ``earlier_turns`` were sampled or appended before the branch.
     """
 
     step: int
@@ -243,10 +270,21 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     segments: list[Segment] = field(default_factory=list)
     context: tuple[int, ...] = ()
     turn: tuple[Completion, str] | None = None  # sampled and not yet credited
+    branching: BranchingSettings = field(default_factory=BranchingSettings)
+    path: tuple[int, ...] = ()
+    leaves: int = 1
+    earlier_tokens: int = 0
+    earlier_turns: int = 0
+    children: list[TokenPolicy] = field(default_factory=list)
 
     @property
     def used(self) -> int:
-        return len(self.context) - len(self.prompt_ids)
+        return self.earlier_tokens + len(self.context) - len(self.prompt_ids)
+
+    @property
+    def turns(self) -> int:
+        """Number of turns since the start of the rollout."""
+        return self.earlier_turns + sum(segment.origin == "model" for segment in self.segments)
 
     def begin(self, prompt: str) -> None:
         self.prompt_ids = self.context = self.codec.encode_prompt(prompt)
@@ -254,7 +292,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
 
     async def _sample(self, episode: Episode, limit: int) -> str:
         """Sample one turn. If a stop string does not complete the turn, sampling continues after its tokens."""
-        turn = sum(segment.origin == "model" for segment in self.segments)
+        turn = self.turns
         merged: Completion | None = None
         part = 0
         while True:
@@ -289,7 +327,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
             Sampling(max_tokens=limit, temperature=self.temperature, top_p=self.top_p, stop=tuple(stop)),
             trajectory_id=line,
             request_id=request_id,
-            seed=sampling_key(self.seed, self.step, self.group, self.sample_index, turn, part),
+            seed=sampling_key(self.seed, self.step, self.group, self.sample_index, turn, part, *self.path),
         )
         await self.fair_yield.wait()
         return completion
@@ -316,6 +354,77 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
             self.segments.append(Segment(origin="observation", token_ids=token_ids, text=str(MarkedText(*parts))))
             self.context += token_ids
         return fits
+
+    def fork(self) -> Sequence[TokenPolicy]:
+        """Return the branches in which the rollout continues after this turn, or () if it does not fork.
+
+        The number of branches depends only on the turn and the branch. Branches divide the leaves of their parent.
+        """
+        width = self.branching.width_after(self.turns, self.leaves)
+        if width > 1:
+            self.children = [
+                replace(
+                    self,
+                    name=f"{self.name}.{number}",
+                    path=(*self.path, number),
+                    leaves=self.leaves // width + (number < self.leaves % width),
+                    prompt_ids=self.context,
+                    segments=[],
+                    calls=[],
+                    verdict=None,
+                    answer=None,
+                    turn=None,
+                    children=[],
+                    earlier_tokens=self.used,
+                    earlier_turns=self.turns,
+                    earlier_seconds=self.program_seconds,
+                )
+                for number in range(width)
+            ]
+        return self.children
+
+    async def join(self, branches: Sequence[Awaitable[tuple[Trajectory, ...]]]) -> tuple[Trajectory, ...]:
+        """Play the branches concurrently. Returns the edges of the tree, parents first."""
+        if self.rounds is not None:
+            self.rounds.enter(len(branches) - 1)
+        running = len(branches)
+
+        async def played(child: TokenPolicy, branch: Awaitable[tuple[Trajectory, ...]]) -> tuple[Trajectory, ...]:
+            nonlocal running
+            try:
+                return await child.guarded(branch)
+            finally:
+                running -= 1
+                if running and self.rounds is not None:  # the last branch hands its place back to the rollout
+                    self.rounds.leave()
+
+        tasks = [
+            asyncio.create_task(played(child, branch)) for child, branch in zip(self.children, branches, strict=True)
+        ]
+        try:
+            below = await asyncio.gather(*tasks)
+        finally:  # the first exception, or a cancellation, ends the other branches
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self.failure = next((child.failure for child in self.children if child.failure), self.failure)
+        total = 1 + sum(map(len, below))
+        (own,) = self.end(Ended.FORKED)
+        edges = [replace(own, branches=total, path_weight=1.0)]
+        for part in below:
+            offset = len(edges)
+            edges += [
+                replace(
+                    item,
+                    branch=offset + item.branch,
+                    branches=total,
+                    parent=0 if item.parent < 0 else offset + item.parent,
+                    fork=own.model_tokens if item.parent < 0 else item.fork,
+                    path_weight=1.0,
+                )
+                for item in part
+            ]
+        return weighed(edges)
 
     def end(self, ended: Ended) -> tuple[Trajectory, ...]:
         return (

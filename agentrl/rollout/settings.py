@@ -20,6 +20,38 @@ if TYPE_CHECKING:
 Budget = Literal["uniform", "neyman", "variance"]
 
 
+class BranchingSettings(BaseModel):
+    """Forks of rollouts after turns.
+
+    >>> BranchingSettings(width=4, turns=(1, 3)).width_after(3, leaves=2)
+    2
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    width: int = Field(1, ge=1, description="number of branches at a fork; 1: rollouts do not fork")
+    turns: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (1,), description="numbers of the turns after which a rollout forks, counted from 1"
+    )
+    depth: int | None = Field(
+        None, ge=1, description="fork after every turn up to this one instead of after branching.turns"
+    )
+    leaves: int = Field(
+        16, ge=2, description="maximum number of leaves of a rollout; the branches of a fork divide what is left"
+    )
+
+    def width_after(self, turn: int, leaves: int) -> int:
+        """Return the number of branches after ``turn``, at most ``leaves``; 1 if the rollout does not fork there."""
+        forks = turn in self.turns if self.depth is None else turn <= self.depth
+        return min(self.width, leaves) if forks else 1
+
+    @property
+    def most_leaves(self) -> int:
+        """The maximum number of leaves of a rollout."""
+        forks = len(set(self.turns)) if self.depth is None else self.depth
+        return min(self.leaves, self.width ** min(forks, self.leaves)) if self.width > 1 else 1
+
+
 class RolloutSettings(BaseModel):
     """Rollouts of a step: ``problems_per_step`` groups of ``group_size`` trajectories."""
 
@@ -107,6 +139,7 @@ class RolloutSettings(BaseModel):
     )
     max_batch_tokens: int = Field(65536, ge=64, description="tokens per forward pass of the transformers engine")
     kv_cache_tokens: int = Field(1_048_576, ge=64, description="size of the transformers engine's KV cache in tokens")
+    branching: BranchingSettings = BranchingSettings()
     vllm: VLLMSettings = VLLMSettings()
     options: dict[str, Any] = Field(default={}, description="settings of an engine that is added by a plug-in")
 

@@ -72,6 +72,7 @@ class TrajectoryTokens:
     advantages: np.ndarray  # [K]
     loss_mask: np.ndarray  # [K] bool, False if filters or the correction reject the token
     weights: np.ndarray | None = None  # [K] weights of the rollout correction, in loss and energies
+    path_weight: float = 1.0  # weight of the branch in a forked rollout
     update_log_probs: np.ndarray | None = None  # [K] under the policy that was updated; None if equal to log_probs
     hidden_norm_squared: np.ndarray | None = None  # [K]
     reference_log_probs: np.ndarray | None = None  # [K]

@@ -83,6 +83,7 @@ def stored_inputs(trajectories: Sequence[StoredTrajectory]) -> AdvantageInputs:
         branches=_whole(rows, "branch"),
         parents=_whole(rows, "parent"),
         forks=_whole(rows, "fork"),
+        path_weights=_numbers(rows, "path_weight"),
     )
 
 

@@ -14,14 +14,15 @@ AgentRLEnvError
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from agentrl_envs.types import Ended, Problem, Step
 
-Played = TypeVar("Played", covariant=True)
+Played = TypeVar("Played")
 
 
 class AgentRLEnvError(Exception):
@@ -117,6 +118,17 @@ class Policy(Protocol[Played]):
         """
         ...
 
+    def fork(self) -> Sequence[Policy[Played]]:
+        """Return the policies of the branches in which the rollout continues, or () if it does not fork here.
+
+        Called after each turn that did not end the rollout. Must depend only on the rollout so far.
+        """
+        ...
+
+    async def join(self, branches: Sequence[Awaitable[Played]]) -> Played:
+        """Play the branches of `fork` concurrently, and return the rollout with all of them."""
+        ...
+
     def end(self, ended: Ended) -> Played:
         """Return the finished rollout."""
         ...
@@ -154,23 +166,40 @@ class Environment(ABC):
         Raises UnavailableError if the episode fails for reasons outside the policy.
         """
         episode = self.episode(problem)
-        ended: Ended | None = None
         try:
             async with policy.waiting(episode, "start"):
                 prompt = await episode.start()
             policy.begin(prompt)
-            while ended is None:
-                text = await policy.sample(episode)
-                if text is None:
-                    return policy.end(Ended.TOKEN_LIMIT)
-                async with policy.waiting(episode, "environment") as facts:
-                    step = await episode.step(text)
-                    facts["tool calls"] = len(step.tool_calls)
-                ended = await policy.observe(step)
-            return policy.end(ended)
+            return await self._turns(episode, policy)
         finally:
             policy.close()
             await episode.close()
+
+    async def _turns(self, episode: Episode, policy: Policy[Played]) -> Played:
+        """Play turns until the rollout ends or forks. After a fork, play its branches to their ends."""
+        forking = asyncio.Lock()
+
+        async def branch(child: Policy[Played]) -> Played:
+            async with forking, child.waiting(episode, "fork"):
+                twin = await episode.fork()
+            try:
+                return await self._turns(twin, child)
+            finally:
+                child.close()
+                await twin.close()
+
+        ended: Ended | None = None
+        while ended is None:
+            text = await policy.sample(episode)
+            if text is None:
+                return policy.end(Ended.TOKEN_LIMIT)
+            async with policy.waiting(episode, "environment") as facts:
+                step = await episode.step(text)
+                facts["tool calls"] = len(step.tool_calls)
+            ended = await policy.observe(step)
+            if ended is None and (children := policy.fork()):
+                return await policy.join([branch(child) for child in children])
+        return policy.end(ended)
 
     async def close(self) -> None:
         """Release the shared resources. May be called more than once."""

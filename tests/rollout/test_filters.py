@@ -43,7 +43,7 @@ class Filtered(NamedTuple):
     @property
     def no_loss(self) -> set[tuple[int, int]]:
         """Rollouts (group, sample) that leave the loss."""
-        return {(group.index, sample) for group in self.groups for sample in group.masked}
+        return {(group.index, sample) for group in self.groups for sample, _ in group.masked}
 
 
 def apply(*groups: Group, **rules: Any) -> Filtered:

@@ -39,6 +39,8 @@ def rows_of(
         parents=none - 1,
         forks=none,
         weights=torch.ones(len(log_probs)),
+        problem_weights=torch.ones(len(log_probs)),
+        path_weights=torch.ones(len(log_probs)),
         truncated=none.bool(),
         versions=zeros.int(),
         homes=none,

@@ -222,7 +222,7 @@ def rollout_batch(*, void: bool = False, greedy: bool = False, groups: int = GRO
             index=index,
             trajectories=tuple(_trajectory(draw, index, sample, prompt) for sample in range(GROUP_SIZE)),
             greedy=_trajectory(random.Random(index), index, 1 + index % 2, prompt) if greedy else None,
-            masked=frozenset({index % GROUP_SIZE}) if void and index % 2 == 0 else frozenset(),
+            masked=frozenset({(index % GROUP_SIZE, 0)}) if void and index % 2 == 0 else frozenset(),
         )
         for index, prompt in enumerate(prompts)
     )

@@ -137,7 +137,7 @@ def test_every_row_is_once_in_the_plan_whole_within_the_budget(
 
 
 def test_tokens_and_sequences_are_those_of_all_ranks_and_of_the_loss() -> None:
-    made = rollout_batch(group(0, 5, 4), replace(group(1, 3, 7), masked=frozenset({1})))
+    made = rollout_batch(group(0, 5, 4), replace(group(1, 3, 7), masked=frozenset({(1, 0)})))
     plans = plan_step(made, objective(), budget=100, ranks=2)
     # Model tokens 4 + 3 + 2; the row of 6 model tokens is out of the loss.
     assert [(update.tokens, update.sequences) for plan in plans for update in plan.updates] == [(9, 3), (9, 3)]

@@ -183,8 +183,8 @@ def plan_step(
             parts = [piece for rows in every for piece in pieces(rows, budget // 4)]
             shares = deal(filled(parts), ranks=ranks)
         rows = [item for group in every for item in group]
-        masked = {(group.index, sample) for group in part for sample in group.masked}
-        trained = [row for row in rows if (row.group, row.sample) not in masked]
+        masked = {(group.index, sample, branch) for group in part for sample, branch in group.masked}
+        trained = [row for row in rows if (row.group, row.sample, row.branch) not in masked]
         homes = share_out(shares)
         packed = partial(MicroBatch.of, no_loss=masked, homes=homes, greedy_returns=greedy)
         # Ranks run the same number of passes. Ranks with fewer micro-batches repeat one with weight 0.
@@ -199,7 +199,7 @@ def plan_step(
                 UpdatePlan(
                     units=tuple(units),
                     scored_first=(*scored_first, *[filler] * (first - len(scored_first))),
-                    tokens=math.fsum(row.model_tokens * row.problem_weight for row in trained),
+                    tokens=math.fsum(row.model_tokens * row.token_weight for row in trained),
                     sequences=math.fsum(row.weight * row.problem_weight for row in trained),
                     model_tokens=sum(row.model_tokens for row in rows),
                 )

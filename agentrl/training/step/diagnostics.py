@@ -225,6 +225,7 @@ def _numbers(rows: LossRows, factors: Tensor) -> dict[str, Tensor | None]:
         "parent": batch.parents,
         "fork": batch.forks,
         "share": batch.weights,
+        "path_weight": batch.path_weights,
         "loss_weight": factors,
         "bootstrap_value": None if after is None else torch.where(batch.truncated, after, 0.0),
         "greedy_return": batch.greedy_returns,

@@ -315,6 +315,7 @@ class LossRowMaker:
             branches=batch.branches,
             parents=batch.parents,
             forks=batch.forks,
+            path_weights=batch.path_weights,
         )
 
     def _with_length_penalty(self, batch: Batch, meter: Meter) -> Tensor:

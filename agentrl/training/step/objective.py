@@ -48,7 +48,15 @@ class PolicyObjective:
         modes = ("token_mean", "seq_mean_token_mean")
         own = [
             math.fsum(
-                float(loss_normalizer(part.loss_mask, mode, part.batch.weights, part.batch.problem_weights))
+                float(
+                    loss_normalizer(
+                        part.loss_mask,
+                        mode,
+                        part.batch.weights,
+                        part.batch.problem_weights,
+                        part.batch.path_weights,
+                    )
+                )
                 for part in rows
             )
             for mode in modes
@@ -109,6 +117,7 @@ class PolicyObjective:
             length=self._length,
             weights=rows.batch.weights,
             problem_weights=rows.batch.problem_weights,
+            path_weights=rows.batch.path_weights,
         )
 
     @torch.no_grad()
@@ -148,6 +157,7 @@ class PolicyObjective:
             length=self._length,
             weights=rows.batch.weights.to(per_token),
             problem_weights=rows.batch.problem_weights.to(per_token),
+            path_weights=rows.batch.path_weights.to(per_token),
         )
 
 

@@ -1,0 +1,200 @@
+"""Forked rollouts: exact tokens of the branches, weights, failures, limits and reproducibility."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from rollout.fakes import ScriptedEngine, ScriptedEpisode, byte_codec, completion, ends, goes_on, problem
+from rollout.test_driver import make
+
+from agentrl.rollout.engines.base import Completion, EngineError
+from agentrl.rollout.filters import FilterRules, filter_groups
+from agentrl.rollout.settings import BranchingSettings
+from agentrl.rollout.work_queue import RolloutRequest
+from agentrl.trajectory import Group
+from agentrl_envs.episode import UnavailableError
+from agentrl_envs.types import Ended, Step
+
+CODEC = byte_codec()
+
+
+class ForkedEpisode(ScriptedEpisode):
+    """Ends with the reward that the action names (``r1``, ``r0``), and continues after anything else."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    async def step(self, action: str) -> Step:
+        self.actions.append(action)
+        if "fail" in action:
+            raise UnavailableError("no sandbox")
+        if "void" in action:
+            return ends(Ended.VOID_TURN)
+        return ends(reward=float(action[1])) if action.startswith("r") else goes_on()
+
+    async def fork(self) -> ForkedEpisode:
+        twin = ForkedEpisode()
+        twin.actions = list(self.actions)
+        FORKED.append(twin)
+        return twin
+
+
+FORKED: list[ForkedEpisode] = []
+
+
+async def played(
+    said: dict[str, list[Any]], *, rollouts: int = 1, deterministic: bool = False, seed: int = 0, **branching: Any
+) -> tuple[list[Group], ScriptedEngine]:
+    """Rollouts whose branches say ``said``, by the numbers of the branch at each fork: "" for the root, "0.1"."""
+    FORKED.clear()
+    engine = ScriptedEngine(lambda name, count: said[name.partition(".")[2]][count])
+    driver, environment = make(
+        engine,
+        lambda *_: ForkedEpisode(),
+        deterministic=deterministic,
+        seed=seed,
+        retries=0,
+        branching=BranchingSettings(**{"width": 2, **branching}),
+    )
+    waiting = iter(
+        [
+            RolloutRequest(index=3, problem=problem(0), size=rollouts, sample=number, step=1)
+            for number in range(rollouts)
+        ]
+    )
+
+    async def jobs() -> RolloutRequest | None:
+        return next(waiting, None)
+
+    groups = [group async for group in driver.run_jobs(jobs, rollouts=rollouts)]
+    assert all(episode.closed for episode in (*environment.episodes, *FORKED))
+    assert set(engine.released) == {name for name, *_ in engine.requests}
+    return groups, engine
+
+
+def turn(text: str) -> Completion:
+    return completion(CODEC, f"{text}END")
+
+
+def tree(group: Group) -> list[tuple[int, int, Ended, float | None]]:
+    return [(item.parent, item.fork, item.ended, item.path_weight) for item in group.trajectories]
+
+
+SAID = {"": [turn("a")], "0": [turn("b"), turn("r1")], "1": [turn("r0")]}
+
+
+async def test_the_branches_of_a_fork_continue_the_same_tokens() -> None:
+    (group,), engine = await played(SAID)
+    root, first, second = group.trajectories
+    assert tree(group) == [(-1, 0, Ended.FORKED, 1.0), (0, 4, Ended.ANSWERED, 0.5), (0, 4, Ended.ANSWERED, 0.5)]
+    assert first.prompt_ids == second.prompt_ids == root.prompt_ids + root.response_ids
+    assert [segment.text for segment in root.segments] == ["aEND", "E"]
+    assert [segment.text for segment in first.segments] == ["bEND", "E", "r1END"]
+    assert [item.reward for item in group.trajectories] == [0.5, 1.0, 0.0]
+    assert [item.is_last_branch for item in group.trajectories] == [False, True, True]
+    assert [item.weight for item in group.trajectories] == pytest.approx([4 / 11.5, 4.5 / 11.5, 2.5 / 11.5], abs=0.1)
+    assert sum(item.weight for item in group.trajectories) == pytest.approx(1.0)
+    assert [episode.actions for episode in FORKED] == [["aEND", "bEND", "r1END"], ["aEND", "r0END"]]
+    assert len({seed for *_, seed in engine.requests}) == 4  # each turn of each branch has its own random numbers
+
+
+async def test_forks_at_several_turns_share_the_limit_of_leaves() -> None:
+    said = {
+        "": [turn("a")],
+        **{f"{n}": [turn("b")] if n < 1 else [turn("b"), turn("r1")] for n in range(2)},
+        **{f"0.{n}": [turn("r1")] for n in range(2)},
+    }
+    (group,), _ = await played(said, depth=2, leaves=3)
+    assert [item.path_weight for item in group.trajectories] == [1.0, 0.5, 0.25, 0.25, 0.5]
+    assert [item.parent for item in group.trajectories] == [-1, 0, 1, 1, 0]
+
+
+async def test_a_failed_branch_leaves_a_fork_with_fewer_branches() -> None:
+    said = {"": [turn("a")], "0": [EngineError("gone")], "1": [turn("r1")], "2": [turn("r0")]}
+    (group,), _ = await played(said, width=3)
+    assert [item.path_weight for item in group.trajectories] == [1.0, 0.0, 0.5, 0.5]
+    assert group.trajectories[1].ended is Ended.INFRASTRUCTURE_FAILURE
+    assert group.trajectories[0].reward == 0.5
+    rules = FilterRules(void_turns="exclude", truncated="train", accuracy_range=None, drop_zero_variance=True)
+    (kept,), counts = filter_groups([group], rules)
+    assert [item.branch for item in kept.trajectories] == [0, 2, 3]
+    assert counts["excluded"] == 1
+
+
+async def test_a_rollout_without_any_finished_branch_is_excluded() -> None:
+    said = {"": [turn("a")], "0": [EngineError("gone")], "1": [turn("fail")]}
+    (group,), _ = await played(said)
+    (only,) = group.trajectories
+    assert (only.ended, only.branches, only.path_weight) == (Ended.INFRASTRUCTURE_FAILURE, 1, None)
+
+
+@pytest.mark.parametrize("use", ["exclude", "mask"])
+async def test_filters_apply_to_the_ends_of_branches(use: Any) -> None:
+    said = {
+        "": [turn("a")],
+        "0": [turn("b")],
+        "1": [turn("r0")],
+        "0.0": [turn("void")],
+        "0.1": [turn("void")],
+        "1.0": [],
+    }
+    (group,), _ = await played(said, turns=(1, 2))
+    rules = FilterRules(void_turns=use, truncated="train", accuracy_range=None, drop_zero_variance=False)
+    (kept,), counts = filter_groups([group], rules)
+    assert counts["void"] == 2
+    if use == "exclude":  # the fork below branch 0 has no end left
+        assert [(item.branch, item.path_weight) for item in kept.trajectories] == [(0, 1.0), (4, 1.0)]
+    else:
+        assert [item.path_weight for item in kept.trajectories] == [1.0, 0.5, 0.25, 0.25, 0.5]
+        assert kept.masked == {(0, 2), (0, 3)}
+
+
+async def test_forked_rollouts_repeat_with_their_seed_and_in_rounds() -> None:
+    made = []
+    for _ in range(2):
+        groups, engine = await played(SAID, rollouts=3, deterministic=True)
+        made.append((groups, engine.requests, engine.request_ids))
+        assert len({(name, seed) for name, _, _, seed in engine.requests}) == len(engine.requests)
+    first, second = made
+    assert first[1:] == second[1:]
+    # A round contains one turn of every open branch of every rollout, sorted by name.
+    assert [name.partition("-000003-")[2] or name for name in first[2]] == [
+        name.partition("-000003-")[2] or name for name in second[2]
+    ]
+    assert first[2][:3] == sorted(first[2][:3])
+    assert first[2][3:9] == sorted(first[2][3:9])
+
+
+async def test_without_a_fork_rollouts_are_as_before() -> None:
+    (group,), _ = await played({"": [turn("a"), turn("r1")]}, turns=(5,))
+    (only,) = group.trajectories
+    assert (only.branches, only.path_weight, only.weight) == (1, None, 1.0)
+
+
+async def test_cancelling_ends_every_branch() -> None:
+    FORKED.clear()
+
+    async def never() -> Completion:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    engine = ScriptedEngine(lambda name, _: turn("a") if "." not in name else never())
+    driver, environment = make(engine, lambda *_: ForkedEpisode(), branching=BranchingSettings(width=3))
+    waiting = iter([RolloutRequest(index=3, problem=problem(0), size=1, step=1)])
+
+    async def jobs() -> RolloutRequest | None:
+        return next(waiting, None)
+
+    async def play() -> list[Group]:
+        return [group async for group in driver.run_jobs(jobs, rollouts=1)]
+
+    task = asyncio.create_task(play())
+    while engine.running < 3:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.running == 0
+    assert all(episode.closed for episode in (*environment.episodes, *FORKED))
