@@ -35,7 +35,13 @@ def test_the_run_of_the_plots_learns(words: Shell) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["environment.md", "agent.md"])
+@pytest.mark.parametrize("page", ["scores.md", "debug.md", "estimator.md"])
+def test_a_tutorial_that_continues_the_first_can_be_followed(page: str, words: Shell) -> None:
+    follow(page, words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["environment.md", "agent.md", "scale.md"])
 def test_the_tutorial_can_be_followed(page: str, tmp_path: Path) -> None:
     follow(page, Shell(tmp_path))
 
