@@ -108,7 +108,7 @@ def decide(kind: str) -> Decision:
 def _cause(message: str) -> str:
     """Return the cause in a message of `check_architecture`, without the numbers that depend on the machine."""
     cause = message.removeprefix("model.path: ").split(" trajectories: ", 1)[-1]
-    for end in (" Valid: ", ": choose a model", ": choose another", "; choose another", ", so training would"):
+    for end in (" Valid: ", ": set model.rows", ": choose another", "; choose another", ", so training would"):
         cause = cause.split(end, 1)[0]
     if cause.startswith("log-probabilities of"):
         cause = cause.rsplit("). ", 1)[-1]

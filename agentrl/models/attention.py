@@ -173,7 +173,8 @@ def packing_obstacle(config: PreTrainedConfig) -> str | None:
         return None
     return (
         f"model.path: the model ({config.model_type}) has layers of type {', '.join(others)}, which would mix the "
-        "documents of a packed row: choose a model with only full_attention and sliding_attention, such as Qwen2.5"
+        "documents of a packed row: set model.rows=auto or padded, or choose a model with only full_attention and "
+        "sliding_attention, such as Qwen2.5"
     )
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from agentrl.errors import SettingsError
+from agentrl.models.attention import packing_obstacle
 from agentrl.models.loading import read_config
 from agentrl.models.lora import target_layers
 from agentrl.models.settings import LoRASettings, ModelSettings
@@ -339,8 +340,15 @@ def usable(memory: int) -> int:
 
 
 def read_shape(model: ModelSettings) -> ModelShape:
-    """Return the shape of ``model.path``, or of the embedded tiny policy. Raises the errors of ``config_of``."""
-    return shape_of(model.path or "the embedded tiny policy", config_of(model), model.lora)
+    """Return the shape of ``model.path``, or of the embedded tiny policy. Raises the errors of ``config_of``.
+
+    Also raises SettingsError if ``model.rows`` is packed and the model does not support packed rows.
+    """
+    config = config_of(model)
+    obstacle = packing_obstacle(config) if model.rows == "packed" else None
+    if obstacle is not None:
+        raise SettingsError(obstacle)
+    return shape_of(model.path or "the embedded tiny policy", config, model.lora)
 
 
 def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings | None = None) -> ModelShape:

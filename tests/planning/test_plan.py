@@ -148,8 +148,8 @@ def test_bad_input_is_one_message_that_says_what_works(
     [
         (
             {"layer_types": ["full_attention", "linear_attention"]},
-            [],
-            r"has layers of type linear_attention, .*: choose a model with only full_attention and sliding_attention",
+            ["model.rows=packed"],
+            r"has layers of type linear_attention, .*: set model\.rows=auto or padded",
         ),
         (
             {},
