@@ -1,6 +1,6 @@
-"""Train the tiny policy through clients of the OpenAI API, and print a table of its rewards.
+"""Train the tiny policy through clients of the three APIs, and print a table of its rewards.
 
-    python benchmarks/agents.py [--clients openai openai_own agents_sdk smolagents verifiers] [--steps 20]
+    python benchmarks/agents.py [--clients openai openai_own responses messages agents_sdk smolagents verifiers]
 
 The task is to say whether a number is even or odd. A cold start on 600 demonstrations, seven of twenty of them wrong,
 teaches the form; rewards teach which answer is right. `openai_own` opens an HTTP client for each rollout, where the
@@ -27,13 +27,15 @@ from statistics import fmean, median
 
 from agents_clients import INSTRUCTION, SMOLAGENTS_INSTRUCTION
 
-CLIENTS = ("openai", "openai_own", "agents_sdk", "smolagents", "verifiers")
+CLIENTS = ("openai", "openai_own", "responses", "messages", "agents_sdk", "smolagents", "verifiers")
 TARGET = 0.1
 WRONG = 0.35
 # The words in which each client asks, and how its agent reads an answer.
 ASKED = {
     "openai": ("{}", "{}"),
     "openai_own": ("{}", "{}"),
+    "responses": ("{}", "{}"),
+    "messages": ("{}", "{}"),
     "agents_sdk": (f"{INSTRUCTION}\n{{}}", "{}"),
     "smolagents": (f"{SMOLAGENTS_INSTRUCTION}\nNew task:\n{{}}", '<code>\nfinal_answer("{}")\n</code>'),
     "verifiers": ("{}", "{}"),

@@ -1,10 +1,11 @@
-"""The agents of `benchmarks/agents.py`: one question, asked through three clients as their own documentation shows."""
+"""The agents of `benchmarks/agents.py`: one question, asked through each client as their own documentation shows."""
 
 from __future__ import annotations
 
 import contextlib
 from functools import cache
 
+import anthropic
 import openai as openai_package
 
 from agentrl_envs.types import Problem
@@ -37,6 +38,30 @@ async def asked(problem: Problem, policy: openai_package.AsyncOpenAI, model: str
     return float((reply.choices[0].message.content or "").strip() == problem.answer)
 
 
+async def responses(problem: Problem, *, base_url: str, api_key: str, model: str) -> float:
+    """The openai package with the Responses API."""
+    policy = openai_package.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=shared())
+    reply = await policy.responses.create(model=model, input=problem.statement)
+    return float(reply.output_text.strip() == problem.answer)
+
+
+@cache
+def shared_anthropic() -> anthropic.DefaultAsyncHttpxClient:
+    """Return the HTTP client that all rollouts share."""
+    return anthropic.DefaultAsyncHttpxClient()
+
+
+async def messages(problem: Problem, *, base_url: str, api_key: str, model: str) -> float:
+    """The anthropic package, with streaming."""
+    url = base_url.removesuffix("/v1")
+    policy = anthropic.AsyncAnthropic(base_url=url, api_key=api_key, http_client=shared_anthropic())
+    said: list[anthropic.types.MessageParam] = [{"role": "user", "content": problem.statement}]
+    async with policy.messages.stream(model=model, max_tokens=24, messages=said) as stream:
+        reply = await stream.get_final_message()
+    text = "".join(block.text for block in reply.content if block.type == "text")
+    return float(text.strip() == problem.answer)
+
+
 async def agents_sdk(problem: Problem, *, base_url: str, api_key: str, model: str) -> float:
     """The OpenAI Agents SDK."""
     from agents import Agent, OpenAIChatCompletionsModel, RunConfig, Runner
@@ -52,7 +77,7 @@ def smolagents(problem: Problem, *, base_url: str, api_key: str, model: str) -> 
     """A CodeAgent of smolagents, which answers by a program, with a system prompt that is short."""
     from smolagents import AgentError, CodeAgent, LogLevel, OpenAIModel
 
-    policy = OpenAIModel(model_id=model, api_base=base_url, api_key=api_key, tool_choice="auto")
+    policy = OpenAIModel(model_id=model, api_base=base_url, api_key=api_key)
     with contextlib.closing(policy.client):
         agent = CodeAgent(tools=[], model=policy, max_steps=1, verbosity_level=LogLevel.OFF)
         agent.prompt_templates["system_prompt"] = SMOLAGENTS_INSTRUCTION
