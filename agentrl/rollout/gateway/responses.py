@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -58,6 +58,7 @@ class _Item(WireModel):
     summary: _Text = ""
     call_id: str = ""
     name: str = ""
+    namespace: str = ""
     arguments: str = ""
     input: str = ""
     output: _Text = ""
@@ -78,21 +79,27 @@ class _Item(WireModel):
         """Return the item as a call."""
         custom = self.type == "custom_tool_call"
         arguments = json.dumps({"input": self.input}) if custom else self.arguments
-        return AgentCall(name=self.name, arguments=arguments, id=self.call_id)
+        return AgentCall(name=_shown(self.namespace, self.name), arguments=arguments, id=self.call_id)
 
 
 class _Tool(WireModel):
-    type: Literal["function", "custom"]
+    type: Literal["function", "custom", "namespace"]
     name: str = Field(min_length=1)
     description: str = ""
     parameters: dict[str, object] = Field({})
+    tools: tuple[_Tool, ...] = ()
+
+
+def _shown(namespace: str, name: str) -> str:
+    """Return the name under which the model sees a tool."""
+    return f"{namespace}__{name}" if namespace else name
 
 
 class Responses(Dialect):
     """A request of the Responses API.
 
     ``tool_choice``, ``parallel_tool_calls`` and ``text.format`` are accepted without being enforced. A custom tool is
-    shown to the model as a function with one argument, ``input``.
+    shown to the model as a function with one argument, ``input``, and a tool of a namespace as ``NAMESPACE__NAME``.
     """
 
     unused: ClassVar = frozenset(
@@ -133,18 +140,27 @@ class Responses(Dialect):
                 {
                     "type": "function",
                     "function": {
-                        "name": tool.name,
+                        "name": name,
                         "description": tool.description,
                         "parameters": _FREE_TEXT if tool.type == "custom" else tool.parameters,
                     },
                 }
-                for tool in self.tools
+                for name, (_, tool) in self._functions.items()
             ),
             may_call=self.tool_choice != "none",
             max_tokens=self.max_output_tokens,
             instructed=bool(instructions),
             trainable=not self.model.endswith(FROZEN),
         )
+
+    @cached_property
+    def _functions(self) -> dict[str, tuple[str, _Tool]]:
+        """The tools by the names that the model sees, each with its namespace."""
+        found: dict[str, tuple[str, _Tool]] = {}
+        for tool in self.tools:
+            namespace, members = (tool.name, tool.tools) if tool.type == "namespace" else ("", (tool,))
+            found |= {_shown(namespace, one.name): (namespace, one) for one in members}
+        return found
 
     def _messages(self, earlier: Earlier) -> Iterator[AgentMessage]:
         """Yield the messages of the input, in which consecutive items of one reply become one message."""
@@ -185,13 +201,19 @@ class Responses(Dialect):
         if message.content or not message.calls:
             text = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
             items.append({"type": "message", "id": f"msg_{reply_id}", "role": "assistant", "content": [text], **done})
-        custom = {tool.name for tool in self.tools if tool.type == "custom"}
         for number, call in enumerate(message.calls):
-            common = {"id": f"fc_{reply_id}/{number}", "call_id": call.id, "name": call.name, **done}
-            if call.name in custom and isinstance(call.parsed, dict):
-                items.append({"type": "custom_tool_call", "input": str(call.parsed.get("input", "")), **common})
+            namespace, tool = self._functions.get(call.name, ("", None))
+            item = {
+                "id": f"fc_{reply_id}/{number}",
+                "call_id": call.id,
+                "name": call.name if tool is None else tool.name,
+                **({"namespace": namespace} if namespace else {}),
+                **done,
+            }
+            if tool is not None and tool.type == "custom" and isinstance(call.parsed, dict):
+                items.append({"type": "custom_tool_call", "input": str(call.parsed.get("input", "")), **item})
             else:
-                items.append({"type": "function_call", "arguments": call.arguments, **common})
+                items.append({"type": "function_call", "arguments": call.arguments, **item})
         return items
 
     def whole(self, reply: Reply) -> dict[str, Any]:

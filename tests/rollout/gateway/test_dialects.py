@@ -162,6 +162,7 @@ def test_items_of_one_reply_are_one_message() -> None:
         {"role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
         {"type": "function_call", "name": "add", "arguments": "{}", "call_id": "1"},
         {"type": "custom_tool_call", "name": "patch", "input": "+x", "call_id": "2"},
+        {"type": "function_call", "name": "sub", "namespace": "math", "arguments": "{}", "call_id": "3"},
         {"type": "function_call_output", "output": "c", "call_id": "1"},
         {"role": "assistant", "content": "d"},
         {"role": "assistant", "content": "e"},
@@ -174,14 +175,19 @@ def test_items_of_one_reply_are_one_message() -> None:
         ("assistant", "d", None),
         ("assistant", "e", None),
     ]
-    assert [(call.name, call.parsed) for call in asked.messages[1].calls] == [("add", {}), ("patch", {"input": "+x"})]
+    assert [(call.name, call.parsed) for call in asked.messages[1].calls] == [
+        ("add", {}),
+        ("patch", {"input": "+x"}),
+        ("math__sub", {}),
+    ]
 
 
 async def test_a_streamed_response_is_the_same_as_a_whole_one() -> None:
     patch: Any = {"type": "custom", "name": "add", "description": "Add."}
+    grouped: Any = {"type": "namespace", "name": "math", "description": "Sums.", "tools": [RESPONSES_TOOL]}
     include: Any = ["message.output_text.logprobs"]
-    for tool, kind in ((RESPONSES_TOOL, "function_call"), (patch, "custom_tool_call")):
-        text = CALL.replace('{"a": 1}', '{"input": "+x"}')
+    for tool, kind in ((RESPONSES_TOOL, "function_call"), (patch, "custom_tool_call"), (grouped, "function_call")):
+        text = CALL.replace('{"a": 1}', '{"input": "+x"}').replace("add", "math__add" if tool is grouped else "add")
         asked: Any = {"model": "policy", "input": "hello", "tools": [tool], "include": include, "top_logprobs": 1}
         access: Any
         async with served(rollout(engine(text))) as (_, access), opened(access) as policy:
@@ -199,6 +205,7 @@ async def test_a_streamed_response_is_the_same_as_a_whole_one() -> None:
         assert [one.logprob for one in whole.output[1].content[0].logprobs[0].top_logprobs] == [-0.001]
         called = whole.output[2]
         assert (called.input if kind == "custom_tool_call" else json.loads(called.arguments)) in ("+x", {"input": "+x"})
+        assert (called.name, getattr(called, "namespace", None)) == ("add", "math" if tool is grouped else None)
         assert [item.type for item in streamed.output] == [item.type for item in whole.output]
         assert (streamed.output_text, streamed.usage) == (whole.output_text, whole.usage)
         assert [event.type for event in events[:3]] == [
