@@ -22,7 +22,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from scripted import ScriptedEngine, written
@@ -86,7 +86,7 @@ class Client:
     calls: Callable[[Path], list[str]]
     variables: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
-    played: int = 1  # conversations in one run
+    delegated: bool = False  # a sub-agent makes the calls
 
 
 def shell_calls(name: str, key: str = "command", **more: object) -> Callable[[Path], list[str]]:
@@ -97,11 +97,21 @@ def shell_calls(name: str, key: str = "command", **more: object) -> Callable[[Pa
 def clients(access: Access, packages: Path) -> dict[str, Client]:
     """Return the clients, configured for ``access``. Files are written below the home directory."""
     bin_, model = packages / "node_modules" / ".bin", access.model
+    claude = Client(
+        command=(str(bin_ / "claude"), "-p", TASK, "--allowedTools", "Write,Edit,Bash"),
+        calls=lambda folder: [
+            call("Write", file_path=str(folder / "note.txt"), content="one\n"),
+            call("Bash", command=ADD_LINE, description="Add a line"),
+        ],
+        variables={
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": f"{model}:frozen",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        },
+    )
     sdk = Client(
         command=("node", "agent.mjs"),
         calls=shell_calls("shell"),
         files={"agent.mjs": SDK},
-        played=2,
     )
     return {
         "mini": Client(
@@ -123,18 +133,8 @@ def clients(access: Access, packages: Path) -> dict[str, Client]:
                 "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             },
         ),
-        "claude": Client(
-            command=(str(bin_ / "claude"), "-p", TASK, "--allowedTools", "Write,Edit,Bash"),
-            calls=lambda folder: [
-                call("Write", file_path=str(folder / "note.txt"), content="one\n"),
-                call("Bash", command=ADD_LINE, description="Add a line"),
-            ],
-            variables={
-                "ANTHROPIC_DEFAULT_HAIKU_MODEL": f"{model}:frozen",
-                "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-                "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
-            },
-        ),
+        "claude": claude,
+        "claude_subagent": replace(claude, delegated=True),
         "codex": Client(
             command=(
                 *(str(bin_ / "codex"), "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
@@ -178,28 +178,23 @@ def clients(access: Access, packages: Path) -> dict[str, Client]:
                 )
             },
         ),
-        **{f"ai_{api}": replace_api(sdk, api) for api in ("chat", "responses", "messages")},
+        **{
+            f"ai_{api}": replace(sdk, variables={"API": api, "TASK": TASK}) for api in ("chat", "responses", "messages")
+        },
     }
 
 
-def replace_api(client: Client, api: str) -> Client:
-    """Return a client of the AI SDK for one API."""
-    return Client(
-        command=client.command,
-        calls=client.calls,
-        files=client.files,
-        played=client.played,
-        variables={"API": api, "TASK": TASK},
-    )
-
-
 class CallingEngine(ScriptedEngine[None]):
-    """Makes the calls in order, by the number of results in the prompt. Answers requests without tools with a title."""
+    """Makes the calls in order, by the number of results in the prompt. Answers requests without tools with a title.
+
+    With ``delegated``, the calls are those of the sub-agent, whose prompt does not contain the task.
+    """
 
     def __init__(self, codec: TextCodec) -> None:
         super().__init__()
         self._codec = codec
         self.calls: list[str] = []
+        self.delegated: list[str] | None = None
         self.sampled: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     async def generate(
@@ -208,7 +203,8 @@ class CallingEngine(ScriptedEngine[None]):
         await asyncio.sleep(0)
         prompt = self._codec.decode(token_ids)
         made = prompt.count("<tool_response>")
-        text = "A note" if "<tools>" not in prompt else self.calls[made] if made < len(self.calls) else "I wrote it."
+        calls = self.calls if self.delegated is None or TASK in prompt else self.delegated
+        text = "A note" if "<tools>" not in prompt else calls[made] if made < len(calls) else "I wrote it."
         completion = written(self._codec, text, ended=True)
         self.sampled.append((tuple(token_ids), completion.token_ids))
         return completion
@@ -255,6 +251,11 @@ async def drive(name: str, packages: Path, *, show: bool) -> bool:
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home).resolve()
         engine.calls = client.calls(folder)
+        if client.delegated:
+            engine.delegated = engine.calls
+            engine.calls = [
+                call("Agent", description="note", prompt="Write the note.", subagent_type="general-purpose")
+            ]
         for path, text in client.files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text)

@@ -73,7 +73,7 @@ class _Item(WireModel):
     @property
     def part(self) -> int | None:
         """The position of the item's type in a reply, or None if the item is not part of a reply."""
-        return _PARTS.get(self.type) if self.role == "assistant" else None
+        return None if self.type == "message" and self.role != "assistant" else _PARTS.get(self.type)
 
     def call(self) -> AgentCall:
         """Return the item as a call."""

@@ -52,6 +52,7 @@ _DIALECTS: dict[str, type[Dialect]] = {
 }
 _PREFIXES = ("/v1", "/rollouts/{name}/v1")
 _KEEP_ALIVE = 15.0  # seconds between comments in a stream while the engine samples
+_BODY_SECONDS = 60.0  # for the body of a request, so that slow clients do not hold memory
 _BACKLOG = 2048
 _EPOCH = "1970-01-01T00:00:00Z"
 _LONGEST_WAIT = 60.0  # seconds for which a worker may wait for a rollout
@@ -319,15 +320,20 @@ class AgentGateway:
 
     async def _body(self, http: Request) -> bytes:
         parts, size, most = [], 0, self._settings.max_request_bytes
-        async for part in http.stream():
-            size += len(part)
-            if size > most:
-                raise WireError(
-                    f"the request body exceeds {most} bytes (gateway.max_request_bytes)",
-                    status=413,
-                    code="request_too_large",
-                )
-            parts.append(part)
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                async for part in http.stream():
+                    size += len(part)
+                    if size > most:
+                        raise WireError(
+                            f"the request body exceeds {most} bytes (gateway.max_request_bytes)",
+                            status=413,
+                            code="request_too_large",
+                        )
+                    parts.append(part)
+        except TimeoutError:
+            message = f"the request body did not arrive within {_BODY_SECONDS:g} s"
+            raise WireError(message, status=408, code="request_timeout") from None
         return b"".join(parts)
 
 
