@@ -87,7 +87,7 @@ class Nodes(LocalCluster):
         found = [ClusterNode(name=name, address=f"10.0.0.{name}", cpus=4, gpus=2) for name in "ab"]
         return [node for node in found if node.name not in self.lost]
 
-    def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Reservation:
+    def reserve_on_node(self, bundle: Bundle, node: ClusterNode | None = None) -> Reservation:
         free = [node.name for node in self.nodes() if node.name not in self.taken]
         if not free:
             raise WorldError("no node has room")

@@ -126,7 +126,7 @@ from agentrl.cluster.local import THIS_MACHINE, LocalProcess
 from agentrl.cluster.processes import ProcessSpec
 log = Path({str(log)!r})
 process = LocalProcess(ProcessSpec(role="rank", number=1, arguments=("-c", {code!r}), log=log), THIS_MACHINE)
-process.end(60.0)
+process.wait_or_kill(60.0)
 """
     done = subprocess.run([sys.executable, "-c", starter], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "said\n", "failed\n")

@@ -61,7 +61,7 @@ class NodesHere(LocalCluster):
     def nodes(self) -> list[ClusterNode]:
         return [node(number) for number in range(1, self.count + 1)]
 
-    def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Reservation:
+    def reserve_on_node(self, bundle: Bundle, node: ClusterNode | None = None) -> Reservation:
         if node is not None and node.name in self.refused:
             raise WorldError("other jobs use it")
         return THIS_MACHINE

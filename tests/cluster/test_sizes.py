@@ -30,8 +30,8 @@ class Nodes:
     def nodes(self) -> list[ClusterNode]:
         return [ClusterNode(name=f"n{one}", address=f"10.0.0.{one}", cpus=8, gpus=0) for one in range(self.count)]
 
-    def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Reservation]:
-        self.waited.append(patience)
+    def reserve(self, bundles: Sequence[Bundle], *, wait_seconds: float = 0.0) -> list[Reservation]:
+        self.waited.append(wait_seconds)
         return [
             Reservation(number=number, node=node.name, address=node.address)
             for number, node in enumerate(assign_nodes(bundles, self.nodes()))

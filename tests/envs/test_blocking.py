@@ -103,7 +103,7 @@ def test_a_stuck_call_does_not_keep_the_process() -> None:
         "from agentrl_envs.threads import BlockingCalls\n"
         "async def main():\n"
         "    try:\n"
-        "        await BlockingCalls(1, name='x').run(threading.Event().wait, deadline=0.01)\n"
+        "        await BlockingCalls(1, name='x').run(threading.Event().wait, timeout=0.01)\n"
         "    except TimeoutError:\n"
         "        print('late')\n"
         "asyncio.run(main())\n"

@@ -37,7 +37,7 @@ async def test_only_the_observation_is_falsified(play: Callable[..., Any], execu
     inner, _ = play(execution("123\n"), execution("\\boxed{5}\n"))
     episode = FalsifiedObservations(inner, seed=1)
     assert isinstance(episode, Episode)
-    assert (episode.stop_strings, episode.turn_complete(PROGRAM)) == (inner.stop, True)
+    assert (episode.stop_strings, episode.turn_complete(PROGRAM)) == (inner.stop_strings, True)
     assert await episode.start() == "What is 2 + 3?\n"
     told = (await episode.step(PROGRAM)).observation
     assert re.fullmatch(r"\nCode execution result: [0-9]{3}\n", told)

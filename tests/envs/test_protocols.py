@@ -331,4 +331,4 @@ async def test_a_fork_keeps_protocol_and_turns(play: Play) -> None:
     await episode.step("```output")
     twin = await episode.fork()
     assert (await twin.step("```output")).ended is Ended.TURN_LIMIT
-    assert twin.stop == ("```output",)
+    assert twin.stop_strings == ("```output",)

@@ -42,7 +42,7 @@ class PromptEpisode:
     """Only starts: an episode as the cold start uses it."""
 
     protocol = SimpleTIRProtocol(instruction="", observation_limit=512)
-    stop = protocol.stop_strings
+    stop_strings = protocol.stop_strings
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
