@@ -46,9 +46,12 @@ _LAYERS, _HEADS, _HEAD_WIDTH, _INTERMEDIATE, _VOCABULARY, _WINDOW = 2, 4, 16, 64
 
 def choose_reader(model: ModelSettings, config: PreTrainedConfig) -> AttentionBackend:
     """Return "padded" or the backend for packed rows, by ``model.rows``. Raises SettingsError if it cannot run."""
-    if model.rows == "padded" or (model.rows == "auto" and packing_problem(config) is not None):
-        return "padded"
-    return choose_attention(model.attention, config, dtype=model.dtype)
+    return "padded" if reads_padded(model, config) else choose_attention(model.attention, config, dtype=model.dtype)
+
+
+def reads_padded(model: ModelSettings, config: PreTrainedConfig) -> bool:
+    """Return True if the model reads padded trajectories (``model.rows``), whatever this machine can run."""
+    return model.rows == "padded" or (model.rows == "auto" and packing_problem(config) is not None)
 
 
 _problems: dict[str, SettingsError | None] = {}  # by configuration, because a test takes up to two seconds

@@ -15,7 +15,7 @@ from agentrl.cluster.backends import has_many_nodes
 from agentrl.config import dump_yaml
 from agentrl.errors import SettingsError
 from agentrl.models.attention import PADDED_SHARING, attention_obstacle, length_obstacle, sharing_obstacle
-from agentrl.models.exactness import check_architecture, choose_reader, packing_problem
+from agentrl.models.exactness import check_architecture, packing_problem, reads_padded
 from agentrl.models.lora import check_peft
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.planning.memory import config_of, read_shape, shape_of
@@ -121,10 +121,10 @@ def _check_model(settings: Settings) -> None:
             continue  # reported when the model is read
         if model.lora.targets and path == settings.model.path:
             shape_of(str(path), config, model.lora)
-        reader = choose_reader(model, config)
-        check_architecture(path or "the embedded tiny policy", config, reader)
+        padded = reads_padded(model, config)  # a dry run on another machine may lack the backend for packed rows
+        check_architecture(path or "the embedded tiny policy", config, "padded" if padded else "sdpa")
         for obstacle in (
-            padding_obstacle(settings, config) if reader == "padded" else None,
+            padding_obstacle(settings, config) if padded else None,
             sharing_obstacle(config, settings.training.sequence_parallel),
             length_obstacle(config, longest),
         ):
