@@ -15,8 +15,9 @@ from agentrl.trajectory import Group, Trajectory
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return averages over rollouts, without greedy rollouts. Branches of a rollout count as one rollout.
 
-    Mean rewards weight rollouts by :attr:`.Trajectory.problem_weight`, so that they do not depend on the budget. Other
-    averages count every rollout once. The standard error treats groups as clusters. Undefined metrics are omitted.
+    Mean rewards weight rollouts by :attr:`.Trajectory.token_weight`, so that they do not depend on the budget or on
+    forks. Other averages count every rollout, and every end of a forked rollout, once. The standard error treats groups
+    as clusters. Undefined metrics are omitted.
     """
     played = [item for group in groups for item in group.trajectories]
     rollouts = [item for group in groups for item in group.rollouts]
@@ -52,10 +53,26 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/model_tokens": sum(item.model_tokens for item in played),
         "rollout/seconds_max": max(item.seconds for item in played),
     }
+    metrics |= _fork_metrics(branches)
     parts = [item for item in data if item.reward_parts]
     for name in parts[0].reward_parts if parts else ():
         metrics[f"rewards/{name}"] = _weighted_mean([item.reward_parts[name] for item in parts], parts)
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
+
+
+def _fork_metrics(branches: Sequence[Trajectory]) -> dict[str, float]:
+    """Return metrics of forked rollouts, or {} if there are none."""
+    forked = [item for item in branches if item.path_weight is not None]
+    if not forked:
+        return {}
+    leaves = [item for item in forked if item.is_last_branch]
+    prompts = {(item.group, item.sample): len(item.prompt_ids) for item in forked if item.parent < 0}
+    on_paths = sum(item.length - prompts[item.group, item.sample] for item in leaves)
+    return {
+        "rollout/forked": len(prompts),
+        "rollout/leaves_mean": len(leaves) / len(prompts),
+        "rollout/fork_sharing": on_paths / sum(item.length - len(item.prompt_ids) for item in forked),
+    }
 
 
 def clustered_stderr(groups: Sequence[Group]) -> float:
@@ -66,8 +83,8 @@ def clustered_stderr(groups: Sequence[Group]) -> float:
     parts = [part for group in groups if (part := [item for item in group.rollouts if not item.is_excluded])]
     if len(parts) < 2:
         return math.nan
-    sums = [math.fsum(item.reward * item.problem_weight for item in part) for part in parts]
-    counts = [math.fsum(item.problem_weight for item in part) for part in parts]
+    sums = [math.fsum(item.reward * item.token_weight for item in part) for part in parts]
+    counts = [math.fsum(item.token_weight for item in part) for part in parts]
     count = math.fsum(counts)
     mean = math.fsum(sums) / count
     squares = math.fsum((one - mean * own) ** 2 for one, own in zip(sums, counts, strict=True))
@@ -111,7 +128,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _weighted_mean(values: Sequence[float], rollouts: Sequence[Trajectory]) -> float:
-    weights = [item.problem_weight for item in rollouts]
+    weights = [item.token_weight for item in rollouts]
     return math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / math.fsum(weights)
 
 

@@ -110,6 +110,7 @@ _DATA = "at least one rollout is not excluded"
 _CORRECTION = "`correction` is set"
 _CRITIC = "the estimator has a critic"
 _AGENTS = "agent programs"
+_FORKS = "`rollout.branching.width`"
 _VLLM = "the engine reports its cache (vLLM)"
 _AHEAD = "`rollout.schedule` is `overlapped` or `asynchronous`"
 _HEAD_EXACT = "`algorithm.head_exact_every`"
@@ -191,6 +192,10 @@ _ROLLOUT = (
            _DATA, "model tokens"),
     Metric("rollout/sampled_entropy", "nats/token", "Mean `-log p_engine` of the sampled tokens, an estimate of the "
            "entropy that is also available in steps that train on no group.", "falls slowly", _DATA),
+    Metric("rollout/forked", "rollouts", "Number of rollouts that forked.", "", _FORKS),
+    Metric("rollout/leaves_mean", "branches", "Mean number of ends of a forked rollout.", "", _FORKS),
+    Metric("rollout/fork_sharing", "ratio", "Tokens on the paths of forked rollouts, divided by the tokens that were "
+           "sampled or appended for them; 1 without sharing.", "above 1", _FORKS),
     Metric("rollout/model_tokens", "tokens", "Number of tokens sampled for the step.", "", _DATA),
     Metric("rollout/seconds_max", "s", "Duration of the slowest rollout.", "", _DATA),
     Metric("rollout/ended/{ending}", "rollouts",

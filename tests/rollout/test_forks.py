@@ -11,6 +11,7 @@ from rollout.test_driver import make
 
 from agentrl.rollout.engines.base import Completion, EngineError
 from agentrl.rollout.filters import FilterRules, filter_groups
+from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.settings import BranchingSettings
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group
@@ -98,6 +99,17 @@ async def test_the_branches_of_a_fork_continue_the_same_tokens() -> None:
     assert sum(item.weight for item in group.trajectories) == pytest.approx(1.0)
     assert [episode.actions for episode in FORKED] == [["aEND", "bEND", "r1END"], ["aEND", "r0END"]]
     assert len({seed for *_, seed in engine.requests}) == 4  # each turn of each branch has its own random numbers
+
+
+async def test_metrics_of_forked_rollouts_by_hand() -> None:
+    (group,), _ = await played(SAID)
+    metrics = rollout_metrics([group])
+    assert metrics["reward/mean"] == 0.5
+    assert (metrics["rollout/forked"], metrics["rollout/leaves_mean"]) == (1, 2)
+    # Edges of 5, 4 + 1 + 5 and 5 tokens; the root is on two paths.
+    assert metrics["rollout/fork_sharing"] == (2 * 5 + 10 + 5) / 20
+    (plain,), _ = await played({"": [turn("r1")]})
+    assert "rollout/forked" not in rollout_metrics([plain])
 
 
 async def test_forks_at_several_turns_share_the_limit_of_leaves() -> None:
