@@ -48,15 +48,15 @@ class Balancer:
     """Sends each request to the server with the smallest sum of tokens in flight and tokens to prefill.
 
     A trajectory therefore stays on the server that holds its prefix, until the load of another server is lower by more
-    than the cost of the prefix.
+    than the cost of the prefix. The branches of a forked rollout go to the server of their parent alike.
 
     >>> balancer = Balancer(2)
     >>> balancer.add_request(0, "t", context=100, reserved=50)
     >>> balancer.choose_server("t", context=160), balancer.choose_server("u", context=160)
     (1, 1)
     >>> balancer.remove_request(0, "t", context=100, reserved=50)
-    >>> balancer.choose_server("t", context=160)
-    0
+    >>> balancer.choose_server("t", context=160), balancer.choose_server("t.3", context=160)
+    (0, 0)
     """
 
     def __init__(self, servers: int) -> None:
@@ -106,7 +106,9 @@ class Balancer:
 
     def _cost(self, index: int, trajectory_id: str, context: int) -> tuple[int, int]:
         load = self.loads[index]
-        return load.tokens + context - min(context, load.cached.get(trajectory_id, 0)), index
+        parent = trajectory_id.rpartition(".")[0]  # of a branch, whose id is its parent's, a dot and a number
+        cached = load.cached.get(trajectory_id, load.cached.get(parent, 0))
+        return load.tokens + context - min(context, cached), index
 
 
 # The first and the longest interval, in seconds, between checks of a server that is starting or down.
