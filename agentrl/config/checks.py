@@ -227,6 +227,12 @@ def _fork_problems(settings: Settings) -> Iterator[str]:
         yield f"{forks}: rollouts of the agent program env={settings.env} cannot be forked; set the width to 1"
     if environment.get("history") == "template":
         yield f"{forks} and environment.history=template: re-rendered histories cannot be forked; set history=keep"
+    if environment.get("mcp_sessions") == "trajectory":
+        for tool in (name for name in environment.get("tools", ()) if name.startswith("mcp:")):
+            yield (
+                f"{forks}: the state of the MCP server {tool} cannot be copied; if the server is stateless, set "
+                "environment.mcp_sessions=shared"
+            )
     if settings.reward.functions:
         yield f"{forks} and reward.functions: a function rewards a whole conversation; use the environment's reward"
     if settings.reward.overlong_buffer:

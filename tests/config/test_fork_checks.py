@@ -1,0 +1,36 @@
+"""What needs whole rollouts is refused with forked rollouts, before a run starts."""
+
+from __future__ import annotations
+
+import pytest
+from config.support import refused
+
+from agentrl.config import load_settings
+
+FORKS = "rollout.branching.width=2"
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("reward.overlong_buffer=64", "reward.overlong_buffer"),
+        ("algorithm.estimator=otb", "algorithm.estimator=otb"),
+        ("algorithm.loss=gspo", "algorithm.loss=gspo"),
+        ("correction.weights=sequence", "correction.weights=sequence"),
+        ("reward.functions={environment: 1.0}", "reward.functions"),
+        ("environment.history=template", "environment.history=template"),
+    ],
+)
+def test_a_setting_that_needs_whole_rollouts_is_named(override: str, named: str) -> None:
+    message = refused(FORKS, override)
+    assert FORKS in message
+    assert named in message
+
+
+def test_an_mcp_server_with_state_is_named() -> None:
+    server = ["environment.protocol=hermes", "environment.tools=[mcp:server]"]
+    assert "mcp:server" in refused(FORKS, *server)
+
+
+def test_forks_alone_are_valid() -> None:
+    assert load_settings("simpletir", "tiny", [FORKS]).rollout.branching.most_leaves == 2
