@@ -250,7 +250,7 @@ def variance(
     overrides = [*(overrides or []), *([] if model is None else ["coldstart.demonstrations=null"])]
     found = None if model is None else run_config_for_model(model)
     settings = _load("variance", overrides, config=config or found, options={"model.path": model})
-    from agentrl.lab.run import prepare, variance_command
+    from agentrl.lab.run import read_settings_and_problems, variance_command
     from agentrl.lab.settings import LabRequest
     from agentrl.telemetry.console import Console
     from agentrl.training.coldstart.policy import set_threads, starting_policy
@@ -264,7 +264,7 @@ def variance(
         baseline=baseline,
         head=head,
     )
-    lab, drawn = prepare(settings, request)
+    lab, drawn = read_settings_and_problems(settings, request)
     set_determinism(settings.training)
     set_threads(settings, processes=1)
     policy = starting_policy(settings, Console(settings.telemetry))

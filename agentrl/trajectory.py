@@ -208,7 +208,7 @@ class Trajectory:
         """True if the rollout failed for reasons outside the policy. Rewards, baselines and averages ignore it."""
         return self.ended.is_excluded or (self.verdict is not None and self.verdict.is_excluded)
 
-    def alone(self) -> Trajectory:
+    def as_single_trajectory(self) -> Trajectory:
         """Return a copy that is the only trajectory of its rollout."""
         return replace(
             self, branch=0, branches=1, parent=-1, fork=0, weight=1.0, path_weight=None, reward_elsewhere=0.0
@@ -314,11 +314,11 @@ def weighed(branches: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
     )
 
 
-def one_after_another(branches: Sequence[Trajectory]) -> Trajectory:
+def concatenate_branches(branches: Sequence[Trajectory]) -> Trajectory:
     """Concatenate the branches of one rollout into one trajectory. For display only, not for training."""
     *_, last = branches
     segments = tuple(segment for item in branches for segment in item.segments)
-    return replace(last.alone(), prompt_ids=branches[0].prompt_ids, segments=segments)
+    return replace(last.as_single_trajectory(), prompt_ids=branches[0].prompt_ids, segments=segments)
 
 
 def _fields_of(record: Trajectory | Segment) -> dict[str, Any]:
@@ -346,7 +346,7 @@ class Group:
         return tuple(item for item in self.trajectories if item.is_last_branch)
 
     @property
-    def everyone(self) -> tuple[Trajectory, ...]:
+    def all_trajectories(self) -> tuple[Trajectory, ...]:
         """All trajectories, including the greedy trajectory if there is one."""
         return self.trajectories if self.greedy is None else (*self.trajectories, self.greedy)
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from agentrl.evaluation.compare import difference_on_problems_like_these, difference_on_this_benchmark
 from agentrl.evaluation.scores import Floats, Interval, avg_at_k
-from agentrl.lab.study.statistics import Estimated, interquartile_mean, over_seeds
+from agentrl.lab.study.statistics import MeanWithInterval, interquartile_mean, mean_over_seeds
 
 Population = Callable[[np.random.Generator, int], Floats]
 
@@ -112,7 +112,7 @@ def print_seeds(runs: int, seed: int) -> None:
             many = population(rng, 1_000_000)
             drawn = [population(rng, seeds) for _ in range(runs)]
             shares = []
-            for summary in (over_seeds, interquartile_mean):
+            for summary in (mean_over_seeds, interquartile_mean):
                 truth = summary(many).value
                 shares.append(sum(holds(summary(scores), truth) for scores in drawn) / runs)
             print(f"| {seeds} | {name} | {shares[0]:.3f} | {shares[1]:.3f} |", flush=True)
@@ -148,7 +148,7 @@ def moved(rates: Floats) -> Floats:
     return rates + 0.2 * (0.5 - rates)
 
 
-def holds(interval: Interval | Estimated, value: float) -> bool:
+def holds(interval: Interval | MeanWithInterval, value: float) -> bool:
     return interval.low <= value <= interval.high
 
 

@@ -50,7 +50,7 @@ from agentrl.rollout.metrics import VersionClock, rollout_metrics
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.telemetry.trajectory_file import write_trajectories
-from agentrl.training.step.batching import fill
+from agentrl.training.step.batching import pack_units
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.episode import Environment
 from agentrl_envs.settings import SimpleTIRSettings
@@ -269,7 +269,7 @@ def step_costs(trajectories: int, tokens: int, measured: int) -> None:
     clock = VersionClock()
     stage("metrics", lambda: (rollout_metrics(made), clock.metrics(made)))
     units = [group.trajectories for group in made]
-    shares = stage("plan", lambda: fill(units, 8 * tokens, ranks=1))
+    shares = stage("plan", lambda: pack_units(units, 8 * tokens, ranks=1))
     packed = stage("pack", lambda: [MicroBatch.of(items) for (items,) in shares])
     sent = stage("send plans", lambda: pickle.dumps(packed, protocol=5))
     received = stage("receive plans", lambda: pickle.loads(sent))

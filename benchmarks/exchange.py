@@ -25,7 +25,7 @@ from torch import Tensor
 from agentrl.algorithms import AdvantageInputs, compute_advantages
 from agentrl.training.engine import collectives
 from agentrl.training.engine.collectives import Exchange
-from agentrl.training.step.batching import share_out
+from agentrl.training.step.batching import home_ranks
 
 MICRO_BATCH = 8  # rows
 
@@ -63,7 +63,7 @@ def measure(rank: int, ranks: int, port: int, options: argparse.Namespace, resul
     counted = Counting(collectives.swap_between_ranks, rank)
     collectives.swap_between_ranks = counted  # type: ignore[assignment]
     start = resident()
-    homes = share_out({group: [options.size] * ranks for group in range(options.groups)})
+    homes = home_ranks({group: [options.size] * ranks for group in range(options.groups)})
     places = torch.tensor([homes[group] for part in own for group in part.groups.tolist()])
     exchange = Exchange([part.response_mask for part in own], places)
     made = compute_advantages("tir_otb", exchange.send(own))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from agentrl.kernels import token_statistics, triton_obstacle
+from agentrl.kernels import reason_triton_unavailable, token_statistics
 
 if TYPE_CHECKING:
     from agentrl.models.policy import PolicyModel
@@ -44,7 +44,7 @@ def head(device: torch.device) -> Iterator[Figure | str]:
         why="its operations at the published speed", judged=real,
     )  # fmt: skip
     for backend in ("triton", "chunked"):
-        obstacle = triton_obstacle(device) if backend == "triton" else None
+        obstacle = reason_triton_unavailable(device) if backend == "triton" else None
         if obstacle is not None:
             yield f"{backend}: skipped: the backend {obstacle}"
             continue

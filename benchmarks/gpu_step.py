@@ -21,7 +21,7 @@ from agentrl.models.policy import PolicyModel, ReferenceHead
 from agentrl.models.settings import ModelSettings
 from agentrl.planning.memory import CONTEXT, ModelShape, TrainingSetup, rank_memory, read_shape, shape_of, usable
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
-from agentrl.training.engine.memory import MicroBatchMemoryError, in_micro_batch
+from agentrl.training.engine.memory import MicroBatchMemoryError, micro_batch_memory_errors
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _step(engine: TrainingEngine[PackedOrPadded], shape: ModelShape, lengths: Se
 def shortage(device: torch.device) -> Iterator[Figure | str]:
     """Errors of torch and cuBLAS for lack of memory are recognized."""
     try:
-        with in_micro_batch(tokens=2, trajectories=2):
+        with micro_batch_memory_errors(tokens=2, trajectories=2):
             _exhaust(device)
     except MicroBatchMemoryError as error:
         yield f"torch without memory: {str(error.__cause__).splitlines()[0][:160]}"

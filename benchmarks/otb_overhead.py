@@ -104,7 +104,7 @@ def rollout_batch(groups: int, group_size: int) -> RolloutBatch:
         )
         for index in range(groups)
     )
-    return RolloutBatch(step=1, version=0, played=made, groups=made, metrics={})
+    return RolloutBatch(step=1, version=0, sampled_groups=made, groups=made, metrics={})
 
 
 def _trajectory(draw: random.Random, problem: Problem, group: int, sample: int) -> Trajectory:

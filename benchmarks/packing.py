@@ -28,7 +28,7 @@ from agentrl.models.loading import tiny_config
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import TinyModelSettings
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.step.batching import fill
+from agentrl.training.step.batching import pack_units
 from agentrl.trajectory import Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
 
@@ -80,7 +80,7 @@ def memory(name: str) -> float:
 def packed(groups: Sequence[Sequence[Trajectory]], budget: int) -> Side:
     """All groups through the policy."""
     policy = PolicyModel(tiny_model())
-    batches = [Batch.of(MicroBatch.of(rows)) for (rows,) in fill(groups, budget, ranks=1)]
+    batches = [Batch.of(MicroBatch.of(rows)) for (rows,) in pack_units(groups, budget, ranks=1)]
 
     def step() -> None:
         policy.zero_grad()

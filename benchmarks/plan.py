@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.kernels.attention import pack_padded
 from agentrl.models.loading import checkpoint_layers, keep_checkpoints_on_host
-from agentrl.models.lora import with_adapter
+from agentrl.models.lora import add_adapters
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import LoRASettings
 from agentrl.planning.memory import ModelShape, Offload, TrainingSetup, rank_memory, shape_of
@@ -190,7 +190,7 @@ def measured(case: Case) -> Peak:
 def _engine(case: Case, shape: ModelShape) -> TrainingEngine[PolicyModel]:
     dtype = torch.bfloat16 if case.bfloat16 else torch.float32
     model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype, attn_implementation="sdpa")
-    with_adapter(model, LoRASettings(rank=case.lora_rank))
+    add_adapters(model, LoRASettings(rank=case.lora_rank))
     if case.checkpointing:
         checkpoint_layers(model)
     if case.checkpoint_offload:

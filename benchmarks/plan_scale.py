@@ -65,7 +65,7 @@ def batch(options: argparse.Namespace) -> RolloutBatch:
         problem = Problem(id=str(index), statement="", answer="0", source="")
         rows = tuple(trajectory(draw, problem, index, sample, options) for sample in range(options.size))
         groups.append(Group(problem=problem, index=index, trajectories=rows))
-    return RolloutBatch(step=1, version=0, played=tuple(groups), groups=tuple(groups), metrics={})
+    return RolloutBatch(step=1, version=0, sampled_groups=tuple(groups), groups=tuple(groups), metrics={})
 
 
 def read(connections: list[Connection]) -> None:

@@ -94,7 +94,7 @@ async def train(args: argparse.Namespace, codec: TextCodec, turns: int, schedule
     """A run as the trainer makes it, and the means over its later steps."""
     worker, engine = build(args, codec, turns, schedule)
     loop = asyncio.get_running_loop()
-    worker.installed(0)
+    worker.record_install(0)
     rollouts = bound = began = 0.0
     staleness = 0.0
     try:
@@ -104,7 +104,7 @@ async def train(args: argparse.Namespace, codec: TextCodec, turns: int, schedule
             waited = loop.time()
             batch = await worker.next_batch(step)
             rollouts += loop.time() - waited
-            played = [item for group in batch.played for item in group.trajectories]
+            played = [item for group in batch.sampled_groups for item in group.trajectories]
             if any(item.turns != turns for item in played):
                 raise RuntimeError(f"a trajectory went wrong in step {step}")
             tokens = sum(item.model_tokens for item in played)
@@ -115,7 +115,7 @@ async def train(args: argparse.Namespace, codec: TextCodec, turns: int, schedule
             engine.pause()
             await asyncio.sleep(args.update_seconds)
             engine.resume(step + 1)
-            worker.installed(step + 1)
+            worker.record_install(step + 1)
             worker.confirm(batch)
     finally:
         await worker.close()

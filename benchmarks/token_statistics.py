@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from agentrl.kernels import token_statistics, triton_obstacle
+from agentrl.kernels import reason_triton_unavailable, token_statistics
 
 Outputs = tuple[Tensor, Tensor]  # log_probs, entropy
 
@@ -127,7 +127,7 @@ def gpu_obstacle() -> str | None:
     """Why nothing can be measured on a GPU here."""
     if not torch.cuda.is_available():
         return "torch finds no GPU"
-    obstacle = triton_obstacle(torch.device("cuda"))
+    obstacle = reason_triton_unavailable(torch.device("cuda"))
     return None if obstacle is None else f"the triton backend {obstacle}"
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from agentrl.lab.report import logarithmic
-from agentrl.lab.results import PROBLEMS, SETTINGS, Measured, MeasurementFiles, ProblemLine, measured_of
-from agentrl.lab.summary import IntervalEstimate, Line, summarise
+from agentrl.lab.results import PROBLEMS, SETTINGS, Measured, MeasurementFiles, ProblemLine, measured_problems
+from agentrl.lab.summary import EstimatorResult, IntervalEstimate, summarise
 from agentrl.telemetry.files import atomic_write, json_line
 from agentrl.telemetry.plots import caption, legend_below, line_options, new_figure, style_axes
 
@@ -39,7 +39,7 @@ def main() -> None:
         return
     found, counts = {}, {}
     for folder in sorted(path.parent for path in STUDIES.glob(f"*/{PROBLEMS}")):
-        problems = measured_of(MeasurementFiles(folder).lines())
+        problems = measured_problems(MeasurementFiles(folder).lines())
         if len(problems) > 1 and arguments.baseline in next(iter(problems[0].moments.values())):
             moments = [item.moments for item in problems]
             counts[folder.name] = len(problems)
@@ -78,7 +78,11 @@ def shortened(moments: dict[str, dict[str, list[float | None]]] | None) -> objec
 
 
 def print_study(
-    name: str, played: Sequence[ProblemLine], problems: Sequence[Measured], lines: Sequence[Line], baseline: str
+    name: str,
+    played: Sequence[ProblemLine],
+    problems: Sequence[Measured],
+    lines: Sequence[EstimatorResult],
+    baseline: str,
 ) -> None:
     """The conditions, and the tables of noise and scale."""
     own = [item.line for item in problems]
@@ -126,7 +130,7 @@ def digits(value: float) -> str:
     return f"{value:.2f}" if 0.1 <= abs(value) < 10 else f"{value:.2g}"
 
 
-def draw(found: dict[str, list[Line]], problems: dict[str, int], path: Path, baseline: str) -> None:
+def draw(found: dict[str, list[EstimatorResult]], problems: dict[str, int], path: Path, baseline: str) -> None:
     """Noise over that of the baseline against N, one panel a study of this many ``problems``."""
     figure = new_figure(4.6 * len(found), 4.6)
     panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]

@@ -26,7 +26,7 @@ from agentrl.config.messages import nearest_key
 from agentrl.config.settings import SIMPLETIR
 from agentrl.errors import SettingsError
 from agentrl.problems.rows import require_file
-from agentrl.problems.sources import FILE_KINDS, expand
+from agentrl.problems.sources import FILE_KINDS, expand_path
 from agentrl.telemetry.files import atomic_write
 from agentrl_envs.registry import did_you_mean
 from agentrl_envs.types import Problem
@@ -180,7 +180,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
 def check_file(path: str) -> None:
     """Raise ProblemFileError if the file does not exist."""
     if path.lower().endswith(FILE_KINDS):
-        require_file(Path(expand(path)))
+        require_file(Path(expand_path(path)))
 
 
 def to_overrides(settings: Mapping[str, object], prefix: str = "") -> list[str]:

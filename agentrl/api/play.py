@@ -12,7 +12,7 @@ from typing import cast
 from agentrl.api.inputs import check_keywords, to_overrides, without_command_line_origin
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.problems.rows import problem_of
+from agentrl.problems.rows import problem_from_row
 from agentrl_envs.episode import Environment
 from agentrl_envs.types import Ended, Problem, Step
 
@@ -69,8 +69,8 @@ def play(
     with without_command_line_origin():
         resolved = load_settings(name, config, to_overrides(settings))
     columns = {key: value for key, value in row.items() if key != "turns"}
-    problem = problem_of(columns, "the row", source="play", fields={}, answered=False)
-    written = tuple(_own_turns(row) if turns is None else turns)
+    problem = problem_from_row(columns, "the row", source="play", fields={}, answered=False)
+    written = tuple(_turns_of_row(row) if turns is None else turns)
 
     from agentrl.rollout.environment import build_environment
     from agentrl.rollout.gateway.settings import is_agent
@@ -83,7 +83,7 @@ def play(
         return thread.submit(asyncio.run, _played(build_environment(resolved), problem, written)).result()
 
 
-def _own_turns(row: Mapping[str, object]) -> list[str]:
+def _turns_of_row(row: Mapping[str, object]) -> list[str]:
     turns = row.get("turns", ())
     if not isinstance(turns, list | tuple) or not all(isinstance(turn, Mapping) and "model" in turn for turn in turns):
         raise SettingsError("the row's turns must be a list of objects, each with a string 'model'")

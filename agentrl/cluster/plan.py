@@ -39,13 +39,15 @@ def nodes_with_capacity(
     """
     roomy_nodes = []
     for node in nodes:
-        gpus, cpus = _left(node, taken.get(node.address, ()))
+        gpus, cpus = _free_capacity(node, taken.get(node.address, ()))
         if gpus >= bundle.gpus and cpus >= bundle.cpus:
             roomy_nodes.append(node)
     if not roomy_nodes:
         raise UnplaceableError(
             f"no node has room for {bundle.purpose} ({_amount(bundle.gpus, bundle.cpus)}); available: "
-            + ", ".join(f"{_amount(*_left(node, taken.get(node.address, ())))} on {node.name}" for node in nodes)
+            + ", ".join(
+                f"{_amount(*_free_capacity(node, taken.get(node.address, ())))} on {node.name}" for node in nodes
+            )
         )
     return roomy_nodes
 
@@ -54,7 +56,7 @@ def place_on_nodes(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], take
     """Add each bundle to ``taken``, on the fullest node with room. Raises UnplaceableError if no node has room."""
     for bundle in bundles:
         room = nodes_with_capacity(bundle, nodes, taken)
-        tightest = min(room, key=lambda node: (*_left(node, taken.get(node.address, ())), node.address))
+        tightest = min(room, key=lambda node: (*_free_capacity(node, taken.get(node.address, ())), node.address))
         taken.setdefault(tightest.address, []).append(bundle)
 
 
@@ -93,7 +95,7 @@ def _sums(bundles: Sequence[Bundle]) -> tuple[int, float]:
     return sum(bundle.gpus for bundle in bundles), sum(bundle.cpus for bundle in bundles)
 
 
-def _left(node: ClusterNode, bundles: Sequence[Bundle]) -> tuple[int, float]:
+def _free_capacity(node: ClusterNode, bundles: Sequence[Bundle]) -> tuple[int, float]:
     """Return the GPUs and CPUs of a node that are not in use."""
     gpus, cpus = _sums(bundles)
     return node.gpus - gpus, node.cpus - cpus

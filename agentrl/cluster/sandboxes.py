@@ -61,7 +61,7 @@ class SandboxServices:
         self._bundle = bundle
         self._arguments = tuple(arguments)
         self._folder = folder
-        self._say = notify
+        self._notify = notify
         self._token = secrets.token_urlsafe(32)
         with ThreadPoolExecutor(max_workers=len(nodes)) as pool:
             opened = list(pool.map(self._opened, range(len(nodes)), nodes))
@@ -94,7 +94,7 @@ class SandboxServices:
             )
             self._start(service)
         except WorldError as error:
-            self._say(f"no sandbox service started on {node.name} ({node.address}): {error}")
+            self._notify(f"no sandbox service started on {node.name} ({node.address}): {error}")
             return None
         return service
 
@@ -143,7 +143,7 @@ class SandboxServices:
         except AgentRLError as error:
             self._record_loss(service, str(error))
         else:
-            self._say(f"sandbox service {service.number} on {service.reservation.node} was restarted")
+            self._notify(f"sandbox service {service.number} on {service.reservation.node} was restarted")
 
     def _record_loss(self, service: _Service, why: str) -> None:
         # A service that ran longer than the longest pause did not fail at its start, so it may restart soon.
@@ -152,7 +152,7 @@ class SandboxServices:
         service.process = None
         self._postpone(service)
         if not self._ended.is_set():
-            self._say(
+            self._notify(
                 f"sandbox service {service.number} on {service.reservation.node} was lost: {why}; calls are "
                 "sent to the other services"
             )

@@ -119,7 +119,7 @@ def overlay_chain(name: str, _seen: tuple[Path, ...] = ()) -> list[Layer]:
     if not isinstance(values, dict):
         raise SettingsError(f"{path}: a config file must be a mapping of sections, not a {type(values).__name__}")
     base = values.pop("base", None)
-    overlay = Layer(origin=str(path), values={key: _in_full(key, value) for key, value in values.items()})
+    overlay = Layer(origin=str(path), values={key: _expand_short_form(key, value) for key, value in values.items()})
     bases = [] if base is None else base if isinstance(base, list) else [base]
     if not all(isinstance(name, str) for name in bases):
         raise SettingsError(f"{path}: base={base!r} must be the name of a shipped config, a path, or a list of these")
@@ -152,7 +152,7 @@ def short_form_key(section: str, value: object) -> str | None:
     return _IN_SHORT.get(section) if isinstance(value, str) else None
 
 
-def _in_full(section: str, value: object) -> object:
+def _expand_short_form(section: str, value: object) -> object:
     name = short_form_key(section, value)
     return value if name is None else {name: value}
 

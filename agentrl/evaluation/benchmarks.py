@@ -19,7 +19,7 @@ from agentrl.errors import SettingsError
 from agentrl.evaluation.formats import ProblemRow, SetRecord
 from agentrl.evaluation.settings import EvaluationRequest, EvaluationSections
 from agentrl.problems.rows import ProblemError, ProblemFieldError
-from agentrl.problems.sampler import digest_of
+from agentrl.problems.sampler import digest_of_columns
 from agentrl.problems.settings import FieldName, ProblemSourceSettings
 from agentrl.problems.sources import FILE_KINDS, evaluation_set, load_source, read_with_locations
 from agentrl.rollout.gateway.settings import is_agent
@@ -251,7 +251,7 @@ class ProblemSet:
         for problem in self.problems:
             digest.update(repr((problem.id, problem.statement, problem.answer, problem.setup)).encode())
             if problem.info or problem.messages:
-                digest.update(digest_of({"info": problem.info, "messages": problem.messages}).encode())
+                digest.update(digest_of_columns({"info": problem.info, "messages": problem.messages}).encode())
         return digest.hexdigest()
 
     def record(self) -> SetRecord:

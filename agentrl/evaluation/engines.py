@@ -23,15 +23,15 @@ from agentrl.evaluation.transcripts import Sample, Transcript, Turn
 from agentrl.models.loading import model_fingerprint, read_config, read_model
 from agentrl.models.settings import ModelSettings
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
-from agentrl.rollout.driver import Driver, pooled
+from agentrl.rollout.driver import Driver, run_tasks
 from agentrl.rollout.engines.base import Engine, EngineRequest, ManagedEngine, engine_facts, engine_plugin
 from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.environment import build_codec, build_environment, chat_format, needs_chat_format
 from agentrl.rollout.policy import FairYield, TurnPolicy
 from agentrl.rollout.settings import RolloutSettings, longest_request
 from agentrl.rollout.work_queue import RolloutRequest
-from agentrl.trajectory import one_after_another
-from agentrl.weights.verify import Probe, checksums, with_head
+from agentrl.trajectory import concatenate_branches
+from agentrl.weights.verify import Probe, checksums, with_tied_head
 from agentrl_envs.episode import Environment, Episode
 from agentrl_envs.types import Ended
 
@@ -82,7 +82,7 @@ def _read_reference(settings: EvaluationSections, codec: TextCodec) -> _Referenc
     ids = torch.tensor([token_ids])
     log_probs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1].float(), dim=-1)
     scores = tuple(log_probs.gather(1, ids[0, 1:, None])[:, 0].tolist())
-    probe = Probe(token_ids=token_ids, log_probs=scores, checksums=with_head(checksums(model.named_parameters())))
+    probe = Probe(token_ids=token_ids, log_probs=scores, checksums=with_tied_head(checksums(model.named_parameters())))
     return _Reference(fingerprint=model_fingerprint(model.state_dict().items()), probe=probe)
 
 
@@ -122,7 +122,7 @@ class TokenPlayer:
         requests = [RolloutRequest(index=index, problem=sample.problem) for index, sample in by_index.items()]
         async with aclosing(driver.run(requests, step=0, group_size=1)) as groups:
             async for group in groups:
-                trajectory = one_after_another(group.trajectories)
+                trajectory = concatenate_branches(group.trajectories)
                 failure = driver.last_failure if trajectory.ended is Ended.INFRASTRUCTURE_FAILURE else None
                 yield Transcript.of(by_index[group.index], trajectory, failure=failure)
 
@@ -146,7 +146,7 @@ class TextPlayer:
             for sample in work:
                 finished(await self._transcript(sample, fair_yield))
 
-        async with aclosing(pooled(min(self.concurrency, len(samples)), player)) as played:
+        async with aclosing(run_tasks(min(self.concurrency, len(samples)), player)) as played:
             async for transcript in played:
                 yield transcript
 
@@ -376,8 +376,8 @@ class OpenedModel:
             self._refuse(problem, longest, "rollout.kv_cache_tokens", facts.kv_slots)
         if facts.prompt_limit is not None and longest > facts.prompt_limit:
             raise SettingsError(
-                f"{_named(problem)}: its prompt has {longest} tokens, but the servers are started for prompts of "
-                f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}; set it to at least {longest}"
+                f"{_problem_name(problem)}: its prompt has {longest} tokens, but the servers are started for prompts "
+                f"of rollout.max_prompt_tokens={rollout.max_prompt_tokens}; set it to at least {longest}"
             )
         return unfit
 
@@ -388,8 +388,8 @@ class OpenedModel:
         if limit > prompt:
             valid.append(f"evaluation.max_response_tokens of at most {limit - prompt}")
         raise SettingsError(
-            f"{_named(problem)}: its prompt has {prompt} tokens and evaluation.max_response_tokens (or, without it, "
-            f"rollout.max_response_tokens) allows {more} more, which exceeds {name} ({limit}); valid: "
+            f"{_problem_name(problem)}: its prompt has {prompt} tokens and evaluation.max_response_tokens (or, without "
+            f"it, rollout.max_response_tokens) allows {more} more, which exceeds {name} ({limit}); valid: "
             + (", or ".join(valid) or "shorter prompts")
         )
 
@@ -397,6 +397,6 @@ class OpenedModel:
         await self.engine.close()
 
 
-def _named(problem: ProblemKey) -> str:
+def _problem_name(problem: ProblemKey) -> str:
     benchmark, name = problem
     return f"problem {name} of {benchmark}"

@@ -4,7 +4,7 @@ from agentrl.kernels.divergence import full_kl
 from agentrl.kernels.exact_energies import trajectory_energies
 from agentrl.kernels.records import KernelInputError, TokenStatistics
 from agentrl.kernels.statistics import BACKENDS, Backend, token_statistics
-from agentrl.kernels.triton_backend import sharded_token_statistics, triton_obstacle
+from agentrl.kernels.triton_backend import reason_triton_unavailable, sharded_token_statistics
 
 __all__ = [
     "BACKENDS",
@@ -12,8 +12,8 @@ __all__ = [
     "KernelInputError",
     "TokenStatistics",
     "full_kl",
+    "reason_triton_unavailable",
     "sharded_token_statistics",
     "token_statistics",
     "trajectory_energies",
-    "triton_obstacle",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from agentrl.kernels.arithmetic import cap_slope, head_input_gradient, tempered_logits
 from agentrl.kernels.attention import AttentionBackend, PackedRow, pack_row, packed_states
-from agentrl.kernels.layer_energies import LayerEnergies, Parts, embedding_energy, gram_is_cheaper, take_apart
+from agentrl.kernels.layer_energies import LayerEnergies, Parts, embedding_energy, gram_is_cheaper, split_into_parts
 from agentrl.kernels.records import KernelInputError, check_cap
 
 
@@ -60,7 +60,7 @@ def trajectory_energies(
     Raises KernelInputError for a model with trainable parameters that have no closed form here (the message names the
     module), reentrant gradient checkpointing, and inputs that do not fit together.
     """
-    parts = take_apart(model)
+    parts = split_into_parts(model)
     _check(input_ids, token_mask.bool(), attention_mask, importance_weights, temperature)
     check_cap(cap)
     dtype = torch.float64 if parts.embedding.weight.dtype == torch.float64 else torch.float32
@@ -108,7 +108,7 @@ def _prepared(
     return _Rows(input_ids=input_ids, mask=mask, active=active, coefficients=coefficients, packed=read, places=places)
 
 
-def _before(mask: Tensor) -> Tensor:
+def _shift_left(mask: Tensor) -> Tensor:
     """Return the positions t - 1 of the tokens t in a mask [B, S], False in the last column, in row-major order."""
     return torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
 
@@ -138,7 +138,7 @@ def _forward(parts: Parts, rows: _Rows) -> tuple[Tensor, Tensor]:
 def _gradient_of_states(hidden: Tensor, shares: list[HeadRow], rows: _Rows) -> Tensor:
     """Return the gradient of sum_t rho_t ln p(y_t) with respect to ``hidden``, the states after the last norm."""
     gradient = torch.zeros_like(hidden, dtype=rows.coefficients.dtype).flatten(0, 1)
-    gradient[rows.places[_before(rows.mask)]] = torch.cat([share.hidden_gradient for share in shares])
+    gradient[rows.places[_shift_left(rows.mask)]] = torch.cat([share.hidden_gradient for share in shares])
     return gradient.view(hidden.shape).to(hidden.dtype)
 
 

@@ -64,7 +64,7 @@ class Parts:
         return self.embedding.weight is self.head.weight
 
 
-def take_apart(model: Any) -> Parts:
+def split_into_parts(model: Any) -> Parts:
     """Return the parts of a causal language model of `transformers`.
 
     Raises KernelInputError for a class that is not in MODELS, for modules with trainable parameters that have no closed
@@ -213,7 +213,7 @@ class LayerEnergies:
         """
         self._sites = [_Site(name=name, module=module, recomputed=recomputed) for name, module, recomputed in layers]
         self._active = active
-        self._places = places
+        self._positions = places
         self._dtype = dtype
         self._backward = False
         self.totals = torch.zeros(active.shape[0], dtype=torch.float64, device=active.device)
@@ -282,7 +282,7 @@ class LayerEnergies:
             for rows, columns in self._chunks(site, inputs, gradients):
                 active = self._active[rows, columns]
                 active = active.reshape(*active.shape, *[1] * (inputs.ndim - 1))
-                places = self._places[rows, columns]
+                places = self._positions[rows, columns]
                 part = torch.where(active, inputs[places], 0.0)
                 gradient = torch.where(active, gradients[places], 0.0)
                 self.totals[rows] += site.energy(part, gradient, self._dtype)

@@ -71,7 +71,7 @@ def rescale(sums: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
     )
 
 
-class Ranks:
+class VocabularyRanks:
     """Ranks of a group, each with a part of the vocabulary."""
 
     def __init__(self, first: int, group: dist.ProcessGroup | None) -> None:
@@ -139,7 +139,7 @@ def sliced_statistics(
     *,
     epilogue: Epilogue,
     cap: float | None = None,
-    ranks: Ranks | None = None,
+    ranks: VocabularyRanks | None = None,
 ) -> TokenStatistics:
     """Compute the statistics of docs/reference/formulas.md 2 by slices of the vocabulary.
 
@@ -170,7 +170,7 @@ class _SlicedStatistics(torch.autograd.Function):
         temperature: float,
         cap: float | None,
         epilogue: Epilogue,
-        ranks: Ranks | None,
+        ranks: VocabularyRanks | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         dtype = statistics_dtype(hidden, weight)
@@ -318,7 +318,7 @@ class _Gradients:
         if self._bias is not None:
             self._bias[columns] += dz.sum(0, dtype=self._bias.dtype)
 
-    def results(self, ranks: Ranks | None) -> tuple[Tensor | None, ...]:
+    def results(self, ranks: VocabularyRanks | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of (hidden, weight, bias), each in the dtype of its input."""
         hidden, _, bias = self._inputs
         if self._hidden is not None:

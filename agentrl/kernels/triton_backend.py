@@ -13,7 +13,7 @@ from torch import Tensor
 
 from agentrl.kernels import torch_epilogue
 from agentrl.kernels.records import KernelInputError, TokenStatistics, check_inputs
-from agentrl.kernels.sliced import Epilogue, Ranks, sliced_statistics
+from agentrl.kernels.sliced import Epilogue, VocabularyRanks, sliced_statistics
 
 
 @cache
@@ -32,7 +32,7 @@ def triton_statistics(
     Raises KernelInputError without Triton, and for CPU tensors unless Triton runs as an interpreter
     (TRITON_INTERPRET=1).
     """
-    obstacle = triton_obstacle(hidden.device)
+    obstacle = reason_triton_unavailable(hidden.device)
     if obstacle is not None:
         raise KernelInputError(f"the triton backend {obstacle}: select the chunked backend")
     epilogue = _triton_epilogue()
@@ -49,7 +49,7 @@ def epilogue_for(device: torch.device) -> Epilogue:
     return _triton_epilogue() if automatic_backend(device) == "triton" else torch_epilogue
 
 
-def triton_obstacle(device: torch.device) -> str | None:
+def reason_triton_unavailable(device: torch.device) -> str | None:
     """Return the reason why the triton backend cannot run on this device, or None."""
     if not triton_installed():
         return "requires the package triton, which is not installed"
@@ -81,14 +81,14 @@ def sharded_token_statistics(
     gradients of head_weight and bias are this rank's rows of the complete gradient; the gradient of hidden is complete
     on each rank. Raises KernelInputError if the arguments do not fit together on this rank.
     """
-    first, vocabulary = _place(head_weight, group)
+    first, vocabulary = _vocabulary_offset_and_size(head_weight, group)
     check_inputs(hidden, head_weight, targets, temperature, bias, vocabulary=vocabulary)
-    epilogue, ranks = epilogue_for(hidden.device), Ranks(first, group)
+    epilogue, ranks = epilogue_for(hidden.device), VocabularyRanks(first, group)
     with torch.autocast(hidden.device.type, enabled=False):
         return sliced_statistics(hidden, head_weight, targets, temperature, bias, epilogue=epilogue, ranks=ranks)
 
 
-def _place(head_weight: Tensor, group: dist.ProcessGroup | None) -> tuple[int, int]:
+def _vocabulary_offset_and_size(head_weight: Tensor, group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return (index of this rank's first token, number of tokens on all ranks)."""
     size = head_weight.shape[0] if head_weight.ndim else 0
     sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=head_weight.device)

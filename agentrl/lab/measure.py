@@ -34,7 +34,7 @@ from agentrl.algorithms import HeadVarianceAccumulator, diagonal_proxy
 from agentrl.errors import SettingsError
 from agentrl.kernels.attention import pack_padded
 from agentrl.lab.sample import ProblemSample
-from agentrl.lab.settings import Choice, LabSettings, advantages_in, draw_groups
+from agentrl.lab.settings import EstimatorChoice, LabSettings, compute_problem_advantages, draw_groups
 from agentrl.models.policy import PolicyModel
 
 
@@ -75,7 +75,7 @@ class Gradients:
         kind = self._parameters[0].dtype
         # Scores of half-precision parameters are stored in float32, because they are factors of inner products.
         self._dtype = kind if kind == torch.float64 else torch.float32
-        distinct, self._distinct_index = sample.alike.unique(return_inverse=True)
+        distinct, self._distinct_index = sample.distinct_response_index.unique(return_inverse=True)
         needed = len(distinct) * self.size * self._dtype.itemsize
         if needed > memory:
             raise SettingsError(
@@ -145,7 +145,7 @@ class Gradients:
 
     def _backward(self, rows: Tensor, advantages: Sequence[Tensor]) -> list[Tensor]:
         """Compute the gradient for each of ``advantages``, with one forward pass and one backward pass each."""
-        distinct, inverse = self._sample.alike[rows].unique(return_inverse=True)
+        distinct, inverse = self._sample.distinct_response_index[rows].unique(return_inverse=True)
         mask = self._sample.batch.response_mask[distinct]
         log_probs, _ = self._forward(distinct, keep_hidden=False)
         ratios = self._sample.importance_weights
@@ -199,7 +199,7 @@ def _constant_by_row(values: Tensor, mask: Tensor) -> Tensor | None:
     return high if torch.equal(high, low) else None
 
 
-LEAST = 4
+MIN_TRAJECTORIES = 4
 """Minimum number of trajectories for a product of two covariances."""
 
 
@@ -213,8 +213,8 @@ def covariance_product(returns: Tensor, products: Tensor) -> Tensor:
     0.0
     """
     count = len(returns)
-    if count < LEAST:
-        raise ValueError(f"a product of two covariances needs at least {LEAST} trajectories; got {count}")
+    if count < MIN_TRAJECTORIES:
+        raise ValueError(f"a product of two covariances needs at least {MIN_TRAJECTORIES} trajectories; got {count}")
     rewards = returns.double()
     cross = products.double() * (1 - torch.eye(count, dtype=torch.float64))
     total, squares = rewards.sum(), rewards.square().sum()
@@ -244,7 +244,7 @@ class TrueGradient:
         self._gram = gram
         self.squared = float(covariance_product(self._returns, gram))  # ||g*||^2
 
-    def along(self, rows: Tensor, with_scores: Tensor) -> tuple[Tensor, float]:
+    def project(self, rows: Tensor, with_scores: Tensor) -> tuple[Tensor, float]:
         """Compute the mean of <g_m, g*> over the groups ``rows`` [M, N], from <g_m, s_i> [E, M, S].
 
         Returns the mean for each estimator [E], and for the leave-one-out gradient. All trajectories together yield a
@@ -254,13 +254,13 @@ class TrueGradient:
         outside = torch.stack([leave_one_out(self._returns, self._others(group)) for group in rows])
         return (with_scores * outside).sum(-1).mean(-1), float((same * outside).sum(-1).mean())
 
-    def along_moments(self, rows: Tensor, with_scores: Tensor) -> tuple[Tensor, Tensor] | None:
+    def projection_moments(self, rows: Tensor, with_scores: Tensor) -> tuple[Tensor, Tensor] | None:
         """Compute (Var <g, g*>, <E g, g*>^2), each [E], from <g_m, s_i> [E, M, S] of E estimators.
 
         Returns None if too few trajectories are outside two groups.
         """
         count = len(rows)
-        if len(self._returns) - 2 * rows.shape[1] < LEAST:
+        if len(self._returns) - 2 * rows.shape[1] < MIN_TRAJECTORIES:
             return None
         squares = [self._product(with_scores[:, m], with_scores[:, m], rows[m]) for m in range(count)]
         pairs = [
@@ -313,7 +313,7 @@ def measure(
     policy: PolicyModel,
     samples: Sequence[ProblemSample],
     numbers: Sequence[int],
-    choices: Sequence[Choice],
+    choices: Sequence[EstimatorChoice],
     settings: LabSettings,
     *,
     temperature: float,
@@ -334,7 +334,9 @@ def measure(
         for division in range(settings.partitions)
     }
     advantages = {
-        (key, choice.label): advantages_in(samples, drawn, choice, drop_zero_variance=settings.drop_zero_variance)
+        (key, choice.label): compute_problem_advantages(
+            samples, drawn, choice, drop_zero_variance=settings.drop_zero_variance
+        )
         for key, drawn in rows.items()
         for choice in choices
     }
@@ -367,13 +369,15 @@ def _moments(
             products = gradients.products(drawn, tensors)
             heads = [None if hidden is None else head_variance(policy, hidden, sample, drawn, values, temperature)
                      for values in tensors]  # fmt: skip
-            for label, one in zip(labels, _of_groups(sample, truth, drawn, tensors, products, heads), strict=True):
+            for label, one in zip(
+                labels, _moments_of_groups(sample, truth, drawn, tensors, products, heads), strict=True
+            ):
                 parts[label].append(one)
         result[size] = {label: _mean(moments) for label, moments in parts.items()}
     return result
 
 
-def _of_groups(
+def _moments_of_groups(
     sample: ProblemSample,
     truth: TrueGradient,
     rows: Tensor,
@@ -383,8 +387,8 @@ def _of_groups(
 ) -> Iterator[GradientMoments]:
     """Yield the moments of each estimator from one division into groups ``rows`` [M, N]."""
     with_scores = torch.stack([item.with_scores for item in products])
-    along, paired = truth.along(rows, with_scores)
-    directional = truth.along_moments(rows, with_scores)
+    along, paired = truth.project(rows, with_scores)
+    directional = truth.projection_moments(rows, with_scores)
     for index, (item, values) in enumerate(zip(products, advantages, strict=True)):
         yield GradientMoments(
             variance=item.variance,

@@ -64,12 +64,12 @@ def lab_problems(settings: LabSections, lab: LabSettings, selection: str | None)
     most = lab.problems * _MORE_PROBLEMS
     answered = needs_answers(settings)
     loaded = [load_source(entry, seed=settings.seed, answered=answered).source for entry in settings.data.train]
-    turns = itertools.zip_longest(*(_in_order(source, most, settings.seed) for source in loaded))
+    turns = itertools.zip_longest(*(_problems_in_order(source, most, settings.seed) for source in loaded))
     every = (problem for turn in turns for problem in turn if problem is not None)
     return lab, list(itertools.islice(every, most))
 
 
-def _in_order(source: ProblemSource, most: int, seed: int) -> Iterator[Problem]:
+def _problems_in_order(source: ProblemSource, most: int, seed: int) -> Iterator[Problem]:
     if isinstance(source, ExerciseSource):
         yield from source.distinct(most)
         return
@@ -81,7 +81,7 @@ def _in_order(source: ProblemSource, most: int, seed: int) -> Iterator[Problem]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Played:
+class UsableRollouts:
     """Usable rollouts of one problem.
 
     ``greedy_return`` is 0 if no greedy rollout was requested, and None if the greedy rollout was excluded.
@@ -134,20 +134,20 @@ class SamplePlayer:
         self._runner.run(self._close())
         self._runner.close()
 
-    def play(self, problems: Sequence[tuple[int, Problem]]) -> list[Played]:
-        """Sample numbered problems with `play_enough`. Returns their rollouts, ordered by number."""
+    def play(self, problems: Sequence[tuple[int, Problem]]) -> list[UsableRollouts]:
+        """Sample numbered problems with `play_until_usable`. Returns their rollouts, ordered by number."""
         return self._runner.run(self._play(problems))
 
-    async def _play(self, problems: Sequence[tuple[int, Problem]]) -> list[Played]:
+    async def _play(self, problems: Sequence[tuple[int, Problem]]) -> list[UsableRollouts]:
         requests = [RolloutRequest(index=number, problem=problem) for number, problem in problems]
-        groups = await play_enough(self._driver, requests, samples=self._samples)
+        groups = await play_until_usable(self._driver, requests, samples=self._samples)
         greedy: dict[int, float | None] = dict.fromkeys(groups, None if self._greedy else 0.0)
         if self._greedy:
             async for group in self._driver.run(requests, step=_ROUNDS, group_size=1, temperature=_GREEDY):
                 for item in group.trajectories:
                     if not item.is_excluded:
                         greedy[group.index] = item.reward
-        return [Played(group=groups[number], greedy_return=greedy[number]) for number in sorted(groups)]
+        return [UsableRollouts(group=groups[number], greedy_return=greedy[number]) for number in sorted(groups)]
 
     async def _open(self) -> None:
         await self._environment.open()
@@ -161,7 +161,7 @@ class SamplePlayer:
         await self._environment.close()
 
 
-async def play_enough(driver: Driver, requests: Sequence[RolloutRequest], *, samples: int) -> dict[int, Group]:
+async def play_until_usable(driver: Driver, requests: Sequence[RolloutRequest], *, samples: int) -> dict[int, Group]:
     """Sample until each request has ``samples`` usable trajectories or the last round ends. Returns groups by index.
 
     Trajectories with a void turn are excluded, as in training. Dropping problems with many void turns instead would

@@ -11,11 +11,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from agentrl.errors import WorldError
-from agentrl.lab.results import MEASURED, Energies, MeasurementFiles, ProblemLine, Shown, measured_of
+from agentrl.lab.results import (
+    MEASURED,
+    Energies,
+    MeasurementFiles,
+    PlottedTrajectories,
+    ProblemLine,
+    measured_problems,
+)
 from agentrl.lab.settings import LabSettings
 from agentrl.lab.summary import (
+    EstimatorResult,
     IntervalEstimate,
-    Line,
     as_records,
     energy_correlations,
     is_token_baseline,
@@ -35,7 +42,7 @@ if TYPE_CHECKING:
 _MARKERS = "osD^vPX"  # their number differs from the number of colours, so combinations repeat late
 
 
-def draw_all(folder: Path, lines: Sequence[Line], problems: Sequence[ProblemLine]) -> list[Path]:
+def draw_all(folder: Path, lines: Sequence[EstimatorResult], problems: Sequence[ProblemLine]) -> list[Path]:
     """Draw every plot that has data into ``folder``. Returns the files."""
     energies = [line["energies"] for line in problems if line["energies"] is not None]
     shown = [(line["energies"], line["shown"]) for line in problems]
@@ -55,11 +62,11 @@ def draw_all(folder: Path, lines: Sequence[Line], problems: Sequence[ProblemLine
     return [file for name, figure in drawn.items() for file in save_themes(figure, folder / name)]
 
 
-def _noise(lines: Sequence[Line]) -> Figure:
+def _noise(lines: Sequence[EstimatorResult]) -> Figure:
     figure = new_figure(15.5, 4.8)
     names = sorted({line.estimator for line in lines}, key=lambda name: (is_token_baseline(name), name))
     panels = figure.subplots(1, 3)
-    draws: tuple[Callable[[Line], IntervalEstimate], ...] = (
+    draws: tuple[Callable[[EstimatorResult], IntervalEstimate], ...] = (
         lambda line: line.noise,
         lambda line: line.directional,
         lambda line: line.scale,
@@ -104,7 +111,7 @@ def logarithmic(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _energy(energies: Sequence[Energies], shown: Sequence[tuple[Energies, Shown]]) -> Figure:
+def _energy(energies: Sequence[Energies], shown: Sequence[tuple[Energies, PlottedTrajectories]]) -> Figure:
     from matplotlib.ticker import MaxNLocator
 
     figure = new_figure(12.0, 3.9)
@@ -132,7 +139,7 @@ def _energy(energies: Sequence[Energies], shown: Sequence[tuple[Energies, Shown]
     return figure
 
 
-def _advantages(shown: Sequence[Shown]) -> Figure | None:
+def _advantages(shown: Sequence[PlottedTrajectories]) -> Figure | None:
     """Plot the token advantages of the longest pair of a rewarded and an unrewarded trajectory."""
     from matplotlib.ticker import MaxNLocator
 
@@ -181,13 +188,13 @@ def _style_axes(axes: Axes, title: str, label: str) -> None:
 _BASELINE = "rloo"
 
 
-def report(results: MeasurementFiles, lab: LabSettings, console: Console, *, seed: int) -> list[Line]:
+def report(results: MeasurementFiles, lab: LabSettings, console: Console, *, seed: int) -> list[EstimatorResult]:
     """Print and write the results of the first ``lab.problems`` measured problems.
 
     Raises WorldError if fewer than two problems were measured.
     """
     lines = _counted(results.lines(), lab, console)
-    problems = measured_of(lines)
+    problems = measured_problems(lines)
     labels = list(next(iter(problems[0].moments.values())))
     baseline = lab.baseline or (_BASELINE if _BASELINE in labels else None)
     summary = summarise([item.moments for item in problems], resamples=lab.bootstrap, seed=seed, baseline=baseline)
@@ -230,8 +237,8 @@ def _counted(lines: Sequence[ProblemLine], lab: LabSettings, console: Console) -
     return kept
 
 
-def _show(console: Console, lines: Sequence[Line], messages: Sequence[str], baseline: str | None) -> None:
-    columns: dict[str, Callable[[Line], str]] = {
+def _show(console: Console, lines: Sequence[EstimatorResult], messages: Sequence[str], baseline: str | None) -> None:
+    columns: dict[str, Callable[[EstimatorResult], str]] = {
         "N": lambda line: str(line.group_size),
         "estimator": lambda line: line.estimator,
         "noise": lambda line: str(line.noise),

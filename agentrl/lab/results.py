@@ -14,7 +14,7 @@ from torch import Tensor
 from agentrl.errors import SettingsError
 from agentrl.lab.measure import GradientMoments, ProblemMoments, named_moments
 from agentrl.lab.sample import ProblemSample
-from agentrl.lab.settings import Choice, advantages_in
+from agentrl.lab.settings import EstimatorChoice, compute_problem_advantages
 from agentrl.telemetry.files import append_line, atomic_write, json_line, os_errors_as_world_errors, repair_torn_line
 from agentrl.trajectory import Group
 
@@ -34,7 +34,7 @@ class Energies(TypedDict):
     returns: list[float]
 
 
-class Shown(TypedDict):
+class PlottedTrajectories(TypedDict):
     """Token values of a few trajectories of one problem, for plots."""
 
     realized: list[list[float]]  # W_k of the first trajectories
@@ -52,7 +52,7 @@ class ProblemLine(TypedDict):
     reward: float  # mean reward
     moments: dict[str, dict[str, list[float | None]]] | None  # by group size and estimator, in the order of COLUMNS
     energies: Energies | None
-    shown: Shown | None
+    shown: PlottedTrajectories | None
 
 
 MEASURED = "measured"
@@ -66,25 +66,27 @@ class Measured:
     moments: ProblemMoments
 
 
-def written(moments: ProblemMoments) -> dict[str, dict[str, list[float | None]]]:
+def moments_to_json(moments: ProblemMoments) -> dict[str, dict[str, list[float | None]]]:
     """Convert moments to the JSON format of a problem's line."""
     return {
-        str(size): {label: [rounded(getattr(item, name)) for name in COLUMNS] for label, item in by_label.items()}
+        str(size): {
+            label: [round_for_json(getattr(item, name)) for name in COLUMNS] for label, item in by_label.items()
+        }
         for size, by_label in moments.items()
     }
 
 
-def rounded(value: float | None) -> float | None:
+def round_for_json(value: float | None) -> float | None:
     """Round to six significant digits."""
     return None if value is None else float(f"{value:.{_DIGITS}g}")
 
 
-def line_of(
+def problem_line(
     group: Group,
     outcome: str,
     sample: ProblemSample | None,
     moments: ProblemMoments | None,
-    shown: Sequence[Choice],
+    shown: Sequence[EstimatorChoice],
 ) -> ProblemLine:
     """Build the line of one problem, with token values if ``shown`` contains estimators."""
     count = max(1, len(group.trajectories))
@@ -99,7 +101,7 @@ def line_of(
         turns=mean(item.turns for item in group.trajectories),
         tokens=mean(item.model_tokens for item in group.trajectories),
         reward=mean(item.reward for item in group.trajectories),
-        moments=None if moments is None else written(moments),
+        moments=None if moments is None else moments_to_json(moments),
         energies=None if sample is None else _energies(sample),
         shown=_shown(sample, shown) if sample is not None and shown else None,
     )
@@ -116,7 +118,7 @@ def _energies(sample: ProblemSample) -> Energies:
     )
 
 
-def _shown(sample: ProblemSample, choices: Sequence[Choice]) -> Shown:
+def _shown(sample: ProblemSample, choices: Sequence[EstimatorChoice]) -> PlottedTrajectories:
     """Collect realized energies of up to 8 trajectories, and advantages of a right and a wrong trajectory.
 
     The right and the wrong trajectory are the longest of their kind, in a group of up to 8 trajectories.
@@ -127,7 +129,7 @@ def _shown(sample: ProblemSample, choices: Sequence[Choice]) -> Shown:
     rows = torch.tensor([[*first, *(row for row in range(sample.size) if row not in first)][:8]])
     advantages = {}
     for choice in choices if len(first) == 2 else ():
-        (values,) = advantages_in([sample], [rows], choice, drop_zero_variance=True)
+        (values,) = compute_problem_advantages([sample], [rows], choice, drop_zero_variance=True)
         advantages[choice.label] = [
             _numbers(values[0, index][sample.batch.response_mask[row]]) for index, row in enumerate(first)
         ]
@@ -135,7 +137,7 @@ def _shown(sample: ProblemSample, choices: Sequence[Choice]) -> Shown:
         _numbers(sample.token_energy[row][sample.batch.response_mask[row]].cumsum(0))
         for row in range(min(8, sample.size))
     ]
-    return Shown(realized=realized, advantages=advantages)
+    return PlottedTrajectories(realized=realized, advantages=advantages)
 
 
 def _numbers(values: Tensor) -> list[float]:
@@ -190,7 +192,7 @@ class MeasurementFiles:
         append_line(self.folder / PROBLEMS, json_line(line))
 
 
-def measured_of(lines: Sequence[ProblemLine]) -> list[Measured]:
+def measured_problems(lines: Sequence[ProblemLine]) -> list[Measured]:
     """Return the measured problems with their moments."""
     measured = []
     for line in lines:

@@ -10,15 +10,15 @@ from agentrl.algorithms import estimator_needs
 from agentrl.errors import SettingsError
 from agentrl.kernels import Backend
 from agentrl.lab.measure import ProblemMoments, measure
-from agentrl.lab.play import Played, SamplePlayer, lab_problems
+from agentrl.lab.play import SamplePlayer, UsableRollouts, lab_problems
 from agentrl.lab.report import report
-from agentrl.lab.results import MEASURED, MeasurementFiles, ProblemLine, line_of
-from agentrl.lab.sample import ProblemSample, look_at, unusable
-from agentrl.lab.settings import Choice, LabRequest, LabSettings, check_lab, lab_settings
-from agentrl.lab.summary import Line
+from agentrl.lab.results import MEASURED, MeasurementFiles, ProblemLine, problem_line
+from agentrl.lab.sample import ProblemSample, reason_unusable, score_group
+from agentrl.lab.settings import EstimatorChoice, LabRequest, LabSettings, check_lab, lab_settings
+from agentrl.lab.summary import EstimatorResult
 from agentrl.models.exactness import check_policy, choose_reader
 from agentrl.models.loading import model_fingerprint, read_model
-from agentrl.models.lora import with_adapter
+from agentrl.models.lora import add_adapters
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.environment import check_environment, environment_and_codec
@@ -34,7 +34,7 @@ _MAY_DIFFER = {"problems", "bootstrap", "baseline", "micro_batch_tokens", "score
 """Settings that may change when a measurement is continued."""
 
 
-def prepare(settings: LabSections, request: LabRequest) -> tuple[LabSettings, list[Problem]]:
+def read_settings_and_problems(settings: LabSections, request: LabRequest) -> tuple[LabSettings, list[Problem]]:
     """Read and check settings and problems before a model is loaded.
 
     Raises SettingsError, ProblemError or PluginError.
@@ -54,7 +54,7 @@ def variance_command(
     output: Path,
     *,
     head_backend: Backend,
-) -> list[Line]:
+) -> list[EstimatorResult]:
     """Measure the policy in ``model`` on rollouts of ``problems``.
 
     The policy in ``behaviour`` samples the rollouts. If it is None, the measured policy samples them.
@@ -94,7 +94,7 @@ class _Bench:
         self,
         settings: LabSections,
         lab: LabSettings,
-        choices: Sequence[Choice],
+        choices: Sequence[EstimatorChoice],
         model: str,
         behaviour: str | None,
         head_backend: Backend,
@@ -103,7 +103,7 @@ class _Bench:
         tokenizer = read_tokenizer(model)
         if behaviour is not None and read_tokenizer(behaviour).get_vocab() != tokenizer.get_vocab():
             raise SettingsError(f"--behaviour {behaviour} must have the same vocabulary as {model}")
-        causal_lm = with_adapter(read_model(model, settings.model).eval(), settings.model.lora)
+        causal_lm = add_adapters(read_model(model, settings.model).eval(), settings.model.lora)
         playing = causal_lm if behaviour is None else read_model(behaviour, settings.model).eval()
         self._weighing = self._correction(behaviour)
         self.conditions = {
@@ -138,23 +138,23 @@ class _Bench:
             greedy=any("greedy_returns" in inputs for inputs in needs),
         )
 
-    def lines(self, played: Sequence[Played], done: Set[int], *, shown: int) -> Iterator[ProblemLine]:
+    def lines(self, played: Sequence[UsableRollouts], done: Set[int], *, shown: int) -> Iterator[ProblemLine]:
         """Yield the line of each problem that is not in ``done``, the first ``shown`` of them with token values."""
         chosen: list[tuple[Group, ProblemSample]] = []
         for item in played:
-            reason = unusable(item.group, size=self._lab.samples)
+            reason = reason_unusable(item.group, size=self._lab.samples)
             greedy = item.greedy_return
             if reason is None and greedy is not None:
                 group = item.group.without(item.group.trajectories[self._lab.samples :])
                 chosen.append((group, self._look_at(group, greedy)))
             elif item.group.index not in done:
-                yield line_of(item.group, reason or "no greedy rollout", None, None, ())
+                yield problem_line(item.group, reason or "no greedy rollout", None, None, ())
         for group, sample, moments in self._measured(chosen, done) if chosen else ():
-            yield line_of(group, MEASURED, sample, moments, self._choices if shown > 0 else ())
+            yield problem_line(group, MEASURED, sample, moments, self._choices if shown > 0 else ())
             shown -= 1
 
     def _look_at(self, group: Group, greedy_return: float) -> ProblemSample:
-        return look_at(
+        return score_group(
             self._policy,
             group,
             temperature=self._settings.rollout.temperature,
@@ -180,7 +180,7 @@ class _Bench:
             yield *chosen[index], problem_moments
 
 
-def _conditions(settings: LabSections, lab: LabSettings, choices: Sequence[Choice]) -> dict[str, object]:
+def _conditions(settings: LabSections, lab: LabSettings, choices: Sequence[EstimatorChoice]) -> dict[str, object]:
     """Collect everything except the policies that affects a measurement and must match when it is continued."""
     rollout = settings.rollout
     return {

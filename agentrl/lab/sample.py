@@ -32,7 +32,7 @@ class ProblemSample:
     cross_energy: Tensor  # [S, T] sum_{k <= t} max(0, <delta_k, delta_t>)
     trajectory_energy: Tensor  # [S] exact
     greedy_return: float
-    alike: Tensor  # [S] first trajectory with the same tokens, for which all values except the reward are computed once
+    distinct_response_index: Tensor  # [S] first trajectory with equal tokens, for which all but the reward is computed
     importance_weights: Tensor | None = None  # [S, T] rho, 0 if rejected; None: sampled by the policy itself
 
     @property
@@ -50,7 +50,7 @@ class ProblemSample:
         return self.batch.response_mask.sum(-1)
 
 
-def unusable(group: Group, *, size: int) -> str | None:
+def reason_unusable(group: Group, *, size: int) -> str | None:
     """Return the reason why a problem cannot be measured with ``size`` trajectories, or None."""
     if len(group.trajectories) < size:
         return "too few usable trajectories"
@@ -59,7 +59,7 @@ def unusable(group: Group, *, size: int) -> str | None:
     return None
 
 
-def look_at(
+def score_group(
     policy: PolicyModel,
     group: Group,
     *,
@@ -100,7 +100,7 @@ def look_at(
         trajectory_energy=torch.cat(energies)[inverse],
         cross_energy=torch.cat(cross_energies)[inverse],
         greedy_return=greedy_return,
-        alike=alike,
+        distinct_response_index=alike,
         importance_weights=ratios,
         **tokens,
     )
@@ -153,7 +153,9 @@ def _energies(policy: PolicyModel, batch: Batch, rows: slice, temperature: float
     return torch.stack(energies)
 
 
-def inputs_of(samples: Sequence[ProblemSample], rows: Sequence[Tensor], *, cross: bool = False) -> AdvantageInputs:
+def advantage_inputs(
+    samples: Sequence[ProblemSample], rows: Sequence[Tensor], *, cross: bool = False
+) -> AdvantageInputs:
     """Build the estimator inputs of one step from the groups ``rows[j]`` [M, N] of every problem j, in order.
 
     ``cross`` replaces the energies of tokens by their cross energies, which include the importance weights.

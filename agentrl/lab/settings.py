@@ -19,7 +19,7 @@ from agentrl.algorithms import (
     estimator_needs,
 )
 from agentrl.errors import SettingsError
-from agentrl.lab.sample import ProblemSample, inputs_of
+from agentrl.lab.sample import ProblemSample, advantage_inputs
 from agentrl.problems.settings import DataSettings
 from agentrl.rollout.settings import EngineSections, EnvironmentSections, RewardSettings
 from agentrl.telemetry.settings import TelemetrySettings
@@ -31,7 +31,7 @@ _UNAVAILABLE = {"values": "it needs a critic that was trained for this policy"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class EstimatorChoice:
     """A registered estimator with its options.
 
     ``label`` is the text on the command line. ``cross`` replaces the energies of tokens by cross energies.
@@ -43,7 +43,7 @@ class Choice:
     cross: bool = False
 
 
-def read_choices(texts: Sequence[str]) -> tuple[Choice, ...]:
+def read_choices(texts: Sequence[str]) -> tuple[EstimatorChoice, ...]:
     """Parse estimators written as ``name`` or ``name:option=value:option=value``.
 
     Empty ``texts`` selects all estimators that can be measured. Raises SettingsError with the nearest known name or
@@ -52,19 +52,19 @@ def read_choices(texts: Sequence[str]) -> tuple[Choice, ...]:
     >>> read_choices(["tir_otb:leave_one_out=true"])[0].options
     {'leave_one_out': True}
     """
-    chosen = list(texts) or measurable()
+    chosen = list(texts) or measurable_estimators()
     twice = sorted({text for text in chosen if chosen.count(text) > 1})
     if twice:
         raise SettingsError(f"--estimators lists {', '.join(twice)} twice: list each estimator once")
     return tuple(_read(text) for text in chosen)
 
 
-def measurable() -> list[str]:
+def measurable_estimators() -> list[str]:
     """Return the registered estimators whose inputs rollouts provide, and `otb_cross`."""
     return [CROSS, *(name for name in ESTIMATORS.names() if not ESTIMATORS[name].requires & _UNAVAILABLE.keys())]
 
 
-def _read(text: str) -> Choice:
+def _read(text: str) -> EstimatorChoice:
     name, *parts = text.split(":")
     options = {}
     for part in parts:
@@ -84,7 +84,7 @@ def _read(text: str) -> Choice:
         raise SettingsError(f"--estimators: {text}: {error}") from error
     for missing in sorted(entry.requires & _UNAVAILABLE.keys()):
         raise SettingsError(f"--estimators: {name} cannot be measured here: {_UNAVAILABLE[missing]}")
-    return Choice(label=text, name=name, options=options, cross=cross)
+    return EstimatorChoice(label=text, name=name, options=options, cross=cross)
 
 
 def _value(text: str) -> Any:
@@ -110,8 +110,8 @@ def draw_groups(samples: int, group_size: int, *, most: int, seed: int, problem:
     return torch.randperm(samples, generator=draw)[: groups * group_size].reshape(groups, group_size)
 
 
-def advantages_in(
-    samples: Sequence[ProblemSample], rows: Sequence[Tensor], choice: Choice, *, drop_zero_variance: bool
+def compute_problem_advantages(
+    samples: Sequence[ProblemSample], rows: Sequence[Tensor], choice: EstimatorChoice, *, drop_zero_variance: bool
 ) -> list[Tensor]:
     """Compute the advantages [M, N, T_j] of each problem j with the groups ``rows[j]`` [M, N].
 
@@ -135,7 +135,7 @@ def advantages_in(
         if not kept:
             continue
         drawn = [rows[index][step] for index in kept]
-        inputs = inputs_of([samples[index] for index in kept], drawn, cross=choice.cross)
+        inputs = advantage_inputs([samples[index] for index in kept], drawn, cross=choice.cross)
         try:
             advantages = compute_advantages(choice.name, inputs, **choice.options).advantages
         except MissingInputError as error:
@@ -218,7 +218,7 @@ def lab_settings(request: LabRequest) -> LabSettings:
     return LabSettings.model_validate(values)
 
 
-def check_lab(lab: LabSettings) -> tuple[Choice, ...]:
+def check_lab(lab: LabSettings) -> tuple[EstimatorChoice, ...]:
     """Parse the estimators and check group sizes and baseline. Raises SettingsError if one is invalid."""
     if not lab.group_sizes or len(set(lab.group_sizes)) < len(lab.group_sizes):
         raise SettingsError(

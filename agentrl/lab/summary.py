@@ -31,7 +31,7 @@ class IntervalEstimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class EstimatorResult:
     """Results of one estimator at one group size.
 
     Ratios of sums over problems j of unbiased estimates: V_j is the variance of a group's gradient, g_j its expectation
@@ -55,7 +55,7 @@ class Line:
 
 def summarise(
     problems: Sequence[ProblemMoments], *, resamples: int, seed: int, baseline: str | None = None
-) -> list[Line]:
+) -> list[EstimatorResult]:
     """Summarise each estimator at each group size, sorted by group size, then by noise."""
     count = len(problems)
     draws = np.random.default_rng(seed).integers(0, count, size=(resamples, count))
@@ -70,7 +70,7 @@ def summarise(
 
 def _at_one_size(
     size: int, problems: Sequence[Mapping[str, GradientMoments]], weights: Floats, baseline: str | None
-) -> Iterator[Line]:
+) -> Iterator[EstimatorResult]:
     columns = {label: _columns([moments[label] for moments in problems]) for label in problems[0]}
     noises = {label: _noise(fields, weights) for label, fields in columns.items()}
     directional = {label: _directional(fields, weights) for label, fields in columns.items()}
@@ -79,7 +79,7 @@ def _at_one_size(
     for label in ranked:
         fields = columns[label]
         head = float(fields["head_variance"].mean())
-        yield Line(
+        yield EstimatorResult(
             estimator=label,
             group_size=size,
             variance=_interval(weights @ fields["variance"] / weights.sum(1)),
@@ -98,7 +98,7 @@ def _at_one_size(
         )
 
 
-def verdicts(lines: Sequence[Line]) -> list[str]:
+def verdicts(lines: Sequence[EstimatorResult]) -> list[str]:
     """Describe the results of each group size in a sentence.
 
     Names the least noisy estimator, the estimators within its interval, and the best token baseline.
@@ -129,7 +129,7 @@ def is_token_baseline(label: str) -> bool:
     return name in ESTIMATORS.names() and ESTIMATORS[name].group_based and ESTIMATORS[name].per_token
 
 
-def _verdict_on_tokens(line: Line, best: Line) -> str:
+def _verdict_on_tokens(line: EstimatorResult, best: EstimatorResult) -> str:
     if line is best:
         return f"The token baseline {line.estimator} is the best"
     how = "within" if line.to_best.low <= 1.0 else "outside"
@@ -164,7 +164,7 @@ def proxy_energies(energies: Sequence[Energies]) -> dict[str, list[Floats]]:
     }
 
 
-def as_records(lines: Sequence[Line]) -> list[dict[str, object]]:
+def as_records(lines: Sequence[EstimatorResult]) -> list[dict[str, object]]:
     """Convert lines to JSON values. Non-finite numbers become null."""
     return [{key: _finite(value) for key, value in asdict(line).items()} for line in lines]
 

@@ -49,7 +49,7 @@ class ChatTemplateError(ValueError):
     """A chat template cannot render a conversation."""
 
 
-def slot(number: int) -> str:
+def content_placeholder(number: int) -> str:
     """Return the placeholder for the content of message ``number``."""
     return f'{_SLOT}"Text{number}{_END}'
 
@@ -154,13 +154,16 @@ class ChatTemplate:
                 texts[-1].append(Mark(text))
         return Layout(texts=tuple(map(tuple, texts)), slots=tuple(slots), quoted=tuple(quoted))
 
-    def guard(self, value: object) -> object:
+    def replace_special_tokens(self, value: object) -> object:
         """Replace special tokens in the strings of a JSON value with placeholders."""
         if isinstance(value, str):
             return self._unsafe.sub(lambda found: f"{_GUARD}{self._guarded.index(found[0])}{_END}", value)
         if isinstance(value, Mapping):
-            return {str(self.guard(str(key))): self.guard(one) for key, one in value.items()}
-        return [self.guard(one) for one in value] if isinstance(value, list) else value
+            return {
+                str(self.replace_special_tokens(str(key))): self.replace_special_tokens(one)
+                for key, one in value.items()
+            }
+        return [self.replace_special_tokens(one) for one in value] if isinstance(value, list) else value
 
     def leading_special(self, text: str) -> str:
         """Return the special token at the start of ``text``, or ""."""
@@ -173,27 +176,27 @@ class ChatTemplate:
 
     def call_form(self, tool: str, tools: Sequence[Any], before: Sequence[Message] = ()) -> CallForm | None:
         """Return the format in which the template writes a call to ``tool``, or None if no parser supports it."""
-        rendered = self.render([*before, *_conversation(_called(tool, 1), _told(tool, 2))], tools)
+        rendered = self.render([*before, *_conversation(_called(tool, 1), _tool_message(tool, 2))], tools)
         schema = {"properties": {"place": {"type": "string"}}}
         for form in CALL_FORMS.values():
-            found = form.find(rendered.partition(slot(0))[2], lambda _: schema)
-            if found and (found[0].name, found[0].arguments) == (tool, {"place": slot(1)}):
+            found = form.find(rendered.partition(content_placeholder(0))[2], lambda _: schema)
+            if found and (found[0].name, found[0].arguments) == (tool, {"place": content_placeholder(1)}):
                 return form
         return None
 
 
 def _conversation(*behind: Message) -> list[Message]:
-    return [{"role": "user", "content": slot(0)}, *behind]
+    return [{"role": "user", "content": content_placeholder(0)}, *behind]
 
 
 def _called(tool: str, number: int) -> Message:
-    function = {"name": tool, "arguments": {"place": slot(number)}}
+    function = {"name": tool, "arguments": {"place": content_placeholder(number)}}
     call = {"id": CALL_ID, "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def _told(tool: str, number: int) -> Message:
-    return {"role": "tool", "content": slot(number), "name": tool, "tool_call_id": CALL_ID}
+def _tool_message(tool: str, number: int) -> Message:
+    return {"role": "tool", "content": content_placeholder(number), "name": tool, "tool_call_id": CALL_ID}
 
 
 class _Responses(NamedTuple):
@@ -288,7 +291,9 @@ class _Reader:
 
     def opening(self, roles: tuple[str, ...]) -> MessageTexts:
         """Return the texts around the messages of a prompt with these ``roles``, in the template's order."""
-        layout = self.layout([{"role": role, "content": slot(number)} for number, role in enumerate(roles)])
+        layout = self.layout(
+            [{"role": role, "content": content_placeholder(number)} for number, role in enumerate(roles)]
+        )
         if sorted(layout.slots) != list(range(len(roles))):
             raise SettingsError(
                 f"the chat template of {self.name} does not render each message of a prompt with the roles "
@@ -301,7 +306,10 @@ class _Reader:
 
         All three are "" if the template does not support such a message.
         """
-        said, user = {"role": "assistant", "content": slot(1)}, {"role": "user", "content": slot(2)}
+        said, user = (
+            {"role": "assistant", "content": content_placeholder(1)},
+            {"role": "user", "content": content_placeholder(2)},
+        )
         try:
             first, _, before, after = self.pieces(_conversation(said, user)).strings
         except SettingsError:
@@ -340,11 +348,11 @@ class _Reader:
         tool = self.tools[0]
 
         def turn(number: int) -> Message:
-            return _called(tool, number) if called else {"role": "assistant", "content": slot(number)}
+            return _called(tool, number) if called else {"role": "assistant", "content": content_placeholder(number)}
 
-        one = self.pieces(_conversation(turn(1), _told(tool, 2)))
-        two = self.pieces(_conversation(turn(1), _told(tool, 2), _told(tool, 3)))
-        later = self.pieces(_conversation(turn(1), _told(tool, 2), turn(3), _told(tool, 4)))
+        one = self.pieces(_conversation(turn(1), _tool_message(tool, 2)))
+        two = self.pieces(_conversation(turn(1), _tool_message(tool, 2), _tool_message(tool, 3)))
+        later = self.pieces(_conversation(turn(1), _tool_message(tool, 2), turn(3), _tool_message(tool, 4)))
         before = {one.strings[2], two.strings[2], later.strings[2], later.strings[4]}
         after = {one.strings[3], two.strings[4], later.strings[5]}
         if len(before) > 1 or len(after) > 1 or one.quoted[2] != two.quoted[3]:

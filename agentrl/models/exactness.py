@@ -92,7 +92,7 @@ def check_architecture(name: str, config: PreTrainedConfig, reader: AttentionBac
             return False
         if not bool(wanted.isfinite().all()):
             return False
-        with _named(name, type(own).__name__, reader):
+        with _errors_with_model_name(name, type(own).__name__, reader):
             copied = random_model(small, attention=None if reader == "padded" else register_attention(), like=own)
             found = packed_log_probs(PolicyModel(copied, attention=reader), rows)
             _compare((found - wanted).abs().max(), _COPY_BOUND, reader)
@@ -108,7 +108,7 @@ def check_policy(name: str, policy: PolicyModel) -> None:
     """
     model, head = policy.causal_lm, policy.head
     rows = [row.to(head.weight.device) for row in two_rows(head.out_features)]
-    with _named(name, type(model).__name__, policy.attention):
+    with _errors_with_model_name(name, type(model).__name__, policy.attention):
         found = packed_log_probs(policy, rows)
         implementation = model.config._attn_implementation
         model.set_attn_implementation("eager")
@@ -144,7 +144,7 @@ def _compare(difference: Tensor, bound: float, reader: AttentionBackend) -> None
 
 
 @contextmanager
-def _named(name: str, kind: str, reader: AttentionBackend) -> Iterator[None]:
+def _errors_with_model_name(name: str, kind: str, reader: AttentionBackend) -> Iterator[None]:
     """Convert every error in a model's code, except out-of-memory errors, to a SettingsError with the model's name."""
     try:
         yield

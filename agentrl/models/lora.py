@@ -30,7 +30,7 @@ _BASE = "base_layer."  # peft's prefix of the parameters of the adapted layer
 _FACTORS = (f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight")
 
 
-def with_adapter(model: _Model, settings: LoRASettings) -> _Model:
+def add_adapters(model: _Model, settings: LoRASettings) -> _Model:
     """Freeze ``model``, add adapters to it and return it. If ``rank`` is 0, return it unchanged.
 
     The initial adapters are the same in every process and for every seed. Raises SettingsError if a target does not
@@ -48,7 +48,7 @@ def with_adapter(model: _Model, settings: LoRASettings) -> _Model:
         torch.manual_seed(0)
         inject_adapter_in_model(config, model, adapter_name=NAME)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_factor(name))
+        parameter.requires_grad_(is_adapter_factor(name))
     return model
 
 
@@ -84,7 +84,7 @@ def target_layers(model: PreTrainedModel, settings: LoRASettings) -> list[str]:
     return [name for name in names if name in found]
 
 
-def is_factor(name: str) -> bool:
+def is_adapter_factor(name: str) -> bool:
     """Return True if a parameter of an adapted model belongs to an adapter."""
     return name.endswith(_FACTORS)
 
@@ -107,24 +107,24 @@ def exported_name(name: str) -> str:
     return f"base_model.model.{name.replace(f'.{NAME}.', '.')}"
 
 
-def factors_of(name: str) -> tuple[str, str] | None:
+def adapter_factor_names(name: str) -> tuple[str, str] | None:
     """Return the names of the factors A and B of the weight ``name``, or None if the parameter has no adapter.
 
-    >>> factors_of("mlp.up_proj.base_layer.weight")
+    >>> adapter_factor_names("mlp.up_proj.base_layer.weight")
     ('mlp.up_proj.lora_A.policy.weight', 'mlp.up_proj.lora_B.policy.weight')
     """
     layer, found, kind = name.rpartition(f".{_BASE}")
     return (layer + _FACTORS[0], layer + _FACTORS[1]) if found and kind == "weight" else None
 
 
-def merged(weight: Tensor, first: Tensor, second: Tensor, scale: float) -> Tensor:
+def merge_adapter(weight: Tensor, first: Tensor, second: Tensor, scale: float) -> Tensor:
     """Return W + scale B A, computed in float32 or wider and rounded to the dtype of W."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(wide) + scale * (second.to(wide) @ first.to(wide))).to(weight.dtype)
 
 
 @contextmanager
-def adapter_off(model: nn.Module) -> Iterator[None]:
+def disabled_adapters(model: nn.Module) -> Iterator[None]:
     """Disable the adapters inside the context, by multiplying their products by zero.
 
     All modules still run in the same order, which ZeRO-3 requires.

@@ -130,7 +130,7 @@ def _difference(causal_lm: PreTrainedModel, parts: ModelParts) -> str | None:
         taken.append(states)
         return output
 
-    with _in_place_of(parts.backbone, transformer), _in_place_of(head, linear):
+    with _replaced_forward(parts.backbone, transformer), _replaced_forward(head, linear):
         logits = causal_lm(input_ids=ids, use_cache=False).logits
     if given:
         return "passes more than token ids to its transformer"
@@ -158,7 +158,7 @@ class _Output:
 
 
 @contextmanager
-def _in_place_of(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
+def _replaced_forward(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
     module.forward = forward  # type: ignore[method-assign]
     try:
         yield

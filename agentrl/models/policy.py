@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.errors import SettingsError
-from agentrl.kernels import Backend, TokenStatistics, full_kl, token_statistics, trajectory_energies, triton_obstacle
+from agentrl.kernels import (
+    Backend,
+    TokenStatistics,
+    full_kl,
+    reason_triton_unavailable,
+    token_statistics,
+    trajectory_energies,
+)
 from agentrl.kernels.attention import AttentionBackend, PackedRow, SequenceGroup, packed_states, part_of
 from agentrl.models.attention import use_reader
 from agentrl.models.model_parts import IDENTITY, LogitMap, split_model
@@ -121,7 +128,7 @@ class PolicyModel(nn.Module):
         """
         super().__init__()
         if backend == "triton":
-            _check_triton(triton_obstacle(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+            _check_triton(reason_triton_unavailable(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
         parts = split_model(causal_lm)
         use_reader(causal_lm, attention, ranks=1 if sequence is None else sequence.size)
         if not isinstance(parts.head, FusedHead):

@@ -38,12 +38,12 @@ class TextCodec:
         *,
         turn_end: str = "",
         generation_ends: Iterable[int] = (),
-        shown: Collection[str] = (),
+        shown_special_tokens: Collection[str] = (),
     ) -> None:
         """Create a codec. ``turn_end`` is the chat template's end-of-turn marker, a special token.
 
-        ``shown`` contains special tokens to keep in decoded text, such as ``[TOOL_CALLS]``. For ``generation_ends``,
-        see :func:`read_generation_ends`. Raises ValueError if ``turn_end`` is not a single token.
+        ``shown_special_tokens`` remain in decoded text, for example ``[TOOL_CALLS]``. For ``generation_ends``, see
+        :func:`read_generation_ends`. Raises ValueError if ``turn_end`` is not a single token.
         """
         self._encode_mark = lru_cache(maxsize=64)(
             lambda mark: tuple(tokenizer(mark, add_special_tokens=False)["input_ids"])
@@ -53,7 +53,7 @@ class TextCodec:
         special = set(tokenizer.all_special_ids)
         self._added = {
             token["id"]: b""
-            if (token["special"] or token["id"] in special) and token["content"] not in shown
+            if (token["special"] or token["id"] in special) and token["content"] not in shown_special_tokens
             else token["content"].encode()
             for token in backend["added_tokens"]
         }
@@ -96,7 +96,7 @@ class TextCodec:
             for token in (self._encode_mark(part.text) if isinstance(part, Mark) else self.encode(part))
         )
 
-    def unsampled(self, text: str, context: Sequence[int]) -> tuple[Part, ...]:
+    def without_sampled_turn_end(self, text: str, context: Sequence[int]) -> tuple[Part, ...]:
         """Return the parts of an observation, without the end-of-turn marker if ``context`` already ends with it."""
         parts = parts_of(text)
         first = parts[0]
@@ -107,7 +107,7 @@ class TextCodec:
         return parts
 
     @property
-    def table(self) -> list[bytes]:
+    def token_bytes(self) -> list[bytes]:
         """The bytes of every token id, empty for special tokens. A text is the concatenated bytes of its tokens."""
         if self._table is None:
             self._table = self._build_table()
@@ -115,7 +115,7 @@ class TextCodec:
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Decode sampled tokens, without special tokens. Incomplete UTF-8 is replaced."""
-        table = self.table
+        table = self.token_bytes
         size = len(table)  # models pad their vocabulary, so they may have more ids than the tokenizer
         return b"".join([table[token] for token in token_ids if token < size]).decode(errors="replace")
 

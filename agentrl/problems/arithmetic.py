@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from random import Random
 
-from agentrl.problems.demonstrations import ShownTurn, observation, program
+from agentrl.problems.demonstrations import DemonstrationTurn, observation, program
 from agentrl.problems.exercises import (
     SECRET_RANGE,
     ExerciseFamily,
@@ -18,7 +18,7 @@ from agentrl.problems.exercises import (
     Numbers,
     call_turn,
     define_reveal,
-    descending,
+    draw_descending_pair,
 )
 
 
@@ -27,20 +27,20 @@ def _plain(
 ) -> ExerciseFamily:
     """Build a family whose answer is ``value(**numbers)``, written in Python as ``expression``."""
 
-    def solve(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTurn, ...], str]:
+    def solve(rng: Random, numbers: Numbers) -> tuple[int, tuple[DemonstrationTurn, ...], str]:
         answer = value(**numbers)
         return answer, _compute(rng, expression.format(**numbers), answer), ""
 
     return ExerciseFamily(name=name, phrasings=phrasings, draw=draw, solve=solve)
 
 
-def _compute(rng: Random, expression: str, answer: int) -> tuple[ShownTurn, ...]:
+def _compute(rng: Random, expression: str, answer: int) -> tuple[DemonstrationTurn, ...]:
     """Return one turn that submits the answer (70 %), or two turns that print the answer and then state it."""
     if rng.random() < 0.7:
-        return (ShownTurn(model=program(f"final_answer({expression})")),)
+        return (DemonstrationTurn(model=program(f"final_answer({expression})")),)
     return (
-        ShownTurn(model=program(f"print({expression})"), observation=observation(str(answer))),
-        ShownTurn(model=_boxed(answer)),
+        DemonstrationTurn(model=program(f"print({expression})"), observation=observation(str(answer))),
+        DemonstrationTurn(model=_boxed(answer)),
     )
 
 
@@ -62,27 +62,30 @@ def _one_secret(
 ) -> ExerciseFamily:
     """Build a family whose answer combines the hidden value of object ``a`` and the stated ``b`` in one operation."""
 
-    def solve(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTurn, ...], str]:
+    def solve(rng: Random, numbers: Numbers) -> tuple[int, tuple[DemonstrationTurn, ...], str]:
         a, b, secret = numbers["a"], numbers["b"], _secret(rng)
-        turns = (call_turn(f"{function}({a})", secret), ShownTurn(model=program(f"final_answer({secret}{sign}{b})")))
+        turns = (
+            call_turn(f"{function}({a})", secret),
+            DemonstrationTurn(model=program(f"final_answer({secret}{sign}{b})")),
+        )
         return value(secret, b), turns, define_reveal(function, {a: secret})
 
     return ExerciseFamily(name=name, phrasings=phrasings, draw=draw, solve=solve)
 
 
-def _solve_two_boxes(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTurn, ...], str]:
+def _solve_two_boxes(rng: Random, numbers: Numbers) -> tuple[int, tuple[DemonstrationTurn, ...], str]:
     a, b, first, second = numbers["a"], numbers["b"], _secret(rng), _secret(rng)
     turns = (
         call_turn(f"box({a})", first),
         call_turn(f"box({b})", second),
-        ShownTurn(model=program(f"final_answer({first}+{second})")),
+        DemonstrationTurn(model=program(f"final_answer({first}+{second})")),
     )
     return first + second, turns, define_reveal("box", {a: first, b: second})
 
 
-def _solve_note(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTurn, ...], str]:
+def _solve_note(rng: Random, numbers: Numbers) -> tuple[int, tuple[DemonstrationTurn, ...], str]:
     a, box, held = numbers["a"], _secret(rng), _secret(rng)
-    turns = (call_turn(f"note({a})", box), call_turn(f"box({box})", held), ShownTurn(model=_boxed(held)))
+    turns = (call_turn(f"note({a})", box), call_turn(f"box({box})", held), DemonstrationTurn(model=_boxed(held)))
     return held, turns, define_reveal("note", {a: box}) + define_reveal("box", {box: held})
 
 
@@ -129,7 +132,7 @@ _ALL = (
         "There are {a} {t} here. {n} brings {b} more. How many {t} are there?",
     ),
     _plain(
-        "subtract", descending, lambda a, b: a - b, "{a}-{b}",
+        "subtract", draw_descending_pair, lambda a, b: a - b, "{a}-{b}",
         "{n} has {a} {t} and gives away {b}. How many {t} are left?",
         "{n} had {a} {t} but lost {b} of them. How many {t} are left?",
     ),
@@ -144,7 +147,7 @@ _ALL = (
         "{n} packs {a} {t} into {b} equal boxes. How many {t} are in each?",
     ),
     _plain(
-        "difference", descending, lambda a, b: a - b, "{a}-{b}",
+        "difference", draw_descending_pair, lambda a, b: a - b, "{a}-{b}",
         "{n} has {a} {t}. {m} has {b}. How many more {t} does {n} have?",
         "{n} has {b} {t}. {m} has {a}. How many fewer {t} does {n} have?",
     ),

@@ -25,7 +25,7 @@ _FIELDS = frozenset({"id", "answer", "setup", "family", "turns"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShownTurn:
+class DemonstrationTurn:
     """A model turn and the observation that follows it ("" after the last turn)."""
 
     model: str
@@ -37,18 +37,18 @@ class Demonstration:
     """A problem and the turns of one good solution.
 
     >>> problem = Problem(id="toy-0", statement="What is 2 + 3?", answer="5", source="toy")
-    >>> shown = Demonstration(problem=problem, turns=(ShownTurn(model=program("final_answer(2+3)")),))
+    >>> shown = Demonstration(problem=problem, turns=(DemonstrationTurn(model=program("final_answer(2+3)")),))
     >>> shown.text
     'What is 2 + 3?\\n```py\\nfinal_answer(2+3)\\n```'
     """
 
     problem: Problem
-    turns: tuple[ShownTurn, ...]
+    turns: tuple[DemonstrationTurn, ...]
     location: str = ""
     """File and line if the demonstration was read from a file."""
 
     @property
-    def is_played(self) -> bool:
+    def needs_observations(self) -> bool:
         """True if the observations are missing, so that the environment must execute the turns."""
         return len(self.turns) > 1 and not any(turn.observation for turn in self.turns)
 
@@ -108,6 +108,6 @@ def _from_row(row: dict[str, Any], location: str, source: str) -> Demonstration:
     )
     return Demonstration(
         problem=problem,
-        turns=tuple(ShownTurn(model=turn["model"], observation=turn.get("observation", "")) for turn in turns),
+        turns=tuple(DemonstrationTurn(model=turn["model"], observation=turn.get("observation", "")) for turn in turns),
         location=location,
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, Literal
 
-from agentrl.problems.demonstrations import Demonstration, ShownTurn, observation, program
+from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, observation, program
 from agentrl.problems.rows import EmptyProblemsError, ProblemError
 from agentrl_envs.registry import did_you_mean
 from agentrl_envs.types import Problem
@@ -31,7 +31,7 @@ class Exercise:
 
     statement: str
     answer: int
-    turns: tuple[ShownTurn, ...]
+    turns: tuple[DemonstrationTurn, ...]
     setup: str = ""
 
 
@@ -46,7 +46,7 @@ class ExerciseFamily:
     name: str
     phrasings: tuple[str, ...]
     draw: Callable[[Random], Numbers]
-    solve: Callable[[Random, Numbers], tuple[int, tuple[ShownTurn, ...], str]]
+    solve: Callable[[Random, Numbers], tuple[int, tuple[DemonstrationTurn, ...], str]]
 
     def exercise(self, rng: Random, numbers: Numbers) -> Exercise:
         """Write and solve the problem for ``numbers`` with random names and objects."""
@@ -57,12 +57,12 @@ class ExerciseFamily:
         return Exercise(statement=statement, answer=answer, turns=turns, setup=setup)
 
 
-def call_turn(call: str, output: object) -> ShownTurn:
+def call_turn(call: str, output: object) -> DemonstrationTurn:
     """Return the turn that runs ``call``, with ``output`` as its observation."""
-    return ShownTurn(model=program(call), observation=observation(str(output)))
+    return DemonstrationTurn(model=program(call), observation=observation(str(output)))
 
 
-def descending(rng: Random) -> Numbers:
+def draw_descending_pair(rng: Random) -> Numbers:
     """Draw two distinct numbers from 2 to 99 with a > b."""
     b, a = sorted(rng.sample(range(2, 100), 2))
     return {"a": a, "b": b}
@@ -160,11 +160,11 @@ class ExerciseSource:
     def _draw(self, family: ExerciseFamily, rng: Random) -> Numbers:
         while True:
             numbers = family.draw(rng)
-            if split_of(family.name, numbers) == self.split:
+            if split_for_numbers(family.name, numbers) == self.split:
                 return numbers
 
 
-def split_of(family: str, numbers: Numbers) -> Split:
+def split_for_numbers(family: str, numbers: Numbers) -> Split:
     """Return the split of a problem from its family and the numbers in its statement. Does not depend on the seed."""
     content = family + "|" + ",".join(f"{key}={numbers[key]}" for key in sorted(numbers))
     digest = hashlib.blake2b(content.encode(), digest_size=8).digest()

@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping
 from random import Random
 
-from agentrl.problems.demonstrations import ShownTurn, program
+from agentrl.problems.demonstrations import DemonstrationTurn, program
 from agentrl.problems.exercises import (
     SECRET_RANGE,
     ExerciseFamily,
@@ -28,7 +28,7 @@ from agentrl.problems.exercises import (
     Numbers,
     call_turn,
     define_reveal,
-    descending,
+    draw_descending_pair,
 )
 from agentrl.problems.word_problems import Formula
 from agentrl_envs.protocols.base import first_python_block
@@ -36,11 +36,11 @@ from agentrl_envs.rewards import Conversation, Message
 from agentrl_envs.types import Problem, Verdict
 
 HORIZONS = (1, 2, 4, 8, 10)
-Solution = tuple[int, tuple[ShownTurn, ...], str]
+Solution = tuple[int, tuple[DemonstrationTurn, ...], str]
 
 
-def _boxed(answer: int) -> ShownTurn:
-    return ShownTurn(model=f"\\boxed{{{answer}}}")
+def _boxed(answer: int) -> DemonstrationTurn:
+    return DemonstrationTurn(model=f"\\boxed{{{answer}}}")
 
 
 def _secrets(rng: Random, count: int) -> list[int]:
@@ -72,7 +72,7 @@ def _sum(turns: int) -> ExerciseFamily:
     def solve(rng: Random, numbers: Numbers) -> Solution:
         contents = _filled(rng, numbers["a"], count)
         shown = [call_turn(f"box({box})", held) for box, held in contents.items()]
-        last = ShownTurn(model=program(f"final_answer({'+'.join(map(str, contents.values()))})"))
+        last = DemonstrationTurn(model=program(f"final_answer({'+'.join(map(str, contents.values()))})"))
         return sum(contents.values()), (*shown, last), define_reveal("box", contents)
 
     return ExerciseFamily(
@@ -162,13 +162,13 @@ def _define_texts(function: str, values: Mapping[int, str]) -> str:
 
 def _debug_sign(rng: Random, numbers: Numbers) -> Solution:
     a, b = numbers["a"], numbers["b"]
-    return a + b, (ShownTurn(model=program(f"final_answer({a}+{b})")),), ""
+    return a + b, (DemonstrationTurn(model=program(f"final_answer({a}+{b})")),), ""
 
 
 def _debug_shift(rng: Random, numbers: Numbers) -> Solution:
     """Solve for f(n) = n + s with a hidden s. One test reveals s."""
     b, shift = numbers["b"], rng.randint(*SECRET_RANGE)
-    turns = (call_turn("test(0)", shift), ShownTurn(model=program(f"final_answer({shift}+{b})")))
+    turns = (call_turn("test(0)", shift), DemonstrationTurn(model=program(f"final_answer({shift}+{b})")))
     return shift + b, turns, _define_test(f"n + {shift}")
 
 
@@ -179,7 +179,7 @@ def _debug_square(rng: Random, numbers: Numbers) -> Solution:
     values = [p, p + q, p + 2 * q + r]
     shown = [call_turn(f"test({n})", value) for n, value in enumerate(values)]
     u, v, w = values
-    last = ShownTurn(model=program(f"final_answer({u}+({v}-{u})*{b}+({w}-{v}-{v}+{u})*{b}*({b}-1)//2)"))
+    last = DemonstrationTurn(model=program(f"final_answer({u}+({v}-{u})*{b}+({w}-{v}-{v}+{u})*{b}*({b}-1)//2)"))
     return p + q * b + r * b * (b - 1) // 2, (*shown, last), _define_test(f"{p} + {q}*n + {r}*n*(n-1)//2")
 
 
@@ -189,14 +189,14 @@ def _define_test(expression: str) -> str:
 
 _DEBUG = (
     ExerciseFamily(
-        name="debug_1", draw=descending, solve=_debug_sign,
+        name="debug_1", draw=draw_descending_pair, solve=_debug_sign,
         phrasings=(
             "{n} gets {b} {t} more. The program final_answer({a}-{b}) is wrong. What is right?",
             "{n} has {a} {t} and finds {b}. The program final_answer({a}-{b}) is wrong. What is right?",
         ),
     ),
     ExerciseFamily(
-        name="debug_2", draw=descending, solve=_debug_shift,
+        name="debug_2", draw=draw_descending_pair, solve=_debug_shift,
         phrasings=(
             "f(n)=n+{a} is wrong: test(n) shows what n and some number make. What is f({b})?",
             "{n} adds {a}, which is wrong. test(n) shows n and the right number added. What is it for {b}?",
@@ -225,10 +225,10 @@ DEFAULT_FAMILIES = ("debug_2", "chain_2", "sum_2", "chain_4")
 HORIZON_FAMILIES: Mapping[str, ExerciseFamily] = {family.name: family for family in _ALL}
 
 
-def families_of(turns: int) -> tuple[str, ...]:
+def families_of_horizon(turns: int) -> tuple[str, ...]:
     """Return the names of the families of one horizon.
 
-    >>> families_of(8)
+    >>> families_of_horizon(8)
     ('chain_8', 'total_8', 'search_8')
     """
     return tuple(name for name in HORIZON_FAMILIES if name.endswith(f"_{turns}"))
@@ -264,7 +264,7 @@ def lookup_rewards(problem: Problem, conversation: Conversation, verdict: Verdic
         if message.role != "assistant":
             continue
         after = conversation.turns[index + 1] if index + 1 < len(conversation.turns) else None
-        argument = _looked_up(message, after, problem)
+        argument = _looked_up_key(message, after, problem)
         new = argument is not None and argument not in seen and len(seen) < lookups
         rewards.append(1 / lookups if new else 0.0)
         if new and argument is not None:
@@ -272,7 +272,7 @@ def lookup_rewards(problem: Problem, conversation: Conversation, verdict: Verdic
     return rewards
 
 
-def _looked_up(turn: Message, answer: Message | None, problem: Problem) -> int | None:
+def _looked_up_key(turn: Message, answer: Message | None, problem: Problem) -> int | None:
     """Return the number that the turn looks up, or None if the turn is not a lookup."""
     if answer is None or not re.search(r"\d", answer.text) or "Error" in answer.text:
         return None

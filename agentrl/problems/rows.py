@@ -154,7 +154,7 @@ _DAPO_WRAPPER = re.compile(
 _WHOLE_FLOAT = re.compile(r"(?P<whole>[+-]?\d+)\.0+")
 
 
-def problem_of(
+def problem_from_row(
     row: Row, location: str, *, source: str, fields: Mapping[str, str | None], answered: bool = True
 ) -> Problem:
     """Convert ``row`` to a problem. The problem's answer is None if it is missing or empty.
@@ -178,7 +178,7 @@ def problem_of(
     )
 
 
-def statement_of(row: Row, location: str, *, fields: Mapping[str, str | None]) -> str:
+def statement_from_row(row: Row, location: str, *, fields: Mapping[str, str | None]) -> str:
     """Return the statement in ``row``. Raises ProblemFieldError if it is missing, empty or not text."""
     return _statement(row, location, fields)[1]
 
@@ -195,7 +195,7 @@ def _statement(
         raise ProblemFieldError(
             f"{location}: the problem's statement must be text or a list of messages; got {type(value).__name__}"
         )
-    statement = unwrap(value or "")
+    statement = remove_dapo_instructions(value or "")
     if not statement.strip():
         raise ProblemFieldError(f"{location}: the problem's statement is empty")
     return column, statement, messages if len(messages) > 1 else ()
@@ -243,7 +243,7 @@ def _info(row: Row, location: str, fields: Mapping[str, str | None], used: set[s
     return info
 
 
-def unwrap(statement: str) -> str:
+def remove_dapo_instructions(statement: str) -> str:
     r"""Remove DAPO's instructions ("... Answer: $Answer ...") around a question. Return other statements unchanged."""
     wrapped = _DAPO_WRAPPER.match(statement)
     return wrapped["statement"] if wrapped else statement

@@ -25,7 +25,7 @@ from agentrl.problems.settings import Curriculum
 from agentrl_envs.types import Problem
 
 
-def digest_of(info: Mapping[str, object]) -> str:
+def digest_of_columns(info: Mapping[str, object]) -> str:
     """Return a hash of a problem's other columns, or "" if it has no others."""
     return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest() if info else ""
 
@@ -76,7 +76,9 @@ class FiniteSource:
     def identity(self) -> str:
         digest = hashlib.sha256()
         for problem in self.problems:
-            digest.update(f"{problem.id}\0{problem.statement}\0{problem.answer}\0{digest_of(problem.info)}".encode())
+            digest.update(
+                f"{problem.id}\0{problem.statement}\0{problem.answer}\0{digest_of_columns(problem.info)}".encode()
+            )
         return f"{self.name}:{len(self.problems)}:{digest.hexdigest()[:16]}"
 
     def problem(self, index: int) -> Problem:

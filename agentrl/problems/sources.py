@@ -25,13 +25,13 @@ from agentrl.problems.rows import (
     ProblemFieldError,
     ProblemFileError,
     Row,
-    problem_of,
+    problem_from_row,
     read_hub,
     read_jsonl,
     read_parquet,
-    statement_of,
+    statement_from_row,
 )
-from agentrl.problems.sampler import FiniteSource, Mixture, ProblemSource, digest_of
+from agentrl.problems.sampler import FiniteSource, Mixture, ProblemSource, digest_of_columns
 from agentrl.problems.settings import BUILTIN, DEFAULT_SPLIT, FORMULA, REASONING_GYM, ProblemSourceSettings
 from agentrl.problems.word_problems import NUMBER, formula_demonstrations
 from agentrl_envs.registry import did_you_mean
@@ -110,7 +110,7 @@ def split_by_masked_statement(
     excluded = repeated = 0
     for problem in problems:
         key = masked_statement(problem.statement)
-        content = (problem.statement.strip(), problem.answer, digest_of(problem.info))
+        content = (problem.statement.strip(), problem.answer, digest_of_columns(problem.info))
         if key in excluded_keys:
             excluded += 1
         elif content in seen:
@@ -185,7 +185,7 @@ def load_source(settings: ProblemSourceSettings, *, seed: int = 0, answered: boo
     """Load one source. Each row needs an answer unless ``answered`` is False. Raises ProblemError."""
     if settings.is_generated:
         return _generator(settings, seed)
-    path = expand(settings.path)
+    path = expand_path(settings.path)
     name = _name(settings, path)
     read = _read(settings, path, name, answered)
     if not read.rows:
@@ -215,7 +215,7 @@ def read_with_locations(settings: ProblemSourceSettings) -> Iterator[tuple[str, 
 
     The problem is None for rows that ``skip_unanswered`` leaves out.
     """
-    path = expand(settings.path)
+    path = expand_path(settings.path)
     return _problems(settings, path, _name(settings, path), answered=True)
 
 
@@ -229,7 +229,7 @@ def evaluation_set(source: ProblemSource, count: int) -> list[Problem]:
     return [source.problem(index * source.size // taken) for index in range(taken)]
 
 
-def expand(path: str) -> str:
+def expand_path(path: str) -> str:
     """Return ``path`` with ``~`` and ``$VARIABLES`` expanded. Raises ProblemFileError if a variable is not set."""
     for match in _VARIABLE.finditer(path):
         variable = match[1] or match[2]
@@ -300,7 +300,7 @@ def _read(settings: ProblemSourceSettings, path: str, name: str, answered: bool)
         if problem is None:
             unanswered += 1
         else:
-            other = "" if answered else digest_of(problem.info)
+            other = "" if answered else digest_of_columns(problem.info)
             problems.setdefault((problem.statement.strip(), problem.answer, other), problem)
     kept = _with_distinct_ids(problems)
     return _Read(problems=kept, rows=rows, unanswered=unanswered, repeated=rows - unanswered - len(kept))
@@ -325,7 +325,7 @@ def _problems(
     The problem is None for rows that are skipped because they have no answer.
     """
     for location, row in _rows(settings, path):
-        problem = problem_of(
+        problem = problem_from_row(
             row, location, source=name, fields=settings.fields, answered=answered or settings.skip_unanswered
         )
         if problem.answer is None and answered and not settings.skip_unanswered:
@@ -356,8 +356,8 @@ def _split(settings: ProblemSourceSettings, problems: Sequence[Problem]) -> Mask
 
 def _statements(path: str) -> Iterator[str]:
     """Yield the statements of a file or data set, with or without answers."""
-    for location, row in _rows(ProblemSourceSettings(path=path), expand(path)):
-        yield statement_of(row, location, fields={})
+    for location, row in _rows(ProblemSourceSettings(path=path), expand_path(path)):
+        yield statement_from_row(row, location, fields={})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -384,7 +384,7 @@ def load_demonstrations(
     if families is not None:
         raise ProblemError(f"coldstart.families applies to generated demonstrations ({BUILTIN}NAME), not to {spec}")
     if spec.startswith(FORMULA):
-        path = expand(spec.removeprefix(FORMULA))
+        path = expand_path(spec.removeprefix(FORMULA))
         demonstrations, report = formula_demonstrations(path, variants=variants, seed=seed)
         return LoadedDemonstrations(demonstrations=tuple(demonstrations), description=f"{path}: {report.describe()}")
     if Path(spec).suffix.lower() != ".jsonl":
@@ -392,5 +392,5 @@ def load_demonstrations(
             f"{spec}: not a source of demonstrations; valid: {BUILTIN}arithmetic, {BUILTIN}horizon, "
             f"{FORMULA}FILE.jsonl or a .jsonl file"
         )
-    read = read_demonstrations(expand(spec))
+    read = read_demonstrations(expand_path(spec))
     return LoadedDemonstrations(demonstrations=tuple(read), description=f"{len(read)} demonstrations of {spec}")

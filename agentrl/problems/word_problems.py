@@ -18,8 +18,8 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-from agentrl.problems.demonstrations import Demonstration, ShownTurn, program
-from agentrl.problems.rows import EmptyProblemsError, problem_of, read_jsonl
+from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, program
+from agentrl.problems.rows import EmptyProblemsError, problem_from_row, read_jsonl
 from agentrl_envs.types import Problem
 
 MAX_LENGTH: Final = 200  # characters; limits the depth of the parser
@@ -146,7 +146,7 @@ NUMBER = re.compile(rf"(?P<digits>{DIGITS})|(?P<words>{WORDS})", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mention:
+class NumberMention:
     """The integer ``value`` at ``text[start:end]``."""
 
     start: int
@@ -154,7 +154,7 @@ class Mention:
     value: int
 
 
-def number_mentions(text: str) -> tuple[Mention, ...]:
+def number_mentions(text: str) -> tuple[NumberMention, ...]:
     """Return every integer in ``text``, in order, without decimals, ordinals and numbers inside words.
 
     >>> [mention.value for mention in number_mentions("Twenty-six pens, 1,250 cups, 2.5 kg and the 3rd of two dozen.")]
@@ -164,11 +164,11 @@ def number_mentions(text: str) -> tuple[Mention, ...]:
     for match in NUMBER.finditer(text):
         value = _whole(match["digits"]) if match["digits"] else words_value(match["words"])
         if value is not None and not _glued(text, match.start(), match.end()):
-            mentions.append(Mention(start=match.start(), end=match.end(), value=value))
+            mentions.append(NumberMention(start=match.start(), end=match.end(), value=value))
     return tuple(mentions)
 
 
-def replace_mentions(text: str, mentions: Sequence[Mention], replaced: Mapping[int, int]) -> str:
+def replace_mentions(text: str, mentions: Sequence[NumberMention], replaced: Mapping[int, int]) -> str:
     """Return ``text`` with each mention of a key of ``replaced`` replaced by the value, in digits.
 
     >>> replace_mentions("Two cups and 2 pens", number_mentions("Two cups and 2 pens"), {2: 31})
@@ -249,7 +249,7 @@ class _Solved:
 
     problem: Problem
     formula: Formula
-    mentions: tuple[Mention, ...]
+    mentions: tuple[NumberMention, ...]
 
 
 def formula_demonstrations(
@@ -268,7 +268,7 @@ def formula_demonstrations(
     rows = 0
     for location, row in read_jsonl(Path(path)):
         rows += 1
-        solved = _solve(problem_of(row, location, source=Path(path).stem, fields={}), row.get("formula"))
+        solved = _solve(problem_from_row(row, location, source=Path(path).stem, fields={}), row.get("formula"))
         if isinstance(solved, str):
             unusable[solved] += 1
         else:
@@ -345,4 +345,6 @@ def _magnitude(value: int) -> tuple[int, int]:
 
 
 def _demonstration(problem: Problem, formula: Formula) -> Demonstration:
-    return Demonstration(problem=problem, turns=(ShownTurn(model=program(f"final_answer({formula.python()})")),))
+    return Demonstration(
+        problem=problem, turns=(DemonstrationTurn(model=program(f"final_answer({formula.python()})")),)
+    )

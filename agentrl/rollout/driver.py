@@ -32,7 +32,7 @@ from agentrl.rollout.policy import FairYield, Rounds, TokenPolicy
 from agentrl.rollout.settings import BranchingSettings, RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest, SkippedProblemError
 from agentrl.telemetry.trace import add_slice_since, reserve_lane, start_time
-from agentrl.trajectory import Group, Trajectory, one_after_another
+from agentrl.trajectory import Group, Trajectory, concatenate_branches
 from agentrl_envs.episode import Environment, UnavailableError
 from agentrl_envs.rewards import Conversation, Message, Rewards
 from agentrl_envs.types import Ended
@@ -106,7 +106,7 @@ class Admission:
         self._in_flight -= 1
         self._admit()
 
-    def ended(self, tokens: int, seconds: float) -> None:
+    def record_end(self, tokens: int, seconds: float) -> None:
         """Record that a trajectory of ``tokens`` tokens ended after ``seconds`` seconds."""
         self._lengths.append(tokens)
         self._lives.append(seconds)
@@ -167,7 +167,7 @@ class Admission:
                 self._limit = self._ceiling
             return
         before, now = self._last or use, asyncio.get_running_loop().time()
-        self._safe = safe_number(use, longest=self._longest, ceiling=self._ceiling)
+        self._safe = max_fitting_trajectories(use, longest=self._longest, ceiling=self._ceiling)
         limit = self._safe if self._last is None else max(self._limit, self._safe)
         self._last = use
         new = limit
@@ -186,10 +186,10 @@ class Admission:
         self._preempted += max(0, use.preemptions - before.preemptions)
 
 
-def safe_number(use: CacheUse, *, longest: int, ceiling: int) -> int:
+def max_fitting_trajectories(use: CacheUse, *, longest: int, ceiling: int) -> int:
     """Return the number of trajectories (at least 1) that fit into the cache at any length.
 
-    >>> safe_number(CacheUse(tokens=10_000, used=0.0, preemptions=0), longest=2_000, ceiling=100)
+    >>> max_fitting_trajectories(CacheUse(tokens=10_000, used=0.0, preemptions=0), longest=2_000, ceiling=100)
     5
     """
     return max(1, min(ceiling, use.tokens // longest))
@@ -358,7 +358,7 @@ class Driver:
         # alive, because scanning these objects causes the longest pauses of the event loop.
         gc.freeze()
         try:
-            async with aclosing(pooled(players, partial(self._player, jobs, running))) as finished:
+            async with aclosing(run_tasks(players, partial(self._player, jobs, running))) as finished:
                 async for request, branches in finished:
                     part = parts.setdefault(request.index, [])
                     part += branches
@@ -383,7 +383,7 @@ class Driver:
                         request, branches = await self._measured(request, running)
                         if not branches:
                             continue
-                        self._admission.ended(sum(item.length for item in branches), branches[-1].seconds)
+                        self._admission.record_end(sum(item.length for item in branches), branches[-1].seconds)
                         _trace(request, branches[-1], began)
                         finished((request, branches))
         finally:
@@ -453,7 +453,7 @@ class Driver:
             return branches
         last = await self._rewarded(branches[-1], running, earlier=branches[:-1])
         if last.is_excluded:
-            return (last.alone(),)
+            return (last.as_single_trajectory(),)
         return (*(replace(item, reward_elsewhere=last.reward) for item in branches[:-1]), last)
 
     async def _rewarded(
@@ -487,7 +487,7 @@ def _failed(branches: Sequence[Trajectory]) -> bool:
     return all(item.ended is Ended.INFRASTRUCTURE_FAILURE for item in branches if item.is_last_branch)
 
 
-async def pooled(
+async def run_tasks(
     players: int, player: Callable[[Callable[[_Value], None]], Coroutine[object, object, None]]
 ) -> AsyncGenerator[_Value, None]:
     """Run ``players`` tasks of ``player`` and yield their values. Raises the exception of a failed task."""
@@ -532,5 +532,5 @@ def _group(trajectories: list[Trajectory], request: RolloutRequest) -> Group:
         trajectories=tuple(
             replace(item, problem_weight=request.problem_weight) for item in trajectories if item.sample < request.size
         ),
-        greedy=one_after_another(greedy) if greedy else None,
+        greedy=concatenate_branches(greedy) if greedy else None,
     )

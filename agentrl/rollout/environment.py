@@ -151,4 +151,6 @@ def build_codec(tokenizer: PreTrainedTokenizerBase, name: str, chat: Chat | None
     if chat is None or chat.format is None:
         return TextCodec(tokenizer, generation_ends=ends)
     written = chat.format
-    return TextCodec(tokenizer, turn_end=written.turn_end, generation_ends=ends, shown=written.calls.tokens)
+    return TextCodec(
+        tokenizer, turn_end=written.turn_end, generation_ends=ends, shown_special_tokens=written.calls.tokens
+    )

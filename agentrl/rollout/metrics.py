@@ -43,7 +43,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     metrics |= {
         "reward/mean": _weighted_mean([item.reward for item in data], data),
         "reward/stderr": clustered_stderr(groups),
-        "reward/problem_share": problem_share(groups),
+        "reward/problem_share": between_problem_variance_fraction(groups),
         "rollout/turns_mean": math.fsum(item.turns for item in branches) / len(data),
         "rollout/turns_max": max(item.turns for item in branches),
         "rollout/tool_calls_mean": math.fsum(len(item.tool_calls) for item in branches) / len(data),
@@ -91,7 +91,7 @@ def clustered_stderr(groups: Sequence[Group]) -> float:
     return math.sqrt(squares * len(parts) / (len(parts) - 1)) / count
 
 
-def problem_share(groups: Sequence[Group]) -> float:
+def between_problem_variance_fraction(groups: Sequence[Group]) -> float:
     """Return the fraction of reward variance between problems (ANOVA intraclass correlation).
 
     The value may be negative for a single step, because the estimate is centered on 0 if rewards do not depend on the
@@ -149,16 +149,16 @@ class VersionClock:
     def version(self) -> int:
         return self._version
 
-    def installed(self, version: int) -> None:
+    def record_install(self, version: int) -> None:
         """Record that ``version`` has been installed in the engine."""
         self._version = version
         self._steps_at[version] = self._trained + self._training
 
-    def collected(self) -> None:
+    def record_collection(self) -> None:
         """Record that a batch is passed to the trainer."""
         self._training = True
 
-    def trained(self) -> None:
+    def record_training(self) -> None:
         """Record that the batch has been trained. From now on, the engine's version counts as the newest."""
         self._trained += self._training
         self._training = False
@@ -175,7 +175,7 @@ class VersionClock:
 
         Excluded trajectories do not count.
         """
-        played = [item for group in groups for item in group.everyone if not item.is_excluded]
+        played = [item for group in groups for item in group.all_trajectories if not item.is_excluded]
         spans = [[span for segment in item.segments for span in segment.version_spans] for item in played]
         tokens = sum(count for row in spans for _, count in row)
         if not tokens:

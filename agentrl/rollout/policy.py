@@ -347,7 +347,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         )
 
     def _append(self, observation: str, most: int) -> bool:
-        parts = self.codec.unsampled(observation, self.context) if observation else ()
+        parts = self.codec.without_sampled_turn_end(observation, self.context) if observation else ()
         token_ids = self.codec.encode_parts(parts)
         fits = self.used + len(token_ids) <= most
         if token_ids and fits:

@@ -16,11 +16,11 @@ waits. Taking the earliest finished groups is the best choice (earliest deadline
 condition, every choice does.
 
     >>> schedule = Schedule(groups=2, max_staleness=1)
-    >>> [schedule.start(index) for index in range(schedule.room())]
+    >>> [schedule.start(index) for index in range(schedule.groups_to_issue())]
     [None, None, None, None]
     >>> schedule.finish(1), schedule.finish(2), schedule.take(2)  # 0 is overtaken, 3 too: both due in the next batch
     (None, None, [1, 2])
-    >>> schedule.room(), schedule.train(), schedule.room()
+    >>> schedule.groups_to_issue(), schedule.train(), schedule.groups_to_issue()
     (0, None, 2)
     >>> schedule.start(4), schedule.finish(4), schedule.finish(3), schedule.take(2)  # 0 is due: wait for it
     (None, None, None, None)
@@ -83,7 +83,7 @@ class Schedule:
         return self._trained
 
     @property
-    def waiting(self) -> int:
+    def finished_groups(self) -> int:
         """The number of groups that are finished and not taken."""
         return len(self._finished)
 
@@ -92,7 +92,7 @@ class Schedule:
         """The number of groups that are issued and not finished."""
         return len(self._issued) - len(self._finished)
 
-    def room(self, extra: int = 0) -> int:
+    def groups_to_issue(self, extra: int = 0) -> int:
         """Return the number of groups that may be issued now. ``extra``: additional groups for the current batch."""
         room = self.groups + extra - len(self._issued)
         if self._in_flight:
@@ -198,7 +198,7 @@ class RolloutSource(ABC):
         """Return the next rollout. A problem's further rollouts wait until its first one has measured the prompt."""
         async with self._one:
             if self._left:
-                request = await self._queue.newest()
+                request = await self._queue.wait_for_newest()
             else:
                 if not await self._admit():
                     return None
@@ -224,7 +224,7 @@ class OnDemandSource(RolloutSource):
                 asyncio.timeout_at(deadline),
                 contextlib.aclosing(
                     self._driver.run_jobs(
-                        self._next, greedy=self._greedy, measure=self._queue.measure, rollouts=rollouts
+                        self._next, greedy=self._greedy, measure=self._queue.record_prompt_length, rollouts=rollouts
                     )
                 ) as groups,
             ):
@@ -271,7 +271,7 @@ class BackgroundSource(RolloutSource):
         self._task.add_done_callback(lambda _: self._tell())
 
     async def _admit(self) -> bool:
-        while not self._schedule.room(self._extra):
+        while not self._schedule.groups_to_issue(self._extra):
             await self._changed.wait()
         return True
 
@@ -289,7 +289,7 @@ class BackgroundSource(RolloutSource):
                 while (chosen := self._schedule.take(count, more=more)) is None:
                     await self._wait()
         except TimeoutError as error:
-            raise _too_late(step, self._schedule.waiting, count, self._settings) from error
+            raise _too_late(step, self._schedule.finished_groups, count, self._settings) from error
         finally:
             self._extra = 0
         self._tell()  # there is room again
@@ -305,14 +305,14 @@ class BackgroundSource(RolloutSource):
             return
         try:
             async with asyncio.timeout_at(deadline):
-                while self._schedule.running or self._schedule.room():
+                while self._schedule.running or self._schedule.groups_to_issue():
                     await self._wait()
         except TimeoutError as error:
-            raise _too_late(step, self._schedule.waiting, self._schedule.groups, self._settings) from error
+            raise _too_late(step, self._schedule.finished_groups, self._schedule.groups, self._settings) from error
 
     def metrics(self) -> dict[str, float]:
         return super().metrics() | {
-            "queue/finished_groups": self._schedule.waiting,
+            "queue/finished_groups": self._schedule.finished_groups,
             "queue/running_groups": self._schedule.running,
         }
 
@@ -321,7 +321,7 @@ class BackgroundSource(RolloutSource):
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _produce(self) -> None:
-        playing = self._driver.run_jobs(self._next, greedy=self._greedy, measure=self._queue.measure)
+        playing = self._driver.run_jobs(self._next, greedy=self._greedy, measure=self._queue.record_prompt_length)
         async with contextlib.aclosing(playing) as groups:
             async for group in groups:
                 self._done[group.index] = group

@@ -114,7 +114,7 @@ class WorkQueue:
             return self._newest
         return self._draw()
 
-    async def newest(self) -> RolloutRequest:
+    async def wait_for_newest(self) -> RolloutRequest:
         """Wait until the newest request's prompt is measured, and return the request.
 
         If the request's problem was skipped, the request contains its replacement.
@@ -123,7 +123,7 @@ class WorkQueue:
         assert self._newest is not None
         return self._newest
 
-    def measure(self, request: RolloutRequest, tokens: int | None) -> None:
+    def record_prompt_length(self, request: RolloutRequest, tokens: int | None) -> None:
         """Record the length in tokens of a request's prompt; None if the first rollout failed before it had a prompt.
 
         Only the first call for a request has an effect. Raises SkippedProblemError if the prompt is too long, and
@@ -153,7 +153,7 @@ class WorkQueue:
             self._plan()
         return list(islice(chain(self._again, self._planned), count))
 
-    def trained(self, groups: Sequence[Group]) -> None:
+    def remove_trained(self, groups: Sequence[Group]) -> None:
         """Remove trained groups, and update the posteriors of their problems."""
         requests = [self._untrained.pop(group.index) for group in groups]
         if self._learns:

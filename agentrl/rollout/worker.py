@@ -30,7 +30,7 @@ class RolloutBatch:
 
     step: int
     version: int
-    played: tuple[Group, ...]
+    sampled_groups: tuple[Group, ...]
     groups: tuple[Group, ...]
     metrics: dict[str, float]
 
@@ -75,13 +75,13 @@ class RolloutWorker:
         kept, counts = filter_groups(played, self.rules)
         rounds = 0
         while len(kept) < needed and rounds < self.settings.max_extra_rounds:
-            more = further_problems(first, needed, played=len(played), kept=len(kept))
+            more = problems_for_next_round(first, needed, played=len(played), kept=len(kept))
             played += await self._source.take(more, step=step, deadline=deadline, more=True)
             kept, counts = filter_groups(played, self.rules)
             rounds += 1
         groups = kept[:needed]
         if self.settings.schedule != "synchronous":
-            groups = drawn(kept, needed, step=step)
+            groups = subsample_groups(kept, needed, step=step)
         metrics = rollout_metrics(played) | {f"groups/{name}": count for name, count in counts.items()}
         metrics |= self._queue.budget_metrics(played)
         metrics |= self._clock.metrics(played) | self._source.metrics() | self.driver.metrics()
@@ -96,19 +96,19 @@ class RolloutWorker:
         data = [item for group in played for item in group.trajectories if not item.is_excluded]
         metrics |= user_metrics(data, metrics)
         self._check_staleness(step, metrics.get("staleness/max", 0))
-        self._clock.collected()
+        self._clock.record_collection()
         return RolloutBatch(
             step=step,
             version=self._clock.version,
-            played=tuple(played),
+            sampled_groups=tuple(played),
             groups=groups,
             metrics=metrics,
         )
 
     def confirm(self, batch: RolloutBatch) -> None:
         """Remove a trained step's groups from the queue. Must run in the event loop if rollouts run ahead."""
-        self._queue.trained(batch.played)
-        self._clock.trained()
+        self._queue.remove_trained(batch.sampled_groups)
+        self._clock.record_training()
         if self._source is not None:
             self._source.trained()
 
@@ -118,9 +118,9 @@ class RolloutWorker:
             deadline = asyncio.get_running_loop().time() + self.settings.step_deadline
             await self._source.drain(step=self._step, deadline=deadline)
 
-    def installed(self, version: int) -> None:
+    def record_install(self, version: int) -> None:
         """Record that ``version`` of the policy has been installed in the engine."""
-        self._clock.installed(version)
+        self._clock.record_install(version)
 
     async def close(self) -> None:
         if self._source is not None:
@@ -168,7 +168,7 @@ class RolloutWorker:
             )
 
 
-def drawn(groups: tuple[Group, ...], count: int, *, step: int) -> tuple[Group, ...]:
+def subsample_groups(groups: tuple[Group, ...], count: int, *, step: int) -> tuple[Group, ...]:
     """Draw ``count`` of ``groups`` uniformly, keeping their order. The draw is deterministic for each step.
 
     Of the groups played ahead, the last ones are present because they were short. Always leaving them out would bias
@@ -180,14 +180,14 @@ def drawn(groups: tuple[Group, ...], count: int, *, step: int) -> tuple[Group, .
     return tuple(groups[number] for number in sorted(chosen))
 
 
-def further_problems(first: int, needed: int, *, played: int, kept: int) -> int:
+def problems_for_next_round(first: int, needed: int, *, played: int, kept: int) -> int:
     """Return the number of problems for another round: enough to fill the batch at the fraction kept so far.
 
     The number never exceeds that of the first round, which is also used if no group was kept.
 
-    >>> further_problems(8, 8, played=8, kept=2)
+    >>> problems_for_next_round(8, 8, played=8, kept=2)
     8
-    >>> further_problems(8, 8, played=16, kept=6)
+    >>> problems_for_next_round(8, 8, played=16, kept=6)
     6
     """
     return first if kept == 0 else min(first, math.ceil((needed - kept) * played / kept))

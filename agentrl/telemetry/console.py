@@ -97,7 +97,7 @@ class RunProgress:
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
         average = sum(self._rewards) / len(self._rewards) if self._rewards else None
-        figures, left = format_step(metrics, average), f"{format_duration(self._left(step))} left"
+        figures, left = format_step(metrics, average), f"{format_duration(self._remaining_seconds(step))} left"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, figures=figures, left=left)
         if self._plain is not None and self._every and (step % self._every == 0 or step == self._total):
@@ -108,7 +108,7 @@ class RunProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def _left(self, step: int) -> float | None:
+    def _remaining_seconds(self, step: int) -> float | None:
         (first_time, first_step), (last_time, last_step) = self._times[0], self._times[-1]
         if last_step <= first_step:
             return None

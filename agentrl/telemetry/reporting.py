@@ -40,11 +40,11 @@ class TrackerThread:
         warn: Callable[[str], object],
         longest_queue: int = _LONGEST_QUEUE,
     ) -> None:
-        self._name, self._opening, self._say, self._warn = name, open_tracker, notify, warn
+        self._name, self._opening, self._notify, self._warn = name, open_tracker, notify, warn
         self._longest = longest_queue
         self._waiting: deque[Message] = deque()
         self._changed = threading.Condition()
-        self._closing = self._over = False
+        self._closing = self._gave_up = False
         self._dropped = self._failed = 0
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
@@ -52,7 +52,7 @@ class TrackerThread:
     def put(self, message: Message) -> None:
         """Queue a message without waiting. Drops it if the queue is full or the tracker could not be opened."""
         with self._changed:
-            if self._over:
+            if self._gave_up:
                 return
             full = len(self._waiting) >= self._longest
             if not full:
@@ -70,7 +70,7 @@ class TrackerThread:
             self._changed.notify()
         self._thread.join(max(0.0, deadline - time.monotonic()))
         with self._changed:
-            lost, self._over = self._dropped + len(self._waiting), True
+            lost, self._gave_up = self._dropped + len(self._waiting), True
             self._waiting.clear()
         if self._thread.is_alive():
             self._warn(
@@ -82,11 +82,11 @@ class TrackerThread:
     def _run(self) -> None:
         try:
             tracker = self._opening()
-            self._say(f"tracker {self._name}: {tracker.location}")
+            self._notify(f"tracker {self._name}: {tracker.location}")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - others' code, which must not end a run
             self._warn(f"tracker {self._name} could not be opened: {describe_error(error)}; {_ELSEWHERE}")
             with self._changed:
-                self._over = True
+                self._gave_up = True
                 self._waiting.clear()
             return
         while (message := self._next()) is not None:
@@ -96,7 +96,7 @@ class TrackerThread:
     def _next(self) -> Message | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing)
-            return self._waiting.popleft() if self._waiting and not self._over else None
+            return self._waiting.popleft() if self._waiting and not self._gave_up else None
 
     def _send(self, tracker: Tracker, message: Message) -> None:
         try:
@@ -119,7 +119,7 @@ class Trackers:
         warn: Callable[[str], object],
     ) -> None:
         """Create the trackers of ``run``. On all ranks except 0, ``run`` is None."""
-        self._telemetry, self._run, self._say, self._warn = telemetry, run, notify, warn
+        self._telemetry, self._run, self._notify, self._warn = telemetry, run, notify, warn
         self._threads: list[TrackerThread] = []
         self._due: int | None = None  # step whose sample is sent next
 
@@ -130,7 +130,7 @@ class Trackers:
             return
         for name in self._telemetry.trackers:
             opening = partial(self._open, name, run, dict(flatten_settings(settings)), step=step, resumed=resumed)
-            self._threads.append(TrackerThread(name, opening, notify=self._say, warn=self._warn))
+            self._threads.append(TrackerThread(name, opening, notify=self._notify, warn=self._warn))
 
     def log_metrics(self, row: Metrics) -> None:
         """Send a row of ``metrics.jsonl`` and, if due, a sample of the previous step's trajectories.

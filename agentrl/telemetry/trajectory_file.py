@@ -88,7 +88,7 @@ def read_trajectories(path: Path, wanted: Callable[[int, bytes], bool]) -> Itera
                     numbers = file.read_row_group(block, columns=["token_ids", "log_probs"]).take(chosen)
                     for row, ids, log_probs in zip(chosen, numbers["token_ids"], numbers["log_probs"], strict=True):
                         with malformed_as_world_error(f"{path}, line {start + row + 1}"):
-                            record = _joined(lines[row], _plain(ids.values), _plain(log_probs.values))
+                            record = _join_parts(lines[row], _plain(ids.values), _plain(log_probs.values))
                         yield start + row, record
                 start += len(lines)
     except (OSError, pa.ArrowException) as error:
@@ -138,7 +138,7 @@ def _split(record: Mapping[str, Any]) -> tuple[JsonRecord, list[Sequence[int]], 
     return rest, ids, log_probs
 
 
-def _joined(line: bytes, ids: list[int], log_probs: list[float]) -> JsonRecord:
+def _join_parts(line: bytes, ids: list[int], log_probs: list[float]) -> JsonRecord:
     """Join the parts that :func:`_split` returns. Raises ValueError if their lengths do not match."""
     record = json.loads(line)
     used, scored = 0, 0

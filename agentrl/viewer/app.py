@@ -30,8 +30,8 @@ from agentrl.viewer.evaluations import (
     comparison_page,
     evaluation_page,
     evaluation_summary,
+    find_rollouts,
     rollout_page,
-    rollouts_with,
 )
 from agentrl.viewer.export import STATIC
 from agentrl.viewer.metrics_file import metrics_of
@@ -47,7 +47,7 @@ class QueryError(ValueError):
     """Raised if a query contains an invalid value."""
 
 
-def search_of(query: Query) -> Search:
+def parse_search(query: Query) -> Search:
     """Parse the search conditions in a query."""
     return Search(
         text=query.get("text", ""),
@@ -56,36 +56,36 @@ def search_of(query: Query) -> Search:
         verdict=query.get("verdict", ""),
         tool=query.get("tool", ""),
         dropped=query.get("dropped", ""),
-        group=whole(query, "group"),
-        least_reward=number(query, "least_reward"),
-        most_reward=number(query, "most_reward"),
-        least_turns=whole(query, "least_turns"),
-        most_turns=whole(query, "most_turns"),
-        least_staleness=whole(query, "least_staleness"),
+        group=optional_int(query, "group"),
+        least_reward=optional_float(query, "least_reward"),
+        most_reward=optional_float(query, "most_reward"),
+        least_turns=optional_int(query, "least_turns"),
+        most_turns=optional_int(query, "most_turns"),
+        least_staleness=optional_int(query, "least_staleness"),
     )
 
 
-def asked_steps(stored: list[int], query: Query) -> list[int]:
+def requested_steps(stored: list[int], query: Query) -> list[int]:
     """Return the stored steps from ``first`` to ``last``, or a single requested step even if it is not stored."""
-    first, last = whole(query, "first"), whole(query, "last")
+    first, last = optional_int(query, "first"), optional_int(query, "last")
     if first is not None and first == last:
         return [first]
     return [step for step in stored if (first is None or step >= first) and (last is None or step <= last)]
 
 
-def position_of(text: str) -> tuple[int, int]:
+def parse_position(text: str) -> tuple[int, int]:
     step, _, number = text.partition(":")
     if not (step.isdigit() and number.isdigit()):
         raise QueryError(f"after must be STEP:NUMBER; got {text!r}")
     return int(step), int(number)
 
 
-def whole(query: Query, name: str) -> int | None:
-    value = number(query, name)
+def optional_int(query: Query, name: str) -> int | None:
+    value = optional_float(query, name)
     return None if value is None else int(value)
 
 
-def number(query: Query, name: str) -> float | None:
+def optional_float(query: Query, name: str) -> float | None:
     text = query.get(name, "")
     try:
         return float(text) if text else None
@@ -93,7 +93,7 @@ def number(query: Query, name: str) -> float | None:
         raise QueryError(f"{name} must be a number; got {text!r}") from error
 
 
-def what_if_question(query: Query) -> dict[str, object]:
+def parse_what_if(query: Query) -> dict[str, object]:
     """Parse the estimator, its options and the group size in a query. Raises QueryError for invalid options."""
     try:
         options = json.loads(query.get("options", "{}"))
@@ -105,7 +105,7 @@ def what_if_question(query: Query) -> dict[str, object]:
         "ask": "what_if",
         "estimator": query.get("estimator", ""),
         "options": options,
-        "size": whole(query, "size"),
+        "size": optional_int(query, "size"),
     }
 
 
@@ -182,7 +182,7 @@ class _Answers:
             "/evaluations/{id}/{index:int}": lambda request: rollout_page(
                 self._evaluation(request), request.path_params["index"]
             ),
-            "/evaluations/{id}/search": lambda request: rollouts_with(
+            "/evaluations/{id}/search": lambda request: find_rollouts(
                 self._evaluation(request), request.query_params.get("text", "")
             ),
             "/comparisons/{first}/{second}": lambda request: comparison_page(
@@ -208,28 +208,30 @@ class _Answers:
         run, query = self._run(request), request.query_params
         return metrics_of(run.metrics_file, run.path).series(
             names=query.getlist("names"),
-            points=min(max(whole(query, "points") or 800, 2), 10_000),
+            points=min(max(optional_int(query, "points") or 800, 2), 10_000),
             since=query.get("since", ""),
         )
 
     def trajectories(self, request: Request) -> object:
         run, query = self._run(request), request.query_params
-        steps = asked_steps(run.trajectory_steps(), query)
+        steps = requested_steps(run.trajectory_steps(), query)
         if len(steps) == 1:
             run.require_trajectories(steps[0])
-        start = position_of(query.get("after", "0:0"))
-        limit = min(whole(query, "limit") or 1_000, 5_000)
-        result = find_rows(run, steps, search_of(query), start=start, limit=limit, seconds=SEARCH_SECONDS)
+        start = parse_position(query.get("after", "0:0"))
+        limit = min(optional_int(query, "limit") or 1_000, 5_000)
+        result = find_rows(run, steps, parse_search(query), start=start, limit=limit, seconds=SEARCH_SECONDS)
         return {**vars(result), "next": None if result.next is None else "{}:{}".format(*result.next)}
 
     def trajectory(self, request: Request) -> object:
         return trajectory_page(self._run(request), request.path_params["step"], request.path_params["number"])
 
     def what_if(self, request: Request) -> object:
-        return self._calculated(request, {**_named(request), **what_if_question(request.query_params)})
+        return self._calculated(request, {**_named_parameters(request), **parse_what_if(request.query_params)})
 
     def explanation(self, request: Request) -> object:
-        return self._calculated(request, {"ask": "explain", **_named(request), "token": request.path_params["token"]})
+        return self._calculated(
+            request, {"ask": "explain", **_named_parameters(request), "token": request.path_params["token"]}
+        )
 
     def _calculated(self, request: Request, question: dict[str, object]) -> object:
         return self._calculate(self._run(request).path, question)
@@ -241,7 +243,7 @@ class _Answers:
         return self._library.evaluation(request.path_params[name])
 
 
-def _named(request: Request) -> dict[str, object]:
+def _named_parameters(request: Request) -> dict[str, object]:
     """Return the step and the trajectory number in the path."""
     return {"step": request.path_params["step"], "trajectory": request.path_params["number"]}
 

@@ -20,12 +20,12 @@ from agentrl.errors import AgentRLError, SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import StoredStep, StoredTrajectory, read_step
 from agentrl.viewer.explain import explain
-from agentrl.viewer.run_files import drawn_indices, finite, load_run_plugins, to_json
+from agentrl.viewer.run_files import json_numbers, load_run_plugins, plotted_indices, to_json
 from agentrl.viewer.what_if import WhatIf, all_options, estimator_forms, what_if
 from agentrl_envs.registry import PluginError, describe_error
 
 
-class Answers:
+class RequestHandlers:
     """Request handlers for one run."""
 
     def __init__(self, run: RunDirectory) -> None:
@@ -69,7 +69,7 @@ class Answers:
             "options": result.options,
             "power": result.power,
             "power_before": result.power_before,
-            "fields": {name: finite(result.columns[chosen.key][column]) for name, column in names.items()},
+            "fields": {name: json_numbers(result.columns[chosen.key][column]) for name, column in names.items()},
             "siblings": [_curves(item, result) for item in stored.trajectories if item.key in result.columns],
         }
 
@@ -89,12 +89,12 @@ class Answers:
 
 def _curves(item: StoredTrajectory, result: WhatIf) -> dict[str, object]:
     columns = result.columns[item.key]
-    indices = drawn_indices(len(item.positions))
+    indices = plotted_indices(len(item.positions))
     return {
         "number": item.number,
         "index": indices.tolist(),
-        "advantages": finite(columns["advantages"][indices]),
-        "baselines": finite(columns["baselines"][indices]),
+        "advantages": json_numbers(columns["advantages"][indices]),
+        "baselines": json_numbers(columns["baselines"][indices]),
         "mean": float(columns["advantages"].mean()),
     }
 
@@ -104,7 +104,7 @@ def main() -> None:
     # Output of plug-ins is redirected to the standard error, so that it cannot break the lines of JSON.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    run = Answers(RunDirectory(Path(sys.argv[1])))
+    run = RequestHandlers(RunDirectory(Path(sys.argv[1])))
     for line in sys.stdin:
         answers.write(f"{run.to(line)}\n")
         answers.flush()

@@ -106,10 +106,10 @@ def page_of_rollout(record: JSONObject, problems: Mapping[tuple[object, object],
     problem = problems.get((record["benchmark"], record["problem"]), {})
     prompt = problem.get("prompt") or problem.get("statement", "")
     texts = [prompt, *(turn["text"] for turn in record["turns"] if turn["origin"] == "model")]
-    return {"rollout": record, "problem": problem, "formulas": formulas_of(texts)}
+    return {"rollout": record, "problem": problem, "formulas": formula_trees(texts)}
 
 
-def rollouts_with(path: Path, text: str) -> list[int]:
+def find_rollouts(path: Path, text: str) -> list[int]:
     """Return the indices of the rollouts whose problem, answer or conversation contains ``text``, ignoring case."""
     wanted = text.casefold()
     problems = problems_by_key(path)
@@ -138,10 +138,10 @@ def comparison_page(first: Path, second: Path) -> dict[str, object]:
     }
 
 
-def formulas_of(texts: Iterable[str]) -> dict[str, list[object]]:
+def formula_trees(texts: Iterable[str]) -> dict[str, list[object]]:
     """Convert formulas outside code fences to MathML trees, keyed by TeX. Formulas that cannot be parsed are left out.
 
-    >>> formulas_of(["Add $x$ to $x$."])
+    >>> formula_trees(["Add $x$ to $x$."])
     {'x': ['math', {}, ['mrow', {}, ['mi', {}, 'x']]]}
     """
     trees = {}

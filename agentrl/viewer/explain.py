@@ -14,7 +14,7 @@ from agentrl.errors import SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, TokenFacts, TrajectoryTokens, read_step
 from agentrl.viewer.run_files import load_run_plugins, token_text
-from agentrl.viewer.what_if import facts_of, recomputed, stored_inputs
+from agentrl.viewer.what_if import recompute_advantages, require_facts, stored_inputs
 from agentrl_envs.registry import UnknownNameError
 
 _AROUND = 40  # characters of the conversation to show before and after the token
@@ -41,13 +41,13 @@ class Explanation:
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the explanation, from the reward to the gradient."""
-        facts = facts_of(self.step)
+        facts = require_facts(self.step)
         yield from self._header()
         yield from self._sampling()
         yield from self._credit(facts)
         yield from self._loss(facts)
 
-    def at(self, values: np.ndarray) -> float:
+    def value_at_token(self, values: np.ndarray) -> float:
         """Return the token's entry in ``values`` of its trajectory's model tokens."""
         return float(values[self.index])
 
@@ -75,21 +75,22 @@ class Explanation:
 
     def _sampling(self) -> Iterator[str]:
         columns, tokens = self.trajectory.columns(), self.tokens
-        engine, trainer = self.at(columns["engine_log_probs"]), self.at(tokens.log_probs)
+        engine, trainer = self.value_at_token(columns["engine_log_probs"]), self.value_at_token(tokens.log_probs)
         yield (
             f"log-probability: engine {engine:.9g} (policy version {columns['policy_version'][self.index]}), "
-            f"trainer {trainer:.9g}, difference {trainer - engine:.3g}; entropy {self.at(tokens.entropy):.5g}"
+            f"trainer {trainer:.9g}, difference {trainer - engine:.3g}; "
+            f"entropy {self.value_at_token(tokens.entropy):.5g}"
         )
 
     def _credit(self, facts: TokenFacts) -> Iterator[str]:
         tokens, key = self.tokens, self.trajectory.key
         returned, baseline, advantage = (
-            self.at(item) for item in (tokens.returns, tokens.baselines, tokens.advantages)
+            self.value_at_token(item) for item in (tokens.returns, tokens.baselines, tokens.advantages)
         )
-        yield f"reward: {self.at(tokens.rewards):.9g} at this token; return G = {returned:.9g}"
+        yield f"reward: {self.value_at_token(tokens.rewards):.9g} at this token; return G = {returned:.9g}"
         yield (
-            f"energy: w = {self.at(tokens.energy):.9g}; "
-            f"realized energy W = {self.at(self.step.realized_energies[key]):.9g}, the sum up to this token"
+            f"energy: w = {self.value_at_token(tokens.energy):.9g}; "
+            f"realized energy W = {self.value_at_token(self.step.realized_energies[key]):.9g}, the sum up to this token"
         )
         yield f"baseline: b = {baseline:.9g} by {facts.estimator}{_options(facts.estimator_options)}"
         yield from self._tail(facts)
@@ -107,7 +108,9 @@ class Explanation:
                 f"  weight {weight:.6f} on trajectory {other.number}, sample {sibling.sample}: "
                 f"G = {other.tokens.returns[index]:.9g}, W = {energy:.9g}"
             )
-        made = self.at(recomputed(self.step, self.step.siblings(self.trajectory))[key]["advantages"])
+        made = self.value_at_token(
+            recompute_advantages(self.step, self.step.siblings(self.trajectory))[key]["advantages"]
+        )
         normalized = "" if np.isclose(advantage, returned - baseline, rtol=1e-5, atol=1e-7) else ", then normalized"
         yield f"advantage: A = {advantage:.9g} (G - b = {returned - baseline:.9g}{normalized})"
         same = "the same value" if made == advantage else f"{made:.9g}, a difference of {abs(made - advantage):.3g}"
@@ -132,18 +135,20 @@ class Explanation:
     def _loss(self, facts: TokenFacts) -> Iterator[str]:
         tokens = self.tokens
         kept = bool(tokens.loss_mask[self.index])
-        weight = "none" if tokens.weights is None else f"weight {self.at(tokens.weights):.9g}"
+        weight = "none" if tokens.weights is None else f"weight {self.value_at_token(tokens.weights):.9g}"
         yield f"rollout correction: {weight}; " + ("in the loss" if kept else "rejected and not in the loss")
-        yield f"update {tokens.update}: ratio to the policy before the step {self.at(tokens.ratios):.9g}"
+        yield f"update {tokens.update}: ratio to the policy before the step {self.value_at_token(tokens.ratios):.9g}"
         factors = loss_factors(facts, tokens)
         if factors is None:
             yield f"loss: {facts.loss} selects tokens over the whole step, and this selection is not stored"
         else:
-            factor = self.at(factors)
-            clipped = " (clipped: no gradient)" if kept and not factor and self.at(tokens.advantages) else ""
+            factor = self.value_at_token(factors)
+            clipped = (
+                " (clipped: no gradient)" if kept and not factor and self.value_at_token(tokens.advantages) else ""
+            )
             yield f"loss: {facts.loss}{_options(facts.loss_options)}: d loss / d log p = {factor:.9g}{clipped}"
         yield f"loss weight: {tokens.loss_weight:.9g} by {facts.aggregation}"
-        power, total = self.at(tokens.gradient_power), self.step.gradient_power
+        power, total = self.value_at_token(tokens.gradient_power), self.step.gradient_power
         share = f"{power / total:.3g}" if total else "0"
         yield f"share of the step's gradient power: {share} (w (factor A)^2, without cross terms between tokens)"
 
@@ -151,7 +156,7 @@ class Explanation:
 def explain(run: RunDirectory, *, step: int, trajectory: int, token: int) -> Explanation:
     """Explain the token at position ``token`` of the response. Raises SettingsError if its gradient is not stored."""
     stored = read_step(run, step)
-    facts_of(stored)
+    require_facts(stored)
     if not 0 <= trajectory < len(stored.trajectories):
         raise SettingsError(f"step {step} has no trajectory {trajectory}; valid: 0 to {len(stored.trajectories) - 1}")
     chosen = stored.trajectories[trajectory]
@@ -195,7 +200,7 @@ def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int)
     A rollout's weight is the baseline for a return of 1 of this rollout and 0 of all others. Returns an empty mapping
     if the estimator uses no group baseline, or if the baseline is not a weighted sum of the returns.
     """
-    facts, siblings = facts_of(step), step.siblings(trajectory)
+    facts, siblings = require_facts(step), step.siblings(trajectory)
     if not ESTIMATORS[facts.estimator].group_based:
         return {}
     names = ESTIMATORS.option_names(facts.estimator)

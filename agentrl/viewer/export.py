@@ -34,7 +34,7 @@ from agentrl.viewer.evaluations import (
 from agentrl.viewer.metrics_file import metrics_of
 from agentrl.viewer.run_files import to_json, token_text
 from agentrl.viewer.runs import run_facts
-from agentrl.viewer.trajectories import page_of, step_rows
+from agentrl.viewer.trajectories import build_page, step_rows
 
 STATIC = Path(__file__).parent / "static"
 RUN_ID, EVALUATION_ID = "run", "evaluation"
@@ -89,8 +89,8 @@ def export_evaluation(path: Path, out: Path, *, conversations: int | None = None
 
 
 def _packed_rollouts(path: Path, conversations: int | None) -> list[str]:
-    """Pack the pages of rollouts in the order of :func:`ranks`, limited to ``conversations`` ranks or by size."""
-    rank_of = ranks(rollout_rows(path))
+    """Pack the pages of rollouts in the order of :func:`rank_rollouts`, limited by ``conversations`` or size."""
+    rank_of = rank_rollouts(rollout_rows(path))
     count = max(rank_of.values(), default=-1) + 1 if conversations is None else conversations
     if conversations is None:
         # Estimate the count from the size of the compressed file, to avoid packing more than fits.
@@ -109,11 +109,11 @@ def _packed_rollouts(path: Path, conversations: int | None) -> list[str]:
     return [part for rank in range(count) for part in packed[rank]]
 
 
-def ranks(rows: Iterable[Mapping[str, object]]) -> dict[int, int]:
+def rank_rollouts(rows: Iterable[Mapping[str, object]]) -> dict[int, int]:
     """Rank the rollouts of each problem: the first correct one, the first other one, the second correct one, and so on.
 
     >>> kinds = ["correct", "correct", "correct", "void", "incorrect"]
-    >>> ranks({"index": i, "benchmark": "b", "problem": "p", "kind": kind} for i, kind in enumerate(kinds))
+    >>> rank_rollouts({"index": i, "benchmark": "b", "problem": "p", "kind": kind} for i, kind in enumerate(kinds))
     {0: 0, 3: 1, 1: 2, 4: 3, 2: 4}
     """
     by_problem: dict[object, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
@@ -127,7 +127,7 @@ def ranks(rows: Iterable[Mapping[str, object]]) -> dict[int, int]:
 
 def _page(start: str, answers: Iterable[str]) -> Iterator[str]:
     """Yield the parts of a page that opens at the address ``start``."""
-    script = bundle(STATIC, "main.js").replace("</script", "<\\/script")
+    script = bundle_scripts(STATIC, "main.js").replace("</script", "<\\/script")
     policy = _POLICY.format(hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode())
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     style = (STATIC / "style.css").read_text(encoding="utf-8")
@@ -167,12 +167,12 @@ def _run_answers(run: RunDirectory, steps: Sequence[int], groups: int | None) ->
         included += chosen
         for row in chosen:
             with malformed_as_world_error(f"{run.trajectory_file(step)}, line {row['number'] + 1}"):
-                page = page_of(run, stored, rows, row["number"], text)
+                page = build_page(run, stored, rows, row["number"], text)
             yield f"/runs/{RUN_ID}/steps/{step}/{row['number']}", page
     yield f"/runs/{RUN_ID}/trajectories", {"rows": included, "next": None, "problems": []}
 
 
-def bundle(folder: Path, entry: str) -> str:
+def bundle_scripts(folder: Path, entry: str) -> str:
     """Bundle ``entry`` and its imports into a classic script, because browsers load no modules from local files.
 
     Each module becomes a function, after the modules that it imports. An import must be one line with names of

@@ -18,7 +18,7 @@ from typing import IO
 import numpy as np
 
 from agentrl.telemetry.files import resolve_inside
-from agentrl.viewer.run_files import finite
+from agentrl.viewer.run_files import json_numbers
 
 _LONGEST_LINE = 1 << 24  # bytes; a row of metrics has a few thousand
 _KEPT_RUNS = 16  # runs whose columns stay in memory: 8 MB each with 5,000 steps of 100 metrics
@@ -104,13 +104,13 @@ class MetricsColumns:
                 key = rows[ends].tobytes()
                 if key not in axis_indices:  # most metrics have the same rows and share an axis
                     axis_indices[key] = len(drawn_axes)
-                    drawn_axes.append({kind: finite(axis[rows[ends]]) for kind, axis in axes.items()})
+                    drawn_axes.append({kind: json_numbers(axis[rows[ends]]) for kind, axis in axes.items()})
                 series[name] = {
                     "axis": axis_indices[key],
-                    "value": finite(mean),
-                    "low": None if low is None else finite(low),
-                    "high": None if high is None else finite(high),
-                    "last": finite(np.array(self._columns[name].values[-1:]))[0],
+                    "value": json_numbers(mean),
+                    "low": None if low is None else json_numbers(low),
+                    "high": None if high is None else json_numbers(high),
+                    "last": json_numbers(np.array(self._columns[name].values[-1:]))[0],
                 }
             return {
                 "version": version,

@@ -41,7 +41,7 @@ def _without_non_finite(value: object) -> object:
     return [_without_non_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def finite(values: np.ndarray) -> list[object]:
+def json_numbers(values: np.ndarray) -> list[object]:
     """Convert values to a list for JSON, with None for non-finite numbers."""
     listed: list[object] = values.tolist()
     if values.dtype.kind == "f" and not np.isfinite(values).all():
@@ -49,7 +49,7 @@ def finite(values: np.ndarray) -> list[object]:
     return listed
 
 
-def drawn_indices(length: int) -> np.ndarray:
+def plotted_indices(length: int) -> np.ndarray:
     """Return the indices of the drawn points of a curve with ``length`` values."""
     return np.arange(0, length, max(1, -(-length // _POINTS)))
 
@@ -120,7 +120,7 @@ class TokenText:
         self._special = frozenset(token for token, about in added.items() if about.special)
 
     @property
-    def known(self) -> bool:
+    def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
 
     def pieces(self, token_ids: Sequence[int]) -> list[str | None]:
@@ -130,7 +130,7 @@ class TokenText:
         stream = DecodeStream(skip_special_tokens=False)
         return [stream.step(self._tokenizer, token) or "" for token in token_ids]
 
-    def specials(self, token_ids: Sequence[int]) -> list[int]:
+    def special_token_indices(self, token_ids: Sequence[int]) -> list[int]:
         """Return the indices of special tokens."""
         return [index for index, token in enumerate(token_ids) if token in self._special]
 

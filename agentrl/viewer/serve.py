@@ -41,7 +41,7 @@ class Calculator:
         self._process: subprocess.Popen[bytes] | None = None
         self._run: Path | None = None
 
-    def ask(self, run: Path, question: dict[str, object]) -> object:
+    def request(self, run: Path, question: dict[str, object]) -> object:
         """Return the result of a request. Raises SettingsError if it is invalid, WorldError if the process fails."""
         with self._lock:
             process = self._for(run.resolve())
@@ -105,7 +105,7 @@ def view_command(paths: Sequence[Path], *, port: int | None, browse: bool, echo:
     token = stored_token()
     calculator = Calculator()
     config = uvicorn.Config(
-        make_app(library, token=token, calculate=calculator.ask),
+        make_app(library, token=token, calculate=calculator.request),
         lifespan="off",
         log_level="warning",
         access_log=False,

@@ -18,7 +18,7 @@ from agentrl.evaluation.formats import JSONObject
 from agentrl.telemetry.files import malformed_as_world_error, resolve_inside
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, TokenFile, read_step, row_key_of_record
-from agentrl.viewer.run_files import TokenText, drawn_indices, finite, token_text
+from agentrl.viewer.run_files import TokenText, json_numbers, plotted_indices, token_text
 from agentrl_envs.types import Ended, Verdict
 
 _KEPT_STEPS = 24  # steps whose rows stay in memory: about 0.5 MB each with 512 trajectories
@@ -90,7 +90,7 @@ def find_rows(
         if index > 0 and step > start[0] and time.monotonic() > end:
             return FoundRows(rows=matches, next=(step, 0), problems=problems)
         try:
-            rows = list(_of_step(run, step, search))
+            rows = list(_matching_rows(run, step, search))
         except AgentRLError as error:
             problems.append(str(error))
             continue
@@ -194,7 +194,7 @@ def _add_reasons(rows: list[JSONObject]) -> None:
                 row["dropped"] = "void turn" if void else "equal rewards" if equal else "filtered"
 
 
-def _of_step(run: RunDirectory, step: int, search: Search) -> Iterator[JSONObject]:
+def _matching_rows(run: RunDirectory, step: int, search: Search) -> Iterator[JSONObject]:
     rows = [row for row in step_rows(run, step) if search.accepts(row)]
     if not search.text:
         yield from rows
@@ -239,10 +239,10 @@ def trajectory_page(run: RunDirectory, step: int, number: int) -> dict[str, obje
     files = (run.trajectory_file(step), *run.token_files(step))
     stored = _cached_group(run.path, step, rows[number]["group"], tuple(path.stat().st_mtime_ns for path in files))
     with malformed_as_world_error(f"{run.trajectory_file(step)}, line {number + 1}"):
-        return page_of(run, stored, rows, number, token_text(run))
+        return build_page(run, stored, rows, number, token_text(run))
 
 
-def page_of(
+def build_page(
     run: RunDirectory, stored: StoredStep, rows: Sequence[JSONObject], number: int, text: TokenText
 ) -> dict[str, object]:
     """Build the content of a trajectory's page from ``stored``, which must contain its group."""
@@ -257,11 +257,11 @@ def page_of(
         "prompt": _segment("prompt", record["prompt_ids"], "", text),
         "segments": [_segment(item["origin"], item["token_ids"], item["text"], text) for item in record["segments"]],
         "tool_calls": record["tool_calls"],
-        "fields": {name: finite(values) for name, values in _fields(stored, chosen, rows).items()},
+        "fields": {name: json_numbers(values) for name, values in _fields(stored, chosen, rows).items()},
         "facts": None if stored.facts is None else asdict(stored.facts),
         "siblings": [_sibling(stored, item, rows[item.number]) for item in group],
         "problems": [*stored.problems, *([text.problem] if text.problem else [])],
-        "tokenizer": text.known,
+        "tokenizer": text.has_tokenizer,
     }
 
 
@@ -276,7 +276,7 @@ def _segment(origin: str, token_ids: list[int], segment_text: str, text: TokenTe
         "text": segment_text,
         "token_ids": token_ids,
         "pieces": text.pieces(token_ids),
-        "special": text.specials(token_ids),
+        "special": text.special_token_indices(token_ids),
     }
 
 
@@ -299,10 +299,10 @@ def _sibling(stored: StoredStep, item: StoredTrajectory, row: dict[str, object])
     about: dict[str, object] = {name: row[name] for name in facts}
     about["text"] = "".join(segment["text"] for segment in item.record["segments"])
     if item.tokens is not None:
-        indices = drawn_indices(len(item.tokens))
+        indices = plotted_indices(len(item.tokens))
         curves = (stored.realized_energies[item.key], item.tokens.baselines, item.tokens.advantages)
         names = ("realized_energy", "baselines", "advantages")
         about["mean_advantage"] = float(item.tokens.advantages.mean())
         about["index"] = indices.tolist()
-        about["curves"] = {name: finite(curve[indices]) for name, curve in zip(names, curves, strict=True)}
+        about["curves"] = {name: json_numbers(curve[indices]) for name, curve in zip(names, curves, strict=True)}
     return about

@@ -14,7 +14,7 @@ from agentrl.errors import SettingsError
 from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, TokenColumns, TokenFacts, TrajectoryTokens
 
 
-def recomputed(
+def recompute_advantages(
     step: StoredStep,
     trajectories: Sequence[StoredTrajectory],
     *,
@@ -27,7 +27,7 @@ def recomputed(
     If the estimator spans the step, ``step`` must contain all trajectories. Raises SettingsError if the step lacks an
     input of the estimator, and the errors of ``compute_advantages``.
     """
-    facts = facts_of(step)
+    facts = require_facts(step)
     name = estimator or facts.estimator
     chosen_options = facts.estimator_options if estimator is None and options is None else options or {}
     wide = estimator_needs(name, **chosen_options).step_wide
@@ -36,10 +36,10 @@ def recomputed(
     # In the order of training, because estimators sum over rows and the result should be bitwise equal.
     chosen.sort(key=lambda item: order[item.key])
     made = compute_advantages(name, stored_inputs(chosen), calls=None, **chosen_options)
-    return {item.key: _of_row(made, row, item) for row, item in enumerate(chosen)}
+    return {item.key: _columns_of_row(made, row, item) for row, item in enumerate(chosen)}
 
 
-def facts_of(step: StoredStep) -> TokenFacts:
+def require_facts(step: StoredStep) -> TokenFacts:
     """Return the facts of a step's token statistics. Raises SettingsError if they are not stored."""
     if step.facts is None:
         reasons = "; ".join(step.problems) or "telemetry.tokens_every skips it, or it trained on no trajectory"
@@ -87,7 +87,7 @@ def stored_inputs(trajectories: Sequence[StoredTrajectory]) -> AdvantageInputs:
     )
 
 
-def _of_row(made: Advantages, row: int, item: StoredTrajectory) -> dict[str, np.ndarray]:
+def _columns_of_row(made: Advantages, row: int, item: StoredTrajectory) -> dict[str, np.ndarray]:
     return {name: values[row].numpy()[item.positions] for name, values in vars(made).items()}
 
 
@@ -132,7 +132,7 @@ def what_if(
     kept = _first_rollouts(step.siblings(trajectory), trajectory, size)
     left_out = {item.key for item in step.siblings(trajectory)} - {item.key for item in kept}
     smaller = replace(step, trajectories=tuple(item for item in step.trajectories if item.key not in left_out))
-    made = recomputed(smaller, kept, estimator=estimator, options=resolved)
+    made = recompute_advantages(smaller, kept, estimator=estimator, options=resolved)
     columns = {item.key: made[item.key] for item in kept}
     rows = {item.key: item.tokens for item in kept if item.tokens is not None}
     changed = [replace(row, advantages=columns[key]["advantages"]) for key, row in rows.items()]
@@ -148,7 +148,7 @@ def what_if(
 def all_options(step: StoredStep, estimator: str, options: Mapping[str, object]) -> dict[str, object]:
     """Merge ``options`` with the run's options that ``estimator`` accepts, and with the defaults."""
     names = ESTIMATORS.option_names(estimator)
-    from_run = {name: value for name, value in facts_of(step).estimator_options.items() if name in names}
+    from_run = {name: value for name, value in require_facts(step).estimator_options.items() if name in names}
     defaults = {form.name: form.default for form in option_forms(estimator) if form.default is not None}
     return {**defaults, **from_run, **options}
 

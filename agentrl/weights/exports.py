@@ -17,22 +17,28 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from agentrl.models.lora import exported_name, factors_of, is_factor, merged, name_without_adapter
+from agentrl.models.lora import (
+    adapter_factor_names,
+    exported_name,
+    is_adapter_factor,
+    merge_adapter,
+    name_without_adapter,
+)
 from agentrl.models.settings import LoRASettings
 from agentrl.weights.sources import ParameterShape, ParameterSource, full_parameters
-from agentrl.weights.verify import EMBEDDING, HEAD, Checksum, checksum, with_head
+from agentrl.weights.verify import EMBEDDING, HEAD, Checksum, checksum, with_tied_head
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 256 * 1024 * 1024
 """Bytes of one file, and of memory needed for writing."""
 
 
-def untied(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def with_untied_head(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors and, if they include no head, the embedding again as the head's weight.
 
     >>> import torch
     >>> tied = {"model.embed_tokens.weight": torch.zeros(2, 1), "model.norm.weight": torch.ones(1)}
-    >>> [name for name, _ in untied(tied.items())]
+    >>> [name for name, _ in with_untied_head(tied.items())]
     ['model.embed_tokens.weight', 'model.norm.weight', 'lm_head.weight']
     """
     embedding: Tensor | None = None
@@ -40,7 +46,7 @@ def untied(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]
     for name, tensor in tensors:
         headed |= name == HEAD
         if name == EMBEDDING:
-            embedding = held(tensor)
+            embedding = host_copy(tensor)
         yield name, tensor
     if not headed and embedding is not None:
         yield HEAD, embedding
@@ -49,7 +55,7 @@ def untied(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]
 def write_untied_copy(model: Path, target: Path) -> Path:
     """Copy the policy in ``model`` to ``target`` with a separate head, and return ``target``."""
     shutil.rmtree(target, ignore_errors=True)
-    write_shards(target, untied(read_export(model)))
+    write_shards(target, with_untied_head(read_export(model)))
     for file in model.iterdir():
         if file.is_file() and not file.name.endswith((".safetensors", ".index.json", ".bin")):
             shutil.copy(file, target / file.name)
@@ -60,18 +66,18 @@ def write_untied_copy(model: Path, target: Path) -> Path:
 
 def write_export(folder: Path, tensors: Iterable[tuple[str, Tensor]], version: int) -> Path:
     """Write one version's weights to a new directory. The previous version is kept: an engine may be reading it."""
-    return write_version(folder, version, lambda partial: write_shards(partial, untied(tensors)))
+    return write_version(folder, version, lambda partial: write_shards(partial, with_untied_head(tensors)))
 
 
-def write_version(folder: Path, version: int, write: Callable[[Path], None], *, kept: int = 1) -> Path:
-    """Create a directory for ``version`` with ``write``. Keeps ``kept`` older ones, which engines may be reading."""
+def write_version(folder: Path, version: int, write: Callable[[Path], None], *, older_versions: int = 1) -> Path:
+    """Create a directory for ``version`` with ``write``. Keeps ``older_versions``, which engines may be reading."""
     target = folder / f"version-{version:09d}"
     partial = folder / f"{target.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     write(partial)
     shutil.rmtree(target, ignore_errors=True)
     os.replace(partial, target)
-    for old in sorted(item for item in folder.glob("version-*") if item.name < target.name)[:-kept]:
+    for old in sorted(item for item in folder.glob("version-*") if item.name < target.name)[:-older_versions]:
         shutil.rmtree(old, ignore_errors=True)
     return target
 
@@ -91,7 +97,7 @@ def write_shards(target: Path, tensors: Iterable[tuple[str, Tensor]], *, most: i
     for name, tensor in tensors:
         if shard and sum(item.nbytes for item in shard.values()) + tensor.nbytes > most:
             flush()
-        shard[name] = held(tensor)
+        shard[name] = host_copy(tensor)
     if shard:
         flush()
     (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
@@ -104,14 +110,14 @@ def read_export(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors from :func:`held` to ``path`` (safetensors): under a temporary name first, then renamed."""
+    """Write tensors from :func:`host_copy` to ``path`` (safetensors): under a temporary name first, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     save_file(tensors, partial)
     os.replace(partial, path)
 
 
-def held(tensor: Tensor) -> Tensor:
+def host_copy(tensor: Tensor) -> Tensor:
     """Return a copy in host memory that shares no storage, as safetensors requires."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
@@ -128,11 +134,11 @@ def merged_parameters(module: nn.Module, settings: LoRASettings) -> Iterator[tup
 
     Collective under ZeRO-3, like :func:`full_parameters`. Every rank holds a copy of the adapters in the meantime.
     """
-    factors = {name: value.clone() for name, value in full_parameters(module, wanted=is_factor)}
-    for name, value in full_parameters(module, wanted=lambda name: not is_factor(name)):
-        names = factors_of(name)
+    factors = {name: value.clone() for name, value in full_parameters(module, wanted=is_adapter_factor)}
+    for name, value in full_parameters(module, wanted=lambda name: not is_adapter_factor(name)):
+        names = adapter_factor_names(name)
         if names is not None and names[0] in factors:
-            value = merged(value, factors[names[0]], factors[names[1]], settings.alpha / settings.rank)
+            value = merge_adapter(value, factors[names[0]], factors[names[1]], settings.alpha / settings.rank)
         yield name_without_adapter(name), value
 
 
@@ -143,7 +149,7 @@ def policy_parameters(module: nn.Module, settings: LoRASettings) -> Iterator[tup
 
 def adapter_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield exported name and complete value of every adapter parameter. Collective under ZeRO-3."""
-    for name, value in full_parameters(module, wanted=is_factor):
+    for name, value in full_parameters(module, wanted=is_adapter_factor):
         yield exported_name(name), value
 
 
@@ -158,7 +164,7 @@ class MergedSource(ParameterSource):
         return [
             ParameterShape(name=name_without_adapter(item.name), dtype=item.dtype, shape=item.shape)
             for item in super().shapes()
-            if not is_factor(item.name)
+            if not is_adapter_factor(item.name)
         ]
 
     def _values(self) -> Iterator[tuple[str, Tensor]]:
@@ -176,7 +182,7 @@ class AdapterSource(ParameterSource):
         return [
             ParameterShape(name=exported_name(item.name), dtype=item.dtype, shape=item.shape)
             for item in super().shapes()
-            if is_factor(item.name)
+            if is_adapter_factor(item.name)
         ]
 
     def _values(self) -> Iterator[tuple[str, Tensor]]:
@@ -184,8 +190,8 @@ class AdapterSource(ParameterSource):
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         if self._frozen is None:
-            frozen = full_parameters(self._module, wanted=lambda name: not is_factor(name))
-            self._frozen = with_head(
+            frozen = full_parameters(self._module, wanted=lambda name: not is_adapter_factor(name))
+            self._frozen = with_tied_head(
                 {name_without_adapter(name): checksum(value) for name, value in frozen if self._summed}
             )
         yield from super().__iter__()

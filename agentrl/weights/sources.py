@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from agentrl.models.loading import empty_model, prepare_model, read_model
 from agentrl.models.settings import ModelSettings
-from agentrl.weights.verify import Checksum, checksum, with_head
+from agentrl.weights.verify import Checksum, checksum, with_tied_head
 
 GROUP_ELEMENTS = 64 * 1024 * 1024
 """The largest group of parameters gathered at once under ZeRO-3, in elements; a larger parameter is gathered alone."""
@@ -33,12 +33,12 @@ class TransferTarget:
     """The name of the transfer method, for messages."""
     form: Literal["full", "merged", "adapter"] = "full"
     """Parameters that the engine loads: all, or for a policy with adapters, the merged model or the adapters only."""
-    kept: int = 1
+    older_versions: int = 1
     """Number of versions before the newest one whose files are kept."""
     addresses: tuple[str, ...] = ()
     world_sizes: tuple[int, ...] = ()
     """Number of GPU processes of each server."""
-    starts: tuple[int, ...] = ()
+    server_starts: tuple[int, ...] = ()
     """Number of starts of each server. A restarted server has left the group of a direct transfer."""
     deadline: float = 300.0
     """Maximum seconds between two parameters of a direct transfer."""
@@ -96,7 +96,7 @@ class ParameterSource:
             if self._summed:
                 found[name] = checksum(tensor)
             yield name, tensor
-        self.checksums = with_head(found)
+        self.checksums = with_tied_head(found)
 
     def _values(self) -> Iterator[tuple[str, Tensor]]:
         return full_parameters(self._module, group_elements=self._group_elements)
@@ -137,7 +137,7 @@ def gathered_groups(
 
 
 @contextmanager
-def gathered(head: nn.Linear) -> Iterator[tuple[Tensor, Tensor | None]]:
+def gathered_linear(head: nn.Linear) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Provide the complete weight and bias of a linear layer. Collective under ZeRO-3."""
     parameters = [item for item in (head.weight, head.bias) if item is not None]
     if not any(hasattr(item, "ds_id") for item in parameters):

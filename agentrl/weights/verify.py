@@ -54,11 +54,11 @@ class Checksum:
     def __add__(self, other: Checksum) -> Checksum:
         return Checksum(values=self.values + other.values, total=(self.total + other.total) % _MODULUS)
 
-    def copies_in(self, other: Checksum) -> bool:
+    def matches_copies(self, other: Checksum) -> bool:
         """Return True if ``other`` is one copy of this parameter or a sum of copies, as under tensor parallelism.
 
         >>> one = Checksum(values=2, total=5)
-        >>> one.copies_in(one), one.copies_in(one + one), one.copies_in(Checksum(values=4, total=11))
+        >>> one.matches_copies(one), one.matches_copies(one + one), one.matches_copies(Checksum(values=4, total=11))
         (True, True, False)
         """
         if self.values == 0:
@@ -94,7 +94,7 @@ def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Checksum]:
     return dict(found)
 
 
-def add_up(workers: Iterable[Mapping[str, tuple[int, int]]]) -> dict[str, Checksum]:
+def sum_checksums(workers: Iterable[Mapping[str, tuple[int, int]]]) -> dict[str, Checksum]:
     """Sum the workers' counts and totals into checksums of complete parameters."""
     found: dict[str, Checksum] = defaultdict(Checksum)
     for share in workers:
@@ -103,7 +103,7 @@ def add_up(workers: Iterable[Mapping[str, tuple[int, int]]]) -> dict[str, Checks
     return dict(found)
 
 
-def with_head(found: Mapping[str, Checksum]) -> dict[str, Checksum]:
+def with_tied_head(found: Mapping[str, Checksum]) -> dict[str, Checksum]:
     """Return the checksums, with the embedding's also as the head's if the two are tied."""
     tied = EMBEDDING in found and HEAD not in found
     return {**found, HEAD: found[EMBEDDING]} if tied else dict(found)
@@ -117,7 +117,7 @@ def describe_differing(trainer: Mapping[str, Checksum], engine: Mapping[str, Che
     "the checksums of 1 of 2 parameters differ from the trainer's: b"
     """
     both = [name for name in trainer if name in engine]
-    wrong = [name for name in both if not trainer[name].copies_in(engine[name])]
+    wrong = [name for name in both if not trainer[name].matches_copies(engine[name])]
     if not wrong:
         return None
     more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
@@ -168,7 +168,7 @@ class Probe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verified:
+class EngineVerification:
     """The verification of one engine: the ``noise`` measured at the start and its ``bound``, in nats.
 
     The engine provides checksums of ``compared`` of the trainer's ``parameters``; both are 0 for shared weights.
@@ -211,15 +211,15 @@ class Verifier:
         """``bound`` replaces the measured bound."""
         self._limit = LIMITS[dtype] if bound is None else bound
         self._floor = FLOORS[dtype] if bound is None else bound
-        self._verified: dict[str, Verified] = {}
+        self._verified: dict[str, EngineVerification] = {}
 
     async def check(self, server: ScoringServer, probe: Probe) -> str | None:
         """Check a server's checksums, if it provides any, and its scores of the probe; return the problem or None."""
-        reported = add_up(await server.checksums()) if server.has_checksums else {}
+        reported = sum_checksums(await server.checksums()) if server.has_checksums else {}
         scores = await server.score(probe.token_ids, salt=f"probe-{secrets.token_hex(8)}")
-        return self.judge(f"the {server.title} server {server.address}", probe, reported=reported, scores=scores)
+        return self.find_problem(f"the {server.title} server {server.address}", probe, reported=reported, scores=scores)
 
-    def judge(
+    def find_problem(
         self, engine: str, probe: Probe, *, reported: Mapping[str, Checksum], scores: Sequence[float]
     ) -> str | None:
         """Return the problem with an engine that returns these checksums and scores, or None.
@@ -228,8 +228,10 @@ class Verifier:
         because the weights are equal by construction then.
 
         >>> verifier = Verifier("bfloat16")
-        >>> verifier.judge("E", Probe(token_ids=(1, 2, 3), log_probs=(-1.0, -2.0)), reported={}, scores=(-1.01, -2.01))
-        >>> verifier.judge("E", Probe(token_ids=(1, 2, 3), log_probs=(-1.1, -2.0)), reported={}, scores=(-1.01, -2.03))
+        >>> probe = Probe(token_ids=(1, 2, 3), log_probs=(-1.0, -2.0))
+        >>> verifier.find_problem("E", probe, reported={}, scores=(-1.01, -2.01))
+        >>> probe = Probe(token_ids=(1, 2, 3), log_probs=(-1.1, -2.0))
+        >>> verifier.find_problem("E", probe, reported={}, scores=(-1.01, -2.03))
         "E: its log-probabilities of the probe differ from the trainer's by 0.06 nats on average (bound 0.04)"
         """
         problem = describe_differing(probe.checksums, reported)
@@ -245,7 +247,7 @@ class Verifier:
                 f"{engine}: its log-probabilities of the probe differ from the trainer's by {difference:.3g} nats on "
                 f"average (bound {bound:.3g})"
             )
-        self._verified[engine] = Verified(
+        self._verified[engine] = EngineVerification(
             engine=engine,
             noise=difference if known is None else known.noise,
             bound=noise_bound(difference, floor=self._floor, limit=self._limit) if known is None else bound,
@@ -254,6 +256,6 @@ class Verifier:
         )
         return None
 
-    def verified(self) -> list[Verified]:
+    def verified(self) -> list[EngineVerification]:
         """Return every verified engine, with the parameters compared and the noise measured at the start."""
         return list(self._verified.values())

@@ -20,7 +20,7 @@ from agentrl.evaluation.benchmarks import (
     problem_sets,
     read_benchmark,
 )
-from agentrl.problems.rows import ProblemError, problem_of
+from agentrl.problems.rows import ProblemError, problem_from_row
 from agentrl_envs.grading import Grader, GraderSettings
 from agentrl_envs.types import Verdict
 
@@ -46,7 +46,7 @@ def test_the_registry_knows_the_published_ones() -> None:
 def test_olympiadbench_lists_its_answers() -> None:
     row = {"id": 1606, "question": "What is $1 + 1$?", "final_answer": ["$2$"], "solution": ["It is 2."]}
     fields = BENCHMARKS["olympiadbench"].fields
-    problem = problem_of(row, "row 0", source="olympiadbench", fields=fields)
+    problem = problem_from_row(row, "row 0", source="olympiadbench", fields=fields)
     assert problem is not None
     assert (problem.id, problem.statement, problem.answer) == ("1606", "What is $1 + 1$?", "$2$")
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from agentrl.kernels.triton_backend import triton_obstacle
+from agentrl.kernels.triton_backend import reason_triton_unavailable
 
 FIELDS = ("log_probs", "entropy", "sum_pi_squared", "energy")
 
-obstacle = triton_obstacle(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+obstacle = reason_triton_unavailable(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 needs_triton = pytest.mark.skipif(obstacle is not None, reason=f"here the triton backend {obstacle}")
 """For tests on the device of the mark `on_device`: Triton is installed, and interprets if that is the CPU."""
 

@@ -14,8 +14,8 @@ from agentrl.algorithms import AdvantageInputs, compute_advantages
 from agentrl.batch import Batch, MicroBatch
 from agentrl.errors import SettingsError
 from agentrl.lab.measure import GradientMoments, Gradients, GroupProducts, TrueGradient, covariance_product, measure
-from agentrl.lab.sample import ProblemSample, inputs_of, look_at, row_blocks, unusable
-from agentrl.lab.settings import LabSettings, advantages_in, draw_groups, read_choices
+from agentrl.lab.sample import ProblemSample, advantage_inputs, reason_unusable, row_blocks, score_group
+from agentrl.lab.settings import LabSettings, compute_problem_advantages, draw_groups, read_choices
 from agentrl.models.policy import PolicyModel
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
@@ -82,7 +82,7 @@ def make_sample(policy: PolicyModel, *, group: int = 0, size: int = 8) -> Proble
         make_trajectory(sample, tuple(tokens() for _ in range(1 + sample % 2)), float(sample % 3 == 0), group)
         for sample in range(size)
     ]
-    return look_at(policy, make_group(rows), temperature=0.8, budget=64, greedy_return=1.0)
+    return score_group(policy, make_group(rows), temperature=0.8, budget=64, greedy_return=1.0)
 
 
 def slow_gradient(policy: PolicyModel, sample: ProblemSample, rows: list[int], advantages: Tensor) -> Tensor:
@@ -120,10 +120,10 @@ def test_a_bandits_variance_is_that_of_enumeration(estimator: str) -> None:
     policy = make_policy(uniform=True)
     arms = [arm for pair in itertools.product(range(3), repeat=2) for arm in pair]
     rows = [make_trajectory(place, ((arm,),), float(arm == 0)) for place, arm in enumerate(arms)]
-    sample = look_at(policy, make_group(rows), temperature=1.0, budget=64, greedy_return=0.0)
+    sample = score_group(policy, make_group(rows), temperature=1.0, budget=64, greedy_return=0.0)
     groups = torch.arange(18).reshape(9, 2)
     (choice,) = read_choices([estimator])
-    (advantages,) = advantages_in([sample], [groups], choice, drop_zero_variance=False)
+    (advantages,) = compute_problem_advantages([sample], [groups], choice, drop_zero_variance=False)
     gradients = Gradients(policy, sample, temperature=1.0, memory=KEEP)
     (found,) = gradients.products(groups, [advantages])
 
@@ -172,17 +172,17 @@ def test_products_are_those_of_gradients_of_single_tokens(weighted: bool) -> Non
 
 def test_adapters_are_measured_alone_and_importance_weights_stand_inside_of_energies() -> None:
     """Exact energies are the squared norms of the scores."""
-    from agentrl.models.lora import with_adapter
+    from agentrl.models.lora import add_adapters
     from agentrl.models.settings import LoRASettings
 
     whole = make_policy(vocabulary=7)
-    adapted = PolicyModel(with_adapter(make_policy(vocabulary=7).causal_lm, LoRASettings(rank=2)))
+    adapted = PolicyModel(add_adapters(make_policy(vocabulary=7).causal_lm, LoRASettings(rank=2)))
     for name, item in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(item)
     group = make_group([make_trajectory(row, ((1, 2), (3,)), float(row)) for row in range(4)])
     for policy, correction in ((whole, None), (whole, {"weights": "token"}), (adapted, {"weights": "token"})):
-        sample = look_at(policy, group, temperature=0.8, budget=64, greedy_return=0.0, correction=correction)
+        sample = score_group(policy, group, temperature=0.8, budget=64, greedy_return=0.0, correction=correction)
         gradients = Gradients(policy, sample, temperature=0.8, memory=KEEP)
         assert gradients.size == sum(item.numel() for item in policy.parameters() if item.requires_grad)
         torch.testing.assert_close(gradients.gram.diagonal().float(), sample.trajectory_energy, rtol=1e-4, atol=1e-6)
@@ -192,7 +192,7 @@ def test_adapters_are_measured_alone_and_importance_weights_stand_inside_of_ener
     mask = sample.batch.response_mask
     wanted = (sample.log_probs - sample.batch.rollout_log_probs).exp().clamp(max=2.0)
     torch.testing.assert_close(ratios[mask], wanted[mask])
-    given = inputs_of([sample], [torch.tensor([[0, 2]])]).importance_weights
+    given = advantage_inputs([sample], [torch.tensor([[0, 2]])]).importance_weights
     assert given is not None
     assert torch.equal(given, ratios[[0, 2]])
 
@@ -206,10 +206,10 @@ def test_trajectories_that_are_alike_are_computed_once(weighted: bool) -> None:
     written: list[tuple[tuple[int, ...], ...]] = [one, two, one, two, both, three, two, three]
     rows = [make_trajectory(row, turns, float(row % 3 == 0)) for row, turns in enumerate(written)]
     rows[7] = replace(rows[7], segments=(replace(rows[7].segments[0], log_probs=(-1.0, -2.0)),))
-    look = partial(look_at, policy, temperature=0.8, budget=64, greedy_return=0.0,
+    look = partial(score_group, policy, temperature=0.8, budget=64, greedy_return=0.0,
                    correction={"weights": "token"} if weighted else None)  # fmt: skip
     sample = look(make_group(rows))
-    assert sample.alike.tolist() == [0, 1, 0, 1, 4, 5, 1, 7 if weighted else 5]
+    assert sample.distinct_response_index.tolist() == [0, 1, 0, 1, 4, 5, 1, 7 if weighted else 5]
     everyone = replace(sample, alike=torch.arange(8))
     groups = torch.tensor([[0, 2, 4, 5], [1, 3, 6, 7]])
     given = [torch.randn(2, 4, sample.batch.response_mask.shape[1], generator=torch.Generator().manual_seed(1))]
@@ -255,7 +255,7 @@ def test_products_with_the_true_gradient_use_no_trajectory_twice() -> None:
     rows = torch.tensor([[0, 1], [2, 7]])
     vectors = torch.randn(1, 2, 3, generator=draw).double()
     truth = TrueGradient(returns, scores @ scores.T)
-    along, paired = truth.along(rows, vectors @ scores.T)
+    along, paired = truth.project(rows, vectors @ scores.T)
     wanted, same = [], []
     for group, vector in zip(rows.tolist(), vectors[0], strict=True):
         reference = loo_of(scores, returns, [row for row in range(8) if row not in group])
@@ -263,7 +263,7 @@ def test_products_with_the_true_gradient_use_no_trajectory_twice() -> None:
         same.append(float(loo_of(scores, returns, group) @ reference))
     assert along.tolist() == pytest.approx([sum(wanted) / 2])
     assert paired == pytest.approx(sum(same) / 2)
-    moments = truth.along_moments(rows, vectors @ scores.T)
+    moments = truth.projection_moments(rows, vectors @ scores.T)
     assert moments is not None
 
     def product(first: Tensor, second: Tensor, outside: list[int]) -> float:
@@ -278,7 +278,7 @@ def test_products_with_the_true_gradient_use_no_trajectory_twice() -> None:
     apart = product(vectors[0, 0], vectors[0, 1], [3, 4, 5, 6])
     assert moments[0].tolist() == pytest.approx([sum(squares) / 2 - apart])
     assert moments[1].tolist() == pytest.approx([apart])
-    assert truth.along_moments(torch.arange(8).reshape(2, 4), vectors @ scores.T) is None  # nobody is outside
+    assert truth.projection_moments(torch.arange(8).reshape(2, 4), vectors @ scores.T) is None  # nobody is outside
 
 
 def loo_of(scores: Tensor, returns: Tensor, rows: list[int]) -> Tensor:
@@ -298,7 +298,7 @@ def test_noise_along_the_true_gradient_is_that_of_enumeration() -> None:
         returns, scores = (chosen == 0).double(), arms[chosen]
         truth = TrueGradient(returns, scores @ scores.T)
         vectors = (returns[:2, None] * scores[:2])[None]  # a group of one, without a baseline: R s
-        moments = truth.along_moments(rows, vectors @ scores.T)
+        moments = truth.projection_moments(rows, vectors @ scores.T)
         assert moments is not None
         total += torch.stack([moments[0][0], moments[1][0], torch.tensor(truth.squared)])
         count += 1
@@ -345,9 +345,9 @@ def test_advantages_are_those_of_single_steps(label: str) -> None:
     samples = [make_sample(policy, group=group) for group in range(2)]
     rows = [torch.tensor([[0, 3, 2, 1], [4, 5, 6, 7]]), torch.tensor([[7, 5, 0, 4], [1, 2, 3, 6]])]
     (choice,) = read_choices([label])
-    found = advantages_in(samples, rows, choice, drop_zero_variance=False)
+    found = compute_problem_advantages(samples, rows, choice, drop_zero_variance=False)
     for group in range(2):
-        inputs = inputs_of(samples, [own[group : group + 1] for own in rows])
+        inputs = advantage_inputs(samples, [own[group : group + 1] for own in rows])
         wanted = compute_advantages(choice.name, inputs, **choice.options).advantages.unflatten(0, (2, 4))
         for index in range(2):
             torch.testing.assert_close(found[index][group], wanted[index][:, : found[index].shape[-1]])
@@ -359,7 +359,7 @@ def test_otb_cross_weights_each_token_with_its_cross_energy_as_it_is() -> None:
     mask = sample.batch.response_mask
     sample = replace(sample, cross_energy=mask * torch.tensor([[1.0], [3.0]]), importance_weights=mask * 0.5)
     (choice,) = read_choices(["otb_cross:tail=self"])
-    (found,) = advantages_in([sample], [torch.tensor([[0, 1]])], choice, drop_zero_variance=False)
+    (found,) = compute_problem_advantages([sample], [torch.tensor([[0, 1]])], choice, drop_zero_variance=False)
     returns = sample.returns.double()
     baseline = (returns[0] + 3 * returns[1]) / 4
     shared = int(mask.sum(-1).min())
@@ -375,9 +375,9 @@ def test_groups_of_equal_rewards_leave_the_step_as_in_training(label: str) -> No
     rows = [torch.tensor([[0, 1, 2, 4], [3, 5, 6, 7]]), torch.tensor([[1, 2, 4, 5], [0, 3, 6, 7]]),
             torch.tensor([[5, 0, 2, 7], [1, 3, 4, 6]])]  # fmt: skip
     (choice,) = read_choices([label])
-    found = advantages_in(samples, rows, choice, drop_zero_variance=True)
+    found = compute_problem_advantages(samples, rows, choice, drop_zero_variance=True)
     kept = [0, 2] if label not in ("ogb_pooled", "remax") else [0, 1, 2]  # in the first step
-    inputs = inputs_of([samples[index] for index in kept], [rows[index][:1] for index in kept])
+    inputs = advantage_inputs([samples[index] for index in kept], [rows[index][:1] for index in kept])
     wanted = compute_advantages(choice.name, inputs, **choice.options).advantages.unflatten(0, (len(kept), 4))
     for place, index in enumerate(kept):
         torch.testing.assert_close(found[index][0], wanted[place][:, : found[index].shape[-1]])
@@ -400,14 +400,14 @@ def test_everything_the_measurement_says_is_that_of_loops() -> None:
             wanted = []
             for division in range(2):
                 rows = draw_groups(10, size, most=3, seed=5, problem=number, division=division)
-                (values,) = advantages_in([sample], [rows], choice, drop_zero_variance=True)
+                (values,) = compute_problem_advantages([sample], [rows], choice, drop_zero_variance=True)
                 vectors = torch.stack([slow_gradient(policy, sample, chosen.tolist(), one)
                                        for chosen, one in zip(rows, values, strict=True)])  # fmt: skip
                 head = vectors[:, -policy.head.weight.numel() :]  # untied: the last parameter
                 truth = TrueGradient(sample.returns, every @ every.T)
                 products = (vectors @ every.T)[None]
-                along, paired = truth.along(rows, products)
-                directional = truth.along_moments(rows, products)
+                along, paired = truth.project(rows, products)
+                directional = truth.projection_moments(rows, products)
                 assert directional is not None
                 pairs = [float(a @ b) for a, b in itertools.permutations(vectors, 2)]
                 energies = sample.token_energy[rows.flatten()].double() * values.flatten(0, 1).square()
@@ -457,13 +457,13 @@ def test_the_variance_of_groups_is_unbiased_over_all_divisions() -> None:
 )
 def test_problems_that_cannot_be_measured(rewards: list[float], reason: str | None) -> None:
     group = make_group([make_trajectory(place, ((1,),), reward) for place, reward in enumerate(rewards)])
-    assert unusable(group, size=4) == reason
+    assert reason_unusable(group, size=4) == reason
 
 
 def test_inputs_hold_everything_that_rollouts_have() -> None:
     policy = make_policy(vocabulary=7)
     sample = make_sample(policy)
-    inputs: AdvantageInputs = inputs_of([sample], [torch.tensor([[1, 4]])])
+    inputs: AdvantageInputs = advantage_inputs([sample], [torch.tensor([[1, 4]])])
     missing = {name for name, value in vars(inputs).items() if value is None}
     # On-policy, without a critic, and each rollout is one row.
     of_branches = {"samples", "branches", "parents", "forks"}

@@ -9,8 +9,8 @@ import pytest
 
 from agentrl.errors import SettingsError
 from agentrl.lab.measure import GradientMoments
-from agentrl.lab.settings import LabRequest, check_lab, lab_settings, measurable, read_choices
-from agentrl.lab.summary import IntervalEstimate, Line, as_records, summarise, verdicts
+from agentrl.lab.settings import LabRequest, check_lab, lab_settings, measurable_estimators, read_choices
+from agentrl.lab.summary import EstimatorResult, IntervalEstimate, as_records, summarise, verdicts
 
 
 def make_moments(**changed: float) -> GradientMoments:
@@ -96,11 +96,12 @@ def test_a_gradient_lost_in_noise_is_said_to_be(recwarn: pytest.WarningsRecorder
     assert not recwarn.list
 
 
-def make_line(name: str, ratio: float, low: float) -> Line:
+def make_line(name: str, ratio: float, low: float) -> EstimatorResult:
     one = IntervalEstimate(value=ratio, low=low, high=ratio)
-    return Line(estimator=name, group_size=4, variance=one, scale=one, noise=one, directional=one, cosine=one, bias=one,
-                to_best=one, to_baseline=None, directional_to_baseline=None, head_variance=None,
-                diagonal=0.0)  # fmt: skip
+    return EstimatorResult(
+        estimator=name, group_size=4, variance=one, scale=one, noise=one, directional=one, cosine=one, bias=one,
+        to_best=one, to_baseline=None, directional_to_baseline=None, head_variance=None, diagonal=0.0
+    )  # fmt: skip
 
 
 def test_verdicts_say_where_the_optimal_baseline_does_not_win() -> None:
@@ -139,4 +140,4 @@ def test_without_names_all_are_measured_that_can_be() -> None:
     from agentrl.algorithms import ESTIMATORS
 
     assert {choice.label for choice in read_choices([])} == {"otb_cross", *ESTIMATORS.names()} - {"gae"}
-    assert "gae" not in measurable()
+    assert "gae" not in measurable_estimators()

@@ -23,7 +23,7 @@ from agentrl.batch import Batch, MicroBatch
 from agentrl.kernels import TokenStatistics
 from agentrl.kernels.attention import AttentionBackend, SequenceGroup
 from agentrl.models.loading import checkpoint_layers
-from agentrl.models.lora import is_factor, with_adapter
+from agentrl.models.lora import add_adapters, is_adapter_factor
 from agentrl.models.policy import PolicyModel, ReferenceHead, ValueModel
 from agentrl.models.settings import LoRASettings
 from agentrl.trajectory import Segment
@@ -85,9 +85,9 @@ def batch_of(case: Case, *, ranks: int) -> Batch:
 def model_of(case: Case, *, seed: int = 0) -> Any:
     model = build_tiny(case.kind, seed=seed, **case.changes)
     if case.adapted:
-        with_adapter(model, LoRASettings(rank=2))
+        add_adapters(model, LoRASettings(rank=2))
         for name, item in model.named_parameters():
-            if is_factor(name):
+            if is_adapter_factor(name):
                 torch.nn.init.normal_(item, std=0.1, generator=torch.Generator().manual_seed(len(name)))
     model = model.double().train()
     if case.checkpointing:

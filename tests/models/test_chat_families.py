@@ -58,7 +58,7 @@ def test_a_call_and_its_response_are_what_the_template_writes(family: str) -> No
     (found,) = chat.calls.find(turn, lambda _: PYTHON_SCHEMA.parameters)
     assert (found.name, found.arguments) == ("python", {"code": "print(7)"})
     assert (chat.calls.name, chat.turn_end, chat.quoted) == (family, ENDS[family], family == "llama")
-    codec = TextCodec(tokenizer, turn_end=chat.turn_end, shown=chat.calls.tokens)
+    codec = TextCodec(tokenizer, turn_end=chat.turn_end, shown_special_tokens=chat.calls.tokens)
     assert codec.encode_prompt(chat.prompt(problem())) == tuple(
         tokenizer(before, add_special_tokens=False)["input_ids"]
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from agentrl.kernels.attention import pack_padded
 from agentrl.models import loading
 from agentrl.models.loading import read_model
-from agentrl.models.lora import with_adapter
+from agentrl.models.lora import add_adapters
 from agentrl.models.policy import PolicyModel, ValueModel
 from agentrl.models.settings import LoRASettings, ModelSettings
 
@@ -58,7 +58,7 @@ def model(folder: Path, *, offload: bool, checkpointing: bool = True, lora: int 
     settings = ModelSettings(dtype="float32", gradient_checkpointing=checkpointing, checkpoint_offload=offload)
     torch.manual_seed(1)
     with torch.device("cpu"):  # transformers reads onto another default device only with accelerate
-        read = with_adapter(read_model(folder, settings), LoRASettings(rank=lora))
+        read = add_adapters(read_model(folder, settings), LoRASettings(rank=lora))
     return read.to(torch.get_default_device()).train()
 
 

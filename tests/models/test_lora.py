@@ -12,7 +12,7 @@ from torch import Tensor
 from agentrl.errors import SettingsError
 from agentrl.kernels.attention import pack_padded
 from agentrl.models.loading import checkpoint_layers
-from agentrl.models.lora import adapter_off, is_factor, with_adapter, write_adapter
+from agentrl.models.lora import add_adapters, disabled_adapters, is_adapter_factor, write_adapter
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import LoRASettings
 from agentrl.weights.exports import AdapterSource, MergedSource, adapter_parameters, merged_parameters
@@ -27,11 +27,11 @@ RANK = LoRASettings(rank=4)
 
 def adapted(kind: str = "qwen2", settings: LoRASettings = RANK, **more: Any) -> Any:
     """A tiny model with adapters whose factors are both random."""
-    model = with_adapter(build_tiny(kind, **more), settings)
+    model = add_adapters(build_tiny(kind, **more), settings)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, value in model.named_parameters():
-            if is_factor(name):
+            if is_adapter_factor(name):
                 value.copy_(torch.randn(value.shape, generator=draw) / 10)
     return model
 
@@ -57,7 +57,7 @@ def test_every_linear_layer_but_the_head_gets_an_adapter_that_starts_as_nothing(
     plain = build_tiny(kind)
     before = {name: value.clone() for name, value in plain.named_parameters()}
     start = logits(plain)
-    model = with_adapter(plain, RANK)
+    model = add_adapters(plain, RANK)
     assert torch.equal(logits(model), start)
     learning = {name for name, value in model.named_parameters() if value.requires_grad}
     assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in learning} == LAYERS
@@ -68,12 +68,12 @@ def test_every_linear_layer_but_the_head_gets_an_adapter_that_starts_as_nothing(
 
 
 def test_the_start_is_the_same_everywhere_and_no_other_random_number_moves() -> None:
-    one = with_adapter(build_tiny("qwen2"), RANK)
+    one = add_adapters(build_tiny("qwen2"), RANK)
     expected = torch.rand(3, generator=torch.Generator().manual_seed(9))
     torch.manual_seed(9)
-    other = with_adapter(build_tiny("qwen2", seed=9), RANK)
+    other = add_adapters(build_tiny("qwen2", seed=9), RANK)
     torch.manual_seed(9)
-    with_adapter(other, LoRASettings())
+    add_adapters(other, LoRASettings())
     torch.testing.assert_close(torch.rand(3), expected, rtol=0, atol=0)
     both = [dict(adapter_parameters(model)) for model in (one, other)]
     assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
@@ -111,7 +111,7 @@ def test_the_merged_model_is_the_adapted_one(kind: str) -> None:
 def test_with_the_adapter_off_the_model_is_bitwise_its_own() -> None:
     model, base = adapted(), build_tiny("qwen2")
     trained = logits(model)
-    with adapter_off(model):
+    with disabled_adapters(model):
         assert torch.equal(logits(model), logits(base))
     assert torch.equal(logits(model), trained)
     assert not torch.equal(trained, logits(base))
@@ -171,10 +171,10 @@ def test_exact_energies_are_those_of_the_adapters(kind: str, checkpointed: bool)
 )
 def test_targets_that_cannot_be(targets: list[str], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
-        with_adapter(build_tiny("qwen2"), LoRASettings(rank=2, targets=targets))
+        add_adapters(build_tiny("qwen2"), LoRASettings(rank=2, targets=targets))
 
 
 def test_targets_choose_the_layers() -> None:
-    model = with_adapter(build_tiny("qwen2"), LoRASettings(rank=2, targets=["q_proj", "1.mlp.up_proj"]))
+    model = add_adapters(build_tiny("qwen2"), LoRASettings(rank=2, targets=["q_proj", "1.mlp.up_proj"]))
     names = {name.rpartition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
     assert names == {"model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"}

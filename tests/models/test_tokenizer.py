@@ -88,20 +88,24 @@ def test_the_attack_is_real(name: str) -> None:
 @given(data=st.binary(max_size=12))
 def test_any_sampled_bytes_decode_like_python_does(name: str, data: bytes) -> None:
     codec = CODECS[name]
-    token_of = {piece: index for index, piece in enumerate(codec.table) if len(piece) == 1}
+    token_of = {piece: index for index, piece in enumerate(codec.token_bytes) if len(piece) == 1}
     assert codec.decode([token_of[bytes([byte])] for byte in data]) == data.decode(errors="replace")
 
 
 def test_the_table_holds_text_and_leaves_special_tokens_out() -> None:
     codec, tokenizer = CODECS["trained"], TOKENIZERS["trained"]
     added = tokenizer.get_added_vocab()
-    assert codec.table[added["<tool_call>"]] == b"<tool_call>"
-    assert [codec.table[added[name]] for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")] == [b"", b"", b""]
-    assert codec.decode([len(codec.table) + 5, *codec.encode("5")]) == "5"
+    assert codec.token_bytes[added["<tool_call>"]] == b"<tool_call>"
+    assert [codec.token_bytes[added[name]] for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")] == [
+        b"",
+        b"",
+        b"",
+    ]
+    assert codec.decode([len(codec.token_bytes) + 5, *codec.encode("5")]) == "5"
 
 
 def test_the_table_of_a_sentencepiece_vocabulary() -> None:
-    table = CODECS["sentencepiece"].table
+    table = CODECS["sentencepiece"].token_bytes
     assert table[:4] == [b"", b"", b"", b"\x00"]
     assert [table[index] for index in (3 + 0x0A, 3 + 0xFF, 259, 260, 262, 263)] == [
         b"\n", b"\xff", b" ", b"a", b" a", b"ab"
@@ -129,4 +133,4 @@ def test_a_saved_tokenizer_encodes_alike(tmp_path: Any) -> None:
 
 def test_digits_and_newlines_stand_alone() -> None:
     codec = CODECS["trained"]
-    assert [codec.table[token] for token in codec.encode("12\n\n3")] == [b"1", b"2", b"\n", b"\n", b"3"]
+    assert [codec.token_bytes[token] for token in codec.encode("12\n\n3")] == [b"1", b"2", b"\n", b"\n", b"3"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.problems.arithmetic import ArithmeticSource
-from agentrl.problems.demonstrations import ShownTurn, read_demonstrations
+from agentrl.problems.demonstrations import DemonstrationTurn, read_demonstrations
 from agentrl.problems.rows import EmptyProblemsError, ProblemError, ProblemFileError
 from agentrl.problems.sources import load_demonstrations
 from agentrl_envs.types import Problem
@@ -23,8 +23,8 @@ def test_the_documented_schema_is_read(tmp_path: Path):
         id="a-0", statement="Box 7?", answer="43", source="shown", family="box", setup="def open_box(n): ..."
     )
     assert read.turns == (
-        ShownTurn(model="```py\nopen_box(7)\n```", observation="\nCode execution result: 48\n"),
-        ShownTurn(model="43"),
+        DemonstrationTurn(model="```py\nopen_box(7)\n```", observation="\nCode execution result: 48\n"),
+        DemonstrationTurn(model="43"),
     )
 
 
@@ -34,10 +34,10 @@ def test_other_columns_are_kept_and_an_answer_is_optional(tmp_path: Path):
     path.write_text(json.dumps(row) + "\n", encoding="utf-8")
     (read,) = read_demonstrations(path)
     assert (read.problem.answer, read.problem.info) == (None, {"db": {"name": "shop"}})
-    assert read.is_played
-    seen = (ShownTurn(model="look", observation="3 apples"), ShownTurn(model="3"))
-    assert not replace(read, turns=seen).is_played
-    assert not replace(read, turns=seen[1:]).is_played
+    assert read.needs_observations
+    seen = (DemonstrationTurn(model="look", observation="3 apples"), DemonstrationTurn(model="3"))
+    assert not replace(read, turns=seen).needs_observations
+    assert not replace(read, turns=seen[1:]).needs_observations
 
 
 GOOD = {"id": "a", "problem": "1+1?", "answer": "2", "turns": [{"model": "\\boxed{2}"}]}

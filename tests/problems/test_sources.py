@@ -15,8 +15,8 @@ from agentrl.problems.rows import (
     ProblemError,
     ProblemFieldError,
     ProblemFileError,
-    problem_of,
-    unwrap,
+    problem_from_row,
+    remove_dapo_instructions,
 )
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import LoadedSource, evaluation_set, load_mixture, load_source, masked_statement
@@ -60,13 +60,16 @@ def problems_of(loaded: LoadedSource) -> list[Problem]:
     ],
 )
 def test_the_schemas_in_use(row: dict[str, Any], statement: str, answer: str):
-    problem = problem_of(row, "here", source="s", fields={})
+    problem = problem_from_row(row, "here", source="s", fields={})
     assert problem is not None
     assert (problem.statement, problem.answer) == (statement, answer)
 
 
 def test_a_statement_without_the_wrapper_is_left_alone():
-    assert unwrap("Solve the following math problem step by step.") == "Solve the following math problem step by step."
+    assert (
+        remove_dapo_instructions("Solve the following math problem step by step.")
+        == "Solve the following math problem step by step."
+    )
 
 
 def test_fields_can_be_named_and_nested(tmp_path: Path):

@@ -68,7 +68,9 @@ class Played:
                 system=self.settings.system_prompt,
             )
         self.end = self.chat.turn_end if self.chat else ""
-        self.codec = TextCodec(self.tokenizer, turn_end=self.end, shown=self.chat.calls.tokens if self.chat else ())
+        self.codec = TextCodec(
+            self.tokenizer, turn_end=self.end, shown_special_tokens=self.chat.calls.tokens if self.chat else ()
+        )
         self.special = {self.tokenizer.convert_tokens_to_ids(token) for token in (END, START, "<|endoftext|>")}
 
     def said(self, text: str, reason: str = "stop", *, special: bool = False) -> Completion:

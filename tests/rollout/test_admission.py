@@ -256,7 +256,7 @@ def test_the_limit_follows_the_cache() -> None:
             limits.append(admission.metrics()["rollout/concurrency_limit"])
             if place == 3:
                 for _ in range(10):
-                    admission.ended(40, 4.0)
+                    admission.record_end(40, 4.0)
             await asyncio.sleep(1.9)
         for visit in visits:
             visit.cancel()

@@ -74,7 +74,7 @@ async def train(worker: RolloutWorker, policy: Policy, batch: RolloutBatch) -> N
     """What the session does after an update."""
     await worker.drain()
     policy.version += 1
-    worker.installed(policy.version)
+    worker.record_install(policy.version)
     worker.confirm(batch)
 
 

@@ -190,7 +190,7 @@ async def test_a_resumed_run_allocates_the_same_rollouts(budget: str) -> None:
     for step in range(5):
         batch = await straight.next_batch(step)
         straight.confirm(batch)
-        expected.append([(group.index, group.problem.id, len(group.rollouts)) for group in batch.played])
+        expected.append([(group.index, group.problem.id, len(group.rollouts)) for group in batch.sampled_groups])
 
     killed = worker(budget, problems=2)
     for step in range(3):
@@ -202,7 +202,9 @@ async def test_a_resumed_run_allocates_the_same_rollouts(budget: str) -> None:
     for step in (3, 4):
         batch = await resumed.next_batch(step)
         resumed.confirm(batch)
-        assert [(group.index, group.problem.id, len(group.rollouts)) for group in batch.played] == expected[step]
+        assert [(group.index, group.problem.id, len(group.rollouts)) for group in batch.sampled_groups] == expected[
+            step
+        ]
     assert resumed.state_dict() == straight.state_dict()
 
 

@@ -50,19 +50,19 @@ async def train(schedule: str, *, steps: int, oversampling: float) -> tuple[list
         settings=settings,
         rules=FilterRules(void_turns="exclude", truncated="train", accuracy_range=None, drop_zero_variance=True),
     )
-    worker.installed(0)
+    worker.record_install(0)
     trained: list[Group] = []
     played: list[list[Group]] = []
     try:
         for step in range(steps):
             batch = await worker.next_batch(step)
             trained += batch.groups
-            played.append(list(batch.played))
+            played.append(list(batch.sampled_groups))
             await asyncio.sleep(50.0)
             await worker.drain()
             engine.pause()
             engine.resume(step + 1)
-            worker.installed(step + 1)
+            worker.record_install(step + 1)
             worker.confirm(batch)
     finally:
         await worker.close()

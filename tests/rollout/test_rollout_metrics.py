@@ -7,7 +7,7 @@ import math
 import pytest
 from rollout.fakes import played, problem
 
-from agentrl.rollout.metrics import clustered_stderr, problem_share, rollout_metrics
+from agentrl.rollout.metrics import between_problem_variance_fraction, clustered_stderr, rollout_metrics
 from agentrl.trajectory import Group, Segment, Trajectory, TrajectoryError
 from agentrl_envs.types import MAX_REWARD, Ended, ToolCall, Verdict
 
@@ -61,7 +61,9 @@ def test_the_largest_rewards_do_not_overflow() -> None:
 
 def test_a_share_of_problems_by_hand() -> None:
     def share(*rewards: tuple[float, ...]) -> float:
-        return problem_share([group(i, *(played(r, group=i) for r in part)) for i, part in enumerate(rewards)])
+        return between_problem_variance_fraction(
+            [group(i, *(played(r, group=i) for r in part)) for i, part in enumerate(rewards)]
+        )
 
     assert share((0.0, 0.0), (1.0, 1.0)) == 1.0
     assert share((0.0, 1.0), (0.0, 1.0)) == -1.0  # between 0, within 1/2

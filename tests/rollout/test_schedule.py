@@ -13,7 +13,7 @@ from agentrl.rollout.schedule import Schedule
 
 def start(schedule: Schedule, first: int, *, extra: int = 0) -> int:
     """Start all that may start; the next number."""
-    for _ in range(schedule.room(extra)):
+    for _ in range(schedule.groups_to_issue(extra)):
         schedule.start(first)
         first += 1
     return first
@@ -54,7 +54,7 @@ def test_every_group_is_trained_in_time_whatever_finishes_first(
             trained_in |= dict.fromkeys(chosen, batch)
             taken += len(chosen)
             rounds += 1
-            assert schedule.waiting + schedule.running <= staleness * groups
+            assert schedule.finished_groups + schedule.running <= staleness * groups
             wanted = chance.randint(1, groups) if rounds < 3 and chance.random() > keep else 0
         schedule.train()
     assert all(trained_in[index] - issued_at[index] <= staleness for index in trained_in)
@@ -72,7 +72,7 @@ def test_admission_is_the_published_bound(staleness: int) -> None:
         for index in range(trained * 3, trained * 3 + 3):
             schedule.finish(index)
         assert schedule.take(3) == [trained * 3, trained * 3 + 1, trained * 3 + 2]
-        assert schedule.room() == 0  # not before the batch is trained
+        assert schedule.groups_to_issue() == 0  # not before the batch is trained
         schedule.train()
 
 
@@ -106,15 +106,15 @@ def test_overlapped_starts_a_batch_when_the_one_before_is_taken() -> None:
     assert start(schedule, 0) == 2
     schedule.finish(0)
     schedule.finish(1)
-    assert schedule.room() == 0
+    assert schedule.groups_to_issue() == 0
     assert schedule.take(2) == [0, 1]
     assert start(schedule, 2) == 4  # while it trains
     schedule.train()
-    assert schedule.room() == 0
+    assert schedule.groups_to_issue() == 0
     schedule.finish(2)
     schedule.finish(3)
     assert schedule.take(2) == [2, 3]
-    assert schedule.room() == 0  # the last batch
+    assert schedule.groups_to_issue() == 0  # the last batch
 
 
 def test_the_last_batches_leave_nothing_over() -> None:
@@ -124,7 +124,7 @@ def test_the_last_batches_leave_nothing_over() -> None:
         schedule.finish(index)
     assert schedule.take(4) == [0, 1, 2, 3]
     schedule.train()
-    assert schedule.room() == 0
+    assert schedule.groups_to_issue() == 0
     assert schedule.take(4) == [4, 5, 6, 7]
 
 
@@ -143,14 +143,14 @@ def test_work_grows_with_the_number_of_groups_and_not_with_its_square(staleness:
     """As ``BackgroundSource`` does it: after each group that finishes the batch is asked for."""
     groups = 1536
     schedule = Schedule(groups=groups, max_staleness=staleness)
-    numbers = [Counted(index) for index in range(schedule.room())]
+    numbers = [Counted(index) for index in range(schedule.groups_to_issue())]
     Counted.looked_up = 0
     for number in numbers:
         schedule.start(number)
     for number in reversed(numbers):  # the oldest last: the batch has to be waited for all the time
         schedule.finish(number)
         schedule.take(groups)
-    assert schedule.waiting <= staleness * groups
+    assert schedule.finished_groups <= staleness * groups
     assert Counted.looked_up <= 10 * len(numbers)
 
 
@@ -169,7 +169,7 @@ def test_a_batch_is_taken_exactly_if_those_behind_it_can_be_in_time(
     done: set[int] = set()
     taken = trained = 0
     for move, number in moves:
-        if move == 0 and schedule.room():
+        if move == 0 and schedule.groups_to_issue():
             index = 1000 - len(issued) - taken * 100  # numbers need not rise
             while index in issued:
                 index -= 1

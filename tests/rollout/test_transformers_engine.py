@@ -130,7 +130,7 @@ def bytes_as_ids(text: str) -> list[int]:
     return [ID_OF_BYTE[byte] for byte in text.encode()]
 
 
-ID_OF_BYTE = {byte: CODEC.table.index(bytes([byte])) for byte in range(256)}
+ID_OF_BYTE = {byte: CODEC.token_bytes.index(bytes([byte])) for byte in range(256)}
 
 
 async def test_a_stop_string_is_found_across_tokens_and_its_last_token_is_kept() -> None:

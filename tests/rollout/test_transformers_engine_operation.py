@@ -107,7 +107,12 @@ def test_cancelled_requests_do_not_hold_up_new_weights() -> None:
     # The driver cancels and the trainer publishes before the engine's thread has seen the cancellation.
     model = tiny_model()
     batcher = Batcher(
-        model, split_model(model), eos_ids=frozenset({EOS}), table=CODEC.table, max_batch_tokens=64, kv_cache_tokens=512
+        model,
+        split_model(model),
+        eos_ids=frozenset({EOS}),
+        token_bytes=CODEC.token_bytes,
+        max_batch_tokens=64,
+        kv_cache_tokens=512,
     )
     requests = [
         Request(
@@ -121,13 +126,13 @@ def test_cancelled_requests_do_not_hold_up_new_weights() -> None:
         for name in ("runs", "waits")
     ]
     batcher.add(requests[0])
-    batcher.advance()
+    batcher.run_forward_pass()
     batcher.add(requests[1])
     with pytest.raises(EngineError, match="cannot be cleared"):
-        batcher.clear()
+        batcher.drop_prefixes()
     for request in requests:
         request.cancelled = True
-    batcher.clear()
+    batcher.drop_prefixes()
     assert not batcher.busy
 
 
@@ -150,7 +155,7 @@ async def test_the_engine_rests_only_when_the_forward_of_a_request_that_was_give
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await asked
-        resting = asyncio.create_task(engine.rest())
+        resting = asyncio.create_task(engine.wait_until_idle())
         await asyncio.sleep(0)
         assert (resting.done(), running) == (False, [True])
         handle.remove()
@@ -165,7 +170,7 @@ async def test_the_engine_does_not_rest_while_a_request_goes_on() -> None:
         going_on = ask(engine, (1, 2), max_tokens=200)
         await asyncio.sleep(0)
         with pytest.raises(EngineError, match="cannot become idle"):
-            await engine.rest()
+            await engine.wait_until_idle()
         await going_on
 
 
@@ -178,7 +183,7 @@ def test_every_order_of_arrivals_releases_and_cancellations_gives_exact_log_prob
         model,
         split_model(model),
         eos_ids=frozenset((EOS,)),
-        table=byte_codec().table,
+        token_bytes=byte_codec().token_bytes,
         max_batch_tokens=chance.choice((30, 1000)),
         kv_cache_tokens=chance.choice((200, 4000)),
     )
@@ -206,7 +211,7 @@ def test_every_order_of_arrivals_releases_and_cancellations_gives_exact_log_prob
             batcher.release(name)  # of an earlier life of this name, perhaps
         if move >= 300 and not batcher.busy:
             break
-        for done in batcher.advance() if batcher.busy else ():
+        for done in batcher.run_forward_pass() if batcher.busy else ():
             if not done.cancelled:
                 assert under_way.pop(done.trajectory_id) is done
                 done.close_span(0)

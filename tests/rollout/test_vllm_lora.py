@@ -13,7 +13,7 @@ from rollout.test_vllm_server import FLOAT32, LENGTHS, codec_of, policy, serving
 
 from agentrl.config import load_settings
 from agentrl.models.loading import read_model
-from agentrl.models.lora import is_factor, with_adapter, write_adapter
+from agentrl.models.lora import add_adapters, is_adapter_factor, write_adapter
 from agentrl.models.settings import LoRASettings
 from agentrl.rollout.engines.base import EngineRequest
 from agentrl.rollout.engines.transformers import TransformersEngine
@@ -34,11 +34,11 @@ KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 def adapted(folder: Path, *kinds: str) -> Any:
     """The policy with random adapters; only those of layers of ``kinds`` are not zero."""
-    model = with_adapter(read_model(folder, FLOAT32), LORA).eval()
+    model = add_adapters(read_model(folder, FLOAT32), LORA).eval()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, value in model.named_parameters():
-            if is_factor(name):
+            if is_adapter_factor(name):
                 drawn = torch.randn(value.shape, generator=draw) / 3
                 if any(f".{kind}." in name for kind in kinds):
                     value.copy_(drawn)

@@ -255,10 +255,10 @@ def test_the_last_words_of_a_server_are_those_that_tell(tmp_path: Path) -> None:
 
     plan = Failing(model="m", tokenizer="m", host="127.0.0.1", port=1, dtype="float32", max_tokens=10)
     server = ServerProcess(plan, tmp_path)
-    assert server.last_words() == "(the log is empty)"
+    assert server.log_excerpt() == "(the log is empty)"
     server.start()
     wait_for(lambda: server.ended)
-    assert server.last_words() == "ValueError: no such model"
+    assert server.log_excerpt() == "ValueError: no such model"
     server.stop()
 
 

@@ -27,7 +27,7 @@ async def measured(one: WorkQueue) -> RolloutRequest:
     request = await one.next()
     while True:
         try:
-            one.measure(request, 100 if request.problem.id in LONG else 1)
+            one.record_prompt_length(request, 100 if request.problem.id in LONG else 1)
         except SkippedProblemError as skipped:
             request = skipped.replacement
         else:
@@ -39,7 +39,7 @@ async def test_a_problem_is_not_lost_while_its_prompt_is_measured() -> None:
     await measured(first)
     second = await first.next()
     with pytest.raises(SkippedProblemError) as skipped:
-        first.measure(second, 100)
+        first.record_prompt_length(second, 100)
     third = skipped.value.replacement
     waiting = asyncio.ensure_future(first.next())
     await asyncio.sleep(0)
@@ -51,7 +51,7 @@ async def test_a_problem_is_not_lost_while_its_prompt_is_measured() -> None:
     resumed.load_state_dict(saved)
     assert [(request.index, request.problem.id) for request in [await measured(resumed) for _ in range(4)]] == wanted
 
-    first.measure(third, None)  # its environment did not start: it counts as one that fits
+    first.record_prompt_length(third, None)  # its environment did not start: it counts as one that fits
     assert [(one.index, one.problem.id) for one in (third, await waiting)] == [wanted[1], (2, PROBLEMS[3].id)]
     assert first.take_skipped() == 1
 
@@ -61,6 +61,6 @@ async def test_what_is_issued_again_was_measured() -> None:
     first, second = await measured(one), await one.next()  # the second one is cancelled before it has a prompt
     one.requeue()
     again = await one.next()
-    one.measure(again, 100)
-    assert (again, await one.newest()) == (first, first)
+    one.record_prompt_length(again, 100)
+    assert (again, await one.wait_for_newest()) == (first, first)
     assert (await one.next()) == second

@@ -50,7 +50,7 @@ def worker(
 
 
 def ids(batch: RolloutBatch) -> list[tuple[int, str]]:
-    return [(group.index, group.problem.id) for group in batch.played]
+    return [(group.index, group.problem.id) for group in batch.sampled_groups]
 
 
 async def test_confirmed_problems_leave_and_new_ones_follow() -> None:
@@ -60,7 +60,7 @@ async def test_confirmed_problems_leave_and_new_ones_follow() -> None:
     second = await one.next_batch(1)
     assert [index for index, _ in ids(first) + ids(second)] == [0, 1, 2, 3, 4, 5]
     assert len({name for _, name in ids(first) + ids(second)}) == 6
-    assert {item.step for group in second.played for item in group.trajectories} == {1}
+    assert {item.step for group in second.sampled_groups for item in group.trajectories} == {1}
 
 
 async def test_what_was_not_confirmed_is_played_again() -> None:
@@ -93,7 +93,7 @@ async def test_a_resumed_worker_issues_first_what_was_not_trained_then_what_woul
 async def test_oversampling_plays_more_and_trains_what_is_asked() -> None:
     one = worker(oversampling=1.5)
     batch = await one.next_batch(0)
-    assert (len(batch.played), [group.index for group in batch.groups]) == (5, [0, 1, 2])
+    assert (len(batch.sampled_groups), [group.index for group in batch.groups]) == (5, [0, 1, 2])
     assert (batch.metrics["groups/trained"], batch.metrics["groups/surplus"]) == (3, 2)
     one.confirm(batch)
     assert one.state_dict()["queue"] == []
@@ -168,7 +168,7 @@ async def test_a_problem_starts_once_for_each_rollout_and_a_skipped_one_once(sch
     one.last_step = 0
     batch = await one.next_batch(0)
     await one.close()
-    played = [(group.index, group.problem.id) for group in batch.played]
+    played = [(group.index, group.problem.id) for group in batch.sampled_groups]
     order = list(dict.fromkeys(started))
     assert played == [(0, order[0]), (1, order[2]), (2, order[3])]
     assert sorted(started) == sorted([order[1], *(name for _, name in played for _ in range(4))])
@@ -193,7 +193,7 @@ async def test_a_first_rollout_without_a_prompt_holds_nobody_up() -> None:
 
     environment._build = unavailable
     batch = await failing.next_batch(0)
-    assert [group.trajectories[0].is_excluded for group in batch.played] == [False, True, False]
+    assert [group.trajectories[0].is_excluded for group in batch.sampled_groups] == [False, True, False]
 
 
 async def test_prompts_that_are_all_too_long_mean_a_wrong_limit(caplog: pytest.LogCaptureFixture) -> None:
@@ -229,7 +229,7 @@ async def test_dynamic_sampling_plays_on_until_the_batch_is_full() -> None:
     batch = await one.next_batch(0)
     # One of three is kept; two more would take six more, but a round is never larger than the first.
     assert [group.index for group in batch.groups] == [2, 3, 4]
-    assert [group.index for group in batch.played] == [0, 1, 2, 3, 4, 5]
+    assert [group.index for group in batch.sampled_groups] == [0, 1, 2, 3, 4, 5]
     assert (batch.metrics["groups/extra_rounds"], batch.metrics["groups/surplus"]) == (1, 1)
     assert (batch.metrics["groups/issued"], batch.metrics["groups/dropped_zero_variance"]) == (6, 2)
     one.confirm(batch)
@@ -239,7 +239,7 @@ async def test_dynamic_sampling_plays_on_until_the_batch_is_full() -> None:
 async def test_dynamic_sampling_gives_up_after_its_rounds() -> None:
     one = worker(step=useful_from(99), zero_variance=True, max_extra_rounds=2)
     batch = await one.next_batch(0)
-    assert (len(batch.played), batch.groups, batch.metrics["groups/extra_rounds"]) == (9, (), 2)
+    assert (len(batch.sampled_groups), batch.groups, batch.metrics["groups/extra_rounds"]) == (9, (), 2)
     # Killed here, the same problems are played again, in as many rounds.
     resumed = worker(step=useful_from(99), zero_variance=True, max_extra_rounds=2)
     resumed.load_state_dict(json.loads(json.dumps(one.state_dict())))
@@ -249,11 +249,11 @@ async def test_dynamic_sampling_gives_up_after_its_rounds() -> None:
 async def test_a_greedy_rollout_is_played_beside_the_group_and_is_none_of_it() -> None:
     one = worker(greedy=True, problems_per_step=1)
     batch = await one.next_batch(0)
-    (group,) = batch.played
+    (group,) = batch.sampled_groups
     assert [item.sample for item in group.trajectories] == [0, 1]
     assert group.greedy is not None
     assert (group.greedy.sample, group.greedy.group) == (2, group.index)
-    assert [item.sample for item in group.everyone] == [0, 1, 2]
+    assert [item.sample for item in group.all_trajectories] == [0, 1, 2]
     assert (batch.metrics["reward/count"], batch.metrics["rollout/greedy"]) == (2, 1)
     assert batch.metrics["reward/greedy_mean"] == group.greedy.reward
     temperatures = [request[2].temperature for request in one.driver.engine.requests]  # type: ignore[attr-defined]

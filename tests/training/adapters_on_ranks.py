@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from agentrl.kernels.attention import pack_padded
-from agentrl.models.lora import adapter_off, is_factor, with_adapter
+from agentrl.models.lora import add_adapters, disabled_adapters, is_adapter_factor
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import LoRASettings
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, gather_from_ranks, start_distributed
@@ -30,7 +30,7 @@ STEPS = 4
 def start(stage: int) -> TrainingEngine[PolicyModel]:
     from energies_on_ranks import make_model  # beside this script, which pytest imports from elsewhere
 
-    policy = PolicyModel(with_adapter(make_model(tied=True, kind="qwen3"), LORA))
+    policy = PolicyModel(add_adapters(make_model(tied=True, kind="qwen3"), LORA))
     return TrainingEngine(
         policy,
         optimizer=OptimizerSettings(learning_rate=0.05, epsilon=1.0, weight_decay=0.0, gradient_clip=1e9),
@@ -48,7 +48,7 @@ def step(engine: TrainingEngine[PolicyModel]) -> torch.Tensor:
     share = slice(engine.rank, None, engine.world_size)
     rows = pack_padded(ids[share], lengths[share], mask[share])
     statistics, _ = engine(*rows)
-    with torch.no_grad(), adapter_off(engine.module.causal_lm):
+    with torch.no_grad(), disabled_adapters(engine.module.causal_lm):
         reference, _ = engine(*rows)
     difference = statistics.log_probs - reference.log_probs
     loss = (difference.square() / 2 - statistics.log_probs).sum() / mask.sum()
@@ -75,7 +75,9 @@ def run(stage: int, folder: Path) -> dict[str, Any]:
         {name: value.clone() for name, value in adapter_parameters(item.module.causal_lm)} for item in (engine, resumed)
     )
     model = engine.module.causal_lm
-    frozen = {name: value.clone() for name, value in full_parameters(model, wanted=lambda name: not is_factor(name))}
+    frozen = {
+        name: value.clone() for name, value in full_parameters(model, wanted=lambda name: not is_adapter_factor(name))
+    }
     return {
         "adapter": whole,
         "resumed": again,

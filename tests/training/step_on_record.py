@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from agentrl.kernels import Backend, triton_obstacle
+from agentrl.kernels import Backend, reason_triton_unavailable
 from agentrl.kernels.attention import SequenceGroup
 from agentrl.models.loading import checkpoint_layers
 from agentrl.models.policy import PolicyModel, ValueModel
@@ -226,7 +226,7 @@ def rollout_batch(*, void: bool = False, greedy: bool = False, groups: int = GRO
         )
         for index, prompt in enumerate(prompts)
     )
-    return RolloutBatch(step=1, version=0, played=made, groups=made, metrics={})
+    return RolloutBatch(step=1, version=0, sampled_groups=made, groups=made, metrics={})
 
 
 def _problem(index: int) -> Problem:
@@ -511,7 +511,7 @@ def main() -> None:
     if world == 1:
         for name in ONE_FORWARD:
             results[f"{name}/two_passes"] = step(replace(CASES[name], zero_stage=0, statistics_pass=True))
-        for tied in (True, False) if triton_obstacle(torch.device("cpu")) is None else ():
+        for tied in (True, False) if reason_triton_unavailable(torch.device("cpu")) is None else ():
             for backend in ("chunked", "triton"):
                 results[f"{backend}/{tied}"] = step(Case(zero_stage=3, tied=tied, backend=backend), groups=2)
         results["critic_learns"] = {"first": (learned := critic_learns())[0], "last": learned[-1]}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import finish, start_ranks
 
-from agentrl.models.lora import is_factor, name_without_adapter
+from agentrl.models.lora import is_adapter_factor, name_without_adapter
 
 from .energies_on_ranks import batch, make_model
 
@@ -59,7 +59,7 @@ class TestAdapters:
         self, results: dict[int, dict[int, Any]], base: Any, stage: int, ranks: int
     ) -> None:
         found = results[ranks][stage]
-        assert all(is_factor(name) for name in found["saved"])
+        assert all(is_adapter_factor(name) for name in found["saved"])
         assert all(torch.equal(value, found["resumed"][name]) for name, value in found["adapter"].items())
 
     def test_the_reference_is_the_model_itself_at_every_step(

@@ -19,7 +19,7 @@ from agentrl.errors import WorldError
 from agentrl.telemetry.files import checksum, find_damaged_files
 from agentrl.training.engine import checkpoint
 from agentrl.training.engine.checkpoint import CheckpointWriter, RunState, open_newest
-from agentrl.training.engine.parts import Facts, Part
+from agentrl.training.engine.parts import Part, PartMetadata
 from agentrl.training.settings import CheckpointSettings
 
 MODEL, CRITIC = (f"{folder}/part-00000.safetensors" for folder in ("engine", "critic"))
@@ -32,7 +32,7 @@ class FakeEngine(SimpleNamespace):
     world_size = 1
 
     def part(self) -> Part:
-        facts = Facts(starts={"a": 0}, shapes={"a": [1000]}, adam_steps=None, updates=0)
+        facts = PartMetadata(starts={"a": 0}, shapes={"a": [1000]}, adam_steps=None, updates=0)
         return Part(facts=facts, tensors={"weight/a": torch.arange(1000.0), "random/cpu": torch.get_rng_state()})
 
 

@@ -14,7 +14,7 @@ from agentrl.errors import SettingsError
 from agentrl.evaluation.scores import avg_at_k
 from agentrl.models.loading import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
-from agentrl.problems.demonstrations import Demonstration, ShownTurn, program
+from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, program
 from agentrl.telemetry.console import Console
 from agentrl.training.coldstart.demonstrations import EncodedDemonstration, check_template, with_observations
 from agentrl.training.coldstart.policy import StartScore, starting_policy
@@ -76,7 +76,9 @@ class PromptEnvironment(Environment):
 async def test_masks_are_true_on_turns_and_false_on_observations() -> None:
     codec = TextCodec(TOKENIZER)
     code, seen, boxed = program("print(5)"), "\nCode execution result: 5\n", "\\boxed{5}"
-    shown = Demonstration(problem=PROBLEM, turns=(ShownTurn(model=code, observation=seen), ShownTurn(model=boxed)))
+    shown = Demonstration(
+        problem=PROBLEM, turns=(DemonstrationTurn(model=code, observation=seen), DemonstrationTurn(model=boxed))
+    )
     encoded = await encode_demonstration(shown, environment=PromptEnvironment(), codec=codec)
     first, between, last = (codec.encode(text) for text in (code, seen, boxed))
     assert encoded.prompt_ids == codec.encode_prompt("2 + 3?\n")
@@ -98,12 +100,14 @@ class EchoEnvironment(PromptEnvironment):
 
 
 async def test_observations_that_are_missing_are_played() -> None:
-    turns = tuple(ShownTurn(model=text) for text in ("a", "b", "c"))
+    turns = tuple(DemonstrationTurn(model=text) for text in ("a", "b", "c"))
     played = await with_observations(Demonstration(problem=PROBLEM, turns=turns), EchoEnvironment())
     assert [(turn.model, turn.observation) for turn in played.turns] == [("a", "[a]"), ("b", "[b]"), ("c", "")]
-    written = Demonstration(problem=PROBLEM, turns=(ShownTurn(model="a", observation="x"), ShownTurn(model="b")))
+    written = Demonstration(
+        problem=PROBLEM, turns=(DemonstrationTurn(model="a", observation="x"), DemonstrationTurn(model="b"))
+    )
     assert await with_observations(written, PromptEnvironment()) is written
-    early = Demonstration(problem=PROBLEM, turns=(ShownTurn(model="over"), ShownTurn(model="b")))
+    early = Demonstration(problem=PROBLEM, turns=(DemonstrationTurn(model="over"), DemonstrationTurn(model="b")))
     with pytest.raises(
         SettingsError, match=r"turn 1 of 2 of demonstration 'a' ends the episode \(answered\), .*: 'over'"
     ):
@@ -210,25 +214,27 @@ def test_every_demonstration_comes_once_an_epoch() -> None:
 
 
 def test_direct_answers_replace_a_share() -> None:
-    shown = [Demonstration(problem=PROBLEM, turns=(ShownTurn(model=program("x")),))] * 400
+    shown = [Demonstration(problem=PROBLEM, turns=(DemonstrationTurn(model=program("x")),))] * 400
     direct = [item for item in with_direct_answers(shown, share=0.25, seed=0) if item.turns[0].model == "\\boxed{5}"]
     assert 70 < len(direct) < 130
     assert with_direct_answers(shown, share=0.0, seed=0) == tuple(shown)
 
 
 def test_direct_answers_in_any_turn_keep_what_was_seen_before() -> None:
-    looks = tuple(ShownTurn(model=program(f"box({n})"), observation=f"\n{n}\n") for n in range(3))
-    shown = [Demonstration(problem=PROBLEM, turns=(*looks, ShownTurn(model="\\boxed{5}")))] * 400
+    looks = tuple(DemonstrationTurn(model=program(f"box({n})"), observation=f"\n{n}\n") for n in range(3))
+    shown = [Demonstration(problem=PROBLEM, turns=(*looks, DemonstrationTurn(model="\\boxed{5}")))] * 400
     mixed = with_direct_answers(shown, share=1.0, seed=0, turn="any")
-    early = [sum(item.turns == (*looks[:kept], ShownTurn(model="\\boxed{5}")) for item in mixed) for kept in range(3)]
+    early = [
+        sum(item.turns == (*looks[:kept], DemonstrationTurn(model="\\boxed{5}")) for item in mixed) for kept in range(3)
+    ]
     assert sum(early) == 400  # never behind the look that tells the answer
     assert min(early) > 90
     (single,) = with_direct_answers([replace(shown[0], turns=looks[:1])], share=1.0, seed=0, turn="any")
-    assert single.turns == (ShownTurn(model="\\boxed{5}"),)
+    assert single.turns == (DemonstrationTurn(model="\\boxed{5}"),)
 
 
 def test_direct_answers_in_the_words_of_the_author() -> None:
-    turns = (ShownTurn(model=program("x"), observation="\n5\n"), ShownTurn(model="Answer: five"))
+    turns = (DemonstrationTurn(model=program("x"), observation="\n5\n"), DemonstrationTurn(model="Answer: five"))
     shown = [Demonstration(problem=replace(PROBLEM, answer=None), turns=turns)]
     (direct,) = with_direct_answers(shown, share=1.0, seed=0, boxed=False)
     assert direct.turns == turns[1:]

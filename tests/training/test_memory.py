@@ -11,14 +11,18 @@ import pytest
 import torch
 
 from agentrl.errors import OutOfMemoryError, SettingsError
-from agentrl.training.engine.memory import MicroBatchBudget, in_micro_batch
+from agentrl.training.engine.memory import MicroBatchBudget, micro_batch_memory_errors
 from agentrl.training.run.session import Session
 
 
 def run_out(folder: Path, lengths: list[int], *, configured: int = 1000, step: int = 7) -> str:
     """Run out of memory in a micro-batch of trajectories of these ``lengths``, or outside; returns the message."""
-    where = in_micro_batch(tokens=sum(lengths), trajectories=len(lengths)) if lengths else nullcontext()
-    with pytest.raises(OutOfMemoryError) as error, MicroBatchBudget(configured, folder, rank=1).guard(step), where:
+    where = micro_batch_memory_errors(tokens=sum(lengths), trajectories=len(lengths)) if lengths else nullcontext()
+    with (
+        pytest.raises(OutOfMemoryError) as error,
+        MicroBatchBudget(configured, folder, rank=1).shrink_on_out_of_memory(step),
+        where,
+    ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
     return str(error.value)
 
@@ -49,8 +53,8 @@ Last error:
 )
 @pytest.mark.parametrize("inside", [True, False])
 def test_errors_of_libraries_are_recognized(error: Exception, inside: bool, tmp_path: Path) -> None:
-    where = in_micro_batch(tokens=700, trajectories=2) if inside else nullcontext()
-    with pytest.raises(OutOfMemoryError), MicroBatchBudget(1000, tmp_path, rank=0).guard(1), where:
+    where = micro_batch_memory_errors(tokens=700, trajectories=2) if inside else nullcontext()
+    with pytest.raises(OutOfMemoryError), MicroBatchBudget(1000, tmp_path, rank=0).shrink_on_out_of_memory(1), where:
         raise error
     assert tokens(tmp_path) == 500
 
@@ -59,8 +63,8 @@ def test_errors_of_libraries_are_recognized(error: Exception, inside: bool, tmp_
 def test_another_error_stays_what_it_is(text: str, tmp_path: Path) -> None:
     with (
         pytest.raises(RuntimeError, match=r"shape|unhandled"),
-        MicroBatchBudget(1000, tmp_path, rank=0).guard(1),
-        in_micro_batch(tokens=3, trajectories=2),
+        MicroBatchBudget(1000, tmp_path, rank=0).shrink_on_out_of_memory(1),
+        micro_batch_memory_errors(tokens=3, trajectories=2),
     ):
         raise RuntimeError(text)
     assert not list(tmp_path.iterdir())
@@ -112,8 +116,8 @@ def test_one_trajectory_cannot_be_halved(tmp_path: Path) -> None:
     expected = r"rank 3 .* step 2, in a micro-batch of one trajectory \(900 tokens\).*\n.*--resume.*checkpoint_offload"
     with (
         pytest.raises(SettingsError, match=expected),
-        MicroBatchBudget(1000, tmp_path, rank=3).guard(2),
-        in_micro_batch(tokens=900, trajectories=1),
+        MicroBatchBudget(1000, tmp_path, rank=3).shrink_on_out_of_memory(2),
+        micro_batch_memory_errors(tokens=900, trajectories=1),
     ):
         raise MemoryError
     assert not list(tmp_path.iterdir())
@@ -124,7 +128,10 @@ def test_smaller_micro_batches_are_tried_once_after_a_failure_outside_them(tmp_p
     assert tokens(tmp_path) == 500
     run_out(tmp_path, [200, 300])  # the failure outside is not forgotten
     expected = re.escape("outside micro-batches for the second time: MemoryError")
-    with pytest.raises(SettingsError, match=expected), MicroBatchBudget(1000, tmp_path, rank=0).guard(9):
+    with (
+        pytest.raises(SettingsError, match=expected),
+        MicroBatchBudget(1000, tmp_path, rank=0).shrink_on_out_of_memory(9),
+    ):
         raise MemoryError
     assert tokens(tmp_path) == 250
 

@@ -14,7 +14,7 @@ from ranks import finish, start_ranks
 
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import read_step
-from agentrl.viewer.what_if import recomputed
+from agentrl.viewer.what_if import recompute_advantages
 
 from .step_on_record import ALONE, CASES, FEW_GROUPS, FOUR, ONE_FORWARD, SEQUENCE
 
@@ -272,7 +272,7 @@ def test_advantages_follow_from_the_stored_statistics_to_the_last_digit(stored: 
     assert not step.problems
     trained = [item for item in step.trajectories if item.tokens is not None]
     assert len(trained) == 20
-    made = recomputed(step, trained)
+    made = recompute_advantages(step, trained)
     for item in trained:
         assert item.tokens is not None
         assert len(item.tokens) == len(item.positions)

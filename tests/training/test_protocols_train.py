@@ -11,9 +11,9 @@ from rollout.fakes import tiny_model
 from rollout.templates import QWEN, chat_tokenizer
 
 from agentrl.config import load_settings
-from agentrl.problems.demonstrations import Demonstration, ShownTurn, observation, program
+from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, observation, program
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.coldstart.demonstrations import in_protocol
+from agentrl.training.coldstart.demonstrations import in_protocol_format
 from agentrl_envs.protocols.factory import make_protocol
 from agentrl_envs.types import Problem
 
@@ -23,8 +23,8 @@ PROBLEM = Problem(id="toy", statement="What is 2 + 3?", answer="5", source="toy"
 SHOWN = Demonstration(
     problem=PROBLEM,
     turns=(
-        ShownTurn(model=program("look(1)"), observation=observation("2")),
-        ShownTurn(model=program("final_answer(2+3)")),
+        DemonstrationTurn(model=program("look(1)"), observation=observation("2")),
+        DemonstrationTurn(model=program("final_answer(2+3)")),
     ),
 )
 REWARDS = """
@@ -44,31 +44,31 @@ def bug(problem, conversation, verdict):
         (
             "torl",
             (
-                ShownTurn(model="```python\nlook(1)\n```\n```output", observation="\n2\n```\n"),
-                ShownTurn(model="```python\nprint(2+3)\n```\n```output", observation="\n5\n```\n"),
-                ShownTurn(model="\\boxed{5}"),
+                DemonstrationTurn(model="```python\nlook(1)\n```\n```output", observation="\n2\n```\n"),
+                DemonstrationTurn(model="```python\nprint(2+3)\n```\n```output", observation="\n5\n```\n"),
+                DemonstrationTurn(model="\\boxed{5}"),
             ),
         ),
         (
             "retool",
             (
-                ShownTurn(
+                DemonstrationTurn(
                     model="<code>\n```python\nlook(1)\n```\n</code>",
                     observation="\n\n<interpreter>\n2\n</interpreter>\n\n",
                 ),
-                ShownTurn(
+                DemonstrationTurn(
                     model="<code>\n```python\nprint(2+3)\n```\n</code>",
                     observation="\n\n<interpreter>\n5\n</interpreter>\n\n",
                 ),
-                ShownTurn(model="<answer>\n\\boxed{5}\n</answer>"),
+                DemonstrationTurn(model="<answer>\n\\boxed{5}\n</answer>"),
             ),
         ),
         ("simpletir", SHOWN.turns),
     ],
 )
-def test_our_demonstrations_are_shown_in_the_protocol(protocol: str, turns: tuple[ShownTurn, ...]) -> None:
+def test_our_demonstrations_are_shown_in_the_protocol(protocol: str, turns: tuple[DemonstrationTurn, ...]) -> None:
     settings = load_settings(overrides=[f"environment.protocol={protocol}"])
-    (shown,) = in_protocol([SHOWN], settings)
+    (shown,) = in_protocol_format([SHOWN], settings)
     assert (shown.problem, shown.turns) == (PROBLEM, turns)
     # And each turn means what it is meant to.
     parsed = [make_protocol(settings.environment).parse(turn.model) for turn in shown.turns]  # type: ignore[arg-type]
@@ -76,10 +76,10 @@ def test_our_demonstrations_are_shown_in_the_protocol(protocol: str, turns: tupl
 
 
 def test_without_tools_only_the_answer_is_shown_and_files_are_taken_as_they_are() -> None:
-    (shown,) = in_protocol([SHOWN], load_settings("reasoning"))
-    assert shown.turns == (ShownTurn(model="\\boxed{5}"),)
+    (shown,) = in_protocol_format([SHOWN], load_settings("reasoning"))
+    assert shown.turns == (DemonstrationTurn(model="\\boxed{5}"),)
     own = load_settings("reasoning", overrides=["coldstart.demonstrations=mine.jsonl"])
-    assert in_protocol([SHOWN], own) == (SHOWN,)
+    assert in_protocol_format([SHOWN], own) == (SHOWN,)
 
 
 SHORT = [

@@ -27,5 +27,5 @@ def client(run: RunDirectory) -> TestClient:
 
 
 def client_of(*paths: Path) -> TestClient:
-    app = make_app(Library(paths), token=TOKEN, calculate=Calculator().ask)
+    app = make_app(Library(paths), token=TOKEN, calculate=Calculator().request)
     return TestClient(app, base_url="http://127.0.0.1", headers={"Authorization": f"Bearer {TOKEN}"})

@@ -23,7 +23,7 @@ from agentrl.viewer.app import make_app
 from agentrl.viewer.explain import explain_command
 from agentrl.viewer.runs import Library
 from agentrl.viewer.serve import Calculator, listen, stored_token
-from agentrl.viewer.what_if import recomputed
+from agentrl.viewer.what_if import recompute_advantages
 
 
 def get(client: TestClient, path: str, status: int = 200) -> Any:
@@ -108,7 +108,7 @@ def test_a_trajectory_is_told_token_by_token(client: TestClient, run: RunDirecto
     stored = read_step(run, 2)
     item = stored.trajectories[1]
     group = [one for one in stored.trajectories if one.key.group == item.key.group]
-    exact = recomputed(stored, group)[item.key]
+    exact = recompute_advantages(stored, group)[item.key]
     for name in ("advantages", "returns", "baselines"):
         np.testing.assert_array_equal(np.float32(page["fields"][name]), exact[name])
     assert item.tokens is not None
@@ -207,14 +207,14 @@ def test_the_token_stays_the_same_and_is_private(tmp_path: Path, monkeypatch: py
 
 def test_a_process_of_its_own_computes_what_if_and_explains(run: RunDirectory) -> None:
     calculator = Calculator()
-    app = make_app(Library([run.path]), token=TOKEN, calculate=calculator.ask)
+    app = make_app(Library([run.path]), token=TOKEN, calculate=calculator.request)
     client = TestClient(app, base_url="http://127.0.0.1", headers={"Authorization": f"Bearer {TOKEN}"})
     path = f"/runs/{run_id(client)}/steps/2/1"
     try:
         found = get(client, f'{path}/what_if?estimator=tir_otb&options={{"tail":"self"}}&size=2')
         stored = read_step(run, 2)
         group = [stored.trajectories[0], stored.trajectories[1]]
-        exact = recomputed(stored, group, estimator="tir_otb", options={"tail": "self"})[group[1].key]
+        exact = recompute_advantages(stored, group, estimator="tir_otb", options={"tail": "self"})[group[1].key]
         np.testing.assert_array_equal(np.float32(found["fields"]["what_if_advantages"]), exact["advantages"])
         assert [sibling["number"] for sibling in found["siblings"]] == [0, 1]
         assert "N must be 1 to 3" in get(client, f"{path}/what_if?estimator=rloo&size=9", 404)["error"]

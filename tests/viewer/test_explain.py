@@ -174,7 +174,7 @@ def test_the_weights_of_the_siblings_make_the_baseline(run: RunDirectory) -> Non
     first = explain(run, step=3, trajectory=0, token=0)
     weights = list(baseline_weights(first.step, first.trajectory, 0).values())
     assert weights == pytest.approx([0.5 / 0.7, 0.2 / 0.7], rel=1e-6)
-    assert sum(np.array(weights) * [1.0, 0.25]) == pytest.approx(first.at(first.tokens.baselines), rel=1e-6)
+    assert sum(np.array(weights) * [1.0, 0.25]) == pytest.approx(first.value_at_token(first.tokens.baselines), rel=1e-6)
 
 
 def test_a_baseline_that_is_not_a_weighted_mean_is_said_to_be_none(tmp_path: Path, own_registries: None) -> None:

@@ -14,7 +14,7 @@ from viewer.test_api import get, run_id
 
 from agentrl.errors import SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.viewer.export import bundle, export_run
+from agentrl.viewer.export import bundle_scripts, export_run
 from agentrl.viewer.serve import export_command
 
 
@@ -56,9 +56,9 @@ def test_what_cannot_be_exported_is_said_in_one_message(
 def test_modules_are_put_in_order_and_others_refused(tmp_path: Path) -> None:
     (tmp_path / "a.js").write_text('import { b } from "./b.js";\nconsole.log(b());\n')
     (tmp_path / "b.js").write_text("export const c = 1;\nexport function b() { return c; }\n")
-    made = bundle(tmp_path, "a.js")
+    made = bundle_scripts(tmp_path, "a.js")
     assert made.index('modules["b.js"]') < made.index('modules["a.js"]')
     assert "return { c, b };" in made
     (tmp_path / "b.js").write_text("export default 1;\n")
     with pytest.raises(ValueError, match=r"b\.js has an import or export"):
-        bundle(tmp_path, "a.js")
+        bundle_scripts(tmp_path, "a.js")

@@ -29,7 +29,7 @@ from agentrl.viewer.app import STATIC, make_app
 from agentrl.viewer.export import export_run
 from agentrl.viewer.runs import Library
 from agentrl.viewer.serve import Calculator, listen
-from agentrl.viewer.what_if import recomputed, what_if
+from agentrl.viewer.what_if import recompute_advantages, what_if
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HERE = CHROMIUM is not None or os.environ.get("CI") == "true"  # in CI there must be one
@@ -47,7 +47,7 @@ def serving(folder: Path) -> Iterator[str]:
     """The address of a viewer over ``folder``, in a thread."""
     listener = listen(None)
     calculator = Calculator()
-    app = make_app(Library([folder]), token=TOKEN, calculate=calculator.ask)
+    app = make_app(Library([folder]), token=TOKEN, calculate=calculator.request)
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="error", ws="none"))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
@@ -340,7 +340,7 @@ def test_a_training_run_is_followed_and_its_tokens_have_the_advantages_of_traini
         command_line.close()
     step = read_step(RunDirectory(tmp_path / "runs" / "live"), 8)
     item = step.trajectories[0]
-    assert float(shown) == float(recomputed(step, step.siblings(item))[item.key]["advantages"][2])
+    assert float(shown) == float(recompute_advantages(step, step.siblings(item))[item.key]["advantages"][2])
 
 
 def test_a_long_table_is_shown_in_parts(page: Page, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from agentrl.algorithms import ESTIMATORS, AdvantageInputs, compute_advantages
 from agentrl.errors import SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import StoredStep, StoredTrajectory, read_step
-from agentrl.viewer.calculations import Answers
+from agentrl.viewer.calculations import RequestHandlers
 from agentrl.viewer.what_if import estimator_forms, what_if
 
 CHOICES = [
@@ -102,7 +102,7 @@ def test_the_forms_name_every_estimator_and_option() -> None:
 
 
 def test_questions_are_answered_line_by_line(run: RunDirectory, step: StoredStep) -> None:
-    answers = Answers(run)
+    answers = RequestHandlers(run)
     question = {"ask": "what_if", "step": 2, "trajectory": 1, "estimator": "rloo", "options": {}, "size": None}
     answer = json.loads(answers.to(json.dumps(question)))["answer"]
     expected = what_if(step, step.trajectories[1], estimator="rloo").columns[step.trajectories[1].key]
@@ -130,7 +130,7 @@ def test_what_a_plug_in_raises_is_one_message(tmp_path: Path) -> None:
     )
     run = make_run(tmp_path / "first", steps=1)
     run.config.write_text(f"plugins: [{plugin}, gone_plugin.py]\n")
-    answers = Answers(run)
+    answers = RequestHandlers(run)
     question = {"ask": "what_if", "step": 1, "trajectory": 0, "estimator": "raising", "options": {}, "size": None}
     assert "KeyError: 'x'" in json.loads(answers.to(json.dumps(question)))["error"]
     forms = json.loads(answers.to('{"ask": "estimators"}'))["answer"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from agentrl.rollout.engines.vllm.plan import WORKER_EXTENSION
 from agentrl.rollout.engines.vllm.worker_extension import WorkerExtension
 from agentrl.weights.sources import ParameterSource
-from agentrl.weights.verify import Checksum, add_up, checksum, checksums, describe_differing, with_head
+from agentrl.weights.verify import Checksum, checksum, checksums, describe_differing, sum_checksums, with_tied_head
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def told(model: nn.Module) -> dict[str, Checksum]:
     """What a worker with this model tells, read as the engine's side reads it."""
     worker = type("Worker", (WorkerExtension,), {"get_model": lambda self: model})()
-    return add_up([{name: (values, total) for name, (values, total) in worker.agentrl_checksums().items()}])
+    return sum_checksums([{name: (values, total) for name, (values, total) in worker.agentrl_checksums().items()}])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -31,13 +31,13 @@ def test_one_value_that_differs_by_its_last_bit_is_seen(dtype: torch.dtype) -> N
     for place in range(0, flat.numel(), 97):
         changed = weights.clone()
         changed.view(-1)[place] = torch.nextafter(flat[place], torch.tensor(float("inf"), dtype=dtype))
-        assert not whole.copies_in(checksum(changed))
+        assert not whole.matches_copies(checksum(changed))
     assert whole == checksum(weights.clone())
 
 
 def test_a_perturbation_of_1e_6_is_seen_in_float32() -> None:
     weights = torch.randn(50, 20, generator=torch.Generator().manual_seed(1))
-    assert not checksum(weights).copies_in(checksum(weights * (1 + 1e-6)))
+    assert not checksum(weights).matches_copies(checksum(weights * (1 + 1e-6)))
     # What bfloat16 rounds away is no other policy.
     small = weights.bfloat16()
     assert checksum(small) == checksum((small.float() * (1 + 1e-6)).bfloat16())
@@ -49,11 +49,11 @@ def test_layout_and_padding_are_not_seen_and_shards_add_up() -> None:
     assert whole == checksum(weights.T.contiguous()) == checksum(torch.cat([weights, torch.zeros(4, 10)]))
     assert whole == checksum(weights[:5]) + checksum(weights[5:])
     assert whole == checksum(weights[:, :3]) + checksum(weights[:, 3:])
-    assert whole.copies_in(whole + whole)  # two workers with a copy each
-    assert not whole.copies_in(whole + checksum(weights * 2))
-    assert not whole.copies_in(checksum(weights[:6]))
-    assert not whole.copies_in(checksum(torch.zeros(3)))
-    assert checksum(torch.zeros(3)).copies_in(checksum(torch.zeros(9)))
+    assert whole.matches_copies(whole + whole)  # two workers with a copy each
+    assert not whole.matches_copies(whole + checksum(weights * 2))
+    assert not whole.matches_copies(checksum(weights[:6]))
+    assert not whole.matches_copies(checksum(torch.zeros(3)))
+    assert checksum(torch.zeros(3)).matches_copies(checksum(torch.zeros(9)))
 
 
 def test_the_sign_of_zero_and_denormal_numbers_are_not_seen() -> None:
@@ -187,9 +187,9 @@ def test_workers_of_one_server_are_added_up() -> None:
         model.model["norm"].weight = nn.Parameter(norm, requires_grad=False)
         shares.append({name: (one.values, one.total) for name, one in told(model).items()})
     trainer = checksums([("model.gate_proj.weight", gate), ("model.up_proj.weight", up), ("model.norm.weight", norm)])
-    assert describe_differing(trainer, add_up(shares)) is None
+    assert describe_differing(trainer, sum_checksums(shares)) is None
     swapped = checksums([("model.gate_proj.weight", up), ("model.up_proj.weight", gate), ("model.norm.weight", norm)])
-    assert describe_differing(swapped, add_up(shares)) is not None
+    assert describe_differing(swapped, sum_checksums(shares)) is not None
 
 
 def test_servers_are_told_where_the_extension_lies() -> None:
@@ -199,4 +199,4 @@ def test_servers_are_told_where_the_extension_lies() -> None:
 
 def test_a_head_of_its_own_keeps_its_checksum() -> None:
     one, other = Checksum(values=1, total=1), Checksum(values=1, total=2)
-    assert with_head({"model.embed_tokens.weight": one, "lm_head.weight": other})["lm_head.weight"] == other
+    assert with_tied_head({"model.embed_tokens.weight": one, "lm_head.weight": other})["lm_head.weight"] == other

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from agentrl.weights.exports import held, read_weights, write_weights
-from agentrl.weights.sources import full_parameters, gathered
+from agentrl.weights.exports import host_copy, read_weights, write_weights
+from agentrl.weights.sources import full_parameters, gathered_linear
 
 
 class Tied(nn.Module):
@@ -30,11 +30,11 @@ def test_tied_parameters_come_once_and_share_memory() -> None:
 
 def test_a_head_gives_weight_and_bias() -> None:
     module = Tied()
-    with gathered(module.head) as (weight, bias):
+    with gathered_linear(module.head) as (weight, bias):
         assert torch.equal(weight, module.head.weight)
         assert bias is not None
         assert torch.equal(bias, module.head.bias)
-    with gathered(nn.Linear(2, 2, bias=False)) as (_, bias):
+    with gathered_linear(nn.Linear(2, 2, bias=False)) as (_, bias):
         assert bias is None
 
 
@@ -42,7 +42,7 @@ def test_a_head_gives_weight_and_bias() -> None:
 def test_a_file_brings_back_every_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     path = tmp_path / "new" / "policy.safetensors"
     sent = {"a": torch.randn(3, 4).to(dtype), "b": torch.randn(4, 3).to(dtype).t()}
-    write_weights(path, {name: held(tensor) for name, tensor in sent.items()})
+    write_weights(path, {name: host_copy(tensor) for name, tensor in sent.items()})
     read = dict(read_weights(path))
     assert read.keys() == sent.keys()
     assert all(torch.equal(read[name], sent[name]) for name in sent)

@@ -36,7 +36,7 @@ class Policy:
 
 
 def judged(verifier: Verifier, probe: Probe, scores: tuple[float, ...]) -> str | None:
-    return verifier.judge("one", probe, reported={}, scores=scores)
+    return verifier.find_problem("one", probe, reported={}, scores=scores)
 
 
 def started(policy: Policy) -> Verifier:
@@ -109,9 +109,9 @@ def test_a_stale_engine_without_checksums_is_found_once_its_scores_differ_by_mor
 def test_a_stale_engine_with_checksums_is_found_at_once() -> None:
     policy = Policy(drift=1e-6)
     verifier, before = Verifier("bfloat16"), policy.probe()
-    assert verifier.judge("one", before, reported=before.checksums, scores=policy.scores()) is None
+    assert verifier.find_problem("one", before, reported=before.checksums, scores=policy.scores()) is None
     policy.step()
-    said = verifier.judge("one", policy.probe(), reported=before.checksums, scores=policy.scores())
+    said = verifier.find_problem("one", policy.probe(), reported=before.checksums, scores=policy.scores())
     assert said == "one: the checksums of 1 of 1 parameters differ from the trainer's: a"
 
 
@@ -119,13 +119,13 @@ def test_a_verifier_says_what_it_compares_and_what_it_measured() -> None:
     policy = Policy(drift=0.0)
     verifier = Verifier("bfloat16")
     probe = policy.probe()
-    assert verifier.judge("one", probe, reported=dict(probe.checksums), scores=policy.scores()) is None
-    assert verifier.judge("two", probe, reported={}, scores=policy.scores()) is None
+    assert verifier.find_problem("one", probe, reported=dict(probe.checksums), scores=policy.scores()) is None
+    assert verifier.find_problem("two", probe, reported={}, scores=policy.scores()) is None
     first, second = map(str, verifier.verified())
     assert first.startswith("one: every transfer is verified by checksums of 1 of 1 parameters and by a probe; ")
     assert "differ by 0.011 nats on average, bound 0.04" in first
     assert second.startswith("two: every transfer is verified by checksums of 0 of 1 parameters and by a probe; ")
-    assert verifier.judge("shared", replace(probe, checksums={}), reported={}, scores=policy.scores()) is None
+    assert verifier.find_problem("shared", replace(probe, checksums={}), reported={}, scores=policy.scores()) is None
     assert str(verifier.verified()[2]).startswith("shared shares the trained weights; with the start policy log-")
 
 
@@ -134,6 +134,6 @@ def test_checksums_decide_before_the_probe() -> None:
     verifier = Verifier("bfloat16")
     probe = policy.probe()
     wrong = {"a": Checksum(values=1, total=77)}
-    said = verifier.judge("one", probe, reported=wrong, scores=policy.scores())
+    said = verifier.find_problem("one", probe, reported=wrong, scores=policy.scores())
     assert said == "one: the checksums of 1 of 1 parameters differ from the trainer's: a"
     assert verifier.verified() == []

@@ -42,7 +42,7 @@ def ogb(inputs: EstimatorInputs, options: GlobalBaselineOptions) -> Advantages:
 
     The Optimal Global Baseline with the proxy energy (arXiv 2602.07078, Eq. 21). A group of one: A = R.
     """
-    return _of_rollouts(inputs, weighted_energy(inputs, options.energy), options)
+    return _advantages_of_rollouts(inputs, weighted_energy(inputs, options.energy), options)
 
 
 @register_estimator("eob", options=ExactEnergyOptions, weighted=True, requires=("trajectory_energy",), group_based=True)
@@ -68,7 +68,7 @@ def otb(inputs: EstimatorInputs, options: ColumnBaselineOptions) -> Advantages:
     """
     groups = inputs.groups
     if inputs.paths is not None:
-        return _of_rollouts(inputs, weighted_energy(inputs, options.energy), options)
+        return _advantages_of_rollouts(inputs, weighted_energy(inputs, options.energy), options)
     returns = inputs.returns(options.gamma)
     energies = running_sum(weighted_energy(inputs, options.energy))
     columns = Columns(
@@ -108,7 +108,7 @@ def otb_total(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advanta
     return _by_compact_index(inputs, energies.expand(inputs.mask.shape), options)
 
 
-def _of_rollouts(inputs: EstimatorInputs, energies: Tensor, options: ProxyEnergyOptions) -> Advantages:
+def _advantages_of_rollouts(inputs: EstimatorInputs, energies: Tensor, options: ProxyEnergyOptions) -> Advantages:
     """Compute R - b, where b is weighted by each rollout's sum of the energies [B, T]."""
     return _scalar(inputs, energy_weights(inputs, energies.sum(-1, keepdim=True), options).squeeze(-1), options)
 

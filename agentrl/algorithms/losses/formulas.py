@@ -230,7 +230,7 @@ def dppo_tv(inputs: LossInputs, options: ProbabilityClipOptions) -> tuple[Tensor
     """Mask by binary total variation: keep A > 0 while p - p_old <= high, and others while p - p_old >= -low."""
     moved = inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()
     keep = torch.where(inputs.advantages > 0, moved <= options.clip_high, moved >= -options.clip_low)
-    return _kept(inputs, keep)
+    return _importance_weighted_loss(inputs, keep)
 
 
 @register_loss("dppo_kl", options=DivergenceClipOptions)
@@ -240,7 +240,7 @@ def dppo_kl(inputs: LossInputs, options: DivergenceClipOptions) -> tuple[Tensor,
     divergence = binary_kl(old, log_p)
     rising = (divergence <= options.clip_high) | (log_p <= old)
     falling = (divergence <= options.clip_low) | (log_p >= old)
-    return _kept(inputs, torch.where(inputs.advantages > 0, rising, falling))
+    return _importance_weighted_loss(inputs, torch.where(inputs.advantages > 0, rising, falling))
 
 
 def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return log_p.exp() * (log_p - log_q) + torch.where(rest > 0, rest * log_rest_ratio, 0.0)
 
 
-def _kept(inputs: LossInputs, keep: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _importance_weighted_loss(inputs: LossInputs, keep: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     ratio = inputs.ratio.detach().clamp(max=_RATIO_LIMIT)
     loss = torch.where(keep, -inputs.advantages * ratio * inputs.log_probs, 0.0)
     return loss, {"clip_fraction": inputs.fraction(~keep & (inputs.advantages != 0))}

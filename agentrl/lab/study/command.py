@@ -11,7 +11,7 @@ from pydantic import ValidationError
 import agentrl
 from agentrl.errors import SettingsError, require_package
 from agentrl.lab.study.report import draw_study, markdown
-from agentrl.lab.study.runs import StudyRun, count_by_status, overrides_of, run_folder, study_runs, work_off
+from agentrl.lab.study.runs import StudyRun, count_by_status, overrides_of, run_all, run_folder, study_runs
 from agentrl.lab.study.settings import StudySettings, read_study
 from agentrl.lab.study.statistics import RunCurve, StudyRecord, read_curve
 from agentrl.telemetry.files import atomic_write, os_errors_as_world_errors
@@ -53,8 +53,8 @@ def study_command(
     kept: dict[Path, RunCurve] = {}
     if before is not None:
         check_same_study(study, before, home)
-        check_none_lost(runs, before, home)
-        kept = kept_curves(runs, before, retry=retry)
+        check_no_run_lost(runs, before, home)
+        kept = curves_without_directory(runs, before, retry=retry)
     missing = [run for run in runs if run.folder not in kept]
     if not report_only:
         check_variants(study, missing, check)
@@ -70,7 +70,7 @@ def study_command(
         _keep(_record_now(study, runs, kept), home)
     try:
         if not report_only:
-            work_off(study, missing, retry=retry, report=lambda run, text: echo(f"{run.folder.name}: {text}"))
+            run_all(study, missing, retry=retry, report=lambda run, text: echo(f"{run.folder.name}: {text}"))
     finally:
         record = _record_now(study, runs, kept)
         _keep(record, home)
@@ -101,7 +101,7 @@ def check_same_study(study: StudySettings, before: StudyRecord, home: Path) -> N
             raise SettingsError(f"{home} contains variant {variant!r} with other settings: rename this variant")
 
 
-def check_none_lost(runs: Sequence[StudyRun], before: StudyRecord, home: Path) -> None:
+def check_no_run_lost(runs: Sequence[StudyRun], before: StudyRecord, home: Path) -> None:
     """Raise SettingsError if a new record would lose a run that exists only in the old record."""
     listed = {(run.variant, run.seed) for run in runs}
     for curve in before.runs:
@@ -113,7 +113,7 @@ def check_none_lost(runs: Sequence[StudyRun], before: StudyRecord, home: Path) -
             )
 
 
-def kept_curves(runs: Sequence[StudyRun], before: StudyRecord, *, retry: bool) -> dict[Path, RunCurve]:
+def curves_without_directory(runs: Sequence[StudyRun], before: StudyRecord, *, retry: bool) -> dict[Path, RunCurve]:
     """Return the stored curves of ended runs whose directory is missing, keyed by this directory.
 
     With ``retry``, only finished runs are included.

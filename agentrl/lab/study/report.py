@@ -12,11 +12,11 @@ import numpy as np
 
 from agentrl.lab.study.settings import StudySettings
 from agentrl.lab.study.statistics import (
-    Estimated,
+    MeanWithInterval,
     RunCurve,
     StudyRecord,
     interquartile_mean,
-    over_seeds,
+    mean_over_seeds,
     paired_differences,
 )
 from agentrl.telemetry.plots import LIGHT, caption, legend_below, line_options, new_figure, save_themes, style_axes
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def markdown(record: StudyRecord) -> str:
     """Render the report as Markdown: scores, costs, collapses, paired differences and unfinished runs."""
     study = record.study
-    lines = [f"# {study.name}", "", _what(record), "", *_scores(record)]
+    lines = [f"# {study.name}", "", _describe_study(record), "", *_scores(record)]
     if study.target is not None:
         lines += ["", *_costs(record, study.target)]
     lines += ["", *_differences(record, "Final score", lambda run: run.final)]
@@ -46,7 +46,7 @@ def by_variant(record: StudyRecord) -> dict[str, list[RunCurve]]:
     return {name: [run for run in record.runs if run.variant == name] for name in record.study.all_variants()}
 
 
-def _what(record: StudyRecord) -> str:
+def _describe_study(record: StudyRecord) -> str:
     study = record.study
     shared = ", ".join(f"`{key}={value}`" for key, value in study.settings.items())
     done = sum(run.status == "finished" for run in record.runs)
@@ -78,10 +78,10 @@ def _scores(record: StudyRecord) -> list[str]:
         cells = [
             variant,
             str(len(finals)),
-            _cell(starts, over_seeds),
-            _cell(finals, over_seeds),
+            _cell(starts, mean_over_seeds),
+            _cell(finals, mean_over_seeds),
             _cell(finals, interquartile_mean),
-            _cell(areas, over_seeds),
+            _cell(areas, mean_over_seeds),
             f"{collapsed} of {len(done)}",
             str(failed),
         ]
@@ -100,8 +100,8 @@ def _costs(record: StudyRecord, target: float) -> list[str]:
     ]
     for variant, runs in by_variant(record).items():
         done = [run for run in runs if run.status == "finished"]
-        tokens = [run.spent_until(target, run.model_tokens) for run in done]
-        trajectories = [run.spent_until(target, run.trajectories) for run in done]
+        tokens = [run.cost_to_reach(target, run.model_tokens) for run in done]
+        trajectories = [run.cost_to_reach(target, run.trajectories) for run in done]
         reached = sum(value is not None for value in tokens)
         lines.append(f"| {variant} | {reached} of {len(done)} | {_median(tokens)} | {_median(trajectories)} |")
     return lines
@@ -131,7 +131,7 @@ def _differences(record: StudyRecord, what: str, of: Callable[[RunCurve], float 
     return lines if differences else [*lines[:2], "No variant has two finished seeds in common with the baseline."]
 
 
-def _cell(values: Sequence[float], summary: Callable[..., Estimated]) -> str:
+def _cell(values: Sequence[float], summary: Callable[..., MeanWithInterval]) -> str:
     if not values:
         return "-"
     estimate = summary(values)
@@ -231,7 +231,7 @@ def _band(axes: Axes, points: Mapping[int, Sequence[float]], label: str, index: 
     if not points:
         return
     steps = sorted(points)
-    estimates = [over_seeds(points[step]) for step in steps]
+    estimates = [mean_over_seeds(points[step]) for step in steps]
     axes.plot(steps, [item.value for item in estimates], **line_options(index), label=label, linewidth=1.6)
     axes.fill_between(
         steps,

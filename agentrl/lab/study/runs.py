@@ -94,7 +94,7 @@ def count_by_status(runs: Sequence[StudyRun]) -> dict[Status, int]:
 Report = Callable[[StudyRun, str], None]
 
 
-def work_off(study: StudySettings, runs: Sequence[StudyRun], *, retry: bool, report: Report) -> None:
+def run_all(study: StudySettings, runs: Sequence[StudyRun], *, retry: bool, report: Report) -> None:
     """Start or continue every unfinished run, and with ``retry`` also every failed run.
 
     If a run fails, the failure is recorded and the next run starts. On KeyboardInterrupt, the active runs save a
@@ -105,7 +105,7 @@ def work_off(study: StudySettings, runs: Sequence[StudyRun], *, retry: bool, rep
     running: set[subprocess.Popen[bytes]] = set()
     shares: SimpleQueue[set[int]] = SimpleQueue()
     at_a_time = max(1, min(study.jobs, len(open_runs)))
-    for share in shares_of(os.sched_getaffinity(0), at_a_time):
+    for share in split_cores(os.sched_getaffinity(0), at_a_time):
         shares.put(share)
     # On Linux, affinity is a property of a thread, and child processes inherit the affinity of their thread.
     with ThreadPoolExecutor(at_a_time, initializer=lambda: os.sched_setaffinity(0, shares.get())) as pool:
@@ -120,12 +120,12 @@ def work_off(study: StudySettings, runs: Sequence[StudyRun], *, retry: bool, rep
             raise
 
 
-def shares_of(cores: Collection[int], jobs: int) -> list[set[int]]:
+def split_cores(cores: Collection[int], jobs: int) -> list[set[int]]:
     """Split ``cores`` into disjoint sets for ``jobs`` concurrent runs. Runs share single cores if there are too few.
 
-    >>> shares_of({0, 1, 2, 3, 4}, 2)
+    >>> split_cores({0, 1, 2, 3, 4}, 2)
     [{0, 1}, {2, 3, 4}]
-    >>> shares_of({0, 1}, 3)
+    >>> split_cores({0, 1}, 3)
     [{0}, {0}, {1}]
     """
     ordered, count = sorted(cores), len(cores)

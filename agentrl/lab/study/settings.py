@@ -80,7 +80,7 @@ class StudySettings(BaseModel):
 
     def with_baseline(self, variant: str | None) -> StudySettings:
         """Return the study with another baseline, if it is not None. Raises SettingsError for an unknown variant."""
-        return self if variant is None else study_of({**self.model_dump(), "baseline": variant}, "--baseline")
+        return self if variant is None else parse_study({**self.model_dump(), "baseline": variant}, "--baseline")
 
     def all_variants(self) -> Mapping[str, SettingValues]:
         """Return the settings of every variant by name. Values of the grid override the named set."""
@@ -118,10 +118,10 @@ def read_study(path: Path) -> StudySettings:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise SettingsError(f"cannot read the study {path}: {error}") from error
-    return study_of(content, str(path))
+    return parse_study(content, str(path))
 
 
-def study_of(content: object, origin: str) -> StudySettings:
+def parse_study(content: object, origin: str) -> StudySettings:
     """Validate the content of a study file. Raises SettingsError, whose messages start with ``origin``."""
     if not isinstance(content, dict):
         raise SettingsError(

@@ -18,7 +18,7 @@ from agentrl.lab.study.settings import SettingValues, StudySettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimated:
+class MeanWithInterval:
     """A number with its 95 % interval and the number of seeds."""
 
     value: float
@@ -27,14 +27,14 @@ class Estimated:
     seeds: int
 
 
-def over_seeds(values: Sequence[float] | np.ndarray) -> Estimated:
+def mean_over_seeds(values: Sequence[float] | np.ndarray) -> MeanWithInterval:
     """Return the mean over seeds with Student's 95 % interval. For a single seed, the interval is nan.
 
     A percentile bootstrap is too narrow for few seeds: its 95 % interval contains the mean of a normal population in
     77 % of studies with 3 seeds and in 85 % with 5. Student's interval contains it in 95 %, but less often if some runs
     collapse; then use :func:`interquartile_mean`. ``benchmarks/coverage.py`` measures both.
 
-    >>> over_seeds([0.5, 0.5, 0.5])
+    >>> mean_over_seeds([0.5, 0.5, 0.5])
     Estimated(value=0.5, low=0.5, high=0.5, seeds=3)
     """
     from scipy.stats import t
@@ -42,12 +42,12 @@ def over_seeds(values: Sequence[float] | np.ndarray) -> Estimated:
     sample = np.asarray(values, dtype=float)
     mean, count = float(sample.mean()), len(sample)
     if count < 2:
-        return Estimated(value=mean, low=math.nan, high=math.nan, seeds=count)
+        return MeanWithInterval(value=mean, low=math.nan, high=math.nan, seeds=count)
     half = float(t.ppf(0.975, count - 1)) * float(sample.std(ddof=1)) / math.sqrt(count)
-    return Estimated(value=mean, low=mean - half, high=mean + half, seeds=count)
+    return MeanWithInterval(value=mean, low=mean - half, high=mean + half, seeds=count)
 
 
-def interquartile_mean(values: Sequence[float]) -> Estimated:
+def interquartile_mean(values: Sequence[float]) -> MeanWithInterval:
     """Return the interquartile mean (Agarwal et al. 2021, "Deep RL at the edge of the statistical precipice").
 
     The 95 % interval follows Tukey and McLaughlin (1963). It is nan for a single seed. Of ``n`` values, drop
@@ -62,12 +62,12 @@ def interquartile_mean(values: Sequence[float]) -> Estimated:
     sample = np.sort(np.asarray(values, dtype=float))
     mean, count = float(trim_mean(sample, 0.25)), len(sample)
     if count < 2:
-        return Estimated(value=mean, low=math.nan, high=math.nan, seeds=count)
+        return MeanWithInterval(value=mean, low=math.nan, high=math.nan, seeds=count)
     cut = count // 4
     left = count - 2 * cut
     deviation = float(sample.clip(sample[cut], sample[-1 - cut]).std(ddof=1))
     half = float(t.ppf(0.975, left - 1)) * deviation * math.sqrt((count - 1) / (left * (left - 1)))
-    return Estimated(value=mean, low=mean - half, high=mean + half, seeds=count)
+    return MeanWithInterval(value=mean, low=mean - half, high=mean + half, seeds=count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class PairedDifference:
     """
 
     variant: str
-    difference: Estimated
+    difference: MeanWithInterval
     p: float
     adjusted_p: float
 
@@ -98,7 +98,9 @@ def paired_differences(scores: Mapping[str, Mapping[int, float]], baseline: str)
     raw = {variant: sign_flip_p(values) for variant, values in differences.items()}
     adjusted = holm(raw)
     return [
-        PairedDifference(variant=variant, difference=over_seeds(values), p=raw[variant], adjusted_p=adjusted[variant])
+        PairedDifference(
+            variant=variant, difference=mean_over_seeds(values), p=raw[variant], adjusted_p=adjusted[variant]
+        )
         for variant, values in differences.items()
     ]
 
@@ -178,7 +180,7 @@ class RunCurve(BaseModel):
         parts = [(after.step - before.step) * (before.mean + after.mean) / 2 for before, after in pairwise(self.scores)]
         return sum(parts) / (self.scores[-1].step - self.scores[0].step)
 
-    def spent_until(self, target: float, spent: Sequence[int]) -> int | None:
+    def cost_to_reach(self, target: float, spent: Sequence[int]) -> int | None:
         """Sum ``spent`` up to the first evaluation with a score of at least ``target``.
 
         ``spent`` has one entry for each of ``steps``. Returns None if no evaluation reaches ``target``.
@@ -193,7 +195,7 @@ class RunCurve(BaseModel):
         return bool(self.scores) and self.scores[-1].mean < share * max(score.mean for score in self.scores)
 
     @property
-    def cumulated_tokens(self) -> list[int]:
+    def cumulative_tokens(self) -> list[int]:
         """Cumulative number of sampled tokens at each step."""
         return list(accumulate(self.model_tokens))
 

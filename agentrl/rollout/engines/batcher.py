@@ -80,14 +80,14 @@ class Batcher:
         parts: ModelParts,
         *,
         eos_ids: frozenset[int],
-        table: list[bytes],
+        token_bytes: list[bytes],
         max_batch_tokens: int,
         kv_cache_tokens: int,
         keep_prefixes: bool = True,
     ) -> None:
         self._model, self._parts = model, parts
         self._eos_ids = eos_ids
-        self._table = table
+        self._table = token_bytes
         self._max_batch_tokens = max_batch_tokens
         self.kv_cache_tokens = kv_cache_tokens
         self._keep_prefixes = keep_prefixes
@@ -132,9 +132,9 @@ class Batcher:
             elif not keep_running:
                 row.cached = []
         if all(row.request is None for row in self._rows):
-            self.clear()
+            self.drop_prefixes()
 
-    def clear(self) -> None:
+    def drop_prefixes(self) -> None:
         """Drop every cached prefix. Raises EngineError if a request is running."""
         self.drop_cancelled()
         if any(row.request is not None for row in self._rows):
@@ -144,15 +144,15 @@ class Batcher:
         self._reach = 0
         self._cache.forget()
 
-    def abandon(self) -> None:
+    def drop_everything(self) -> None:
         """Drop all requests and prefixes after a failure."""
         self._waiting.clear()
         for row in self._rows:
             row.request = None
-        self.clear()
+        self.drop_prefixes()
         self._cache = SlotCache(self._model.config.num_hidden_layers)  # a failed forward may have stored NaN
 
-    def halve(self) -> tuple[int, int]:
+    def halve_batch_size(self) -> tuple[int, int]:
         """Halve the tokens per forward pass and the current number of rows (at least one) permanently.
 
         Returns the new limits on tokens per forward pass and in the cache.
@@ -162,7 +162,7 @@ class Batcher:
         return self._max_batch_tokens, self.kv_cache_tokens
 
     @property
-    def used(self) -> float:
+    def cache_fraction(self) -> float:
         return len(self._owner) * self._reach / self.kv_cache_tokens
 
     @property
@@ -172,7 +172,7 @@ class Batcher:
     # -- one step -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def advance(self) -> list[Request]:
+    def run_forward_pass(self) -> list[Request]:
         """Run one forward pass: a prefill, or one token for each running request. Returns the requests that ended."""
         ended = self.drop_cancelled()
         running = [index for index, row in enumerate(self._rows) if row.request is not None]
@@ -190,7 +190,7 @@ class Batcher:
         if self._waiting:
             # No request runs, but the first waiting request fits into no row: drop the prefixes of other trajectories.
             self.evictions += len(self._owner)
-            self.clear()
+            self.drop_prefixes()
             joined = self._join(0)
             return ended + (self._prefill(joined) if joined else [self._refuse()])
         return ended

@@ -296,10 +296,10 @@ class Member:
             if self.server is not None and self.server.ended:
                 raise WorldError(
                     f"{self.name} exited during startup (log: {self.server.log}). "
-                    f"End of the log:\n{self.server.last_words()}"
+                    f"End of the log:\n{self.server.log_excerpt()}"
                 )
             if loop.time() >= deadline:
-                hint = "" if self.server is None else f"; end of its log:\n{self.server.last_words()}"
+                hint = "" if self.server is None else f"; end of its log:\n{self.server.log_excerpt()}"
                 raise WorldError(
                     f"no response within {self._settings.prefix}.start_deadline={seconds:g} s from {self.name}: "
                     f"{problem}{hint}"
@@ -349,7 +349,7 @@ class Member:
             raise TooSlowError(f"its weights could not be verified within {seconds:g} s") from None
 
     async def _restart(self, server: ServerProcess) -> None:
-        log = server.last_words()
+        log = server.log_excerpt()
         if mentions_out_of_memory(log) and server.starts:
             self.halve_request_limit()
         if server.starts > self._settings.restarts:

@@ -55,7 +55,7 @@ class ServerPlan(ABC):
         """Return the command line on this machine."""
         return [sys.executable, *self.arguments()]
 
-    def changes(self) -> dict[str, str | None]:
+    def environment_changes(self) -> dict[str, str | None]:
         """Return the changes to the environment of this process; None unsets a variable."""
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
         return {**dict.fromkeys(FOREIGN), **gpus}
@@ -63,7 +63,7 @@ class ServerPlan(ABC):
     def environment(self) -> dict[str, str]:
         """Return the server's environment on this machine."""
         kept = {name: value for name, value in os.environ.items() if name not in FOREIGN}
-        return kept | {name: value for name, value in self.changes().items() if value is not None}
+        return kept | {name: value for name, value in self.environment_changes().items() if value is not None}
 
 
 class ServerProcess:
@@ -81,7 +81,7 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start or restart the server. It may take minutes to respond."""
-        self._process = LocalProcess(self.spec(self.plan.changes()), THIS_MACHINE)
+        self._process = LocalProcess(self.spec(self.plan.environment_changes()), THIS_MACHINE)
         self.starts += 1
 
     def spec(self, environment: Mapping[str, str | None]) -> ProcessSpec:
@@ -109,7 +109,7 @@ class ServerProcess:
     def ended(self) -> bool:
         return self._process is None or self._process.wait(0.0) is not None
 
-    def last_words(self) -> str:
+    def log_excerpt(self) -> str:
         """Return the last lines of the log that contain an error, or the last lines if there is no error."""
         if not self.log.exists():
             return "(the log is empty)"
@@ -150,7 +150,7 @@ class NodeServer(ServerProcess):
             gpus=node.gpus[: self._bundle.gpus],
             on_node=True,
         )
-        self._handle = self._cluster.start(self.spec(self.plan.changes()), node)
+        self._handle = self._cluster.start(self.spec(self.plan.environment_changes()), node)
         self._gone = threading.Event()
         self.starts += 1
         watched = (self._handle, self._gone)

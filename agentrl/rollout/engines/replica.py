@@ -4,10 +4,10 @@ A plug-in derives a class from :class:`Replica` and implements its server's prot
 No other module of the trainer imports the HTTP library. Failed calls raise::
 
     ServerCallError
-    ├── UnreachableError   the connection failed or broke: the server is down or not yet up
-    ├── TooSlowError       no response within the deadline
-    ├── StatusError        an error response, with its ``status`` and message
-    └── GarbageError       a response with unexpected content
+    ├── UnreachableError      the connection failed or broke: the server is down or not yet up
+    ├── TooSlowError          no response within the deadline
+    ├── StatusError           an error response, with its ``status`` and message
+    └── InvalidResponseError  a response with unexpected content
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StatusError(ServerCallError):
         self.message = message
 
 
-class GarbageError(ServerCallError):
+class InvalidResponseError(ServerCallError):
     """Raised for a response with unexpected content."""
 
 
@@ -77,7 +77,7 @@ class JSONClient:
         """Return the JSON at ``path``, or None for an empty response."""
         return await self._call("GET", path, None, seconds)
 
-    async def text(self, path: str, *, seconds: float) -> str:
+    async def get_text(self, path: str, *, seconds: float) -> str:
         return (await self._content("GET", path, None, seconds)).decode(errors="replace")
 
     async def post(self, path: str, body: object = None, *, seconds: float | None) -> object:
@@ -87,11 +87,11 @@ class JSONClient:
         """
         return await self._call("POST", path, body, seconds)
 
-    async def command(self, path: str, body: object, *, seconds: float | None) -> None:
+    async def post_command(self, path: str, body: object, *, seconds: float | None) -> None:
         """Post a command and ignore the content of the response."""
         await self._content("POST", path, body, seconds)
 
-    async def content(self, path: str, body: object, *, seconds: float | None) -> bytes:
+    async def post_bytes(self, path: str, body: object, *, seconds: float | None) -> bytes:
         """Post ``body`` and return the response undecoded; see :meth:`post`."""
         return await self._content("POST", path, body, seconds)
 
@@ -103,7 +103,7 @@ class JSONClient:
         try:
             return json.loads(content) if content else None
         except ValueError:
-            raise GarbageError(f"{self.address}{path} returned invalid JSON: {_quoted(content)}") from None
+            raise InvalidResponseError(f"{self.address}{path} returned invalid JSON: {_quoted(content)}") from None
 
     async def _content(self, method: str, path: str, body: object, seconds: float | None) -> bytes:
         # A long prompt is sent again with every turn: msgspec encodes its tokens ten times faster than json.
@@ -117,7 +117,7 @@ class JSONClient:
             reason = str(error) or type(error).__name__
             raise UnreachableError(f"{self.address}{path} cannot be reached: {reason}") from error
         except httpx.HTTPError as error:
-            raise GarbageError(f"{self.address}{path} returned invalid HTTP: {error}") from error
+            raise InvalidResponseError(f"{self.address}{path} returned invalid HTTP: {error}") from error
         if answer.status_code >= 400:
             raise StatusError(answer.status_code, _message(answer.content))
         return answer.content
@@ -177,9 +177,9 @@ def _quoted(content: bytes) -> str:
 
 
 # Deadline in seconds for cheap calls.
-QUICK = 30.0
+QUICK_TIMEOUT = 30.0
 # Deadline in seconds for calls that transfer or hash all weights.
-LONG = 1800.0
+LONG_TIMEOUT = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,7 +260,7 @@ class Replica(ABC):
 
     @abstractmethod
     async def identify(self, needs: ServerNeeds) -> Identity:
-        """Check that the server can serve the run. Raises SettingsError (:meth:`wrong`) if it cannot."""
+        """Check that the server can serve the run. Raises SettingsError (:meth:`unusable_error`) if it cannot."""
 
     @abstractmethod
     async def generate(self, request: TurnRequest) -> Completion:
@@ -272,10 +272,10 @@ class Replica(ABC):
 
     @abstractmethod
     async def version(self) -> str | None:
-        """Return the label of the server's weights; None until :meth:`label` sets one."""
+        """Return the label of the server's weights; None until :meth:`set_version_label` sets one."""
 
     @abstractmethod
-    async def label(self, version: int) -> None:
+    async def set_version_label(self, version: int) -> None:
         """Set the label of the server's weights, which becomes the version of tokens sampled after the call."""
 
     @abstractmethod
@@ -286,7 +286,7 @@ class Replica(ABC):
 
     async def healthy(self) -> None:
         """Check that the server responds."""
-        await self.http.get("/health", seconds=QUICK)
+        await self.http.get("/health", seconds=QUICK_TIMEOUT)
 
     async def checksums(self) -> list[dict[str, tuple[int, int]]]:
         """Return each worker's checksums (:func:`agentrl.weights.verify.checksums`) of its shard of each parameter.
@@ -331,6 +331,6 @@ class Replica(ABC):
         """Unload an adapter that no running request uses."""
         raise NotImplementedError
 
-    def wrong(self, what: str) -> SettingsError:
+    def unusable_error(self, what: str) -> SettingsError:
         """Return the error for a server that cannot serve the run."""
         return SettingsError(f"the {self.title} server {self.address} cannot be used: {what}")

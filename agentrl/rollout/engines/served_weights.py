@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl.rollout.engines.base import Completion
-from agentrl.rollout.engines.replica import GarbageError, Replica
+from agentrl.rollout.engines.replica import InvalidResponseError, Replica
 
 Check = Callable[[Replica], Awaitable[str | None]]
 """Returns the problem with a server's weights, or None. Raises ServerCallError."""
@@ -35,7 +35,7 @@ class ServedWeights:
         """
         self.version = version
         self.directory: Path | None = None
-        self.untouched = True
+        self.has_initial_weights = True
         self.check: Check | None = None
         self._recompute = recompute
         self._nonce = secrets.token_hex(4)
@@ -48,7 +48,7 @@ class ServedWeights:
         """
         yield None
 
-    def dated(self, completion: Completion, version: int) -> Completion:
+    def with_versions(self, completion: Completion, version: int) -> Completion:
         """Return ``completion`` with the version of each token. ``version`` is the version of its request."""
         return completion
 
@@ -56,23 +56,23 @@ class ServedWeights:
         """Return the salt that separates a version's cached prefixes from all others."""
         return f"{self._nonce}-{version}"
 
-    def replace(self, directory: Path | None, version: int) -> None:
+    def set_version(self, directory: Path | None, version: int) -> None:
         """Set the current version. Servers load it from ``directory``; None: they have received its weights."""
-        self.version, self.directory, self.untouched = version, directory, False
+        self.version, self.directory, self.has_initial_weights = version, directory, False
         self.check = None  # the old check is for the old weights; a new one is set after verification
 
     async def install(self, replica: Replica) -> None:
         """Install the current version on a server. Raises ServerCallError."""
         if self.directory is not None:
             await replica.load(str(self.directory))
-        await replica.label(self.version)
+        await replica.set_version_label(self.version)
         await replica.forget_prefixes(running_too=self._recompute)
 
     async def held_by(self, replica: Replica) -> bool:
         """Return True if a server has the current version. If necessary, installs it from files first."""
         label = await replica.version()
-        if label is None and self.untouched:
-            await replica.label(self.version)
+        if label is None and self.has_initial_weights:
+            await replica.set_version_label(self.version)
         elif label != str(self.version):
             if self.directory is None:
                 return False
@@ -80,7 +80,7 @@ class ServedWeights:
         return True
 
     async def verify(self, replica: Replica) -> None:
-        """Check a recovered server. Raises GarbageError if it does not hold the current version."""
+        """Check a recovered server. Raises InvalidResponseError if it does not hold the current version."""
         if self.check is None:
             await replica.score((0, 1), salt=f"{self._nonce}-probe-{secrets.token_hex(4)}")
             return
@@ -88,7 +88,7 @@ class ServedWeights:
         if problem is not None:
             if self.directory is not None:
                 await self.install(replica)
-            raise GarbageError(f"after recovery: {problem}")
+            raise InvalidResponseError(f"after recovery: {problem}")
 
 
 class ServedAdapters(ServedWeights):
@@ -118,12 +118,12 @@ class ServedAdapters(ServedWeights):
         finally:
             self._running[replica.address, name] -= 1
 
-    def dated(self, completion: Completion, version: int) -> Completion:
+    def with_versions(self, completion: Completion, version: int) -> Completion:
         """Attribute all tokens to the request's adapter, because the server's label is for the base model."""
         return replace(completion, version_spans=((version, len(completion.token_ids)),))
 
-    def replace(self, directory: Path | None, version: int) -> None:
-        super().replace(directory, version)
+    def set_version(self, directory: Path | None, version: int) -> None:
+        super().set_version(directory, version)
         # A resent version gets a new name, because a server keeps the adapter that is loaded under a name.
         self._names[version] = f"{self._prefix}{version}-{next(self._numbers)}"
 
@@ -142,7 +142,7 @@ class ServedAdapters(ServedWeights):
 
     async def held_by(self, replica: Replica) -> bool:
         if await replica.version() is None:
-            await replica.label(self.version)
+            await replica.set_version_label(self.version)
         await self.install(replica)
         return True
 

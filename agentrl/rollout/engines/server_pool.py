@@ -17,7 +17,7 @@ from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Samp
 from agentrl.rollout.engines.member import LONGEST_PAUSE, Balancer, Member
 from agentrl.rollout.engines.processes import ServerProcess
 from agentrl.rollout.engines.replica import (
-    GarbageError,
+    InvalidResponseError,
     Replica,
     ServerCallError,
     ServerNeeds,
@@ -85,9 +85,9 @@ class ServerEngine:
     async def _open(self, member: Member) -> None:
         identity = await member.open(self._needs)
         if identity.version is not None:
-            self._weights.untouched = False
+            self._weights.has_initial_weights = False
         elif self._label:
-            await member.replica.label(self.version)
+            await member.replica.set_version_label(self.version)
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
@@ -146,10 +146,10 @@ class ServerEngine:
                     )
         finally:
             self._balancer.remove_request(member.index, trajectory_id, **size)
-        completion = self._weights.dated(completion, version)
+        completion = self._weights.with_versions(completion, version)
         versions = {item for item, _ in completion.version_spans}
         if not all(version <= item <= self.version for item in versions):
-            raise GarbageError(
+            raise InvalidResponseError(
                 f"tokens have versions {sorted(versions)}, but the request has version {version} (now {self.version})"
             )
         return completion
@@ -249,7 +249,7 @@ class ServerEngine:
     @property
     def untouched(self) -> bool:
         """Whether the servers hold their initial weights."""
-        return self._weights.untouched
+        return self._weights.has_initial_weights
 
     def targets(self) -> list[tuple[str, int, int]]:
         """Return the address, the number of GPU workers and the number of starts of every responding server."""
@@ -279,7 +279,7 @@ class ServerEngine:
 
         Call :meth:`pause` first. Running requests continue; new ones wait for :meth:`resume`.
         """
-        self._weights.replace(directory, version)
+        self._weights.set_version(directory, version)
         asleep, self._asleep = self._asleep, False
 
         async def take(replica: Replica) -> None:
@@ -307,8 +307,8 @@ class ServerEngine:
 
     async def adopt(self) -> None:
         """Label the servers' weights as the current version, regardless of their label, and treat them as initial."""
-        await self._on_all(lambda replica: replica.label(self.version))
-        self._weights.untouched = True
+        await self._on_all(lambda replica: replica.set_version_label(self.version))
+        self._weights.has_initial_weights = True
 
     async def sleep(self) -> None:
         """Release the GPUs to the trainer until the next :meth:`install`. Drop weights that the install replaces."""

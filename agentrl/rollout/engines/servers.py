@@ -90,7 +90,7 @@ class ManagedServers(ABC):
             self.way(),
             addresses=tuple(address for address, _, _ in targets),
             world_sizes=tuple(workers for _, workers, _ in targets),
-            starts=tuple(starts for _, _, starts in targets),
+            server_starts=tuple(starts for _, _, starts in targets),
         )
 
     async def verify(self, version: int, probe: Probe) -> str | None:

@@ -24,7 +24,7 @@ from agentrl.rollout.engines.batcher import Batcher, Request
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.weights.exports import read_export
 from agentrl.weights.sources import TransferTarget
-from agentrl.weights.verify import Probe, Verifier, checksums, with_head
+from agentrl.weights.verify import Probe, Verifier, checksums, with_tied_head
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class TransformersEngine:
             model,
             self._parts,
             eos_ids=codec.end_ids,
-            table=codec.table,
+            token_bytes=codec.token_bytes,
             max_batch_tokens=settings.max_batch_tokens,
             kv_cache_tokens=settings.kv_cache_tokens,
             keep_prefixes=not deterministic,
@@ -143,7 +143,7 @@ class TransformersEngine:
     def resume(self) -> None:
         self._open.set()
 
-    async def rest(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Wait until no forward pass runs. A pass for cancelled requests may outlast all other requests.
 
         Raises EngineError if a request is still running.
@@ -182,7 +182,7 @@ class TransformersEngine:
     async def cache_use(self) -> CacheUse:
         """Return the usage of the cache. Each trajectory occupies a row from its first turn to its end."""
         return CacheUse(
-            tokens=self._batcher.kv_cache_tokens, used=self._batcher.used, preemptions=self._batcher.evictions
+            tokens=self._batcher.kv_cache_tokens, used=self._batcher.cache_fraction, preemptions=self._batcher.evictions
         )
 
     def fingerprint(self) -> str:
@@ -243,7 +243,7 @@ class TransformersEngine:
             return
         error = server.exception()
         if error is not None and is_out_of_memory(error):
-            batch, cache = self._batcher.halve()
+            batch, cache = self._batcher.halve_batch_size()
             logger.warning(
                 "the engine ran out of memory: reducing rollout.max_batch_tokens to %d and rollout.kv_cache_tokens "
                 "to %d for the rest of the run", batch, cache,
@@ -253,14 +253,14 @@ class TransformersEngine:
             if not future.done() and error is not None:
                 future.set_exception(error)
         self._arrived.clear()
-        self._batcher.abandon()
+        self._batcher.drop_everything()
 
     def _advance(self) -> list[Request]:
         """Run forward passes on the engine's thread until a request ends, up to ``_FORWARDS``."""
         with self._lock:
             for _ in range(_FORWARDS):
                 self._take_arrivals()
-                ended = self._batcher.advance()
+                ended = self._batcher.run_forward_pass()
                 for request in ended:
                     request.close_span(self._version)
                 if ended or not self._batcher.busy:
@@ -274,7 +274,7 @@ class TransformersEngine:
             if self._batcher.busy or not self._arrived:
                 return
             arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
-            self._batcher.clear()
+            self._batcher.drop_prefixes()
             for request in sorted(arrived, key=lambda item: item.request_id):
                 self._batcher.add(request)
             return
@@ -310,7 +310,7 @@ class ManagedTransformers:
 
     async def end_rollouts(self) -> None:
         if self._shared:
-            await self.engine.rest()
+            await self.engine.wait_until_idle()
 
     def target(self) -> TransferTarget | None:
         return None if self._shared else TransferTarget()
@@ -336,5 +336,11 @@ class ManagedTransformers:
 
     async def _compare(self, probe: Probe) -> str | None:
         self._model.eval()
-        own = with_head(await asyncio.to_thread(checksums, self._model.named_parameters())) if probe.checksums else {}
-        return self.verifier.judge("the engine", probe, reported=own, scores=await self.engine.score(probe.token_ids))
+        own = (
+            with_tied_head(await asyncio.to_thread(checksums, self._model.named_parameters()))
+            if probe.checksums
+            else {}
+        )
+        return self.verifier.find_problem(
+            "the engine", probe, reported=own, scores=await self.engine.score(probe.token_ids)
+        )

@@ -70,7 +70,7 @@ def agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings: Agen
         tokenizer,
         turn_end=draft.turn_end(),
         generation_ends=read_generation_ends(name),
-        shown=draft.calls.tokens,
+        shown_special_tokens=draft.calls.tokens,
     )
     return ChatRenderer(tokenizer, codec, template=template, options=options)
 
@@ -337,7 +337,9 @@ class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
 
     def _append(self, observation: str, most: int) -> bool:
         codec = self._tokens.codec
-        tokens = len(codec.encode_parts(codec.unsampled(observation, self._context) if observation else ()))
+        tokens = len(
+            codec.encode_parts(codec.without_sampled_turn_end(observation, self._context) if observation else ())
+        )
         fits = self._used + tokens <= most
         if tokens and fits:
             self._used += tokens

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from agentrl.models.chat_template import ChatTemplate, ChatTemplateError, Layout, slot
+from agentrl.models.chat_template import ChatTemplate, ChatTemplateError, Layout, content_placeholder
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.gateway.wire import AgentCall, AgentMessage, AgentRequest, WireError
 from agentrl_envs.chat import Mark, Part
@@ -38,11 +38,13 @@ class ChatRenderer:
         self.codec = codec
         self._chat = ChatTemplate(tokenizer, template=template, options=options)
         self.prefix_ids = codec.prefix_ids if self._chat.plain else ()
-        self.longest_token = max(map(len, codec.table))  # in bytes
+        self.longest_token = max(map(len, codec.token_bytes))  # in bytes
         self._tokenizer = tokenizer
         self.calls = HERMES if self._chat.plain else self._call_form()
         self._layout = lru_cache(maxsize=_SHAPES)(self._render)
-        self._tools = lru_cache(maxsize=_SHAPES)(lambda text: json.dumps(self._chat.guard(json.loads(text))))
+        self._tools = lru_cache(maxsize=_SHAPES)(
+            lambda text: json.dumps(self._chat.replace_special_tokens(json.loads(text)))
+        )
 
     def layout(
         self, messages: Sequence[AgentMessage], request: AgentRequest, *, sampled: Collection[int] = ()
@@ -115,20 +117,26 @@ class ChatRenderer:
 
     def _shape(self, message: AgentMessage, index: int, *, sampled: bool) -> dict[str, object]:
         """Return a message with a placeholder as content. A sampled reply keeps its calls in the sampled text."""
-        shape: dict[str, object] = {"role": message.role, "content": slot(index) if message.content or sampled else ""}
+        shape: dict[str, object] = {
+            "role": message.role,
+            "content": content_placeholder(index) if message.content or sampled else "",
+        }
         if message.role == "tool":
             shape["tool_call_id"] = _CALL_ID
         if sampled:
             return shape
         if message.reasoning is not None:
-            shape["reasoning_content"] = self._chat.guard(message.reasoning)
+            shape["reasoning_content"] = self._chat.replace_special_tokens(message.reasoning)
         if message.calls:
             shape["tool_calls"] = [self._call_shape(call) for call in message.calls]
         return shape
 
     def _call_shape(self, call: AgentCall) -> dict[str, object]:
         arguments = call.parsed
-        function = {"name": self._chat.guard(call.name), "arguments": self._chat.guard(arguments)}
+        function = {
+            "name": self._chat.replace_special_tokens(call.name),
+            "arguments": self._chat.replace_special_tokens(arguments),
+        }
         return {"type": "function", "id": _CALL_ID, "function": function}
 
     def _surroundings(self, request: AgentRequest) -> tuple[str, str]:

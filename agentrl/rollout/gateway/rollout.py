@@ -151,7 +151,7 @@ class AgentRollout:
         """Yield text, bytes and log-probability of each sampled token."""
         codec = self.renderer.codec
         for token, value in zip(completion.token_ids, completion.log_probs, strict=True):
-            yield codec.decode((token,)), codec.table[token] if token < len(codec.table) else b"", value
+            yield codec.decode((token,)), codec.token_bytes[token] if token < len(codec.token_bytes) else b"", value
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class AgentRollout:
         if self.gateway.history == "template" and not self._kept(request, layout, messages, replies):
             return None
         behind = self.renderer.closing(layout.parts([one.content for one in messages], len(before)))
-        parts = self.renderer.codec.unsampled(MarkedText(*behind), parent.context) if behind else ()
+        parts = self.renderer.codec.without_sampled_turn_end(MarkedText(*behind), parent.context) if behind else ()
         return Prompt(
             parent=parent,
             messages=match.new,

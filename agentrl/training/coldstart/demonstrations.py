@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
-from agentrl.problems.demonstrations import Demonstration, ShownTurn
+from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn
 from agentrl.problems.settings import BUILTIN, FORMULA
 from agentrl.problems.sources import FILE_KINDS, evaluation_set, load_source
 from agentrl.rollout.environment import environment_tools, needs_answers
@@ -38,10 +38,10 @@ async def with_observations(demonstration: Demonstration, environment: Environme
 
     Raises SettingsError if the episode ends before the last turn.
     """
-    if not demonstration.is_played:
+    if not demonstration.needs_observations:
         return demonstration
     *before, last = demonstration.turns
-    played: list[ShownTurn] = []
+    played: list[DemonstrationTurn] = []
     episode = environment.episode(demonstration.problem)
     try:
         await episode.start()
@@ -53,7 +53,7 @@ async def with_observations(demonstration: Demonstration, environment: Environme
                     f"{demonstration.problem.id!r} ends the episode ({step.ended}), but only the last turn may end it: "
                     f"{turn.model!r:.200}"
                 )
-            played.append(ShownTurn(model=turn.model, observation=step.observation))
+            played.append(DemonstrationTurn(model=turn.model, observation=step.observation))
     finally:
         await episode.close()
     return replace(demonstration, turns=(*played, last))
@@ -120,7 +120,7 @@ _PROGRAMS = {"retool": "<code>\n```python\n{}\n```\n</code>", "torl": "```python
 _ANSWERS = {"retool": "<answer>\n\\boxed{{{}}}\n</answer>", "torl": "\\boxed{{{}}}"}
 
 
-def in_protocol(demonstrations: Sequence[Demonstration], settings: Settings) -> tuple[Demonstration, ...]:
+def in_protocol_format(demonstrations: Sequence[Demonstration], settings: Settings) -> tuple[Demonstration, ...]:
     """Return the demonstrations of ``settings`` in the format of the environment's protocol.
 
     Raises SettingsError if the environment is a class and the demonstrations are generated, because these call other
@@ -150,12 +150,12 @@ def in_protocol(demonstrations: Sequence[Demonstration], settings: Settings) -> 
 def _answered(demonstration: Demonstration) -> Demonstration:
     """Reduce a demonstration to its answer, for environments without tools."""
     answer = f"\\boxed{{{demonstration.problem.answer}}}"
-    return Demonstration(problem=demonstration.problem, turns=(ShownTurn(model=answer),))
+    return Demonstration(problem=demonstration.problem, turns=(DemonstrationTurn(model=answer),))
 
 
-def _turns(demonstration: Demonstration, protocol: Protocol, name: str) -> Iterator[ShownTurn]:
+def _turns(demonstration: Demonstration, protocol: Protocol, name: str) -> Iterator[DemonstrationTurn]:
     """Yield programs and answers in the protocol's format. ``final_answer`` becomes a print, then the answer."""
-    answer = ShownTurn(model=_ANSWERS[name].format(demonstration.problem.answer))
+    answer = DemonstrationTurn(model=_ANSWERS[name].format(demonstration.problem.answer))
     for turn in demonstration.turns:
         program = _SIMPLETIR.parse(turn.model).program
         if program is None:
@@ -164,7 +164,7 @@ def _turns(demonstration: Demonstration, protocol: Protocol, name: str) -> Itera
         final = "final_answer(" in program
         output = str(demonstration.problem.answer) if final else _output(turn.observation)
         model = _PROGRAMS[name].format(program.replace("final_answer(", "print(").rstrip("\n"))
-        yield ShownTurn(model=model, observation=protocol.observation(model, [output]))
+        yield DemonstrationTurn(model=model, observation=protocol.observation(model, [output]))
         if final:
             yield answer
 
@@ -190,7 +190,7 @@ class EncodedDemonstration:
         return max((len(list(run)) for own, run in itertools.groupby(self.response_mask) if own), default=0)
 
 
-def measured_problems(settings: Settings) -> list[Problem]:
+def problems_to_measure(settings: Settings) -> list[Problem]:
     """Return evenly spaced problems of each training source that needs no download."""
     answered = needs_answers(settings)
     return [

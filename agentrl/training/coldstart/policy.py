@@ -26,7 +26,7 @@ from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import atomic_write, malformed_as_world_error
 from agentrl.telemetry.machine import usable_cores
-from agentrl.training.coldstart.demonstrations import measured_problems
+from agentrl.training.coldstart.demonstrations import problems_to_measure
 from agentrl.training.coldstart.train import cached_policy, cold_start, read_cold_demonstrations
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.settings import ColdstartSettings
@@ -72,7 +72,7 @@ class StartScore:
         """Store the score beside its policy. Raises WorldError if writing fails."""
         atomic_write(policy / _SCORE, lambda out: out.write(json.dumps(asdict(self), indent=1).encode()))
 
-    def show(self, console: Console) -> None:
+    def print(self, console: Console) -> None:
         """Print how many problems the policy solves, and a warning with advice if no rollout was rewarded."""
         said = f"cold start: the policy solves {self.solved} of {self.problems} problems of {self.source}, "
         said += f"{self.solved / self.problems:.3f} [{self.low:.3f}, {self.high:.3f}]"
@@ -87,14 +87,14 @@ class StartScore:
             )
 
 
-def starting_policy(settings: Settings, console: Console, *, say_found: bool = True) -> str:
+def starting_policy(settings: Settings, console: Console, *, announce_cached: bool = True) -> str:
     """Return the directory or id of the initial policy. Runs and caches a cold start if it is configured."""
     if settings.coldstart.demonstrations is None and settings.model.path is not None:
         return settings.model.path
     loaded = read_cold_demonstrations(settings)
     path = cached_policy(settings, loaded.demonstrations)
     if path.exists():
-        if say_found:
+        if announce_cached:
             console.note(f"policy: {path} (cold start of an earlier run)")
             try:
                 score = StartScore.read(path)
@@ -102,16 +102,16 @@ def starting_policy(settings: Settings, console: Console, *, say_found: bool = T
                 console.warning(f"the score of the cold start cannot be read: {error}")
             else:
                 if score is not None:
-                    score.show(console)
+                    score.print(console)
         return str(path)
     console.note(f"cold start: {settings.coldstart.steps} steps on {loaded.description}")
     if settings.coldstart.direct_share:
         console.note(_direct_answers(settings.coldstart))
-    make_policy(settings, path, console, measured_problems(settings))
+    create_policy(settings, path, console, problems_to_measure(settings))
     return str(path)
 
 
-def make_policy(settings: Settings, output: Path, console: Console, problems: Sequence[Problem] = ()) -> None:
+def create_policy(settings: Settings, output: Path, console: Console, problems: Sequence[Problem] = ()) -> None:
     """Run the cold start, export its policy to ``output``, and report how many of ``problems`` it solves.
 
     Without ``problems``, the policy plays the problems of the demonstrations.
@@ -137,7 +137,7 @@ def make_policy(settings: Settings, output: Path, console: Console, problems: Se
         return
     if score is not None:
         score.write(output)
-        score.show(console)
+        score.print(console)
 
 
 async def _play(settings: Settings, path: Path, problems: Sequence[Problem]) -> StartScore | None:
@@ -234,7 +234,7 @@ def coldstart_command(settings: Settings, output: Path) -> None:
     _claim(output)
     set_determinism(settings.training)
     set_threads(settings, processes=1)
-    make_policy(settings, output, Console(settings.telemetry))
+    create_policy(settings, output, Console(settings.telemetry))
 
 
 def _claim(output: Path) -> None:

@@ -25,7 +25,7 @@ from agentrl.models.exactness import check_policy, choose_reader
 from agentrl.models.loading import build_tiny_model, read_model, train_tokenizer, write_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
-from agentrl.problems.demonstrations import Demonstration, ShownTurn
+from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn
 from agentrl.problems.sources import LoadedDemonstrations, load_demonstrations
 from agentrl.rollout.environment import build_environment, environment_tools
 from agentrl.telemetry.files import os_errors_as_world_errors
@@ -34,7 +34,7 @@ from agentrl.training.coldstart.demonstrations import (
     check_limits,
     check_template,
     environment_key,
-    in_protocol,
+    in_protocol_format,
     with_observations,
 )
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
@@ -247,7 +247,7 @@ def read_cold_demonstrations(settings: Settings) -> LoadedDemonstrations:
     loaded = load_demonstrations(
         cold.demonstrations, count=cold.count, variants=cold.variants, seed=_seed(settings), families=cold.families
     )
-    return replace(loaded, demonstrations=in_protocol(loaded.demonstrations, settings))
+    return replace(loaded, demonstrations=in_protocol_format(loaded.demonstrations, settings))
 
 
 def with_direct_answers(
@@ -267,7 +267,7 @@ def with_direct_answers(
     for item in demonstrations:
         if chosen.random() < share and (item.problem.answer is not None or not boxed):
             kept = chosen.randrange(max(1, len(item.turns) - 1)) if turn == "any" else 0
-            answer = ShownTurn(model=f"\\boxed{{{item.problem.answer}}}") if boxed else item.turns[-1]
+            answer = DemonstrationTurn(model=f"\\boxed{{{item.problem.answer}}}") if boxed else item.turns[-1]
             item = replace(item, turns=(*item.turns[:kept], answer))
         shown.append(item)
     return tuple(shown)

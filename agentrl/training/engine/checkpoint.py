@@ -55,14 +55,14 @@ class RunState:
     files: dict[str, str] = field(default_factory=dict)  # checksums of all other files
 
 
-class Ranked(Protocol):
+class RankInfo(Protocol):
     """The rank of this process and the number of ranks."""
 
     rank: int
     world_size: int
 
 
-class Saved(Protocol):
+class Checkpointable(Protocol):
     """A component whose state has a part on every rank."""
 
     def part(self) -> Part: ...
@@ -85,7 +85,7 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, root: Path, ranks: Ranked, settings: CheckpointSettings, *, published: Callable[[RunState], None]
+        self, root: Path, ranks: RankInfo, settings: CheckpointSettings, *, published: Callable[[RunState], None]
     ) -> None:
         """``published`` is called with the state of each checkpoint once a run can resume from it."""
         self._root = root
@@ -95,7 +95,7 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: _Write | None = None
 
-    def save(self, saved: Mapping[str, Saved], state: RunState) -> None:
+    def save(self, saved: Mapping[str, Checkpointable], state: RunState) -> None:
         """Finish the last checkpoint, and write ``root/step-N`` atomically, with a folder per item in ``saved``."""
         self.finish()
         folder = self._root / f".step-{state.step:06d}.partial"
@@ -132,15 +132,15 @@ class CheckpointWriter:
 
     def _prepare(self, folder: Path) -> None:
         if self._rank == 0:
-            tidy(self._root)
+            repair_checkpoints(self._root)
             folder.mkdir(parents=True)
 
     def _publish(self, write: _Write, parts: list[dict[str, str]]) -> None:
         if self._rank == 0:
             files = {name: digest for part in parts for name, digest in part.items()}
             _write_state(write.folder / _STATE, replace(write.state, files=files))
-            tidy(self._root)
-            prune(self._root, self._settings.keep)
+            repair_checkpoints(self._root)
+            delete_old_checkpoints(self._root, self._settings.keep)
 
 
 def _write_parts(folder: Path, parts: Mapping[str, Part]) -> dict[str, str]:
@@ -149,7 +149,7 @@ def _write_parts(folder: Path, parts: Mapping[str, Part]) -> dict[str, str]:
     return {name: checksum(folder / name) for name in parts}
 
 
-def open_newest(root: Path, ranks: Ranked, *, keep: int, warn: Callable[[str], None]) -> tuple[Path, RunState] | None:
+def open_newest(root: Path, ranks: RankInfo, *, keep: int, warn: Callable[[str], None]) -> tuple[Path, RunState] | None:
     """Return the newest undamaged checkpoint and its state, or None if there are no checkpoints. Collective.
 
     Renames newer checkpoints that are damaged, with a warning, and deletes all but the newest ``keep`` undamaged ones.
@@ -158,7 +158,7 @@ def open_newest(root: Path, ranks: Ranked, *, keep: int, warn: Callable[[str], N
 
     def tidied() -> list[str]:
         with os_errors_as_world_errors(root, "tidy"):
-            tidy(root)
+            repair_checkpoints(root)
         return [path.name for path in reversed(_complete(root))]
 
     spoiled: dict[str, str] = {}
@@ -172,7 +172,7 @@ def open_newest(root: Path, ranks: Ranked, *, keep: int, warn: Callable[[str], N
         if ranks.rank == 0:
             with os_errors_as_world_errors(root, "tidy"):
                 _set_aside(root, spoiled, used=name, warn=warn)
-                prune(root, keep)
+                delete_old_checkpoints(root, keep)
         return root / name, state
     if spoiled:
         listed = "; ".join(f"{name}: {problem}" for name, problem in spoiled.items())
@@ -188,13 +188,13 @@ def newest_step(root: Path) -> int:
     return max((_step(path) for path in _complete(root)), default=0)
 
 
-def prune(root: Path, keep: int) -> None:
+def delete_old_checkpoints(root: Path, keep: int) -> None:
     """Delete all checkpoints except the newest ``keep``."""
     for old in _complete(root)[:-keep]:
         shutil.rmtree(old)
 
 
-def tidy(root: Path) -> None:
+def repair_checkpoints(root: Path) -> None:
     """Rename complete checkpoints to their final names, and delete incomplete ones that a killed process left."""
     for left in root.glob(".step-*.partial"):
         if not (left / _STATE).is_file():

@@ -22,12 +22,12 @@ from agentrl.errors import WorldError
 from agentrl.kernels import TokenStatistics
 from agentrl.models.exactness import choose_reader
 from agentrl.models.loading import read_model
-from agentrl.models.lora import with_adapter
+from agentrl.models.lora import add_adapters
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
 from agentrl.planning.memory import REDUCE_BUCKET
 from agentrl.training.engine.groups import rank_groups
-from agentrl.training.engine.parts import Part, restore, take_part
+from agentrl.training.engine.parts import Part, restore_rank_state, take_part
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl.weights.sources import read_sharded
 
@@ -385,7 +385,7 @@ class TrainingEngine(Generic[_Module_co]):
 
     def load(self, folder: Path) -> None:
         """Restore a checkpoint of this model, written by any number of ranks at any ZeRO stage. Collective."""
-        updates = restore(folder, self.module, self._engine.optimizer, rank=self.rank)
+        updates = restore_rank_state(folder, self.module, self._engine.optimizer, rank=self.rank)
         rates = [rate * self._schedule.lr_lambdas[0](updates) for rate in self._schedule.base_lrs]
         self._schedule.load_state_dict(
             self._schedule.state_dict() | {"last_epoch": updates, "_step_count": updates + 1, "_last_lr": rates}
@@ -401,9 +401,9 @@ def read_for_training(path: str | Path, model: ModelSettings, training: Training
     """
     world_size = torch.distributed.get_world_size()
     if training.zero_stage < 3 or world_size == 1:
-        return with_adapter(read_model(path, model), model.lora)
+        return add_adapters(read_model(path, model), model.lora)
     config = deepspeed_config(training, bfloat16=model.dtype == "bfloat16", world_size=world_size)
-    return with_adapter(read_sharded(path, model, config), model.lora)
+    return add_adapters(read_sharded(path, model, config), model.lora)
 
 
 def read_policy(path: str | Path, model: ModelSettings, training: TrainingSettings) -> PolicyModel:

@@ -46,7 +46,7 @@ def rank_groups(training: TrainingSettings) -> RankGroups:
         return RankGroups(replica=rank, replicas=world)
     every = torch.distributed.group.WORLD
     assert every is not None  # initialized, because its size is known
-    return _made(every, size, training.collective_deadline)
+    return _create_groups(every, size, training.collective_deadline)
 
 
 def grouping_obstacle(size: int, *, ranks: int) -> str | None:
@@ -68,7 +68,7 @@ def grouping_obstacle(size: int, *, ranks: int) -> str | None:
 
 
 @cache
-def _made(every: ProcessGroup, size: int, deadline: float) -> RankGroups:
+def _create_groups(every: ProcessGroup, size: int, deadline: float) -> RankGroups:
     """Make the groups. Every rank makes every group, in the same order."""
     rank, world = every.rank(), every.size()
     wait = timedelta(seconds=deadline)

@@ -35,7 +35,7 @@ class MicroBatchMemoryError(Exception):
 
 
 @contextmanager
-def in_micro_batch(*, tokens: int, trajectories: int) -> Iterator[None]:
+def micro_batch_memory_errors(*, tokens: int, trajectories: int) -> Iterator[None]:
     """Raise MicroBatchMemoryError if memory runs out inside the block, which computes a micro-batch of this size."""
     try:
         yield
@@ -85,7 +85,7 @@ class MicroBatchBudget:
             )
 
     @contextmanager
-    def guard(self, step: int) -> Iterator[None]:
+    def shrink_on_out_of_memory(self, step: int) -> Iterator[None]:
         """Record a smaller size if memory runs out inside the block.
 
         Raises OutOfMemoryError, or SettingsError if smaller micro-batches do not help: after a micro-batch of one

@@ -35,7 +35,7 @@ _FACTS = "agentrl"  # the only key of a file's metadata, because safetensors wri
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class PartMetadata:
     """Metadata of a part and of the whole checkpoint."""
 
     starts: dict[str, int]  # offset of each piece in its flat parameter
@@ -48,7 +48,7 @@ class Facts:
 class Part:
     """One rank's part of a checkpoint, in memory."""
 
-    facts: Facts
+    facts: PartMetadata
     tensors: dict[str, Tensor]
 
     @property
@@ -63,7 +63,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class ParameterShard:
     """This rank's part of one trained parameter, in the optimizer's layout."""
 
     name: str
@@ -77,7 +77,7 @@ class Piece:
         return whole.detach().view(-1).narrow(0, self.offset, self.length)
 
 
-def own_pieces(module: nn.Module, optimizer: Untyped) -> Iterator[Piece]:
+def own_pieces(module: nn.Module, optimizer: Untyped) -> Iterator[ParameterShard]:
     """Yield the pieces of this rank under DeepSpeed's ``optimizer``. Without ZeRO, every rank has all pieces."""
     item: Untyped
     for name, item in module.named_parameters():
@@ -97,7 +97,7 @@ def own_pieces(module: nn.Module, optimizer: Untyped) -> Iterator[Piece]:
         else:
             start, length, offset, flat = 0, item.numel(), 0, item
         if length > 0:
-            yield Piece(name=name, start=start, length=length, flat=flat, offset=offset)
+            yield ParameterShard(name=name, start=start, length=length, flat=flat, offset=offset)
 
 
 def take_part(module: nn.Module, optimizer: Untyped, *, updates: int, rank: int) -> Part:
@@ -113,11 +113,11 @@ def take_part(module: nn.Module, optimizer: Untyped, *, updates: int, rank: int)
             steps = float(state["step"])
             tensors |= {f"{moment}/{piece.name}": _copied(piece.of(state[moment])) for moment in MOMENTS}
     starts = {piece.name: piece.start for piece in pieces}
-    facts = Facts(starts=starts, shapes=_shapes(module), adam_steps=steps, updates=updates)
+    facts = PartMetadata(starts=starts, shapes=_shapes(module), adam_steps=steps, updates=updates)
     return Part(facts=facts, tensors=tensors)
 
 
-def restore(folder: Path, module: nn.Module, optimizer: Untyped, *, rank: int) -> int:
+def restore_rank_state(folder: Path, module: nn.Module, optimizer: Untyped, *, rank: int) -> int:
     """Restore a checkpoint to optimizer and module, and return its number of updates. Collective.
 
     Raises SettingsError if the checkpoint belongs to a different model.
@@ -130,7 +130,7 @@ def restore(folder: Path, module: nn.Module, optimizer: Untyped, *, rank: int) -
             raise SettingsError(
                 f"the checkpoint {folder} has an unsupported format: resume with the version of agentrl that wrote it"
             )
-        facts = [Facts(**json.loads(file.metadata()[_FACTS])) for file in files]
+        facts = [PartMetadata(**json.loads(file.metadata()[_FACTS])) for file in files]
         _check_model(folder, facts[0].shapes, _shapes(module))
         _read_pieces(_AllPieces(files, facts), module, optimizer)
         _restore_random_state(files, rank)
@@ -140,14 +140,14 @@ def restore(folder: Path, module: nn.Module, optimizer: Untyped, *, rank: int) -
 class _AllPieces:
     """The pieces of all files, by parameter."""
 
-    def __init__(self, files: Sequence[safe_open], facts: Sequence[Facts]) -> None:
+    def __init__(self, files: Sequence[safe_open], facts: Sequence[PartMetadata]) -> None:
         self._at: dict[str, list[tuple[int, safe_open]]] = {}
         for file, own in zip(files, facts, strict=True):
             for name, start in own.starts.items():
                 self._at.setdefault(name, []).append((start, file))
         self.steps = max((own.adam_steps for own in facts if own.adam_steps is not None), default=None)
 
-    def read(self, kind: str, piece: Piece, into: Tensor) -> None:
+    def read(self, kind: str, piece: ParameterShard, into: Tensor) -> None:
         """Fill ``into`` with the entries of ``piece``."""
         copied = 0
         for start, file in self._at[piece.name]:

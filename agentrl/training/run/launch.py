@@ -74,7 +74,7 @@ def launch(settings: Settings, run_path: Path, *, resume: bool, poll: Callable[[
     reported it.
     """
     console = Console(settings.telemetry)
-    cluster = open_cluster(settings.cluster, _own_gpus())
+    cluster = open_cluster(settings.cluster, _visible_gpus_of_process())
     try:
         nodes = cluster.nodes()
         if has_many_nodes(settings.cluster.kind):
@@ -252,7 +252,7 @@ def _sandboxes(
 
 def show_plan(settings: Settings, console: Console) -> None:
     """Print the resource plan. Raises SettingsError if the run cannot be placed."""
-    cluster = open_cluster(settings.cluster, _own_gpus())
+    cluster = open_cluster(settings.cluster, _visible_gpus_of_process())
     try:
         nodes = cluster.nodes()
         console.table("Resource plan", list(PLAN_COLUMNS), _table(settings, nodes))
@@ -275,7 +275,7 @@ def _check_folder(cluster: Cluster, reservations: Sequence[Reservation], run_pat
             )
 
 
-def _own_gpus() -> list[str] | None:
+def _visible_gpus_of_process() -> list[str] | None:
     return visible_gpus(torch.cuda.device_count()) if torch.cuda.is_available() else None
 
 
@@ -335,7 +335,7 @@ class RankGroup:
         self._ending = False
         self._cause: RankEnd | None = None
         self._reported: RankEnd | None = None
-        self._found = 0.0
+        self._cause_found_at = 0.0
 
     @property
     def stop_requested(self) -> bool:
@@ -378,11 +378,11 @@ class RankGroup:
             return  # it was killed here
         if end.code and (self._cause is None or end.severity > self._cause.severity):
             self._cause = end
-            self._found = time.monotonic()
+            self._cause_found_at = time.monotonic()
 
     def _report_once(self, cause: RankEnd, *, at_once: bool) -> None:
         """Report the cause once. A possible consequence of another failure is reported after a delay."""
-        sure = at_once or cause.severity > 0 or time.monotonic() > self._found + _CAUSE_DELAY
+        sure = at_once or cause.severity > 0 or time.monotonic() > self._cause_found_at + _CAUSE_DELAY
         if sure and cause is not self._reported and not self.stop_requested:
             self._reported = cause
             if self._report is not None:

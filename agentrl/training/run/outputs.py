@@ -27,7 +27,7 @@ from agentrl.telemetry.settings import TelemetrySettings
 from agentrl.telemetry.tokens import TokenFacts, TrajectoryTokens, write_tokens
 from agentrl.training.engine.checkpoint import newest_step
 from agentrl.training.engine.groups import RankGroups
-from agentrl.training.step.batching import RankPlan, due
+from agentrl.training.step.batching import RankPlan, is_due
 from agentrl.training.step.diagnostics import TokenRecorder
 from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_options, loss_options, needs
 
@@ -275,7 +275,7 @@ class TokenWriter:
     def recorder(self, step: int) -> TokenRecorder | None:
         """Return a recorder for the rows of ``step``, or None if they are not recorded."""
         every = (self._telemetry.tokens_every, self._telemetry.trajectories_every)
-        if not self._groups.first or not all(due(step, each) for each in every):
+        if not self._groups.first or not all(is_due(step, each) for each in every):
             return None
         return TokenRecorder(hidden_norms=self._hidden_norms)
 

@@ -36,7 +36,7 @@ from agentrl.rollout.settings import compares_answers, longest_request
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
 from agentrl.telemetry.trackers import check_trackers
-from agentrl.training.coldstart.demonstrations import measured_problems
+from agentrl.training.coldstart.demonstrations import problems_to_measure
 from agentrl.training.coldstart.train import measure, read_cold_demonstrations
 from agentrl.training.engine.groups import grouping_obstacle
 from agentrl.training.run.launch import show_plan
@@ -167,7 +167,7 @@ def dry_run(settings: Settings) -> None:
     problems = check_inputs(settings)
     shown = settings.coldstart.demonstrations
     if shown is not None and not shown.startswith((BUILTIN, FORMULA)) and not is_agent(settings.env):
-        asyncio.run(measure(settings, measured_problems(settings)))
+        asyncio.run(measure(settings, problems_to_measure(settings)))
     console = Console(settings.telemetry)
     console.note(dump_yaml(settings).rstrip())
     console.note("")

@@ -49,7 +49,7 @@ from agentrl.training.run.outputs import (
     resume_command,
 )
 from agentrl.training.run.signals import INTERRUPTED
-from agentrl.training.step.batching import due
+from agentrl.training.step.batching import is_due
 from agentrl.training.step.diagnostics import FIDELITY_FLOORS, fidelity_bound
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 from agentrl.training.step.reference_and_critic import open_critic, open_reference, reference_path
@@ -182,7 +182,7 @@ class Session:
             console=self._console,
             lora=self._settings.model.lora,
             base=self._start,
-            host=_own_address() if elsewhere else "127.0.0.1",
+            host=_address_for_servers() if elsewhere else "127.0.0.1",
         )
 
     def _open_service(self, path: str) -> RolloutService:
@@ -266,7 +266,7 @@ class Session:
                 with span("step", step=step):
                     self._step(step, progress)
                 self._evaluate_if_due()
-                if due(step, every):
+                if is_due(step, every):
                     self._save()
             if self._done.step < steps:
                 with span("step", step=steps):
@@ -283,7 +283,7 @@ class Session:
         planned = time.monotonic()
         self._heartbeat.start_step(step)
         recorder = self._tokens.recorder(step)
-        with self._budget.guard(step), span("train"):
+        with self._budget.shrink_on_out_of_memory(step), span("train"):
             for engine in self._engines.values() if self._moves_state else ():
                 engine.reload()  # the servers sleep
             metrics = self._trainer.train(plan, recorder=recorder)
@@ -356,7 +356,7 @@ class Session:
     def _evaluate_if_due(self) -> None:
         """Evaluate before the first step and every ``evaluation.every`` steps, but not after the last step."""
         step, settings = self._done.step, self._settings
-        if step < settings.training.steps and (step == 0 or due(step, settings.evaluation.every)):
+        if step < settings.training.steps and (step == 0 or is_due(step, settings.evaluation.every)):
             self._evaluate()
 
     def _evaluate(self, *, falsified: bool = False) -> None:
@@ -519,7 +519,7 @@ def _reading(policy: PolicyModel) -> str:
     return f"{policy.attention} attention over packed trajectories{ranks}"
 
 
-def _own_address() -> str:
+def _address_for_servers() -> str:
     """Return the address at which servers on other machines reach rank 0."""
     known = address_of_rank_zero()
     return socket.gethostname() if known in ("127.0.0.1", "localhost") else known

@@ -107,12 +107,12 @@ def _train(settings: Settings, resume: bool, callbacks: Callbacks | None, *, emb
     if not runs_in_separate_processes(settings):
         return run_rank(settings, run, resume=resume, callbacks=callbacks, embedded=embedded)
     with contextlib.closing(run):  # rank 0 opens it
-        starting_policy(_here(settings), console, say_found=False)  # rank 0 reports it
+        starting_policy(_with_local_sandbox(settings), console, announce_cached=False)  # rank 0 reports it
     poll = RunFollower(run.path, callbacks).poll if callbacks is not None else lambda: None
     return launch(settings, run.path, resume=resume, poll=poll)
 
 
-def _here(settings: Settings) -> Settings:
+def _with_local_sandbox(settings: Settings) -> Settings:
     """Return cold-start settings with a local sandbox, because the cluster has not started its services yet."""
     if settings.sandbox.scheme != "ray":
         return settings

@@ -61,7 +61,7 @@ Unit = tuple[Sequence[Trajectory], ...]
 """The trajectories of one micro-batch, or of the micro-batches of a group that does not fit one."""
 
 
-def fill(
+def pack_units(
     units: Sequence[Sequence[Trajectory]], budget: int, *, ranks: int, attention_length: float = math.inf
 ) -> list[Unit]:
     """Pack whole units into micro-batches of at most ``budget`` tokens, and return them in descending order of cost.
@@ -79,7 +79,7 @@ def fill(
     return [(rows,) for rows in _fill(ordered, [costs[id(unit)] for unit in ordered], budget, ranks=ranks)]
 
 
-def deal(units: Sequence[Unit], *, ranks: int) -> list[list[Unit]]:
+def deal_to_ranks(units: Sequence[Unit], *, ranks: int) -> list[list[Unit]]:
     """Distribute single-micro-batch units, in descending order of cost, over the ranks in alternating order.
 
     The rank with the costliest unit of a turn receives the cheapest unit of the next turn, so that the micro-batches of
@@ -92,7 +92,7 @@ def deal(units: Sequence[Unit], *, ranks: int) -> list[list[Unit]]:
     return dealt
 
 
-def balance(units: Sequence[Unit], *, ranks: int, attention_length: float = math.inf) -> list[list[Unit]]:
+def balance_over_ranks(units: Sequence[Unit], *, ranks: int, attention_length: float = math.inf) -> list[list[Unit]]:
     """Assign each unit, in descending order of cost, to the rank with the lowest total cost so far."""
     costs = [sum(_cost(rows, attention_length) for rows in unit) for unit in units]
     shares: list[list[Unit]] = [[] for _ in range(ranks)]
@@ -110,7 +110,7 @@ def packed_tokens(rows: Sequence[Trajectory]) -> int:
     return sum(map(len, prompts)) + sum(row.length - len(row.prompt_ids) for row in rows)
 
 
-def pieces(group: Sequence[Trajectory], most: int) -> list[Sequence[Trajectory]]:
+def split_group(group: Sequence[Trajectory], most: int) -> list[Sequence[Trajectory]]:
     """Split a group into parts of at most ``most`` tokens or one trajectory, with as many trajectories as possible."""
     parts: list[list[Trajectory]] = []
     for row in sorted(group, key=lambda item: item.length, reverse=True):
@@ -158,34 +158,34 @@ def plan_step(
 ) -> list[RankPlan]:
     """Return the plan of every rank for one rollout batch, without updates if no group is left to train.
 
-    ``attention_length`` as in :func:`fill`.
+    ``attention_length`` as in :func:`pack_units`.
     """
     groups, algorithm = rollouts.groups, settings.algorithm
     largest = max((packed_tokens(group.trajectories) for group in groups), default=0)
     reasons = statistics_pass_reasons(settings)
     # The head-exact diagnostic needs whole groups, so it is omitted if a group does not fit into a micro-batch.
-    head_exact = due(rollouts.step, algorithm.head_exact_every) and largest <= budget
+    head_exact = is_due(rollouts.step, algorithm.head_exact_every) and largest <= budget
     updates: list[list[UpdatePlan]] = [[] for _ in range(ranks)]
     greedy = {group.index: group.greedy.reward for group in groups if group.greedy is not None}
     for part in split_updates(groups, algorithm.updates_per_step):
-        filled = partial(fill, budget=budget, ranks=ranks, attention_length=attention_length)
+        filled = partial(pack_units, budget=budget, ranks=ranks, attention_length=attention_length)
         every = [group.trajectories for group in part]
         whole = [rows for rows in every if packed_tokens(rows) <= budget]
-        split = [tuple(pieces(rows, budget)) for rows in every if packed_tokens(rows) > budget]
-        shares = deal(filled(whole), ranks=ranks)
+        split = [tuple(split_group(rows, budget)) for rows in every if packed_tokens(rows) > budget]
+        shares = deal_to_ranks(filled(whole), ranks=ranks)
         scored = 0
         if split and not reasons:
-            shares = balance([*split, *filled(whole)], ranks=ranks, attention_length=attention_length)
+            shares = balance_over_ranks([*split, *filled(whole)], ranks=ranks, attention_length=attention_length)
             scored = 0 if known_before_forward(settings) else 1
             if _one_forward_is_slower(shares, scored, attention_length):
                 reasons = (_TOO_LARGE.format(tokens=largest, budget=budget),)
         if reasons and not head_exact:
-            parts = [piece for rows in every for piece in pieces(rows, budget // 4)]
-            shares = deal(filled(parts), ranks=ranks)
+            parts = [piece for rows in every for piece in split_group(rows, budget // 4)]
+            shares = deal_to_ranks(filled(parts), ranks=ranks)
         rows = [item for group in every for item in group]
         masked = {(group.index, sample, branch) for group in part for sample, branch in group.masked}
         trained = [row for row in rows if (row.group, row.sample, row.branch) not in masked]
-        homes = share_out(shares)
+        homes = home_ranks(shares)
         packed = partial(MicroBatch.of, no_loss=masked, homes=homes, greedy_returns=greedy)
         # Ranks run the same number of passes. Ranks with fewer micro-batches repeat one with weight 0.
         filler = packed([min(rows, key=lambda row: row.length)], counted=False)
@@ -232,7 +232,7 @@ def _one_forward_is_slower(shares: Sequence[Sequence[Unit]], scored: int, attent
     return once > 4 * sum(cost(unit) for share in shares for unit in share) / len(shares)
 
 
-def share_out(shares: Sequence[Sequence[Unit]]) -> dict[int, int]:
+def home_ranks(shares: Sequence[Sequence[Unit]]) -> dict[int, int]:
     """Return the rank that receives all trajectories of each group, from the units of every rank.
 
     This is the rank with most of the group's tokens, or in a tie, the rank that receives the fewest tokens so far.
@@ -249,7 +249,7 @@ def share_out(shares: Sequence[Sequence[Unit]]) -> dict[int, int]:
     return homes
 
 
-def due(step: int, every: int) -> bool:
+def is_due(step: int, every: int) -> bool:
     """Return True if an action of every ``every`` steps (0: never) is due at ``step``."""
     return bool(every) and step % every == 0
 

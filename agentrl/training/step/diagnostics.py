@@ -18,7 +18,7 @@ from agentrl.models.policy import PolicyModel
 from agentrl.telemetry.tokens import TrajectoryTokens
 from agentrl.training.engine.collectives import Meter
 from agentrl.training.step.loss_rows import LossRows
-from agentrl.weights.sources import gathered
+from agentrl.weights.sources import gathered_linear
 from agentrl.weights.verify import LIMITS, noise_bound
 
 Reduce = Callable[[Tensor], Tensor]
@@ -40,7 +40,7 @@ def fidelity_bound(dtype: str, noise: float) -> float:
     return noise_bound(noise, floor=FIDELITY_FLOORS[dtype], limit=LIMITS[dtype])
 
 
-def measure_forward(meter: Meter, rows: LossRows, *, version: int) -> None:
+def record_forward_metrics(meter: Meter, rows: LossRows, *, version: int) -> None:
     """Record metrics of the first forward, with the weights of ``version``, over a micro-batch's trajectories.
 
     ``policy/engine_abs_diff`` covers the tokens of this version, without turns during which the weights changed: their
@@ -54,7 +54,7 @@ def measure_forward(meter: Meter, rows: LossRows, *, version: int) -> None:
     mismatch = mismatch_metrics(statistics.log_probs, batch.rollout_log_probs, mask)
     meter.add_mean("policy/kl_engine_k1", mismatch["kl_k1"], tokens)
     meter.add_mean("policy/kl_engine_k3", mismatch["kl_k3"], tokens)
-    fresh = mask & (batch.versions == version) & ~of_several_versions(batch.versions)
+    fresh = mask & (batch.versions == version) & ~turns_of_several_versions(batch.versions)
     difference = torch.where(fresh, (statistics.log_probs - batch.rollout_log_probs).abs().double(), 0.0)
     own, counts = difference.sum(-1), fresh.sum(-1)  # [B]
     meter.add_mean("policy/engine_abs_diff", own.sum() / counts.sum().clamp(min=1), counts.sum())
@@ -77,10 +77,10 @@ def variance_proxies(*, total_power: float, gradient_norm: float, trajectories: 
     return {"variance/signal_strength": signal, "variance/pure_noise": noise}
 
 
-def of_several_versions(versions: Tensor) -> Tensor:
+def turns_of_several_versions(versions: Tensor) -> Tensor:
     """Return a mask [B, T] of turns sampled by several versions. ``versions`` are -1 off model tokens.
 
-    >>> of_several_versions(torch.tensor([[0, 0, -1, 0, 1, -1, 1, -1]])).int().tolist()
+    >>> turns_of_several_versions(torch.tensor([[0, 0, -1, 0, 1, -1, 1, -1]])).int().tolist()
     [[0, 0, 0, 1, 1, 0, 0, 0]]
     """
     before = torch.nn.functional.pad(versions, (1, 0), value=-1)[:, :-1]
@@ -90,7 +90,7 @@ def of_several_versions(versions: Tensor) -> Tensor:
     return changes.gather(1, turns - 1) > 0
 
 
-def measure(meter: Meter, prefix: str, metrics: dict[str, Tensor], weight: Tensor | float) -> None:
+def record_algorithm_metrics(meter: Meter, prefix: str, metrics: dict[str, Tensor], weight: Tensor | float) -> None:
     """Record an algorithm's metrics over ``weight`` tokens. ``_max`` and ``_min`` are extremes, others are means."""
     for name, number in metrics.items():
         if name.endswith("_max"):
@@ -112,7 +112,7 @@ class HeadExactMonitor:
         """Copy the head's weight. Collective under ZeRO-3, where the weight is gathered."""
         self._policy = policy
         done = policy.head.logit_map
-        with gathered(policy.head) as (weight, bias):
+        with gathered_linear(policy.head) as (weight, bias):
             self._accumulator = HeadVarianceAccumulator(
                 weight, bias=bias, temperature=done.temperature(temperature), cap=done.output_cap
             )
@@ -197,7 +197,7 @@ class TokenRecorder:
 
     def _columns(self, rows: LossRows, update_log_probs: Tensor | None) -> dict[str, Tensor | None]:
         """Return values [B, T] by field of TrajectoryTokens."""
-        statistics, estimate = rows.statistics, rows.estimated
+        statistics, estimate = rows.statistics, rows.computed_estimate
         return {
             "log_probs": statistics.log_probs,
             "entropy": statistics.entropy,

@@ -34,7 +34,7 @@ from agentrl.training.step.objective_settings import ObjectiveSettings, estimato
 class LossRows:
     """A micro-batch with all inputs of its loss except the training forward. All tensors are detached.
 
-    The forwards of policy, reference and critic fill the first fields. :class:`LossRowMaker` adds ``correction``,
+    The forwards of policy, reference and critic fill the first fields. :class:`LossRowBuilder` adds ``correction``,
     ``rewards`` and ``estimate`` once all trajectories of the groups are scored.
     """
 
@@ -65,10 +65,10 @@ class LossRows:
     @property
     def advantages(self) -> Tensor:
         """Advantages [B, T]."""
-        return self.estimated.advantages
+        return self.computed_estimate.advantages
 
     @property
-    def estimated(self) -> Advantages:
+    def computed_estimate(self) -> Advantages:
         """The advantage estimate, which must have been computed."""
         assert self.estimate is not None
         return self.estimate
@@ -115,7 +115,7 @@ class Corrector:
         """
         if not self._active:
             return None
-        correction = self._over(rows, normalizer=normalizer)
+        correction = self._correction_over(rows, normalizer=normalizer)
         _measure(correction, rows, meter)
         return correction
 
@@ -130,9 +130,9 @@ class Corrector:
         """Return unnormalised energy weights [B, T], because a group may span micro-batches."""
         if not self._active:
             return rows.batch.loss_mask.to(rows.log_probs.dtype)
-        return self._over(rows, self_normalize=False).importance_weights
+        return self._correction_over(rows, self_normalize=False).importance_weights
 
-    def _over(self, rows: LossRows, **changed: object) -> Correction:
+    def _correction_over(self, rows: LossRows, **changed: object) -> Correction:
         batch = rows.batch
         return rollout_correction(
             rows.log_probs,
@@ -169,7 +169,7 @@ def _measure(correction: Correction, rows: LossRows, meter: Meter) -> None:
             meter.add_mean(f"correction/{name}", value, weight)
 
 
-class LossRowMaker:
+class LossRowBuilder:
     """Completes the rows of whole groups or of the whole step. ``beta`` is the coefficient of the KL penalty."""
 
     def __init__(self, settings: ObjectiveSettings) -> None:
@@ -369,9 +369,9 @@ def explained_variance(rows: Sequence[LossRows], engine: TrainingEngine[nn.Modul
             for item, part in zip(values, rows, strict=True)
             if bool(part.response_mask.any())
         ]
-        nothing = Moments.empty(rows[0].estimated.returns.double())
+        nothing = Moments.empty(rows[0].computed_estimate.returns.double())
         return reduce(Moments.merge, every, nothing).over_step(engine).squares
 
-    missed = spread([part.estimated.returns - part.values for part in rows if part.values is not None])
-    whole = spread([part.estimated.returns for part in rows])
+    missed = spread([part.computed_estimate.returns - part.values for part in rows if part.values is not None])
+    whole = spread([part.computed_estimate.returns for part in rows])
     return torch.where(whole > 0, 1 - missed / torch.where(whole > 0, whole, 1.0), 0.0)

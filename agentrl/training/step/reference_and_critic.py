@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from agentrl.algorithms import AdaptiveKL, FixedKL, KLController, aggregate, value_loss
 from agentrl.batch import Batch, scatter_tokens
 from agentrl.models.exactness import choose_reader
-from agentrl.models.lora import adapter_off
+from agentrl.models.lora import disabled_adapters
 from agentrl.models.policy import PolicyModel, ReferenceHead, ValueModel
 from agentrl.models.settings import LoRASettings
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, read_for_training, read_policy
 from agentrl.training.engine.groups import rank_groups
 from agentrl.training.settings import CriticSettings, KLSettings
 from agentrl.training.step.loss_rows import LossRows
-from agentrl.weights.sources import gathered
+from agentrl.weights.sources import gathered_linear
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -78,7 +78,7 @@ class Reference:
 
 
 def _head_values(head: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    with gathered(head) as (weight, bias):
+    with gathered_linear(head) as (weight, bias):
         if not head.weight.requires_grad:
             return weight, bias  # of a policy with adapters, where they do not change
         return weight.clone(), None if bias is None else bias.clone()
@@ -112,7 +112,7 @@ def open_reference(path: str, settings: Settings, engine: TrainingEngine[PolicyM
 
 def _without_adapters(engine: TrainingEngine[PolicyModel], policy: PolicyModel) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with adapter_off(policy.causal_lm):
+        with disabled_adapters(policy.causal_lm):
             return engine(*args, **kwargs)
 
     return forward
@@ -151,7 +151,7 @@ class Critic:
         Returns metrics as means over the model tokens of ``rows``.
         """
         mask, now = rows.response_mask, self._forward(rows.batch)[:, :-1]
-        loss = value_loss(now, rows.estimated.returns, mask, old_values=rows.values, clip=self._clip)
+        loss = value_loss(now, rows.computed_estimate.returns, mask, old_values=rows.values, clip=self._clip)
         value = aggregate(loss.per_token, mask, "token_mean", normalizer=tokens)
         self.engine.backward(value * self.engine.world_size)
         return loss.metrics | {"loss": torch.where(mask, loss.per_token.detach(), 0.0).sum() / mask.sum().clamp(min=1)}

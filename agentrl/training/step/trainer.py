@@ -18,17 +18,17 @@ from agentrl.models.policy import PolicyModel
 from agentrl.training.engine.collectives import Meter
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.engine.heartbeat import Heartbeat
-from agentrl.training.engine.memory import in_micro_batch
+from agentrl.training.engine.memory import micro_batch_memory_errors
 from agentrl.training.step.batching import RankPlan, UpdatePlan
 from agentrl.training.step.diagnostics import (
     HeadExactMonitor,
     TokenRecorder,
     check_fidelity,
-    measure,
-    measure_forward,
+    record_algorithm_metrics,
+    record_forward_metrics,
     variance_proxies,
 )
-from agentrl.training.step.loss_rows import LossRowMaker, LossRows, effective_sample_size
+from agentrl.training.step.loss_rows import LossRowBuilder, LossRows, effective_sample_size
 from agentrl.training.step.objective import PolicyObjective
 from agentrl.training.step.objective_settings import ObjectiveSettings, known_before_forward
 from agentrl.training.step.reference_and_critic import Critic, Reference, kl_controller
@@ -74,7 +74,7 @@ class Trainer:
         self.fidelity_bound = fidelity_bound
         # In other dtypes, rounding alone can exceed the bound on short trajectories.
         self._exact = next(engine.module.parameters()).dtype == torch.float32
-        self._rows = LossRowMaker(settings)
+        self._rows = LossRowBuilder(settings)
         self._known_before_forward = known_before_forward(settings)
         self._objective = PolicyObjective(settings)
         self._reference = reference
@@ -175,7 +175,7 @@ class Trainer:
         batches = [self._on_device(micro) for micro in unit]
         estimates = self._rows.estimate(batches, self._engine, meter=step.meter)
         for batch, (rewards, estimate) in zip(batches, estimates, strict=True):
-            with in_micro_batch(tokens=batch.tokens, trajectories=batch.trajectories):
+            with micro_batch_memory_errors(tokens=batch.tokens, trajectories=batch.trajectories):
                 rows, statistics, hidden = self._score(batch, step)
                 rows = self._rows.with_estimate(rows, rewards, estimate, meter=step.meter)
                 self._account(step, rows, hidden)
@@ -186,7 +186,7 @@ class Trainer:
     ) -> None:
         """Complete the group with the last micro-batch's forward, then run the ``earlier`` ones again."""
         batch = self._on_device(unit[-1])
-        with in_micro_batch(tokens=batch.tokens, trajectories=batch.trajectories):
+        with micro_batch_memory_errors(tokens=batch.tokens, trajectories=batch.trajectories):
             last, statistics, hidden = self._score(batch, step)
             # In the order of training and recording, so that advantages can be recomputed bitwise.
             last, *others = self._rows.make([last, *earlier], beta=step.beta, meter=step.meter)
@@ -194,7 +194,7 @@ class Trainer:
             self._backward(step, statistics, last, normalizer, fresh=True)
         del statistics
         for rows in others:
-            with in_micro_batch(tokens=rows.batch.tokens, trajectories=rows.batch.trajectories):
+            with micro_batch_memory_errors(tokens=rows.batch.tokens, trajectories=rows.batch.trajectories):
                 statistics, _, _ = self._forward(rows.batch)
                 self._account(step, rows, None)
                 self._backward(step, statistics, rows, normalizer, fresh=True)
@@ -203,7 +203,7 @@ class Trainer:
         """Return the result of ``work`` for each micro-batch. Raises MicroBatchMemoryError if one does not fit."""
         done = []
         for rows in micro_batches:
-            with in_micro_batch(tokens=rows.tokens, trajectories=rows.trajectories):
+            with micro_batch_memory_errors(tokens=rows.tokens, trajectories=rows.trajectories):
                 done.append(work(rows))
         self._heartbeat.finish_passes()
         return done
@@ -233,7 +233,7 @@ class Trainer:
             self._backward(step, statistics, own, normalizer, fresh=False)
             if self._critic is not None:
                 measured = self._critic.backward(own, tokens=update.model_tokens)
-                measure(step.meter, "critic", measured, own.response_mask.sum())
+                record_algorithm_metrics(step.meter, "critic", measured, own.response_mask.sum())
 
         self._over_micro_batches(work, rows)
         self._update(step)
@@ -350,10 +350,10 @@ class Trainer:
             )
         step.meter.add_total("policy/loss", value.detach())
         self._heartbeat.start_pass()
-        measure(step.meter, "policy", metrics, rows.loss_mask.sum())
+        record_algorithm_metrics(step.meter, "policy", metrics, rows.loss_mask.sum())
         self._engine.backward(value * self._engine.world_size)
 
     def _account(self, step: _Step, rows: LossRows, hidden: Tensor | None) -> None:
-        measure_forward(step.meter, rows, version=step.plan.version)
+        record_forward_metrics(step.meter, rows, version=step.plan.version)
         if step.monitor is not None and hidden is not None and rows.batch.counted:
             step.monitor.add(rows, hidden)

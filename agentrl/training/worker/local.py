@@ -19,7 +19,7 @@ from agentrl.evaluation.during_training import EvaluationReport, evaluate_policy
 from agentrl.evaluation.settings import evaluation_environment, evaluation_rollout
 from agentrl.models.attention import attention_length
 from agentrl.models.loading import read_config, read_model
-from agentrl.models.lora import with_adapter
+from agentrl.models.lora import add_adapters
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.problems.sources import load_mixture
@@ -34,11 +34,11 @@ from agentrl.rollout.worker import RolloutBatch, RolloutWorker
 from agentrl.telemetry.files import BackgroundWriter
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.trace import service_span, start_trace, stop_trace
-from agentrl.training.step.batching import RankPlan, due, plan_step
+from agentrl.training.step.batching import RankPlan, is_due, plan_step
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 from agentrl.training.worker.service import InterruptedRunError
 from agentrl.weights.sources import TransferTarget
-from agentrl.weights.verify import Probe, Verified, probe_tokens
+from agentrl.weights.verify import EngineVerification, Probe, probe_tokens
 from agentrl_envs import execution
 from agentrl_envs.episode import Environment
 from agentrl_envs.threads import LoopThread, close_loop
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-class RestingLoop:
+class CallerLoop:
     """Runs coroutines in the calling thread, only during a call. Nothing runs while a rank trains."""
 
     def __init__(self) -> None:
@@ -65,12 +65,12 @@ class RestingLoop:
         close_loop(self._loop)
 
 
-class Loop:
+class WorkerLoop:
     """Runs coroutines to completion, one at a time."""
 
     def __init__(self, *, resting: bool) -> None:
         """With ``resting``, nothing runs between calls. Otherwise, rollouts continue in a thread during training."""
-        self._loop = RestingLoop() if resting else LoopThread()
+        self._loop = CallerLoop() if resting else LoopThread()
         self._running: asyncio.Task[object] | None = None
         self._interrupted = False
 
@@ -80,7 +80,7 @@ class Loop:
         Raises asyncio.CancelledError if the work is interruptible and :meth:`interrupt` was called.
         """
         try:
-            return self._loop.run(self._noted(work) if interruptible else work)
+            return self._loop.run(self._run_as_current_task(work) if interruptible else work)
         except concurrent.futures.CancelledError:  # from a thread
             raise asyncio.CancelledError from None
 
@@ -94,7 +94,7 @@ class Loop:
     def close(self) -> None:
         self._loop.close()
 
-    async def _noted(self, work: Coroutine[object, object, _Result]) -> _Result:
+    async def _run_as_current_task(self, work: Coroutine[object, object, _Result]) -> _Result:
         self._running = task = asyncio.current_task()
         if self._interrupted and task is not None:  # interrupted before the assignment
             task.cancel()
@@ -138,7 +138,7 @@ class LocalService:
             opened.callback(setattr, execution, "traced", contextlib.nullcontext)
         environment, codec = environment_and_codec(settings, read_tokenizer(policy_path), policy_path)
         self._environment = environment
-        self._loop = Loop(resting=settings.rollout.schedule == "synchronous")
+        self._loop = WorkerLoop(resting=settings.rollout.schedule == "synchronous")
         opened.callback(self._loop.close)
         self._rewards = build_rewards(settings)
         self._run(environment.open())
@@ -194,7 +194,7 @@ class LocalService:
         settings = self._settings
         model = trained
         if model is None and engine_facts(settings.rollout).in_process:
-            model = with_adapter(read_model(policy_path, settings.model), settings.model.lora)
+            model = add_adapters(read_model(policy_path, settings.model), settings.model.lora)
             model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         return EngineRequest(
             rollout=settings.rollout,
@@ -224,7 +224,7 @@ class LocalService:
         """Roll out one step and plan it for this process, the only rank."""
         return self.plans(step, budget)[0]
 
-    def barrier(self, place: str) -> None:
+    def barrier(self, point: str) -> None:
         """Return immediately, because this process is the only rank."""
 
     def plans(self, step: int, budget: int) -> list[RankPlan]:
@@ -252,8 +252,8 @@ class LocalService:
         if self._batch is None or self._batch.step != step:
             raise RuntimeError(f"step {step} was confirmed, but it is not the last planned step")
         self._writer.wait()
-        if due(step, self._settings.telemetry.trajectories_every):
-            rows = (item.to_record() for group in self._batch.played for item in group.everyone)
+        if is_due(step, self._settings.telemetry.trajectories_every):
+            rows = (item.to_record() for group in self._batch.sampled_groups for item in group.all_trajectories)
             self._writer.submit(partial(RunDirectory(self._folder).write_trajectories, step, rows))
         self._finish(self._in_loop(partial(self._worker.confirm, self._batch)))
         self._batch = None
@@ -267,7 +267,7 @@ class LocalService:
         longest = self._settings.rollout.max_prompt_tokens
         return probe_tokens(map(self._driver.codec.encode, texts), longest=longest)
 
-    def verification(self) -> list[Verified]:
+    def verification(self) -> list[EngineVerification]:
         return self._managed.verifier.verified()
 
     def verify(self, version: int, probe: Probe) -> str | None:
@@ -321,7 +321,7 @@ class LocalService:
         """Await a transfer and return its problem, or None. Without a problem, the worker samples with ``version``."""
         problem = await transfer
         if problem is None:
-            self._worker.installed(version)
+            self._worker.record_install(version)
         return problem
 
     def _evaluation_driver(self, environment: Environment) -> Driver:

@@ -53,7 +53,7 @@ class _RankLostError(Exception):
     """A rank's connection closed, or its main thread is stuck."""
 
 
-class Server:
+class WorkerServer:
     """Receives requests on one thread, and executes each on the main thread once all ranks have sent it."""
 
     def __init__(self, first: Connection, control: Connection, door: socket.socket) -> None:
@@ -85,9 +85,9 @@ class Server:
                     missing = sorted(set(range(startup.ranks)) - set(self._connections))
                     raise _RankLostError(f"ranks {missing} did not connect") from None
         watch = HeartbeatMonitor(startup.ranks, deadline=startup.settings.cluster.deadline)
-        threading.Thread(target=self._hear, args=(watch,), daemon=True, name="hear").start()
+        threading.Thread(target=self._receive_heartbeats, args=(watch,), daemon=True, name="hear").start()
 
-    def _hear(self, watch: HeartbeatMonitor) -> None:
+    def _receive_heartbeats(self, watch: HeartbeatMonitor) -> None:
         talks = {connection: rank for rank, connection in self._connections.items()}
         controls = {connection: rank for rank, connection in self._controls.items()}
         while True:
@@ -142,13 +142,13 @@ class Server:
         try:
             service = make()
             self._watch(service)
-            self._tell(Reply())
+            self._reply_to_all(Reply())
             self._answer_all(service)
         except _RankLostError as error:
-            self._tell(Reply(failure=Failure(message=str(error), lost=True)))
+            self._reply_to_all(Reply(failure=Failure(message=str(error), lost=True)))
         except _REPORTED as error:
             code = error.exit_code if isinstance(error, AgentRLError) else _USERS
-            self._tell(Reply(failure=Failure(message=str(error), exit_code=code)))
+            self._reply_to_all(Reply(failure=Failure(message=str(error), exit_code=code)))
         finally:
             if service is not None:
                 service.close()
@@ -183,22 +183,22 @@ class Server:
             else:
                 values = [getattr(service, request.name)(**request.arguments)] * len(self._connections)
         except InterruptedRunError:
-            self._tell(self._stopped())
+            self._reply_to_all(self._stop_reply())
             return
         for rank, value in enumerate(values):
             self._send(rank, Reply(value=value))
 
-    def _stopped(self) -> Reply:
+    def _stop_reply(self) -> Reply:
         if self._lost is not None:
             raise _RankLostError(self._lost)
         return Reply(failure=Failure(message="interrupted", interrupted=True))
 
-    def _tell(self, reply: Reply) -> None:
+    def _reply_to_all(self, reply: Reply) -> None:
         for rank in self._connections:
             self._send(rank, reply)
 
     def _send(self, rank: int, reply: Reply) -> None:
-        with contextlib.suppress(OSError):  # :meth:`_hear` detects its end
+        with contextlib.suppress(OSError):  # :meth:`_receive_heartbeats` detects its end
             self._connections[rank].send(reply)
 
 
@@ -217,7 +217,7 @@ class _OwnProcess(LocalService):
         return [*super().describe(), f"rollout worker: process {os.getpid()}"]
 
 
-def _made(startup: Startup) -> LocalService:
+def _create_service(startup: Startup) -> LocalService:
     load_plugins(startup.settings.plugins)
     return _OwnProcess(startup.settings, startup.policy_path, ranks=startup.ranks)
 
@@ -239,13 +239,13 @@ def main() -> None:
         startup.settings,
         processes=1 if resting else computing_processes(startup.settings, ranks=count_local_ranks(startup.ranks)),
     )
-    server = Server(first, control, door)
+    server = WorkerServer(first, control, door)
     try:
         server.listen(startup)
     except _RankLostError as error:
         print(f"rollout worker: {error}", file=sys.stderr)
         sys.exit(1)
-    server.serve(lambda: _made(startup))
+    server.serve(lambda: _create_service(startup))
 
 
 if __name__ == "__main__":

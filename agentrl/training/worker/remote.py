@@ -71,7 +71,7 @@ def open_remote_service(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _Endpoint:
     """The address at which the worker listens."""
 
     address: tuple[str, int]
@@ -91,10 +91,10 @@ class RemoteService:
         self._closed = threading.Event()
         door: socket.socket | None = None
 
-        def open_door() -> _Place:
+        def open_door() -> _Endpoint:
             nonlocal door
             door, address = listen_for_ranks(ranks)
-            return _Place(address=address, key=secrets.token_bytes(32))
+            return _Endpoint(address=address, key=secrets.token_bytes(32))
 
         # The worker takes seconds to minutes to start: ranks receive its address first and wait outside collectives.
         place = from_rank_zero(open_door)
@@ -114,7 +114,7 @@ class RemoteService:
         """Return a function that calls a method of :data:`CALLS` in the worker."""
         if name not in CALLS:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", name=name, obj=self)
-        return partial(self._ask, name)
+        return partial(self._request, name)
 
     def interrupt(self) -> None:
         """Make the worker cancel its rollouts. Callable from any thread; a call by one rank is enough."""
@@ -149,7 +149,7 @@ class RemoteService:
         talk.send(startup)
         return talk, control
 
-    def _ask(self, name: str, *args: object, **kwargs: object) -> object:
+    def _request(self, name: str, *args: object, **kwargs: object) -> object:
         call = CALLS[name]
         arguments = call.arguments(*args, **kwargs)
         waiting_for = call.waiting_for.format(**arguments)
@@ -215,7 +215,7 @@ def _error_of(failure: Failure) -> Exception:
     return kind(failure.message)
 
 
-def _connect(place: _Place, caller: Caller, silence: float) -> Connection:
+def _connect(place: _Endpoint, caller: Caller, silence: float) -> Connection:
     """Connect to the worker, in a thread, because neither the connection nor the handshake has a deadline."""
     done: queue.Queue[Connection | Exception] = queue.Queue()
 

@@ -18,7 +18,7 @@ from agentrl.evaluation.during_training import EvaluationReport
 from agentrl.rollout.work_queue import QueueState
 from agentrl.training.step.batching import RankPlan
 from agentrl.weights.sources import TransferTarget
-from agentrl.weights.verify import Probe, Verified
+from agentrl.weights.verify import EngineVerification, Probe
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -84,7 +84,7 @@ class RolloutService(Protocol):
         """Wait until the weights may change: after a batch of one policy version, or at once after a stop request."""
 
     @_call("the other ranks at {place} (training.worker_timeout)")
-    def barrier(self, place: str) -> None:
+    def barrier(self, point: str) -> None:
         """Wait until every rank has reached ``place``."""
 
     @_call("the worker to confirm step {step}")
@@ -118,7 +118,7 @@ class RolloutService(Protocol):
         """Return the tokens that trainer and engine both score: texts of the first problems."""
 
     @_call("the verification of transfers")
-    def verification(self) -> list[Verified]:
+    def verification(self) -> list[EngineVerification]:
         """Return the verification method of transfers to each engine, with the noise measured at the start."""
 
     @_call("the engine to score the first probe")

@@ -18,7 +18,7 @@ from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import os_errors_as_world_errors
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, on_every_rank
 from agentrl.training.worker.service import RolloutService
-from agentrl.weights.exports import AdapterSource, MergedSource, held, write_export, write_version
+from agentrl.weights.exports import AdapterSource, MergedSource, host_copy, write_export, write_version
 from agentrl.weights.sources import DirectTransfer, ParameterSource, TransferTarget
 from agentrl.weights.verify import Probe
 
@@ -132,9 +132,9 @@ class WeightSender:
             with os_errors_as_world_errors(self._folder, "write weights to"):
                 folder = self._folder.absolute()
                 if target.form == "adapter":
-                    factors = {name: held(value) for name, value in tensors}
+                    factors = {name: host_copy(value) for name, value in tensors}
                     write = partial(write_adapter, factors=factors, settings=self._lora, base=self._base)
-                    return str(write_version(folder, version, write, kept=target.kept))
+                    return str(write_version(folder, version, write, older_versions=target.older_versions))
                 return str(write_export(folder, tensors, version))
         finally:
             for _ in tensors:

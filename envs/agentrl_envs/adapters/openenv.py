@@ -165,7 +165,7 @@ class OpenEnvServer:
         try:
             await session.close()
         finally:
-            self._left()
+            self._record_session_end()
 
     async def _try(self, reset: Mapping[str, object]) -> tuple[OpenEnvSession | None, Observed | Refused]:
         """Open a session. Releases the reserved slot unless a session is returned."""
@@ -176,7 +176,7 @@ class OpenEnvServer:
         except BaseException:
             if session is not None:
                 await session.close()
-            self._left()
+            self._record_session_end()
             raise
         if isinstance(reply, Refused) and reply.code == _FULL:
             await self.end(session)
@@ -208,7 +208,7 @@ class OpenEnvServer:
             logger.warning("OpenEnv server %s allows %d concurrent sessions; other episodes wait", self.url, most)
         self._most = most
 
-    def _left(self) -> None:
+    def _record_session_end(self) -> None:
         self._held -= 1
         self._ended.set()
 

@@ -384,15 +384,17 @@ def _gives_its_right_side(relation: Relation) -> bool:
         return is_named(left)
     if not symbols(left.tree):
         return True
-    return _of_names(left.tree) and not (isinstance(right, Leaf) and symbols(right.tree))
+    return _contains_only_names(left.tree) and not (isinstance(right, Leaf) and symbols(right.tree))
 
 
-def _of_names(tree: Expression) -> bool:
+def _contains_only_names(tree: Expression) -> bool:
     match tree:
         case Apply("+", terms):
-            return all(_of_names(term.arguments[0] if _is_negative(term) else term) for term in terms)
+            return all(_contains_only_names(term.arguments[0] if _is_negative(term) else term) for term in terms)
         case Apply(function, arguments):
-            return function.startswith("call ") or (function in _ASKED_FOR and all(map(_of_names, arguments)))
+            return function.startswith("call ") or (
+                function in _ASKED_FOR and all(map(_contains_only_names, arguments))
+            )
     return isinstance(tree, Symbol)
 
 

@@ -55,17 +55,19 @@ class CustomGrader:
         try:
             value = await self._threads.run(lambda: self._function(answer, problem))
         except Exception as error:
-            raise EnvironmentContractError(self._say(problem, f"raised {describe_error(error)}")) from error
+            raise EnvironmentContractError(self._error_message(problem, f"raised {describe_error(error)}")) from error
         score = float(value) if hasattr(cast(object, value), "__float__") else math.nan
         if not 0.0 <= score <= 1.0:
-            raise EnvironmentContractError(self._say(problem, f"returned {value!r:.100}; valid: a number from 0 to 1"))
+            raise EnvironmentContractError(
+                self._error_message(problem, f"returned {value!r:.100}; valid: a number from 0 to 1")
+            )
         return Verdict.CORRECT if score == 1.0 else Verdict.INCORRECT, score
 
     def describe(self) -> str:
         """Return one line for the console."""
         return f"by {self._path}"
 
-    def _say(self, problem: Problem, what: str) -> str:
+    def _error_message(self, problem: Problem, what: str) -> str:
         return f"the grader {self._path} {what} (problem {problem.id})"
 
 

@@ -131,7 +131,7 @@ class _Reader:
 
     def __init__(self, tokens: list[_Token]) -> None:
         self._tokens = tokens
-        self._place = 0
+        self._position = 0
         self._indices: list[str] = []
         self._bars = 0
 
@@ -169,7 +169,7 @@ class _Reader:
 
     def _signed(self) -> Expression:
         minus = self._minus()
-        return _with_sign(self._beside(), minus=minus)
+        return _with_sign(self._adjacent_factors(), minus=minus)
 
     def _minus(self) -> bool:
         """Consume the following signs. Returns True if their product is a minus."""
@@ -178,16 +178,18 @@ class _Reader:
             minus ^= self._take().text == "-"
         return minus
 
-    def _beside(self, *, stop_at_functions: bool = False) -> Expression:
+    def _adjacent_factors(self, *, stop_at_functions: bool = False) -> Expression:
         """Parse adjacent factors."""
         factors = [self._factor()]
         while self._starts_a_factor() and not (stop_at_functions and self._next.text in _FUNCTIONS):
             if self._next.kind == "number":
                 raise UnreadableError("a number next to a factor")
-            start = self._place
+            start = self._position
             before, factor = factors[-1], self._factor()
             ahead = (
-                {token.text for token in self._tokens[start : self._place]} if self._tokens[start].text == "{" else ()
+                {token.text for token in self._tokens[start : self._position]}
+                if self._tokens[start].text == "{"
+                else ()
             )
             fraction = self._tokens[start].text == r"\frac" or r"\over" in ahead
             if fraction and len(factors) == 1 and _whole(before) and (share := _share(factor)) is not None:
@@ -227,9 +229,9 @@ class _Reader:
 
     def _exponent_is(self, command: str) -> bool:
         """Consume the exponent and return True if it is the single command ``command``."""
-        ahead = [token.text for token in self._tokens[self._place : self._place + 3]]
+        ahead = [token.text for token in self._tokens[self._position : self._position + 3]]
         taken = 1 if ahead[:1] == [command] else 3 if ahead == ["{", command, "}"] else 0
-        self._place += taken
+        self._position += taken
         return taken > 0
 
     def _exponent(self) -> Expression:
@@ -393,7 +395,7 @@ class _Reader:
         if self._next.text in _CLOSING:
             return self._operand()
         minus = self._taken("-")
-        return _with_sign(self._beside(stop_at_functions=True), minus=minus)
+        return _with_sign(self._adjacent_factors(stop_at_functions=True), minus=minus)
 
     def _fraction(self) -> Expression:
         digits = self._next.text
@@ -448,22 +450,22 @@ class _Reader:
 
     @property
     def _next(self) -> _Token:
-        return self._tokens[self._place] if self._place < len(self._tokens) else _END
+        return self._tokens[self._position] if self._position < len(self._tokens) else _END
 
     @property
     def _before(self) -> str:
         """The sign before the last token."""
-        return self._tokens[self._place - 2].text if self._place >= 2 else ""
+        return self._tokens[self._position - 2].text if self._position >= 2 else ""
 
     def _take(self) -> _Token:
         token = self._next
-        self._place += 1
+        self._position += 1
         return token
 
     def _taken(self, *texts: str) -> bool:
         """Consume the next token and return True if it is in ``texts``."""
         found = self._next.kind != "end" and self._next.text in texts
-        self._place += found
+        self._position += found
         return found
 
     def _expect(self, text: str) -> None:

@@ -233,7 +233,7 @@ except OSError:
 """
 
 
-def _told(run: Execution) -> bool:
+def _ran_or_was_killed(run: Execution) -> bool:
     return run.outcome in (Outcome.OK, Outcome.KILLED)
 
 
@@ -242,7 +242,7 @@ _DESCRIPTORS = "import os\nkept = []\nwhile True:\n    kept.append(os.pipe())"
 _EMPTY = "import os\nprint('dirty' if os.listdir('.') else 'clean')"
 ESCAPES = (
     *(_NETWORK, _READS, _WRITES, _TRACING, _SIGNALS, _KERNEL),
-    Case("killing the parent, PID 1 and all processes", _SUICIDE, _told, "no_foreign_signals"),
+    Case("killing the parent, PID 1 and all processes", _SUICIDE, _ran_or_was_killed, "no_foreign_signals"),
     Case("daemon that outlives its program", _DAEMON, survives, "nothing_left_behind", after=_NO_DAEMON),
     Case("shared memory, semaphores and queues", _SHARED, survives, "nothing_left_behind", after=_NOT_SHARED),
     Case("deep tree with odd names", _TREE, survives, "nothing_left_behind", after=_EMPTY),

@@ -21,15 +21,15 @@ from agentrl.cli import check_training
 from agentrl.errors import SettingsError
 from agentrl.lab.study.command import RECORD, read_record, study_command
 from agentrl.lab.study.report import _reward_points, markdown, study_figure
-from agentrl.lab.study.runs import StudyRun, shares_of, study_runs, train_command
-from agentrl.lab.study.settings import StudySettings, study_of
+from agentrl.lab.study.runs import StudyRun, split_cores, study_runs, train_command
+from agentrl.lab.study.settings import StudySettings, parse_study
 from agentrl.lab.study.statistics import (
     HeldOutScore,
     RunCurve,
     StudyRecord,
     holm,
     interquartile_mean,
-    over_seeds,
+    mean_over_seeds,
     paired_differences,
     sign_flip_p,
 )
@@ -38,7 +38,7 @@ GRID = {"algorithm.estimator": ["grpo", "tir_otb"], "rollout.group_size": [4, 16
 
 
 def study(**values: object) -> StudySettings:
-    return study_of({"name": "s", "seeds": [0, 1], **values}, "study.yaml")
+    return parse_study({"name": "s", "seeds": [0, 1], **values}, "study.yaml")
 
 
 def curve(variant: str, seed: int, *means: float, status: str = "finished") -> RunCurve:
@@ -330,9 +330,9 @@ def test_scores_areas_costs_and_collapses():
     run = curve("a", 0, 0.2, 0.6, 1.0)
     assert run.final == 1.0
     assert run.area == pytest.approx(0.6)
-    assert run.spent_until(0.5, run.model_tokens) == 1000
-    assert run.spent_until(0.9, run.trajectories) == 160
-    assert run.spent_until(1.1, run.model_tokens) is None
+    assert run.cost_to_reach(0.5, run.model_tokens) == 1000
+    assert run.cost_to_reach(0.9, run.trajectories) == 160
+    assert run.cost_to_reach(1.1, run.model_tokens) is None
     assert not run.collapsed(0.5)
     assert curve("a", 0, 0.2, 0.9, 0.3).collapsed(0.5)
     assert not curve("a", 0, status="failed").collapsed(0.5)  # why it failed is not known
@@ -365,7 +365,7 @@ def test_holm_never_reverses_an_order():
 @pytest.mark.parametrize("seeds", [3, 5, 20])
 def test_intervals_over_seeds_contain_the_mean_of_a_normal_population_in_95_percent(seeds: int):
     draws = np.random.default_rng(0).normal(size=(1000, seeds))
-    hits = sum(found.low <= 0 <= found.high for found in map(over_seeds, draws))
+    hits = sum(found.low <= 0 <= found.high for found in map(mean_over_seeds, draws))
     assert 0.93 <= hits / 1000 <= 0.97  # four standard errors and more; a percentile bootstrap: 0.77, 0.85, 0.93
 
 
@@ -382,7 +382,7 @@ def collapsing(rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 def test_a_single_seed_has_no_interval():
-    assert np.isnan([over_seeds([0.4]).low, interquartile_mean([0.4]).high]).all()
+    assert np.isnan([mean_over_seeds([0.4]).low, interquartile_mean([0.4]).high]).all()
 
 
 def test_a_report_without_any_finished_run_says_so():
@@ -440,5 +440,5 @@ def test_runs_at_a_time_have_cores_of_their_own(tmp_path: Path, fake_train: Path
     run_study(file, home, jobs=jobs)
     given = [set(json.loads(path.read_text())) for path in home.glob("*/cores")]
     assert len(given) == count
-    assert all(cores in shares_of(mine, min(jobs, count)) for cores in given)
+    assert all(cores in split_cores(mine, min(jobs, count)) for cores in given)
     assert os.sched_getaffinity(0) == mine

@@ -33,7 +33,9 @@ TYPED = {
 def renderer(template: str) -> ChatRenderer:
     tokenizer = family_tokenizer(template)
     draft = ChatRenderer(tokenizer, TextCodec(tokenizer))
-    return ChatRenderer(tokenizer, TextCodec(tokenizer, turn_end=draft.turn_end(), shown=draft.calls.tokens))
+    return ChatRenderer(
+        tokenizer, TextCodec(tokenizer, turn_end=draft.turn_end(), shown_special_tokens=draft.calls.tokens)
+    )
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

@@ -17,13 +17,13 @@ class ToyReplica(Replica):
     async def identify(self, needs):
         about = await self.http.get("/about", seconds=30)
         if about["vocabulary"] != needs.vocabulary:
-            raise self.wrong(f"its model has {about['vocabulary']} tokens, the policy has {needs.vocabulary}")
+            raise self.unusable_error(f"its model has {about['vocabulary']} tokens, the policy has {needs.vocabulary}")
         self.has_checksums = True
         return Identity(release="1.0", version=about["version"])
 
     async def generate(self, request):
         if request.sampling.top_p < 1:
-            raise self.wrong("it cannot sample with top_p below 1")
+            raise self.unusable_error("it cannot sample with top_p below 1")
         answer = await self.http.post("/generate", request, seconds=None)  # JSON with the fields of the record
         return msgspec.convert(answer, Completion)
 

@@ -22,7 +22,13 @@ from agentrl.rollout.engines.replica import Replica, ServerNeeds
 from agentrl.rollout.engines.served_weights import ServedAdapters, ServedWeights
 from agentrl.rollout.engines.server_pool import ServerEngine
 from agentrl.rollout.engines.servers import ManagedServers
-from agentrl.rollout.engines.vllm.plan import VLLMPlan, adapter_rank, adapters_in_use, changeable_policy, policy_servers
+from agentrl.rollout.engines.vllm.plan import (
+    VLLMPlan,
+    adapter_rank,
+    adapters_in_use,
+    policy_servers,
+    policy_with_untied_head,
+)
 from agentrl.rollout.engines.vllm.plugin import VLLMSettings
 from agentrl.rollout.engines.vllm.replica import VLLMReplica
 from agentrl.rollout.settings import RolloutSettings
@@ -88,7 +94,7 @@ class ManagedVLLM(ManagedServers):
             request.rollout,
             request.policy,
             request.policy_path,
-            served=changeable_policy(request.policy_path, start) if copied else request.policy_path,
+            served=policy_with_untied_head(request.policy_path, start) if copied else request.policy_path,
             longest=request.longest,
             training_gpus=request.training_gpus if gpus is None else 0,
             backend=self._backend,
@@ -100,7 +106,7 @@ class ManagedVLLM(ManagedServers):
             opener="" if self._backend == "file" else "agentrl.weights.native:open_native",
             backend=self._backend,
             form=self._form,
-            kept=max(1, adapters_in_use(self.request.rollout) if self._rank else 0),
+            older_versions=max(1, adapters_in_use(self.request.rollout) if self._rank else 0),
             deadline=self.settings.stall_deadline,
         )
 
@@ -137,7 +143,7 @@ def serve_policy(
             rollout,
             policy,
             model,
-            served=changeable_policy(model, Path(folder)),
+            served=policy_with_untied_head(model, Path(folder)),
             longest=longest,
             training_gpus=0,
             backend=transfer_backend(rollout.vllm),
@@ -171,7 +177,7 @@ async def _serve(rollout: RolloutSettings, plan: VLLMPlan, folder: Path, report:
             while not stopping.done():
                 await asyncio.wait({stopping}, timeout=1.0)
                 if server.ended and not stopping.done():
-                    raise WorldError(f"the vLLM server has exited; end of its log:\n{server.last_words()}")
+                    raise WorldError(f"the vLLM server has exited; end of its log:\n{server.log_excerpt()}")
     finally:
         for task in (opening, stopping):
             task.cancel()

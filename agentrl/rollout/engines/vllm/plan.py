@@ -47,10 +47,10 @@ _MARGIN = 2 * 2**30
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM 0.32
 
 
-def served_rank(rank: int) -> int:
+def supported_lora_rank(rank: int) -> int:
     """Return the smallest value of vLLM's ``--max-lora-rank`` that is at least ``rank``.
 
-    >>> served_rank(16), served_rank(17)
+    >>> supported_lora_rank(16), supported_lora_rank(17)
     (16, 32)
     """
     return next(size for size in _RANKS if size >= rank)
@@ -96,15 +96,15 @@ class VLLMPlan(ServerPlan):
         if self.backend is not None:
             command += ["--weight-transfer-config", f'{{"backend": "{self.backend}"}}']
         if self.adapter_rank:
-            command += ["--enable-lora", "--max-lora-rank", str(served_rank(self.adapter_rank))]
+            command += ["--enable-lora", "--max-lora-rank", str(supported_lora_rank(self.adapter_rank))]
             command += ["--max-loras", str(self.adapters), "--max-cpu-loras", str(self.adapters)]
         if self.sleeps:
             command += ["--enable-sleep-mode", *self.sleep_options]
         return [*command, *self.extra_args]
 
-    def changes(self) -> dict[str, str | None]:
+    def environment_changes(self) -> dict[str, str | None]:
         """Return changes that enable the control endpoints and, on a CPU, leave cores and memory to other processes."""
-        changes = {**super().changes(), "VLLM_SERVER_DEV_MODE": "1"}
+        changes = {**super().environment_changes(), "VLLM_SERVER_DEV_MODE": "1"}
         if self.on_node:
             changes["VLLM_HOST_IP"] = self.host  # not detected by vLLM on a node without a route to other networks
         defaults = {"VLLM_NO_USAGE_STATS": "1"}
@@ -160,7 +160,7 @@ def policy_servers(
         backend=backend,
         host=host,
         port=port,
-        memory=fullest_gpu() if colocated else None,
+        memory=least_free_gpu_memory() if colocated else None,
         largest=_largest_parameter(policy) if colocated else 0,
         sleep_options=_sleep_options() if colocated else (),
         adapter_rank=adapter_rank(rollout, policy),
@@ -263,7 +263,7 @@ def plan_servers(
             backend=None if backend == "file" else backend,
             sleeps=vllm.placement == "colocated",
             sleep_options=sleep_options,
-            memory=vllm.gpu_memory_utilization or default_share(memory, largest=largest),
+            memory=vllm.gpu_memory_utilization or default_memory_fraction(memory, largest=largest),
             adapter_rank=adapter_rank,
             adapters=adapters_in_use(settings),
             extra_args=tuple(vllm.extra_args),
@@ -272,15 +272,17 @@ def plan_servers(
     ]
 
 
-def default_share(memory: tuple[int, int] | None, *, largest: int = 0) -> float:
+def default_memory_fraction(memory: tuple[int, int] | None, *, largest: int = 0) -> float:
     """Return a server's fraction of a GPU's memory, rounded down.
 
     ``memory``: free and total bytes, if training also uses the GPU. ``largest``: bytes of the policy's largest
     parameter. vLLM does not start if less memory than this fraction is free. Raises SettingsError if almost no memory
     is free.
 
-    >>> default_share(None), default_share((60 * 2**30, 80 * 2**30)), default_share((80 * 2**30, 80 * 2**30))
-    (0.85, 0.72, 0.85)
+    >>> default_memory_fraction(None), default_memory_fraction((60 * 2**30, 80 * 2**30))
+    (0.85, 0.72)
+    >>> default_memory_fraction((80 * 2**30, 80 * 2**30))
+    0.85
     """
     if memory is None:
         return _SHARE
@@ -310,7 +312,7 @@ def _chosen_gpus(settings: RolloutSettings, *, training_gpus: int, gpus: Sequenc
     return chosen
 
 
-def changeable_policy(policy_path: str, copy: Path) -> str:
+def policy_with_untied_head(policy_path: str, copy: Path) -> str:
     """Return the policy for servers whose weights will change: on a CPU, a copy with untied embeddings in ``copy``.
 
     ``policy_path``: a directory or a Hugging Face id.
@@ -325,7 +327,7 @@ def changeable_policy(policy_path: str, copy: Path) -> str:
     return str(write_untied_copy(folder, copy.absolute()))
 
 
-def fullest_gpu() -> tuple[int, int]:
+def least_free_gpu_memory() -> tuple[int, int]:
     """Return the free and total bytes of this process's GPU with the smallest free fraction."""
     found = [torch.cuda.mem_get_info(number) for number in range(torch.cuda.device_count())]
     return min(found, key=lambda memory: memory[0] / memory[1])

@@ -1,6 +1,6 @@
 """The client for one vLLM server: requests, validated responses, and checks of the server's configuration.
 
-A response with unexpected content raises GarbageError.
+A response with unexpected content raises InvalidResponseError.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import msgspec
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import CacheUse, Completion, Sampling
 from agentrl.rollout.engines.replica import (
-    LONG,
-    QUICK,
-    GarbageError,
+    LONG_TIMEOUT,
+    QUICK_TIMEOUT,
     Identity,
+    InvalidResponseError,
     Replica,
     ServerNeeds,
     StatusError,
     TurnRequest,
 )
-from agentrl.rollout.engines.vllm.plan import FLOAT32_HEAD, WORKER_EXTENSION, served_rank
+from agentrl.rollout.engines.vllm.plan import FLOAT32_HEAD, WORKER_EXTENSION, supported_lora_rank
 
 logger = logging.getLogger(__name__)
 
@@ -101,20 +101,22 @@ RESPONSE = msgspec.json.Decoder(_Answer)
 
 
 def read_completion(content: bytes, sampling: Sampling, eos_ids: frozenset[int]) -> Completion:
-    """Parse and check the response to :func:`generate_body`. Raises GarbageError if it is invalid."""
+    """Parse and check the response to :func:`generate_body`. Raises InvalidResponseError if it is invalid."""
     try:
         (choice,) = RESPONSE.decode(content).choices
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise GarbageError(f"expected a completion with one choice ({error}); got {_short(content)}") from None
+        raise InvalidResponseError(f"expected a completion with one choice ({error}); got {_short(content)}") from None
     token_ids = choice.token_ids
     log_probs = tuple([token.logprob for token in choice.logprobs.content])
     if not 1 <= len(token_ids) <= sampling.max_tokens:
-        raise GarbageError(f"expected 1 to {sampling.max_tokens} token ids; got {_short(token_ids)}")
+        raise InvalidResponseError(f"expected 1 to {sampling.max_tokens} token ids; got {_short(token_ids)}")
     if len(log_probs) != len(token_ids):
-        raise GarbageError(f"expected one log-probability per token; got {len(log_probs)} for {len(token_ids)} tokens")
+        raise InvalidResponseError(
+            f"expected one log-probability per token; got {len(log_probs)} for {len(token_ids)} tokens"
+        )
     reason = _reason(choice.finish_reason, token_ids, eos_ids)
     if reason == "length" and len(token_ids) < sampling.max_tokens:
-        raise GarbageError(
+        raise InvalidResponseError(
             f"the server ended a turn after {len(token_ids)} of {sampling.max_tokens} tokens: its token limit "
             "(--max-model-len) is lower than the run's"
         )
@@ -138,7 +140,7 @@ def read_scores(answer: object, token_ids: Sequence[int]) -> tuple[float, ...]:
     """Return the log-probabilities of ``token_ids[1:]`` from the response to :func:`score_body`."""
     entries = answer.get("prompt_logprobs") if isinstance(answer, Mapping) else None
     if not isinstance(entries, list) or len(entries) != len(token_ids):
-        raise GarbageError(f"expected prompt_logprobs of {len(token_ids)} tokens; got {_short(entries)}")
+        raise InvalidResponseError(f"expected prompt_logprobs of {len(token_ids)} tokens; got {_short(entries)}")
     scores = []
     for token, entry in zip(token_ids[1:], entries[1:], strict=True):
         value = entry.get(str(token)) if isinstance(entry, Mapping) else None
@@ -170,7 +172,7 @@ def read_cache_use(metrics: str) -> CacheUse:
             preemptions=int(sum(float(value) for _, value in found["num_preemptions_total"])),
         )
     except (KeyError, ValueError) as error:
-        raise GarbageError(f"the server's metrics lack its KV cache usage: {error!r}") from error
+        raise InvalidResponseError(f"the server's metrics lack its KV cache usage: {error!r}") from error
 
 
 def read_tokens(metrics: str) -> int | None:
@@ -186,7 +188,9 @@ def read_tokens(metrics: str) -> int | None:
     try:
         counts = [float(value) for value in _TOKENS.findall(metrics)]
     except ValueError as error:
-        raise GarbageError(f"the server's metrics contain no valid number of computed tokens: {error}") from error
+        raise InvalidResponseError(
+            f"the server's metrics contain no valid number of computed tokens: {error}"
+        ) from error
     return int(sum(counts)) if counts else None
 
 
@@ -198,7 +202,7 @@ def read_models(answer: object) -> frozenset[str]:
     """
     found = answer.get("data") if isinstance(answer, Mapping) else None
     if not isinstance(found, list) or not all(isinstance(item, Mapping) and "id" in item for item in found):
-        raise GarbageError(f"expected a list of models; got {_short(answer)}")
+        raise InvalidResponseError(f"expected a list of models; got {_short(answer)}")
     return frozenset(str(item["id"]) for item in found)
 
 
@@ -210,11 +214,11 @@ def read_checksums(answer: object) -> list[dict[str, tuple[int, int]]]:
     """
     workers = answer.get("results") if isinstance(answer, Mapping) else None
     if not isinstance(workers, list) or not workers:
-        raise GarbageError(f"no checksums: {_short(answer)}")
+        raise InvalidResponseError(f"no checksums: {_short(answer)}")
     try:
         return [{name: (int(values), int(total)) for name, (values, total) in worker.items()} for worker in workers]
     except (AttributeError, TypeError, ValueError) as error:
-        raise GarbageError(f"no checksums: {_short(answer)}") from error
+        raise InvalidResponseError(f"no checksums: {_short(answer)}") from error
 
 
 def _reason(reason: str, token_ids: tuple[int, ...], eos_ids: frozenset[int]) -> Literal["eos", "stop", "length"]:
@@ -223,7 +227,7 @@ def _reason(reason: str, token_ids: tuple[int, ...], eos_ids: frozenset[int]) ->
             return "length"
         case "stop":
             return "eos" if token_ids[-1] in eos_ids else "stop"
-    raise GarbageError(f"the server ended a turn with the unexpected finish_reason {reason!r}")
+    raise InvalidResponseError(f"the server ended a turn with the unexpected finish_reason {reason!r}")
 
 
 def _spans(spans: list[_Span], count: int) -> tuple[tuple[int, int], ...]:
@@ -234,18 +238,18 @@ def _spans(spans: list[_Span], count: int) -> tuple[tuple[int, int], ...]:
         if span.start != covered:
             break
         if not span.version.isdecimal():
-            raise GarbageError(f"the weights' label {span.version!r} is not a policy version")
+            raise InvalidResponseError(f"the weights' label {span.version!r} is not a policy version")
         if span.end > covered:
             found.append((int(span.version), span.end - covered))
         covered = span.end
     if covered != count:
-        raise GarbageError(f"weight_versions do not cover {count} tokens: {_short(spans)}")
+        raise InvalidResponseError(f"weight_versions do not cover {count} tokens: {_short(spans)}")
     return tuple(found)
 
 
 def _finite(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not _FLOOR < value <= 1e-6:
-        raise GarbageError(f"{value!r} is not a log-probability")
+        raise InvalidResponseError(f"{value!r} is not a log-probability")
     return float(value)
 
 
@@ -280,12 +284,12 @@ class VLLMReplica(Replica):
 
     async def generate(self, request: TurnRequest) -> Completion:
         body = generate_body(request, seeded=self._seeded)
-        content = await self.http.content(GENERATE, body, seconds=None)
+        content = await self.http.post_bytes(GENERATE, body, seconds=None)
         return read_completion(content, request.sampling, request.eos_ids)
 
     async def score(self, token_ids: tuple[int, ...], *, salt: str) -> tuple[float, ...]:
         body = score_body(token_ids, salt=salt, adapter=self.adapter)
-        return read_scores(await self.http.post(GENERATE, body, seconds=LONG), token_ids)
+        return read_scores(await self.http.post(GENERATE, body, seconds=LONG_TIMEOUT), token_ids)
 
     # -- control --------------------------------------------------------------------------------------------------
 
@@ -294,12 +298,12 @@ class VLLMReplica(Replica):
         return None if label == "default" else label
 
     async def cache_use(self) -> CacheUse:
-        return read_cache_use(await self.http.text("/metrics", seconds=QUICK))
+        return read_cache_use(await self.http.get_text("/metrics", seconds=QUICK_TIMEOUT))
 
     async def tokens_so_far(self) -> int | None:
         try:
-            return read_tokens(await self.http.text("/metrics", seconds=QUICK))
-        except (StatusError, GarbageError):
+            return read_tokens(await self.http.get_text("/metrics", seconds=QUICK_TIMEOUT))
+        except (StatusError, InvalidResponseError):
             return None
 
     async def pause(self) -> None:
@@ -308,43 +312,45 @@ class VLLMReplica(Replica):
         According to vLLM's documentation, ``clear_cache`` is ignored for ``keep``. vLLM 0.32 nevertheless applies it,
         even to running requests.
         """
-        await self.http.post("/pause?mode=keep&clear_cache=false", seconds=LONG)
+        await self.http.post("/pause?mode=keep&clear_cache=false", seconds=LONG_TIMEOUT)
 
     async def resume(self) -> None:
-        await self.http.post("/resume", seconds=QUICK)
+        await self.http.post("/resume", seconds=QUICK_TIMEOUT)
 
     async def load(self, directory: str) -> None:
         """Load all weights. The server exits if loading fails."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
-        await self.http.post("/collective_rpc", body, seconds=LONG)
+        await self.http.post("/collective_rpc", body, seconds=LONG_TIMEOUT)
 
     async def adapters(self) -> frozenset[str]:
-        return read_models(await self.http.get("/v1/models", seconds=QUICK))
+        return read_models(await self.http.get("/v1/models", seconds=QUICK_TIMEOUT))
 
     async def load_adapter(self, name: str, directory: str) -> None:
         body = {"lora_name": name, "lora_path": directory}
-        await self.http.command("/v1/load_lora_adapter", body, seconds=LONG)
+        await self.http.post_command("/v1/load_lora_adapter", body, seconds=LONG_TIMEOUT)
 
     async def unload_adapter(self, name: str) -> None:
-        await self.http.command("/v1/unload_lora_adapter", {"lora_name": name}, seconds=LONG)
+        await self.http.post_command("/v1/unload_lora_adapter", {"lora_name": name}, seconds=LONG_TIMEOUT)
 
-    async def label(self, version: int) -> None:
-        await self.http.post("/update_weight_version", {"new_version": str(version)}, seconds=QUICK)
+    async def set_version_label(self, version: int) -> None:
+        await self.http.post("/update_weight_version", {"new_version": str(version)}, seconds=QUICK_TIMEOUT)
 
     async def forget_prefixes(self, *, running_too: bool) -> None:
-        await self.http.post(f"/reset_prefix_cache?reset_running_requests={str(running_too).lower()}", seconds=LONG)
+        await self.http.post(
+            f"/reset_prefix_cache?reset_running_requests={str(running_too).lower()}", seconds=LONG_TIMEOUT
+        )
 
     async def checksums(self) -> list[dict[str, tuple[int, int]]]:
-        answer = await self.http.post("/collective_rpc", {"method": "agentrl_checksums"}, seconds=LONG)
+        answer = await self.http.post("/collective_rpc", {"method": "agentrl_checksums"}, seconds=LONG_TIMEOUT)
         return read_checksums(answer)
 
     async def sleep(self, *, keep_weights: bool) -> None:
         """Release GPU memory. The weights are moved to host memory or, without ``keep_weights``, dropped."""
-        await self.http.post(f"/sleep?level={1 if keep_weights else 2}", seconds=LONG)
+        await self.http.post(f"/sleep?level={1 if keep_weights else 2}", seconds=LONG_TIMEOUT)
 
     async def wake(self, tag: str) -> None:
         """Reallocate memory for ``weights`` (restored if they were kept) or the ``kv_cache``."""
-        await self.http.post(f"/wake_up?tags={tag}", seconds=LONG)
+        await self.http.post(f"/wake_up?tags={tag}", seconds=LONG_TIMEOUT)
 
     # -- checks ---------------------------------------------------------------------------------------------------
 
@@ -359,7 +365,7 @@ class VLLMReplica(Replica):
             config = await self._config()
             workers = await self._value("/get_world_size", "world_size", int)
         except StatusError as error:
-            raise self.wrong(_CONTROLS) from error
+            raise self.unusable_error(_CONTROLS) from error
         self._check_config(config, needs)
         self._check_adapters(config, self._adapter_rank)
         self.has_checksums = config.get("parallel_config", {}).get("worker_extension_cls") == WORKER_EXTENSION
@@ -373,44 +379,44 @@ class VLLMReplica(Replica):
         return Identity(release=vllm, version=version, workers=workers, note=note)
 
     async def _config(self) -> Mapping[str, Any]:
-        info = await self.http.get("/server_info?config_format=json", seconds=4 * QUICK)
+        info = await self.http.get("/server_info?config_format=json", seconds=4 * QUICK_TIMEOUT)
         config = info.get("vllm_config") if isinstance(info, Mapping) else None
         if not isinstance(config, Mapping) or not isinstance(config.get("model_config"), Mapping):
-            raise GarbageError(f"{self.address}/server_info returned no vLLM configuration")
+            raise InvalidResponseError(f"{self.address}/server_info returned no vLLM configuration")
         return config
 
     async def _value(self, path: str, name: str, kind: type[_Value]) -> _Value:
-        """Return the value of ``name`` in the response at ``path``. Raises GarbageError if it is not a ``kind``."""
-        answer = await self.http.get(path, seconds=QUICK)
+        """Return the value of ``name`` in the response at ``path``, a ``kind``. Raises InvalidResponseError."""
+        answer = await self.http.get(path, seconds=QUICK_TIMEOUT)
         value = answer.get(name) if isinstance(answer, Mapping) else None
         if not isinstance(value, kind):
-            raise GarbageError(f"{self.address}{path} returned no {name}: {answer!r:.100}")
+            raise InvalidResponseError(f"{self.address}{path} returned no {name}: {answer!r:.100}")
         return value
 
     def _check_config(self, config: Mapping[str, Any], needs: ServerNeeds) -> None:
         model = config["model_config"]
         if model.get("logprobs_mode") != "processed_logprobs":
-            raise self.wrong(
+            raise self.unusable_error(
                 f"its log-probabilities are {model.get('logprobs_mode')}, which ignore the temperature: start it with "
                 "--logprobs-mode processed_logprobs"
             )
         if not config.get("cache_config", {}).get("enable_prefix_caching"):
-            raise self.wrong("prefix caching is disabled: start it with --enable-prefix-caching")
+            raise self.unusable_error("prefix caching is disabled: start it with --enable-prefix-caching")
         chunked = config.get("scheduler_config", {}).get("enable_chunked_prefill")
         if self._seeded and chunked and config.get("device_config", {}).get("device") == "cpu":
-            raise self.wrong(
+            raise self.unusable_error(
                 "on a CPU, vLLM crashes if a request with a seed is prefilled in chunks: start it with "
                 "--no-enable-chunked-prefill, or set rollout.vllm.seeded=false"
             )
         head = _head_dtype(model, needs.head_dtype)
         if head != "float32" and config.get("device_config", {}).get("device") == "cuda":
-            raise self.wrong(
+            raise self.unusable_error(
                 f"it rounds its logits to {head}, but training computes them in float32: start it with "
                 f"{shlex.join(FLOAT32_HEAD)}"
             )
         needed = needs.max_tokens
         if int(model["max_model_len"]) < needed:
-            raise self.wrong(
+            raise self.unusable_error(
                 f"its token limit is {model['max_model_len']}, but rollout.max_prompt_tokens plus the larger "
                 f"max_response_tokens of rollout and evaluation is {needed}: start it with --max-model-len {needed}, "
                 "or lower these settings"
@@ -421,10 +427,10 @@ class VLLMReplica(Replica):
         most = int(lora.get("max_lora_rank", 0)) if isinstance(lora, Mapping) else 0
         if most < rank:
             limit = f"adapters up to rank {most}" if most else "no adapters"
-            raise self.wrong(
+            raise self.unusable_error(
                 f"it accepts {limit}, but model.lora.rank={rank}: start it with the environment variable "
-                f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank {served_rank(rank)}, or set "
-                "rollout.vllm.lora=merged"
+                f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank {supported_lora_rank(rank)}, "
+                "or set rollout.vllm.lora=merged"
             )
 
     async def _check_generate(self) -> None:
@@ -432,20 +438,24 @@ class VLLMReplica(Replica):
             await self.score((1, 2), salt="check")
         except StatusError as error:
             if error.status in (403, 404):
-                raise self.wrong(f"it does not serve {GENERATE}: start it with --enable-scale-out") from error
+                raise self.unusable_error(f"it does not serve {GENERATE}: start it with --enable-scale-out") from error
             raise
 
     async def _check_tokenizer(self, codec: TextCodec) -> None:
         try:
-            answer = await self.http.post("/tokenize", {"prompt": _TEXT, "add_special_tokens": False}, seconds=QUICK)
+            answer = await self.http.post(
+                "/tokenize", {"prompt": _TEXT, "add_special_tokens": False}, seconds=QUICK_TIMEOUT
+            )
         except StatusError as error:
-            raise self.wrong(f"it has no tokenizer (/tokenize: {error}): start it without --tokens-only") from error
+            raise self.unusable_error(
+                f"it has no tokenizer (/tokenize: {error}): start it without --tokens-only"
+            ) from error
         tokens = answer.get("tokens") if isinstance(answer, Mapping) else None
         if not isinstance(tokens, list):
-            raise GarbageError(f"{self.address}/tokenize returned no tokens: {answer!r:.100}")
+            raise InvalidResponseError(f"{self.address}/tokenize returned no tokens: {answer!r:.100}")
         theirs, ours = tuple(tokens), codec.encode(_TEXT)
         if theirs != ours:
-            raise self.wrong(
+            raise self.unusable_error(
                 f"its tokenizer differs from the policy's: a test sentence has {len(ours)} tokens here and "
                 f"{len(theirs)} there, and the first difference is {_first_difference(ours, theirs)}"
             )
@@ -462,7 +472,7 @@ class VLLMReplica(Replica):
                 exists = False
             if exists != expected:
                 less = "fewer" if expected else "more"
-                raise self.wrong(
+                raise self.unusable_error(
                     f"it serves a different model: the policy's vocabulary has {vocabulary} tokens, "
                     f"the server's has {less}"
                 )
