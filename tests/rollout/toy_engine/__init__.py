@@ -33,7 +33,7 @@ class ToyReplica(Replica):
     async def version(self):
         return (await self.http.get("/about", seconds=30))["version"]
 
-    async def label(self, version):
+    async def set_version_label(self, version):
         await self.http.post("/label", {"version": str(version)}, seconds=30)
 
     async def load(self, directory):
