@@ -421,7 +421,7 @@ class Driver:
                     if _failed(branches):
                         raise _InfrastructureFailureError(branches[-1])
         except _InfrastructureFailureError as failure:
-            return (failure.trajectory.alone(),)
+            return (failure.trajectory.as_single_trajectory(),)
         return branches
 
     async def _attempt(self, request: RolloutRequest, running: _Running) -> tuple[Trajectory, ...]:

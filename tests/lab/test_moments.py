@@ -153,7 +153,7 @@ def test_products_are_those_of_gradients_of_single_tokens(weighted: bool) -> Non
     rows = torch.tensor([[5, 0, 3], [1, 2, 7]])
     shape = (2, 3, sample.batch.response_mask.shape[1])
     ratios = torch.rand(8, shape[-1], generator=draw) + 0.5 if weighted else None
-    sample = replace(sample, importance_weights=ratios, alike=torch.arange(8))
+    sample = replace(sample, importance_weights=ratios, distinct_response_index=torch.arange(8))
     by_token = torch.randn(shape, generator=draw)
     by_row = torch.randn(2, 3, 1, generator=draw).expand(shape).clone()
     mixed = torch.stack([by_token[0], by_row[1]])
@@ -210,7 +210,7 @@ def test_trajectories_that_are_alike_are_computed_once(weighted: bool) -> None:
                    correction={"weights": "token"} if weighted else None)  # fmt: skip
     sample = look(make_group(rows))
     assert sample.distinct_response_index.tolist() == [0, 1, 0, 1, 4, 5, 1, 7 if weighted else 5]
-    everyone = replace(sample, alike=torch.arange(8))
+    everyone = replace(sample, distinct_response_index=torch.arange(8))
     groups = torch.tensor([[0, 2, 4, 5], [1, 3, 6, 7]])
     given = [torch.randn(2, 4, sample.batch.response_mask.shape[1], generator=torch.Generator().manual_seed(1))]
     found, wanted = (Gradients(policy, item, temperature=0.8, memory=KEEP) for item in (sample, everyone))
