@@ -425,7 +425,7 @@ def sampled_by(
 
     made = record or rollout_batch()
     groups = tuple(replace(one, trajectories=tuple(map(told, one.trajectories))) for one in made.groups)
-    return replace(made, played=groups, groups=groups)
+    return replace(made, sampled_groups=groups, groups=groups)
 
 
 def with_one_row_off(record: RolloutBatch, by: float, *, cut: bool) -> RolloutBatch:
