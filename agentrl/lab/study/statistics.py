@@ -35,7 +35,7 @@ def mean_over_seeds(values: Sequence[float] | np.ndarray) -> MeanWithInterval:
     collapse; then use :func:`interquartile_mean`. ``benchmarks/coverage.py`` measures both.
 
     >>> mean_over_seeds([0.5, 0.5, 0.5])
-    Estimated(value=0.5, low=0.5, high=0.5, seeds=3)
+    MeanWithInterval(value=0.5, low=0.5, high=0.5, seeds=3)
     """
     from scipy.stats import t
 
