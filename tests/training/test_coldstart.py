@@ -252,6 +252,7 @@ def test_the_cache_knows_what_makes_another_policy(monkeypatch: pytest.MonkeyPat
     assert here.is_relative_to(tmp_path / "agentrl" / "coldstart")
     assert place("rollout.group_size=4", "training.steps=7") == here
     assert place("model.gradient_checkpointing=true", "model.attention=sdpa") == here
+    assert place("coldstart.seed=0") == place("seed=9", "coldstart.seed=0") == here
     others = ("coldstart.steps=3", "seed=9", "model.tiny.layers=2", "environment.instruction=Go", "coldstart.count=17")
     assert len({here, *map(place, others)}) == 1 + len(others)
 
