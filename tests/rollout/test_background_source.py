@@ -226,7 +226,7 @@ async def test_a_token_older_than_promised_is_a_bug() -> None:
     async with working(policy, max_staleness=1) as worker:
         for step in (1, 2):
             batch = await worker.next_batch(step)
-            worker.installed(step)  # while the engine goes on with version 0
+            worker.record_install(step)  # while the engine goes on with version 0
             worker.confirm(batch)
         with pytest.raises(RuntimeError, match=r"step 3: a token is 2 steps old, .*asynchronous allows at most 1"):
             await worker.next_batch(3)
