@@ -10,6 +10,7 @@ from agentrl.evaluation.benchmarks import ProblemSet
 from agentrl.evaluation.formats import JSONObject, Provenance
 from agentrl.evaluation.settings import REQUEST_FIELDS, EndpointSettings, EvaluationSections
 from agentrl_envs.settings import ChatSettings, ReasoningSettings, SimpleTIRSettings
+from agentrl_sandbox.client import PROGRAM_LIMITS
 
 COMPARED_SECTIONS = (
     "model.",
@@ -64,7 +65,6 @@ _PACKAGES = (
     "sympy",
     "httpx",
 )
-_SANDBOX = ("url", "timeout", "memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit")
 
 
 def build_provenance(
@@ -101,7 +101,7 @@ def build_provenance(
             "max_response_tokens": settings.rollout.max_response_tokens,
             "program_seconds": settings.rollout.program_seconds,
         },
-        "sandbox": {name: getattr(settings.sandbox, name) for name in _SANDBOX},
+        "sandbox": {name: getattr(settings.sandbox, name) for name in ("url", "timeout", *PROGRAM_LIMITS)},
         "grader": grader_record(settings),
         "environment": {line.partition(":")[0]: line.partition(":")[2].strip() for line in environment},
         "packages": {"agentrl": agentrl.__version__} | {name: _version(name) for name in _PACKAGES},

@@ -179,7 +179,7 @@ def packing_obstacle(config: PreTrainedConfig) -> str | None:
 
 
 def choose_attention(
-    wanted: Literal["auto", "sdpa", "flex", "flash"], config: PreTrainedConfig, *, dtype: str
+    wanted: AttentionBackend | Literal["auto"], config: PreTrainedConfig, *, dtype: str
 ) -> AttentionBackend:
     """Return the backend for ``model.attention`` on this machine. Raises SettingsError if the backend cannot run."""
     text = config.get_text_config()

@@ -94,7 +94,7 @@ class TrainingSetup:
     offload: Offload = "none"
     sequence_parallel: int = 1
     lora_rank: int = 0
-    head_backend: Literal["reference", "chunked", "triton"] = "triton"
+    head_backend: str = "triton"
     device: Literal["cpu", "cuda"] = "cuda"  # for the blocks of "chunked"
     reference: bool = False
     critic: bool = False

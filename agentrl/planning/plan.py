@@ -13,7 +13,6 @@ import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 import yaml
@@ -351,7 +350,7 @@ def memory_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Iter
     here = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
     on_gpus = here is not None or bool(facts.servers)
     bfloat16 = settings.model.dtype == "bfloat16"
-    fastest: Literal["chunked", "triton"] = "triton" if on_gpus else "chunked"
+    fastest = "triton" if on_gpus else "chunked"
     setup = TrainingSetup(
         ranks=training.num_processes,
         stage=training.stage_that_runs(bfloat16=bfloat16),

@@ -8,7 +8,7 @@ await sandbox.close()
 from __future__ import annotations
 
 from agentrl_sandbox.local import open_local
-from agentrl_sandbox.settings import SandboxSettings
+from agentrl_sandbox.settings import PROGRAM_LIMITS, SandboxSettings
 from agentrl_sandbox.types import (
     PROPERTIES,
     BusyError,
@@ -28,6 +28,7 @@ from agentrl_sandbox.types import (
 )
 
 __all__ = [
+    "PROGRAM_LIMITS",
     "PROPERTIES",
     "BusyError",
     "ClosedError",

@@ -16,10 +16,9 @@ _SERVICE = re.compile(r"https?://[^\s/?#@,]+/?")
 _PLACE = re.compile(r"local://|ray://|docker://[^\s/]\S*")
 
 
-LIMITS = (
-    *("memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit"),
-    *("fetch_limit", "max_sessions", "session_idle_timeout"),
-)
+PROGRAM_LIMITS = ("memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit")
+"""Settings that can change the result of a program, and with it an evaluation."""
+LIMITS = (*PROGRAM_LIMITS, "fetch_limit", "max_sessions", "session_idle_timeout")
 """Settings that limit programs and sessions. Clients can compare a service's limits but not change them."""
 
 
