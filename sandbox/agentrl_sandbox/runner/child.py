@@ -1,22 +1,249 @@
-"""The forked child, which isolates itself and then runs the program."""
+"""The forked child: its isolation layers (namespaces, Landlock, file system, lockdown), and how it runs the program."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
+import platform
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from agentrl_sandbox.runner import interpreter, kernel
+from agentrl_sandbox.runner import interpreter, kernel, seccomp
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
 from agentrl_sandbox.runner.files import Fetched, fetch_files
-from agentrl_sandbox.runner.isolation import SCRATCH, Lockdown, become_namespace_root, has_separate_users, mount_proc
 from agentrl_sandbox.runner.usage import INODES, tasks_of_user
+
+# Landlock restricts a process to given files and denies TCP ports, signals to other processes and abstract sockets.
+#
+# Paths are opened once, in the zygote. A child only adds the rules and enforces them. All rights that the kernel's
+# Landlock supports are denied unless a rule grants them. Older kernels support fewer rights (``abi``).
+
+_CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446  # the same on all architectures
+_VERSION = 1
+_PATH_BENEATH = 1
+_QUIET = 1  # keeps denials out of the host's audit log (ABI 7)
+
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+_REMOVE_DIR, REMOVE_FILE, _MAKE_DIR, MAKE_FILE = 1 << 4, 1 << 5, 1 << 7, 1 << 8
+_MAKE_PIPE, _MAKE_LINK = 1 << 10, 1 << 12
+_REFER, TRUNCATE, _IOCTL_DEVICE = 1 << 13, 1 << 14, 1 << 15
+
+READ = EXECUTE | READ_FILE | READ_DIR
+LOOK = READ_FILE | READ_DIR
+_EDIT = WRITE_FILE | TRUNCATE | _REMOVE_DIR | REMOVE_FILE | _MAKE_DIR | MAKE_FILE | _MAKE_PIPE | _MAKE_LINK | _REFER
+SCRATCH_RIGHTS = LOOK | _EDIT
+DEVICE = READ_FILE | WRITE_FILE | TRUNCATE
+OWN_SHARED_MEMORY = READ_FILE | WRITE_FILE | TRUNCATE | MAKE_FILE | REMOVE_FILE
+_FOR_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | _IOCTL_DEVICE  # the rights that a rule on a file may grant
+
+_FILES_BY_ABI = {1: (1 << 13) - 1, 2: _REFER, 3: TRUNCATE, 5: _IOCTL_DEVICE}
+_TCP = 0b11  # bind and connect, ABI 4
+_SCOPES = 0b11  # abstract Unix sockets and signals
+SCOPES_SINCE = 6
+
+
+class _RulesetAttributes(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("files", "network", "scopes")]
+
+
+class _PathBeneath(ctypes.Structure):
+    _fields_ = [("rights", ctypes.c_uint64), ("parent", ctypes.c_int32)]
+
+
+def abi() -> int:
+    """Return the Landlock version of this kernel, or 0."""
+    return max(0, kernel.system_call(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(_VERSION)))
+
+
+class Rules:
+    """Rules shared by all children: readable files and devices, each with an open descriptor."""
+
+    def __init__(self, version: int, rights: Iterable[tuple[str, int]]) -> None:
+        self._files = sum(bits for since, bits in _FILES_BY_ABI.items() if since <= version)
+        scoped = version >= SCOPES_SINCE
+        self._attributes = _RulesetAttributes(self._files, _TCP if version >= 4 else 0, _SCOPES if scoped else 0)
+        self._size = ctypes.sizeof(_RulesetAttributes) if scoped else 16 if version >= 4 else 8
+        self._flags = _QUIET if version >= 7 else 0
+        self._rules = [self._rule(path, bits) for path, bits in rights if os.path.exists(path)]
+
+    def enforce(self, own: Iterable[tuple[str, int]]) -> None:
+        """Restrict this process and its children permanently. ``own``: additional rules. Raises OSError."""
+        arguments = ctypes.byref(self._attributes), ctypes.c_size_t(self._size), ctypes.c_uint(0)
+        ruleset = kernel.checked_call("landlock_create_ruleset", _CREATE, *arguments)
+        mine = [_PathBeneath(bits & self._files, os.open(path, os.O_PATH)) for path, bits in own]
+        for rule in (*self._rules, *mine):
+            where = ctypes.c_int(ruleset), ctypes.c_int(_PATH_BENEATH), ctypes.byref(rule), ctypes.c_uint(0)
+            kernel.checked_call("landlock_add_rule", _ADD_RULE, *where)
+        kernel.checked_call("landlock_restrict_self", _RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint(self._flags))
+        for descriptor in (ruleset, *(rule.parent for rule in mine)):
+            os.close(descriptor)
+
+    def _rule(self, path: str, rights: int) -> _PathBeneath:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        known = self._files if os.path.isdir(path) else self._files & _FOR_FILES
+        return _PathBeneath(rights & known, descriptor)
+
+
+# The file system of programs: the interpreter and the system's libraries, read-only, and a scratch directory.
+#
+# The server calls ``enter`` once, before it starts any process. ``/scratch`` is mounted later, in the mount namespace
+# of the program.
+
+SCRATCH = "/scratch"
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
+# /dev/zero is omitted, because the memory of its shared mappings is not counted.
+_DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
+_LINKS = {"/tmp": SCRATCH, "/dev/shm": SCRATCH, "/dev/fd": "/proc/self/fd"}
+_BUILD_AT = "/tmp"  # hidden by the new root, in this mount namespace only
+
+
+def enter_namespaces(readable: Iterable[str]) -> None:
+    """Move this process into new namespaces, with a root that contains only ``readable`` and the system.
+
+    The only network is an unconfigured loopback. Raises OSError if the kernel denies the namespaces.
+    """
+    kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
+    with contextlib.suppress(OSError):  # a kernel without cgroups has no cgroup namespace
+        kernel.unshare(kernel.CLONE_NEWCGROUP)  # hides the host's paths in /proc/self/cgroup
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    sources = _open_sources(readable)
+    kernel.mount("root", _BUILD_AT, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
+    for path, (descriptor, is_directory) in sources.items():
+        _bind(descriptor, path, is_directory=is_directory)
+        os.close(descriptor)
+    _add_links()
+    for path in ("/proc", SCRATCH):
+        os.mkdir(_BUILD_AT + path)
+    kernel.mount("proc", _BUILD_AT + "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    os.chdir(_BUILD_AT)
+    kernel.pivot_root_here()
+    kernel.add_mount_attributes("/", kernel.MOUNT_ATTR_RDONLY, recursive=False)
+
+
+def mount_proc(flags: int) -> None:
+    """Mount /proc of this PID namespace, and hide the host kernel's command line."""
+    kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC)
+    kernel.mount("/dev/null", "/proc/cmdline", None, kernel.MS_BIND)
+
+
+def become_namespace_root(also: int = 0) -> None:
+    """Enter a new user namespace in which this process's user is root and the only user. ``also``: further flags."""
+    user, group = os.geteuid(), os.getegid()
+    kernel.unshare(kernel.CLONE_NEWUSER | also)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+            file.write(text)
+
+
+def visible(readable: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the files and the devices visible to programs. No path is inside another."""
+    wanted = [path for path in _SYSTEM if not os.path.islink(path)]
+    for path in readable:
+        wanted += [os.path.abspath(path), os.path.realpath(path)]
+    chosen: list[str] = []
+    for path in sorted(set(wanted)):
+        if os.path.isdir(path) and not any(path.startswith(parent + "/") for parent in chosen):
+            chosen.append(path)
+    chosen += [path for path in _SYSTEM_FILES if os.path.exists(path)]
+    return chosen, [path for path in _DEVICES if os.path.exists(path)]
+
+
+def _open_sources(readable: Iterable[str]) -> dict[str, tuple[int, bool]]:
+    """Open descriptors of all paths to bind, because the new root may cover them."""
+    files, devices = visible(readable)
+    chosen = files + devices
+    return {path: (os.open(path, os.O_PATH | os.O_CLOEXEC), os.path.isdir(path)) for path in chosen}
+
+
+def _bind(descriptor: int, path: str, *, is_directory: bool) -> None:
+    target = _BUILD_AT + path
+    if is_directory:
+        os.makedirs(target, mode=0o755, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), mode=0o755, exist_ok=True)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    kernel.mount(f"/proc/self/fd/{descriptor}", target, None, kernel.MS_BIND | kernel.MS_REC)
+    if path not in _DEVICES:
+        attributes = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
+        kernel.add_mount_attributes(target, attributes, recursive=True)
+
+
+def _add_links() -> None:
+    for path in _SYSTEM:
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), _BUILD_AT + path)
+    for path, target in _LINKS.items():
+        if os.path.isdir(_BUILD_AT + path):
+            continue  # contains the interpreter, so it remains a read-only directory without other entries
+        os.makedirs(os.path.dirname(_BUILD_AT + path), exist_ok=True)
+        os.symlink(target, _BUILD_AT + path)
+
+
+_SYSTEM_STATE = (
+    "/proc/cpuinfo",
+    "/proc/loadavg",
+    "/proc/meminfo",
+    "/proc/stat",
+    "/proc/version",
+    "/proc/sys/vm/overcommit_memory",
+    "/sys/devices/system/cpu",
+)
+_SHARED_MEMORY = "/dev/shm"
+
+
+class Lockdown:
+    """The final restriction of a child, prepared once in the zygote."""
+
+    def __init__(self, config: RunnerConfig) -> None:
+        namespaces = config.isolate != "none"
+        separate_user = has_separate_users(config)
+        version = abi()
+        self._filter: seccomp.Filter | None = None
+        if seccomp.available():
+            self._filter = seccomp.Filter(seccomp.build(platform.machine(), separate_user=separate_user or namespaces))
+        self._processes = "/proc" if namespaces else "/proc/self"
+        self._rules: Rules | None = None
+        if version:
+            files, devices = visible(config.readable)
+            rights = [(path, READ) for path in files] + [(path, DEVICE) for path in devices]
+            if not namespaces:
+                rights += [(path, LOOK) for path in _SYSTEM_STATE]
+                rights += [(_SHARED_MEMORY, OWN_SHARED_MEMORY)] if separate_user else []
+            self._rules = Rules(version, rights)
+
+    def close(self, scratch: str) -> None:
+        """Restrict this process permanently, so that it can write only to ``scratch``. Raises OSError."""
+        if self._rules is not None:
+            self._rules.enforce(((scratch, SCRATCH_RIGHTS), (self._processes, LOOK)))
+        if self._filter is not None:
+            self._filter.install()
+
+
+def has_separate_users(config: RunnerConfig) -> bool:
+    """Return True if every slot has a separate user."""
+    return config.isolate != "user" and kernel.may_change_user()
+
+
+def reaches_session_init(config: RunnerConfig) -> bool:
+    """Return True if programs can signal other processes of their user, including the init process of their session."""
+    return config.isolate == "none" and abi() < SCOPES_SINCE
+
+
+def layers(config: RunnerConfig) -> dict[str, int]:
+    """Return the layers available here: the version of Landlock, and 1 or 0 for the others."""
+    return {
+        "landlock": abi(),
+        "seccomp": int(seccomp.available()),
+        "separate_users": int(has_separate_users(config)),
+    }
+
 
 FILE_NAME = "<program>"
 STARTED = b"R"

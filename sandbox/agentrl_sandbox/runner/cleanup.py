@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection
 from typing import NoReturn
 
 from agentrl_sandbox.runner import kernel
+from agentrl_sandbox.runner.child import has_separate_users
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
-from agentrl_sandbox.runner.isolation import has_separate_users
 from agentrl_sandbox.runner.usage import children, files_of
 
 # Kills the processes that a program left behind.

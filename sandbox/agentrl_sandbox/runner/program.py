@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl_sandbox.runner import kernel
-from agentrl_sandbox.runner.child import OUT_OF_MEMORY, STARTED
+from agentrl_sandbox.runner.child import OUT_OF_MEMORY, STARTED, has_separate_users
 from agentrl_sandbox.runner.cleanup import SHARED_MEMORY
 from agentrl_sandbox.runner.config import ProcessMessage, RunnerConfig, python_command
 from agentrl_sandbox.runner.files import create_fetch_file, read_fetch_file
 from agentrl_sandbox.runner.interpreter import UNCAUGHT, Order, to_memory_file
-from agentrl_sandbox.runner.isolation import has_separate_users
 from agentrl_sandbox.runner.usage import (
     INODES,
     KernelMemory,

@@ -24,10 +24,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from agentrl_sandbox.call import ExecutionHeader, Frame, FrameBuffer, execution_frame, pack
-from agentrl_sandbox.runner import cleanup, isolation, kernel
+from agentrl_sandbox.runner import cleanup, kernel
+from agentrl_sandbox.runner.child import become_namespace_root, enter_namespaces, has_separate_users, layers
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, ProcessMessage, RunnerConfig, ServerRequest, needs_science
 from agentrl_sandbox.runner.interpreter import Order
-from agentrl_sandbox.runner.isolation import has_separate_users, layers
 from agentrl_sandbox.runner.program import Capture, Ending, Program, Watch, ZygoteHandle, judge, launch
 from agentrl_sandbox.runner.sessions import KIND, SessionManager
 from agentrl_sandbox.runner.usage import usage
@@ -51,7 +51,7 @@ def main() -> None:
         else:
             if config.isolate == "user":
                 _become_first_process(config, int(sys.argv[2]))
-            isolation.enter(config.readable)
+            enter_namespaces(config.readable)
     except OSError as error:
         why = str(error) or type(error).__name__
     client = socket.socket(fileno=int(sys.argv[2]))
@@ -70,7 +70,7 @@ def _become_first_process(config: RunnerConfig, descriptor: int) -> None:
 
     Without root, a zygote can return from a program's PID namespace only to one that it owns.
     """
-    isolation.become_namespace_root(also=kernel.CLONE_NEWPID)
+    become_namespace_root(also=kernel.CLONE_NEWPID)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     child = os.fork()
     if child == 0:

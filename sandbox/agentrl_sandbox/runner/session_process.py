@@ -40,10 +40,9 @@ import warnings
 from typing import NoReturn
 
 from agentrl_sandbox.runner import interpreter, kernel
-from agentrl_sandbox.runner.child import ChildLimits, close_other_descriptors, isolate
+from agentrl_sandbox.runner.child import ChildLimits, Lockdown, close_other_descriptors, isolate
 from agentrl_sandbox.runner.config import ProcessMessage
 from agentrl_sandbox.runner.files import Fetched, fetch_files
-from agentrl_sandbox.runner.isolation import Lockdown
 from agentrl_sandbox.runner.usage import children, is_alive, tree
 
 

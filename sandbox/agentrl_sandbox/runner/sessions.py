@@ -24,9 +24,9 @@ from enum import Enum
 from typing import Protocol
 
 from agentrl_sandbox.call import ExecutionHeader, Frame
+from agentrl_sandbox.runner.child import reaches_session_init
 from agentrl_sandbox.runner.config import ProcessMessage, RunnerConfig, ServerRequest
 from agentrl_sandbox.runner.interpreter import Order
-from agentrl_sandbox.runner.isolation import reaches_session_init
 from agentrl_sandbox.runner.program import Ending, Program, Watch, ZygoteHandle, judge_exit, launch
 from agentrl_sandbox.runner.session_process import DONE
 from agentrl_sandbox.runner.usage import Usage, children, usage

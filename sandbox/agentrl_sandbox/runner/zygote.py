@@ -32,10 +32,9 @@ from types import CodeType, ModuleType
 from typing import Any, Self
 
 from agentrl_sandbox.runner import cleanup, kernel
-from agentrl_sandbox.runner.child import ChildLimits, limit_children, run_child
+from agentrl_sandbox.runner.child import ChildLimits, has_separate_users, limit_children, run_child
 from agentrl_sandbox.runner.config import BARE_MODULES, SCRATCH_VARIABLE, ProcessMessage, RunnerConfig
 from agentrl_sandbox.runner.interpreter import find_generators
-from agentrl_sandbox.runner.isolation import has_separate_users
 from agentrl_sandbox.runner.session_process import run_session_init
 
 # Makes the objects of a warm interpreter immortal, so that forks share more memory.

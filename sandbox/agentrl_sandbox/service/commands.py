@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from agentrl_sandbox.service.messages import check_answers_fit
+from agentrl_sandbox.service.links import check_answers_fit
 from agentrl_sandbox.settings import NO_TOKEN, GatewaySettings, SandboxSettings, read_settings
 from agentrl_sandbox.types import SandboxError, StartError
 

@@ -13,8 +13,15 @@ from typing import TypeVar
 
 from agentrl_sandbox.bookkeeping import Once, SessionBook
 from agentrl_sandbox.call import Call, CallSandbox, FrameError, ImpossibleCallError
-from agentrl_sandbox.service.links import NotSentError, RunnerGoneError, RunnerLink, RunnerRegistry
-from agentrl_sandbox.service.messages import REFUSALS, RefusedMessage, SessionMessage
+from agentrl_sandbox.service.links import (
+    REFUSALS,
+    NotSentError,
+    RefusedMessage,
+    RunnerGoneError,
+    RunnerLink,
+    RunnerRegistry,
+    SessionMessage,
+)
 from agentrl_sandbox.types import (
     BusyError,
     ClosedError,

@@ -20,7 +20,7 @@ from typing import cast
 from agentrl_sandbox.call import Call, CallSandbox, Frame, FrameBuffer, FrameError, execution_frame, pack
 from agentrl_sandbox.local import open_local
 from agentrl_sandbox.runner import kernel
-from agentrl_sandbox.service import messages
+from agentrl_sandbox.service import links
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import SandboxError, StartError
 
@@ -36,7 +36,7 @@ async def serve_runner(
     ``name`` is unique in the directory ``sockets``. The runner also exits ``linger`` seconds after the last gateway
     disconnected, and with the process ``parent``.
     """
-    messages.check_answers_fit(settings)
+    links.check_answers_fit(settings)
     if parent is not None:
         kernel.die_with_parent(signal.SIGTERM)
         if os.getppid() != parent:
@@ -47,7 +47,7 @@ async def serve_runner(
         loop.add_signal_handler(number, stop.set)
     sandbox = await open_local(settings)
     try:
-        service = RunnerService(sandbox, messages.hello(settings, sandbox.isolation))
+        service = RunnerService(sandbox, links.hello(settings, sandbox.isolation))
         with listening(sockets, name) as listener:
             server = await loop.create_unix_server(service.connection, sock=listener)
             _log.info("runner %s is ready: %s", name, sandbox.isolation.describe())
@@ -163,7 +163,7 @@ class GatewayConnection(asyncio.Protocol):
 
     def __init__(self, service: RunnerService) -> None:
         self._service = service
-        self._frames = FrameBuffer[messages.RunnerRequest](messages.MAX_FRAME)
+        self._frames = FrameBuffer[links.RunnerRequest](links.MAX_FRAME)
         self._sessions: set[str] = set()
         self._transport: asyncio.Transport | None = None
         self._endings: set[asyncio.Task[None]] = set()
@@ -225,7 +225,7 @@ class GatewayConnection(asyncio.Protocol):
 
         return forget
 
-    async def _answer(self, identifier: int, header: messages.RunnerRequest, blobs: list[bytes]) -> None:
+    async def _answer(self, identifier: int, header: links.RunnerRequest, blobs: list[bytes]) -> None:
         """Execute one request and send exactly one answer."""
         try:
             answer, out = await self._carry_out(identifier, header, blobs)
@@ -233,14 +233,14 @@ class GatewayConnection(asyncio.Protocol):
             answer, out = _refused(identifier, "cancelled", "cancelled"), []
         except (SandboxError, ValueError) as error:
             kind = "bad_call" if isinstance(error, ValueError) else "failed"
-            known = [name for name, refusal in messages.REFUSALS.items() if isinstance(error, refusal)]
+            known = [name for name, refusal in links.REFUSALS.items() if isinstance(error, refusal)]
             answer, out = _refused(identifier, [*known, kind][0], str(error)), []
-        if sum(map(len, out)) > messages.MAX_ANSWER:
+        if sum(map(len, out)) > links.MAX_ANSWER:
             answer, out = _refused(identifier, "failed", "the output and files are too large to send"), []
         self.send(answer, *out)
 
     async def _carry_out(
-        self, identifier: int, header: messages.RunnerRequest, blobs: list[bytes]
+        self, identifier: int, header: links.RunnerRequest, blobs: list[bytes]
     ) -> Frame[Mapping[str, object]]:
         sandbox, operation = self._service.sandbox, header["op"]
         if operation == "execute":

@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from agentrl_sandbox.call import Call, CallSandbox
 from agentrl_sandbox.client import Execution, Isolation, Outcome, SandboxSettings, UnknownSessionError
-from agentrl_sandbox.service import messages
+from agentrl_sandbox.service import links
 from agentrl_sandbox.service.gateway import DrainingServer, Gateway, build_app, server_config
 from agentrl_sandbox.service.guard import Guard
 from agentrl_sandbox.service.pool import RunnerPool
@@ -97,7 +97,7 @@ class RunningRunner:
 
     def __init__(self, directory: Path, name: str, workers: int) -> None:
         self.sandbox = SteeredSandbox()
-        self.hello = messages.hello(SandboxSettings(workers=workers), HELD)
+        self.hello = links.hello(SandboxSettings(workers=workers), HELD)
         self.service = RunnerService(self.sandbox, self.hello)
         self._directory, self._name = directory, name
         self._stack = AsyncExitStack()

@@ -14,12 +14,12 @@ import pytest
 
 from agentrl_sandbox.call import FrameBuffer, FrameError, pack
 from agentrl_sandbox.client import SandboxSettings
-from agentrl_sandbox.service import messages
+from agentrl_sandbox.service import links
 from agentrl_sandbox.types import PROPERTIES, Isolation
 
 pytestmark = pytest.mark.slow
 
-HELLO = messages.hello(SandboxSettings(workers=4), Isolation(layers=dict.fromkeys(PROPERTIES, "x"), mode="root"))
+HELLO = links.hello(SandboxSettings(workers=4), Isolation(layers=dict.fromkeys(PROPERTIES, "x"), mode="root"))
 DONE = {"op": "execution", "outcome": "ok", "exit_code": 0, "seconds": 0.1, "truncated": False, "files": []}
 DONE |= {"session_ended": False}
 
