@@ -466,5 +466,5 @@ def test_inputs_hold_everything_that_rollouts_have() -> None:
     inputs: AdvantageInputs = advantage_inputs([sample], [torch.tensor([[1, 4]])])
     missing = {name for name, value in vars(inputs).items() if value is None}
     # On-policy, without a critic, and each rollout is one row.
-    of_branches = {"samples", "branches", "parents", "forks"}
+    of_branches = {"samples", "branches", "parents", "forks", "path_weights"}
     assert missing == {"importance_weights", "loss_mask", "values", "bootstrap_values"} | of_branches
