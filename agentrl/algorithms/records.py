@@ -141,7 +141,7 @@ class Calls(Protocol):
 
 
 class OneCall:
-    """The only call of a step, which contains all groups."""
+    """A step whose estimator is called once, with all groups."""
 
     index = 0
 

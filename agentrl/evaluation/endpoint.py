@@ -1,4 +1,4 @@
-"""Client of an OpenAI-compatible endpoint that plays rollouts as text.
+"""Run text-only rollouts against an OpenAI-compatible endpoint.
 
 Turns are streamed. The connection is closed as soon as the protocol considers the turn complete, a condition that stop
 strings cannot express. Failed requests are retried for ``retry_deadline`` seconds.

@@ -188,7 +188,7 @@ class MeasurementFiles:
         return sorted(lines, key=lambda line: line["number"])
 
     def add(self, line: ProblemLine) -> None:
-        """Append the line of one problem, which is on disk when this method returns."""
+        """Append one problem's line, and flush it to disk before returning."""
         append_line(self.folder / PROBLEMS, json_line(line))
 
 

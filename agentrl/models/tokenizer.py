@@ -89,7 +89,7 @@ class TextCodec:
         return self._encode_plain_prompt(text)
 
     def encode_parts(self, parts: Iterable[Part]) -> tuple[int, ...]:
-        """Encode each part separately: marks with special tokens, other parts as plain text."""
+        """Encode each part separately. Only marks may become special tokens; other parts are plain text."""
         return tuple(
             token
             for part in parts

@@ -317,7 +317,7 @@ def plan_command(
     try:
         write.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise SettingsError(f"--write {write}: {error.strerror}; set a file in an existing folder") from error
+        raise SettingsError(f"--write {write}: {error.strerror}; choose a file in an existing folder") from error
     return [*lines, f"# written to {write}: agentrl train --config {write}"]
 
 
@@ -326,12 +326,10 @@ def _machine(gpus: int | None, memory: float | None, settings: Settings) -> Hard
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = gpus if gpus is not None else here or settings.training.num_processes
     if gpus < 1:
-        raise SettingsError(f"--gpus {gpus} is not a number of GPUs: set at least 1, for example 8")
+        raise SettingsError(f"--gpus must be at least 1, for example 8; got {gpus}")
     if memory is not None:
         if not 0 < memory < 10_000:
-            raise SettingsError(
-                f"--memory {memory:g} is not the memory of a GPU: set GB between 0 and 10000, for example 80"
-            )
+            raise SettingsError(f"--memory must be between 0 and 10000 GB for each GPU, for example 80; got {memory:g}")
         return Hardware(gpus=gpus, memory=int(memory * GB))
     if not here:
         raise SettingsError(

@@ -270,7 +270,7 @@ class ProblemSampler:
             if key not in self._left_out
         ]
         if not ranked:
-            raise EmptyProblemsError(f"{source.name}: the prompts of all problems are too long")
+            raise EmptyProblemsError(f"{source.name}: the prompts of all problems exceed rollout.max_prompt_tokens")
         chosen = [-index for _, index in heapq.nlargest(count, ranked)]
         return [chosen[number % len(chosen)] for number in range(count)]
 

@@ -101,7 +101,9 @@ class ProblemSourceSettings(BaseModel):
             }
             wrong = [name for name, is_set in loaded.items() if is_set]
             if wrong:
-                raise ValueError(f"{self.path} is generated: {wrong[0]} does not apply, only split=train or heldout")
+                raise ValueError(
+                    f"{self.path} is generated, so {wrong[0]} does not apply; only split=train or heldout does"
+                )
         else:
             if self.seed is not None:
                 raise ValueError(f"seed applies to generated problems, not to {self.path}")

@@ -73,7 +73,7 @@ class Formula:
             raise FormulaError("whose formula is malformed") from error
         formula = cls(_checked(tree))
         if equals and str(formula.value()) != right.strip().replace(",", ""):
-            raise FormulaError("whose formula does not add up")
+            raise FormulaError("whose formula does not evaluate to its result")
         return formula
 
     @property

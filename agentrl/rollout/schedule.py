@@ -209,7 +209,7 @@ class RolloutSource(ABC):
 
 
 class OnDemandSource(RolloutSource):
-    """Plays groups only during a call to :meth:`take` (``rollout.schedule=synchronous``)."""
+    """Samples groups only during a call to :meth:`take` (``rollout.schedule=synchronous``)."""
 
     async def take(self, count: int, *, step: int, deadline: float, more: bool = False) -> list[Group]:
         played: list[Group] = []

@@ -53,7 +53,7 @@ class Console:
         self._print(table)
 
     def _print(self, content: Text | Table) -> None:
-        # Log lines are not wrapped. On a terminal, rich wraps between words, because the terminal would break words.
+        # Log files keep long lines. On a terminal, rich wraps between words; the terminal itself would break words.
         self._rich.print(content, soft_wrap=isinstance(content, Text) and not self._rich.is_terminal)
         if self.copy is not None:
             self.copy._print(content)

@@ -89,7 +89,7 @@ class TrajectoryTokens:
         return len(self.log_probs)
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return the arrays that are not None, and ``update`` and ``loss_weight`` repeated for each token, by name."""
+        """Return all arrays that exist, by name, with ``update`` and ``loss_weight`` repeated for every token."""
         arrays = {name: getattr(self, name) for name in LISTS}
         numbers = {name: np.full(len(self), getattr(self, name)) for name in ("update", "loss_weight")}
         return {name: values for name, values in arrays.items() if values is not None} | numbers

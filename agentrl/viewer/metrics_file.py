@@ -230,7 +230,7 @@ def json_lines(path: Path, folder: Path) -> list[dict[str, object]]:
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield complete lines. A long line is yielded in pieces, none of which is a JSON object."""
+    """Yield complete lines. Overlong lines are split into pieces, none of which parses as a JSON object."""
     while (line := file.readline(_LONGEST_LINE)).endswith(b"\n") or len(line) == _LONGEST_LINE:
         yield line
 

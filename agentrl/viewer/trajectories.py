@@ -181,7 +181,7 @@ def _is_excluded(record: JSONObject) -> bool:
 
 
 def _add_reasons(rows: list[JSONObject]) -> None:
-    """Add the reason why a row was not trained on, as far as the rows determine it."""
+    """Add the reason why a row was not trained on, if it follows from the rows."""
     groups: dict[int, list[JSONObject]] = defaultdict(list)
     for row in rows:
         groups[row["group"]].append(row)

@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 
 # Seconds for a call to a server, including the transfer of all weights.
 _CALL = 1800.0
-# Minimum seconds for the servers to join a group, during which no parameter is sent.
+# Lower bound on the seconds allowed for the servers to join a group. No parameter is sent meanwhile.
 _SETUP = 300.0
 # Seconds for an aborted communicator to return from its broadcast.
 _ABORT = 30.0

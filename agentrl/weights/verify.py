@@ -110,7 +110,7 @@ def with_tied_head(found: Mapping[str, Checksum]) -> dict[str, Checksum]:
 
 
 def describe_differing(trainer: Mapping[str, Checksum], engine: Mapping[str, Checksum]) -> str | None:
-    """Describe the parameters of engine and trainer whose checksums differ; None if all common ones are equal.
+    """Describe the parameters whose engine and trainer checksums differ, or return None if all common ones match.
 
     >>> two, three = Checksum(values=1, total=2), Checksum(values=1, total=3)
     >>> describe_differing({"a": two, "b": two}, {"a": two, "b": three})
@@ -135,7 +135,7 @@ def _folded(bits: Tensor, shift: int) -> Tensor:
 
 
 def noise_bound(noise: float, *, floor: float, limit: float) -> float:
-    """Return the largest difference that counts as equal weights, given the ``noise`` measured at equal weights.
+    """Return the largest difference at which weights count as equal. ``noise`` was measured between equal weights.
 
     >>> noise_bound(0.011, floor=5e-3, limit=0.15), noise_bound(0.064, floor=5e-3, limit=0.15)
     (0.044, 0.15)

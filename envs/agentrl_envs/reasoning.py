@@ -33,7 +33,7 @@ class ReasoningProtocol:
 
     @property
     def empty_turn(self) -> Ended:
-        """An ordinary end with reward 0."""
+        """How an empty turn ends the episode: normally, with reward 0."""
         return Ended.STOPPED
 
     def message(self, statement: str) -> str:

@@ -159,7 +159,7 @@ class SimpleTIREpisode:
     async def _call(self, requests: Sequence[ToolRequest | MalformedCall], action: str) -> Step:
         """Execute the turn's calls concurrently. The result of an invalid call is an error message."""
         made = await asyncio.gather(*(self._answer(request) for request in requests), return_exceptions=True)
-        # Wait for all calls before raising. Raise a bug of a tool, which ends the run, before an unavailable service.
+        # Wait for all calls before raising. A tool's bug ends the run, so it takes precedence over a lost service.
         failures = [result for result in made if isinstance(result, BaseException)]
         if failures:
             raise next((one for one in failures if not isinstance(one, UnavailableError)), failures[0])

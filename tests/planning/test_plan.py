@@ -121,8 +121,8 @@ def test_the_dry_run_of_a_recipe_shows_that_eight_gpus_hold_it(
 @pytest.mark.parametrize(
     ("request_", "path", "message"),
     [
-        ({"gpus": 8, "memory": -5}, "Qwen/Qwen2.5-7B", r"--memory -5 is not the memory of a GPU: set GB between"),
-        ({"gpus": 0, "memory": 80}, "Qwen/Qwen2.5-7B", r"--gpus 0 is not a number of GPUs: set at least 1"),
+        ({"gpus": 8, "memory": -5}, "Qwen/Qwen2.5-7B", r"--memory must be between 0 and 10000 GB for each GPU"),
+        ({"gpus": 0, "memory": 80}, "Qwen/Qwen2.5-7B", r"--gpus must be at least 1, for example 8; got 0"),
         ({"gpus": 8}, "Qwen/Qwen2.5-7B", r"this machine has no GPU: set the number and memory"),
         (
             {"gpus": 8, "memory": 80, "context": 3},

@@ -184,7 +184,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"path": "x.jsonl", "limit": 0}, "greater than or equal to 1"),
         ({"path": "x.jsonl", "wieght": 1}, "Extra inputs"),
         ({"path": "x.jsonl", "families": ["add"]}, "families applies to builtin:arithmetic"),
-        ({"path": "builtin:arithmetic", "part": "heldout"}, "part does not apply, only split=train or heldout"),
+        ({"path": "builtin:arithmetic", "part": "heldout"}, "part does not apply; only split=train or heldout"),
         ({"path": "x.jsonl", "fields": {"answer": None}}, "fields.answer must name a column"),
     ],
 )

@@ -71,7 +71,7 @@ def reinforce_pp_baseline(inputs: EstimatorInputs, options: WhitenedOptions) -> 
 
 @register_estimator("remax", options=ScalarOptions, requires=("greedy_returns",))
 def remax(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
-    """Compute A = R - R_greedy, the return of one greedy rollout of the problem (Li et al., arXiv 2310.10505)."""
+    """Compute A = R - R_greedy; R_greedy is the return of one greedy rollout (Li et al., arXiv 2310.10505)."""
     return scalar_estimate(inputs.totals, inputs.read_trajectories("greedy_returns"))
 
 

@@ -60,7 +60,7 @@ class SequenceGroup:
         return summed
 
     def gather(self, values: Tensor, numbers: Tensor, total: int) -> Tensor:
-        """Gather ``values`` [n, ...] with indices ``numbers`` [n] of every rank to [total, ...] on every rank.
+        """All-gather ``values`` [n, ...], ordered by their global indices ``numbers`` [n]. Returns [total, ...].
 
         Every rank must compute the same loss from the result. The gradient of ``values`` is the gradient of this loss,
         not the sum over ranks, so that the ranks' gradients of a parameter sum to the gradient of the loss.

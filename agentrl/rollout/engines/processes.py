@@ -61,7 +61,7 @@ class ServerPlan(ABC):
         return {**dict.fromkeys(FOREIGN), **gpus}
 
     def environment(self) -> dict[str, str]:
-        """Return the server's environment on this machine."""
+        """Return the environment variables of the server's process on this machine."""
         kept = {name: value for name, value in os.environ.items() if name not in FOREIGN}
         return kept | {name: value for name, value in self.environment_changes().items() if value is not None}
 

@@ -25,7 +25,7 @@ _SILENT = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """The latest mark of a rank's main thread on ``node``.
+    """The latest heartbeat of the main thread of a rank on ``node``.
 
     ``position`` is the number of worker calls, and of marks since the last call. All ranks make the same calls and
     marks, so positions are comparable. ``allowed`` is the time in seconds until the next mark, unless the rank waits

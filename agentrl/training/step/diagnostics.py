@@ -168,7 +168,7 @@ def check_fidelity(mean_difference: float, bound: float, *, worst: float | None 
 
 
 class TokenRecorder:
-    """Collects the rows of one rank in one step, in training order. Nothing is computed again."""
+    """Collects one rank's rows of one step, in training order, without recomputing anything."""
 
     def __init__(self, *, hidden_norms: bool = False) -> None:
         """With ``hidden_norms``, also record the norms of hidden states, which the estimator's energies need."""

@@ -223,7 +223,7 @@ class Trainer:
         return completed
 
     def _train_update(self, step: _Step, update: UpdatePlan, rows: Sequence[LossRows], *, fresh: bool) -> None:
-        """Train an update after a statistics pass. ``fresh``: the weights have not changed since that pass."""
+        """Run one update after a statistics pass. ``fresh``: the weights have not changed since that pass."""
         normalizer = self._objective.normalizer_over_ranks(rows, self._engine)
         if self._objective.selects:
             rows = self._selected(step, rows, fresh=fresh)

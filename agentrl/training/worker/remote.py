@@ -56,7 +56,7 @@ _START = 600.0
 _END = 30.0
 # Seconds for a rank to report its own error and exit after the worker has exited.
 _LAST_WORDS = 30.0
-# Seconds for a rank to exit if a stuck rank is known to be the reason.
+# Seconds to wait for a rank to exit when a stuck rank is the known cause: no other report is expected.
 _FEW_WORDS = 5.0
 
 

@@ -372,7 +372,7 @@ def _same_name(reference: Expression, answer: Expression) -> bool:
 
 
 def _gives_its_right_side(relation: Relation) -> bool:
-    """Return True if a relation states the value of its left side: a name, a number, or sums and products of names.
+    """Return True if a relation states the value of its left side: a name, a number, or names added and multiplied.
 
     ``a + b = 7`` states 7. ``2x = 10``, ``-x = 5`` and ``x^n = 9`` are equations to solve, and ``ax + by = c`` is a
     relation of variables.

@@ -264,7 +264,7 @@ class _Reader:
 
     def _number(self, token: _Token) -> Expression:
         if self._next.text == "_":
-            raise UnreadableError("a numeral with a base in an expression")
+            raise UnreadableError("a numeral with a base is not supported in an expression")
         mantissa, _, exponent = token.text.lower().partition("e")
         if len(exponent) > _EXPONENT_DIGITS:
             raise UnreadableError("a large exponent")

@@ -149,7 +149,7 @@ _QUANTITIES = re.compile(r"(\d[\d.]*) ?([A-Za-z]+)(?: and |, | |$)")
 
 
 def split_words(text: str) -> tuple[str, Unit] | None:
-    """Split a unit or counted thing off a text. Returns the rest and the unit, or None."""
+    """Split a unit or counted noun from a text. Returns the rest and the unit, or None."""
     currency = _CURRENCY.fullmatch(text)
     if currency is not None:
         name = _CURRENCIES[currency[2] or currency[5]]

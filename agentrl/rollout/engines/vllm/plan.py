@@ -313,7 +313,7 @@ def _chosen_gpus(settings: RolloutSettings, *, training_gpus: int, gpus: Sequenc
 
 
 def policy_with_untied_head(policy_path: str, copy: Path) -> str:
-    """Return the policy for servers whose weights will change: on a CPU, a copy with untied embeddings in ``copy``.
+    """Return the policy for servers that receive weights. On a CPU, write a copy with untied embeddings to ``copy``.
 
     ``policy_path``: a directory or a Hugging Face id.
     """

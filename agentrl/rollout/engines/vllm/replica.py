@@ -456,8 +456,8 @@ class VLLMReplica(Replica):
         theirs, ours = tuple(tokens), codec.encode(_TEXT)
         if theirs != ours:
             raise self.unusable_error(
-                f"its tokenizer differs from the policy's: a test sentence has {len(ours)} tokens here and "
-                f"{len(theirs)} there, and the first difference is {_first_difference(ours, theirs)}"
+                f"its tokenizer differs from the policy's: a test sentence has {len(theirs)} tokens on the server and "
+                f"{len(ours)} with the policy's tokenizer; first difference: {_first_difference(ours, theirs)}"
             )
 
     async def _check_vocabulary(self, vocabulary: int) -> None:
