@@ -338,7 +338,7 @@ class AgentGateway:
 
 
 def _key(http: Request) -> str:
-    """Return the key of a request, which Anthropic's clients send in a header of their own."""
+    """Return the key of a request. Anthropic's clients send it in ``x-api-key``."""
     return http.headers.get("x-api-key") or http.headers.get("authorization", "").removeprefix("Bearer ")
 
 
