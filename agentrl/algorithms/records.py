@@ -40,7 +40,7 @@ class AdvantageInputs:
     Energies weight a token with `(importance_weights * loss_mask)^2`; if one of the two is None, it is 1 on every model
     token. Therefore a zero weight and the loss mask reject a token with the same effect on the baseline. Rewards,
     returns and compact indices use the response mask, including rejected tokens. `trajectory_energy` already includes
-    the weights, because they do not factor.
+    the weights, because they cannot be factored out.
     """
 
     rewards: Tensor  # [B, T] float

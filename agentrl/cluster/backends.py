@@ -1,8 +1,8 @@
-"""Cluster backends: where the processes of a run start. Selected by ``cluster.kind``.
+"""Cluster backends, which start the processes of a run. Selected by ``cluster.kind``.
 
 A backend opens a :class:`.Cluster`, which reserves resources on nodes and starts processes there. To add a backend,
-write a `Cluster` and a `ClusterBackend` in a module of their own, and register it: with :func:`register_cluster`, as an
-entry point of the group ``agentrl.clusters``, as ``cluster.kind=module:Class``, or below in `CLUSTERS`.
+write a `Cluster` and a `ClusterBackend` in a separate module, and register the backend: with :func:`register_cluster`,
+as an entry point of the group ``agentrl.clusters``, as ``cluster.kind=module:Class``, or below in `CLUSTERS`.
 
 This module imports no heavy libraries, because settings are checked without them.
 """
@@ -29,8 +29,8 @@ class ClusterBackend(ABC):
     """A kind of cluster that ``cluster.kind`` can select."""
 
     many_nodes: ClassVar[bool] = False
-    """Whether the cluster places ranks, servers and sandbox services on several machines. Then a run's ranks are
-    always processes of the cluster, and the machine of the command need not meet their requirements."""
+    """True if the cluster places ranks, servers and sandbox services on several machines. Ranks are then always
+    processes of the cluster, and the machine that runs the command need not meet their requirements."""
 
     @abstractmethod
     def open(self, settings: ClusterSettings, gpus: Sequence[str] | None) -> Cluster:
@@ -60,7 +60,7 @@ class RayBackend(ClusterBackend):
         # Without this limit, Ray ends this process within a minute after its head node is lost. Ray reads the variable
         # when it is imported.
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(round(settings.deadline + 60)))
-        # Otherwise Ray prints the last lines of a dead raylet's log, dozens with "[state-dump]", after our message.
+        # Otherwise, after our message, Ray prints the end of a dead raylet's log: dozens of lines with "[state-dump]".
         os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^Raylet is terminated")
         from agentrl.cluster.ray_nodes import RayCluster
 
@@ -98,5 +98,5 @@ def has_many_nodes(kind: str) -> bool:
 
 
 def open_cluster(settings: ClusterSettings, gpus: Sequence[str] | None) -> Cluster:
-    """Open the cluster that ``settings`` select. See `ClusterBackend.open`."""
+    """Open the cluster selected by ``settings``. See `ClusterBackend.open`."""
     return CLUSTERS[settings.kind]().open(settings, gpus)

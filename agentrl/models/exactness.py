@@ -54,7 +54,7 @@ def reads_padded(model: ModelSettings, config: PreTrainedConfig) -> bool:
     return model.rows == "padded" or (model.rows == "auto" and packing_problem(config) is not None)
 
 
-_problems: dict[str, SettingsError | None] = {}  # by configuration, because a test takes up to two seconds
+_problems: dict[str, SettingsError | None] = {}  # cached by configuration, because a test takes up to two seconds
 
 
 def packing_problem(config: PreTrainedConfig) -> SettingsError | None:

@@ -1,4 +1,4 @@
-"""Posterior of each problem's success probability, from earlier rollouts. It forgets as the policy changes."""
+"""Posterior of each problem's success probability, from earlier rollouts. Old evidence decays as the policy changes."""
 
 from __future__ import annotations
 

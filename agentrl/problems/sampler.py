@@ -127,15 +127,15 @@ _PRIORITIES: Final[dict[Curriculum, Callable[[Random, float, float], float]]] = 
     "variance": _by_variance,
     "thompson": _by_sample,
 }
-"""Random priority of a problem by the parameters of its Beta posterior. The problems with the largest are drawn."""
+"""Random priority of a problem from the parameters of its Beta posterior. The largest priorities are drawn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
     """A problem from the sampler, and the ``key`` of its posterior.
 
-    A problem of a finite source has its own key. Problems of an endless source never repeat, so those of one family
-    have a common key.
+    Each problem of a finite source has a separate key. Problems of an endless source never repeat, so all problems of a
+    family share a key.
     """
 
     problem: Problem
@@ -158,9 +158,10 @@ class ProblemSampler:
     """Draws problems from a mixture. Not thread-safe.
 
     With the uniform ``curriculum``, every problem of a finite source is drawn once before any is drawn again, in an
-    order that changes every epoch. The other curricula draw different problems in each call, by their ``posteriors``:
-    with weights ``p (1 - p)`` ("variance"), or those with the largest ``p (1 - p)`` for a success probability ``p``
-    sampled from the posterior ("thompson"). ``decay`` is that of :class:`.Posteriors`.
+    order that changes every epoch. The other curricula draw problems by their ``posteriors``: with weights
+    ``p (1 - p)`` ("variance"), or those with the largest ``p (1 - p)`` for a success probability ``p`` sampled from the
+    posterior ("thompson"). A call then draws a problem twice only if a source has too few. ``decay``: see
+    :class:`.Posteriors`.
 
     >>> from agentrl.problems.arithmetic import ArithmeticSource
     >>> sampler = ProblemSampler(ArithmeticSource(seed=1), seed=5)

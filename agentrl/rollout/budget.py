@@ -23,12 +23,12 @@ LEAST: Final = 2
 def allocate(scores: Sequence[float], total: int, *, most: int) -> list[int]:
     """Return the group sizes ``n`` that minimize ``sum(score**2 / n)``, with ``sum(n) = total`` and 2 <= n <= ``most``.
 
-    Without the bounds and rounding, sizes are proportional to the scores. Equal scores have equal sizes.
+    Without the bounds and rounding, sizes are proportional to the scores. Sizes of equal scores differ by at most 1.
 
     >>> allocate([1.0, 3.0, 0.0], 16, most=10)
     [4, 10, 2]
     """
-    # The sum is convex and separable, so it is optimal to give each rollout to the largest decrease.
+    # The sum is convex and separable, so giving each further rollout to the largest decrease is optimal.
     sizes = [LEAST] * len(scores)
     gains = [(-_gain(score, LEAST), LEAST, number) for number, score in enumerate(scores)]
     heapq.heapify(gains)
@@ -41,7 +41,7 @@ def allocate(scores: Sequence[float], total: int, *, most: int) -> list[int]:
 
 
 def _gain(score: float, size: int) -> float:
-    """Return the decrease of ``score**2 / size`` from another rollout."""
+    """Return the decrease of ``score**2 / size`` if one rollout is added."""
     return score**2 / (size * (size + 1))
 
 
@@ -58,7 +58,7 @@ SCORES: Final[dict[Budget, Callable[[Posteriors, str], float]]] = {
     "neyman": _neyman,
     "variance": _variance,
 }
-"""The score of a problem by its key, for each budget other than uniform."""
+"""Functions that compute a problem's score from the posteriors and its key, for each budget except uniform."""
 
 
 def gradient_variance(posteriors: Posteriors, key: str) -> float:
@@ -70,7 +70,7 @@ def gradient_variance(posteriors: Posteriors, key: str) -> float:
 def expected_energy(branches: Sequence[Trajectory]) -> float:
     """Return ``sum(1 - p)`` over the sampled tokens of a rollout.
 
-    Its expectation is that of the rollout's energy, because ``E[1 - p] = 1 - sum(p^2) = E[1 - 2 p + sum(p^2)]`` for
-    every token.
+    Its expectation is the expected energy of the rollout, because for every token
+    ``E[1 - p] = 1 - sum(p^2) = E[1 - 2 p + sum(p^2)]``.
     """
     return -math.fsum(math.expm1(value) for item in branches for part in item.segments for value in part.log_probs)

@@ -62,7 +62,8 @@ class Admission:
     ) -> None:
         """Configure admission control.
 
-        ``ceiling``: ``rollout.concurrency``. ``longest``: maximum tokens of a trajectory, including its prompt.
+        ``ceiling``: maximum number of trajectories in flight. ``longest``: maximum tokens of a trajectory, including
+        its prompt. All branches of a rollout count as one trajectory.
         """
         self._poll = poll
         self._ceiling = ceiling
@@ -267,7 +268,7 @@ class Driver:
 
     @property
     def _concurrency(self) -> int:
-        """Maximum number of concurrent rollouts. A forked rollout counts with all of its leaves."""
+        """Maximum number of concurrent rollouts. A rollout that may fork counts as its maximum number of leaves."""
         return max(1, self.settings.concurrency // self.settings.branching.most_leaves)
 
     def metrics(self) -> dict[str, float]:
@@ -449,7 +450,7 @@ class Driver:
         )
         branches = await policy.play(self.environment)
         self.last_failure = policy.failure or self.last_failure
-        if branches[-1].path_weight is not None:  # forked, so every path has its own reward
+        if branches[-1].path_weight is not None:  # forked, so the environment has rewarded every path
             return branches
         last = await self._rewarded(branches[-1], running, earlier=branches[:-1])
         if last.is_excluded:
@@ -483,7 +484,7 @@ class Driver:
 
 
 def _failed(branches: Sequence[Trajectory]) -> bool:
-    """Return True if every end of the rollout failed for reasons outside the policy."""
+    """Return True if all ends of the rollout are infrastructure failures."""
     return all(item.ended is Ended.INFRASTRUCTURE_FAILURE for item in branches if item.is_last_branch)
 
 

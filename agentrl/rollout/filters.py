@@ -73,7 +73,7 @@ def filter_groups(groups: Iterable[Group], rules: FilterRules) -> tuple[tuple[Gr
 
 
 def _weighed(data: list[Trajectory]) -> list[Trajectory]:
-    """Give forked rollouts the weights of their remaining branches, and drop branches that lead to no reward."""
+    """Recompute the weights of forked rollouts for their remaining branches, and drop branches of weight 0."""
     kept: list[Trajectory] = []
     for _, items in itertools.groupby(data, key=lambda item: item.sample):
         branches = list(items)
@@ -84,7 +84,7 @@ def _weighed(data: list[Trajectory]) -> list[Trajectory]:
 def _reason_to_drop(
     group: Group, data: list[Trajectory], masked: frozenset[tuple[int, int]], rules: FilterRules
 ) -> str | None:
-    """Return the reason for dropping a group, or None. Only a rollout's rewarded branch counts."""
+    """Return the reason for dropping a group, or None. Only trajectories with the reward of a rollout or path count."""
     data = [item for item in data if item.is_last_branch]
     if all((item.sample, item.branch) in masked for item in data):
         return "dropped_empty"

@@ -248,9 +248,9 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     ``name`` identifies the rollout in the engine. ``measure`` receives the prompt's length in tokens and may raise.
     ``rewarded_later``: the environment may omit the reward. ``rounds``: the gate before each turn, if any.
 
-    ``branching``: where the rollout forks. A branch continues the tokens of its parent, which are its prompt. ``path``:
-    the number of the branch at each fork above it, which keys its randomness. ``leaves``: maximum number of leaves
-    below it. ``earlier_tokens`` and ``earlier_turns`` were sampled or appended before the branch.
+    ``branching``: where the rollout forks. The prompt of a branch contains all tokens of its parent. ``path``: the
+    number of the branch at each fork, which keys its randomness. ``leaves``: maximum number of leaves below the branch.
+    ``earlier_tokens`` and ``earlier_turns``: tokens and turns of the response before the branch.
     """
 
     step: int
@@ -358,7 +358,8 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     def fork(self) -> Sequence[TokenPolicy]:
         """Return the branches in which the rollout continues after this turn, or () if it does not fork.
 
-        The number of branches depends only on the turn and the branch. Branches divide the leaves of their parent.
+        The number of branches depends only on the turn and the position in the tree. Branches divide the leaves of
+        their parent.
         """
         width = self.branching.width_after(self.turns, self.leaves)
         if width > 1:
@@ -395,7 +396,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
                 return await child.guarded(branch)
             finally:
                 running -= 1
-                if running and self.rounds is not None:  # the last branch hands its place back to the rollout
+                if running and self.rounds is not None:  # the last branch continues as the rollout
                     self.rounds.leave()
 
         tasks = [

@@ -34,8 +34,8 @@ class RolloutRequest:
 
     ``index`` numbers the problems of a run and identifies the group. The work queue issues a problem once. ``sample``
     is the number of the rollout in its group, and ``step`` the training step for which it is played. ``size`` is the
-    number of rollouts in the group. The rollout after them, if there is one, is greedy. ``problem_weight`` is the
-    factor of each of them in the loss. ``key`` identifies the problem's posterior.
+    number of rollouts in the group, without the greedy rollout, whose ``sample`` is ``size``. ``problem_weight`` is the
+    factor of each rollout in the loss. ``key`` identifies the problem's posterior.
     """
 
     index: int
@@ -163,7 +163,7 @@ class WorkQueue:
             )
 
     def budget_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return metrics of the budget and the posteriors of the problems of played groups."""
+        """Return metrics of the budget, and of the posteriors of the problems of played groups."""
         if not self._learns:
             return {}
         posteriors = self._sampler.posteriors

@@ -2,13 +2,13 @@
 
 A rollout that forks after a turn continues as several branches. Its rows are the *edges* of a tree: the model tokens
 from the root to a fork, between two forks, or from a fork to a leaf. Every path from the root to a leaf is a possible
-rollout with its own return. The weight of a leaf is the product of 1 / children over the forks above it, and the weight
-of an edge is the sum of the weights of its leaves (docs/reference/formulas.md 10).
+rollout with a separate return. The weight of a leaf is the product of 1 / children over the forks above it, and the
+weight of an edge is the sum of the weights of its leaves (docs/reference/formulas.md 10).
 
-Estimators receive one row per leaf, with its weight. So a mean over rows estimates the mean over rollouts, whatever the
-shape of the trees. A token of an edge receives the weighted mean of its advantages over the leaves below it.
+Estimators receive one row per leaf, with its weight. Therefore a mean over rows estimates the mean over rollouts for
+trees of any shape. A token of an edge receives the weighted mean of its advantages over the leaves below it.
 
-:class:`LeafRows` maps edges to leaves and back. :class:`Forest` forms sums over the siblings of a branch.
+:class:`LeafRows` maps edges to leaves and back. :class:`Forest` computes sums over the siblings of a branch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from agentrl.kernels.arithmetic import running_sum
 
 @dataclass(frozen=True, kw_only=True)
 class LeafInputs(AdvantageInputs):
-    """Inputs with one row for each of L leaves: the D model tokens from the root of its tree, without observations.
+    """Inputs with one row for each of L leaves: the up to D model tokens on its path, without observations.
 
-    A level is the number of forks above an edge. An edge that is the only child of its parent continues the parent.
+    The level of an edge is the number of forks above it. An edge that is the only child of its parent counts as a part
+    of its parent.
     """
 
     leaf_weights: Tensor  # [L] float64, weight of the leaf in its tree
     edges: Tensor  # [L, H] int64, edge of the leaf's path at each level, unique in the batch; -1: none
-    levels: Tensor  # [L, D] int64, level of each token's edge
+    levels: Tensor  # [L, D] int64, level of each token's edge; -1: no token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +55,17 @@ class LeafRows:
     ... )
     >>> rows = LeafRows.of(inputs)
     >>> rows.merge(inputs).rewards.tolist(), rows.merge(inputs).levels.tolist()
-    ([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]], [[0, 1, 1], [0, 1, 1]])
+    ([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]], [[0, 1, -1], [0, 1, 1]])
     """
 
     layout: Compact  # of the B rows; K is its width
     tokens: Tensor  # [L, D] row * K + compact index of each token of a leaf's path
     valid: Tensor  # [L, D] bool, entries that exist
-    leaf: Tensor  # [L] row of the leaf
+    leaf: Tensor  # [L] row of each leaf
     ancestors: Tensor  # [L, A] rows from the root to the leaf; -1: none
-    weights: Tensor  # [L] float64
-    edges: Tensor  # [L, H]
-    levels: Tensor  # [L, D]
+    weights: Tensor  # [L] float64, as `LeafInputs.leaf_weights`
+    edges: Tensor  # [L, H] as in `LeafInputs`
+    levels: Tensor  # [L, D] as in `LeafInputs`
 
     @classmethod
     def of(cls, inputs: AdvantageInputs) -> LeafRows | None:
@@ -78,7 +79,7 @@ class LeafRows:
         upward = [leaf]
         while bool((upward[-1] >= 0).any()):
             upward.append(parents[upward[-1]].masked_fill(upward[-1] < 0, -1))
-        ancestors = torch.stack(upward[-2::-1], 1)  # root first, but right-aligned
+        ancestors = torch.stack(upward[-2::-1], 1)  # root first, right-aligned; the next line left-aligns
         ancestors = ancestors.gather(1, (ancestors < 0).to(torch.int8).argsort(dim=1, stable=True))
         layout = Compact.of(inputs.response_mask)
         width = layout.valid.shape[1]
@@ -88,7 +89,7 @@ class LeafRows:
         starts = (children[parents.clamp(min=0)] > 1)[ancestors] | (parents[ancestors] < 0)
         level = starts.masked_fill(ancestors < 0, False).cumsum(1) - 1
         longest, column = int(counts.sum(1).max()), torch.arange(width, device=leaf.device)
-        tokens = leaf.new_zeros(len(leaf), longest + 1)  # the last entry receives what does not exist
+        tokens = leaf.new_zeros(len(leaf), longest + 1)  # the last column collects missing entries and is cut off below
         levels = torch.zeros_like(tokens)
         edges = leaf.new_full((len(leaf), int(level.max()) + 2), -1)
         for place, edge in enumerate(ancestors.unbind(1)):
@@ -126,7 +127,7 @@ class LeafRows:
         )
         if inputs.trajectory_energy is None:
             return leaves
-        # The energy of a sum of gradients, assuming that the gradients of edges are orthogonal.
+        # The energy of the sum of the edges' gradients, assuming that these are orthogonal.
         energy = inputs.trajectory_energy[self.ancestors].masked_fill(self.ancestors < 0, 0.0).sum(1)
         return replace(leaves, trajectory_energy=energy)
 
@@ -148,16 +149,16 @@ class LeafRows:
 
 @dataclass(frozen=True)
 class Forest:
-    """The trees of L leaf rows. A plain rollout is a tree with one leaf, and the prompt is the fork above all trees."""
+    """The trees of L leaf rows. A plain rollout is a tree with one leaf. The prompt is the fork above the trees."""
 
     weights: Tensor  # [L] float64
     edges: Tensor  # [L, H] int64, -1: none
     levels: Tensor  # [L, D] int64
-    groups: Tensor  # [L] int64, the prompt of each leaf
+    groups: Tensor  # [L] int64, the group of each leaf
 
     @cached_property
     def forks(self) -> list[Siblings]:
-        """The siblings at each level."""
+        """The siblings at each level; at level 0, the trees of each group."""
         above = [self.groups, *self.edges.unbind(1)]
         return [Siblings.of(edge, parent) for edge, parent in zip(above[1:], above, strict=False)]
 
@@ -204,7 +205,7 @@ SIBLINGS = ("none", "only", "pooled")
 def sibling_baselines(
     forest: Forest, returns: Tensor, weights: Tensor, valid: Tensor, *, siblings: str, pool: float, tail: str
 ) -> Tensor:
-    """Compute b = sum W G / sum W over the siblings of each token at its index, [L, D]. Never includes the own subtree.
+    """Compute b = sum W G / sum W over the siblings of each token at its index, [L, D], without its own branch.
 
     ``returns`` G, ``weights`` W + eps and ``valid`` are [L, C] at compact indices, with C = D, or C = 1 for one value
     per leaf. The siblings of a token are the leaves of the other children of its nearest fork. Above the first fork,
@@ -225,7 +226,7 @@ def sibling_baselines(
     moments = weights * (returns - lowest).masked_fill(~valid, 0.0)
 
     def at(level: Siblings) -> tuple[Tensor, Tensor]:
-        """Return the baseline of a level and the number of siblings that contribute to it."""
+        """Return the baselines of a level's tokens and the number of siblings that contribute to each."""
         totals = level.sums(weights)
         total, number = level.others(totals), level.others((totals > 0).double())
         mean = lowest + level.others(level.sums(moments)) / torch.where(number > 0, total, 1.0)
@@ -246,7 +247,7 @@ def sibling_baselines(
 
 
 def sum_of_others(terms: Tensor) -> Tensor:
-    """Sum, for each entry, all others along the last dimension. Avoids subtraction, which would lose small entries."""
+    """Sum all other entries along the last dimension. Subtraction from a total would lose small entries."""
     return _before(terms) + _before(terms.flip(-1)).flip(-1)
 
 

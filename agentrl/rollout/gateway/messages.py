@@ -32,7 +32,7 @@ _ERRORS = {
     413: "request_too_large",
     503: "overloaded_error",
 }
-_SIGNATURE = "unsigned"  # clients expect a signature with reasoning; the gateway compares the text instead
+_SIGNATURE = "unsigned"  # required by clients with reasoning; the gateway compares the text instead
 _REQUIRED = {"text": "text", "tool_use": "name", "tool_result": "tool_use_id"}
 
 _Text = Annotated[str, BeforeValidator(partial(text_of, separator="\n"))]
@@ -98,7 +98,7 @@ class _Thinking(WireModel):
 
 
 class Messages(Dialect):
-    """A request of the Messages API. Forced tool choices and output formats are accepted without being enforced."""
+    """A request of the Messages API. Forced tool choices and output formats are accepted but not enforced."""
 
     unused: ClassVar = frozenset(
         (

@@ -177,8 +177,8 @@ def _optional_reward(value: object, source: str) -> float | None:
 def _agents_loop() -> LoopThread:
     """Return the event loop of this process's asynchronous agents.
 
-    It is never closed: a run opens the agents several times, and a client that their module creates once keeps
-    connections that belong to the loop.
+    The loop is never closed, because a run opens the agents several times, and the connections of an HTTP client that
+    the agent's module creates once belong to the loop.
     """
     return LoopThread()
 

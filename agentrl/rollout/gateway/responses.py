@@ -35,7 +35,7 @@ _REQUIRED = {
     "custom_tool_call_output": "call_id",
     "item_reference": "id",
 }
-# Items of one reply, in this order. Only calls may follow an item of the same type.
+# Order of the items of one reply. Only calls may follow an item with the same number.
 _PARTS = {"reasoning": 0, "message": 1, "function_call": 2, "custom_tool_call": 2}
 _FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
@@ -72,7 +72,7 @@ class _Item(WireModel):
 
     @property
     def part(self) -> int | None:
-        """The position of the item's type in a reply, or None if the item is not part of a reply."""
+        """The item's number in `_PARTS`, or None if the item is not part of a reply."""
         return None if self.type == "message" and self.role != "assistant" else _PARTS.get(self.type)
 
     def call(self) -> AgentCall:
@@ -98,7 +98,7 @@ def _shown(namespace: str, name: str) -> str:
 class Responses(Dialect):
     """A request of the Responses API.
 
-    ``tool_choice``, ``parallel_tool_calls`` and ``text.format`` are accepted without being enforced. A custom tool is
+    ``tool_choice``, ``parallel_tool_calls`` and ``text.format`` are accepted but not enforced. A custom tool is
     shown to the model as a function with one argument, ``input``, and a tool of a namespace as ``NAMESPACE__NAME``.
     """
 
@@ -155,7 +155,7 @@ class Responses(Dialect):
 
     @cached_property
     def _functions(self) -> dict[str, tuple[str, _Tool]]:
-        """The tools by the names that the model sees, each with its namespace."""
+        """The tools and their namespaces, by the names that the model sees."""
         found: dict[str, tuple[str, _Tool]] = {}
         for tool in self.tools:
             namespace, members = (tool.name, tool.tools) if tool.type == "namespace" else ("", (tool,))
@@ -163,7 +163,7 @@ class Responses(Dialect):
         return found
 
     def _messages(self, earlier: Earlier) -> Iterator[AgentMessage]:
-        """Yield the messages of the input, in which consecutive items of one reply become one message."""
+        """Yield the messages of the input. Consecutive items of one reply become one message."""
         reply: list[_Item] = []
         for given in self.input:
             item = self._referred(given, earlier) if given.type == "item_reference" else given
@@ -276,7 +276,7 @@ class Responses(Dialect):
 
 
 def _reply(items: list[_Item]) -> AgentMessage:
-    """Return the message whose parts are ``items``."""
+    """Merge the items of one reply into a message."""
     content = [item.content for item in items if item.type == "message"]
     thoughts = [item.content or item.summary for item in items if item.type == "reasoning"]
     return AgentMessage(

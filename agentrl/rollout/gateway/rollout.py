@@ -99,9 +99,9 @@ class AgentRollout:
         )
 
     def earlier(self, id: str) -> tuple[AgentMessage, ...]:
-        """Return the conversation up to a reply, without its instructions. ``id``: of the response or of an item.
+        """Return the conversation up to a reply, without its instructions. ``id``: of the response or of an item of it.
 
-        Raises WireError if this rollout contains no such reply.
+        Raises WireError if this rollout has no such reply.
         """
         number = id.partition(f"_{self.policy.name}-")[2].partition("/")[0]
         for generation in self.tree.generations:
@@ -110,7 +110,7 @@ class AgentRollout:
         raise WireError(f"this rollout contains no response {id!r}", code="previous_response_not_found", status=404)
 
     def count(self, request: AgentRequest) -> int:
-        """Return the number of tokens of a request. Raises WireError if it is rejected."""
+        """Return the number of tokens of a request's context. Raises WireError if the request is rejected."""
         if self.finished:
             raise WireError("the rollout is finished", status=409, code="rollout_finished")
         self._check_length(request)
@@ -226,7 +226,7 @@ class AgentRollout:
     def _prompt(self, request: AgentRequest, match: Match) -> tuple[Prompt, Miss | None]:
         """Return the prompt that continues ``match``, or a new root if the template changes earlier text.
 
-        Also returns the reason why the prompt does not continue the last reply, if it does not.
+        Also returns the reason why the prompt does not continue the last reply, or None if it does.
         """
         appended = None if match.parent is None else self._appended(request, match, match.parent)
         miss = "template" if match.parent is not None and appended is None else match.miss

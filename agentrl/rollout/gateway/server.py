@@ -1,10 +1,11 @@
 """The HTTP server of the gateway: an address and a key for each rollout, in the rollout worker's event loop.
 
-Agents use ``POST /rollouts/ID/v1/chat/completions``, ``/messages`` or ``/responses`` and ``GET /rollouts/ID/v1/models``
-with the rollout's key, or the paths below ``/v1`` with the header ``X-Session-ID``. With the same key, ``POST
-/rollouts/ID/reward`` sets the reward, and ``GET /rollouts/ID`` returns the state. The gateway's key is valid for every
-rollout. Only the gateway's key is accepted by ``POST /rollouts/ID/finish``, which ends a rollout, and by ``POST
-/rollouts``, which assigns the next waiting rollout to a worker.
+With the rollout's key, agents send ``POST`` requests to ``/chat/completions``, ``/messages`` or ``/responses`` below
+``/rollouts/ID/v1``, or below ``/v1`` with the header ``X-Session-ID``. With the same key, ``GET
+/rollouts/ID/v1/models`` lists the models, ``POST /rollouts/ID/reward`` sets the reward, and ``GET /rollouts/ID``
+returns the state. The gateway's key is valid for every rollout. Only the gateway's key is accepted by ``POST
+/rollouts/ID/finish``, which ends a rollout, and by ``POST /rollouts``, which assigns the next waiting rollout to a
+worker.
 """
 
 from __future__ import annotations
@@ -338,7 +339,7 @@ class AgentGateway:
 
 
 def _key(http: Request) -> str:
-    """Return the key of a request, which Anthropic's clients send in a header of their own."""
+    """Return the key of a request. Anthropic's clients send it in ``x-api-key``."""
     return http.headers.get("x-api-key") or http.headers.get("authorization", "").removeprefix("Bearer ")
 
 

@@ -31,7 +31,7 @@ def runs_outside(env: str) -> bool:
 
 
 class AgentGatewaySettings(BaseModel):
-    """Server of the APIs of OpenAI and Anthropic for agent programs, and the limits of their rollouts."""
+    """Server of OpenAI's and Anthropic's APIs for agent programs, and the limits of their rollouts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,4 +1,4 @@
-"""The common form of requests and replies, and the interface of the APIs in which agents send them.
+"""The common form of requests and replies, and the base class of the APIs that agents use.
 
 Messages are compared by content. Each API is a :class:`Dialect`: :mod:`.chat_completions`, :mod:`.messages` and
 :mod:`.responses`.
@@ -40,7 +40,7 @@ _FAULTS: Mapping[str, str] = {
     "too_short": "must contain at least one entry",
     "missing": "required, but missing",
 }
-# Types of the parts of a content, and the fields with their texts.
+# Types of text parts, and the field that contains the text.
 _TEXT_PARTS = {
     "refusal": "refusal",
     **dict.fromkeys(("text", "input_text", "output_text", "reasoning_text", "summary_text"), "text"),
@@ -152,7 +152,7 @@ class AgentRequest:
     """A request in the form that all APIs share.
 
     ``tools``: function schemas as chat templates expect them. ``instructed``: the first message contains instructions
-    that apply to this request only. ``may_call``: calls are read from the reply. ``trainable``: the reply is trained.
+    that apply to this request only. ``may_call``: calls are parsed from the reply. ``trainable``: the reply is trained.
     """
 
     messages: tuple[AgentMessage, ...]
@@ -183,7 +183,7 @@ class AgentRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """A complete reply. ``stopped_by``: the stop string of the request that ended it.
+    """A complete reply. ``stopped_by``: the request's stop string that ended the reply, or None.
 
     ``tokens``: text, bytes and log-probability of each sampled token, computed on demand.
     """
@@ -199,7 +199,7 @@ class Reply:
     def logprobs(self, top: int | None) -> list[Json]:
         """Return the log-probabilities in OpenAI's form. Engines return only those of the sampled tokens.
 
-        ``top``: maximum number of alternatives for each token, of which there is one, the sampled token.
+        ``top``: maximum number of alternatives per token. The only alternative is the sampled token.
         """
         ones = [{"token": text, "bytes": list(raw), "logprob": value} for text, raw, value in self.tokens()]
         return [{**one, "top_logprobs": [one][: top or 0]} for one in ones]
@@ -210,7 +210,7 @@ Earlier = Callable[[str], tuple[AgentMessage, ...]]
 
 
 class Dialect(WireModel, ABC):
-    """The body of a request in one API. Reads the request, and writes replies and errors in the same API's form."""
+    """The body of a request in one API. Reads the request, and writes replies and errors in the API's form."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -244,7 +244,7 @@ class Dialect(WireModel, ABC):
 
 
 def event(name: str, values: Json) -> bytes:
-    """Return a server-sent event. Without ``name``, it has only data."""
+    """Return a server-sent event, without an event name if ``name`` is empty."""
     return (f"event: {name}\n" if name else "").encode() + b"data: " + json.dumps(values).encode() + b"\n\n"
 
 
