@@ -52,9 +52,9 @@ CALLS: dict[str, WorkerCall] = {}
 
 def _call(waiting_for: str, *, interruptible: bool = False) -> Callable[[_Method], _Method]:
     def register(method: _Method) -> _Method:
-        CALLS[method.__name__] = WorkerCall(
-            signature=inspect.signature(method), waiting_for=waiting_for, interruptible=interruptible
-        )
+        signature = inspect.signature(method)
+        waiting_for.format(**dict.fromkeys(signature.parameters, 0))  # an unknown argument fails here, not in a run
+        CALLS[method.__name__] = WorkerCall(signature=signature, waiting_for=waiting_for, interruptible=interruptible)
         return method
 
     return register
@@ -83,7 +83,7 @@ class RolloutService(Protocol):
     def wait_for_writes(self) -> None:
         """Wait until the weights may change: after a batch of one policy version, or at once after a stop request."""
 
-    @_call("the other ranks at {place} (training.worker_timeout)")
+    @_call("the other ranks at {point} (training.worker_timeout)")
     def barrier(self, point: str) -> None:
         """Wait until every rank has reached ``place``."""
 
