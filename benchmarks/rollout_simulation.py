@@ -260,7 +260,7 @@ class SimulatedEpisode:
     ) -> None:
         self._problem = problem
         self._numbers = numbers
-        self._turns = turns
+        self._turn_count = turns
         self._latency = latency
         self._observation = observation
         self._barrier = barrier
@@ -279,7 +279,7 @@ class SimulatedEpisode:
             await self._barrier.wait()
         await asyncio.sleep(self._latency(self._numbers))
         self._taken += 1
-        if self._taken == self._turns:
+        if self._taken == self._turn_count:
             return Step(observation="", reward=float(self._numbers.random() < 0.5), ended=Ended.ANSWERED)
         if self._barrier is not None:
             await self._barrier.wait()
@@ -305,7 +305,7 @@ class SimulatedEnvironment(Environment):
         observation: str = "aaaa",
         barrier: LockStep | None = None,
     ) -> None:
-        self._turns = turns
+        self._turn_count = turns
         self._latency = latency
         self._seed = seed
         self._observation = observation
@@ -321,7 +321,7 @@ class SimulatedEnvironment(Environment):
         return SimulatedEpisode(
             problem,
             numbers,
-            turns=self._turns,
+            turns=self._turn_count,
             latency=self._latency,
             observation=self._observation,
             barrier=self._barrier,
