@@ -170,12 +170,12 @@ class Environment(ABC):
             async with policy.waiting(episode, "start"):
                 prompt = await episode.start()
             policy.begin(prompt)
-            return await self._turns(episode, policy)
+            return await self._take_turns(episode, policy)
         finally:
             policy.close()
             await episode.close()
 
-    async def _turns(self, episode: Episode, policy: Policy[Played]) -> Played:
+    async def _take_turns(self, episode: Episode, policy: Policy[Played]) -> Played:
         """Play turns until the rollout ends or forks. After a fork, play its branches to their ends."""
         forking = asyncio.Lock()
 
@@ -183,7 +183,7 @@ class Environment(ABC):
             async with forking, child.waiting(episode, "fork"):
                 twin = await episode.fork()
             try:
-                return await self._turns(twin, child)
+                return await self._take_turns(twin, child)
             finally:
                 child.close()
                 await twin.close()
