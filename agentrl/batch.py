@@ -118,9 +118,7 @@ class MicroBatch:
             forks=np.array([item.fork for item in items]),
             weights=np.array([item.weight for item in items], dtype=np.float32),
             problem_weights=np.array([item.problem_weight for item in items], dtype=np.float32),
-            path_weights=np.array(
-                [1.0 if item.path_weight is None else item.path_weight for item in items], dtype=np.float32
-            ),
+            path_weights=np.array([item.path_fraction for item in items], dtype=np.float32),
             truncated=np.array([item.ended.is_truncation for item in items]),
             trained=np.array([(item.group, item.sample, item.branch) not in no_loss for item in items]),
             homes=np.array([0 if homes is None else homes[item.group] for item in items]),

@@ -183,9 +183,14 @@ class Trajectory:
         return sum(len(segment.token_ids) for segment in self.segments if segment.origin == "model")
 
     @property
+    def path_fraction(self) -> float:
+        """Fraction of a rollout that the trajectory counts as: ``path_weight``, or 1 if the rollout is not forked."""
+        return 1.0 if self.path_weight is None else self.path_weight
+
+    @property
     def token_weight(self) -> float:
         """Weight of a model token in the loss and its normalizer."""
-        return self.problem_weight * (1.0 if self.path_weight is None else self.path_weight)
+        return self.problem_weight * self.path_fraction
 
     @property
     def length(self) -> int:

@@ -44,9 +44,14 @@ class Posteriors:
         self._known: dict[str, list[float]] = {}
 
     def learn(self, groups: Iterable[tuple[str, Sequence[float], Sequence[float]]]) -> None:
-        """Add the rollouts of one training step: key, rewards and energies of each group."""
+        """Add the rollouts of one training step: key, rewards and energies of each group, one per rollout.
+
+        A group without rollouts adds nothing: its key remains unknown.
+        """
         self._step += 1
         for key, rewards, energies in groups:
+            if not rewards:
+                continue
             successes = sum(map(solved, rewards))
             evidence = (successes, len(rewards) - successes, sum(energies))
             for name in (key, _ALL):

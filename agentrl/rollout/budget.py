@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from agentrl.problems.posterior import Posteriors
+from agentrl.problems.posterior import Posteriors, solved
 from agentrl.rollout.settings import Budget
 from agentrl.trajectory import Trajectory
 
@@ -68,9 +68,20 @@ def gradient_variance(posteriors: Posteriors, key: str) -> float:
 
 
 def expected_energy(branches: Sequence[Trajectory]) -> float:
-    """Return ``sum(1 - p)`` over the sampled tokens of a rollout.
+    """Return ``sum(1 - p)`` over the sampled tokens of a rollout; of a forked rollout, the weighted mean of its paths.
 
     Its expectation is the expected energy of the rollout, because for every token
     ``E[1 - p] = 1 - sum(p^2) = E[1 - 2 p + sum(p^2)]``.
     """
-    return -math.fsum(math.expm1(value) for item in branches for part in item.segments for value in part.log_probs)
+    # A branch has the summed weight of the paths through it.
+    return -math.fsum(
+        item.path_fraction * math.expm1(value)
+        for item in branches
+        for part in item.segments
+        for value in part.log_probs
+    )
+
+
+def success_fraction(branches: Sequence[Trajectory]) -> float:
+    """Return a rollout's reward as a fraction of a success; of a forked rollout, the weighted mean of its paths."""
+    return math.fsum(item.path_fraction * solved(item.reward) for item in branches if item.is_last_branch)

@@ -234,6 +234,7 @@ class _Running:
     fair_yield: FairYield
     measure: Measure
     branching: BranchingSettings
+    admission: Admission
 
 
 @dataclass(kw_only=True)
@@ -258,22 +259,26 @@ class Driver:
     """The reason for the last infrastructure failure that was not reported by an episode."""
 
     def __post_init__(self) -> None:
+        # By the maximum number of leaves of a rollout: `run` never forks, `run_jobs` forks as set.
+        self._admissions = {leaves: self._new_admission(leaves) for leaves in (1, self.settings.branching.most_leaves)}
+
+    def _new_admission(self, leaves: int) -> Admission:
+        """Return admission control for rollouts with up to ``leaves`` leaves, each of which counts as a trajectory."""
         settings = self.settings
-        self._admission = Admission(
+        return Admission(
             self.engine.cache_use,
-            ceiling=self._concurrency,
-            longest=settings.branching.most_leaves * (settings.max_prompt_tokens + settings.max_response_tokens),
+            ceiling=self._concurrency(leaves),
+            longest=leaves * (settings.max_prompt_tokens + settings.max_response_tokens),
             kv_high_watermark=settings.kv_high_watermark,
         )
 
-    @property
-    def _concurrency(self) -> int:
-        """Maximum number of concurrent rollouts. A rollout that may fork counts as its maximum number of leaves."""
-        return max(1, self.settings.concurrency // self.settings.branching.most_leaves)
+    def _concurrency(self, leaves: int) -> int:
+        """Return the maximum number of concurrent rollouts with up to ``leaves`` leaves each."""
+        return max(1, self.settings.concurrency // leaves)
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of admission and of the environment since the last call."""
-        return self._admission.metrics() | self.environment.metrics()
+        """Return metrics of the admission of `run_jobs` and of the environment since the last call."""
+        return self._admissions[self.settings.branching.most_leaves].metrics() | self.environment.metrics()
 
     def check_crashes(self, groups: Sequence[Group], what: str) -> None:
         """Raise SettingsError if an agent program ended every rollout of ``groups`` with the same exception."""
@@ -346,13 +351,16 @@ class Driver:
         branching: BranchingSettings | None = None,
     ) -> AsyncGenerator[Group, None]:
         """Assemble groups from finished trajectories."""
-        players = self._concurrency if rollouts is None else min(self._concurrency, rollouts)
+        branching = branching or BranchingSettings()
+        concurrency = self._concurrency(branching.most_leaves)
+        players = concurrency if rollouts is None else min(concurrency, rollouts)
         running = _Running(
             temperature=temperature,
             rounds=Rounds(players) if self.deterministic and rollouts is not None else None,
             fair_yield=FairYield(),
             measure=measure,
-            branching=branching or BranchingSettings(),
+            branching=branching,
+            admission=self._admissions[branching.most_leaves],
         )
         parts: dict[int, list[Trajectory]] = {}
         # Exclude existing objects (libraries, the model) from garbage collection while thousands of trajectories are
@@ -378,13 +386,13 @@ class Driver:
             while (request := await jobs()) is not None:
                 with reserve_lane(f"{self.label}trajectories"):
                     began = start_time()
-                    async with self._admission if running.rounds is None else nullcontext():
+                    async with running.admission if running.rounds is None else nullcontext():
                         add_slice_since(began, "wait for admission")
                         await running.fair_yield.wait()
                         request, branches = await self._measured(request, running)
                         if not branches:
                             continue
-                        self._admission.record_end(sum(item.length for item in branches), branches[-1].seconds)
+                        running.admission.record_end(sum(item.length for item in branches), branches[-1].seconds)
                         _trace(request, branches[-1], began)
                         finished((request, branches))
         finally:

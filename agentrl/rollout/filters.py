@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -101,10 +102,14 @@ def _reason_to_drop(
 
 
 def _accuracy(data: list[Trajectory]) -> float:
-    """Return the fraction of correct verdicts. A trajectory without an answer counts as incorrect."""
+    """Return the fraction of correct verdicts. A trajectory without an answer counts as incorrect.
+
+    A forked rollout counts once, with the weights of its paths.
+    """
     if any(item.ended is Ended.ANSWERED and item.verdict is None for item in data):
         raise SettingsError(
             "algorithm.accuracy_range needs verdicts on answers, but the environment returned none for problem "
             f'{data[0].problem.id}: set algorithm.accuracy_range=null, or return info["verdict"] from the environment'
         )
-    return sum(item.verdict is Verdict.CORRECT for item in data) / len(data)
+    correct = math.fsum(item.path_fraction for item in data if item.verdict is Verdict.CORRECT)
+    return correct / math.fsum(item.path_fraction for item in data)

@@ -13,9 +13,8 @@ from statistics import fmean
 from typing import Any, TypedDict
 
 from agentrl.errors import SettingsError
-from agentrl.problems.posterior import solved
 from agentrl.problems.sampler import Draw, ProblemSampler, SamplerState
-from agentrl.rollout.budget import SCORES, allocate, expected_energy, gradient_variance
+from agentrl.rollout.budget import SCORES, allocate, expected_energy, gradient_variance, success_fraction
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.types import Problem
@@ -158,8 +157,8 @@ class WorkQueue:
         requests = [self._untrained.pop(group.index) for group in groups]
         if self._learns:
             self._sampler.posteriors.learn(
-                (request.key, [item.reward for item in _included(group)], self._energies(group))
-                for request, group in zip(requests, groups, strict=True)
+                (request.key, list(map(success_fraction, rollouts)), self._energies(rollouts))
+                for request, rollouts in zip(requests, map(_included, groups), strict=True)
             )
 
     def budget_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -179,7 +178,7 @@ class WorkQueue:
             "posterior/success": fmean(posteriors.success(request.key) for request in requests),
         }
         errors = [
-            abs(posteriors.success(request.key) - fmean(solved(item.reward) for item in rollouts))
+            abs(posteriors.success(request.key) - fmean(map(success_fraction, rollouts)))
             for request, group in zip(requests, groups, strict=True)
             if (rollouts := _included(group))
         ]
@@ -206,12 +205,9 @@ class WorkQueue:
         self._untrained = {}
         self._again = deque(map(_request, state["queue"]))
 
-    def _energies(self, group: Group) -> list[float]:
-        """Return the expected energies of a group's rollouts, or [] if the budget does not need them."""
-        if self._settings.budget != "neyman":
-            return []
-        data = [item for item in group.trajectories if not item.is_excluded]
-        return [expected_energy(list(branches)) for _, branches in groupby(data, key=lambda item: item.sample)]
+    def _energies(self, rollouts: Sequence[Sequence[Trajectory]]) -> list[float]:
+        """Return the expected energies of rollouts, or [] if the budget does not need them."""
+        return list(map(expected_energy, rollouts)) if self._settings.budget == "neyman" else []
 
     def _all_untrained(self) -> list[RolloutRequest]:
         return sorted([*self._untrained.values(), *self._again], key=lambda request: request.index)
@@ -269,8 +265,10 @@ class WorkQueue:
         )  # fmt: skip
 
 
-def _included(group: Group) -> list[Trajectory]:
-    return [item for item in group.rollouts if not item.is_excluded]
+def _included(group: Group) -> list[list[Trajectory]]:
+    """Return the branches of each rollout that was not excluded. A forked rollout is one rollout."""
+    data = [item for item in group.trajectories if not item.is_excluded and item.path_fraction > 0]
+    return [list(branches) for _, branches in groupby(data, key=lambda item: item.sample)]
 
 
 def _request(row: dict[str, Any]) -> RolloutRequest:

@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -351,6 +351,50 @@ def test_without_forks_siblings_are_the_other_rollouts(siblings: str, name: str)
     inputs = inputs_of(rows_of(groups), token_energy)
     found = compute_advantages(name, inputs, siblings=siblings).advantages
     assert torch.allclose(found, compute_advantages(name, inputs, leave_one_out=True).advantages, atol=1e-12)
+
+
+FORKED = Edge((1,), (Edge((2,), reward=1.0), Edge((3, 4), reward=0.0)))
+LENGTHS_AND_REWARDS = [(4, 1.0), (2, 0.0), (3, 1.0)]
+PLAIN = [Edge(tuple(range(count)), reward=value) for count, value in LENGTHS_AND_REWARDS]
+"""Rollouts without forks, so that the longest is alone in its last column."""
+CONTINUED = [Edge(one.tokens[:1], (replace(one, tokens=one.tokens[1:]),)) for one in PLAIN]
+"""The same rollouts, each with a fork after the first token of which one branch is left."""
+
+
+@pytest.mark.parametrize("tail", ["zero", "carry", "self"])
+@pytest.mark.parametrize("siblings", ["none", "only", "pooled"])
+@pytest.mark.parametrize("name", ["tir_otb", "otb_isolated", "otb_total"])
+def test_groups_without_forks_have_the_plain_token_baselines(name: str, siblings: str, tail: str) -> None:
+    def made(options: Any, *groups: list[Edge]) -> list[list[float]]:
+        return compute_advantages(name, inputs_of(rows_of(list(groups)), token_energy), **options).advantages.tolist()
+
+    options = {"siblings": siblings, "tail": tail, "leave_one_out": True}
+    plain = made({"tail": tail, "leave_one_out": True}, PLAIN)
+    assert made(options, PLAIN) == plain
+    assert made(options, PLAIN, [FORKED, FORKED])[:3] == plain
+    for groups in ([CONTINUED], [CONTINUED, [FORKED, FORKED]]):
+        continued = made(options, *groups)
+        for number, values in enumerate(plain):
+            joined = [continued[2 * number][0], *continued[2 * number + 1]]
+            assert joined[: len(values)] == pytest.approx(values, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ogb", {"siblings": "pooled"}),
+        ("ogb", {"leave_one_out": True}),
+        ("eob", {"leave_one_out": True}),
+        ("opo", {"leave_one_out": True}),
+        ("rloo", {}),
+        ("grpo", {}),
+        ("dr_grpo", {"normalize": "group_std"}),
+    ],
+)
+def test_a_forked_group_changes_no_other_group(name: str, options: Any) -> None:
+    alone = compute_advantages(name, inputs_of(rows_of([PLAIN]), token_energy), **options).advantages
+    beside = compute_advantages(name, inputs_of(rows_of([PLAIN, [FORKED, *PLAIN]]), token_energy), **options)
+    assert torch.equal(beside.advantages[:3], alone)
 
 
 @pytest.mark.parametrize("siblings", ["none", "only", "pooled"])

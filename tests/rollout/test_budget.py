@@ -61,6 +61,15 @@ def test_scores_follow_the_formulas() -> None:
     assert SCORES["neyman"](posteriors, "new") == pytest.approx(math.sqrt(5 * 0.25))  # the mean energy of all rollouts
 
 
+def test_a_problem_whose_rollouts_were_all_excluded_stays_unknown() -> None:
+    posteriors = Posteriors(decay=0.5)
+    posteriors.learn([("a", [1.0], [5.0]), ("b", [], [])])
+    assert not posteriors.is_known("b")
+    assert posteriors.energy("b") == 5.0  # the mean energy of all rollouts
+    posteriors.learn([("a", [], [])])
+    assert (posteriors.is_known("a"), posteriors.beta("a"), posteriors.energy("a")) == (True, (1.5, 1.0), 5.0)
+
+
 def test_the_energy_of_sampled_tokens_is_right_on_average() -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     problem = Problem(id="a", statement="?", answer=None, source="toy")

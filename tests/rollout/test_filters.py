@@ -148,6 +148,18 @@ def test_accuracy_is_the_share_of_correct_verdicts_whatever_they_are_worth(rewar
     assert [kept(right) for right in range(5)] == [0, 1, 1, 1, 0]
 
 
+def test_a_forked_rollout_counts_once_in_the_accuracy() -> None:
+    # A correct rollout, and a tree with four incorrect leaves: 1 of 2 rollouts, not 1 of 5 leaves.
+    root = played(sample=1, ended=Ended.FORKED, branches=5, path_weight=1.0)
+    leaves = [
+        played(sample=1, verdict=Verdict.INCORRECT, branch=n, branches=5, parent=0, fork=2, path_weight=0.25)
+        for n in range(1, 5)
+    ]
+    forked = group(played(1.0, verdict=Verdict.CORRECT), root, *leaves)
+    assert len(apply(forked, accuracy_range=(0.5, 0.6)).groups) == 1
+    assert apply(forked, accuracy_range=(0.1, 0.4)).counts["dropped_accuracy"] == 1
+
+
 def test_what_gave_no_answer_is_not_correct() -> None:
     cut = group(
         played(1.0, verdict=Verdict.CORRECT),

@@ -185,6 +185,25 @@ async def test_without_a_fork_rollouts_are_as_before() -> None:
     assert (only.branches, only.path_weight, only.weight) == (1, None, 1.0)
 
 
+async def test_only_rollouts_that_may_fork_count_as_their_leaves() -> None:
+    async def most_at_once(*, forks: bool) -> int:
+        FORKED.clear()
+        engine = ScriptedEngine(lambda *_: asyncio.sleep(0.001, turn("r1")))
+        driver, _ = make(engine, lambda *_: ForkedEpisode(), concurrency=8, branching=BranchingSettings(width=4))
+        requests = [RolloutRequest(index=number, problem=problem(number)) for number in range(12)]
+        waiting = iter(requests)
+
+        async def jobs() -> RolloutRequest | None:
+            return next(waiting, None)
+
+        playing = driver.run_jobs(jobs) if forks else driver.run(requests, step=0, group_size=1)
+        assert len([group async for group in playing]) == 12
+        return engine.most
+
+    assert await most_at_once(forks=True) == 2
+    assert await most_at_once(forks=False) == 8  # evaluations
+
+
 async def test_cancelling_ends_every_branch() -> None:
     FORKED.clear()
 

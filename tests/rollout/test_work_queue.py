@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 
 import pytest
+from rollout.fakes import played
 
 from agentrl.problems.arithmetic import ArithmeticSource
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest, SkippedProblemError, WorkQueue
+from agentrl.trajectory import Group, Trajectory, weighed
+from agentrl_envs.types import Ended, Verdict
 
 PROBLEMS = ProblemSampler(ArithmeticSource(seed=1), seed=5).next(8)
 LONG = {problem.id for problem in PROBLEMS[1::2]}
@@ -64,3 +68,31 @@ async def test_what_is_issued_again_was_measured() -> None:
     one.record_prompt_length(again, 100)
     assert (again, await one.wait_for_newest()) == (first, first)
     assert (await one.next()) == second
+
+
+def tree(sample: int, *rewards: float, verdict: Verdict | None = None) -> tuple[Trajectory, ...]:
+    """A rollout that forks after two tokens into a leaf of two tokens for each reward."""
+    count = 1 + len(rewards)
+    root = played(sample=sample, ended=Ended.FORKED, branches=count, path_weight=1.0)
+    leaves = [
+        played(reward, sample=sample, verdict=verdict, branch=n, branches=count, parent=0, fork=2, path_weight=1.0)
+        for n, reward in enumerate(rewards, 1)
+    ]
+    return weighed([root, *leaves])
+
+
+async def test_a_forked_rollout_is_evidence_of_one_rollout() -> None:
+    sampler = ProblemSampler(ArithmeticSource(seed=1), seed=5)
+    settings = RolloutSettings(problems_per_step=1, group_size=3, budget="neyman")
+    one = WorkQueue(sampler, settings, learns=True)
+    request = await one.next()
+    one.record_prompt_length(request, 1)
+    # One success of two leaves, a plain success, and a tree whose leaves were all excluded.
+    trajectories = (*tree(0, 1.0, 0.0), played(1.0, sample=1), *tree(2, 1.0, 1.0, verdict=Verdict.GRADER_TIMEOUT))
+    group = Group(problem=request.problem, index=request.index, trajectories=trajectories)
+    assert one.budget_metrics([group])["posterior/success_error"] == pytest.approx(0.75 - 0.5)
+    one.remove_trained([group])
+    posteriors = sampler.posteriors
+    assert posteriors.beta(request.key) == (1 + 1.5, 1 + 0.5)
+    # Both paths of the tree have four tokens, the plain rollout has two.
+    assert posteriors.energy(request.key) == pytest.approx((4 + 2) / 2 * (1 - math.exp(-0.5)))

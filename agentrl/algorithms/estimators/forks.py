@@ -36,6 +36,11 @@ class LeafInputs(AdvantageInputs):
     edges: Tensor  # [L, H] int64, edge of the leaf's path at each level, unique in the batch; -1: none
     levels: Tensor  # [L, D] int64, level of each token's edge; -1: no token
 
+    @property
+    def is_forked(self) -> bool:
+        """True if a rollout has several leaves."""
+        return bool((self.leaf_weights < 1).any())
+
 
 @dataclass(frozen=True, kw_only=True)
 class LeafRows:

@@ -42,7 +42,7 @@ class EstimatorInputs:
             rows = torch.arange(inputs.groups.numel(), device=inputs.groups.device)
         check_rows(inputs.response_mask, rows)
         check_rewards_placed(inputs.rewards, inputs.response_mask, rows)
-        weights = inputs.leaf_weights if isinstance(inputs, LeafInputs) else None
+        weights = inputs.leaf_weights if isinstance(inputs, LeafInputs) and inputs.is_forked else None
         return cls(source=inputs, groups=Groups.of(inputs.groups, weights), rows=rows, calls=calls, weighted=weighted)
 
     @property
@@ -90,18 +90,9 @@ class EstimatorInputs:
     def forest(self) -> Forest | None:
         """The trees of forked rollouts, whose leaves are the rows; None if no rollout is forked."""
         source = self.source
-        if not isinstance(source, LeafInputs):
+        if not isinstance(source, LeafInputs) or not source.is_forked:
             return None
         return Forest(source.leaf_weights, source.edges, source.levels, self.groups.labels)
-
-    @property
-    def trees(self) -> Forest:
-        """`forest` at compact indices, or the rows as trees with one leaf if no rollout is forked."""
-        if self.forest is not None:
-            return replace(self.forest, levels=self.forest.levels[:, : self.layout.valid.shape[1]])
-        rows = torch.arange(len(self.lengths), device=self.mask.device)
-        levels = torch.zeros(self.layout.valid.shape, dtype=torch.int64, device=self.mask.device)
-        return Forest(torch.ones_like(self.totals), rows.unsqueeze(-1), levels, self.groups.labels)
 
     @cached_property
     def tree_lengths(self) -> Tensor:
@@ -206,12 +197,19 @@ def take_rows(inputs: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
 
 
 def blocks_of_rows(inputs: AdvantageInputs) -> Iterator[Tensor]:
-    """Yield row indices in blocks of whole groups. Groups with branched rollouts are in separate blocks."""
+    """Yield row indices in blocks of whole groups.
+
+    Groups with branched or forked rollouts are in separate blocks, so that they change no value of other groups.
+    """
     width = inputs.rewards.shape[1]
-    if not isinstance(inputs, MergedInputs):
+    if isinstance(inputs, MergedInputs):
+        apart = inputs.branched
+    elif isinstance(inputs, LeafInputs):
+        apart = torch.isin(inputs.groups, inputs.groups[inputs.leaf_weights < 1])
+    else:
         yield from blocks_of_groups(inputs.groups, width)
         return
-    for kind in (~inputs.branched, inputs.branched):
+    for kind in (~apart, apart):
         (rows,) = kind.nonzero(as_tuple=True)
         yield from (rows[block] for block in blocks_of_groups(inputs.groups[rows], width))
 

@@ -11,6 +11,7 @@ is shrunk towards its mean over all other groups of the step, as if the group ha
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -133,9 +134,10 @@ def _by_compact_index(inputs: EstimatorInputs, energies: Tensor, options: TokenB
     returns, weights = inputs.returns(options.gamma), energy_weights(inputs, energies, options)
     siblings, pool = _siblings(options)
     leave_one_out = options.leave_one_out or siblings != "none"
-    if (inputs.forest is not None and leave_one_out) or (inputs.paths is None and siblings != "none"):
+    if inputs.forest is not None and leave_one_out:
         columns = inputs.layout.columns(returns, weights)
-        made = sibling_baselines(inputs.trees, *columns, siblings=siblings, pool=pool, tail=options.tail)
+        forest = replace(inputs.forest, levels=inputs.layout.gather(inputs.forest.levels))
+        made = sibling_baselines(forest, *columns, siblings=siblings, pool=pool, tail=options.tail)
         baselines = inputs.layout.scatter(made)
     else:
         shared = column_baselines(
