@@ -105,7 +105,7 @@ class ChatRenderer:
                 text, prefix=before, tools=[*map(dict, request.tools)] if request.calls_allowed else None
             )
             calls = tuple(
-                (str(call["function"]["name"]), json.dumps(call["function"]["arguments"]))
+                (str(call["function"]["name"]), _arguments(call["function"]["arguments"]))
                 for call in (parsed.get("tool_calls") or [] if request.calls_allowed else [])
             )
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -152,7 +152,8 @@ class ChatRenderer:
 def read_calls(text: str, request: AgentRequest, form: CallForm = HERMES) -> tuple[str, tuple[tuple[str, str], ...]]:
     """Return the text without its calls, and the name and arguments of each call.
 
-    If a call is invalid or names an unknown tool, all calls stay in the text, because calls are executed together.
+    If a call is invalid, names an unknown tool, or has arguments that JSON cannot represent, all calls stay in the text,
+    because calls are executed together.
     """
     functions = [tool["function"] for tool in request.tools]
     known = {str(one["name"]): one.get("parameters") for one in functions if isinstance(one, Mapping)}
@@ -164,7 +165,16 @@ def read_calls(text: str, request: AgentRequest, form: CallForm = HERMES) -> tup
     found = form.find(text, parameters)
     if not found or any(one.error or one.name not in known or not isinstance(one.arguments, dict) for one in found):
         return text, ()
-    return without_calls(text, found), tuple((one.name, json.dumps(one.arguments)) for one in found)
+    try:
+        calls = tuple((one.name, _arguments(one.arguments)) for one in found)
+    except ValueError:
+        return text, ()
+    return without_calls(text, found), calls
+
+
+def _arguments(value: object) -> str:
+    """Return a call's arguments as JSON text. Raises ValueError for infinite numbers, which JSON cannot represent."""
+    return json.dumps(value, allow_nan=False)
 
 
 def _message(content: str, reasoning: str | None, calls: Sequence[tuple[str, str]], prefix: str) -> AgentMessage:

@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import anthropic
@@ -510,3 +511,21 @@ async def test_special_tokens_in_a_request_are_encoded_as_text(path: str) -> Non
     for token in (256, 257, 258):  # the special tokens of the tokenizer
         assert plain.count(token) == smuggled.count(token)
     assert len(smuggled) > len(plain)
+
+
+CONTENT: dict[str, Callable[[Any], str]] = {
+    "chat/completions": lambda reply: reply["choices"][0]["message"]["content"],
+    "messages": lambda reply: reply["content"][0]["text"],
+    "responses": lambda reply: reply["output"][0]["content"][0]["text"],
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("value", ["1e999"])
+async def test_a_call_with_arguments_that_json_cannot_represent_is_text_in_every_api(path: str, value: str) -> None:
+    text = f'<tool_call>{{"name": "add", "arguments": {{"a": {value}}}}}</tool_call>'
+    body = {"model": "policy", **everywhere("hello")[path]}
+    async with served(rollout(engine(text))) as (_, access), httpx.AsyncClient() as web:
+        answer = await web.post(f"{access.base_url}/{path}", json=body, headers={"x-api-key": access.api_key})
+    assert answer.status_code == 200
+    assert CONTENT[path](answer.json()) == text
