@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from pydantic_core import from_json
+
 from agentrl.models.chat_template import ChatTemplate, ChatTemplateError, Layout, content_placeholder
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.gateway.wire import AgentCall, AgentMessage, AgentRequest, WireError
@@ -152,7 +154,7 @@ class ChatRenderer:
 def read_calls(text: str, request: AgentRequest, form: CallForm = HERMES) -> tuple[str, tuple[tuple[str, str], ...]]:
     """Return the text without its calls, and the name and arguments of each call.
 
-    If a call is invalid, names an unknown tool, or has arguments that JSON cannot represent, all calls stay in the text,
+    If a call is invalid, names an unknown tool, or has arguments that a reply cannot contain, all calls stay in the text,
     because calls are executed together.
     """
     functions = [tool["function"] for tool in request.tools]
@@ -173,8 +175,14 @@ def read_calls(text: str, request: AgentRequest, form: CallForm = HERMES) -> tup
 
 
 def _arguments(value: object) -> str:
-    """Return a call's arguments as JSON text. Raises ValueError for infinite numbers, which JSON cannot represent."""
-    return json.dumps(value, allow_nan=False)
+    """Return a call's arguments as JSON text.
+
+    Raises ValueError for values that requests reject, because clients send calls back: infinite numbers, lone
+    surrogates and excessive nesting.
+    """
+    text = json.dumps(value, allow_nan=False)
+    from_json(text)  # rejects lone surrogates and excessive nesting
+    return text
 
 
 def _message(content: str, reasoning: str | None, calls: Sequence[tuple[str, str]], prefix: str) -> AgentMessage:

@@ -521,8 +521,8 @@ CONTENT: dict[str, Callable[[Any], str]] = {
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("value", ["1e999"])
-async def test_a_call_with_arguments_that_json_cannot_represent_is_text_in_every_api(path: str, value: str) -> None:
+@pytest.mark.parametrize("value", ["1e999", '"\\ud800"'])
+async def test_a_call_with_arguments_that_a_reply_cannot_contain_is_text_in_every_api(path: str, value: str) -> None:
     text = f'<tool_call>{{"name": "add", "arguments": {{"a": {value}}}}}</tool_call>'
     body = {"model": "policy", **everywhere("hello")[path]}
     async with served(rollout(engine(text))) as (_, access), httpx.AsyncClient() as web:
