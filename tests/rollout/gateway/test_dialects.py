@@ -115,6 +115,19 @@ async def test_a_streamed_message_is_the_same_as_a_whole_one() -> None:
     assert [one.type for one in events] == ["message_start", *signed, *block, *block, "message_delta", "message_stop"]
 
 
+async def test_counting_the_tokens_of_a_text_that_is_too_long_does_not_stop_the_rollout() -> None:
+    short = RolloutSettings(max_turn_tokens=50, max_prompt_tokens=60, max_response_tokens=60)
+    one = rollout(engine("x"), settings=short)
+    long: Any = [{"role": "user", "content": "x" * 100_000}]
+    async with served(one) as (_, access), claude(access.base_url, access.api_key) as policy:
+        with pytest.raises(anthropic.BadRequestError, match="100000 characters leaves no room for a reply"):
+            await policy.messages.count_tokens(model="policy", messages=long)
+        await policy.messages.create(model="policy", messages=HELLO, max_tokens=9)
+    one.reward = 1.0
+    assert one.stopped is None
+    assert [row.ended for row in one.trajectories(Ended.ANSWERED)] == [Ended.ANSWERED]
+
+
 async def test_the_reason_why_a_message_ended() -> None:
     one = rollout(engine("one END two", "three"))
     asked: Any = {"model": "policy", "messages": HELLO}
