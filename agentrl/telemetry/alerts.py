@@ -150,7 +150,8 @@ def infrastructure(rows: Sequence[Metrics]) -> str | None:
 
 @_rule(
     metrics=("policy/engine_abs_diff",),
-    fires="5-step mean of `policy/engine_abs_diff` above 0.005 nats and above 5 times the mean of the first 5 steps",
+    fires="5-step mean of `policy/engine_abs_diff` above 0.005 nats and above 5 times the mean of the first 5 steps; "
+    "float32 runs stop earlier unless their bound, which the console prints, is above 0.005 nats",
     advice="set correction.weights=token, or a wider dtype on one side; see docs/how-to/rollout.md",
 )
 def engine_difference(rows: Sequence[Metrics]) -> str | None:

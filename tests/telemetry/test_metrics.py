@@ -12,6 +12,8 @@ from agentrl.telemetry.alerts import MACHINE_METRICS, RULES
 from agentrl.telemetry.console import format_step
 from agentrl.telemetry.metrics import METRICS, SECTIONS, USER_METRICS, metric_of, register_metric, user_metrics
 from agentrl.telemetry.plots import draw_plots
+from agentrl.training.step.diagnostics import FIDELITY_FLOORS
+from agentrl.weights.verify import LIMITS
 
 ROOT = Path(__file__).parents[2]
 CODE = {
@@ -105,3 +107,10 @@ def test_the_example_of_the_page_runs() -> None:
     exec(compile(example, "metrics.md", "exec"), {})
     rows = [SimpleNamespace(ended="answered", tool_calls=(1, 2)), SimpleNamespace(ended="void_turn", tool_calls=())]
     assert user_metrics(rows, {}) == {"search/calls_mean": 2.0}
+
+
+def test_the_bounds_of_the_difference_between_engine_and_trainer_are_those_of_the_check() -> None:
+    metric = metric_of("policy/engine_abs_diff")
+    assert metric is not None
+    for dtype, floor in FIDELITY_FLOORS.items():
+        assert f"{floor:g} to {LIMITS[dtype]:g} ({dtype})" in metric.meaning

@@ -150,6 +150,7 @@ def _one_line(text: str) -> str:
 
 WIDTH = 11.5  # inches
 COLUMNS = 4
+_WINDOW = 10  # steps of a mean of rewards
 
 
 def draw_study(record: StudyRecord, folder: Path) -> list[Path]:
@@ -171,10 +172,13 @@ def study_figure(record: StudyRecord) -> Figure:
 def _together(variants: Mapping[str, Sequence[RunCurve]], study: StudySettings, text: str) -> Figure:
     figure = new_figure(WIDTH, 4.8)
     scores, rewards = figure.subplots(1, 2)
+    longest = max((len(run.steps) for runs in variants.values() for run in runs), default=0)
+    window = _WINDOW if longest >= _WINDOW else 1
+    reward_title = "Training reward, means of ten steps" if window == _WINDOW else "Training reward"
     for index, (variant, runs) in enumerate(variants.items()):
         _band(scores, _score_points(runs), variant, index)
-        _band(rewards, _reward_points(runs), variant, index)
-    for axes, title in ((scores, "Held-out score"), (rewards, "Training reward, means of ten steps")):
+        _band(rewards, _reward_points(runs, window), variant, index)
+    for axes, title in ((scores, "Held-out score"), (rewards, reward_title)):
         style_axes(axes, title)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("optimizer step")
@@ -217,7 +221,7 @@ def _score_points(runs: Sequence[RunCurve]) -> dict[int, list[float]]:
     return points
 
 
-def _reward_points(runs: Sequence[RunCurve], window: int = 10) -> dict[int, list[float]]:
+def _reward_points(runs: Sequence[RunCurve], window: int) -> dict[int, list[float]]:
     points: dict[int, list[float]] = {}
     for run in runs:
         for start in range(0, len(run.steps) - window + 1, window):

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from pydantic_core import from_json
+
 from agentrl.models.chat_template import ChatTemplate, ChatTemplateError, Layout, content_placeholder
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.gateway.wire import AgentCall, AgentMessage, AgentRequest, WireError
@@ -105,7 +107,7 @@ class ChatRenderer:
                 text, prefix=before, tools=[*map(dict, request.tools)] if request.calls_allowed else None
             )
             calls = tuple(
-                (str(call["function"]["name"]), json.dumps(call["function"]["arguments"]))
+                (str(call["function"]["name"]), _arguments(call["function"]["arguments"]))
                 for call in (parsed.get("tool_calls") or [] if request.calls_allowed else [])
             )
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -152,7 +154,8 @@ class ChatRenderer:
 def read_calls(text: str, request: AgentRequest, form: CallForm = HERMES) -> tuple[str, tuple[tuple[str, str], ...]]:
     """Return the text without its calls, and the name and arguments of each call.
 
-    If a call is invalid or names an unknown tool, all calls stay in the text, because calls are executed together.
+    If a call is invalid, names an unknown tool, or has arguments that a reply cannot contain, all calls stay in the text,
+    because calls are executed together.
     """
     functions = [tool["function"] for tool in request.tools]
     known = {str(one["name"]): one.get("parameters") for one in functions if isinstance(one, Mapping)}
@@ -164,7 +167,22 @@ def read_calls(text: str, request: AgentRequest, form: CallForm = HERMES) -> tup
     found = form.find(text, parameters)
     if not found or any(one.error or one.name not in known or not isinstance(one.arguments, dict) for one in found):
         return text, ()
-    return without_calls(text, found), tuple((one.name, json.dumps(one.arguments)) for one in found)
+    try:
+        calls = tuple((one.name, _arguments(one.arguments)) for one in found)
+    except ValueError:
+        return text, ()
+    return without_calls(text, found), calls
+
+
+def _arguments(value: object) -> str:
+    """Return a call's arguments as JSON text.
+
+    Raises ValueError for values that requests reject, because clients send calls back: infinite numbers, lone
+    surrogates and excessive nesting.
+    """
+    text = json.dumps(value, allow_nan=False)
+    from_json(text)  # rejects lone surrogates and excessive nesting
+    return text
 
 
 def _message(content: str, reasoning: str | None, calls: Sequence[tuple[str, str]], prefix: str) -> AgentMessage:

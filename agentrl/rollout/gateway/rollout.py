@@ -113,7 +113,8 @@ class AgentRollout:
         """Return the number of tokens of a request's context. Raises WireError if the request is rejected."""
         if self.finished:
             raise WireError("the rollout is finished", status=409, code="rollout_finished")
-        self._check_length(request)
+        if reason := self._too_long(request):
+            raise WireError(reason, code=Ended.TOKEN_LIMIT.value)  # unlike a generation, does not stop the rollout
         return len(self._prompt(request, self.tree.match(request))[0].context)
 
     def state(self) -> dict[str, object]:
@@ -169,7 +170,8 @@ class AgentRollout:
         raise WireError(f"the rollout was stopped: {reason}", code=ended.value, kind="rollout_stopped")
 
     async def _generate(self, request: AgentRequest) -> Generation:
-        self._check_length(request)
+        if reason := self._too_long(request):
+            self._stop(Ended.TOKEN_LIMIT, reason)
         prompt, miss = self._prompt(request, self.tree.match(request))
         if miss is not None:
             self.counts[f"miss_{miss}"] += 1
@@ -198,12 +200,12 @@ class AgentRollout:
         self.tree.add(generation, request.digest)
         return generation
 
-    def _check_length(self, request: AgentRequest) -> None:
-        """Reject a text that is too long in any tokenization, because encoding megabytes would block all rollouts."""
+    def _too_long(self, request: AgentRequest) -> str:
+        """Return why a text is too long in any tokenization, or "". Encoding megabytes would block all rollouts."""
         characters = sum(len(message.content) for message in request.messages)
         tokens = self.settings.max_prompt_tokens + self.settings.max_response_tokens
-        if characters > tokens * self.renderer.longest_token * _SHORTENED:
-            self._stop(Ended.TOKEN_LIMIT, f"a context of {characters} characters {_NO_ROOM}")
+        too_long = characters > tokens * self.renderer.longest_token * _SHORTENED
+        return f"a context of {characters} characters {_NO_ROOM}" if too_long else ""
 
     def _limit(self, request: AgentRequest, root: int, context: int) -> int:
         """Return the maximum number of tokens of a reply. Raises WireError if there is no room for a reply."""

@@ -421,6 +421,25 @@ def test_every_variant_is_named_inside_the_picture(count: int):
     assert any("1 seeds, bands are 95 % intervals over seeds" in text.get_text() for text in figure.findobj(Text))
 
 
+@pytest.mark.parametrize(
+    ("steps", "title", "points"),
+    [
+        (8, "Training reward", [1, 2, 3, 4, 5, 6, 7, 8]),
+        (25, "Training reward, means of ten steps", [10, 20]),
+    ],
+)
+def test_rewards_of_a_short_study_are_drawn_by_step(steps: int, title: str, points: list[int]):
+    numbers = tuple(range(1, steps + 1))
+    run = RunCurve(
+        variant="a", seed=0, settings={}, status="finished", scores=curve("a", 0, 0.2).scores, steps=numbers,
+        rewards=(0.5,) * steps, model_tokens=(100,) * steps, trajectories=(8,) * steps, seconds=(1.0,) * steps,
+    )  # fmt: skip
+    one = study(variants={"a": {}}, baseline="a")
+    rewards = study_figure(StudyRecord(agentrl="0", study=one, runs=[run])).axes[1]
+    assert rewards.get_title(loc="left") == title
+    assert list(rewards.get_lines()[0].get_xdata()) == points
+
+
 CORES = """#!/usr/bin/env python3
 import json, os, pathlib, sys
 given = dict(item.split("=", 1) for item in sys.argv[1:] if "=" in item)

@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import anthropic
@@ -112,6 +113,19 @@ async def test_a_streamed_message_is_the_same_as_a_whole_one() -> None:
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
     signed = [*block[:2], *block[1:]]
     assert [one.type for one in events] == ["message_start", *signed, *block, *block, "message_delta", "message_stop"]
+
+
+async def test_counting_the_tokens_of_a_text_that_is_too_long_does_not_stop_the_rollout() -> None:
+    short = RolloutSettings(max_turn_tokens=50, max_prompt_tokens=60, max_response_tokens=60)
+    one = rollout(engine("x"), settings=short)
+    long: Any = [{"role": "user", "content": "x" * 100_000}]
+    async with served(one) as (_, access), claude(access.base_url, access.api_key) as policy:
+        with pytest.raises(anthropic.BadRequestError, match="100000 characters leaves no room for a reply"):
+            await policy.messages.count_tokens(model="policy", messages=long)
+        await policy.messages.create(model="policy", messages=HELLO, max_tokens=9)
+    one.reward = 1.0
+    assert one.stopped is None
+    assert [row.ended for row in one.trajectories(Ended.ANSWERED)] == [Ended.ANSWERED]
 
 
 async def test_the_reason_why_a_message_ended() -> None:
@@ -510,3 +524,21 @@ async def test_special_tokens_in_a_request_are_encoded_as_text(path: str) -> Non
     for token in (256, 257, 258):  # the special tokens of the tokenizer
         assert plain.count(token) == smuggled.count(token)
     assert len(smuggled) > len(plain)
+
+
+CONTENT: dict[str, Callable[[Any], str]] = {
+    "chat/completions": lambda reply: reply["choices"][0]["message"]["content"],
+    "messages": lambda reply: reply["content"][0]["text"],
+    "responses": lambda reply: reply["output"][0]["content"][0]["text"],
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("value", ["1e999", '"\\ud800"'])
+async def test_a_call_with_arguments_that_a_reply_cannot_contain_is_text_in_every_api(path: str, value: str) -> None:
+    text = f'<tool_call>{{"name": "add", "arguments": {{"a": {value}}}}}</tool_call>'
+    body = {"model": "policy", **everywhere("hello")[path]}
+    async with served(rollout(engine(text))) as (_, access), httpx.AsyncClient() as web:
+        answer = await web.post(f"{access.base_url}/{path}", json=body, headers={"x-api-key": access.api_key})
+    assert answer.status_code == 200
+    assert CONTENT[path](answer.json()) == text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from rollout.fakes import ScriptedEngine, completion
@@ -50,6 +51,15 @@ def test_calls_are_read_in_the_form_of_the_template(family: str) -> None:
     )
     unknown = CALLS[family].replace("add", "sub")
     assert made.read(unknown, asked, before="", prefix="call_0").content == unknown
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_call_with_an_infinite_number_is_text_in_every_form(family: str) -> None:
+    number = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}
+    asked = request([user("2 + 3?")], tools=[{"type": "function", "function": number}])
+    text = re.sub(r"(?<=\W)1(?=\W)", "1e999", CALLS[family])
+    reply = renderer(FAMILIES[family]).read(text, asked, before="", prefix="call_0")
+    assert (reply.content, reply.calls) == (text, ())
 
 
 def conversation(family: str) -> tuple[AgentRollout, ScriptedEngine]:

@@ -123,7 +123,18 @@ async def test_calls_are_read_and_their_answers_continue_the_sequence() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["<tool_call>{}</tool_call>", '<tool_call>{"name": "no", "arguments": {}}</tool_call>']
+    "text",
+    [
+        "<tool_call>{}</tool_call>",
+        '<tool_call>{"name": "no", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"\\ud800": 1}}</tool_call>',
+        pytest.param(
+            '<tool_call>{"name": "add", "arguments": ' + '{"a": ' * 300 + "1" + "}" * 301 + "</tool_call>", id="deep"
+        ),
+    ],
 )
 async def test_a_call_that_cannot_be_made_is_text(text: str) -> None:
     one = rollout(engine_of(text))
