@@ -154,8 +154,8 @@ class ChatRenderer:
 def read_calls(text: str, request: AgentRequest, form: CallForm = HERMES) -> tuple[str, tuple[tuple[str, str], ...]]:
     """Return the text without its calls, and the name and arguments of each call.
 
-    If a call is invalid, names an unknown tool, or has arguments that a reply cannot contain, all calls stay in the text,
-    because calls are executed together.
+    If a call is invalid, names an unknown tool, or has arguments that a reply cannot contain, all calls stay in the
+    text, because calls are executed together.
     """
     functions = [tool["function"] for tool in request.tools]
     known = {str(one["name"]): one.get("parameters") for one in functions if isinstance(one, Mapping)}
