@@ -95,8 +95,8 @@ def test_two_ranks_go_on_after_every_end(command_line: CommandLine, random_polic
     next(one for one in processes["run.rank"] if one.environ()["RANK"] == "1").kill()
     said = process.communicate(timeout=DEADLINE)[0]
     assert process.returncode == 1
-    end = rf"error: training rank 1 on \S+ was killed by SIGKILL\n{ONE_STEP}. To continue: {CONTINUE}\n$"
-    assert re.search(end, said), said
+    end = rf"error: training rank 1 on \S+ was killed by SIGKILL\n{ONE_STEP}. To continue: {CONTINUE}\n"
+    assert re.search(end + r"help: \S+was-killed-by\n$", said), said
     assert "stopping at the next safe point" not in said  # nobody has asked for that
     assert_all_end(processes)
 
