@@ -187,7 +187,7 @@ def clients(access: Access, packages: Path) -> dict[str, Client]:
 class CallingEngine(ScriptedEngine[None]):
     """Makes the calls in order, by the number of results in the prompt. Answers requests without tools with a title.
 
-    With ``delegated``, the calls are those of the sub-agent, whose prompt does not contain the task.
+    With ``delegated``, the sub-agent makes the calls. Its prompt does not contain the task.
     """
 
     def __init__(self, codec: TextCodec) -> None:

@@ -1,4 +1,4 @@
-"""Baselines that were tried against `tir_otb` and left out. docs/research/variance.md has what they gave.
+"""Baselines that were tried against `tir_otb` and left out. docs/research/variance.md has the results.
 
 agentrl variance plugins=[benchmarks/tried_estimators.py] --estimators rloo,otb_shrunk:trust=4,otb_smoothed:reach=8
 """

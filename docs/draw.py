@@ -76,7 +76,7 @@ def tokens() -> None:
 
 
 def exclusion() -> None:
-    """How the ending of a rollout decides what it enters."""
+    """Draw which statistics a rollout enters, by the way it ended."""
     axes = canvas(720, 250)
     rows = (
         ("answered, stopped", "loss, baseline, averages", BLUE),

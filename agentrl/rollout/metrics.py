@@ -61,7 +61,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _fork_metrics(branches: Sequence[Trajectory]) -> dict[str, float]:
-    """Return metrics of forked rollouts, or {} if there are none."""
+    """Return metrics of forked rollouts, or {} without forked rollouts."""
     forked = [item for item in branches if item.path_weight is not None]
     if not forked:
         return {}

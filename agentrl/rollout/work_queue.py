@@ -53,7 +53,7 @@ class RolloutRequest:
 class QueueState(TypedDict):
     """A work queue in a checkpoint.
 
-    ``queue`` contains the fields of the untrained requests, and ``planned`` those of the following requests, whose
+    ``queue`` contains the fields of the untrained requests, and ``planned`` the same fields of later requests, whose
     prompts are not yet measured.
     """
 

@@ -94,7 +94,7 @@ def column_baselines(columns: Columns, *, tail: str, leave_one_out: bool) -> Ten
 
     With `leave_one_out`, every entry is excluded from its own sums. If an entry is alone in its column, `tail`
     sets b: `zero` is 0, `self` is G, and `carry` is the row's last baseline in a column with two or more entries, or 0
-    if there is none. A group with one row has baseline 0 everywhere. Values that are not valid are arbitrary.
+    without such a column. A group with one row has baseline 0 everywhere. Values outside the mask are arbitrary.
     """
     sums = _Sums.of(columns)
     shared = sums.excluding_own() if leave_one_out else sums.mean()

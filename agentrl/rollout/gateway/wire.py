@@ -197,7 +197,7 @@ class Reply:
     tokens: Callable[[], Iterable[tuple[str, bytes, float]]]
 
     def logprobs(self, top: int | None) -> list[Json]:
-        """Return the log-probabilities in OpenAI's form. Engines return only those of the sampled tokens.
+        """Return the log-probabilities in OpenAI's form. Engines return them for sampled tokens only.
 
         ``top``: maximum number of alternatives per token. The only alternative is the sampled token.
         """

@@ -131,7 +131,7 @@ def known_before_forward(settings: ObjectiveSettings) -> bool:
 
 
 def _entry(kind: str, registry: OptionsRegistry[E], name: str) -> E:
-    """Return the entry of ``algorithm.KIND=name``. Raises SettingsError if there is none."""
+    """Return the entry of ``algorithm.KIND=name``. Raises SettingsError if the name is unknown."""
     try:
         return registry[name]
     except UnknownNameError as error:
