@@ -84,12 +84,7 @@ CLUSTERS: Registry[type[ClusterBackend]] = Registry(
 
 def register_cluster(name: str) -> Callable[[_Backend], _Backend]:
     """Register the decorated class for ``cluster.kind=NAME``."""
-
-    def add(backend: _Backend) -> _Backend:
-        CLUSTERS.add(name, backend)
-        return backend
-
-    return add
+    return CLUSTERS.decorator(name)
 
 
 def has_many_nodes(kind: str) -> bool:

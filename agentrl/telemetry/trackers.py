@@ -97,12 +97,7 @@ TRACKERS: Registry[TrackerFactory] = Registry(
 
 def register_tracker(name: str) -> Callable[[Factory], Factory]:
     """Register a class or function as the tracker ``name`` of ``telemetry.trackers``."""
-
-    def add(factory: Factory) -> Factory:
-        TRACKERS.add(name, factory)
-        return factory
-
-    return add
+    return TRACKERS.decorator(name)
 
 
 def check_trackers(names: Iterable[str]) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar, cast
 from agentrl_envs.episode import AgentRLEnvError, Environment
 
 Item = TypeVar("Item")
+_Decorated = TypeVar("_Decorated")
 DISTRIBUTION = "agentrl-trainer"
 """Name of the distribution that contains this package. `agentrl` on PyPI is another project."""
 TRL = "trl:"
@@ -71,6 +72,15 @@ class Registry(Generic[Item]):
         if name in self._entries or name in self.builtin:
             raise NameTakenError(f"{self.kind} {name!r} is already registered")
         self._entries[name] = item
+
+    def decorator(self, name: str) -> Callable[[_Decorated], _Decorated]:
+        """Return a decorator that adds what it decorates as ``name``, and returns it unchanged."""
+
+        def add(item: _Decorated) -> _Decorated:
+            self.add(name, cast(Item, item))
+            return item
+
+        return add
 
     def names(self) -> tuple[str, ...]:
         """Return all names in order, including names of entry points."""
@@ -131,32 +141,24 @@ def grades_answers(env: str) -> bool:
     return env in ENVIRONMENTS.builtin
 
 
-def _decorator(registry: Registry[Any], name: str) -> Callable[[Item], Item]:
-    def add(item: Item) -> Item:
-        registry.add(name, item)
-        return item
-
-    return add
-
-
 def register_environment(name: str) -> Callable[[Item], Item]:
     """Return a decorator that registers a class or function as ``--env NAME``."""
-    return _decorator(ENVIRONMENTS, name)
+    return ENVIRONMENTS.decorator(name)
 
 
 def register_protocol(name: str) -> Callable[[Item], Item]:
     """Return a decorator that registers a factory as ``environment.protocol=NAME``."""
-    return _decorator(PROTOCOLS, name)
+    return PROTOCOLS.decorator(name)
 
 
 def register_tool(name: str) -> Callable[[Item], Item]:
     """Return a decorator that registers a tool as NAME in ``environment.tools``."""
-    return _decorator(TOOLS, name)
+    return TOOLS.decorator(name)
 
 
 def register_reward(name: str) -> Callable[[Item], Item]:
     """Return a decorator that registers a function as NAME in ``reward.functions``."""
-    return _decorator(REWARDS, name)
+    return REWARDS.decorator(name)
 
 
 def import_attribute(path: str, kind: str) -> object:

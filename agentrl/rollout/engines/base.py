@@ -319,12 +319,7 @@ ENGINES: Registry[type[EnginePlugin]] = Registry(
 
 def register_engine(name: str) -> Callable[[_Plugin], _Plugin]:
     """Register the decorated plug-in class for ``rollout.engine=NAME``."""
-
-    def add(plugin: _Plugin) -> _Plugin:
-        ENGINES.add(name, plugin)
-        return plugin
-
-    return add
+    return ENGINES.decorator(name)
 
 
 def engine_plugin(rollout: RolloutSettings) -> EnginePlugin:
