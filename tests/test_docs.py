@@ -177,7 +177,7 @@ async def judges(program: str, problem: Problem, conversation: Conversation) -> 
 
 
 async def called(problem: Problem, *calls: tuple[str, dict[str, object]]) -> list[str]:
-    chosen = load_tools(("python", "my_tools:constant", "my_tools:Shop"))
+    chosen = load_tools(("python", "my_tools:constant"))
     tools = EpisodeTools(chosen, problem, sandbox=None, threads=BlockingCalls(2, name="tool"), timeout=60.0)
     await tools.open()
     try:
@@ -189,17 +189,12 @@ async def called(problem: Problem, *calls: tuple[str, dict[str, object]]) -> lis
 def test_a_tool_and_a_reward_of_ones_own_and_reasoning_are_as_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool, shop = (
-        block("how-to/environments.md", "def constant"),
-        block("how-to/environments.md", "class Shop"),
-    )
-    (tmp_path / "my_tools.py").write_text(f"{tool}\n\n{shop}")
+    (tmp_path / "my_tools.py").write_text(block("how-to/environments.md", "def constant"))
     (tmp_path / "my_rewards.py").write_text(block("how-to/environments.md", "def shorter"))
     (tmp_path / "my_orders.py").write_text(block("how-to/environments.md", "class Orders"))
     monkeypatch.syspath_prepend(tmp_path)
-    problem = Problem(id="toy", statement="?", answer="5", source="toy", info={"db": ":memory:"})
-    said = asyncio.run(called(problem, ("constant", {"which": "pi"}), ("query", {"sql": "select 2 + 3"})))
-    assert said == ["3.14159", "[[5]]"]
+    problem = Problem(id="toy", statement="?", answer="5", source="toy")
+    assert asyncio.run(called(problem, ("constant", {"which": "pi"}))) == ["3.14159"]
     turns = tuple(Message(role=role, text="x") for role in ("assistant", "tool", "assistant"))
     right = Conversation(turns=turns, ended=Ended.ANSWERED, answer="5", environment_reward=1.0)
     shorter = Reward("my_rewards:shorter", deadline=60.0)

@@ -7,7 +7,7 @@ Two 95 % intervals answer two questions. *This benchmark* refers to the same P p
 these* to new problems from the same distribution. Both are Wilson's score interval with an effective number of samples
 ``mean (1 - mean) / variance``, so they neither leave [0, 1] nor have zero width at 0 and 1.
 
-``benchmarks/coverage.py`` measures their coverage; ``docs/concepts/grading.md`` has its table. With n = 1 the variance
+``benchmarks/coverage.py`` measures their coverage; ``docs/concepts/grading.md`` summarizes it. With n = 1 the variance
 within a problem cannot be estimated and is bounded instead: *this benchmark* then covers more than 95 %, up to 100 %.
 
 maj@n is the correctness of the most frequent answer. Answers are grouped by mathematical equality. Samples without an
