@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,6 +58,8 @@ UNBUILDABLE = {
     "zamba2": "the sizes of its parts depend on each other",
 }
 """Classes whose small copy cannot run without a checkpoint's configuration, with the cause."""
+
+SUBJECT = re.compile(r"^(the model \(\S+\)|\w+(Model|ForCausalLM|Attention|Generation)) ")
 
 HEAD = """# Models
 
@@ -128,7 +131,11 @@ def page(decisions: Mapping[str, Decision]) -> str:
 
 
 def _table(reasons: Mapping[str, str], title: str) -> list[str]:
-    rows = (f"| `{kind}` | {reason} |".replace("\n", " ") for kind, reason in reasons.items())
+    """One row for each reason, without the class that it begins with."""
+    kinds: dict[str, list[str]] = {}
+    for kind, reason in reasons.items():
+        kinds.setdefault(SUBJECT.sub("", reason).replace("\n", " "), []).append(f"`{kind}`")
+    rows = (f"| {', '.join(names)} | {reason} |" for reason, names in kinds.items())
     return [f"| `model_type` | {title} |", "|---|---|", *rows, ""]
 
 
