@@ -28,6 +28,7 @@ RENAMED = {
     "evaluation.chat_template": "environment.chat",
     "evaluation.endpoint.patience": "evaluation.endpoint.retry_deadline",
     "evaluation.endpoint.silence": "evaluation.endpoint.read_timeout",
+    "rollout.branching.turns": "rollout.branching.where",
     "rollout.kv_use": "rollout.kv_high_watermark",
     "training.plan_deadline": "training.worker_timeout",
     "reward.function": "reward.functions",
@@ -40,6 +41,7 @@ CONVERTED: dict[str, Callable[[Any], object]] = {
 }
 """Renamed settings whose values also changed: old name -> function from the old value to the new value."""
 REMOVED = {
+    "rollout.branching.depth": "list the turns in rollout.branching.where, such as [1,2,3]",
     "sandbox.standby": "a server that exits is restarted automatically",
 }
 """Removed settings: old name -> replacement behaviour. Rejected, except in the config.yaml of an old run."""

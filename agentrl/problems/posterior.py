@@ -39,7 +39,7 @@ class Posteriors:
     """
 
     def __init__(self, *, decay: float) -> None:
-        self._decay = decay
+        self.decay = decay
         self._step = 0
         self._known: dict[str, list[float]] = {}
 
@@ -87,7 +87,7 @@ class Posteriors:
 
     def _evidence(self, key: str) -> tuple[float, float, float]:
         successes, failures, energy, step = self._known.get(key, _NONE)
-        left = self._decay ** (self._step - step)
+        left = self.decay ** (self._step - step)
         return successes * left, failures * left, energy * left
 
 

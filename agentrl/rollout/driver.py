@@ -259,26 +259,26 @@ class Driver:
     """The reason for the last infrastructure failure that was not reported by an episode."""
 
     def __post_init__(self) -> None:
-        # By the maximum number of leaves of a rollout: `run` never forks, `run_jobs` forks as set.
-        self._admissions = {leaves: self._new_admission(leaves) for leaves in (1, self.settings.branching.most_leaves)}
+        # By the maximum number of live branches of a rollout: `run` never forks, `run_jobs` forks as set.
+        self._admissions = {live: self._new_admission(live) for live in (1, self.settings.branching.most_live)}
 
-    def _new_admission(self, leaves: int) -> Admission:
-        """Return admission control for rollouts with up to ``leaves`` leaves, each of which counts as a trajectory."""
+    def _new_admission(self, live: int) -> Admission:
+        """Return admission control for rollouts of up to ``live`` branches, each of which counts as a trajectory."""
         settings = self.settings
         return Admission(
             self.engine.cache_use,
-            ceiling=self._concurrency(leaves),
-            longest=leaves * (settings.max_prompt_tokens + settings.max_response_tokens),
+            ceiling=self._concurrency(live),
+            longest=live * (settings.max_prompt_tokens + settings.max_response_tokens),
             kv_high_watermark=settings.kv_high_watermark,
         )
 
-    def _concurrency(self, leaves: int) -> int:
-        """Return the maximum number of concurrent rollouts with up to ``leaves`` leaves each."""
-        return max(1, self.settings.concurrency // leaves)
+    def _concurrency(self, live: int) -> int:
+        """Return the maximum number of concurrent rollouts with up to ``live`` branches at the same time."""
+        return max(1, self.settings.concurrency // live)
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the admission of `run_jobs` and of the environment since the last call."""
-        return self._admissions[self.settings.branching.most_leaves].metrics() | self.environment.metrics()
+        return self._admissions[self.settings.branching.most_live].metrics() | self.environment.metrics()
 
     def check_crashes(self, groups: Sequence[Group], what: str) -> None:
         """Raise SettingsError if an agent program ended every rollout of ``groups`` with the same exception."""
@@ -352,7 +352,7 @@ class Driver:
     ) -> AsyncGenerator[Group, None]:
         """Assemble groups from finished trajectories."""
         branching = branching or BranchingSettings()
-        concurrency = self._concurrency(branching.most_leaves)
+        concurrency = self._concurrency(branching.most_live)
         players = concurrency if rollouts is None else min(concurrency, rollouts)
         running = _Running(
             temperature=temperature,
@@ -360,7 +360,7 @@ class Driver:
             fair_yield=FairYield(),
             measure=measure,
             branching=branching,
-            admission=self._admissions[branching.most_leaves],
+            admission=self._admissions[branching.most_live],
         )
         parts: dict[int, list[Trajectory]] = {}
         # Exclude existing objects (libraries, the model) from garbage collection while thousands of trajectories are
@@ -454,6 +454,8 @@ class Driver:
             rounds=running.rounds,
             measure=partial(running.measure, request),
             branching=running.branching,
+            measured=request.widths,
+            live=running.branching.live,
             leaves=1 if request.is_greedy else running.branching.most_leaves,
         )
         branches = await policy.play(self.environment)

@@ -71,6 +71,7 @@ def _fork_metrics(branches: Sequence[Trajectory]) -> dict[str, float]:
     return {
         "rollout/forked": len(prompts),
         "rollout/leaves_mean": len(leaves) / len(prompts),
+        "rollout/fork_width_mean": (len(forked) - len(prompts)) / (len(forked) - len(leaves)),
         "rollout/fork_sharing": on_paths / sum(item.length - len(item.prompt_ids) for item in forked),
     }
 

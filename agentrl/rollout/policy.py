@@ -26,7 +26,7 @@ from agentrl.rollout.settings import BranchingSettings, RolloutSettings
 from agentrl.telemetry.trace import span
 from agentrl.trajectory import Segment, Trajectory, weighed
 from agentrl_envs.chat import MarkedText
-from agentrl_envs.episode import Environment, Episode, NamesCalls, Played, UnavailableError
+from agentrl_envs.episode import Environment, Episode, NamesCalls, Played, Policy, UnavailableError
 from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
 
 logger = logging.getLogger(__name__)
@@ -204,8 +204,8 @@ class TurnPolicy(ABC, Generic[Played]):
         """Return the branches in which the rollout continues after this turn, or () if it does not fork."""
         return ()
 
-    async def join(self, branches: Sequence[Awaitable[Played]]) -> Played:
-        """Play the branches of :meth:`fork` concurrently."""
+    async def join(self, play: Callable[[Policy[Played]], Awaitable[Played]]) -> Played:
+        """Play the branches of :meth:`fork`."""
         raise NotImplementedError("this policy does not fork")
 
     @property
@@ -248,9 +248,10 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     ``name`` identifies the rollout in the engine. ``measure`` receives the prompt's length in tokens and may raise.
     ``rewarded_later``: the environment may omit the reward. ``rounds``: the gate before each turn, if any.
 
-    ``branching``: where the rollout forks. The prompt of a branch contains all tokens of its parent. ``path``: the
-    number of the branch at each fork, which keys its randomness. ``leaves``: maximum number of leaves below the branch.
-    ``earlier_tokens`` and ``earlier_turns``: tokens and turns of the response before the branch.
+    ``branching``: where the rollout forks, with the ``measured`` widths. The prompt of a branch contains all tokens of
+    its parent. ``path``: the number of the branch at each fork, which keys its randomness. ``leaves`` and ``live``:
+    maximum number of leaves below the branch, and of branches that are played at the same time. ``earlier_tokens`` and
+    ``earlier_turns``: tokens and turns of the response before the branch.
     """
 
     step: int
@@ -271,8 +272,10 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     context: tuple[int, ...] = ()
     turn: tuple[Completion, str] | None = None  # sampled and not yet credited
     branching: BranchingSettings = field(default_factory=BranchingSettings)
+    measured: tuple[int, ...] = ()
     path: tuple[int, ...] = ()
     leaves: int = 1
+    live: int = 1
     earlier_tokens: int = 0
     earlier_turns: int = 0
     children: list[TokenPolicy] = field(default_factory=list)
@@ -358,17 +361,22 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     def fork(self) -> Sequence[TokenPolicy]:
         """Return the branches in which the rollout continues after this turn, or () if it does not fork.
 
-        The number of branches depends only on the turn and the position in the tree. Branches divide the leaves of
-        their parent.
+        The number of branches depends only on the rollout so far and on earlier steps. Branches divide the leaves of
+        their parent in advance.
         """
-        width = self.branching.width_after(self.turns, self.leaves)
+        assert self.turn is not None
+        width = self.branching.width_after(
+            self.turns, leaves=self.leaves, log_probs=self.turn[0].log_probs, measured=self.measured
+        )
         if width > 1:
+            tracks = min(self.live, width)
             self.children = [
                 replace(
                     self,
                     name=f"{self.name}.{number}",
                     path=(*self.path, number),
                     leaves=self.leaves // width + (number < self.leaves % width),
+                    live=self.live // tracks + (number % tracks < self.live % tracks),
                     prompt_ids=self.context,
                     segments=[],
                     calls=[],
@@ -384,30 +392,35 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
             ]
         return self.children
 
-    async def join(self, branches: Sequence[Awaitable[tuple[Trajectory, ...]]]) -> tuple[Trajectory, ...]:
-        """Play the branches concurrently. Returns the edges of the tree, parents first."""
-        if self.rounds is not None:
-            self.rounds.enter(len(branches) - 1)
-        running = len(branches)
+    async def join(
+        self, play: Callable[[Policy[tuple[Trajectory, ...]]], Awaitable[tuple[Trajectory, ...]]]
+    ) -> tuple[Trajectory, ...]:
+        """Play the branches. Returns the edges of the tree, parents first.
 
-        async def played(child: TokenPolicy, branch: Awaitable[tuple[Trajectory, ...]]) -> tuple[Trajectory, ...]:
+        Branches are played on parallel tracks, each of which plays every n-th branch. Which branches follow each other
+        therefore does not depend on durations.
+        """
+        running = min(self.live, len(self.children))
+        if self.rounds is not None:
+            self.rounds.enter(running - 1)
+
+        async def track(children: Sequence[TokenPolicy]) -> list[tuple[Trajectory, ...]]:
             nonlocal running
             try:
-                return await child.guarded(branch)
+                return [await child.guarded(play(child)) for child in children]
             finally:
                 running -= 1
-                if running and self.rounds is not None:  # the last branch continues as the rollout
+                if running and self.rounds is not None:  # the last track continues as the rollout
                     self.rounds.leave()
 
-        tasks = [
-            asyncio.create_task(played(child, branch)) for child, branch in zip(self.children, branches, strict=True)
-        ]
+        tasks = [asyncio.create_task(track(self.children[first::running])) for first in range(running)]
         try:
-            below = await asyncio.gather(*tasks)
+            tracks = await asyncio.gather(*tasks)
         finally:  # the first exception, or a cancellation, ends the other branches
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        below = [tracks[number % len(tracks)][number // len(tracks)] for number in range(len(self.children))]
         self.failure = next((child.failure for child in self.children if child.failure), self.failure)
         total = 1 + sum(map(len, below))
         (own,) = self.end(Ended.FORKED)

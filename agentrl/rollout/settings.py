@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -20,36 +22,83 @@ if TYPE_CHECKING:
 Budget = Literal["uniform", "neyman", "variance"]
 
 
+UNMEASURED_WIDTH: Final = 2
+"""Number of branches after a turn that has too few earlier forks for ``where=measured``."""
+
+
 class BranchingSettings(BaseModel):
     """Forks of rollouts after turns.
 
-    >>> BranchingSettings(width=4, turns=(1, 3)).width_after(3, leaves=2)
+    >>> BranchingSettings(width=4, where=(1, 3)).width_after(3, leaves=2)
     2
+    >>> BranchingSettings(width=4, where="entropy>0.5").width_after(2, leaves=8, log_probs=(-1.0, -0.2))
+    4
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    width: int = Field(1, ge=1, description="number of branches at a fork; 1: rollouts do not fork")
-    turns: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        (1,), description="numbers of the turns after which a rollout forks, counted from 1"
+    width: int = Field(
+        1, ge=1, description="number of branches at a fork, with where=measured at most; 1: rollouts do not fork"
     )
-    depth: int | None = Field(
-        None, ge=1, description="fork after every turn up to this one instead of after branching.turns"
+    where: (
+        tuple[Annotated[int, Field(ge=1)], ...]
+        | Annotated[str, Field(pattern=r"^(measured|(entropy|energy)>[0-9]+(\.[0-9]+)?)$")]
+    ) = Field(
+        (1,),
+        description="turns after which a rollout forks: a list of their numbers, counted from 1; entropy>X: turns "
+        "whose sampled tokens have a mean of -log p above X nats; energy>X: a mean of 1 - p above X; "
+        "measured: turns where forks reduce the variance of the reward most, as estimated in earlier steps",
+        json_schema_extra={"form": "a list of turns, entropy>X, energy>X or measured"},
     )
     leaves: int = Field(
         16, ge=2, description="maximum number of leaves of a rollout; the branches of a fork divide what is left"
     )
+    live: int = Field(
+        16,
+        ge=1,
+        description="maximum number of branches of a rollout that are played at the same time. Lower it if the "
+        "sandbox has too few sessions or too little memory",
+    )
 
-    def width_after(self, turn: int, leaves: int) -> int:
-        """Return the number of branches after ``turn``, at most ``leaves``; 1 if the rollout does not fork there."""
-        forks = turn in self.turns if self.depth is None else turn <= self.depth
-        return min(self.width, leaves) if forks else 1
+    def width_after(
+        self, turn: int, *, leaves: int, log_probs: Sequence[float] = (), measured: Sequence[int] = ()
+    ) -> int:
+        """Return the number of branches after ``turn``, at most ``leaves``; 1 if the rollout does not fork there.
+
+        ``log_probs``: the turn's sampled tokens. ``measured``: the estimated best widths by turn.
+        """
+        width = self.width
+        match self.where:
+            case "measured":
+                width = measured[turn - 1] if turn <= len(measured) else min(width, UNMEASURED_WIDTH)
+            case str(rule):
+                kind, _, bound = rule.partition(">")
+                forks = fmean(map(_UNCERTAINTY[kind], log_probs)) > float(bound)
+                width = width if forks else 1
+            case turns:
+                width = width if turn in turns else 1
+        return min(width, leaves)
 
     @property
     def most_leaves(self) -> int:
         """The maximum number of leaves of a rollout."""
-        forks = len(set(self.turns)) if self.depth is None else self.depth
-        return min(self.leaves, self.width ** min(forks, self.leaves)) if self.width > 1 else 1
+        if self.width == 1:
+            return 1
+        forks = self.leaves if isinstance(self.where, str) else len(set(self.where))
+        return min(self.leaves, self.width ** min(forks, self.leaves))
+
+    @property
+    def most_live(self) -> int:
+        """The maximum number of branches of a rollout that are played at the same time."""
+        return min(self.live, self.most_leaves)
+
+
+# Uncertainty about a sampled token, from its log-probability. Over samples, the means are the entropy, and the mean
+# squared norm of the logits' gradient, because E[1 - p] = 1 - sum(p^2) = E[1 - 2 p + sum(p^2)].
+_UNCERTAINTY: Final[dict[str, Callable[[float], float]]] = {
+    "entropy": lambda log_prob: -log_prob,
+    "energy": lambda log_prob: -math.expm1(log_prob),
+}
 
 
 class RolloutSettings(BaseModel):

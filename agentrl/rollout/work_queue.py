@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 
 from agentrl.errors import SettingsError
 from agentrl.problems.sampler import Draw, ProblemSampler, SamplerState
+from agentrl.rollout.branching import ForkStatistics
 from agentrl.rollout.budget import SCORES, allocate, expected_energy, gradient_variance, success_fraction
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Group, Trajectory
@@ -34,7 +35,8 @@ class RolloutRequest:
     ``index`` numbers the problems of a run and identifies the group. The work queue issues a problem once. ``sample``
     is the number of the rollout in its group, and ``step`` the training step for which it is played. ``size`` is the
     number of rollouts in the group, without the greedy rollout, whose ``sample`` is ``size``. ``problem_weight`` is the
-    factor of each rollout in the loss. ``key`` identifies the problem's posterior.
+    factor of each rollout in the loss. ``key`` identifies the problem's posterior. ``widths``: numbers of branches
+    after each turn with ``rollout.branching.where=measured``.
     """
 
     index: int
@@ -44,6 +46,7 @@ class RolloutRequest:
     size: int = 1
     problem_weight: float = 1.0
     key: str = ""
+    widths: tuple[int, ...] = ()
 
     @property
     def is_greedy(self) -> bool:
@@ -61,6 +64,7 @@ class QueueState(TypedDict):
     next_index: int
     planned: list[dict[str, Any]]
     queue: list[dict[str, Any]]
+    forks: list[list[float]]
 
 
 class SkippedProblemError(Exception):
@@ -93,6 +97,8 @@ class WorkQueue:
         self._sampler = sampler
         self._settings = settings
         self._learns = learns
+        self._measures_forks = settings.branching.width > 1 and settings.branching.where == "measured"
+        self._forks = ForkStatistics(decay=sampler.posteriors.decay)
         self._again: deque[RolloutRequest] = deque()
         self._untrained: dict[int, RolloutRequest] = {}
         self._newest: RolloutRequest | None = None
@@ -153,13 +159,15 @@ class WorkQueue:
         return list(islice(chain(self._again, self._planned), count))
 
     def remove_trained(self, groups: Sequence[Group]) -> None:
-        """Remove trained groups, and update the posteriors of their problems."""
+        """Remove trained groups, and update the posteriors of their problems and the statistics of forks."""
         requests = [self._untrained.pop(group.index) for group in groups]
         if self._learns:
             self._sampler.posteriors.learn(
                 (request.key, list(map(success_fraction, rollouts)), self._energies(rollouts))
                 for request, rollouts in zip(requests, map(_included, groups), strict=True)
             )
+        if self._measures_forks:
+            self._forks.learn(map(_included, groups))
 
     def budget_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return metrics of the budget, and of the posteriors of the problems of played groups."""
@@ -196,6 +204,7 @@ class WorkQueue:
             "next_index": self._next_index,
             "planned": [asdict(request) for request in self._planned],
             "queue": [asdict(request) for request in self._all_untrained()],
+            "forks": self._forks.state_dict(),
         }
 
     def load_state_dict(self, state: QueueState) -> None:
@@ -204,6 +213,7 @@ class WorkQueue:
         self._planned = deque(map(_request, state["planned"]))
         self._untrained = {}
         self._again = deque(map(_request, state["queue"]))
+        self._forks.load_state_dict(state["forks"])
 
     def _energies(self, rollouts: Sequence[Sequence[Trajectory]]) -> list[float]:
         """Return the expected energies of rollouts, or [] if the budget does not need them."""
@@ -235,6 +245,7 @@ class WorkQueue:
                 size=size,
                 problem_weight=settings.group_size / size,
                 key=draw.key,
+                widths=self._forks.widths(settings.branching.width),
             )
             self._planned.append(request)
 
@@ -272,4 +283,4 @@ def _included(group: Group) -> list[list[Trajectory]]:
 
 
 def _request(row: dict[str, Any]) -> RolloutRequest:
-    return RolloutRequest(**{**row, "problem": Problem(**row["problem"])})
+    return RolloutRequest(**{**row, "problem": Problem(**row["problem"]), "widths": tuple(row["widths"])})

@@ -195,6 +195,7 @@ _ROLLOUT = (
            "entropy that is also available in steps that train on no group.", "falls slowly", _DATA),
     Metric("rollout/forked", "rollouts", "Number of rollouts that forked.", "", _FORKS),
     Metric("rollout/leaves_mean", "branches", "Mean number of ends of a forked rollout.", "", _FORKS),
+    Metric("rollout/fork_width_mean", "branches", "Mean number of branches of a fork.", "", _FORKS),
     Metric("rollout/fork_sharing", "ratio", "Tokens on the paths of forked rollouts, divided by the tokens that were "
            "sampled or appended for them; 1 without sharing.", "above 1", _FORKS),
     Metric("rollout/model_tokens", "tokens", "Number of tokens sampled for the step.", "", _DATA),

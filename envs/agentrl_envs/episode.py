@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -125,8 +125,8 @@ class Policy(Protocol[Played]):
         """
         ...
 
-    async def join(self, branches: Sequence[Awaitable[Played]]) -> Played:
-        """Play the branches of `fork` concurrently, and return the rollout with all of them."""
+    async def join(self, play: Callable[[Policy[Played]], Awaitable[Played]]) -> Played:
+        """Play each branch of `fork` with `play`, and return the rollout with all of them."""
         ...
 
     def end(self, ended: Ended) -> Played:
@@ -197,8 +197,8 @@ class Environment(ABC):
                 step = await episode.step(text)
                 facts["tool calls"] = len(step.tool_calls)
             ended = await policy.observe(step)
-            if ended is None and (children := policy.fork()):
-                return await policy.join([branch(child) for child in children])
+            if ended is None and policy.fork():
+                return await policy.join(branch)
         return policy.end(ended)
 
     async def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,6 +107,7 @@ async def test_metrics_of_forked_rollouts_by_hand() -> None:
     metrics = rollout_metrics([group])
     assert metrics["reward/mean"] == 0.5
     assert (metrics["rollout/forked"], metrics["rollout/leaves_mean"]) == (1, 2)
+    assert metrics["rollout/fork_width_mean"] == 2
     # Edges of 5, 4 + 1 + 5 and 5 tokens; the root is on two paths.
     assert metrics["rollout/fork_sharing"] == (2 * 5 + 10 + 5) / 20
     (plain,), _ = await played({"": [turn("r1")]})
@@ -118,9 +120,38 @@ async def test_forks_at_several_turns_share_the_limit_of_leaves() -> None:
         **{f"{n}": [turn("b")] if n < 1 else [turn("b"), turn("r1")] for n in range(2)},
         **{f"0.{n}": [turn("r1")] for n in range(2)},
     }
-    (group,), _ = await played(said, depth=2, leaves=3)
+    (group,), _ = await played(said, where=(1, 2), leaves=3)
     assert [item.path_weight for item in group.trajectories] == [1.0, 0.5, 0.25, 0.25, 0.5]
     assert [item.parent for item in group.trajectories] == [-1, 0, 1, 1, 0]
+
+
+async def test_forks_after_uncertain_turns() -> None:
+    unsure = replace(turn("a"), log_probs=(-2.0, -1.0, -2.0, -1.0))
+    said = {"": [turn("b"), unsure], "0": [turn("r1")], "1": [turn("r0")]}
+    for rule, forks in (("entropy>1.4", True), ("entropy>1.6", False), ("energy>0.7", True), ("energy>0.8", False)):
+        said[""] = [turn("b"), unsure, turn("r1")]
+        (group,), _ = await played(said, where=rule, leaves=2)
+        assert [item.ended is Ended.FORKED for item in group.trajectories] == (
+            [True, False, False] if forks else [False]
+        )
+        assert group.trajectories[0].turns == (2 if forks else 3)
+
+
+async def test_few_live_branches_play_the_same_tree() -> None:
+    said = {
+        "": [turn("a")],
+        **{f"{n}": [turn("b")] for n in range(3)},
+        **{f"{n}.{m}": [turn(f"r{m % 2}")] for n in range(3) for m in range(3)},
+    }
+    trees = []
+    for live, most in ((9, 9), (3, 3), (2, 2), (1, 1)):
+        for deterministic in (False, True):
+            groups, engine = await played(
+                said, rollouts=2, width=3, where=(1, 2), live=live, deterministic=deterministic
+            )
+            assert engine.most <= 2 * most
+            trees.append([[replace(item, seconds=0.0) for item in group.trajectories] for group in groups])
+    assert all(one == trees[0] for one in trees)
 
 
 async def test_a_failed_branch_leaves_a_fork_with_fewer_branches() -> None:
@@ -152,7 +183,7 @@ async def test_filters_apply_to_the_ends_of_branches(use: Any) -> None:
         "0.1": [turn("void")],
         "1.0": [],
     }
-    (group,), _ = await played(said, turns=(1, 2))
+    (group,), _ = await played(said, where=(1, 2))
     rules = FilterRules(void_turns=use, truncated="train", accuracy_range=None, drop_zero_variance=False)
     (kept,), counts = filter_groups([group], rules)
     assert counts["void"] == 2
@@ -180,7 +211,7 @@ async def test_forked_rollouts_repeat_with_their_seed_and_in_rounds() -> None:
 
 
 async def test_without_a_fork_rollouts_are_as_before() -> None:
-    (group,), _ = await played({"": [turn("a"), turn("r1")]}, turns=(5,))
+    (group,), _ = await played({"": [turn("a"), turn("r1")]}, where=(5,))
     (only,) = group.trajectories
     assert (only.branches, only.path_weight, only.weight) == (1, None, 1.0)
 

@@ -1,0 +1,135 @@
+"""Estimates of where forks pay, by turn, from the forked rollouts of earlier steps (docs/reference/formulas.md 10).
+
+A rollout costs ``c1`` tokens up to a fork and ``c2`` tokens after it. The variance of its reward among the rollouts of
+a problem is ``v_before + v_after``, where ``v_after`` remains once the history up to the fork is known. For a given
+number of tokens, the mean reward has the smallest variance with ``sqrt(c1 / c2 * v_after / v_before)`` branches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from agentrl.rollout.settings import UNMEASURED_WIDTH
+from agentrl.trajectory import Trajectory
+
+# Forks after a turn, with decayed weights, that an estimate requires.
+_ENOUGH: Final = 8.0
+
+
+class ForkStatistics:
+    """Decayed sums over forks, by turn. After every training step, earlier forks count ``decay`` times as much.
+
+    The estimated best numbers of branches depend on earlier steps only, so the gradient estimate stays unbiased.
+    """
+
+    def __init__(self, *, decay: float) -> None:
+        self._decay = decay
+        # Of each turn, sums over forks: weight, v_after, c1 and c2; and over trees: weight, v_before + v_after.
+        self._sums: list[list[float]] = []
+
+    def learn(self, groups: Iterable[Sequence[Sequence[Trajectory]]]) -> None:
+        """Add the rollouts of one training step: the branches of each rollout, for each group."""
+        self._sums = [[value * self._decay for value in sums] for sums in self._sums]
+        for group in groups:
+            # One list for each tree, since the forks of one tree are not independent.
+            trees = [list(_forks(branches)) for branches in group]
+            for turn in sorted({fork.turn for tree in trees for fork in tree}):
+                self._add(turn, [[fork for fork in tree if fork.turn == turn] for tree in trees])
+
+    def widths(self, most: int) -> tuple[int, ...]:
+        """Return the estimated best number of branches after each turn, at most ``most``.
+
+        After turns with too few earlier forks, rollouts fork in two, which measures them.
+        """
+        return tuple(self._width(sums, most) for sums in self._sums)
+
+    def state_dict(self) -> list[list[float]]:
+        """Return a JSON-serializable state, for `load_state_dict`."""
+        return [list(sums) for sums in self._sums]
+
+    def load_state_dict(self, state: list[list[float]]) -> None:
+        self._sums = [list(sums) for sums in state]
+
+    def _add(self, turn: int, trees: Sequence[Sequence[_Fork]]) -> None:
+        self._sums += [[0.0] * 6 for _ in range(turn - len(self._sums))]
+        added = [
+            (fork.weight, *(fork.weight * value for value in (fork.variance, fork.before, fork.after)))
+            for tree in trees
+            for fork in tree
+        ]
+        roots = [tuple(_mean(tree, name) for name in ("mean", "square")) for tree in trees if tree]
+        total = (float(len(roots)), len(roots) * variance(roots)) if len(roots) > 1 else (0.0, 0.0)
+        evidence = (*map(math.fsum, zip(*added, strict=True)), *total)
+        self._sums[turn - 1] = [old + new for old, new in zip(self._sums[turn - 1], evidence, strict=True)]
+
+    def _width(self, sums: Sequence[float], most: int) -> int:
+        weight, spread, before, after, trees, total = sums
+        if min(weight, trees) < _ENOUGH:
+            return min(UNMEASURED_WIDTH, most)
+        v_after = spread / weight
+        v_before = total / trees - v_after
+        if v_after <= 0:
+            return 1
+        # Estimates of v_before can be negative; then only what follows the fork matters.
+        best = math.sqrt(before / after * v_after / v_before) if v_before > 0 else math.inf
+        return most if best > most else max(1, round(best))
+
+
+def variance(moments: Sequence[tuple[float, ...]]) -> float:
+    """Return the unbiased variance of one sample, from the mean and the mean square of independent sets of samples.
+
+    >>> variance([(1.0, 1.0), (0.0, 0.0)]), variance([(0.5, 0.5), (0.5, 0.5)])
+    (0.5, 0.25)
+    """
+    count = len(moments)
+    total = math.fsum(mean for mean, _ in moments)
+    products = total**2 - math.fsum(mean**2 for mean, _ in moments)
+    return math.fsum(square for _, square in moments) / count - products / (count * (count - 1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Fork:
+    turn: int
+    weight: float
+    before: float  # tokens of the response up to the fork
+    after: float  # mean tokens after it
+    mean: float  # mean reward of the paths below
+    square: float
+    variance: float  # among the paths below
+
+
+def _forks(branches: Sequence[Trajectory]) -> Iterator[_Fork]:
+    """Yield the forks of a rollout with at least two branches, from its branches (parents first)."""
+    turns, tokens = {-1: 0}, {-1: 0}
+    for item in branches:
+        turns[item.branch] = turns[item.parent] + item.turns
+        tokens[item.branch] = tokens[item.parent] + item.length - len(item.prompt_ids)
+    # Of each branch: mean and mean square of the reward below it, and mean number of tokens on the paths through it.
+    below: dict[int, tuple[float, float, float]] = {}
+    children: dict[int, list[int]] = {}
+    for item in branches:
+        children.setdefault(item.parent, []).append(item.branch)
+    for item in reversed(branches):
+        parts = [below[child] for child in children.get(item.branch, ())]
+        if not parts:
+            below[item.branch] = item.reward, item.reward**2, tokens[item.branch]
+            continue
+        mean, square, length = (math.fsum(values) / len(parts) for values in zip(*parts, strict=True))
+        below[item.branch] = mean, square, length
+        if len(parts) > 1:
+            yield _Fork(
+                turn=turns[item.branch],
+                weight=item.path_fraction,
+                before=tokens[item.branch],
+                after=length - tokens[item.branch],
+                mean=mean,
+                square=square,
+                variance=variance([part[:2] for part in parts]),
+            )
+
+
+def _mean(forks: Sequence[_Fork], name: str) -> float:
+    return math.fsum(fork.weight * getattr(fork, name) for fork in forks) / math.fsum(fork.weight for fork in forks)
