@@ -288,11 +288,18 @@ def _elastic_problems(settings: Settings) -> Iterator[str]:
 
 
 def _session_problems(settings: Settings) -> Iterator[str]:
-    environment, concurrency, most = settings.environment, settings.rollout.concurrency, settings.sandbox.max_sessions
-    if isinstance(environment, SimpleTIRSettings) and environment.interpreter == "session" and concurrency > most:
+    environment, rollout, most = settings.environment, settings.rollout, settings.sandbox.max_sessions
+    if not isinstance(environment, SimpleTIRSettings) or environment.interpreter != "session":
+        return
+    branching = rollout.branching
+    forked = max(1, rollout.concurrency // branching.most_live) * branching.most_sessions
+    needed = max(rollout.concurrency, forked)  # evaluations do not fork
+    if needed > most:
+        forks = "" if branching.width == 1 else f", or lower rollout.branching.live={branching.live}"
         yield (
-            f"environment.interpreter=session with rollout.concurrency={concurrency} and sandbox.max_sessions={most}: "
-            "every active trajectory may hold a session; lower rollout.concurrency or raise sandbox.max_sessions"
+            f"environment.interpreter=session with rollout.concurrency={rollout.concurrency} and "
+            f"sandbox.max_sessions={most}: active trajectories may hold {needed} sessions; lower rollout.concurrency "
+            f"or raise sandbox.max_sessions{forks}"
         )
 
 

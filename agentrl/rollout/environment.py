@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -12,13 +13,14 @@ from agentrl.models.tokenizer import TextCodec, read_generation_ends
 from agentrl.rollout.gateway.environment import AgentEnvironment, DeployedHistory, agent_renderer, load_program
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import is_agent
-from agentrl.rollout.settings import compares_answers
+from agentrl.rollout.settings import RolloutSettings, compares_answers
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.chat import ChatFormat
-from agentrl_envs.episode import Environment
+from agentrl_envs.episode import AgentRLEnvError, Environment
 from agentrl_envs.factory import TemplateUse
 from agentrl_envs.rewards import Rewards
 from agentrl_envs.tools import ToolSet
+from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,6 +119,22 @@ def chat_format(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBas
     codec = build_codec(tokenizer, name, chat)
     renderer = ChatRenderer(tokenizer, codec, options=use.settings.template_options)
     return replace(chat, renderer=renderer, tools=use.tools)
+
+
+async def check_forks(environment: Environment, problem: Problem, settings: RolloutSettings) -> None:
+    """Fork a new episode of ``problem``. Raises SettingsError if its environment or a tool cannot be copied."""
+    episode = environment.episode(problem)
+    try:
+        async with asyncio.timeout(settings.environment_deadline):
+            await episode.start()
+            await (await episode.fork()).close()
+    except (AgentRLEnvError, TimeoutError) as error:
+        raise SettingsError(
+            f"rollout.branching.width={settings.branching.width}: an episode of problem {problem.id} cannot be forked "
+            f"({error or 'the environment did not respond'}); add a fork() method to the class, or set the width to 1"
+        ) from error
+    finally:
+        await episode.close()
 
 
 def build_rewards(settings: RewardedSections) -> Rewards | None:

@@ -92,6 +92,13 @@ class BranchingSettings(BaseModel):
         """The maximum number of branches of a rollout that are played at the same time."""
         return min(self.live, self.most_leaves)
 
+    @property
+    def most_sessions(self) -> int:
+        """The maximum number of open episodes of a rollout: live branches, and the forks above them."""
+        # Branches divide the leaves equally, so a path has at most log2(leaves) forks.
+        depth = math.ceil(math.log2(self.most_leaves))
+        return self.most_live + min(self.most_live * depth, self.most_leaves - 1)
+
 
 # Uncertainty about a sampled token, from its log-probability. Over samples, the means are the entropy, and the mean
 # squared norm of the logits' gradient, because E[1 - p] = 1 - sum(p^2) = E[1 - 2 p + sum(p^2)].

@@ -186,5 +186,5 @@ def test_other_surprises() -> None:
 
 def test_every_trajectory_may_hold_a_session() -> None:
     session = ["environment.interpreter=session", "rollout.concurrency=65"]
-    assert "rollout.concurrency=65 and sandbox.max_sessions=64: every active" in refused(*session)
+    assert "rollout.concurrency=65 and sandbox.max_sessions=64: active" in refused(*session)
     assert load_settings(overrides=[*session, "sandbox.max_sessions=65"]).sandbox.max_sessions == 65

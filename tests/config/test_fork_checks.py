@@ -42,3 +42,9 @@ def test_the_placement_of_forks_is_validated() -> None:
     assert 'rollout.branching.where="entropy"' in message
     settings = load_settings("simpletir", "tiny", [FORKS, "rollout.branching.where=energy>0.5"])
     assert settings.rollout.branching.most_leaves == 16
+
+
+def test_the_sessions_of_trees_are_limited() -> None:
+    session = ["environment.interpreter=session", "rollout.concurrency=64", "rollout.branching.width=4"]
+    assert "may hold 112 sessions" in refused(*session)  # 16 trees of 4 branches with 3 forks at most
+    load_settings("simpletir", "tiny", [*session, "sandbox.max_sessions=112"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +11,17 @@ import pytest
 from rollout.fakes import ScriptedEngine, ScriptedEpisode, byte_codec, completion, ends, goes_on, problem
 from rollout.test_driver import make
 
+from agentrl.errors import SettingsError
 from agentrl.rollout.engines.base import Completion, EngineError
+from agentrl.rollout.environment import check_forks
 from agentrl.rollout.filters import FilterRules, filter_groups
 from agentrl.rollout.metrics import rollout_metrics
-from agentrl.rollout.settings import BranchingSettings
+from agentrl.rollout.settings import BranchingSettings, RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group
+from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.episode import UnavailableError
+from agentrl_envs.settings import EnvironmentOptions
 from agentrl_envs.types import Ended, Step
 
 CODEC = byte_codec()
@@ -260,3 +265,35 @@ async def test_cancelling_ends_every_branch() -> None:
         await task
     assert engine.running == 0
     assert all(episode.closed for episode in (*environment.episodes, *FORKED))
+
+
+class Locked:
+    """Cannot be copied, unless a subclass has ``fork``."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def reset(self) -> None: ...
+
+    def press(self) -> str:
+        """Press the button."""
+        return "pressed"
+
+
+class Forkable(Locked):
+    def fork(self) -> Forkable:
+        return Forkable()
+
+
+async def test_a_class_that_cannot_be_copied_is_named_before_the_run_starts() -> None:
+    settings = RolloutSettings(branching=BranchingSettings(width=2))
+    for name in ("Forkable", "Locked"):
+        factory = resolve_environment(f"{__name__}:{name}")
+        environment = factory(factory.settings(EnvironmentOptions()))
+        if name == "Forkable":
+            await check_forks(environment, problem(0), settings)
+            continue
+        with pytest.raises(SettingsError) as refused:
+            await check_forks(environment, problem(0), settings)
+        for part in ("rollout.branching.width=2", "copying Locked raised TypeError: cannot pickle '_thread.lock'"):
+            assert part in str(refused.value)

@@ -25,7 +25,7 @@ from agentrl.problems.sampler import ProblemSampler
 from agentrl.problems.sources import load_mixture
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import EngineRequest, ManagedEngine, engine_facts, engine_plugin, servers_on_nodes
-from agentrl.rollout.environment import build_rewards, environment_and_codec, needs_answers
+from agentrl.rollout.environment import build_rewards, check_forks, environment_and_codec, needs_answers
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.settings import longest_request
@@ -162,6 +162,9 @@ class LocalService:
         self._mixture, self._reports = load_mixture(
             settings.data.train, seed=settings.seed, answered=needs_answers(settings)
         )
+        if settings.rollout.branching.width > 1:
+            (problem,) = ProblemSampler(self._mixture, seed=settings.seed).next(1)
+            self._run(check_forks(environment, problem, settings.rollout))
         self._held_out = held_out_problems(settings)
         self._objective = ObjectiveSettings.of(settings)
         config = read_config(settings.model)

@@ -289,7 +289,9 @@ class EpisodeTools:
         shared = {id(self._injected["problem"]): self._injected["problem"], id(self._injected["sandbox"]): sandbox}
         for maker, (instance, _) in self._instances.items():
             custom = getattr(instance, "fork", None)
-            await twin._adopt(maker, custom or (lambda instance=instance: copy.deepcopy(instance, dict(shared))))
+            await twin._adopt(
+                maker, custom or (lambda instance=instance: copy.deepcopy(instance, dict(shared))), verb="copying"
+            )
         return twin
 
     async def close(self) -> None:
@@ -309,7 +311,7 @@ class EpisodeTools:
             finally:
                 thread.close()
 
-    async def _adopt(self, maker: Callable[..., object], make: Callable[[], object]) -> None:
+    async def _adopt(self, maker: Callable[..., object], make: Callable[[], object], verb: str = "creating") -> None:
         thread = ObjectThread(name=_name(maker))
         try:
             instance = await thread.run(make, timeout=self._timeout)
@@ -318,7 +320,7 @@ class EpisodeTools:
             raise
         except Exception as error:
             thread.close()
-            raise ToolError(f"creating {_name(maker)} raised {describe_error(error)}") from error
+            raise ToolError(f"{verb} {_name(maker)} raised {describe_error(error)}") from error
         self._instances[maker] = (instance, thread)
 
     async def _bound(self, entry: ToolEntry) -> tuple[Callable[..., object], BlockingRunner]:
