@@ -38,6 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentrl.kernels import Support
 from agentrl.kernels.attention import PackedRow, pack_row
 from agentrl.trajectory import Trajectory
 
@@ -74,6 +75,8 @@ class MicroBatch:
     trained: np.ndarray  # [B] bool, False if filters removed the trajectory from the loss
     homes: np.ndarray  # [B] int64, rank that receives all trajectories of the group in a statistics pass
     greedy_returns: np.ndarray | None = None  # [B] float32, reward of the group's greedy rollout
+    support_ids: np.ndarray | None = None  # int32, tokens from which model tokens were sampled (:class:`.Support`)
+    support_sizes: np.ndarray | None = None  # [N] int64, number of them for each model token, 0 for all tokens
     counted: bool = True  # False: participates in collectives, but not in the loss and the metrics
 
     @classmethod
@@ -100,6 +103,9 @@ class MicroBatch:
             (_array([item.prompt_ids], "i"), _array([segment.token_ids for segment in item.segments], "i"))
             for item in items
         ]
+        sampled = [segment for segment in segments if segment.origin == "model"]
+        restricted = any(segment.support_sizes for segment in sampled)
+        sizes = [segment.support_sizes or (0,) * len(segment.token_ids) for segment in sampled]
         row = pack_row([(torch.from_numpy(prompt), torch.from_numpy(response)) for prompt, response in documents])
         return cls(
             **{field.name: getattr(row, field.name).numpy() for field in fields(row)},
@@ -123,6 +129,8 @@ class MicroBatch:
             trained=np.array([(item.group, item.sample, item.branch) not in no_loss for item in items]),
             homes=np.array([0 if homes is None else homes[item.group] for item in items]),
             greedy_returns=greedy,
+            support_ids=_array([segment.support_ids for segment in sampled], "i") if restricted else None,
+            support_sizes=_array(sizes, "i").astype(np.int64) if restricted else None,
             counted=counted,
         )
 
@@ -174,6 +182,7 @@ class Batch:
     truncated: Tensor  # [B] bool
     homes: Tensor  # [B] int64
     greedy_returns: Tensor | None  # [B] float32
+    support: Support | None  # of the model tokens
     counted: bool  # as in `MicroBatch`
 
     @classmethod
@@ -218,6 +227,9 @@ class Batch:
             truncated=sent(micro.truncated),
             homes=sent(micro.homes),
             greedy_returns=None if micro.greedy_returns is None else sent(micro.greedy_returns),
+            support=None
+            if micro.support_ids is None or micro.support_sizes is None
+            else Support(ids=sent(micro.support_ids), sizes=torch.from_numpy(micro.support_sizes)),
             counted=micro.counted,
         )
 

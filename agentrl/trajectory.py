@@ -38,6 +38,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 from agentrl_envs.types import MAX_REWARD, Ended, Problem, ToolCall, Verdict
@@ -53,6 +54,8 @@ class Segment:
 
     ``log_probs`` contains the log-probability of each model token under the distribution from which it was sampled.
     ``version_spans`` contains (policy version, number of tokens) in order. ``reward`` is assigned to the last token.
+    ``support_ids`` and ``support_sizes`` contain the tokens to which the distribution of each model token was
+    restricted, concatenated, and their numbers. Both are empty if tokens were sampled from the whole vocabulary.
     """
 
     origin: Literal["model", "observation"]
@@ -61,6 +64,8 @@ class Segment:
     log_probs: tuple[float, ...] = ()
     version_spans: tuple[tuple[int, int], ...] = ()
     reward: float = 0.0
+    support_ids: Sequence[int] = ()
+    support_sizes: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if self.origin not in ("model", "observation"):
@@ -68,8 +73,10 @@ class Segment:
         if not self.token_ids:
             raise TrajectoryError(f"the {self.origin} segment has no tokens")
         if self.origin == "observation":
-            if self.log_probs or self.version_spans or self.reward:
-                raise TrajectoryError("an observation must not have log-probabilities, version spans or a reward")
+            if self.log_probs or self.version_spans or self.reward or self.support_sizes:
+                raise TrajectoryError(
+                    "an observation must not have log-probabilities, version spans, a reward or a support"
+                )
             return
         if len(self.log_probs) != len(self.token_ids):
             raise TrajectoryError(f"{len(self.token_ids)} model tokens but {len(self.log_probs)} log-probabilities")
@@ -79,6 +86,16 @@ class Segment:
         counts = [count for _, count in self.version_spans]
         if min(counts, default=0) < 1 or sum(counts) != len(self.token_ids):
             raise TrajectoryError(f"version spans {self.version_spans} do not cover {len(self.token_ids)} tokens")
+        if self.support_sizes:
+            ends = [0, *accumulate(self.support_sizes)]
+            if len(ends) != len(self.token_ids) + 1 or ends[-1] != len(self.support_ids):
+                raise TrajectoryError(
+                    f"the supports of {len(ends) - 1} tokens contain {ends[-1]} ids, but there are "
+                    f"{len(self.token_ids)} tokens and {len(self.support_ids)} ids"
+                )
+            for token, start, end in zip(self.token_ids, ends, ends[1:], strict=False):
+                if token not in self.support_ids[start:end]:
+                    raise TrajectoryError(f"token {token} is not in its support {list(self.support_ids[start:end])}")
         if not abs(self.reward) <= MAX_REWARD:  # also rejects NaN
             raise TrajectoryError(f"the reward {self.reward} is outside {-MAX_REWARD:,.0f} to {MAX_REWARD:,.0f}")
 
@@ -252,6 +269,8 @@ class Trajectory:
                 "token_ids": tuple(item["token_ids"]),
                 "log_probs": tuple(item["log_probs"]),
                 "version_spans": tuple((version, count) for version, count in item["version_spans"]),
+                "support_ids": tuple(item.get("support_ids", ())),
+                "support_sizes": tuple(item.get("support_sizes", ())),
             }
             for item in record["segments"]
         )

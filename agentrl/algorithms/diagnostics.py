@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.options import InvalidInputError, check_alike
+from agentrl.kernels import Support
 from agentrl.kernels.arithmetic import cap_and_temper, cap_slope
 
 _BLOCK_ELEMENTS = 1 << 23
@@ -77,12 +78,14 @@ class HeadVarianceAccumulator:
         rows: Tensor,
         groups: Tensor,
         held: Tensor | None = None,
+        support: Support | None = None,
         over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Add the groups of a micro-batch: B trajectories with N model tokens in total.
 
         hidden [N, D], targets [N], advantages [N]; rows [N] is the trajectory 0 .. B-1 of each token,
         groups [B] the group of each trajectory. The size of a group includes trajectories without a token here.
+        `support`: the sets to which the distributions of the N tokens are restricted.
 
         Ranks that share the trajectories pass only the states of their own tokens, hidden [n, D], and the indices of
         these tokens, `held` [n]. `over_ranks` all-reduces a tensor over these ranks, so that all ranks have the
@@ -103,7 +106,8 @@ class HeadVarianceAccumulator:
                 continue
             places = (token_labels[own] == group).nonzero().squeeze(-1)
             chosen, states = own[places], hidden[places].to(self._dtype)
-            for block, product in self._products(states, targets[chosen], scale[chosen], tokens):
+            sets = None if support is None else support.select(chosen)
+            for block, product in self._products(states, targets[chosen], scale[chosen], tokens, sets):
                 whole = product if over_ranks is None else over_ranks(product)
                 self.power_sum += whole.double().square().sum()
                 self.gradient_sum[block] += whole
@@ -118,31 +122,34 @@ class HeadVarianceAccumulator:
         variance = (power - signal) / (self.groups - 1) if self.groups > 1 else None
         return HeadVariance(power=power, signal=signal, variance=variance, groups=self.groups)
 
-    def _products(self, hidden: Tensor, targets: Tensor, scale: Tensor, tokens: int) -> Iterator[tuple[slice, Tensor]]:
+    def _products(
+        self, hidden: Tensor, targets: Tensor, scale: Tensor, tokens: int, support: Support | None
+    ) -> Iterator[tuple[slice, Tensor]]:
         """Yield sum_t scale_t delta_t h_t^T of a group of `tokens` tokens for each block of the vocabulary."""
         step = max(1, _BLOCK_ELEMENTS // max(tokens, hidden.shape[1]))
-        normalizer = self._log_normalizer(hidden, step)
+        normalizer = self._log_normalizer(hidden, step, support)
         for start in range(0, self._weight.shape[0], step):
             block = slice(start, min(start + step, self._weight.shape[0]))
             inside = ((targets >= block.start) & (targets < block.stop)).nonzero().squeeze(-1)
-            logits = self._logits(hidden, block)
+            logits = self._logits(hidden, block, support)
             delta = -(logits - normalizer.unsqueeze(-1)).exp_()
             delta[inside, targets[inside] - block.start] += 1
             if self._cap is not None:
                 delta *= cap_slope(logits, self._cap, self._temperature)
             yield block, (delta * scale.unsqueeze(-1)).t() @ hidden
 
-    def _log_normalizer(self, hidden: Tensor, step: int) -> Tensor:
+    def _log_normalizer(self, hidden: Tensor, step: int, support: Support | None) -> Tensor:
         result = hidden.new_full(hidden.shape[:1], -torch.inf)
         for start in range(0, self._weight.shape[0], step):
-            part = self._logits(hidden, slice(start, start + step)).logsumexp(-1)
+            part = self._logits(hidden, slice(start, start + step), support).logsumexp(-1)
             result = torch.logaddexp(result, part)
         return result
 
-    def _logits(self, hidden: Tensor, block: slice) -> Tensor:
+    def _logits(self, hidden: Tensor, block: slice, support: Support | None) -> Tensor:
         logits = hidden @ self._weight[block].to(self._dtype).t()
         if self._bias is not None:
             logits = logits + self._bias[block].to(self._dtype)
-        if self._cap is not None:
-            return cap_and_temper(logits, self._cap, self._temperature)
-        return logits / self._temperature
+        logits = (
+            logits / self._temperature if self._cap is None else cap_and_temper(logits, self._cap, self._temperature)
+        )
+        return logits if support is None else support.restrict(logits, slice(0, len(logits)), start=block.start)

@@ -39,6 +39,7 @@ def check_settings(settings: Settings, command: Command = "train") -> None:
     problems += _adapter_problems(settings, command)
     problems += _session_problems(settings)
     problems += _agent_problems(settings, command)
+    problems += _support_problems(settings, command)
     if problems:
         raise SettingsError("\n".join(problems))
 
@@ -318,6 +319,34 @@ def _engine_problems(settings: Settings, command: Command) -> Iterator[str]:
             f"{facts.shares_gpus} conflicts with {_pairs(settings, 'training.zero_stage')}, because DeepSpeed moves "
             "the optimizer state off the GPU only at stages 1 and 2: set 1 or 2, or run the engine on other GPUs"
         )
+
+
+def _support_problems(settings: Settings, command: Command) -> Iterator[str]:
+    """Yield settings that cannot train on tokens that were sampled from a part of the vocabulary."""
+    rollout = settings.rollout
+    if command == "eval" or not rollout.restricts_sampling:
+        return
+    names = ("top_k", "top_p", "min_p")
+    limits = _pairs(
+        settings, *(f"rollout.{key}" for key in names if getattr(rollout, key) != type(rollout)().model_dump()[key])
+    )
+    most = engine_facts(rollout).largest_support
+    if most == 0:
+        yield f"{limits}: rollout.engine={rollout.engine} does not return the tokens that it samples from; reset them"
+    elif most is not None and not 1 <= rollout.top_k <= most:
+        yield (
+            f"{limits}: rollout.engine={rollout.engine} returns at most {most} of the tokens that it samples from, so "
+            f"set rollout.top_k from 1 to {most}, or sample from the whole vocabulary"
+        )
+    if settings.training.head_backend == "triton":
+        yield f"{limits}: training.head_backend=triton needs the whole vocabulary; set training.head_backend=auto"
+    from agentrl.algorithms import ESTIMATORS  # imports torch, so only if sampling is restricted
+
+    name = settings.algorithm.estimator
+    if name in ESTIMATORS.names() and "trajectory_energy" in ESTIMATORS[name].requires:
+        yield f"{limits}: the exact energies of algorithm.estimator={name} need the whole vocabulary; use ogb"
+    if command == "variance":
+        yield f"{limits}: the laboratory samples from the whole vocabulary; reset them"
 
 
 def settings_warnings(settings: Settings) -> list[str]:

@@ -104,7 +104,6 @@ class TokenPlayer:
     engine: Engine
     codec: TextCodec
     settings: RolloutSettings
-    top_p: float
     seed: int
 
     async def play(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
@@ -114,7 +113,6 @@ class TokenPlayer:
             codec=self.codec,
             settings=self.settings.model_copy(update={"retries": 0}),
             seed=self.seed,
-            top_p=self.top_p,
         )
         by_index = {_index(sample): sample for sample in samples}
         if len(by_index) < len(samples):
@@ -134,7 +132,6 @@ class TextPlayer:
     environment: Environment
     engine: TextEngine
     settings: RolloutSettings
-    top_p: float
     seed: int
     concurrency: int
 
@@ -158,7 +155,6 @@ class TextPlayer:
             sample_of=sample,
             engine=self.engine,
             keys=(self.seed, sample.benchmark, sample.problem.id, sample.number, sample.attempt),
-            top_p=self.top_p,
         )
         return await policy.play(self.environment)
 
@@ -170,7 +166,6 @@ class _TextPolicy(TurnPolicy[Transcript]):
     sample_of: Sample
     engine: TextEngine
     keys: tuple[int | str, ...]
-    top_p: float
     conversation: list[str] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -190,7 +185,7 @@ class _TextPolicy(TurnPolicy[Transcript]):
         sampling = TextSampling(
             max_tokens=limit,
             temperature=self.settings.temperature,
-            top_p=self.top_p,
+            top_p=self.settings.top_p,
             seed=sampling_key(*self.keys, turn) >> 33,  # 31 bits, which every endpoint accepts
             stop=episode.stop_strings,
             is_complete=episode.turn_complete,
@@ -357,7 +352,6 @@ class OpenedModel:
             engine=self.engine,
             codec=self.codec,
             settings=self.settings.rollout,
-            top_p=self.settings.evaluation.top_p,
             seed=self.settings.seed,
         )
 

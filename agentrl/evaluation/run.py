@@ -109,7 +109,6 @@ class OpenedEndpoint:
             environment=environment,
             engine=self.engine,
             settings=self.settings.rollout,
-            top_p=self.settings.evaluation.top_p,
             seed=self.settings.seed,
             concurrency=self.concurrency,
         )

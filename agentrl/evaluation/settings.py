@@ -218,7 +218,7 @@ def quoted_override(key: str, text: str) -> str:
 
 
 def evaluation_rollout(settings: EvaluationSections) -> RolloutSettings:
-    """Return ``settings.rollout`` with the token limits and the temperature of evaluation."""
+    """Return ``settings.rollout`` with the token limits and the sampling of evaluation."""
     evaluation = settings.evaluation
     rollout = settings.rollout
     whole = rollout.max_response_tokens if evaluation.max_response_tokens is None else evaluation.max_response_tokens
@@ -226,6 +226,9 @@ def evaluation_rollout(settings: EvaluationSections) -> RolloutSettings:
     return rollout.model_copy(
         update={
             "temperature": evaluation.temperature,
+            "top_p": evaluation.top_p,
+            "top_k": 0,
+            "min_p": 0.0,
             "max_response_tokens": whole,
             "max_turn_tokens": min(turn, whole),
         }

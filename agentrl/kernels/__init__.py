@@ -2,7 +2,7 @@
 
 from agentrl.kernels.divergence import full_kl
 from agentrl.kernels.exact_energies import trajectory_energies
-from agentrl.kernels.records import KernelInputError, TokenStatistics
+from agentrl.kernels.records import KernelInputError, Support, TokenStatistics
 from agentrl.kernels.statistics import BACKENDS, Backend, token_statistics
 from agentrl.kernels.triton_backend import reason_triton_unavailable, sharded_token_statistics
 
@@ -10,6 +10,7 @@ __all__ = [
     "BACKENDS",
     "Backend",
     "KernelInputError",
+    "Support",
     "TokenStatistics",
     "full_kl",
     "reason_triton_unavailable",

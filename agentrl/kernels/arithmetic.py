@@ -19,8 +19,8 @@ def cap_and_temper(logits: Tensor, cap: float, temperature: float) -> Tensor:
 
 
 def cap_slope(tempered: Tensor, cap: float, temperature: float = 1.0) -> Tensor:
-    """Compute dz/dx = 1 - tanh(x / cap)^2 from the result of :func:`cap_and_temper`."""
-    return 1 - (tempered * (temperature / cap)).square()
+    """Compute dz/dx = 1 - tanh(x / cap)^2 from the result of :func:`cap_and_temper`. It is 0 where that is -inf."""
+    return 1 - (tempered * (temperature / cap)).clamp(min=-1.0).square()
 
 
 _SLICE_ELEMENTS = 1 << 22  # elements of the weight converted at once: 16 MB of float32

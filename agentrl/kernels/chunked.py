@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from agentrl.kernels.arithmetic import IMPOSSIBLE, cap_slope, tempered_logits
 from agentrl.kernels.gradients import HeadGradients, RowCoefficients, row_coefficients
-from agentrl.kernels.records import TokenStatistics, statistics_dtype
+from agentrl.kernels.records import Support, TokenStatistics, statistics_dtype
 
 # Logits of one matrix product: 32 MB of float32 on CPUs. On GPUs 256 MB, 441 rows of 151,936 tokens, which suffice to
 # use the tensor cores fully.
@@ -29,11 +29,17 @@ _KEEP_ELEMENTS = 1 << 23  # up to this many logits, ln p is kept for backward, w
 
 
 def chunked_statistics(
-    hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, cap: float | None
+    hidden: Tensor,
+    head_weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    bias: Tensor | None,
+    cap: float | None,
+    support: Support | None,
 ) -> TokenStatistics:
     """Compute the statistics of docs/reference/formulas.md 2 by blocks of rows. Arguments as in `token_statistics`."""
     log_probs, entropy, sum_pi_squared, energy = _ChunkedStatistics.apply(
-        hidden, head_weight, bias, targets.long(), temperature, cap
+        hidden, head_weight, bias, targets.long(), temperature, cap, support
     )
     norms = hidden.detach().to(log_probs.dtype).square().sum(-1)
     return TokenStatistics(
@@ -42,7 +48,7 @@ def chunked_statistics(
 
 
 class _ChunkedStatistics(torch.autograd.Function):
-    """(hidden [N, D], weight [V, D], bias [V] or None, targets [N], temperature, cap) -> four tensors [N]."""
+    """(hidden [N, D], weight [V, D], bias [V] or None, targets [N], temperature, cap, support) -> four tensors [N]."""
 
     @staticmethod
     def forward(
@@ -53,19 +59,21 @@ class _ChunkedStatistics(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         cap: float | None,
+        support: Support | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.cap = temperature, cap
+        ctx.temperature, ctx.cap, ctx.support = temperature, cap, support
+        clamp = bias is not None or support is not None  # only then can a logit be -inf
         dtype = statistics_dtype(hidden, weight)
         columns = hidden.new_empty((4, hidden.shape[0]), dtype=dtype)
         kept = None
         small = hidden.shape[0] * weight.shape[0] <= _KEEP_ELEMENTS
         keep = any(ctx.needs_input_grad) and small and cap is None  # a cap's slope needs the logits themselves
-        for rows, z in _logit_blocks(hidden, weight, bias, temperature, cap, dtype, whole=keep):
+        for rows, z in _logit_blocks(hidden, weight, bias, temperature, cap, support, dtype, whole=keep):
             for piece, at in [(slice(None), rows)] if keep else _pieces(z, rows):
                 log_p = functional.log_softmax(z[piece], dim=-1)
                 slope = None if cap is None else cap_slope(z[piece], cap, temperature)
-                columns[:, at] = _piece_statistics(log_p, targets[at], clamp=bias is not None, slope=slope)
+                columns[:, at] = _piece_statistics(log_p, targets[at], clamp=clamp, slope=slope)
                 kept = log_p if keep else None
         log_probs, entropy, sum_pi_squared, energy = columns.unbind()
         ctx.save_for_backward(hidden, weight, bias, targets, kept, log_probs, entropy)
@@ -76,7 +84,7 @@ class _ChunkedStatistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, log_prob_gradient: Tensor | None, entropy_gradient: Tensor | None, *_: Any) -> Any:
         if log_prob_gradient is None and entropy_gradient is None:
-            return (None,) * 6
+            return (None,) * 7
         hidden, weight, bias, targets, kept, log_probs, entropy = ctx.saved_tensors
         dtype, temperature, cap = log_probs.dtype, ctx.temperature, ctx.cap
         coefficients = row_coefficients(log_prob_gradient, entropy_gradient, log_probs, entropy)
@@ -88,7 +96,7 @@ class _ChunkedStatistics(torch.autograd.Function):
                 _write_gradient(kept, targets, rows, coefficients, out=dz)
                 totals.add(rows, dz, temperature)
             else:
-                for rows, z in _logit_blocks(hidden, weight, bias, temperature, cap, dtype):
+                for rows, z in _logit_blocks(hidden, weight, bias, temperature, cap, ctx.support, dtype):
                     for piece, at in _pieces(z, rows):
                         log_p = functional.log_softmax(z[piece], dim=-1).clamp_(min=IMPOSSIBLE)
                         slope = None if cap is None else cap_slope(z[piece], cap, temperature)
@@ -96,7 +104,7 @@ class _ChunkedStatistics(torch.autograd.Function):
                         if slope is not None:
                             z[piece].mul_(slope)
                     totals.add(rows, z, temperature)
-        return (*totals.results(), None, None, None)
+        return (*totals.results(), None, None, None, None)
 
 
 def _write_gradient(log_p: Tensor, targets: Tensor, at: slice, coefficients: RowCoefficients, *, out: Tensor) -> None:
@@ -116,6 +124,7 @@ def _logit_blocks(
     bias: Tensor | None,
     temperature: float,
     cap: float | None,
+    support: Support | None,
     dtype: torch.dtype,
     *,
     whole: bool = False,
@@ -126,7 +135,8 @@ def _logit_blocks(
     buffer = hidden.new_empty((size, vocabulary), dtype=dtype)
     for start in range(0, total, size):
         rows = slice(start, min(start + size, total))
-        yield rows, tempered_logits(hidden[rows], weight, bias, buffer[: rows.stop - start], temperature, cap)
+        z = tempered_logits(hidden[rows], weight, bias, buffer[: rows.stop - start], temperature, cap)
+        yield rows, z if support is None else support.restrict(z, rows)
 
 
 def _pieces(z: Tensor, rows: slice) -> Iterator[tuple[slice, slice]]:

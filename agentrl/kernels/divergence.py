@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from agentrl.kernels.arithmetic import cap_slope, tempered_logits
 from agentrl.kernels.gradients import HeadGradients
-from agentrl.kernels.records import KernelInputError, check_cap, check_inputs, statistics_dtype
+from agentrl.kernels.records import KernelInputError, Support, check_cap, check_inputs, statistics_dtype
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}  # logits of one matrix product: 32 and 256 MB of float32
 _PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}  # logits per elementwise operation
@@ -33,13 +33,15 @@ def full_kl(
     cap: float | None = None,
     reference_temperature: float | None = None,
     reference_cap: float | None = None,
+    support: Support | None = None,
 ) -> Tensor:
     """Compute KL(p || p_ref) = sum_v p(v) (ln p(v) - ln p_ref(v)) [N] of every row, in float32 or float64.
 
     p = softmax(z / temperature) with z = x = hidden head_weight^T + bias, or z = cap tanh(x / cap) with a cap. p_ref is
     defined in the same way, with its own temperature (default: the same) and cap. hidden [N, D], head_weight [V, D],
     reference_hidden [N, E], reference_weight [V, E], biases [V] or None. The two hidden sizes may differ. A term with
-    p(v) = 0 is 0; if only p_ref(v) = 0, the result is inf. The result is float64 if any input is.
+    p(v) = 0 is 0; if only p_ref(v) = 0, the result is inf. The result is float64 if any input is. A `support` restricts
+    both distributions of a row to the same set, over which they are renormalized.
 
     The gradient with respect to hidden, head_weight and bias is exact: dKL/dx_v = p(v) (ln p(v) - ln p_ref(v) - KL)
     dz_v/dx_v / temperature for the head's output x_v. The reference receives no gradient. Select the rows before the
@@ -59,22 +61,22 @@ def full_kl(
     reference = tuple(None if x is None else x.detach() for x in (reference_hidden, reference_weight, reference_bias))
     with torch.autocast(hidden.device.type, enabled=False):
         maps = ((temperature, cap), (other_temperature, reference_cap))
-        result: Tensor = _FullKL.apply(hidden, head_weight, bias, *reference, maps)
+        result: Tensor = _FullKL.apply(hidden, head_weight, bias, *reference, maps, support)
     return result
 
 
 class _FullKL(torch.autograd.Function):
-    """(hidden, weight, bias, reference hidden, reference weight, reference bias, maps) -> [N].
+    """(hidden, weight, bias, reference hidden, reference weight, reference bias, maps, support) -> [N].
 
     ``maps`` contains (temperature, cap) of the policy and of the reference.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, *others: Any) -> Tensor:
-        tensors, ctx.maps = (hidden, weight, *others[:-1]), others[-1]
+        tensors, (ctx.maps, ctx.support) = (hidden, weight, *others[:-2]), others[-2:]
         ctx.save_for_backward(*tensors)
         result = hidden.new_empty(hidden.shape[0], dtype=_dtype(tensors))
-        for rows, z, reference in _blocks(tensors, ctx.maps):
+        for rows, z, reference in _blocks(tensors, ctx.maps, ctx.support):
             for piece in _pieces(z):
                 values = _divergence(functional.log_softmax(z[piece], -1), functional.log_softmax(reference[piece], -1))
                 result[rows][piece] = values
@@ -88,13 +90,13 @@ class _FullKL(torch.autograd.Function):
         totals = HeadGradients((hidden, weight, bias), ctx.needs_input_grad, dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             scale = (gradient / temperature).unsqueeze(-1)
-            for rows, dz, reference in _blocks(ctx.saved_tensors, ctx.maps):
+            for rows, dz, reference in _blocks(ctx.saved_tensors, ctx.maps, ctx.support):
                 for piece in _pieces(dz):
                     log_p, log_q = functional.log_softmax(dz[piece], -1), functional.log_softmax(reference[piece], -1)
                     slope = 1.0 if cap is None else cap_slope(dz[piece], cap, temperature)
                     torch.mul(_logit_gradient(log_p, log_q), scale[rows][piece], out=dz[piece]).mul_(slope)
                 totals.add(rows, dz)
-        return (*totals.results(), None, None, None, None)
+        return (*totals.results(), None, None, None, None, None)
 
 
 def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -129,7 +131,7 @@ def _dtype(tensors: Sequence[Any]) -> torch.dtype:
 
 
 def _blocks(
-    tensors: Sequence[Any], maps: Sequence[tuple[float, float | None]]
+    tensors: Sequence[Any], maps: Sequence[tuple[float, float | None]], support: Support | None
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield (rows, tempered logits [R, V], reference logits) of each block. The next block reuses the memory."""
     hidden, weight, bias, ref_hidden, ref_weight, ref_bias = tensors
@@ -143,6 +145,8 @@ def _blocks(
         sides = ((hidden, weight, bias, own), (ref_hidden, ref_weight, ref_bias, other))
         for (states, head, shift, out), (temperature, cap) in zip(sides, maps, strict=True):
             tempered_logits(states[rows], head, shift, out, temperature, cap)
+            if support is not None:
+                support.restrict(out, rows)
         yield rows, own, other
 
 

@@ -50,6 +50,41 @@ class TokenStatistics:
         return replace(self, **{name: change(values) for name, values in vars(self).items() if values is not None})
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Support:
+    """Token ids to which the distribution of each of N tokens is restricted. An empty set does not restrict it.
+
+    >>> logits = torch.zeros(2, 3)
+    >>> Support(ids=torch.tensor([0, 2]), sizes=torch.tensor([0, 2])).restrict(logits, slice(0, 2))
+    tensor([[0., 0., 0.],
+            [0., -inf, 0.]])
+    """
+
+    ids: Tensor  # [M] int32, the sets of all tokens, concatenated
+    sizes: Tensor  # [N] int64, on the host, so that no block waits for the device
+
+    def restrict(self, logits: Tensor, rows: slice, *, start: int = 0) -> Tensor:
+        """Set the logits [R, W] of the tokens start..start+W outside the sets of ``rows`` to -inf, in place."""
+        sizes = self.sizes[rows]
+        before = int(self.sizes[: rows.start].sum())
+        lines = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes).to(logits.device)
+        columns = self.ids[before : before + len(lines)].long() - start
+        here = (columns >= 0) & (columns < logits.shape[1])
+        outside = (sizes > 0).to(logits.device)[:, None].expand(logits.shape).clone()
+        # An index of a token in another slice is written to a column that is discarded.
+        outside = torch.nn.functional.pad(outside, (0, 1))
+        outside[lines, torch.where(here, columns, logits.shape[1])] = False
+        return logits.masked_fill_(outside[:, :-1], -torch.inf)
+
+    def select(self, numbers: Tensor) -> "Support":
+        """Return the sets of the tokens ``numbers`` [n], in this order."""
+        chosen = numbers.cpu()
+        sizes = self.sizes[chosen]
+        first = (self.sizes.cumsum(0) - self.sizes)[chosen] - (sizes.cumsum(0) - sizes)
+        places = torch.arange(int(sizes.sum()), device="cpu") + first.repeat_interleave(sizes)
+        return Support(ids=self.ids[places.to(self.ids.device)], sizes=sizes)
+
+
 def check_inputs(
     hidden: Tensor,
     head_weight: Tensor,

@@ -9,12 +9,25 @@ from torch import Tensor
 from torch.nn import functional
 
 from agentrl.kernels.chunked import chunked_statistics
-from agentrl.kernels.records import KernelInputError, TokenStatistics, check_cap, check_inputs, statistics_dtype
+from agentrl.kernels.records import (
+    KernelInputError,
+    Support,
+    TokenStatistics,
+    check_cap,
+    check_inputs,
+    statistics_dtype,
+)
 from agentrl.kernels.triton_backend import automatic_backend, triton_statistics
 
 
 def reference_statistics(
-    hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, cap: float | None
+    hidden: Tensor,
+    head_weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    bias: Tensor | None,
+    cap: float | None,
+    support: Support | None,
 ) -> TokenStatistics:
     """Compute the statistics of docs/reference/formulas.md 2 with plain autograd. Arguments as in `token_statistics`.
 
@@ -23,7 +36,10 @@ def reference_statistics(
     dtype = statistics_dtype(hidden, head_weight)
     logits = functional.linear(hidden.to(dtype), head_weight.to(dtype), None if bias is None else bias.to(dtype))
     capped = logits if cap is None else cap * torch.tanh(logits / cap)
-    log_p = functional.log_softmax(capped / temperature, dim=-1)  # (N, V)
+    tempered = capped / temperature
+    if support is not None:
+        tempered = support.restrict(tempered.clone(), slice(0, len(targets)))
+    log_p = functional.log_softmax(tempered, dim=-1)  # (N, V)
     index = targets.long().unsqueeze(-1)
     log_probs = log_p.gather(-1, index).squeeze(-1)
     possible = log_p != -torch.inf
@@ -55,11 +71,13 @@ def token_statistics(
     backend: str = "auto",
     bias: Tensor | None = None,
     cap: float | None = None,
+    support: Support | None = None,
 ) -> TokenStatistics:
     """Compute statistics of softmax(z / temperature) at the targets.
 
     z = x = hidden head_weight^T + bias, the head's output, or z = cap tanh(x / cap) with a cap. For a model that scales
-    x by s, pass temperature / s and cap / s.
+    x by s, pass temperature / s and cap / s. With a `support`, z is -inf outside each row's set, which must contain the
+    target: all statistics and gradients are those of the distribution that is renormalized over the set.
 
     hidden [N, D] and head_weight [V, D] of any floating dtype, targets [N] in [0, V), bias [V] or None. Row n of hidden
     is the state that *predicts* targets[n], so the caller must shift. Select the rows before the call: padding and
@@ -67,14 +85,15 @@ def token_statistics(
 
     Gradients through `log_probs` and `entropy` with respect to hidden, head_weight and bias are exact. The other fields
     are detached. The backends `chunked` and `triton` (for GPUs) store at most one block of logits; `reference` stores
-    all of them. `auto` selects `triton` on GPUs if it is installed, otherwise `chunked`.
+    all of them. `auto` selects `triton` on GPUs if it is installed, otherwise `chunked`. `triton` takes no support.
 
     Raises KernelInputError if the arguments do not fit together.
     """
     check_inputs(hidden, head_weight, targets, temperature, bias)
     check_cap(cap)
-    name = automatic_backend(hidden.device) if backend == "auto" else backend
+    automatic = automatic_backend(hidden.device) if support is None else "chunked"
+    name = automatic if backend == "auto" else backend
     if name not in BACKENDS:
         raise KernelInputError(f"unknown backend {backend!r}; valid: {', '.join(['auto', *BACKENDS])}")
     with torch.autocast(hidden.device.type, enabled=False):
-        return BACKENDS[name](hidden, head_weight, targets, temperature, bias, cap)
+        return BACKENDS[name](hidden, head_weight, targets, temperature, bias, cap, support)

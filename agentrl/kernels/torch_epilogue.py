@@ -30,7 +30,7 @@ def add_sums(
     own = logits.gather(-1, index)
     sums[:, TARGET] += torch.where(here, own, 0.0).squeeze(-1)
     logits.scatter_(-1, index, torch.where(here, -torch.inf, own))
-    slope = None if cap is None else cap_slope(logits.clamp(min=-cap), cap)  # 0 at the target
+    slope = None if cap is None else cap_slope(logits, cap)  # 0 at the target
     top = torch.maximum(sums[:, TOP], logits.amax(-1))
     sums.copy_(rescale(sums, top, temperature))
     at_top = (logits == torch.where(top == -torch.inf, torch.inf, top).unsqueeze(-1)).to(logits.dtype)

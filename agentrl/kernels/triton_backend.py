@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from agentrl.kernels import torch_epilogue
-from agentrl.kernels.records import KernelInputError, TokenStatistics, check_inputs
+from agentrl.kernels.records import KernelInputError, Support, TokenStatistics, check_inputs
 from agentrl.kernels.sliced import Epilogue, VocabularyRanks, sliced_statistics
 
 
@@ -23,16 +23,24 @@ def triton_installed() -> bool:
 
 
 def triton_statistics(
-    hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, cap: float | None
+    hidden: Tensor,
+    head_weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    bias: Tensor | None,
+    cap: float | None,
+    support: Support | None,
 ) -> TokenStatistics:
     """Compute the statistics of docs/reference/formulas.md 2 with cuBLAS and Triton.
 
     Arguments as in `token_statistics`.
 
-    Raises KernelInputError without Triton, and for CPU tensors unless Triton runs as an interpreter
+    Raises KernelInputError without Triton, with a support, and for CPU tensors unless Triton runs as an interpreter
     (TRITON_INTERPRET=1).
     """
     obstacle = reason_triton_unavailable(hidden.device)
+    if support is not None:
+        obstacle = "does not restrict distributions to a support"
     if obstacle is not None:
         raise KernelInputError(f"the triton backend {obstacle}: select the chunked backend")
     epilogue = _triton_epilogue()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from agentrl.errors import SettingsError
 from agentrl.kernels import (
     Backend,
+    Support,
     TokenStatistics,
     full_kl,
     reason_triton_unavailable,
@@ -62,7 +63,12 @@ class FusedHead(nn.Linear):
     def forward(self, hidden: Tensor, targets: None = None, temperature: float = 1.0) -> Tensor: ...
     @overload
     def forward(
-        self, hidden: Tensor, targets: Tensor, temperature: float = 1.0, reference: ReferenceHead | None = None
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float = 1.0,
+        reference: ReferenceHead | None = None,
+        support: Support | None = None,
     ) -> TokenStatistics: ...
     def forward(
         self,
@@ -70,11 +76,12 @@ class FusedHead(nn.Linear):
         targets: Tensor | None = None,
         temperature: float = 1.0,
         reference: ReferenceHead | None = None,
+        support: Support | None = None,
     ) -> Tensor | TokenStatistics:
         """Return the statistics of ``targets`` [N] for ``hidden`` [N, D].
 
         Without targets, return the output for ``hidden`` [..., D]. With a ``reference``, the statistics contain the
-        divergence from it.
+        divergence from it. A ``support`` restricts the distributions of both policies.
         """
         if targets is None:
             return torch.nn.functional.linear(hidden, self.weight, self.bias)
@@ -87,6 +94,7 @@ class FusedHead(nn.Linear):
             temperature=own.temperature(temperature),
             cap=own.output_cap,
             backend=self.backend,
+            support=support,
         )
         if reference is None:
             return statistics
@@ -102,6 +110,7 @@ class FusedHead(nn.Linear):
             reference_bias=reference.bias,
             reference_temperature=other.temperature(temperature),
             reference_cap=other.output_cap,
+            support=support,
         )
         return replace(statistics, full_kl=divergence)
 
@@ -161,6 +170,7 @@ class PolicyModel(nn.Module):
         temperature: float = 1.0,
         keep_hidden: bool = False,
         reference: ReferenceHead | None = None,
+        support: Support | None = None,
     ) -> tuple[TokenStatistics, Tensor | None]:
         """Return the statistics of N response tokens of a packed row, each [N], and optionally their hidden states.
 
@@ -168,7 +178,7 @@ class PolicyModel(nn.Module):
         ``keep_hidden``, the second value contains the detached hidden states that predict these tokens, [N, D]. If
         ranks share the row, it contains only the n tokens that this rank computes (:meth:`local_tokens`), [n, D].
         Without ``keep_hidden``, it is None. With a ``reference``, which must contain the same tokens, the statistics
-        include the divergence from the reference policy.
+        include the divergence from the reference policy. ``support``: the sets from which the N tokens were sampled.
         """
         layers = self.causal_lm.config.get_text_config().num_hidden_layers
         states = packed_states(
@@ -177,7 +187,7 @@ class PolicyModel(nn.Module):
         indices, targets = row.predicting(rows, columns), row.tokens(rows, columns)
         if self.sequence is None:
             selected = states[indices]  # [N, D]
-            statistics = self.head(selected, targets, temperature, reference)
+            statistics = self.head(selected, targets, temperature, reference, support)
             return statistics, selected.detach() if keep_hidden else None
         numbers = self.local_tokens(row, rows, columns)
         assert numbers is not None  # ranks share the row
@@ -185,7 +195,8 @@ class PolicyModel(nn.Module):
         # A rank without tokens computes one token and discards it, because the head is a collective under ZeRO-3.
         own = (indices[held] - part_of(row, self.sequence).start).clamp(min=0, max=len(states) - 1)
         selected = states[own]
-        statistics = self.head(selected, targets[held], temperature, reference)
+        sets = None if support is None else support.select(held)
+        statistics = self.head(selected, targets[held], temperature, reference, sets)
         return _gathered(statistics, numbers, len(indices), self.sequence), selected.detach() if keep_hidden else None
 
     def local_tokens(self, row: PackedRow, rows: Tensor, columns: Tensor) -> Tensor | None:

@@ -235,6 +235,7 @@ class _Running:
     measure: Measure
     branching: BranchingSettings
     admission: Admission
+    trained: bool
 
 
 @dataclass(kw_only=True)
@@ -251,7 +252,6 @@ class Driver:
     codec: TextCodec
     settings: RolloutSettings
     seed: int
-    top_p: float = 1.0
     deterministic: bool = False
     label: str = ""
     rewards: Rewards | None = None
@@ -327,9 +327,9 @@ class Driver:
     ) -> AsyncGenerator[Group, None]:
         """Yield groups from jobs that arrive over time.
 
-        A group contains ``size`` rollouts of a request, plus a greedy one if ``greedy`` is set. Rollouts fork as set in
-        ``rollout.branching``. ``rollouts``: the number of jobs, if known. With ``deterministic``, turns are played in
-        rounds only if the number is known.
+        The groups can be trained. A group contains ``size`` rollouts of a request, plus a greedy one if ``greedy`` is
+        set. Rollouts fork as set in ``rollout.branching``. ``rollouts``: the number of jobs, if known. With
+        ``deterministic``, turns are played in rounds only if the number is known.
         """
         return self._run(
             jobs,
@@ -338,6 +338,7 @@ class Driver:
             temperature=self.settings.temperature,
             measure=measure,
             branching=self.settings.branching,
+            trained=True,
         )
 
     async def _run(
@@ -349,6 +350,7 @@ class Driver:
         temperature: float,
         measure: Measure = _unmeasured,
         branching: BranchingSettings | None = None,
+        trained: bool = False,
     ) -> AsyncGenerator[Group, None]:
         """Assemble groups from finished trajectories."""
         branching = branching or BranchingSettings()
@@ -361,6 +363,7 @@ class Driver:
             measure=measure,
             branching=branching,
             admission=self._admissions[branching.most_live],
+            trained=trained,
         )
         parts: dict[int, list[Trajectory]] = {}
         # Exclude existing objects (libraries, the model) from garbage collection while thousands of trajectories are
@@ -449,7 +452,7 @@ class Driver:
             engine=self.engine,
             codec=self.codec,
             temperature=0.0 if request.is_greedy else running.temperature,
-            top_p=self.top_p,
+            trained=running.trained and not request.is_greedy,
             rewarded_later=self.rewards is not None,
             rounds=running.rounds,
             measure=partial(running.measure, request),

@@ -245,8 +245,9 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     """Samples turns with an engine and records a rollout's exact tokens.
 
     ``step``, ``group`` and ``sample_index`` identify the rollout in training and, with ``seed``, key its randomness.
-    ``name`` identifies the rollout in the engine. ``measure`` receives the prompt's length in tokens and may raise.
-    ``rewarded_later``: the environment may omit the reward. ``rounds``: the gate before each turn, if any.
+    ``name`` identifies the rollout in the engine. ``trained``: the engine returns everything that training replays.
+    ``measure`` receives the prompt's length in tokens and may raise. ``rewarded_later``: the environment may omit the
+    reward. ``rounds``: the gate before each turn, if any.
 
     ``branching``: where the rollout forks, with the ``measured`` widths. The prompt of a branch contains all tokens of
     its parent. ``path``: the number of the branch at each fork, which keys its randomness. ``leaves`` and ``live``:
@@ -263,7 +264,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     engine: Engine
     codec: TextCodec
     temperature: float = 1.0
-    top_p: float = 1.0
+    trained: bool = False
     rewarded_later: bool = False
     rounds: Rounds | None = None
     measure: Callable[[int], None] = _any_length
@@ -327,7 +328,15 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
                 await self.rounds.wait(request_id)
         completion = await self.engine.generate(
             tuple(context),
-            Sampling(max_tokens=limit, temperature=self.temperature, top_p=self.top_p, stop=tuple(stop)),
+            Sampling(
+                max_tokens=limit,
+                temperature=self.temperature,
+                top_p=self.settings.top_p,
+                top_k=self.settings.top_k,
+                min_p=self.settings.min_p,
+                returns_support=self.trained and self.settings.restricts_sampling,
+                stop=tuple(stop),
+            ),
             trajectory_id=line,
             request_id=request_id,
             seed=sampling_key(self.seed, self.step, self.group, self.sample_index, turn, part, *self.path),
@@ -338,16 +347,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     def _credit(self, reward: float) -> None:
         assert self.turn is not None
         completion, text = self.turn
-        self.segments.append(
-            Segment(
-                origin="model",
-                token_ids=completion.token_ids,
-                text=text,
-                log_probs=completion.log_probs,
-                version_spans=completion.version_spans,
-                reward=reward,
-            )
-        )
+        self.segments.append(completion.segment(text, reward=reward))
 
     def _append(self, observation: str, most: int) -> bool:
         parts = self.codec.without_sampled_turn_end(observation, self.context) if observation else ()
@@ -467,4 +467,6 @@ def _joined(first: Completion, second: Completion) -> Completion:
         token_ids=first.token_ids + second.token_ids,
         log_probs=first.log_probs + second.log_probs,
         version_spans=first.version_spans + second.version_spans,
+        support_ids=[*first.support_ids, *second.support_ids],
+        support_sizes=[*first.support_sizes, *second.support_sizes],
     )

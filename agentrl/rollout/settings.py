@@ -160,6 +160,17 @@ class RolloutSettings(BaseModel):
     temperature: float = Field(
         1.0, gt=0, description="sampling temperature, which also applies to the log-probabilities in training"
     )
+    top_k: int = Field(0, ge=0, description="sample from the top_k most likely tokens; 0: from all tokens")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="nucleus sampling: the cumulative probability of the tokens to sample from. Training renormalizes "
+        "its distribution over the tokens that the engine kept (support replay), as it does for top_k and min_p",
+    )
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="sample from tokens with at least this fraction of the largest probability"
+    )
     max_prompt_tokens: int = Field(
         2048, ge=1, description="maximum prompt length in tokens; problems with longer prompts are skipped and counted"
     )
@@ -208,6 +219,11 @@ class RolloutSettings(BaseModel):
                 f"budget_max={self.budget_max} is below group_size={self.group_size}, the average over a step: raise it"
             )
         return self
+
+    @property
+    def restricts_sampling(self) -> bool:
+        """True if tokens are sampled from a part of the vocabulary."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def largest_group(self) -> int:

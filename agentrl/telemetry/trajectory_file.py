@@ -1,7 +1,7 @@
 """Files with the trajectories of one step: Parquet with Zstandard, one row per trajectory.
 
-Token ids and log-probabilities are columns of numbers. The column ``record`` contains the remaining data as JSON, in
-which each list of numbers is replaced by its length:
+Token ids (those of supports included) and log-probabilities are columns of numbers. The column ``record`` contains the
+remaining data as JSON, in which each list of numbers is replaced by its length:
 
 >>> _split({"prompt_ids": [7, 8], "segments": [{"token_ids": [1], "log_probs": [-0.5], "text": "a"}]})
 ({'prompt_ids': 2, 'segments': [{'token_ids': 1, 'log_probs': 1, 'text': 'a'}]}, [[7, 8], [1]], [[-0.5]])
@@ -29,7 +29,7 @@ _BLOCK = 1 << 18  # tokens plus bytes of JSON in a row group, which is written a
 _LARGEST_BLOCK = 1 << 28  # bytes, 20 times an ordinary row group; limits the memory of readers
 _COLUMNS = ["record", "token_ids", "log_probs"]
 _LOG_PROBS = "log_probs"
-_NUMBERS = ("prompt_ids", "token_ids", _LOG_PROBS)
+_NUMBERS = ("prompt_ids", "token_ids", _LOG_PROBS, "support_ids", "support_sizes")
 
 
 def write_trajectories(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

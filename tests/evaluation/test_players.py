@@ -59,12 +59,11 @@ def text(words: str, tokens: int = 4, reason: str = "stop") -> TextCompletion:
 
 
 def text_player(engine: ScriptedText, environment: ScriptedEnvironment, **changes: Any) -> TextPlayer:
-    settings = SETTINGS.model_copy(update=changes)
+    settings = SETTINGS.model_copy(update={"top_p": 0.9, **changes})
     return TextPlayer(
         environment=environment,
         engine=engine,  # type: ignore[arg-type]
         settings=settings,
-        top_p=0.9,
         seed=3,
         concurrency=3,
     )
@@ -176,8 +175,7 @@ def token_player(
         environment=ScriptedEnvironment(lambda problem, n: ScriptedEpisode(steps())),
         engine=engine,  # type: ignore[arg-type]
         codec=byte_codec(),
-        settings=SETTINGS.model_copy(update={"retries": 5}),
-        top_p=0.9,
+        settings=SETTINGS.model_copy(update={"retries": 5, "top_p": 0.9}),
         seed=3,
     )
     return player, engine

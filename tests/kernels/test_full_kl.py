@@ -1,13 +1,14 @@
 """full_kl: the exact divergence over the vocabulary, its gradients, and that no block size changes them."""
 
 import math
+from itertools import chain
 
 import pytest
 import torch
 from kernels.cases import seeded
 from torch import Tensor
 
-from agentrl.kernels import KernelInputError, divergence, full_kl, token_statistics
+from agentrl.kernels import KernelInputError, Support, divergence, full_kl, token_statistics
 
 pytestmark = pytest.mark.on_device
 
@@ -166,3 +167,22 @@ def test_arguments_that_do_not_fit(change, message):
     }
     with pytest.raises(KernelInputError, match=message):
         full_kl(**{**arguments, **change})
+
+
+def test_a_support_restricts_both_policies():
+    """The divergence between the distributions that are renormalized over the set of each row."""
+    (hidden, weight, bias), (other, head, shift) = problem(3, 2, 4)
+    sets = [[0, 3], [], [1, 2, 3]]
+    support = Support(ids=torch.tensor([*chain(*sets)]), sizes=torch.tensor(list(map(len, sets)), device="cpu"))
+    hidden.requires_grad_()
+    value = full_kl(hidden, weight, other, head, bias=bias, reference_bias=shift, support=support)
+    expected = []
+    for row, one in enumerate(sets):
+        one = one or list(range(4))
+        log_p, log_q = (
+            (h[row] @ w.t() + b)[one].log_softmax(-1) for h, w, b in ((hidden, weight, bias), (other, head, shift))
+        )
+        expected.append((log_p.exp() * (log_p - log_q)).sum())
+    torch.testing.assert_close(value, torch.stack(expected), rtol=1e-11, atol=1e-12)
+    found, wanted = (torch.autograd.grad(total.sum(), hidden)[0] for total in (value, torch.stack(expected)))
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)

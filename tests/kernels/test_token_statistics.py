@@ -2,6 +2,7 @@
 
 import doctest
 import math
+from itertools import chain
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from kernels.cases import FIELDS, needs_triton, problem
 from torch import Tensor
 
-from agentrl.kernels import BACKENDS, KernelInputError, TokenStatistics, chunked, records, token_statistics
+from agentrl.kernels import BACKENDS, KernelInputError, Support, TokenStatistics, chunked, records, token_statistics
 from agentrl.kernels import gradients as head_gradients
 
 pytestmark = pytest.mark.on_device
@@ -300,3 +301,61 @@ def test_arguments_that_do_not_fit_are_named(change, message):
 
 def test_the_example_in_the_record_runs():
     assert doctest.testmod(records).failed == 0
+
+
+SETS = [[0, 2, 4], [1, 3], [], [5], [0, 6]]
+
+
+def restricted_problem(cap: float | None = None):
+    """Five tokens over seven ids: each is restricted to a set with its target, except the third."""
+    hidden, weight, _ = problem(5, 3, 7)
+    targets = torch.tensor([2, 3, 1, 5, 6])
+    support = Support(
+        ids=torch.tensor([*chain(*SETS)], dtype=torch.int32), sizes=torch.tensor(list(map(len, SETS)), device="cpu")
+    )
+    inside = torch.ones(5, 7, dtype=torch.bool)
+    for row, one in enumerate(SETS):
+        if one:
+            inside[row] = False
+            inside[row, one] = True
+    leaves = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    return leaves, targets, support, inside
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("size", [7, 1 << 23])
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_statistics_of_a_support_are_those_of_the_renormalized_distribution(backend, size, cap, monkeypatch):
+    for name in ("_BLOCK_ELEMENTS", "_PIECE_ELEMENTS"):
+        monkeypatch.setattr(chunked, name, dict.fromkeys(("cpu", "cuda"), size))
+    monkeypatch.setattr(chunked, "_KEEP_ELEMENTS", size)
+    (hidden, weight), targets, support, inside = restricted_problem()
+    found = token_statistics(hidden, weight, targets, temperature=0.7, backend=backend, cap=cap, support=support)
+    output = (hidden @ weight.t()).detach().requires_grad_()
+    logits = output if cap is None else cap * torch.tanh(output / cap)
+    log_p = (logits / 0.7).masked_fill(~inside, -torch.inf).log_softmax(-1)
+    p = log_p.exp()
+    log_probs = log_p[range(5), targets]
+    entropy = -(p * log_p.masked_fill(~inside, 0.0)).sum(-1)
+    expected = {"log_probs": log_probs, "entropy": entropy, "sum_pi_squared": p.square().sum(-1)}
+    rows = [torch.autograd.grad(log_probs[row], output, retain_graph=True)[0].square().sum() for row in range(5)]
+    expected["energy"] = torch.stack(rows) * 0.7**2
+    for name, values in expected.items():
+        torch.testing.assert_close(getattr(found, name), values, rtol=1e-9, atol=1e-12, msg=name)
+    mix = torch.linspace(-1, 1, 5, dtype=torch.float64)
+    got = torch.autograd.grad((mix * found.log_probs + 0.3 * found.entropy).sum(), (hidden, weight))
+    (slope,) = torch.autograd.grad((mix * log_probs + 0.3 * entropy).sum(), output)
+    for one, other in zip(got, (slope @ weight, slope.t() @ hidden), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_the_selected_sets_are_in_the_order_of_the_tokens():
+    _, _, support, _ = restricted_problem()
+    chosen = support.select(torch.tensor([4, 2, 0]))
+    assert (chosen.ids.tolist(), chosen.sizes.tolist()) == ([0, 6, 0, 2, 4], [2, 0, 3])
+
+
+def test_the_triton_backend_takes_no_support():
+    (hidden, weight), targets, support, _ = restricted_problem()
+    with pytest.raises(KernelInputError, match="does not restrict distributions to a support: select the chunked"):
+        token_statistics(hidden, weight, targets, backend="triton", support=support)

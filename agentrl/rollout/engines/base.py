@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from agentrl.cluster.backends import has_many_nodes
 from agentrl.cluster.processes import Bundle, ClusterNode
 from agentrl.errors import SettingsError
+from agentrl.trajectory import Segment
 from agentrl_envs.registry import Registry, UnknownNameError
 
 if TYPE_CHECKING:
@@ -39,15 +40,19 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """Sampling parameters of one turn: the tempered distribution, restricted to its nucleus of probability ``top_p``.
+    """Sampling parameters of one turn: the tempered distribution, restricted by ``min_p``, ``top_k`` and ``top_p``.
 
-    Temperature 0 means greedy sampling.
+    They apply in this order, and each to the renormalized result of those before. Temperature 0 means greedy sampling.
+    ``returns_support``: return the tokens to which each distribution was restricted.
     """
 
     max_tokens: int
     stop: tuple[str, ...] = ()
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    returns_support: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,12 +60,28 @@ class Completion:
     """The sampled tokens, including EOS and any text past the end of a stop string.
 
     ``log_probs`` are under the sampling distribution. ``version_spans`` lists (policy version, number of tokens).
+    ``support_ids`` and ``support_sizes``: see :class:`~agentrl.trajectory.Segment`; empty if not requested.
     """
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     finish_reason: Literal["eos", "stop", "length"]
     version_spans: tuple[tuple[int, int], ...]
+    support_ids: Sequence[int] = ()
+    support_sizes: Sequence[int] = ()
+
+    def segment(self, text: str, *, reward: float) -> Segment:
+        """Return the segment of a trajectory with these tokens."""
+        return Segment(
+            origin="model",
+            token_ids=self.token_ids,
+            text=text,
+            log_probs=self.log_probs,
+            version_spans=self.version_spans,
+            reward=reward,
+            support_ids=self.support_ids,
+            support_sizes=self.support_sizes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,6 +258,8 @@ class EngineFacts:
     """Whether equal requests return bitwise equal results, regardless of when they arrive."""
     kv_slots: int | None = None
     """Capacity of the KV cache in tokens, if fixed by a setting."""
+    largest_support: int | None = 0
+    """Number of tokens of the largest support that the engine can return; None: unlimited, 0: it returns none."""
     prompt_limit: int | None = None
     """Length in tokens of the longest accepted prompt."""
     servers: int = 0
@@ -298,6 +321,7 @@ class TransformersPlugin(EnginePlugin):
             in_process=True,
             reproducible=True,
             kv_slots=rollout.kv_cache_tokens,
+            largest_support=None,
         )
 
     def managed(self, request: EngineRequest) -> ManagedEngine:

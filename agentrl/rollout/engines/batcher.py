@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch import Tensor
 from agentrl.models.model_parts import ModelParts
 from agentrl.rollout.engines.base import Completion, EngineError, Sampling
 from agentrl.rollout.engines.decoding import SlotCache, decoding
-from agentrl.rollout.engines.sampling import keyed_uniform, sample_tokens
+from agentrl.rollout.engines.sampling import keyed_uniform, restrict, sample_tokens
 
 # Prefills interrupt decoding and are therefore delayed. A prefill starts when at most this many rows are running for
 # each waiting request.
@@ -35,6 +37,8 @@ class Request:
     stop: tuple[bytes, ...]
     sampled: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    support_ids: array[int] = field(default_factory=lambda: array("i"))
+    support_sizes: array[int] = field(default_factory=lambda: array("i"))
     tail: bytes = b""
     version_spans: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: Literal["eos", "stop", "length"] | None = None
@@ -59,6 +63,8 @@ class Request:
             log_probs=tuple(self.log_probs),
             finish_reason=self.finish_reason,
             version_spans=tuple(self.version_spans),
+            support_ids=self.support_ids or (),
+            support_sizes=self.support_sizes or (),
         )
 
 
@@ -376,8 +382,20 @@ class Batcher:
         counts = np.array([len(request.sampled) for request in requests], dtype=np.uint64)
         temperatures = torch.tensor([request.sampling.temperature for request in requests], device=self._device)
         uniforms = torch.from_numpy(keyed_uniform(keys, counts)).to(self._device)
-        top_ps = torch.tensor([request.sampling.top_p for request in requests], device=self._device)
-        tokens, log_probs = sample_tokens(logits, temperatures, uniforms, top_ps)
+        wanted = [request.sampling for request in requests]
+        limits = {
+            "min_ps": torch.tensor([one.min_p for one in wanted], device=self._device),
+            "top_ks": torch.tensor([one.top_k for one in wanted], device=self._device),
+            "top_ps": torch.tensor([one.top_p for one in wanted], device=self._device),
+        }
+        limited = any(one.min_p > 0 or one.top_k > 0 or one.top_p < 1 for one in wanted)
+        narrowed = partial(restrict, **limits) if limited else None
+        tokens, log_probs, distribution = sample_tokens(logits, temperatures, uniforms, narrowed)
+        for line, request in enumerate(requests):
+            if request.sampling.returns_support:
+                support = (distribution[line] > -torch.inf).nonzero()[:, 0].tolist()
+                request.support_ids.extend(support)
+                request.support_sizes.append(len(support))
         ended = []
         for index, request, token, log_prob in zip(indices, requests, tokens.tolist(), log_probs.tolist(), strict=True):
             request.sampled.append(token)

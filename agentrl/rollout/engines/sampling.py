@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -38,41 +39,48 @@ def keyed_uniform(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def sample_tokens(
-    logits: Tensor, temperatures: Tensor, uniforms: Tensor, top_ps: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, temperatures: Tensor, uniforms: Tensor, restrict: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token per row by inverting the cumulative distribution.
 
-    Takes ``logits`` [n, V], ``temperatures`` [n], ``uniforms`` [n] float64 in [0, 1) and ``top_ps`` [n] in (0, 1]
-    (None: all 1). Returns token ids [n] and their log-probabilities [n] (float32) under the sampling distribution:
-    ``softmax(logits / temperature)``, restricted to its nucleus and renormalised. At temperature 0, the most likely
-    token is selected (the first on a tie), with log-probability 0.
+    Takes ``logits`` [n, V], ``temperatures`` [n] and ``uniforms`` [n] float64 in [0, 1). ``restrict`` maps the
+    log-probabilities [n, V] of ``softmax(logits / temperature)`` to those of the sampling distribution. Returns token
+    ids [n], their log-probabilities [n] (float32) and all log-probabilities [n, V] under the sampling distribution. At
+    temperature 0, the most likely token is selected (the first on a tie), with log-probability 0.
     """
     greedy = temperatures == 0
     divisors = torch.where(greedy, 1.0, temperatures)
     log_probs = torch.log_softmax(logits.float() / divisors[:, None], dim=-1)  # [n, V]
-    if top_ps is not None and bool((top_ps < 1).any()):
-        log_probs = nucleus(log_probs, top_ps)
+    if restrict is not None:
+        log_probs = restrict(log_probs)
     cumulative = running_sum(log_probs.double().exp_())
     threshold = uniforms[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[-1] - 1)  # [n, 1]
     drawn = log_probs.gather(1, tokens)[:, 0]
-    return torch.where(greedy, log_probs.argmax(dim=-1), tokens[:, 0]), torch.where(greedy, 0.0, drawn)
+    chosen = torch.where(greedy, log_probs.argmax(dim=-1), tokens[:, 0])
+    return chosen, torch.where(greedy, 0.0, drawn), log_probs
 
 
-def nucleus(log_probs: Tensor, top_ps: Tensor) -> Tensor:
-    """Restrict each row to the smallest set of most likely tokens whose probability reaches ``top_p``.
+def restrict(log_probs: Tensor, *, min_ps: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
+    """Restrict each row to its likely tokens and renormalize it. All other log-probabilities are -inf.
 
-    The set is renormalised, and all other log-probabilities are -inf. Rows with ``top_p`` 1 keep every token (Holtzman
-    et al. 2020).
+    Keeps the tokens with at least the fraction ``min_p`` [n] of the largest probability (0: all). Of these, it keeps
+    the ``top_k`` [n] most likely ones (0: all), of equally likely ones those with the smallest ids. Of these, it keeps
+    the smallest set of most likely tokens whose renormalized probability reaches ``top_p`` [n] (1: all; Holtzman et al.
+    2020). A row without limits is unchanged.
 
-    >>> nucleus(torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([0.6])).exp()
+    >>> row = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    >>> restrict(row, min_ps=torch.tensor([0.0]), top_ks=torch.tensor([0]), top_ps=torch.tensor([0.6])).exp()
     tensor([[0.6250, 0.3750, 0.0000]])
     """
+    limited = (min_ps > 0) | (top_ks > 0) | (top_ps < 1)
     ordered, indices = log_probs.sort(dim=-1, descending=True, stable=True)  # [n, V]
-    probabilities = ordered.double().exp()
+    ranks = torch.arange(ordered.shape[1], device=ordered.device)
+    cut = ordered < ordered[:, :1] + min_ps[:, None].log()
+    cut |= (ranks >= top_ks[:, None]) & (top_ks > 0)[:, None]
+    probabilities = torch.softmax(ordered.masked_fill(cut, -torch.inf).double(), dim=-1)
     before = running_sum(probabilities) - probabilities
-    cut = (before >= top_ps[:, None] - _ROUNDING) & (top_ps < 1)[:, None]
+    cut |= (before >= top_ps[:, None] - _ROUNDING) & (top_ps < 1)[:, None]
     cut[:, 0] = False
-    outside = torch.zeros_like(cut).scatter(1, indices, cut)
-    kept = log_probs.masked_fill(outside, -torch.inf)
-    return torch.where((top_ps < 1)[:, None], torch.log_softmax(kept, dim=-1), log_probs)
+    kept = log_probs.masked_fill(torch.zeros_like(cut).scatter(1, indices, cut), -torch.inf)
+    return torch.where(limited[:, None], torch.log_softmax(kept, dim=-1), log_probs)

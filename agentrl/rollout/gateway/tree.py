@@ -277,14 +277,5 @@ def _segments(line: Sequence[Generation], reward: float) -> tuple[Segment, ...]:
             text = "".join(text for _, text in waiting)
             segments.append(Segment(origin="observation", token_ids=token_ids, text=text))
         waiting = []
-        segments.append(
-            Segment(
-                origin="model",
-                token_ids=one.completion.token_ids,
-                text=one.text,
-                log_probs=one.completion.log_probs,
-                version_spans=one.completion.version_spans,
-                reward=reward if one is line[positions[-1]] else 0.0,
-            )
-        )
+        segments.append(one.completion.segment(one.text, reward=reward if one is line[positions[-1]] else 0.0))
     return tuple(segments)

@@ -131,6 +131,7 @@ class HeadExactMonitor:
             rows=batch.rows,
             groups=batch.groups,
             held=held,
+            support=batch.support,
             over_ranks=None if sequence is None else sequence.total,
         )
 

@@ -59,6 +59,8 @@ class Reference:
     def read(self, batch: Batch) -> tuple[Tensor, ReferenceHead | None]:
         """Compute log-probabilities [B, T] of the sampled tokens, 0 off model tokens. Collective under ZeRO-3.
 
+        The distributions of both policies are restricted to the batch's support, if there is one.
+
         Also returns the inputs of the divergence over the whole vocabulary, for model tokens in row-major order, or
         None if it is not enabled.
         """
@@ -68,6 +70,7 @@ class Reference:
             batch.columns,
             temperature=self._temperature,
             keep_hidden=self.over_vocabulary,
+            support=batch.support,
         )
         log_probs = scatter_tokens(statistics.log_probs, batch.response_mask)
         if self._weight is None or hidden is None:

@@ -288,6 +288,7 @@ class Trainer:
             temperature=self._temperature,
             keep_hidden=keep_hidden,
             reference=head,
+            support=batch.support,
         )
         statistics = flat.map(lambda values: scatter_tokens(values, batch.response_mask))
         return statistics, hidden, reference_log_probs

@@ -333,7 +333,6 @@ class LocalService:
             environment=environment,
             engine=self._engine,
             settings=evaluation_rollout(self._settings),
-            top_p=self._settings.evaluation.top_p,
             label="evaluation-",
         )
 

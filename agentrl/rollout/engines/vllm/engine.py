@@ -26,6 +26,7 @@ from agentrl.rollout.engines.vllm.plan import (
     VLLMPlan,
     adapter_rank,
     adapters_in_use,
+    listed_tokens,
     policy_servers,
     policy_with_untied_head,
 )
@@ -117,7 +118,8 @@ def transfer_backend(vllm: VLLMSettings) -> Literal["file", "nccl", "ipc"]:
 
 
 def _client(rollout: RolloutSettings, rank: int) -> Callable[[str], Replica]:
-    return partial(VLLMReplica, seeded=rollout.vllm.seeded, adapter_rank=rank)
+    logprobs = listed_tokens(rollout.top_k) if rollout.restricts_sampling else 0
+    return partial(VLLMReplica, seeded=rollout.vllm.seeded, adapter_rank=rank, logprobs=logprobs)
 
 
 def _weights(rollout: RolloutSettings, rank: int) -> ServedWeights:

@@ -56,6 +56,14 @@ def supported_lora_rank(rank: int) -> int:
     return next(size for size in _RANKS if size >= rank)
 
 
+def listed_tokens(top_k: int) -> int:
+    """Return the number of log-probabilities to request so that they contain every token that ``top_k`` keeps.
+
+    vLLM also keeps the tokens that are as likely as the last of the ``top_k``.
+    """
+    return 2 * top_k
+
+
 def adapters_in_use(settings: RolloutSettings) -> int:
     """Return the maximum number of adapter versions in use: the newest, and the versions of running requests."""
     return settings.staleness_bound + 2
@@ -75,6 +83,7 @@ class VLLMPlan(ServerPlan):
     memory: float = _SHARE
     adapter_rank: int = 0  # rank of the adapters to load; 0: none
     adapters: int = 1  # maximum in use at a time
+    logprobs: int = 0  # maximum number of log-probabilities per token in a request
     extra_args: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
@@ -98,6 +107,8 @@ class VLLMPlan(ServerPlan):
         if self.adapter_rank:
             command += ["--enable-lora", "--max-lora-rank", str(supported_lora_rank(self.adapter_rank))]
             command += ["--max-loras", str(self.adapters), "--max-cpu-loras", str(self.adapters)]
+        if self.logprobs:
+            command += ["--max-logprobs", str(self.logprobs)]
         if self.sleeps:
             command += ["--enable-sleep-mode", *self.sleep_options]
         return [*command, *self.extra_args]
@@ -266,6 +277,7 @@ def plan_servers(
             memory=vllm.gpu_memory_utilization or default_memory_fraction(memory, largest=largest),
             adapter_rank=adapter_rank,
             adapters=adapters_in_use(settings),
+            logprobs=listed_tokens(settings.top_k) if settings.restricts_sampling else 0,
             extra_args=tuple(vllm.extra_args),
         )
         for index in range(vllm.replicas)

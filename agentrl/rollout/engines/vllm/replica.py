@@ -6,9 +6,12 @@ A response with unexpected content raises InvalidResponseError.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import shlex
+from array import array
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -25,11 +28,12 @@ from agentrl.rollout.engines.replica import (
     StatusError,
     TurnRequest,
 )
-from agentrl.rollout.engines.vllm.plan import FLOAT32_HEAD, WORKER_EXTENSION, supported_lora_rank
+from agentrl.rollout.engines.vllm.plan import FLOAT32_HEAD, WORKER_EXTENSION, listed_tokens, supported_lora_rank
 
 logger = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
+_MASS_ERROR = 1e-3  # of a sum of float32 probabilities
 _SEEDS = 1 << 63
 # vLLM encodes minus infinity and NaN as this number.
 _FLOOR = -9999.0
@@ -44,7 +48,7 @@ def generate_body(request: TurnRequest, *, seeded: bool) -> dict[str, object]:
     parameters: dict[str, object] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
-        "logprobs": 0,
+        "logprobs": listed_tokens(sampling.top_k) if sampling.returns_support else 0,
         "ignore_eos": True,
         "stop_token_ids": sorted(request.eos_ids),
     }
@@ -52,6 +56,10 @@ def generate_body(request: TurnRequest, *, seeded: bool) -> dict[str, object]:
         parameters["stop"] = list(sampling.stop)
     if sampling.top_p < 1:
         parameters["top_p"] = sampling.top_p
+    if sampling.top_k:
+        parameters["top_k"] = sampling.top_k
+    if sampling.min_p > 0:
+        parameters["min_p"] = sampling.min_p
     if seeded:
         parameters["seed"] = request.seed % _SEEDS
     body: dict[str, object] = {
@@ -63,8 +71,14 @@ def generate_body(request: TurnRequest, *, seeded: bool) -> dict[str, object]:
     return body if request.adapter is None else {**body, "model": request.adapter}
 
 
+class _Listed(msgspec.Struct, gc=False):
+    token_id: int
+    logprob: float
+
+
 class _Token(msgspec.Struct, gc=False):
     logprob: Annotated[float, msgspec.Meta(gt=_FLOOR, le=1e-6)]
+    top_logprobs: list[_Listed] = []
 
 
 class _Tokens(msgspec.Struct):
@@ -120,13 +134,28 @@ def read_completion(content: bytes, sampling: Sampling, eos_ids: frozenset[int])
             f"the server ended a turn after {len(token_ids)} of {sampling.max_tokens} tokens: its token limit "
             "(--max-model-len) is lower than the run's"
         )
+    supports = [_support(token) for token in choice.logprobs.content] if sampling.returns_support else []
     greedy = sampling.temperature == 0
     return Completion(
         token_ids=token_ids,
         log_probs=(0.0,) * len(token_ids) if greedy else log_probs,
         finish_reason=reason,
         version_spans=_spans(choice.weight_versions or [], len(token_ids)),
+        support_ids=array("i", chain.from_iterable(supports)) if supports else (),
+        support_sizes=array("i", map(len, supports)) if supports else (),
     )
+
+
+def _support(token: _Token) -> list[int]:
+    """Return the listed tokens with a probability above 0. Raises InvalidResponseError if the list is incomplete."""
+    kept = [item for item in token.top_logprobs if item.logprob > _FLOOR]
+    total = math.fsum(math.exp(item.logprob) for item in kept)
+    if abs(total - 1) > _MASS_ERROR:
+        raise InvalidResponseError(
+            f"the {len(kept)} tokens that the server listed have a probability of {total:.4f} together, so others were "
+            "sampled from too: more tokens than rollout.top_k are equally likely, or the server ignores top_k"
+        )
+    return [item.token_id for item in kept]
 
 
 def score_body(token_ids: Sequence[int], *, salt: str, adapter: str | None = None) -> dict[str, object]:
@@ -271,14 +300,16 @@ _CONTROLS = "its control endpoints are disabled: start it with the environment v
 class VLLMReplica(Replica):
     title: ClassVar[str] = "vLLM"
 
-    def __init__(self, address: str, *, seeded: bool = True, adapter_rank: int = 0) -> None:
+    def __init__(self, address: str, *, seeded: bool = True, adapter_rank: int = 0, logprobs: int = 0) -> None:
         """Create a client without connecting.
 
         ``seeded``: each request has a separate seed. ``adapter_rank``: the rank of the adapters to load; 0: none.
+        ``logprobs``: number of log-probabilities per token that will be requested.
         """
         super().__init__(address)
         self._seeded = seeded
         self._adapter_rank = adapter_rank
+        self._logprobs = logprobs
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
@@ -413,6 +444,11 @@ class VLLMReplica(Replica):
             raise self.unusable_error(
                 f"it rounds its logits to {head}, but training computes them in float32: start it with "
                 f"{shlex.join(FLOAT32_HEAD)}"
+            )
+        if 0 <= int(model.get("max_logprobs", self._logprobs)) < self._logprobs:
+            raise self.unusable_error(
+                f"it lists at most {model['max_logprobs']} log-probabilities per token, but rollout.top_k needs "
+                f"{self._logprobs}: start it with --max-logprobs {self._logprobs}"
             )
         needed = needs.max_tokens
         if int(model["max_model_len"]) < needed:
