@@ -36,6 +36,7 @@ _PPO = [
     "kl.controller=adaptive",
     "kl.target=1e-4",
     "kl.horizon=100",
+    "rollout.top_p=0.9",
     "training.steps=3",
 ]
 _ADAPTERS = ["model.lora.rank=4", "algorithm.estimator=eob", "kl.coefficient=0.05", "training.steps=3"]
