@@ -17,6 +17,7 @@ Row = list[Fraction]
 Options = dict[str, object]
 
 SCALAR = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "remax", "gpg", "opo", "ogb", "eob")
+SCALAR += ("tree_grpo", "treerl")
 BY_INDEX = ("otb", "tir_otb", "otb_isolated", "otb_total")
 DEFAULTS: Options = {
     "gamma": 1.0,
@@ -125,10 +126,10 @@ class Slow:
             greedy = Fraction(float(self.inputs.greedy_returns[i]))
             return total - greedy, greedy
         if len(members) == 1:
-            return (self.gpg_factor() if name == "gpg" else 1) * total, Fraction()
+            return (1 if name == "treerl" else self.factor(name)) * total, Fraction()
         others = [j for j in members if j != i]
         mean = sum(self.totals[j] for j in members) / len(members)
-        if name == "grpo":
+        if name in ("grpo", "tree_grpo"):
             variance = sum((self.totals[j] - mean) ** 2 for j in members) / (len(members) - 1)
             return float(total - mean) / (math.sqrt(variance) + 1e-6), mean
         if name == "rloo":
@@ -137,9 +138,11 @@ class Slow:
             weights = self.trajectory_weights(name)
             counted = others if self.options["leave_one_out"] else members
             mean = sum(weights[j] * self.totals[j] for j in counted) / sum(weights[j] for j in counted)
-        return (self.gpg_factor() if name == "gpg" else 1) * (total - mean), mean
+        return self.factor(name) * (total - mean), mean
 
-    def gpg_factor(self) -> Fraction:
+    def factor(self, name: str) -> Fraction:
+        if name != "gpg":
+            return Fraction(2 if name == "treerl" else 1)
         differing = sum(len({self.totals[j] for j in self.group[i]}) > 1 for i in self.rows)
         return Fraction(len(self.rows), differing) if differing else Fraction(1)
 

@@ -276,6 +276,45 @@ def test_estimators_weigh_leaves_by_hand() -> None:
     assert shared[3][1] == pytest.approx((0.5 * 1 + 0.5 * 0 + 3) / 2)
 
 
+def test_published_rules_for_trees_by_hand() -> None:
+    # A tree whose first branch forks again, and a tree of two leaves.
+    deep = Edge((0,), (Edge((1,), (Edge((2,), reward=1.0), Edge((3,), reward=0.0))), Edge((4, 5), reward=0.0)))
+    inputs = inputs_of(rows_of([[deep, Edge((6,), (Edge((7,), reward=1.0), Edge((8,), reward=1.0)))]]), one)
+    # Mean rewards: 1/4 of the first tree (leaves of weight 1/4, 1/4, 1/2), 1 of the second, 5/8 of the group.
+    made = compute_advantages("treerl", inputs).advantages.tolist()
+    assert made[0][0] == pytest.approx(((1 / 4 - 5 / 8) + (1 / 4 - 5 / 8)) / math.sqrt(3))
+    assert made[1][0] == pytest.approx(((1 / 2 - 5 / 8) + (1 / 2 - 1 / 4)) / math.sqrt(2))
+    assert made[2] == pytest.approx([(0 - 5 / 8) + (0 - 1 / 4)] * 2)
+    assert [row[0] for row in made[3:5]] == pytest.approx([(1 - 5 / 8) + (1 - 1 / 2), (0 - 5 / 8) + (0 - 1 / 2)])
+    assert made[5][0] == pytest.approx(2 * (1 - 5 / 8) / math.sqrt(2))
+    assert [row[0] for row in made[6:]] == pytest.approx([1 - 5 / 8, 1 - 5 / 8])
+
+    def standardized(value: float, mean: float, squares: float, weights: list[float]) -> float:
+        total = sum(weights)
+        spread = math.sqrt(squares / (total - sum(one**2 for one in weights) / total))
+        return (value - mean) / (spread + 1e-6)
+
+    def in_first_tree(value: float) -> float:
+        return standardized(value, 1 / 4, (1 / 4) * (3 / 4) ** 2 + (3 / 4) * (1 / 4) ** 2, [1 / 4, 1 / 4, 1 / 2])
+
+    def in_group(value: float) -> float:
+        squares = (5 / 4) * (3 / 8) ** 2 + (3 / 4) * (5 / 8) ** 2
+        return standardized(value, 5 / 8, squares, [1 / 4, 1 / 4, 1 / 2, 1 / 2, 1 / 2])
+
+    made = compute_advantages("tree_grpo", inputs).advantages.tolist()
+    assert made[3][0] == pytest.approx(in_first_tree(1) + in_group(1))
+    assert made[2] == pytest.approx([in_first_tree(0) + in_group(0)] * 2)
+    assert made[0][0] == pytest.approx(in_group(1 / 4))  # the mean over leaves is 0 within the tree
+    assert made[6][0] == pytest.approx(in_group(1))  # no variance within the second tree
+
+
+@pytest.mark.parametrize(("name", "plain", "factor"), [("tree_grpo", "grpo", 1), ("treerl", "dr_grpo", 2)])
+def test_without_forks_the_published_rules_are_plain(name: str, plain: str, factor: int) -> None:
+    inputs = inputs_of(rows_of([PLAIN, [FORKED, FORKED]]), token_energy)
+    alone = compute_advantages(plain, inputs_of(rows_of([PLAIN]), token_energy)).advantages
+    assert torch.equal(compute_advantages(name, inputs).advantages[:3], factor * alone)
+
+
 def token_energy(history: History) -> float:
     return random.Random(f"energy {history}").random()
 

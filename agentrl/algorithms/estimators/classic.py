@@ -1,4 +1,4 @@
-"""Estimators that use no energies: group means and scales (grpo, rloo, remax, gpg, opo), reinforce_pp and gae."""
+"""Estimators without energies: group means and scales (grpo, rloo, remax, gpg, opo), rules for trees, and gae."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentrl.algorithms.estimators.registry import (
     WhitenedOptions,
     register_estimator,
 )
-from agentrl.algorithms.records import Advantages
+from agentrl.algorithms.records import Advantages, Groups
 
 _EQUAL = 1e-9  # rewards of a group that differ by less than this fraction of the largest differ by rounding only
 
@@ -28,11 +28,50 @@ def grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
 
     A group of one: mean 0 and std 1, so A = R.
     """
-    totals, means = inputs.totals, group_means(inputs)
-    squares = inputs.groups.sum((totals - means).square())
-    spread = (squares / torch.where(inputs.members == 1, 1.0, inputs.groups.freedom)).sqrt() + 1e-6
-    advantages = (totals - means) / torch.where(inputs.members == 1, 1.0, spread)
-    return scalar_estimate(totals, means, advantages)
+    return scalar_estimate(inputs.totals, group_means(inputs), _standardized(inputs.totals, inputs.groups))
+
+
+@register_estimator("tree_grpo", options=ScalarOptions, aggregation="seq_mean_token_mean", group_based=True)
+def tree_grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
+    """Compute the sum of grpo's A over the leaves of the tree and over the group (Ji et al., arXiv 2509.21240).
+
+    A tree with one leaf has only the second term, so without forks this is `grpo`. Leaves have their weights.
+    """
+    totals, forest = inputs.totals, inputs.forest
+    advantages = _standardized(totals, inputs.groups)
+    if forest is not None:
+        trees = Groups.of(forest.edges[:, 0], forest.weights)
+        advantages = advantages + torch.where(trees.members == 1, 0.0, _standardized(totals, trees))
+    return scalar_estimate(totals, group_means(inputs), advantages)
+
+
+@register_estimator("treerl", options=ScalarOptions, group_based=True, per_token=True)
+def treerl(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
+    """Compute A = ((V - V_root) + (V - V_parent)) / sqrt(L) for each edge (Hou et al., arXiv 2506.11902, Eq. 2-4).
+
+    V is the weighted mean R over the L leaves below the edge, V_parent over those below the edge above it, and V_root
+    over the group, which is also the parent of a tree's first edge. Without forks, A = 2 (R - mean). A group of one:
+    A = R.
+    """
+    totals, forest, root = inputs.totals, inputs.forest, group_means(inputs)
+    if forest is None:
+        return scalar_estimate(totals, root, torch.where(inputs.members == 1, 1.0, 2.0) * (totals - root))
+    columns = torch.stack([forest.weights, forest.weights * totals, torch.ones_like(totals)], 1)
+    below = torch.stack([level.of_leaves(level.sums(columns)) for level in forest.forks], 1)  # [L, H, 3]
+    weight, moment, leaves = (forest.at_tokens(part) for part in below.unbind(-1))
+    values = below[..., 1] / below[..., 0].clamp(min=torch.finfo(totals.dtype).tiny)
+    above = forest.at_tokens(torch.cat([root.unsqueeze(-1), values[:, :-1]], 1))
+    baselines = (root.unsqueeze(-1) + above) / 2
+    advantages = 2 * (moment / weight - baselines) / leaves.sqrt()
+    return scalar_estimate(totals, baselines, advantages)
+
+
+def _standardized(totals: Tensor, groups: Groups) -> Tensor:
+    """Compute (R - mean) / (std + 1e-6) over each row's group [B], std unbiased; R for a group of one."""
+    alone = groups.members == 1
+    centred = totals - torch.where(alone, 0.0, groups.mean(totals))
+    spread = (groups.sum(centred.square()) / torch.where(alone, 1.0, groups.freedom)).sqrt() + 1e-6
+    return centred / torch.where(alone, 1.0, spread)
 
 
 @register_estimator("dr_grpo", options=ScalarOptions, aggregation="seq_mean_token_sum_norm", group_based=True)
