@@ -42,6 +42,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint Dockerfile sandbox/Dockerfile
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

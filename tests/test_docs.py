@@ -3,9 +3,11 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 from markdown.extensions.toc import slugify
 
 from agentrl.config import load_settings
@@ -84,6 +87,40 @@ def test_a_link_to_a_missing_page_or_anchor_is_reported(tmp_path: Path) -> None:
         "index.html: page/#gone leads nowhere",
         "page/index.html: #no leads nowhere",
     ]
+
+
+def test_the_workflow_publishes_main_and_a_release_side_by_side(tmp_path: Path) -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/docs.yml").read_text(encoding="utf-8"))
+    (script,) = (step["run"] for step in workflow["jobs"]["publish"]["steps"] if "run" in step)
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    git("init", "--bare", "origin")
+    for ref, text in (("main", "old"), ("v0.1.0", "released"), ("main", "new")):
+        checkout = tmp_path / f"checkout-{text}"
+        git("clone", "origin", checkout.name)
+        (checkout / "docs").mkdir()
+        shutil.copy(ROOT / "docs" / "publish_site.py", checkout / "docs")
+        git("-C", checkout.name, "add", "docs")
+        git("-C", checkout.name, "-c", "user.name=me", "-c", "user.email=me@localhost", "commit", "-m", "docs")
+        site = checkout / "build" / "site"
+        site.mkdir(parents=True)
+        (site / "index.html").write_text(text)
+        (site / "404.html").write_text("lost")
+        command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]
+        done = subprocess.run(
+            command, cwd=checkout, env={**os.environ, "GITHUB_REF_NAME": ref}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    git("clone", "--branch", "gh-pages", "origin", "pages")
+    pages = tmp_path / "pages"
+    assert (pages / "latest/index.html").read_text() == "new"
+    assert (pages / "0.1.0/index.html").read_text() == "released"
+    assert 'url=latest/"' in (pages / "index.html").read_text()
+    listed = json.loads((pages / "versions.json").read_text())
+    assert [entry["version"] for entry in listed] == ["latest", "0.1.0"]
+    assert not (pages / "docs").exists()
 
 
 def test_the_pictures_of_the_concepts_can_be_drawn(tmp_path: Path) -> None:
