@@ -13,11 +13,11 @@ from gpu_kernels import PEAK, documents
 from torch import Tensor
 
 from agentrl.errors import is_out_of_memory
-from agentrl.kernels import TokenStatistics
+from agentrl.kernels import Support, TokenStatistics
 from agentrl.kernels.attention import PackedRow, pack_padded
 from agentrl.models.attention import choose_attention
 from agentrl.models.loading import checkpoint_layers
-from agentrl.models.policy import PolicyModel, ReferenceHead
+from agentrl.models.policy import FrozenHead, PolicyModel
 from agentrl.models.settings import ModelSettings
 from agentrl.planning.memory import CONTEXT, ModelShape, TrainingSetup, rank_memory, read_shape, shape_of, usable
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
@@ -42,17 +42,19 @@ class PackedOrPadded(PolicyModel):
         columns: Tensor,
         temperature: float = 1.0,
         keep_hidden: bool = False,
-        reference: ReferenceHead | None = None,
+        reference: FrozenHead | None = None,
+        teacher: FrozenHead | None = None,
+        support: Support | None = None,
     ) -> tuple[TokenStatistics, Tensor | None]:
         if not self.padded:
-            return super().forward(row, rows, columns, temperature, keep_hidden, reference)
+            return super().forward(row, rows, columns, temperature, keep_hidden, reference, teacher, support)
         prompts = int(row.prompt_ends[0]) + 1  # of equal lengths, and none is shared
         lengths = torch.from_numpy(row.lengths).to(row.starts.device)
         places = (row.starts - prompts)[:, None] + torch.arange(row.longest, device=row.starts.device)
         input_ids = row.input_ids[0, torch.minimum(places, (row.starts - prompts + lengths - 1)[:, None])]
         states = self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state
         selected = states[rows, prompts + columns - 1]
-        return self.head(selected, row.tokens(rows, columns), temperature, reference), None
+        return self.head(selected, row.tokens(rows, columns), temperature, reference, teacher, support), None
 
 
 def step_1_5b(device: torch.device) -> Iterator[Figure | str]:

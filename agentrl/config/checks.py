@@ -77,6 +77,8 @@ def _objective_contradictions(settings: Settings) -> Iterator[str]:
             f"{_pairs(settings, 'reward.overlong_buffer')} exceeds {_pairs(settings, 'rollout.max_response_tokens')}: "
             "the penalty cannot begin below 0 tokens"
         )
+    if settings.algorithm.estimator == "none" and settings.teacher.path is None:
+        yield "algorithm.estimator=none trains only with a teacher: set teacher.path, or choose another estimator"
     trajectories = rollout.problems_per_step * rollout.group_size
     if kl.controller == "adaptive" and 5 * kl.horizon <= trajectories:
         yield (

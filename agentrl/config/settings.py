@@ -23,6 +23,7 @@ from agentrl.training.settings import (
     CriticSettings,
     KLSettings,
     OptimizerSettings,
+    TeacherSettings,
     TrainingSettings,
 )
 from agentrl_envs.registry import ENVIRONMENTS
@@ -72,6 +73,7 @@ class Settings(BaseModel):
     optimizer: OptimizerSettings = OptimizerSettings()
     reward: RewardSettings = RewardSettings()
     kl: KLSettings = KLSettings()
+    teacher: TeacherSettings = TeacherSettings()
     correction: CorrectionSettings = CorrectionSettings()
     critic: CriticSettings = CriticSettings()
     training: TrainingSettings = TrainingSettings()

@@ -1,10 +1,11 @@
-"""Exact KL divergence of a policy from its reference at every token, without materializing the logits [N, V].
+"""Exact divergence of a policy from a frozen policy at every token, without materializing the logits [N, V].
 
 The logits of both heads are computed for one block of rows at a time, and again in the backward pass. Elementwise
 operations then run over pieces of the block. Extra memory: two blocks of `_BLOCK_ELEMENTS`, about ten pieces and, in
 the backward pass, the gradients.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,18 +35,23 @@ def full_kl(
     reference_temperature: float | None = None,
     reference_cap: float | None = None,
     support: Support | None = None,
+    beta: float = 1.0,
 ) -> Tensor:
     """Compute KL(p || p_ref) = sum_v p(v) (ln p(v) - ln p_ref(v)) [N] of every row, in float32 or float64.
+
+    With ``beta`` = 0, compute KL(p_ref || p); with 0 < beta < 1, the generalized Jensen-Shannon divergence
+    beta KL(p_ref || m) + (1 - beta) KL(p || m) of m = beta p_ref + (1 - beta) p (docs/reference/formulas.md 11).
 
     p = softmax(z / temperature) with z = x = hidden head_weight^T + bias, or z = cap tanh(x / cap) with a cap. p_ref is
     defined in the same way, with its own temperature (default: the same) and cap. hidden [N, D], head_weight [V, D],
     reference_hidden [N, E], reference_weight [V, E], biases [V] or None. The two hidden sizes may differ. A term with
-    p(v) = 0 is 0; if only p_ref(v) = 0, the result is inf. The result is float64 if any input is. A `support` restricts
-    both distributions of a row to the same set, over which they are renormalized.
+    p(v) = 0 is 0; if only p_ref(v) = 0, the result is inf, or the reverse with beta = 0. The result is float64 if any
+    input is. A `support` restricts both distributions of a row to the same set, over which they are renormalized.
 
-    The gradient with respect to hidden, head_weight and bias is exact: dKL/dx_v = p(v) (ln p(v) - ln p_ref(v) - KL)
-    dz_v/dx_v / temperature for the head's output x_v. The reference receives no gradient. Select the rows before the
-    call; there is no mask. Raises KernelInputError if the arguments do not fit together.
+    The gradient with respect to hidden, head_weight and bias is exact. For example, dKL(p || p_ref)/dx_v =
+    p(v) (ln p(v) - ln p_ref(v) - KL) dz_v/dx_v / temperature for the head's output x_v. The reference receives no
+    gradient. Select the rows before the call; there is no mask. Raises KernelInputError if the arguments do not fit
+    together.
     """
     targets = torch.zeros(hidden.shape[:1], dtype=torch.int64, device=hidden.device)
     check_inputs(hidden, head_weight, targets, temperature, bias)
@@ -58,28 +64,30 @@ def full_kl(
             f"the vocabularies differ: head_weight has {head_weight.shape[0]} rows, reference_weight "
             f"{reference_weight.shape[0]}"
         )
+    if not 0 <= beta <= 1:
+        raise KernelInputError(f"beta must be between 0 and 1; got {beta}")
     reference = tuple(None if x is None else x.detach() for x in (reference_hidden, reference_weight, reference_bias))
     with torch.autocast(hidden.device.type, enabled=False):
         maps = ((temperature, cap), (other_temperature, reference_cap))
-        result: Tensor = _FullKL.apply(hidden, head_weight, bias, *reference, maps, support)
+        result: Tensor = _FullKL.apply(hidden, head_weight, bias, *reference, maps, support, beta)
     return result
 
 
 class _FullKL(torch.autograd.Function):
-    """(hidden, weight, bias, reference hidden, reference weight, reference bias, maps, support) -> [N].
+    """(hidden, weight, bias, reference hidden, reference weight, reference bias, maps, support, beta) -> [N].
 
     ``maps`` contains (temperature, cap) of the policy and of the reference.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, *others: Any) -> Tensor:
-        tensors, (ctx.maps, ctx.support) = (hidden, weight, *others[:-2]), others[-2:]
+        tensors, (ctx.maps, ctx.support, ctx.beta) = (hidden, weight, *others[:-3]), others[-3:]
         ctx.save_for_backward(*tensors)
         result = hidden.new_empty(hidden.shape[0], dtype=_dtype(tensors))
         for rows, z, reference in _blocks(tensors, ctx.maps, ctx.support):
             for piece in _pieces(z):
-                values = _divergence(functional.log_softmax(z[piece], -1), functional.log_softmax(reference[piece], -1))
-                result[rows][piece] = values
+                log_p, log_q = functional.log_softmax(z[piece], -1), functional.log_softmax(reference[piece], -1)
+                result[rows][piece] = _divergence(log_p, log_q, ctx.beta)
         return result
 
     @staticmethod
@@ -94,13 +102,37 @@ class _FullKL(torch.autograd.Function):
                 for piece in _pieces(dz):
                     log_p, log_q = functional.log_softmax(dz[piece], -1), functional.log_softmax(reference[piece], -1)
                     slope = 1.0 if cap is None else cap_slope(dz[piece], cap, temperature)
-                    torch.mul(_logit_gradient(log_p, log_q), scale[rows][piece], out=dz[piece]).mul_(slope)
+                    torch.mul(_logit_gradient(log_p, log_q, ctx.beta), scale[rows][piece], out=dz[piece]).mul_(slope)
                 totals.add(rows, dz)
-        return (*totals.results(), None, None, None, None, None)
+        return (*totals.results(), None, None, None, None, None, None)
 
 
-def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Compute the divergence [R] from ln p and ln q [R, V].
+def _divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """Compute the divergence [R] of :func:`full_kl` from ln p and ln p_ref [R, V]."""
+    if beta == 1:
+        return _kl(log_p, log_q)
+    if beta == 0:
+        return _kl(log_q, log_p)
+    log_m = _log_mixture(log_p, log_q, beta)
+    return beta * _kl(log_q, log_m) + (1 - beta) * _kl(log_p, log_m)
+
+
+def _logit_gradient(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """Compute the gradient [R, V] of :func:`_divergence` with respect to the tempered logits of p."""
+    if beta == 1:
+        return _kl_gradient(log_p, log_q)
+    if beta == 0:
+        return log_p.exp() - log_q.exp()
+    return (1 - beta) * _kl_gradient(log_p, _log_mixture(log_p, log_q, beta))
+
+
+def _log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """Compute ln(beta q + (1 - beta) p)."""
+    return torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Compute KL(p || q) [R] from ln p and ln q [R, V].
 
     sum p d with d = ln p - ln q equals sum (q - p + p d), because p and q both sum to 1. No term of the second form is
     negative, so terms do not cancel if the policies are close. Near d = 0 a term is computed as p (expm1(-d) + d).
@@ -112,8 +144,8 @@ def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     return terms.sum(-1)
 
 
-def _logit_gradient(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Compute the gradient p (d - sum p d) [R, V] of the divergence with respect to the tempered logits of p."""
+def _kl_gradient(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Compute the gradient p (d - sum p d) [R, V] of KL(p || q) with respect to the tempered logits of p."""
     p, d = log_p.exp(), _log_ratio(log_p, log_q)
     d = torch.where(p > 0, d, 0.0)
     return p * (d - (p * d).sum(-1, keepdim=True))

@@ -17,7 +17,7 @@ class TokenStatistics:
     """Per-token statistics of the tempered distribution softmax(z / temperature).
 
     Each field has shape [N] and dtype float32, or float64 if the hidden states are float64. Gradients flow only through
-    ``log_probs``, ``entropy`` and ``full_kl``.
+    ``log_probs``, ``entropy``, ``full_kl`` and ``teacher_divergence``.
 
     ``log_probs``             ln p(y) of the target y
     ``entropy``               -sum_v p(v) ln p(v), in nats
@@ -28,6 +28,7 @@ class TokenStatistics:
                               head's weight for every model
     ``hidden_norm_squared``   ||h||^2
     ``full_kl``               KL(p || p_ref) over the vocabulary, if there is a reference (:func:`.full_kl`)
+    ``teacher_divergence``    divergence from a teacher over the vocabulary, if there is a teacher
 
     Two logits ln 3 and 0, so p = (3/4, 1/4), target 0:
 
@@ -44,6 +45,7 @@ class TokenStatistics:
     energy: Tensor
     hidden_norm_squared: Tensor
     full_kl: Tensor | None = None
+    teacher_divergence: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "TokenStatistics":
         """Return a copy with ``change`` applied to every field that is not None."""

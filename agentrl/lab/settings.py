@@ -30,6 +30,9 @@ _UNAVAILABLE = {"values": "it needs a critic that was trained for this policy"}
 """Inputs that rollouts alone do not provide, with the reason for the error message."""
 
 
+_NO_GRADIENT = "none"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EstimatorChoice:
     """A registered estimator with its options.
@@ -60,8 +63,9 @@ def read_choices(texts: Sequence[str]) -> tuple[EstimatorChoice, ...]:
 
 
 def measurable_estimators() -> list[str]:
-    """Return the registered estimators whose inputs rollouts provide, and `otb_cross`."""
-    return [CROSS, *(name for name in ESTIMATORS.names() if not ESTIMATORS[name].requires & _UNAVAILABLE.keys())]
+    """Return the registered estimators whose inputs rollouts provide, and `otb_cross`, without `none`."""
+    names = [name for name in ESTIMATORS.names() if not ESTIMATORS[name].requires & _UNAVAILABLE.keys()]
+    return [CROSS, *(name for name in names if name != _NO_GRADIENT)]
 
 
 def _read(text: str) -> EstimatorChoice:
@@ -82,6 +86,8 @@ def _read(text: str) -> EstimatorChoice:
         entry.make_options(f"estimator {name!r}", options)
     except (AlgorithmError, UnknownNameError, TypeError) as error:
         raise SettingsError(f"--estimators: {text}: {error}") from error
+    if name == _NO_GRADIENT:
+        raise SettingsError(f"--estimators: {name} cannot be measured here: all its advantages are 0")
     for missing in sorted(entry.requires & _UNAVAILABLE.keys()):
         raise SettingsError(f"--estimators: {name} cannot be measured here: {_UNAVAILABLE[missing]}")
     return EstimatorChoice(label=text, name=name, options=options, cross=cross)

@@ -27,13 +27,33 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceHead:
-    """The reference policy's inputs to the exact divergence, detached."""
+class FrozenHead:
+    """A frozen policy's inputs to the exact divergence, detached."""
 
-    hidden: Tensor  # [N, E] hidden states of the reference policy at the same tokens
+    hidden: Tensor  # [N, E] hidden states of the frozen policy at the same tokens
     weight: Tensor  # [V, E]
     bias: Tensor | None  # [V]
     logit_map: LogitMap = IDENTITY
+    temperature: float | None = None  # None: the temperature of the trained policy
+    beta: float = 1.0  # selects the divergence, see full_kl
+
+    def divergence(self, head: FusedHead, hidden: Tensor, temperature: float, support: Support | None = None) -> Tensor:
+        """Return the divergence [N] of the policy with ``head`` and ``hidden`` [N, D] from the frozen policy."""
+        own, other = head.logit_map, self.logit_map
+        return full_kl(
+            hidden,
+            head.weight,
+            self.hidden,
+            self.weight,
+            temperature=own.temperature(temperature),
+            bias=head.bias,
+            cap=own.output_cap,
+            reference_bias=self.bias,
+            reference_temperature=other.temperature(temperature if self.temperature is None else self.temperature),
+            reference_cap=other.output_cap,
+            support=support,
+            beta=self.beta,
+        )
 
 
 class FusedHead(nn.Linear):
@@ -67,7 +87,8 @@ class FusedHead(nn.Linear):
         hidden: Tensor,
         targets: Tensor,
         temperature: float = 1.0,
-        reference: ReferenceHead | None = None,
+        reference: FrozenHead | None = None,
+        teacher: FrozenHead | None = None,
         support: Support | None = None,
     ) -> TokenStatistics: ...
     def forward(
@@ -75,13 +96,14 @@ class FusedHead(nn.Linear):
         hidden: Tensor,
         targets: Tensor | None = None,
         temperature: float = 1.0,
-        reference: ReferenceHead | None = None,
+        reference: FrozenHead | None = None,
+        teacher: FrozenHead | None = None,
         support: Support | None = None,
     ) -> Tensor | TokenStatistics:
         """Return the statistics of ``targets`` [N] for ``hidden`` [N, D].
 
-        Without targets, return the output for ``hidden`` [..., D]. With a ``reference``, the statistics contain the
-        divergence from it. A ``support`` restricts the distributions of both policies.
+        Without targets, return the output for ``hidden`` [..., D]. With a ``reference`` or a ``teacher``, the
+        statistics contain the divergence from it. A ``support`` restricts the distributions of all policies.
         """
         if targets is None:
             return torch.nn.functional.linear(hidden, self.weight, self.bias)
@@ -96,23 +118,11 @@ class FusedHead(nn.Linear):
             backend=self.backend,
             support=support,
         )
-        if reference is None:
-            return statistics
-        other = reference.logit_map
-        divergence = full_kl(
-            hidden,
-            self.weight,
-            reference.hidden,
-            reference.weight,
-            temperature=own.temperature(temperature),
-            bias=self.bias,
-            cap=own.output_cap,
-            reference_bias=reference.bias,
-            reference_temperature=other.temperature(temperature),
-            reference_cap=other.output_cap,
-            support=support,
+        return replace(
+            statistics,
+            full_kl=None if reference is None else reference.divergence(self, hidden, temperature, support),
+            teacher_divergence=None if teacher is None else teacher.divergence(self, hidden, temperature, support),
         )
-        return replace(statistics, full_kl=divergence)
 
 
 class PolicyModel(nn.Module):
@@ -169,7 +179,8 @@ class PolicyModel(nn.Module):
         columns: Tensor,
         temperature: float = 1.0,
         keep_hidden: bool = False,
-        reference: ReferenceHead | None = None,
+        reference: FrozenHead | None = None,
+        teacher: FrozenHead | None = None,
         support: Support | None = None,
     ) -> tuple[TokenStatistics, Tensor | None]:
         """Return the statistics of N response tokens of a packed row, each [N], and optionally their hidden states.
@@ -177,8 +188,8 @@ class PolicyModel(nn.Module):
         Token n is at index ``columns[n]`` of the response of document ``rows[n]``, both [N] int64. With
         ``keep_hidden``, the second value contains the detached hidden states that predict these tokens, [N, D]. If
         ranks share the row, it contains only the n tokens that this rank computes (:meth:`local_tokens`), [n, D].
-        Without ``keep_hidden``, it is None. With a ``reference``, which must contain the same tokens, the statistics
-        include the divergence from the reference policy. ``support``: the sets from which the N tokens were sampled.
+        Without ``keep_hidden``, it is None. With a ``reference`` or a ``teacher``, which must contain the same tokens,
+        the statistics include the divergence from it. ``support``: the sets from which the N tokens were sampled.
         """
         layers = self.causal_lm.config.get_text_config().num_hidden_layers
         states = packed_states(
@@ -187,7 +198,7 @@ class PolicyModel(nn.Module):
         indices, targets = row.predicting(rows, columns), row.tokens(rows, columns)
         if self.sequence is None:
             selected = states[indices]  # [N, D]
-            statistics = self.head(selected, targets, temperature, reference, support)
+            statistics = self.head(selected, targets, temperature, reference, teacher, support)
             return statistics, selected.detach() if keep_hidden else None
         numbers = self.local_tokens(row, rows, columns)
         assert numbers is not None  # ranks share the row
@@ -196,7 +207,7 @@ class PolicyModel(nn.Module):
         own = (indices[held] - part_of(row, self.sequence).start).clamp(min=0, max=len(states) - 1)
         selected = states[own]
         sets = None if support is None else support.select(held)
-        statistics = self.head(selected, targets[held], temperature, reference, sets)
+        statistics = self.head(selected, targets[held], temperature, reference, teacher, sets)
         return _gathered(statistics, numbers, len(indices), self.sequence), selected.detach() if keep_hidden else None
 
     def local_tokens(self, row: PackedRow, rows: Tensor, columns: Tensor) -> Tensor | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
+from agentrl.errors import SettingsError
 from agentrl_envs.chat import Mark, MarkedText, Part, parts_of
 
 if TYPE_CHECKING:
@@ -164,6 +165,26 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path)
+
+
+def different_tokens(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, *, owner: str) -> dict[int, str]:
+    """Return the ids of special tokens that differ between two tokenizers, each with a message that names it.
+
+    Raises SettingsError if an ordinary token differs. ``owner`` describes the other tokenizer's model.
+    """
+    tables = [{index: token for token, index in item.get_vocab().items()} for item in (policy, other)]
+    added = policy.added_tokens_decoder.keys() | other.added_tokens_decoder.keys()
+    different = {}
+    for index in sorted(tables[0].keys() | tables[1].keys()):
+        own, there = (table.get(index) for table in tables)
+        if own != there:
+            different[index] = (
+                f"the tokenizers of the policy and of {owner} differ: id {index} is {own!r} for the policy and "
+                f"{there!r} for {owner}; choose a model of the same family"
+            )
+            if index not in added:
+                raise SettingsError(different[index])
+    return different
 
 
 def read_generation_ends(path: str | Path) -> tuple[int, ...]:

@@ -97,6 +97,7 @@ class TrainingSetup:
     head_backend: str = "triton"
     device: Literal["cpu", "cuda"] = "cuda"  # for the blocks of "chunked"
     reference: bool = False
+    teacher: int = 0  # parameters
     critic: bool = False
 
     @property
@@ -226,6 +227,7 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
             "gradients": gradients,
             "gradient bucket": bucket if setup.stage in (1, 3) else 0,
             "reference": weights if setup.reference and not adapters else 0,
+            "teacher": setup.sharded(setup.teacher, from_stage=3) * setup.size * (setup.offload != "all"),
             "critic": weights + gradients + master + moments if setup.critic else 0,
             "KV cache": kv_tokens * kv_bytes(shape, setup.size),
             "context (assumed)": context,

@@ -63,6 +63,7 @@ class Requirements:
     longest_request: int  # tokens that a server must hold, evaluations included
     bfloat16: bool = True
     reference: bool = False
+    teacher: int = 0  # parameters
     critic: bool = False
     tensor_parallel: int | None = None  # None: the smallest size that fits
     lora_ranks: tuple[int, ...] = (0,)  # 0: all weights are trained
@@ -77,6 +78,7 @@ class Requirements:
             longest_request=longest_request(rollout, settings.evaluation.max_response_tokens),
             bfloat16=settings.model.dtype == "bfloat16",
             reference=settings.kl.coefficient > 0,
+            teacher=_teacher_parameters(settings),
             critic=critic,
             tensor_parallel=parallel if parallel > 1 else None,
             lora_ranks=adapters if only_adapt or lora else (0, *adapters) if _has_peft() else (0,),
@@ -111,7 +113,8 @@ class Plan:
         if not self.colocated:
             return _LARGEST_SHARE
         static = self.rank.static
-        kept = static["weights"] * (2 if static["critic"] else 1) + static["gathered weights"] + static["reference"]
+        kept = static["weights"] * (2 if static["critic"] else 1) + static["gathered weights"]
+        kept += static["reference"] + static["teacher"]
         share = min(_LARGEST_SHARE, (usable(self.memory) - kept - CONTEXT) / self.memory)
         return max(0.0, math.floor(20 * share + 1e-9) / 20)
 
@@ -201,6 +204,7 @@ def _candidates(shape: ModelShape, machine: Hardware, required: Requirements) ->
             sequence_parallel=shared,
             lora_rank=lora,
             reference=required.reference,
+            teacher=required.teacher,
             critic=required.critic,
         )
         yield Plan(
@@ -338,6 +342,11 @@ def _machine(gpus: int | None, memory: float | None, settings: Settings) -> Hard
     return Hardware(gpus=gpus, memory=torch.cuda.get_device_properties(0).total_memory)
 
 
+def _teacher_parameters(settings: Settings) -> int:
+    path = settings.teacher.path
+    return 0 if path is None else read_shape(settings.model.model_copy(update={"path": path})).parameters
+
+
 def _has_peft() -> bool:
     return importlib.util.find_spec("peft") is not None
 
@@ -362,6 +371,7 @@ def memory_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Iter
         head_backend=fastest if training.head_backend == "auto" else training.head_backend,
         device="cuda" if on_gpus else "cpu",
         reference=settings.kl.coefficient > 0,
+        teacher=_teacher_parameters(settings),
         critic=critic,
     )
     colocated = bool(facts.servers and facts.shares_gpus)

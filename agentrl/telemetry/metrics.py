@@ -322,6 +322,11 @@ _KL = (
     Metric("kl/coefficient", "", "Weight of the penalty, which `kl.controller=adaptive` changes.", "",
            "`kl.coefficient` is set"),
 )  # fmt: skip
+_TEACHERS = (
+    Metric("teacher/divergence", "nats/token", "Mean divergence from the teacher, by `teacher.objective`.", "falls",
+           "`teacher.path` is set"),
+    Metric("teacher/coefficient", "", "Weight of the divergence in the loss.", "", "`teacher.path` is set"),
+)  # fmt: skip
 _GATEWAY = (
     Metric("gateway/branches_mean", "trajectories", "Mean number of trajectories per rollout; 1 if no rollout "
            "branches.", "near 1", _AGENTS),
@@ -378,6 +383,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Rollout correction": _CORRECTIONS,
     "Critic": _CRITICS,
     "Reference policy": _KL,
+    "Teacher": _TEACHERS,
     "Agent programs": _GATEWAY,
     "Time": _TIME,
     "Evaluation": _EVALUATION,

@@ -144,6 +144,55 @@ class KLSettings(_Settings):
         return self
 
 
+class TeacherSettings(_Settings):
+    """On-policy distillation: the policy learns from a frozen teacher on the tokens that the policy samples."""
+
+    path: str | None = None
+    """directory or Hugging Face id of the teacher; null: no teacher"""
+    objective: Literal["reverse_kl", "forward_kl", "jsd", "sampled"] = "reverse_kl"
+    """divergence between policy and teacher at each model token. reverse_kl: KL(policy || teacher); forward_kl:
+    KL(teacher || policy); jsd: generalized Jensen-Shannon divergence. These three are exact over the vocabulary.
+    sampled: reverse_kl, estimated from the log-probabilities of the sampled token"""
+    beta: float = Field(0.5, gt=0, lt=1)
+    """weight of the teacher in the mixture of objective=jsd"""
+    coefficient: float = Field(1.0, gt=0)
+    """weight of the divergence in the loss. With algorithm.estimator=none, the divergence is the whole loss"""
+    final_coefficient: float = Field(0.0, ge=0)
+    """weight after decay_steps; without decay_steps, it has no effect. 0: the teacher is no longer computed"""
+    decay_steps: int | None = Field(None, ge=1)
+    """number of steps in which the weight changes linearly from coefficient to final_coefficient; null: the weight is
+    constant"""
+    temperature: float | None = Field(None, gt=0)
+    """temperature of the teacher's distribution; null: rollout.temperature"""
+
+    @property
+    def over_vocabulary(self) -> bool:
+        """True if the objective needs the whole distribution of the teacher, not only its log-probabilities."""
+        return self.objective != "sampled"
+
+    @property
+    def estimator(self) -> str:
+        """The KL estimator of the divergence in the loss."""
+        return "full" if self.over_vocabulary else "k1+"
+
+    @property
+    def resolved_beta(self) -> float:
+        """The argument ``beta`` of :func:`agentrl.kernels.full_kl` for the objective."""
+        return {"reverse_kl": 1.0, "forward_kl": 0.0}.get(self.objective, self.beta)
+
+    def coefficient_at(self, step: int) -> float:
+        """Return the weight of the divergence in a step, counted from 1.
+
+        >>> teacher = TeacherSettings(path="teacher", coefficient=1.0, final_coefficient=0.2, decay_steps=4)
+        >>> [round(teacher.coefficient_at(step), 1) for step in (1, 3, 5, 9)]
+        [1.0, 0.6, 0.2, 0.2]
+        """
+        if self.decay_steps is None:
+            return self.coefficient
+        done = min(1.0, (step - 1) / self.decay_steps)
+        return (1 - done) * self.coefficient + done * self.final_coefficient
+
+
 class CorrectionSettings(_Settings):
     """Correction of differences between the sampling probabilities of the engine and the trainer's probabilities."""
 

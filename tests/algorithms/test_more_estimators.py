@@ -48,6 +48,12 @@ def close(found: Tensor, expected: Tensor | list, tolerance: float = 1e-12) -> N
     torch.testing.assert_close(found, torch.as_tensor(expected, dtype=found.dtype), rtol=0, atol=tolerance)
 
 
+def test_none_has_returns_and_no_advantage():
+    result = compute_advantages("none", example())
+    assert bool(result.returns.any())
+    assert not bool(result.advantages.any())
+
+
 def test_dr_grpo_by_hand():
     result = compute_advantages("dr_grpo", example())
     close(result.advantages, spread([1 / 3, -2 / 3, 1 / 3]))

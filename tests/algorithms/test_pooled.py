@@ -81,7 +81,7 @@ def test_the_gradient_of_a_bandit_is_unbiased():
 
 
 def test_equal_rewards_of_a_group_are_data_and_those_of_a_step_are_not():
-    assert [name for name in ESTIMATORS.names() if ESTIMATORS[name].equal_groups] == ["ogb_pooled"]
+    assert [name for name in ESTIMATORS.names() if ESTIMATORS[name].equal_groups] == ["none", "ogb_pooled"]
     found = compute_advantages("ogb_pooled", INPUTS).advantages
     assert float(found[2:4].min()) > 0.1  # group 1: right twice, where others failed
     same = replace(INPUTS, rewards=torch.full_like(INPUTS.rewards, 0.7))

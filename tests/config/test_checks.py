@@ -41,6 +41,7 @@ from agentrl.config import (
             "kl (command line): estimator=k1+ differs from k1 only in its gradient, which placement=reward",
         ),
         (["kl.controller=adaptive"], "kl (command line): controller=adaptive scales the coefficient, which is 0"),
+        (["algorithm.estimator=none"], "algorithm.estimator=none trains only with a teacher: set teacher.path"),
         (["correction.self_normalize=true"], "self_normalize=true has no weights to normalise: set weights"),
         (
             ["training.deterministic=true", "rollout.schedule=overlapped"],

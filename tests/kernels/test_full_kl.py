@@ -22,14 +22,20 @@ def problem(n: int = 5, d: int = 3, v: int = 11, *, dtype: torch.dtype = torch.f
     return [x.to(dtype) for x in first], [x.to(dtype) for x in second]
 
 
-def call(policy: list[Tensor], reference: list[Tensor], temperature: float = 1.0) -> Tensor:
-    return full_kl(*policy[:2], *reference[:2], temperature=temperature, bias=policy[2], reference_bias=reference[2])
+def call(policy: list[Tensor], reference: list[Tensor], temperature: float = 1.0, beta: float = 1.0) -> Tensor:
+    more = {"bias": policy[2], "reference_bias": reference[2], "beta": beta}
+    return full_kl(*policy[:2], *reference[:2], temperature=temperature, **more)
 
 
-def slow(policy: list[Tensor], reference: list[Tensor], temperature: float) -> Tensor:
+def slow(policy: list[Tensor], reference: list[Tensor], temperature: float, beta: float = 1.0) -> Tensor:
     """With all logits, through plain autograd."""
-    log_p, log_q = (((h @ w.t() + b) / temperature).log_softmax(-1) for h, w, b in (policy, reference))
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+    p, q = (((h @ w.t() + b) / temperature).softmax(-1) for h, w, b in (policy, reference))
+    if beta == 1:
+        return (p * (p / q).log()).sum(-1)
+    if beta == 0:
+        return (q * (q / p).log()).sum(-1)
+    m = beta * q + (1 - beta) * p
+    return (beta * q * (q / m).log() + (1 - beta) * p * (p / m).log()).sum(-1)
 
 
 def test_by_hand():
@@ -42,7 +48,8 @@ def test_by_hand():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
 @pytest.mark.parametrize("rows_per_block", [1, 2, 5])
-def test_values_and_gradients_are_those_of_the_whole_logits(temperature, rows_per_block, monkeypatch):
+@pytest.mark.parametrize("beta", [1.0, 0.0, 0.3])
+def test_values_and_gradients_are_those_of_the_whole_logits(temperature, rows_per_block, beta, monkeypatch):
     monkeypatch.setattr(divergence, "_BLOCK_ELEMENTS", dict.fromkeys(("cpu", "cuda"), 11 * rows_per_block))
     monkeypatch.setattr(divergence, "_PIECE_ELEMENTS", dict.fromkeys(("cpu", "cuda"), 22))
     policy, reference = problem()
@@ -50,10 +57,19 @@ def test_values_and_gradients_are_those_of_the_whole_logits(temperature, rows_pe
     results = []
     for function in (call, slow):
         leaves = [x.clone().requires_grad_() for x in policy]
-        value = function(leaves, reference, temperature)
+        value = function(leaves, reference, temperature, beta)
         results.append((value.detach(), *torch.autograd.grad((value * upstream).sum(), leaves)))
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(("beta", "limit"), [(1e-6, 0.0), (1 - 1e-6, 1.0)])
+def test_the_jensen_shannon_divergence_tends_to_a_multiple_of_either_kl(beta, limit):
+    policy, reference = problem()
+    factor = beta if limit == 0 else 1 - beta
+    torch.testing.assert_close(
+        call(policy, reference, 1.0, beta) / factor, call(policy, reference, 1.0, limit), rtol=1e-4, atol=0
+    )
 
 
 def test_gradcheck():
@@ -117,6 +133,10 @@ def test_impossible_tokens():
         bias = torch.tensor(own, dtype=torch.float64)
         value = full_kl(hidden, weight, hidden, weight, bias=bias, reference_bias=bias.new_tensor(other))
         assert float(value) == pytest.approx(expected, rel=1e-12)
+        mirrored = full_kl(hidden, weight, hidden, weight, bias=bias.new_tensor(other), reference_bias=bias, beta=0.0)
+        assert float(mirrored) == pytest.approx(expected, rel=1e-12)
+        between = full_kl(hidden, weight, hidden, weight, bias=bias, reference_bias=bias.new_tensor(other), beta=0.5)
+        assert 0 < float(between) <= math.log(2)
 
 
 def test_extreme_logits_stay_finite():
@@ -156,6 +176,7 @@ def test_no_rows():
         ({"reference_hidden": torch.zeros(4, 3)}, r"targets must be \[N\] = \[4\]"),
         ({"temperature": 0.0}, "temperature must be positive"),
         ({"bias": torch.zeros(3)}, r"bias must be \[V\] = \[11\]"),
+        ({"beta": 1.5}, "beta must be between 0 and 1; got 1.5"),
     ],
 )
 def test_arguments_that_do_not_fit(change, message):

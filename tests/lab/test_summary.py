@@ -121,6 +121,7 @@ def test_verdicts_say_where_the_optimal_baseline_does_not_win() -> None:
         ({"estimators": "tir_otb:tial=carry"}, "did you mean 'tail'"),
         ({"estimators": "tir_otb:tail"}, "options of tir_otb:tail must be written option=value"),
         ({"estimators": "rloo,grpo,rloo"}, "--estimators lists rloo twice"),
+        ({"estimators": "none"}, "none cannot be measured here: all its advantages are 0"),
         ({"estimators": "gae"}, "gae cannot be measured here: it needs a critic that was trained for this policy"),
         ({"estimators": "otb_cross:energy=length"}, "otb_cross has no option energy, because its energy is fixed"),
         ({"group_sizes": "4,64"}, "--group-sizes 64: a group must have 2 to 32 trajectories, because"),
@@ -139,5 +140,5 @@ def test_bad_input_is_named(texts: dict[str, Any], message: str) -> None:
 def test_without_names_all_are_measured_that_can_be() -> None:
     from agentrl.algorithms import ESTIMATORS
 
-    assert {choice.label for choice in read_choices([])} == {"otb_cross", *ESTIMATORS.names()} - {"gae"}
+    assert {choice.label for choice in read_choices([])} == {"otb_cross", *ESTIMATORS.names()} - {"gae", "none"}
     assert "gae" not in measurable_estimators()

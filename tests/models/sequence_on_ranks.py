@@ -24,7 +24,7 @@ from agentrl.kernels import TokenStatistics
 from agentrl.kernels.attention import AttentionBackend, SequenceGroup
 from agentrl.models.loading import checkpoint_layers
 from agentrl.models.lora import add_adapters, is_adapter_factor
-from agentrl.models.policy import PolicyModel, ReferenceHead, ValueModel
+from agentrl.models.policy import FrozenHead, PolicyModel, ValueModel
 from agentrl.models.settings import LoRASettings
 from agentrl.trajectory import Segment
 
@@ -112,9 +112,7 @@ def found_by(case: Case, sequence: SequenceGroup | None) -> dict[str, Any]:
     inputs = (batch.row, batch.rows, batch.columns)
     with torch.no_grad():
         _, states = other(*inputs, temperature=0.7, keep_hidden=True)
-    reference = ReferenceHead(
-        hidden=states, weight=other.head.weight.detach(), bias=None, logit_map=other.head.logit_map
-    )
+    reference = FrozenHead(hidden=states, weight=other.head.weight.detach(), bias=None, logit_map=other.head.logit_map)
     statistics, hidden = policy(*inputs, temperature=0.7, keep_hidden=True, reference=reference)
     loss_of(statistics).backward()
     critic = ValueModel(model_of(case), attention=case.attention, sequence=sequence)

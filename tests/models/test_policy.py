@@ -19,7 +19,7 @@ from agentrl.models.loading import (
     train_tokenizer,
     write_model,
 )
-from agentrl.models.policy import FusedHead, PolicyModel, ReferenceHead
+from agentrl.models.policy import FrozenHead, FusedHead, PolicyModel
 from agentrl.models.settings import ModelSettings, TinyModelSettings
 from agentrl.trajectory import Segment
 
@@ -75,7 +75,7 @@ def test_the_divergence_from_a_reference_is_that_of_all_logits(temperature: floa
     inputs = (data.row, data.rows, data.columns)
     reference = PolicyModel(other)
     _, hidden = reference(*inputs, temperature=temperature, keep_hidden=True)
-    head = ReferenceHead(hidden=hidden, weight=reference.head.weight.detach(), bias=None)
+    head = FrozenHead(hidden=hidden, weight=reference.head.weight.detach(), bias=None)
     statistics, _ = PolicyModel(model)(*inputs, temperature=temperature, reference=head)
     torch.testing.assert_close(statistics.full_kl, wanted, rtol=1e-5, atol=1e-6)
     found = torch.autograd.grad(statistics.full_kl.sum(), parameters)

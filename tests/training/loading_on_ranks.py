@@ -19,7 +19,7 @@ from agentrl.models.policy import PolicyModel, ValueModel
 from agentrl.models.settings import ModelSettings
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, read_for_training, start_distributed
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
-from agentrl.training.step.reference_and_critic import Reference
+from agentrl.training.step.reference_and_critic import FrozenPolicy
 from agentrl.weights.sources import full_parameters
 
 SETTINGS = ModelSettings(dtype="float32", gradient_checkpointing=True)
@@ -61,7 +61,7 @@ def criticise(model: Any) -> dict[str, torch.Tensor]:
 
 def refer(model: Any) -> torch.Tensor:
     freeze = lambda module: frozen(module, TRAINING, bfloat16=False)  # noqa: E731
-    return Reference(PolicyModel(model), freeze, temperature=1.0, over_vocabulary=True)._weight
+    return FrozenPolicy(PolicyModel(model), freeze, temperature=1.0, over_vocabulary=True)._weight
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ def rows_of(
     rollout_log_probs: Tensor | None = None,
     loss_mask: Tensor | None = None,
     reference_log_probs: Tensor | None = None,
+    teacher_log_probs: Tensor | None = None,
     groups: Tensor | None = None,
 ) -> LossRows:
     """Rows of one token of prompt and the tokens of ``log_probs`` [B, T]."""
@@ -50,4 +51,9 @@ def rows_of(
     statistics = TokenStatistics(
         log_probs=log_probs, entropy=zeros, sum_pi_squared=zeros, energy=zeros, hidden_norm_squared=zeros
     )
-    return LossRows(batch=batch, statistics=statistics, reference_log_probs=reference_log_probs)
+    return LossRows(
+        batch=batch,
+        statistics=statistics,
+        reference_log_probs=reference_log_probs,
+        teacher_log_probs=teacher_log_probs,
+    )

@@ -66,6 +66,14 @@ RUNS = {
         "reward.overlong_buffer=8",
         "reward.overlong_limit=20",
     ],
+    "distilled": [
+        "algorithm.estimator=none",
+        "rollout.group_size=1",
+        "teacher.path=FOLDER/ppo/policy",
+        "teacher.objective=forward_kl",
+        "teacher.decay_steps=2",
+        "training.steps=3",
+    ],
     "remax": ["algorithm.estimator=remax", "rollout.group_size=1"],
     "eob": ["algorithm.estimator=eob", "correction.weights=token"],
     "kl_cov": ["algorithm.estimator=gpg", "algorithm.loss=kl_cov", "kl.coefficient=0.1", "correction.ratio_mask=token"],
@@ -76,7 +84,8 @@ def main() -> None:
     policy, folder, *names = sys.argv[1:]
     place = [f"model.path={policy}", f"runs_dir={folder}"]
     for name in names:
-        settings = load_settings("counting_env:CountingEnv", overrides=[*place, *_SHORT, *RUNS[name], f"name={name}"])
+        own = [item.replace("FOLDER", folder) for item in RUNS[name]]
+        settings = load_settings("counting_env:CountingEnv", overrides=[*place, *_SHORT, *own, f"name={name}"])
         assert train(settings, resume=False) == 0
     for name in names:
         if name.endswith("_in_two"):

@@ -30,12 +30,13 @@ from agentrl.training.settings import (
     CriticSettings,
     KLSettings,
     OptimizerSettings,
+    TeacherSettings,
     TrainingSettings,
 )
 from agentrl.training.step.batching import plan_step
 from agentrl.training.step.diagnostics import FidelityError, TokenRecorder, fidelity_bound
 from agentrl.training.step.objective_settings import ObjectiveSettings
-from agentrl.training.step.reference_and_critic import Critic, Reference
+from agentrl.training.step.reference_and_critic import Critic, FrozenPolicy
 from agentrl.training.step.trainer import Trainer
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl.weights.sources import full_parameters
@@ -53,6 +54,7 @@ class Case:
     algorithm: dict[str, Any] = field(default_factory=dict)
     reward: dict[str, Any] = field(default_factory=dict)
     kl: dict[str, Any] = field(default_factory=dict)
+    teacher: dict[str, Any] = field(default_factory=dict)
     correction: dict[str, Any] = field(default_factory=dict)
     near: bool = False  # the engine's log-probabilities are near the trainer's
     zero_stage: int = 0
@@ -71,6 +73,7 @@ class Case:
             algorithm=AlgorithmSettings(**{"fidelity_bound": 1e9, "aggregation": "token_mean", **self.algorithm}),
             reward=RewardSettings(**self.reward),
             kl=KLSettings(**self.kl),
+            teacher=TeacherSettings(**self.teacher),
             correction=CorrectionSettings(**self.correction),
             response_tokens=20,
         )
@@ -120,6 +123,14 @@ CASES = {
     ),
     "kl_reward": Case(
         zero_stage=3, kl={"coefficient": 0.1, "placement": "reward", "controller": "adaptive", "horizon": 100}
+    ),
+    "teacher": Case(zero_stage=3, teacher={"objective": "jsd", "temperature": 1.1}, algorithm={"estimator": "none"}),
+    "teacher_sampled": Case(
+        zero_stage=0,
+        learning_rate=0.5,
+        kl={"coefficient": 0.5, "estimator": "full"},
+        teacher={"objective": "sampled", "coefficient": 0.5},
+        algorithm=_PPO,
     ),
     "token_weights": Case(zero_stage=1, near=True, correction={"weights": "token", "weight_high": 1.1}),
     "icepop_void": Case(
@@ -194,6 +205,7 @@ SEQUENCE = (
     "whitened_zero3",
     "two_updates",
     "kl_full_two_updates",
+    "teacher",
     "normalized_weights",
     "masks",
     "clip_cov",
@@ -346,23 +358,31 @@ def trainer_of(
         settings,
         temperature=0.8,
         fidelity_bound=1e9,
-        reference=reference_of(case) if case.kl else None,
+        reference=frozen_policy(case, over_vocabulary=settings.kl.over_vocabulary) if case.kl else None,
+        teacher=teacher_of(case) if case.teacher else None,
         critic=critic,
     )
 
 
-def reference_of(case: Case) -> Reference:
+def teacher_of(case: Case) -> FrozenPolicy:
+    settings = case.settings().teacher
+    return frozen_policy(
+        case,
+        scale=0.5,
+        temperature=settings.temperature or 0.8,
+        over_vocabulary=settings.over_vocabulary,
+        beta=settings.resolved_beta,
+    )
+
+
+def frozen_policy(case: Case, *, scale: float = 1.5, temperature: float = 0.8, **options: Any) -> FrozenPolicy:
     """The policy it starts from with one layer a little different."""
     model = tiny_model(tied=case.tied)
     with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+        model.model.layers[0].mlp.down_proj.weight.mul_(scale)
     policy = PolicyModel(model, sequence=case.sequence())
-    return Reference(
-        policy,
-        lambda module: frozen(module, case.training(), bfloat16=False),
-        temperature=0.8,
-        over_vocabulary=case.settings().kl.over_vocabulary,
-    )
+    freeze = lambda module: frozen(module, case.training(), bfloat16=False)  # noqa: E731
+    return FrozenPolicy(policy, freeze, temperature=temperature, **options)
 
 
 def critic_of(case: Case) -> Critic:

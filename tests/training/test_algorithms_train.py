@@ -23,6 +23,7 @@ SCRIPT = Path(__file__).with_name("runs_in_one_process.py")
 NAMES = (
     "ppo",
     "ppo_in_two",
+    "distilled",
     "dapo",
     "remax",
     "eob",
@@ -74,7 +75,7 @@ def test_every_metric_is_in_the_catalogue_and_every_unconditional_one_in_every_s
     assert set.intersection(*trained) >= always
     every = {key for name in NAMES for row in RunDirectory(runs / name).metrics() for key in row}
     assert {key for key in every if metric_of(key) is None} == set()
-    complete = ("Reward", "Groups", "Rollout correction", "Critic", "Reference policy", "Time")
+    complete = ("Reward", "Groups", "Rollout correction", "Critic", "Reference policy", "Teacher", "Time")
     listed = {metric.name for section in complete for metric in SECTIONS[section]}
     assert listed - every == {"rewards/{function}"}
 
@@ -90,6 +91,14 @@ def test_ppo_trains_a_critic_and_adapts_its_penalty(runs: Path) -> None:
     coefficients = [row["kl/coefficient"] for row in rows]
     assert coefficients[:2] == [0.05, pytest.approx(0.05 * (1 - 0.2 * 12 / 100))]
     assert all(abs(row["kl/mean"]) > 0 for row in rows[1:])
+
+
+def test_a_teacher_alone_trains_until_its_weight_is_zero(runs: Path) -> None:
+    first, second, last = steps(runs / "distilled")
+    assert [row["teacher/coefficient"] for row in (first, second, last)] == [1.0, 0.5, 0.0]
+    assert first["policy/loss"] == pytest.approx(first["teacher/divergence"], rel=1e-5)
+    assert first["policy/gradient_norm"] > 0.0 == last["policy/gradient_norm"]
+    assert "teacher/divergence" not in last
 
 
 def test_a_resumed_run_continues_critic_reference_and_penalty_bit_by_bit(runs: Path) -> None:

@@ -12,7 +12,7 @@ from training.rows import rows_of
 
 from agentrl.algorithms import Advantages, Correction
 from agentrl.rollout.settings import RewardSettings
-from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings
+from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings, TeacherSettings
 from agentrl.training.step.objective import PolicyObjective
 from agentrl.training.step.objective_settings import ObjectiveSettings
 
@@ -21,19 +21,22 @@ BEFORE = torch.tensor([0.35, 0.25, 0.4], dtype=torch.float64)  # the policy befo
 REFERENCE = torch.tensor([0.2, 0.7, 0.1], dtype=torch.float64)
 
 
-def objective(*, entropy: float = 0.0, **kl: Any) -> PolicyObjective:
+def objective(*, entropy: float = 0.0, teacher: str | None = None, **kl: Any) -> PolicyObjective:
     return PolicyObjective(
         ObjectiveSettings(
             algorithm=AlgorithmSettings(aggregation="token_sum", entropy_coefficient=entropy),
             reward=RewardSettings(),
             kl=KLSettings(**kl),
+            teacher=TeacherSettings() if teacher is None else TeacherSettings(path="teacher", objective=teacher),
             correction=CorrectionSettings(weights="token"),
             response_tokens=1,
         )
     )
 
 
-def expected_gradient(made: PolicyObjective, logits: Tensor, *, weights: Tensor, fresh: bool) -> Tensor:
+def expected_gradient(
+    made: PolicyObjective, logits: Tensor, *, weights: Tensor, fresh: bool, taught: bool = False
+) -> Tensor:
     """E over tokens of the behaviour policy of the loss's gradient, advantages 0; row i samples token i."""
     log_p = logits.log_softmax(-1)
     column, everywhere = log_p[:, None], torch.ones(1, 1, dtype=torch.bool)
@@ -45,11 +48,13 @@ def expected_gradient(made: PolicyObjective, logits: Tensor, *, weights: Tensor,
         rows = slice(row, row + 1)
         nothing = torch.zeros(1, 1)
         correction = Correction(weights=weights[rows, None], loss_mask=everywhere, metrics={})
-        scored = rows_of(before[rows], reference_log_probs=REFERENCE[rows, None].log())
+        others = REFERENCE[rows, None].log()
+        scored = rows_of(before[rows], reference_log_probs=others, teacher_log_probs=others if taught else None)
         estimate = Advantages(advantages=nothing, returns=nothing, baselines=nothing)
         own = replace(scored, correction=correction, estimate=estimate)
         statistics = replace(own.statistics, log_probs=column[rows], entropy=entropy[rows], full_kl=full[rows])
-        value, _ = made.loss(statistics, own, normalizer=None, beta=1.0, fresh=fresh)
+        statistics = replace(statistics, teacher_divergence=full[rows])
+        value, _ = made.loss(statistics, own, normalizer=None, beta=1.0, teacher_coefficient=0.5, fresh=fresh)
         total = total + probability * value
     return torch.autograd.grad(total, logits)[0]
 
@@ -68,6 +73,19 @@ def test_the_kl_penalty_on_stale_tokens_has_the_gradient_of_its_divergence(estim
     p, q = logits.softmax(-1), REFERENCE
     divergence = {"k1": 0.0 * p, "k3": q * (q / p).log(), "abs": (p - q).abs()}.get(estimator, p * (p / q).log())
     torch.testing.assert_close(found, torch.autograd.grad(divergence.sum(), logits)[0], rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["one forward", "later update"])
+@pytest.mark.parametrize("form", ["sampled", "reverse_kl"])
+def test_a_teacher_adds_its_divergence_to_the_penalty(form: str, fresh: bool) -> None:
+    logits, weights = present(fresh=fresh)
+    p = logits.softmax(-1)
+    (divergence,) = torch.autograd.grad((p * (p / REFERENCE).log()).sum(), logits)
+    alone = expected_gradient(objective(teacher=form), logits, weights=weights, fresh=fresh, taught=True)
+    torch.testing.assert_close(alone, 0.5 * divergence, rtol=1e-6, atol=1e-12)
+    both = objective(teacher=form, coefficient=1.0, estimator="full")
+    found = expected_gradient(both, logits, weights=weights, fresh=fresh, taught=True)
+    torch.testing.assert_close(found, 1.5 * divergence, rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["one forward", "later update"])

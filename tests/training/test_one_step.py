@@ -166,6 +166,8 @@ def test_what_the_settings_ask_for_takes_part(alone: Results) -> None:
         "kl_full",
         "kl_full_reward",
         "kl_reward",
+        "teacher",
+        "teacher_sampled",
         "token_weights",
         "weighted_remax",
         "summed_masks",
@@ -182,6 +184,8 @@ def test_what_the_settings_ask_for_takes_part(alone: Results) -> None:
     assert exact == pytest.approx([exact[0]] * 3, rel=1e-6)
     assert 0 < exact[0] != pytest.approx(metrics("kl_loss")["kl/mean"], rel=1e-3)
     assert metrics("kl_reward")["kl/coefficient"] == 0.1
+    assert metrics("teacher")["teacher/divergence"] > 0.01
+    assert metrics("teacher_sampled")["teacher/coefficient"] == 0.5
     # Below the target by more than the largest step: 0.1 * (1 - 0.2 * 20 / 100). (No policy sampled the record, so k1
     # may be negative.)
     assert metrics("kl_reward")["kl/mean"] < 0.08

@@ -30,7 +30,7 @@ def test_it_measures_draws_and_says_which_wins(command_line: CommandLine, random
     folder = command_line.folder / "measured"
     record = json.loads((folder / "variance.json").read_text())
     # The environment's module registers an estimator, and the laboratory has one of its own.
-    names = {*ESTIMATORS.names(), "doubled", "otb_cross"} - {"gae"}
+    names = {*ESTIMATORS.names(), "doubled", "otb_cross"} - {"gae", "none"}
     assert {(line["estimator"], line["group_size"]) for line in record["lines"]} == {
         (n, s) for n in names for s in (2, 4)
     }

@@ -142,6 +142,12 @@ def opo(inputs: EstimatorInputs, options: WeightedOptions) -> Advantages:
     return scalar_estimate(inputs.totals, weighted_means(inputs, weights, leave_one_out=options.leave_one_out))
 
 
+@register_estimator("none", options=ScalarOptions, equal_groups=True)
+def none(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
+    """Compute A = 0: rewards are measured, but do not train. For distillation from a teacher."""
+    return scalar_estimate(inputs.totals, inputs.totals)
+
+
 def group_means(inputs: EstimatorInputs) -> Tensor:
     """Return the mean R of the row's group [B]; 0 for a group of one."""
     return torch.where(inputs.members == 1, 0.0, inputs.groups.mean(inputs.totals))

@@ -105,12 +105,14 @@ def machine_problems(settings: Settings) -> list[str]:
 def _check_model(settings: Settings) -> None:
     """Raise SettingsError if a model does not support the settings for LoRA, lengths or sequence parallelism.
 
-    Also raises SettingsError if the packed forward pass of policy, reference or critic differs from the model's own.
+    Also raises SettingsError if the packed forward pass of a model (policy, reference, teacher or critic) differs from
+    the model's own.
     """
     if settings.model.lora.rank:
         check_peft()
     longest = longest_request(settings.rollout, settings.evaluation.max_response_tokens)
-    others = {path for path in (settings.kl.reference, settings.critic.path) if path is not None}
+    named = (settings.kl.reference, settings.teacher.path, settings.critic.path)
+    others = {path for path in named if path is not None}
     for path in (settings.model.path, *sorted(others - {settings.model.path})):
         model = settings.model.model_copy(update={"path": path})
         try:

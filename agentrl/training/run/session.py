@@ -52,7 +52,7 @@ from agentrl.training.run.signals import INTERRUPTED
 from agentrl.training.step.batching import is_due
 from agentrl.training.step.diagnostics import FIDELITY_FLOORS, fidelity_bound
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
-from agentrl.training.step.reference_and_critic import open_critic, open_reference, reference_path
+from agentrl.training.step.reference_and_critic import open_critic, open_reference, open_teacher, reference_path
 from agentrl.training.step.trainer import Trainer
 from agentrl.training.worker.local import LocalService
 from agentrl.training.worker.service import InterruptedRunError, RolloutService
@@ -159,15 +159,18 @@ class Session:
         opened.callback(self._service.close)  # runs first: stops the servers to which the sender is connected
 
     def _open_trainer(self, objective: ObjectiveSettings) -> Trainer:
-        settings, reference = self._settings, None
+        settings, reference, teacher = self._settings, None, None
         if self._reference_path is not None:
             reference = open_reference(self._reference_path, settings, self._engine, start=self._start)
+        if settings.teacher.path is not None:
+            teacher = open_teacher(settings.teacher.path, settings, self._engine, start=self._start)
         return Trainer(
             self._engine,
             objective,
             temperature=settings.rollout.temperature,
             fidelity_bound=math.inf,  # until start() measures it
             reference=reference,
+            teacher=teacher,
             critic=self._critic,
             heartbeat=self._heartbeat,
         )

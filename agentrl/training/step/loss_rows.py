@@ -34,13 +34,14 @@ from agentrl.training.step.objective_settings import ObjectiveSettings, estimato
 class LossRows:
     """A micro-batch with all inputs of its loss except the training forward. All tensors are detached.
 
-    The forwards of policy, reference and critic fill the first fields. :class:`LossRowBuilder` adds ``correction``,
-    ``rewards`` and ``estimate`` once all trajectories of the groups are scored.
+    The forwards of policy, reference, teacher and critic fill the first fields. :class:`LossRowBuilder` adds
+    ``correction``, ``rewards`` and ``estimate`` once all trajectories of the groups are scored.
     """
 
     batch: Batch
     statistics: TokenStatistics  # each [B, T], zero off model tokens, by the weights before the step's updates
     reference_log_probs: Tensor | None = None  # [B, T]
+    teacher_log_probs: Tensor | None = None  # [B, T]
     values: Tensor | None = None  # [B, T] of the critic, before each token
     final_values: Tensor | None = None  # [B] of the critic, after the last token
     trajectory_energy: Tensor | None = None  # [B] exact
@@ -195,7 +196,7 @@ class LossRowBuilder:
 
     def with_estimate(self, rows: LossRows, rewards: Tensor, estimate: Advantages, *, meter: Meter) -> LossRows:
         """Complete rows whose advantages were known before their forward."""
-        self._measure_kl(rows, meter)
+        self._measure_divergences(rows, meter)
         correction = self.corrector.correct(rows, meter=meter)
         return replace(rows, correction=correction, rewards=rewards, estimate=estimate)
 
@@ -288,7 +289,7 @@ class LossRowBuilder:
     def _inputs(self, rows: LossRows, *, beta: float, meter: Meter) -> AdvantageInputs:
         statistics, after, correction = rows.statistics, rows.final_values, rows.correction
         known = self._reward_inputs(rows.batch, meter)
-        self._measure_kl(rows, meter)
+        self._measure_divergences(rows, meter)
         return replace(
             known,
             rewards=self._with_kl_penalty(rows, known.rewards, beta),
@@ -332,14 +333,17 @@ class LossRowBuilder:
         # The branches of a rollout share one penalty: the weighted mean of their penalties.
         return add_at_last_token(batch.rewards, batch.response_mask, penalties * batch.weights)
 
-    def _measure_kl(self, rows: LossRows, meter: Meter) -> None:
-        """Record the mean KL penalty for any ``kl.placement``."""
-        reference, mask = rows.reference_log_probs, rows.batch.response_mask
-        if reference is None:
-            return
-        estimator, tokens = self._settings.kl.resolved_estimator, mask.sum()
-        penalty = kl_penalty(rows.log_probs, reference, estimator, mask=mask, full=rows.statistics.full_kl)
-        meter.add_mean("kl/mean", penalty.double().sum() / tokens, tokens * int(rows.batch.counted))
+    def _measure_divergences(self, rows: LossRows, meter: Meter) -> None:
+        """Record the mean KL penalty for any ``kl.placement``, and the mean divergence from the teacher."""
+        mask, statistics, settings = rows.batch.response_mask, rows.statistics, self._settings
+        tokens = mask.sum()
+        for name, others, estimator, full in (
+            ("kl/mean", rows.reference_log_probs, settings.kl.resolved_estimator, statistics.full_kl),
+            ("teacher/divergence", rows.teacher_log_probs, settings.teacher.estimator, statistics.teacher_divergence),
+        ):
+            if others is not None:
+                penalty = kl_penalty(rows.log_probs, others, estimator, mask=mask, full=full)
+                meter.add_mean(name, penalty.double().sum() / tokens, tokens * int(rows.batch.counted))
 
     def _with_kl_penalty(self, rows: LossRows, rewards: Tensor, beta: float) -> Tensor:
         """Subtract the KL penalty from rewards if ``kl.placement`` is reward."""

@@ -28,7 +28,7 @@ _LOG_RATIO_LIMIT = 20.0
 
 
 class PolicyObjective:
-    """Policy loss, entropy bonus and KL penalty under one aggregation."""
+    """Policy loss, entropy bonus, KL penalty and divergence from a teacher under one aggregation."""
 
     def __init__(self, settings: ObjectiveSettings) -> None:
         """Resolve the loss. Raises SettingsError if the loss is unknown or does not support a changed setting."""
@@ -37,6 +37,7 @@ class PolicyObjective:
         self._mode = settings.aggregation
         self._length = settings.norm_length if self._mode == "seq_mean_token_sum_norm" else None
         self._kl_estimator = settings.kl.resolved_estimator if settings.kl.in_loss else None
+        self._teacher_estimator = settings.teacher.estimator
         self.selects = LOSSES.traits(settings.algorithm.loss).step_wide
 
     def normalizer(self, tokens: float, sequences: float) -> float | None:
@@ -71,6 +72,7 @@ class PolicyObjective:
         *,
         normalizer: float | None,
         beta: float,
+        teacher_coefficient: float,
         fresh: bool,
         selected: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -99,13 +101,14 @@ class PolicyObjective:
         if self._algorithm.entropy_coefficient:
             bonus = self._aggregated(statistics.entropy, rows, normalizer)
             value = value - self._algorithm.entropy_coefficient * bonus
-        reference = rows.reference_log_probs
-        if self._kl_estimator is not None and reference is not None:
-            ratio = None if self._kl_estimator == "full" else _ratio(log_probs, rows, fresh=fresh)
-            penalty = kl_penalty(
-                log_probs, reference, self._kl_estimator, mask=mask, full=statistics.full_kl, ratio=ratio
-            )
-            value = value + beta * self._aggregated(penalty, rows, normalizer)
+        for estimator, others, full, coefficient in (
+            (self._kl_estimator, rows.reference_log_probs, statistics.full_kl, beta),
+            (self._teacher_estimator, rows.teacher_log_probs, statistics.teacher_divergence, teacher_coefficient),
+        ):
+            if estimator is not None and others is not None:
+                ratio = None if estimator == "full" else _ratio(log_probs, rows, fresh=fresh)
+                penalty = kl_penalty(log_probs, others, estimator, mask=mask, full=full, ratio=ratio)
+                value = value + coefficient * self._aggregated(penalty, rows, normalizer)
         return value, made.metrics
 
     def token_factors(self, rows: LossRows, normalizer: float | None) -> Tensor:

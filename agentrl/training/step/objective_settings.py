@@ -21,7 +21,7 @@ from agentrl.algorithms import (
 from agentrl.algorithms.options import E, OptionsRegistry
 from agentrl.errors import SettingsError
 from agentrl.rollout.settings import RewardSettings
-from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings
+from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings, TeacherSettings
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -42,6 +42,7 @@ class ObjectiveSettings:
     algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
     reward: RewardSettings = field(default_factory=RewardSettings)
     kl: KLSettings = field(default_factory=KLSettings)
+    teacher: TeacherSettings = field(default_factory=TeacherSettings)
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     response_tokens: int
 
@@ -52,6 +53,7 @@ class ObjectiveSettings:
             algorithm=settings.algorithm,
             reward=settings.reward,
             kl=settings.kl,
+            teacher=settings.teacher,
             correction=settings.correction,
             response_tokens=settings.rollout.max_response_tokens,
         )

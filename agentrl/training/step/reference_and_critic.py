@@ -1,8 +1,8 @@
-"""The other models of a step: the reference policy of the KL penalty, and the critic of estimator gae."""
+"""The other models of a step: the reference of the KL penalty, the teacher, and the critic of estimator gae."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from agentrl.algorithms import AdaptiveKL, FixedKL, KLController, aggregate, value_loss
 from agentrl.batch import Batch, scatter_tokens
+from agentrl.errors import SettingsError
 from agentrl.models.exactness import choose_reader
 from agentrl.models.lora import disabled_adapters
-from agentrl.models.policy import PolicyModel, ReferenceHead, ValueModel
+from agentrl.models.policy import FrozenHead, PolicyModel, ValueModel
 from agentrl.models.settings import LoRASettings
+from agentrl.models.tokenizer import different_tokens, read_tokenizer
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, read_for_training, read_policy
 from agentrl.training.engine.groups import rank_groups
 from agentrl.training.settings import CriticSettings, KLSettings
@@ -32,7 +34,7 @@ def kl_controller(settings: KLSettings) -> KLController:
     return AdaptiveKL(settings.coefficient, target=settings.target, horizon=settings.horizon)
 
 
-class Reference:
+class FrozenPolicy:
     """A frozen policy: a separate model, or the base model of a policy with adapters."""
 
     def __init__(
@@ -42,28 +44,40 @@ class Reference:
         *,
         temperature: float,
         over_vocabulary: bool = False,
+        beta: float = 1.0,
+        vocabulary: int | None = None,
+        refused_ids: Mapping[int, str] | None = None,
     ) -> None:
         """``freeze`` returns the policy's forward on this rank's device, possibly with sharded parameters.
 
-        ``over_vocabulary`` enables the divergence over the whole vocabulary. Unless the head is frozen, this requires a
-        copy of the head on every rank.
+        ``over_vocabulary`` enables the divergence over the whole vocabulary, which ``beta`` selects (:func:`.full_kl`).
+        Unless the head is frozen, this requires a copy of the head on every rank. Rows of the head beyond
+        ``vocabulary`` are left out: no tokenizer has these ids, which only pad the vocabulary. ``refused_ids`` maps
+        token ids that must not occur to the reasons.
         """
         self._logit_map = policy.head.logit_map
         nothing: tuple[Tensor | None, Tensor | None] = (None, None)
-        self._weight, self._bias = _head_values(policy.head) if over_vocabulary else nothing
+        self._weight, self._bias = _head_values(policy.head, vocabulary) if over_vocabulary else nothing
         self._forward = freeze(policy)
         self._temperature = temperature
         self.over_vocabulary = over_vocabulary
+        self._beta = beta
+        self._refused_ids = refused_ids or {}
 
     @torch.no_grad()
-    def read(self, batch: Batch) -> tuple[Tensor, ReferenceHead | None]:
+    def read(self, batch: Batch) -> tuple[Tensor, FrozenHead | None]:
         """Compute log-probabilities [B, T] of the sampled tokens, 0 off model tokens. Collective under ZeRO-3.
 
         The distributions of both policies are restricted to the batch's support, if there is one.
 
         Also returns the inputs of the divergence over the whole vocabulary, for model tokens in row-major order, or
-        None if it is not enabled.
+        None if it is not enabled. Raises SettingsError if a refused token id occurs.
         """
+        if self._refused_ids:
+            ids = batch.row.input_ids
+            found = ids[torch.isin(ids, torch.tensor([*self._refused_ids], device=ids.device))].tolist()
+            if found:
+                raise SettingsError(self._refused_ids[found[0]])
         statistics, hidden = self._forward(
             batch.row,
             batch.rows,
@@ -77,11 +91,19 @@ class Reference:
             return log_probs, None
         self._weight = self._weight.to(hidden.device, hidden.dtype)
         self._bias = None if self._bias is None else self._bias.to(hidden.device, hidden.dtype)
-        return log_probs, ReferenceHead(hidden=hidden, weight=self._weight, bias=self._bias, logit_map=self._logit_map)
+        return log_probs, FrozenHead(
+            hidden=hidden,
+            weight=self._weight,
+            bias=self._bias,
+            logit_map=self._logit_map,
+            temperature=self._temperature,
+            beta=self._beta,
+        )
 
 
-def _head_values(head: nn.Linear) -> tuple[Tensor, Tensor | None]:
+def _head_values(head: nn.Linear, vocabulary: int | None) -> tuple[Tensor, Tensor | None]:
     with gathered_linear(head) as (weight, bias):
+        weight, bias = weight[:vocabulary], None if bias is None else bias[:vocabulary]
         if not head.weight.requires_grad:
             return weight, bias  # of a policy with adapters, where they do not change
         return weight.clone(), None if bias is None else bias.clone()
@@ -92,25 +114,52 @@ def reference_path(settings: KLSettings, start: str) -> str | None:
     return None if settings.coefficient == 0.0 else settings.reference or start
 
 
-def open_reference(path: str, settings: Settings, engine: TrainingEngine[PolicyModel], *, start: str) -> Reference:
-    """Open the reference policy on this rank. Raises SettingsError if the model cannot be read.
+def open_reference(path: str, settings: Settings, engine: TrainingEngine[PolicyModel], *, start: str) -> FrozenPolicy:
+    """Open the reference policy on this rank. Raises SettingsError if the model cannot be read."""
+    policy, freeze = _frozen_policy(path, settings, engine, start=start)
+    return FrozenPolicy(
+        policy, freeze, temperature=settings.rollout.temperature, over_vocabulary=settings.kl.over_vocabulary
+    )
 
-    If the reference is the base model ``start`` of a policy with adapters, the policy is used with its adapters off.
+
+def open_teacher(path: str, settings: Settings, engine: TrainingEngine[PolicyModel], *, start: str) -> FrozenPolicy:
+    """Open the teacher on this rank.
+
+    Raises SettingsError if the model cannot be read, if its vocabulary is smaller than the policy's, or if its
+    tokenizer has other ids for ordinary tokens. A special token with another id is refused when it occurs.
+    """
+    teacher = settings.teacher
+    refused_ids = different_tokens(read_tokenizer(start), read_tokenizer(path), owner=f"the teacher {path}")
+    policy, freeze = _frozen_policy(path, settings, engine, start=start)
+    vocabulary, own = engine.module.head.out_features, policy.head.out_features
+    if teacher.over_vocabulary and own < vocabulary:
+        raise SettingsError(
+            f"teacher.path={path} has {own} logits, and the policy {vocabulary}: teacher.objective={teacher.objective} "
+            "needs a teacher with at least the policy's vocabulary; set teacher.objective=sampled"
+        )
+    return FrozenPolicy(
+        policy,
+        freeze,
+        temperature=teacher.temperature or settings.rollout.temperature,
+        over_vocabulary=teacher.over_vocabulary,
+        beta=teacher.resolved_beta,
+        vocabulary=vocabulary,
+        refused_ids=refused_ids,
+    )
+
+
+def _frozen_policy(
+    path: str, settings: Settings, engine: TrainingEngine[PolicyModel], *, start: str
+) -> tuple[PolicyModel, Callable[[PolicyModel], Callable[..., Any]]]:
+    """Return a model and the function that freezes it.
+
+    For the base model ``start`` of a policy with adapters, the policy is used with its adapters off.
     """
     training = settings.training
     if settings.model.lora.rank and path == start:
-        return Reference(
-            engine.module,
-            partial(_without_adapters, engine),
-            temperature=settings.rollout.temperature,
-            over_vocabulary=settings.kl.over_vocabulary,
-        )
-    return Reference(
-        read_policy(path, settings.model.model_copy(update={"lora": LoRASettings()}), training),
-        lambda module: frozen(module, training, bfloat16=settings.model.dtype == "bfloat16"),
-        temperature=settings.rollout.temperature,
-        over_vocabulary=settings.kl.over_vocabulary,
-    )
+        return engine.module, partial(_without_adapters, engine)
+    policy = read_policy(path, settings.model.model_copy(update={"lora": LoRASettings()}), training)
+    return policy, lambda module: frozen(module, training, bfloat16=settings.model.dtype == "bfloat16")
 
 
 def _without_adapters(engine: TrainingEngine[PolicyModel], policy: PolicyModel) -> Callable[..., Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from agentrl.training.step.diagnostics import (
 from agentrl.training.step.loss_rows import LossRowBuilder, LossRows, effective_sample_size
 from agentrl.training.step.objective import PolicyObjective
 from agentrl.training.step.objective_settings import ObjectiveSettings, known_before_forward
-from agentrl.training.step.reference_and_critic import Critic, Reference, kl_controller
+from agentrl.training.step.reference_and_critic import Critic, FrozenPolicy, kl_controller
 
 _Result = TypeVar("_Result")
 _Rows = TypeVar("_Rows", MicroBatch, LossRows)
@@ -45,6 +45,8 @@ class _Step:
     meter: Meter
     monitor: HeadExactMonitor | None
     beta: float
+    teacher_coefficient: float
+    frozen: Mapping[Literal["reference", "teacher"], FrozenPolicy]
     before_update: Callable[[], None] | None
     recorder: TokenRecorder | None
     norms: list[float] = field(default_factory=list)
@@ -60,11 +62,12 @@ class Trainer:
         *,
         temperature: float,
         fidelity_bound: float,
-        reference: Reference | None = None,
+        reference: FrozenPolicy | None = None,
+        teacher: FrozenPolicy | None = None,
         critic: Critic | None = None,
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        """Pass ``reference`` and ``critic`` if and only if ``settings`` need them.
+        """Pass ``reference``, ``teacher`` and ``critic`` if and only if ``settings`` need them.
 
         ``fidelity_bound``: see :func:`.diagnostics.check_fidelity`. Each pass over a micro-batch is marked in
         ``heartbeat``.
@@ -78,6 +81,8 @@ class Trainer:
         self._known_before_forward = known_before_forward(settings)
         self._objective = PolicyObjective(settings)
         self._reference = reference
+        self._teacher = teacher
+        self._teacher_coefficient = settings.teacher.coefficient_at
         self._critic = critic
         self._heartbeat = heartbeat or Heartbeat(deadline=math.inf, slow=math.inf)
         self._kl = kl_controller(settings.kl)
@@ -109,11 +114,19 @@ class Trainer:
         meter = Meter(self._engine.device)
         policy = self._engine.module
         monitor = HeadExactMonitor(policy, temperature=self._temperature) if plan.head_exact else None
+        teacher_coefficient = self._teacher_coefficient(plan.step)
+        frozen: dict[Literal["reference", "teacher"], FrozenPolicy] = {}
+        if self._reference is not None:
+            frozen["reference"] = self._reference
+        if self._teacher is not None and teacher_coefficient > 0:
+            frozen["teacher"] = self._teacher
         step = _Step(
             plan=plan,
             meter=meter,
             monitor=monitor,
             beta=self._kl.beta,
+            teacher_coefficient=teacher_coefficient,
+            frozen=frozen,
             before_update=before_update,
             recorder=recorder,
         )
@@ -131,6 +144,8 @@ class Trainer:
             metrics["kl/coefficient"] = step.beta
             if plan.updates:
                 self._kl.update(metrics["kl/mean"], plan.trajectories)
+        if self._teacher is not None:
+            metrics["teacher/coefficient"] = step.teacher_coefficient
         metrics["policy/updates"] = len(step.norms)
         metrics["optimizer/learning_rate"] = self._engine.learning_rate
         return metrics
@@ -195,7 +210,7 @@ class Trainer:
         del statistics
         for rows in others:
             with micro_batch_memory_errors(tokens=rows.batch.tokens, trajectories=rows.batch.trajectories):
-                statistics, _, _ = self._forward(rows.batch)
+                statistics, _, _ = self._forward(rows.batch, step)
                 self._account(step, rows, None)
                 self._backward(step, statistics, rows, normalizer, fresh=True)
 
@@ -229,7 +244,7 @@ class Trainer:
             rows = self._selected(step, rows, fresh=fresh)
 
         def work(own: LossRows) -> None:
-            statistics, _, _ = self._forward(own.batch)
+            statistics, _, _ = self._forward(own.batch, step)
             self._backward(step, statistics, own, normalizer, fresh=False)
             if self._critic is not None:
                 measured = self._critic.backward(own, tokens=update.model_tokens)
@@ -242,7 +257,7 @@ class Trainer:
         """Return the rows with the tokens that the loss selects. Collective."""
 
         def log_probs(own: LossRows) -> Tensor:
-            return own.log_probs if fresh else self._forward(own.batch)[0].log_probs
+            return own.log_probs if fresh else self._forward(own.batch, step)[0].log_probs
 
         with torch.no_grad():
             now = self._over_micro_batches(log_probs, rows)
@@ -270,28 +285,26 @@ class Trainer:
     # -- pieces ---------------------------------------------------------------------------------------------------
 
     def _forward(
-        self, batch: Batch, *, keep_hidden: bool = False
-    ) -> tuple[TokenStatistics, Tensor | None, Tensor | None]:
-        """Run the policy's forward, after the reference's forward if the divergence needs it.
+        self, batch: Batch, step: _Step, *, keep_hidden: bool = False
+    ) -> tuple[TokenStatistics, Tensor | None, dict[str, Tensor]]:
+        """Run the policy's forward, after the forwards of frozen policies whose whole distribution it needs.
 
         Returns (statistics [B, T], zero off model tokens, connected to the graph; hidden states [N, D] of the model
-        tokens, or of this rank's part of them; the reference's log-probabilities [B, T], None if it was not needed).
+        tokens, or of this rank's part of them; log-probabilities [B, T] by these frozen policies).
         """
         self._heartbeat.start_pass()
-        reference_log_probs = head = None
-        if self._reference is not None and self._reference.over_vocabulary:
-            reference_log_probs, head = self._reference.read(batch)
+        read = {name: policy.read(batch) for name, policy in step.frozen.items() if policy.over_vocabulary}
         flat, hidden = self._engine(
             batch.row,
             batch.rows,
             batch.columns,
             temperature=self._temperature,
             keep_hidden=keep_hidden,
-            reference=head,
             support=batch.support,
+            **{name: head for name, (_, head) in read.items()},
         )
         statistics = flat.map(lambda values: scatter_tokens(values, batch.response_mask))
-        return statistics, hidden, reference_log_probs
+        return statistics, hidden, {name: log_probs for name, (log_probs, _) in read.items()}
 
     def _on_device(self, micro: MicroBatch) -> Batch:
         return Batch.of(micro, device=self._engine.device, multiple=self._engine.module.row_multiple)
@@ -304,16 +317,16 @@ class Trainer:
 
         Returns (its rows, without rewards and advantages; statistics connected to the graph; hidden states).
         """
-        statistics, hidden, reference_log_probs = self._forward(batch, keep_hidden=step.monitor is not None)
+        statistics, hidden, log_probs = self._forward(batch, step, keep_hidden=step.monitor is not None)
         values = final_values = None
-        if reference_log_probs is None and self._reference is not None:
-            reference_log_probs, _ = self._reference.read(batch)
+        log_probs |= {name: policy.read(batch)[0] for name, policy in step.frozen.items() if name not in log_probs}
         if self._critic is not None:
             values, final_values = self._critic.values(batch)
         rows = LossRows(
             batch=batch,
             statistics=statistics.map(Tensor.detach),
-            reference_log_probs=reference_log_probs,
+            reference_log_probs=log_probs.get("reference"),
+            teacher_log_probs=log_probs.get("teacher"),
             values=values,
             final_values=final_values,
         )
@@ -339,7 +352,13 @@ class Trainer:
     ) -> None:
         """Accumulate the gradient of this micro-batch's part of the loss. All parts sum to the step's loss."""
         value, metrics = self._objective.loss(
-            statistics, rows, normalizer=normalizer, beta=step.beta, fresh=fresh, selected=rows.selected
+            statistics,
+            rows,
+            normalizer=normalizer,
+            beta=step.beta,
+            teacher_coefficient=step.teacher_coefficient,
+            fresh=fresh,
+            selected=rows.selected,
         )
         if step.recorder is not None and rows.batch.counted:
             update = len(step.norms)  # of the step, from 0
