@@ -46,6 +46,7 @@ def rows_of(
         versions=zeros.int(),
         homes=none,
         greedy_returns=None,
+        support=None,
         counted=True,
     )
     statistics = TokenStatistics(
