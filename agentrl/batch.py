@@ -37,6 +37,7 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from agentrl.kernels import Support
 from agentrl.kernels.attention import PackedRow, pack_row
@@ -47,8 +48,8 @@ from agentrl.trajectory import Trajectory
 class MicroBatch:
     """``B`` trajectories as flat arrays, packed into one row of ``L`` tokens. Uses about 9 bytes per token.
 
-    The row has ``S`` segments (:class:`.PackedRow`). A prompt that several trajectories share is stored once. The
-    responses consist of ``R`` runs, in the order of the trajectories. A run contains consecutive tokens of one origin.
+    The row has ``S`` segments (:class:`.PackedRow`). A prefix that prompts share is stored once. The responses
+    consist of ``R`` runs, in the order of the trajectories. A run contains consecutive tokens of one origin.
     The model sampled ``N`` of the response tokens, in ``V`` version spans.
     """
 
@@ -100,7 +101,7 @@ class MicroBatch:
         if greedy_returns:
             greedy = np.array([greedy_returns[item.group] for item in items], dtype=np.float32)
         documents = [
-            (_array([item.prompt_ids], "i"), _array([segment.token_ids for segment in item.segments], "i"))
+            (flat_array([item.prompt_ids], "i"), flat_array([segment.token_ids for segment in item.segments], "i"))
             for item in items
         ]
         sampled = [segment for segment in segments if segment.origin == "model"]
@@ -113,7 +114,7 @@ class MicroBatch:
             run_sampled=np.array([segment.origin == "model" for segment in segments]),
             run_rewards=np.array([segment.reward for segment in segments], dtype=np.float32),
             runs=np.array([len(item.segments) for item in items], dtype=np.int32),
-            log_probs=_array([segment.log_probs for segment in segments], "d").astype(np.float32),
+            log_probs=flat_array([segment.log_probs for segment in segments], "d").astype(np.float32),
             version_spans=np.array(
                 [span for segment in segments for span in segment.version_spans], dtype=np.int32
             ).reshape(-1, 2),
@@ -144,7 +145,7 @@ class MicroBatch:
         return len(self.starts)
 
 
-def _array(runs: Sequence[Sequence[float]], code: Literal["i", "d"]) -> np.ndarray:
+def flat_array(runs: Sequence[Sequence[float]], code: Literal["i", "d"]) -> np.ndarray:
     """Concatenate runs of numbers to an array of C int or double."""
     # struct converts Python numbers faster than NumPy.
     packed: np.ndarray = np.empty(sum(map(len, runs)), dtype=code)
@@ -250,13 +251,11 @@ class Batch:
     @cached_property
     def input_ids(self) -> Tensor:
         """Prompts and responses, [B, S] int64, left-aligned and padded with 0, for code that needs them unpacked."""
-        prompts = self.prompt_lengths[:, None]
-        lengths = prompts + self.response_lengths[:, None]
-        steps = torch.arange(int(lengths.max()), device=prompts.device)
-        in_prompt = self.row.prompt_ends[:, None] - prompts + 1 + steps
-        in_response = self.row.starts[:, None] + steps - prompts
-        indices = torch.where(steps < prompts, in_prompt, in_response).clamp(max=self.row.input_ids.shape[1] - 1)
-        return torch.where(steps < lengths, self.row.input_ids[0, indices], 0)
+        documents = [self.row.document(*item) for item in enumerate(self.response_lengths.tolist())]
+        lengths = torch.tensor([len(document) for document in documents])
+        indices = pad_sequence(documents, batch_first=True)
+        ids = torch.where(torch.arange(indices.shape[1]) < lengths[:, None], self.row.token_ids.cpu()[indices], 0)
+        return ids.long().to(self.row.token_ids.device)
 
     @cached_property
     def response_ids(self) -> Tensor:

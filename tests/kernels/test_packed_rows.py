@@ -19,9 +19,20 @@ pytestmark = pytest.mark.on_device
 
 
 def documents(draw: random.Random, count: int) -> tuple[Tensor, list[int], list[int]]:
-    """Padded documents over three prompts, their prompt lengths and their lengths."""
-    prompts = [[draw.randrange(50) for _ in range(draw.randint(1, 6))] for _ in range(3)]
-    made = [(draw.choice(prompts), [draw.randrange(50) for _ in range(draw.randint(0, 9))]) for _ in range(count)]
+    """Padded documents over three prompts or parts of other documents, their prompt lengths and their lengths."""
+
+    def tokens(least: int, most: int) -> list[int]:
+        return [draw.randrange(50) for _ in range(draw.randint(least, most))]
+
+    prompts = [tokens(1, 6) for _ in range(3)]
+    made: list[tuple[list[int], list[int]]] = []
+    for _ in range(count):
+        prompt = draw.choice(prompts)
+        if made and draw.random() < 0.5:
+            earlier = [token for part in draw.choice(made) for token in part]
+            prompt = [*earlier[: draw.randint(1, len(earlier))], *tokens(0, 3)]
+        made.append((prompt, tokens(0, 9)))
+    draw.shuffle(made)
     lengths = [len(prompt) + len(rest) for prompt, rest in made]
     ids = torch.full((count, max(lengths)), 99)
     for row, (prompt, rest) in enumerate(made):
@@ -39,11 +50,21 @@ def packed(documents: tuple[Tensor, list[int], list[int]], *, share_prompts: boo
 
 def indices_of(row: PackedRow, prompts: list[int], lengths: list[int]) -> list[list[int]]:
     """Where in the row the tokens of each document are."""
-    places = zip(row.prompt_ends.tolist(), row.starts.tolist(), prompts, lengths, strict=True)
-    return [
-        [*range(end - prompt + 1, end + 1), *range(start, start + length - prompt)]
-        for end, start, prompt, length in places
-    ]
+    rests = [length - prompt for prompt, length in zip(prompts, lengths, strict=True)]
+    return [row.document(number, rest).tolist() for number, rest in enumerate(rests)]
+
+
+def distinct_tokens(ids: Tensor, prompts: list[int], lengths: list[int]) -> int:
+    """Tokens of a row, if each prompt shares its longest prefix with the documents that have a shorter one."""
+    total = 0
+    before: list[list[int]] = []
+    for number in sorted(range(len(prompts)), key=prompts.__getitem__):
+        own = ids[number, : lengths[number]].tolist()
+        prefixes = [own[:count] for count in range(prompts[number] + 1)]
+        shared = [len(prefix) for prefix in prefixes for other in before if other[: len(prefix)] == prefix]
+        total += len(own) - max(shared, default=0)
+        before.append(own)
+    return total
 
 
 @given(st.integers(0, 10**6), st.integers(1, 9), st.booleans())
@@ -53,13 +74,18 @@ def test_every_document_finds_its_tokens_and_positions(seed: int, count: int, sh
     for document, places in enumerate(indices_of(row, prompts, lengths)):
         assert row.input_ids[0, places].tolist() == ids[document, : lengths[document]].tolist()
         assert row.position_ids[0, places].tolist() == list(range(lengths[document]))
-    rests = sum(lengths) - sum(prompts)
-    distinct = {tuple(line[:count]) for line, count in zip(ids.tolist(), prompts, strict=True)}
-    assert row.input_ids.shape[1] == rests + (sum(map(len, distinct)) if share else sum(prompts))
+    assert row.input_ids.shape[1] == (distinct_tokens(ids, prompts, lengths) if share else sum(lengths))
     assert row.lengths.sum() == row.input_ids.shape[1]
     assert row.longest == max(lengths)
-    tables, numbers = row.calls
-    assert torch.equal(torch.cat([one.flatten() for one in tables])[numbers], torch.arange(len(numbers)))
+    every = torch.arange(row.input_ids.shape[1])
+    calls, places = row.calls
+    assert torch.equal(torch.cat([queries.flatten() for queries, _, _ in calls])[places], every)
+    tables, places = row.documents
+    assert torch.equal(torch.cat([table.flatten() for table in tables])[places], every)
+    # Each token attends to the tokens on its path, whatever the order of the segments.
+    paths = {int(path[-1 - back]): path[: len(path) - back] for path in row.paths for back in range(len(path))}
+    for token in every.tolist():
+        assert torch.equal((row.reach[: token + 1] > token).nonzero()[:, 0], paths[token])
 
 
 def test_segments_name_the_prompt_that_they_follow() -> None:

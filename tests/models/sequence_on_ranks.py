@@ -62,7 +62,7 @@ CASES = {
 
 
 def batch_of(case: Case, *, ranks: int) -> Batch:
-    """Trajectories of one turn before an observation and one after it; the first two prompts of three tokens agree."""
+    """Trajectories with an observation. Prompts of three tokens agree; a prompt of eight continues the first response."""
     draw = random.Random(9)
 
     def tokens(count: int) -> tuple[int, ...]:
@@ -78,7 +78,8 @@ def batch_of(case: Case, *, ranks: int) -> Batch:
         if response > 4:
             segments.append(Segment(origin="observation", token_ids=tokens(2), text=""))
             segments.append(segment(tokens(response - response // 2 - 2)))
-        rows.append(played(prompt_ids=shared if prompt == 3 else tokens(prompt), segments=tuple(segments)))
+        ids = shared if prompt == 3 else (*shared, *rows[0].response_ids[:5]) if prompt == 8 else tokens(prompt)
+        rows.append(played(prompt_ids=ids, segments=tuple(segments)))
     return Batch.of(MicroBatch.of(rows), multiple=ranks)
 
 

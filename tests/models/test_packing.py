@@ -52,9 +52,18 @@ def conversation(draw: random.Random, prompt: tuple[int, ...]) -> Any:
 
 
 def conversations(seed: int, rows: int = 7) -> Batch:
+    """Conversations over three prompts, some of which continue an earlier one."""
     draw = random.Random(seed)
     prompts = [tuple(draw.randrange(250) for _ in range(draw.randint(1, 9))) for _ in range(3)]
-    return Batch.of(MicroBatch.of([conversation(draw, draw.choice(prompts)) for _ in range(rows)]))
+    made: list[Any] = []
+    for _ in range(rows):
+        prompt = draw.choice(prompts)
+        if made and draw.random() < 0.5:
+            earlier = draw.choice(made)
+            prompt = (*earlier.prompt_ids, *earlier.response_ids[: draw.randint(1, len(earlier.response_ids))], 1, 2)
+        made.append(conversation(draw, prompt))
+    draw.shuffle(made)
+    return Batch.of(MicroBatch.of(made))
 
 
 def plain_states(model: Any, batch: Batch, rows: slice) -> Tensor:
@@ -129,12 +138,18 @@ def statistics_and_gradients(kind: str, changes: dict[str, Any], batch: Batch, a
     return found | {"exact energies": policy.trajectory_energies(*places)}
 
 
+def ends(batch: Batch, row: int) -> bool:
+    """Whether no other document contains the first response token of ``row``."""
+    count = int(batch.prompt_lengths[row]) + 1
+    return int((batch.input_ids[:, :count] == batch.input_ids[row, :count]).all(-1).sum()) == 1
+
+
 @pytest.mark.on_device
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_change_in_one_document_changes_no_other_by_one_bit(kind: str) -> None:
     batch = conversations(seed=3)
     policy = PolicyModel(build_tiny(kind, **MODELS[kind]))
-    changed = next(row for row, length in enumerate(batch.response_lengths.tolist()) if length > 2)
+    changed = next(row for row, length in enumerate(batch.response_lengths.tolist()) if length > 2 and ends(batch, row))
     owner = batch.response_mask.nonzero()[:, 0]
 
     def numbers(ids: Tensor) -> list[Tensor]:

@@ -2,8 +2,7 @@
 
 `sdpa` calls torch's function for documents of nearly equal lengths. It needs no mask [L, L], because every document is
 a separate batch entry, and a causal query never reads the padding after a document. `flash` and `flex` call kernels
-that take the documents' boundaries. A prompt that several documents share is also computed as a document, so that no
-states depend on another document.
+that take the boundaries of segments. The states of a segment depend on the path to the segment and on no other tokens.
 """
 
 from __future__ import annotations
@@ -55,14 +54,32 @@ def _attend(
         return attend_by_blocks(now.row, query, key, value, scale=scale, window=window, cap=cap)
     if now.backend == "flash":
         return attend_by_segments(now.row, query, key, value, scale=scale, window=window, cap=cap)
-    tables, numbers = now.row.calls
+    calls, places = now.row.calls
+    if (name := ("sdpa", window, cap is None, query.dtype)) not in now.row.masks:
+        now.row.masks[name] = [_mask(*call, window, query.dtype, needed=cap is not None) for call in calls]
     parts = [
-        _causal(_rows(query, indices), _rows(key, indices), _rows(value, indices), scale, window, cap)
+        _causal(_rows(query, queries), _rows(key, keys), _rows(value, keys), mask, scale, cap)
         .transpose(1, 2)
         .flatten(0, 1)
-        for indices in tables
+        for (queries, keys, _), mask in zip(calls, now.row.masks[name], strict=True)
     ]
-    return torch.cat(parts).index_select(0, numbers)[None]
+    return torch.cat(parts).index_select(0, places)[None]
+
+
+def _mask(
+    queries: Tensor, keys: Tensor, first: Tensor, window: int | None, dtype: torch.dtype, *, needed: bool
+) -> Tensor | None:
+    """Return the mask [n or 1, 1, w, k] to add to the scores of a call, or None if a causal call is equivalent."""
+    width, count = queries.shape[1], keys.shape[1]
+    if width == count and not needed and (window is None or window >= count):
+        return None
+    columns = torch.arange(count, device=keys.device)
+    # The padding after the last query attends to the last key: a line without any key would have undefined gradients.
+    positions = (first[:, None] + torch.arange(width, device=keys.device)).clamp(max=count - 1)[:, None, :, None]
+    seen = columns <= positions
+    if window is not None:
+        seen &= columns > positions - window
+    return torch.zeros(seen.shape, dtype=dtype, device=keys.device).masked_fill_(~seen, -torch.inf)
 
 
 def attend_by_blocks(
@@ -76,14 +93,14 @@ def attend_by_blocks(
     cap: float | None,
 ) -> Tensor:
     """Run the backend `flex`: one call with a block mask. Compiled on GPUs; torch has no backward pass on CPUs."""
-    if window not in row.window_masks:
-        row.window_masks[window] = _block_mask(row, window)
+    if (name := ("flex", window)) not in row.masks:
+        row.masks[name] = _block_mask(row, window)
     attended = _flex(compiled=query.is_cuda)(
         query,
         key,
         value,
         score_mod=None if cap is None else _capped_at(cap),
-        block_mask=row.window_masks[window],
+        block_mask=row.masks[name],
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -106,12 +123,10 @@ def _flex(*, compiled: bool) -> Callable[..., Tensor]:
 
 
 def _block_mask(row: PackedRow, window: int | None) -> BlockMask:
-    segment, prefix = row.segment_of
-    positions = row.position_ids[0]
+    reach, positions = row.reach, row.position_ids[0]
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same = (segment[key] == segment[query]) | (segment[key] == prefix[query])
-        inside = same & (key <= query)
+        inside = (key <= query) & (query < reach[key])
         return inside if window is None else inside & (positions[query] - positions[key] < window)
 
     length = row.input_ids.shape[1]
@@ -210,19 +225,15 @@ def _rows(states: Tensor, indices: Tensor) -> Tensor:
 
 
 def _causal(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, cap: float | None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, cap: float | None
 ) -> Tensor:
-    """Compute causal attention of whole documents [n, H, w, E]."""
-    width, grouped = query.shape[2], query.shape[1] != key.shape[1]
-    banded = window is not None and window < width
-    if cap is None and not banded:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
-    mask = torch.ones(width, width, dtype=torch.bool, device=query.device).tril_()
-    if window is not None:
-        mask = mask.triu_(1 - window)
-    if cap is None:
-        return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=grouped)
-    return capped_attention(query, key, value, mask, scale=scale, cap=cap)
+    """Compute attention of queries [n, H, w, E] to keys [n, G, k, E], causal if there is no mask."""
+    if cap is not None and mask is not None:
+        return capped_attention(query, key, value, mask == 0, scale=scale, cap=cap)
+    grouped = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(
+        query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
 
 
 def capped_attention(

@@ -1,4 +1,4 @@
-"""Documents packed into one row of tokens without padding; documents with the same prompt share its tokens.
+"""Documents packed into one row of tokens without padding. A prefix that several prompts share is stored once.
 
 A row may be divided over ranks (Ulysses, arXiv 2309.14509). Each rank holds a slice of the tokens. Only attention mixes
 tokens. For attention, the ranks exchange their tokens of all heads for all tokens of some heads, and back.
@@ -7,22 +7,19 @@ tokens. For attention, the ranks exchange their tokens of all heads for all toke
 from __future__ import annotations
 
 import math
-from collections import Counter
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 
 from agentrl.kernels.records import KernelInputError
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,7 +99,7 @@ AttentionBackend = Literal["sdpa", "flex", "flash", "padded"]
 
 
 class Bounds(NamedTuple):
-    """Lengths of the segments of a row, and of their keys: the keys of a shared prompt, then the segment's own."""
+    """Lengths of the segments of a row, and of their keys: the keys of all tokens before them, then their own."""
 
     indices: Tensor | None  # [K] int64, index in the row of each key; None: keys are the row in order
     queries: Tensor  # [S + 1] int32, cumulative lengths
@@ -115,18 +112,19 @@ class Bounds(NamedTuple):
 class PackedRow:
     """B documents, each a prompt and a response, as S segments of one row of L tokens.
 
-    A token attends to the tokens before it in its segment, and to all tokens of the segment that its segment continues,
-    if there is one: a prompt that several documents share. The segments stay on the host, where attention plans its
-    calls; nothing is read back from the device.
+    The segments form a tree. A segment continues another one or starts a document. A token attends to the tokens before
+    it in its segment, and to all tokens on the path to its segment. Every segment is followed by the segments that
+    continue it, directly or not, before any other one. Segments stay on the host, where attention plans its calls;
+    nothing is read back from the device.
 
-    Two documents, the prompt (7, 8) and one token of response each:
+    Two documents with the prompt (7, 8), and a third one whose prompt continues the first:
 
-    >>> prompt, one, two = torch.tensor([7, 8]), torch.tensor([1]), torch.tensor([2])
-    >>> row = pack_row([(prompt, one), (prompt, two)])
+    >>> ids = torch.tensor
+    >>> row = pack_row([(ids([7, 8]), ids([1])), (ids([7, 8]), ids([2])), (ids([7, 8, 1, 5]), ids([3]))])
     >>> row.input_ids.tolist(), row.position_ids.tolist()
-    ([[7, 8, 1, 2]], [[0, 1, 2, 2]])
+    ([[7, 8, 1, 5, 3, 2]], [[0, 1, 2, 3, 4, 2]])
     >>> row.lengths.tolist(), row.continued.tolist()
-    ([2, 1, 1], [0, 0, 0])
+    ([2, 1, 2, 1], [0, 0, 1, 0])
     """
 
     token_ids: Tensor  # [L] int32
@@ -185,15 +183,31 @@ class PackedRow:
         )
 
     @cached_property
+    def paths(self) -> list[Tensor]:
+        """Row indices of the tokens from the start of a document to the end of each segment. On the host."""
+        paths: list[Tensor] = []
+        spans = zip(self.continued.tolist(), self.segment_starts.tolist(), self.lengths.tolist(), strict=True)
+        for number, (parent, start, length) in enumerate(spans):
+            own = torch.arange(start, start + length, device="cpu")
+            paths.append(own if parent == number else torch.cat([paths[parent], own]))
+        return paths
+
+    @cached_property
     def longest(self) -> int:
         """Number of tokens of the longest document."""
-        return int((self.lengths + self.before).max())
+        return max(map(len, self.paths))
 
     @cached_property
     def before(self) -> Tensor:
-        """Number of tokens of the document before each segment, [S]: the tokens of the prompt that it continues."""
-        alone = self.continued == torch.arange(len(self.lengths), device="cpu")
-        return torch.where(alone, 0, self.lengths[self.continued])
+        """Number of tokens of the document before each segment, [S]."""
+        return torch.tensor([len(path) for path in self.paths], device="cpu") - self.lengths
+
+    def document(self, number: int, response: int) -> Tensor:
+        """Return the row indices of a document's prompt and of its first ``response`` response tokens. On the host."""
+        end, start = int(self.prompt_ends[number]), int(self.starts[number])
+        segment = int(torch.searchsorted(self.segment_starts, end, right=True)) - 1
+        count = int(self.before[segment]) + end - int(self.segment_starts[segment]) + 1
+        return torch.cat([self.paths[segment][:count], torch.arange(start, start + response, device="cpu")])
 
     @cached_property
     def segment_starts(self) -> Tensor:
@@ -201,16 +215,20 @@ class PackedRow:
         return self.lengths.cumsum(0) - self.lengths
 
     @cached_property
-    def window_masks(self) -> dict[int | None, BlockMask]:
-        """Cache of `flex`'s block masks for this row, by window."""
+    def masks(self) -> dict[object, Any]:
+        """Cache of the backends' masks for this row."""
         return {}
 
     @cached_property
-    def segment_of(self) -> tuple[Tensor, Tensor]:
-        """Indices of each token's segment and of the segment that it continues, both [L]. Tokens attend to both."""
-        device = self.token_ids.device
-        numbers = torch.arange(len(self.lengths), device="cpu").repeat_interleave(self.lengths)
-        return numbers.to(device), self.continued[numbers].to(device)
+    def reach(self) -> Tensor:
+        """For each token, the row index after the last segment that continues the token's segment, [L].
+
+        A token attends to the tokens before it in the row whose reach exceeds its index.
+        """
+        ends = (self.segment_starts + self.lengths).tolist()
+        for number, parent in reversed([*enumerate(self.continued.tolist())]):
+            ends[parent] = max(ends[parent], ends[number])
+        return torch.tensor(ends, device="cpu").repeat_interleave(self.lengths).to(self.token_ids.device)
 
     @cached_property
     def bounds(self) -> Bounds:
@@ -221,11 +239,7 @@ class PackedRow:
         def ends(lengths: Tensor) -> Tensor:
             return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device)
 
-        indices = None
-        if bool(self.before.any()):
-            numbers = torch.arange(len(keys), device="cpu").repeat_interleave(keys)
-            columns = torch.arange(len(numbers), device="cpu") - (keys.cumsum(0) - keys)[numbers]
-            indices = self._indices(numbers, columns)
+        indices = torch.cat(self.paths) if bool(self.before.any()) else None
         return Bounds(
             indices=None if indices is None else indices.to(device),
             queries=ends(self.lengths),
@@ -235,82 +249,135 @@ class PackedRow:
         )
 
     @cached_property
-    def calls(self) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Batches of documents of nearly equal lengths, for one attention call each.
+    def calls(self) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
+        """Batches of segments with nearly equal numbers of queries and keys, for one attention call each.
 
-        (row indices [n, w] of the documents of each call, padded with their last index; index [L] of each token of the
-        row in the concatenation of all calls). A shared prompt is also a document, from which its states are taken.
+        ([(row indices [n, w] of the queries, row indices [n, k] of the keys, position [n] or [1] of each first query)
+        of each call], index [L] of each token of the row in the concatenation of all queries). Tables are padded with
+        the last index of each line. If w = k, the queries are whole documents.
         """
-        lengths = self.lengths + self.before
-        tables: list[Tensor] = []
-        first, offset = torch.empty_like(lengths), 0  # of each segment's document among all tables
-        for part in self._of_nearly_equal_length():
-            numbers = torch.tensor(part, device="cpu")
-            width = int(lengths[part[0]])
-            columns = torch.minimum(torch.arange(width, device="cpu"), lengths[numbers, None] - 1)
-            tables.append(self._indices(numbers[:, None], columns))
-            first[numbers] = offset + width * torch.arange(len(part), device="cpu")
-            offset += tables[-1].numel()
-        shift = first + self.before - self.segment_starts
-        own = torch.arange(len(self.token_ids), device="cpu") + shift.repeat_interleave(self.lengths)
+        # Causal calls without a mask skip half of a document's scores. Therefore, only segments that are shorter than
+        # the tokens before them are computed alone. In any case, a token's states depend on no other document.
+        first = torch.where(self.before >= self.lengths, self.before, 0)
+        counts = [(len(path) - start, len(path)) for path, start in zip(self.paths, first.tolist(), strict=True)]
+        calls = []
+        places, offset = torch.empty(len(self.token_ids), dtype=torch.int64, device="cpu"), 0
         device = self.token_ids.device
-        return tuple(table.to(device) for table in tables), own.to(device)
+        for part in _nearly_equal(counts):
+            queries = _table([self.paths[number][first[number] :] for number in part])
+            keys = _table([self.paths[number] for number in part])
+            starts = first[part]
+            starts = starts[:1] if bool((starts == starts[0]).all()) else starts
+            calls.append((queries.to(device), keys.to(device), starts.to(device)))
+            for number in part:
+                stop = offset + counts[number][0]
+                own = self.paths[number][-int(self.lengths[number]) :]
+                places[own] = torch.arange(stop - len(own), stop, device="cpu")
+                offset += queries.shape[1]
+        return calls, places.to(device)
 
-    def _indices(self, numbers: Tensor, columns: Tensor) -> Tensor:
-        """Return row indices of the tokens at ``columns`` of the documents that end with the segments ``numbers``."""
-        before, starts = self.before[numbers], self.segment_starts
-        return torch.where(
-            columns < before, starts[self.continued[numbers]] + columns, starts[numbers] + columns - before
-        )
+    @cached_property
+    def documents(self) -> tuple[list[Tensor], Tensor]:
+        """Batches of whole documents of nearly equal lengths, as tables [n, w] of row indices.
 
-    def _of_nearly_equal_length(self) -> list[list[int]]:
-        """Split segment indices into parts of documents of nearly equal lengths, the longest first.
-
-        The shortest document of a part has at least four fifths of the tokens of its longest one.
+        Also returns the index [L] of each token in the concatenation of all tables. A token of several documents has
+        the index in one of them.
         """
-        lengths = (self.lengths + self.before).tolist()
-        parts: list[list[int]] = []
-        for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-            if parts and 5 * lengths[number] >= 4 * lengths[parts[-1][0]]:
-                parts[-1].append(number)
-            else:
-                parts.append([number])
-        return parts
+        inner = {parent for number, parent in enumerate(self.continued.tolist()) if parent != number}
+        paths = [path for number, path in enumerate(self.paths) if number not in inner]
+        tables = []
+        places, offset = torch.empty(len(self.token_ids), dtype=torch.int64, device="cpu"), 0
+        for part in _nearly_equal([(len(path),) for path in paths]):
+            tables.append(_table([paths[number] for number in part]))
+            for number in part:
+                places[paths[number]] = torch.arange(offset, offset + len(paths[number]), device="cpu")
+                offset += tables[-1].shape[1]
+        device = self.token_ids.device
+        return [table.to(device) for table in tables], places.to(device)
+
+
+def _nearly_equal(counts: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """Group indices by their counts. In a group, the smallest count exceeds four fifths of the largest."""
+    parts: dict[tuple[object, ...], list[int]] = {}
+    for number, own in enumerate(counts):
+        sizes = (int(math.log(count, 1.25)) for count in own)
+        parts.setdefault((len({*own}), *sizes), []).append(number)
+    return [*parts.values()]
+
+
+def _table(lines: Sequence[Tensor]) -> Tensor:
+    width = max(map(len, lines))
+    return torch.stack([torch.cat([line, line[-1:].expand(width - len(line))]) for line in lines])
+
+
+class PrefixTree:
+    """Documents, each with the longest prefix of its prompt that an earlier document contains.
+
+    Add documents in ascending order of the lengths of their prompts, so that a prompt follows the documents that it
+    continues. Documents are bytes of int32 token ids.
+    """
+
+    def __init__(self) -> None:
+        self.branches: list[tuple[int, int]] = []  # (document, shared tokens); (-1, 0): no shared tokens
+        self._sorted: list[tuple[bytes, int]] = []
+
+    def add(self, document: bytes, prompt: int) -> int:
+        """Add a document with a prompt of ``prompt`` tokens, and return the number of its shared tokens."""
+        index = bisect_left(self._sorted, (document, 0))
+        shared, owner = 0, -1
+        # In lexicographic order, a neighbor has the longest common prefix.
+        for other, number in self._sorted[max(0, index - 1) : index + 1]:
+            most = min(prompt, len(other) // 4)
+            found = bisect_left(range(most), True, key=lambda n: document[: 4 * n + 4] != other[: 4 * n + 4])
+            shared, owner = max((shared, owner), (found, number))
+        while owner >= 0 and shared <= self.branches[owner][1]:
+            owner = self.branches[owner][0]  # contains the last shared token after the prefix that it shares itself
+        self._sorted.insert(index, (document, len(self.branches)))
+        self.branches.append((owner, shared))
+        return shared
 
 
 def pack_row(documents: Sequence[tuple[Tensor, Tensor]], *, share_prompts: bool = True) -> PackedRow:
     """Pack documents (prompt, response) of token ids, all on the host.
 
-    With ``share_prompts``, the row contains a prompt that several documents have only once.
+    With ``share_prompts``, the longest prefix of a prompt that another document contains is not stored again. Response
+    tokens are stored for each document.
     """
-    names = [tuple(prompt.tolist()) if share_prompts else number for number, (prompt, _) in enumerate(documents)]
-    counts = Counter(names)
-    shared: dict[object, int] = {}  # index of the segment of each shared prompt
+    tokens = [torch.cat(document).int() for document in documents]
+    prompts = [len(prompt) for prompt, _ in documents]
+    limits = prompts if share_prompts else [0] * len(prompts)
+    order = sorted(range(len(documents)), key=limits.__getitem__)
+    tree = PrefixTree()
+    for number in order:
+        tree.add(tokens[number].numpy().tobytes(), limits[number])
+    pairs = zip(order, tree.branches, strict=True)
+    branches = {number: (order[owner] if owner >= 0 else -1, shared) for number, (owner, shared) in pairs}
+    children: dict[int, list[int]] = {}
+    for number in reversed(range(len(documents))):
+        children.setdefault(branches[number][0], []).append(number)
     segments: list[Tensor] = []
     continued: list[int] = []
-    ends = [0]  # of the segments in the row
-    prompt_ends: list[int] = []
-    starts: list[int] = []
-
-    def append(segment: Tensor, to: int) -> None:
-        segments.append(segment)
-        continued.append(to)
-        ends.append(ends[-1] + len(segment))
-
-    for name, (prompt, response) in zip(names, documents, strict=True):
-        if counts[name] == 1:
-            starts.append(ends[-1] + len(prompt))
-            prompt_ends.append(starts[-1] - 1)
-            append(torch.cat([prompt, response]), len(segments))
-            continue
-        if name not in shared:
-            shared[name] = len(segments)
-            append(prompt, len(segments))
-        starts.append(ends[-1])
-        prompt_ends.append(ends[shared[name] + 1] - 1)
-        append(response, shared[name])
+    ends: dict[tuple[int, int], tuple[int, int]] = {}  # (document, position): segment and row index that end there
+    prompt_ends, starts, length = [0] * len(documents), [0] * len(documents), 0
+    stack = children.get(-1, [])
+    while stack:
+        number = stack.pop()
+        owner, shared = branches[number]
+        own = children.get(number, [])
+        starts[number] = length + prompts[number] - shared
+        parent, end = ends.get((owner, shared), (len(segments), length))
+        prompt_ends[number] = (starts[number] if prompts[number] > shared else end) - 1
+        start = shared
+        for stop in sorted({*(branches[child][1] for child in own), len(tokens[number])} - {shared}):
+            segments.append(tokens[number][start:stop])
+            continued.append(parent)
+            length += stop - start
+            parent, start = len(segments) - 1, stop
+            ends[number, stop] = parent, length
+        # The segments that continue the last one come first.
+        stack += sorted(own, key=lambda child: branches[child][1])
     return PackedRow(
-        token_ids=torch.cat(segments).int(),
+        token_ids=torch.cat(segments),
         lengths=torch.tensor([len(segment) for segment in segments], device="cpu"),
         continued=torch.tensor(continued, device="cpu"),
         prompt_ends=torch.tensor(prompt_ends, device="cpu"),
@@ -394,12 +461,12 @@ def packed_states(
 def _padded_states(row: PackedRow, transformer: nn.Module) -> Tensor:
     """Return the states [L, D] of a row whose documents are batch entries with padding on the right.
 
-    A causal model's states do not depend on later tokens, so the padding needs no mask. A shared prompt is computed
+    A causal model's states do not depend on later tokens, so the padding needs no mask. A shared prefix is computed
     with each document. One forward pass for each batch of documents of nearly equal lengths.
     """
-    tables, numbers = row.calls
+    tables, places = row.documents
     parts = [transformer(input_ids=row.input_ids[0][table], use_cache=False).last_hidden_state for table in tables]
-    return torch.cat([states.flatten(0, 1) for states in parts]).index_select(0, numbers)
+    return torch.cat([states.flatten(0, 1) for states in parts]).index_select(0, places)
 
 
 def part_of(row: PackedRow, sequence: SequenceGroup | None) -> slice:

@@ -18,7 +18,8 @@ from functools import partial
 import numpy as np
 
 from agentrl.algorithms import LOSSES
-from agentrl.batch import MicroBatch
+from agentrl.batch import MicroBatch, flat_array
+from agentrl.kernels.attention import PrefixTree
 from agentrl.rollout.worker import RolloutBatch
 from agentrl.training.step.objective_settings import ObjectiveSettings, known_before_forward, needs
 from agentrl.trajectory import Group, Trajectory
@@ -104,25 +105,52 @@ def balance_over_ranks(units: Sequence[Unit], *, ranks: int, attention_length: f
     return shares
 
 
+def own_tokens(rows: Sequence[Trajectory]) -> list[int]:
+    """Return the number of tokens that each trajectory adds to a row: its length without the prefix that it shares."""
+    if len({row.prompt_ids for row in rows}) == 1:  # the common case, without the cost of comparing tokens
+        return [row.length - (len(row.prompt_ids) if number else 0) for number, row in enumerate(rows)]
+    tree = PrefixTree()
+    own = [0] * len(rows)
+    for number in sorted(range(len(rows)), key=lambda number: len(rows[number].prompt_ids)):
+        own[number] = _add(tree, rows[number])
+    return own
+
+
+def _add(tree: PrefixTree, row: Trajectory) -> int:
+    tokens = flat_array([row.prompt_ids, *(segment.token_ids for segment in row.segments)], "i")
+    return len(tokens) - tree.add(tokens.tobytes(), len(row.prompt_ids))
+
+
 def packed_tokens(rows: Sequence[Trajectory]) -> int:
-    """Return the number of tokens of these trajectories in one row, which contains each distinct prompt once."""
-    prompts = {row.prompt_ids for row in rows}
-    return sum(map(len, prompts)) + sum(row.length - len(row.prompt_ids) for row in rows)
+    """Return the number of tokens of these trajectories in one row, which contains each shared prefix once."""
+    return sum(own_tokens(rows))
 
 
 def split_group(group: Sequence[Trajectory], most: int) -> list[Sequence[Trajectory]]:
-    """Split a group into parts of at most ``most`` tokens or one trajectory, with as many trajectories as possible."""
+    """Split a group into parts of at most ``most`` tokens or one trajectory, with as many trajectories as possible.
+
+    The branches of a rollout stay together where possible, because they share prefixes.
+    """
+    longest: Counter[int] = Counter()
+    for row in group:
+        longest[row.sample] = max(longest[row.sample], row.length)
     parts: list[list[Trajectory]] = []
-    for row in sorted(group, key=lambda item: item.length, reverse=True):
-        if parts and packed_tokens([*parts[-1], row]) <= most:
-            parts[-1].append(row)
-        else:
-            parts.append([row])
+    tree, tokens = PrefixTree(), math.inf
+    for row in sorted(group, key=lambda item: (-longest[item.sample], item.sample, item.branch)):
+        tokens += _add(tree, row)
+        if tokens > most:
+            tree, parts = PrefixTree(), [*parts, []]
+            tokens = _add(tree, row)
+        parts[-1].append(row)
     return [*parts]
 
 
 def _cost(rows: Sequence[Trajectory], attention_length: float) -> float:
-    return packed_tokens(rows) + sum(row.length**2 for row in rows) / attention_length
+    """Return the cost of the rows' own tokens; attention of a token costs as much as the tokens that it attends to."""
+    own = own_tokens(rows)
+    before = (row.length - count for row, count in zip(rows, own, strict=True))
+    squares = sum(row.length**2 - count**2 for row, count in zip(rows, before, strict=True))
+    return sum(own) + squares / attention_length
 
 
 def _fill(
