@@ -146,6 +146,8 @@ _POLICY = (
     Metric("policy/loss", "", "Loss of the step, summed over its updates.", "has no meaningful trend", _TRAINED),
     Metric("policy/updates", "updates", "Number of optimizer updates in this step.", "`algorithm.updates_per_step`"),
     Metric("policy/tokens", "tokens", "Number of model tokens that the step trained on.", "above 0"),
+    Metric("policy/prefix_sharing", "ratio", "Tokens of the trained trajectories with their prompts, divided by the "
+           "tokens that a forward computes; 1 without shared prefixes.", "above 1", _TRAINED),
     Metric("policy/sum_pi_squared", "", "Mean of `sum_v p(v)^2`, the probability that two samples are equal.",
            "below 1", _TRAINED),
     Metric("policy/energy", "",

@@ -62,7 +62,7 @@ CASES = {
 
 
 def batch_of(case: Case, *, ranks: int) -> Batch:
-    """Trajectories with an observation. Prompts of three tokens agree; a prompt of eight continues the first response."""
+    """Trajectories with observations. Prompts of three tokens agree; a prompt of eight continues the first one."""
     draw = random.Random(9)
 
     def tokens(count: int) -> tuple[int, ...]:

@@ -112,9 +112,26 @@ def test_packed_is_padded_is_one_row_at_a_time(kind: str, checkpointing: bool) -
 
 
 @pytest.mark.on_device
+@pytest.mark.parametrize("kind", MODELS)
+def test_shared_prefixes_have_the_gradient_of_separate_rows_in_float32(kind: str) -> None:
+    batch = conversations(seed=1, rows=9)
+    tokens: dict[bool, int] = {}
+    found: dict[bool, Tensor] = {}
+    for shared in (True, False):
+        model = build_tiny(kind, **MODELS[kind]).train()
+        packed = pack_padded(batch.input_ids, batch.prompt_lengths, batch.response_mask, share_prompts=shared)
+        statistics, _ = PolicyModel(model)(*packed, temperature=0.7)
+        tokens[shared] = len(packed[0].token_ids)
+        values = gradients(model, statistics.log_probs, statistics.entropy).values()
+        found[shared] = torch.cat([value.flatten() for value in values])
+    assert tokens == {True: 101, False: 143}
+    assert float((found[True] - found[False]).norm() / found[False].norm()) < 1e-6
+
+
+@pytest.mark.on_device
 @pytest.mark.parametrize("backend", ["flex", "flash"])
 @pytest.mark.parametrize("kind", ["qwen3", "mistral", "gemma2"])
-def test_the_kernels_of_gpus_give_what_sdpa_gives_for_prompts_that_stand_once(
+def test_the_kernels_of_gpus_give_what_sdpa_gives_for_shared_prefixes(
     kind: str, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(monkeypatch)
@@ -128,7 +145,7 @@ def test_the_kernels_of_gpus_give_what_sdpa_gives_for_prompts_that_stand_once(
 
 
 def statistics_and_gradients(kind: str, changes: dict[str, Any], batch: Batch, attention: Any) -> dict[str, Tensor]:
-    """Of a packed batch in which some documents share a prompt; energies too where they have a closed form."""
+    """Of a packed batch in which some documents share a prefix; energies too where they have a closed form."""
     model = build_tiny(kind, **changes).double().train()
     policy = PolicyModel(model, attention=attention)
     places = (batch.input_ids, batch.prompt_lengths, batch.response_mask)

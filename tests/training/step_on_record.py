@@ -38,7 +38,7 @@ from agentrl.training.step.diagnostics import FidelityError, TokenRecorder, fide
 from agentrl.training.step.objective_settings import ObjectiveSettings
 from agentrl.training.step.reference_and_critic import Critic, FrozenPolicy
 from agentrl.training.step.trainer import Trainer
-from agentrl.trajectory import Group, Segment, Trajectory
+from agentrl.trajectory import Group, Segment, Trajectory, weighed
 from agentrl.weights.sources import full_parameters
 from agentrl_envs.types import Ended, Problem
 
@@ -64,6 +64,7 @@ class Case:
     gradient_checkpointing: bool = False
     backend: Backend = "auto"
     void: bool = False
+    forked: bool = False  # the last rollout of each group is a tree
     dtype: torch.dtype = torch.float32
     learning_rate: float = 3.0
     statistics_pass: bool = False  # also where one forward would serve
@@ -179,6 +180,8 @@ CASES = {
         correction={"weights": "token", "self_normalize": True},
     ),
     "overlong": Case(zero_stage=0, reward={"overlong_buffer": 6, "overlong_limit": 10}),
+    "trees": Case(zero_stage=3, forked=True, algorithm=_TWO_PASSES, kl={"coefficient": 0.1, "placement": "reward"}),
+    "trees_critic": Case(zero_stage=3, forked=True, algorithm={"estimator": "gae", "lam": 0.9}),
     "critic": Case(zero_stage=2, algorithm={"estimator": "gae", "lam": 0.9, "gamma": 0.9}),
     "critic_zero3": Case(
         zero_stage=3,
@@ -189,7 +192,7 @@ CASES = {
 }
 """Each is trained whole (one rank, one micro-batch, ZeRO 0) and in parts, and must come out the same."""
 
-ALONE = ("token_mean", "seq_mean_token_sum", "whitened", "void_rows", "two_updates", "critic_zero3")
+ALONE = ("token_mean", "seq_mean_token_sum", "whitened", "void_rows", "two_updates", "trees", "critic_zero3")
 """Those that one rank also trains in parts: every ZeRO stage, one pass and two, one update and two."""
 
 FEW_GROUPS = ("token_mean", "reinforce_pp", "zero3", "seq_mean_token_sum_norm", "whitened_zero3")
@@ -210,6 +213,7 @@ SEQUENCE = (
     "masks",
     "clip_cov",
     "eob",
+    "trees",
     "critic_zero3",
 )
 """Those that two ranks also train sharing every row."""
@@ -221,7 +225,9 @@ WHOLE_GROUPS, SINGLE_ROWS = 90, 40
 """Token budgets: the largest group with its prompt once is 57 tokens, the longest trajectory 27."""
 
 
-def rollout_batch(*, void: bool = False, greedy: bool = False, groups: int = GROUPS) -> RolloutBatch:
+def rollout_batch(
+    *, void: bool = False, greedy: bool = False, groups: int = GROUPS, forked: bool = False
+) -> RolloutBatch:
     """A fixed step's rollouts: up to three turns of random tokens with observations between, rewards 0 and 1.
 
     Nobody is right in the fourth group; a limit ended the third trajectory of each.
@@ -238,7 +244,35 @@ def rollout_batch(*, void: bool = False, greedy: bool = False, groups: int = GRO
         )
         for index, prompt in enumerate(prompts)
     )
+    if forked:
+        made = tuple(
+            replace(one, trajectories=(*one.trajectories[:-1], *_tree(draw, one.trajectories[-1]))) for one in made
+        )
     return RolloutBatch(step=1, version=0, sampled_groups=made, groups=made, metrics={})
+
+
+def _tree(draw: random.Random, root: Trajectory) -> tuple[Trajectory, ...]:
+    """The rollout as a tree of two forks with three leaves."""
+
+    def branch(number: int, parent: Trajectory, ended: Ended, reward: float) -> Trajectory:
+        one = _trajectory(draw, root.group, root.sample, (*parent.prompt_ids, *parent.response_ids))
+        last = replace(one.segments[0], reward=reward)
+        return replace(
+            one,
+            segments=(last,),
+            ended=ended,
+            branch=number,
+            branches=5,
+            parent=parent.branch,
+            fork=parent.model_tokens,
+        )
+
+    segments = tuple(replace(segment, reward=0.0) for segment in root.segments)
+    root = replace(root, segments=segments, ended=Ended.FORKED)
+    inner = branch(1, root, Ended.FORKED, 0.0)
+    leaves = [branch(2, root, Ended.ANSWERED, 1.0), branch(3, inner, Ended.ANSWERED, 0.0)]
+    branches = [root, inner, *leaves, branch(4, inner, Ended.ANSWERED, 1.0)]
+    return weighed([replace(item, branches=len(branches), path_weight=1.0) for item in branches])
 
 
 def _problem(index: int) -> Problem:
@@ -306,7 +340,8 @@ def step(case: Case, *, groups: int = GROUPS, folder: Path | None = None) -> dic
     settings = case.settings()
     model = tiny_model(tied=case.tied, gradient_checkpointing=case.gradient_checkpointing, dtype=case.dtype)
     before = _flat(model)
-    record = rollout_batch(void=case.void, greedy=settings.algorithm.estimator == "remax", groups=groups)
+    greedy = settings.algorithm.estimator == "remax"
+    record = rollout_batch(void=case.void, greedy=greedy, groups=groups, forked=case.forked)
     if case.near:
         record = sampled_by(tiny_model(tied=case.tied), temperature=0.8, record=record, noise=0.4)
     policy = PolicyModel(model, backend=case.backend, sequence=case.sequence())

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.batch import MicroBatch
 from agentrl.rollout.worker import RolloutBatch
 from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings
 from agentrl.training.step.batching import (
@@ -76,6 +77,26 @@ def test_equal_prompts_count_once() -> None:
     assert [[item.length for item in piece] for piece in split_group(rows, 1)] == [[5], [4], [3]]
 
 
+def branch(number: int, parent: Trajectory, *ids: int) -> Trajectory:
+    """A branch that continues after all tokens of ``parent`` and an observation of two tokens."""
+    prompt = (*parent.prompt_ids, *parent.response_ids, 50, 51)
+    last = replace(parent.segments[0], token_ids=ids, log_probs=(-1.0,) * len(ids), version_spans=((0, len(ids)),))
+    return replace(
+        parent, prompt_ids=prompt, segments=(last,), branch=number, parent=parent.branch, fork=parent.model_tokens
+    )
+
+
+def test_the_tokens_before_a_fork_count_once() -> None:
+    root = replace(row(5), branches=3)
+    rows = [root, branch(1, root, 7, 7, 7), branch(2, root, 8)]
+    for order in (rows, rows[::-1]):  # the root's 5 tokens, the observation's 2, then 3 and 1
+        assert packed_tokens(order) == MicroBatch.of(order).tokens == 5 + 2 + 3 + 1
+    other = replace(row(9, sample=1))
+    # The longest rollout comes first: 7 + 3 tokens of a path are more than 9. The budget has room for two of its edges.
+    pieces = [[(item.sample, item.branch) for item in piece] for piece in split_group([other, *rows], 10)]
+    assert pieces == [[(0, 0), (0, 1)], [(0, 2)], [(1, 0)]]
+
+
 def test_attention_makes_one_long_trajectory_as_costly_as_many_short_ones() -> None:
     units = [[row(length)] for length in (12, 8, 4, 4)]
     assert shape(deal_to_ranks(pack_units(units, 32, ranks=2), ranks=2)) == [[[12, 4]], [[8, 4]]]
@@ -141,7 +162,8 @@ def test_tokens_and_sequences_are_those_of_all_ranks_and_of_the_loss() -> None:
     plans = plan_step(made, objective(), budget=100, ranks=2)
     # Model tokens 4 + 3 + 2; the row of 6 model tokens is out of the loss.
     assert [(update.tokens, update.sequences) for plan in plans for update in plan.updates] == [(9, 3), (9, 3)]
-    assert [plan.metrics for plan in plans] == [{"reward/mean": 0.5}, {}]
+    # 5 + 4 + 3 + 7 tokens with prompts; each rank computes one prompt token for its group of two.
+    assert [plan.metrics for plan in plans] == [{"reward/mean": 0.5, "policy/prefix_sharing": 19 / 17}, {}]
     assert not any(plan.reasons for plan in plans)
 
 

@@ -233,6 +233,11 @@ def plan_step(
                 )
             )
     trajectories = sum(len(group.rollouts) for group in groups)
+    computed = sum(micro.tokens for plans in updates for plan in plans for micro in plan.micro_batches if micro.counted)
+    metrics = rollouts.metrics
+    if computed:
+        lengths = sum(row.length for group in groups for row in group.trajectories)
+        metrics = metrics | {"policy/prefix_sharing": lengths / computed}
     return [
         RankPlan(
             step=rollouts.step,
@@ -241,7 +246,7 @@ def plan_step(
             updates=tuple(updates[rank]),
             head_exact=head_exact,
             trajectories=trajectories,
-            metrics=rollouts.metrics if rank == 0 else {},
+            metrics=metrics if rank == 0 else {},
         )
         for rank in range(ranks)
     ]
