@@ -2,16 +2,22 @@
 
     python benchmarks/packing.py                          lengths of responses from a log-normal with sigma 1
     python benchmarks/packing.py --run runs/NAME --step 9  the trajectories of a step of a run, packed and padded
+    python benchmarks/packing.py --sharing 1 2 4 8         forked rollouts whose shared prefixes are computed once, or
+                                                           with every branch; --record FILE writes the figures
 
 Both sides take the embedded tiny policy and the same whole groups in micro-batches of ``--budget`` tokens: the packed
 side by the trainer's planner, the padded side from the longest group to the shortest, padded to the longest trajectory
 of the micro-batch. They alternate; read the ratio of CPU seconds. Peak memory is what a process of its own needs beyond
 the model for one side.
+
+A sharing ratio is the number of tokens of all branches with their prompts, divided by the number of distinct ones
+(`policy/prefix_sharing`). A tree has one root, four branches and 32 leaves on paths of ``--length`` tokens, in one row.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import subprocess
@@ -24,6 +30,7 @@ import torch
 from torch import Tensor
 
 from agentrl.batch import Batch, MicroBatch
+from agentrl.kernels.attention import pack_row
 from agentrl.models.loading import tiny_config
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import TinyModelSettings
@@ -43,32 +50,92 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--budget", type=int, default=4096)
     parser.add_argument("--repetitions", type=int, default=7, help="pairs, after one to warm up")
-    parser.add_argument("--only", choices=("packed", "padded"), help="one side once: print its peak memory")
+    parser.add_argument("--sharing", type=float, nargs="+", help="ratios of trees; compares shared with separate rows")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a path")
+    parser.add_argument("--record", type=Path, help="JSON file for the figures of --sharing")
+    parser.add_argument("--only", help="one side once: print its peak memory")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.sharing:
+        record = {}
+        for ratio in options.sharing:
+            documents = tree(ratio, options.length)
+            sides = {"shared": one_row(documents, share=True), "separate": one_row(documents, share=False)}
+            found = compare(sides, options, "--sharing", str(ratio))
+            if found is not None:
+                record[str(ratio)] = found
+        if options.record is not None and options.only is None:
+            options.record.write_text(json.dumps(record, indent=1) + "\n")
+        return
     groups = drawn(options.groups) if options.run is None else played(options.run, options.step)
-    sides = {"packed": packed(groups, options.budget), "padded": padded(groups, options.budget)}
+    if options.only is None:
+        rows = [row for group in groups for row in group]
+        tokens, longest = sum(row.length for row in rows), max(row.length for row in rows)
+        print(f"{len(rows)} trajectories of {tokens} tokens, the longest {longest}", flush=True)
+    compare({"packed": packed(groups, options.budget), "padded": padded(groups, options.budget)}, options)
+
+
+def compare(sides: dict[str, Side], options: argparse.Namespace, *last: str) -> dict[str, float] | None:
+    """Print and return the figures of two sides, the faster first. With ``--only``, print one side's peak memory.
+
+    ``last``: arguments that select these sides in a process of its own.
+    """
     if options.only is not None:
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far, which includes the parent's
         before = memory("VmRSS")
         sides[options.only]()
         print(memory("VmHWM") - before)
-        return
-    rows = [row for group in groups for row in group]
-    tokens, longest = sum(row.length for row in rows), max(row.length for row in rows)
-    print(f"{len(rows)} trajectories of {tokens} tokens, the longest {longest}", flush=True)
+        return None
     times: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(options.repetitions + 1):
         for name in sorted(sides, reverse=bool(turn % 2)):
             began = time.process_time()
             sides[name]()
             times[name].append(time.process_time() - began)
-    ratios = [slow / fast for slow, fast in zip(times["padded"][1:], times["packed"][1:], strict=True)]
+    found = {}
     for name, taken in times.items():
-        said = subprocess.check_output([sys.executable, *sys.argv, "--only", name], text=True)
+        said = subprocess.check_output([sys.executable, *sys.argv, *last, "--only", name], text=True)
+        found |= {f"{name}_seconds": statistics.median(taken[1:]), f"{name}_mib": float(said)}
         print(f"{name}: {statistics.median(taken[1:]):.3f} CPU seconds, peak memory {float(said):,.0f} MiB", flush=True)
+    fast, slow = (taken[1:] for taken in times.values())
+    ratios = [many / few for many, few in zip(slow, fast, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
-    print(f"padded over packed, median of {len(ratios)} pairs: {middle:.2f} (quartiles {low:.2f}, {high:.2f})")
+    names = " over ".join(reversed(sides))
+    print(f"{names}, median of {len(ratios)} pairs: {middle:.2f} (quartiles {low:.2f}, {high:.2f})", flush=True)
+    return found | {"ratio": middle, "low": low, "high": high}
+
+
+def tree(ratio: float, length: int) -> list[tuple[Tensor, Tensor]]:
+    """Prompts and responses of a tree's branches: a root of 3 a tokens, 4 branches of a, 32 leaves of length - 4 a."""
+    # Paths have 3 a + 4 * 4 a + 32 length tokens, of which 32 length - 121 a are distinct.
+    a = round(32 * length * (ratio - 1) / (19 + 121 * ratio))
+    generator = torch.Generator().manual_seed(1)
+
+    def tokens(count: int) -> Tensor:
+        return torch.randint(1, VOCABULARY, (count,), generator=generator)
+
+    if a == 0:
+        return [(one[:32], one[32:]) for one in (tokens(length) for _ in range(32))]
+    root = tokens(3 * a)
+    middle = [torch.cat([root, tokens(a)]) for _ in range(4)]
+    leaves = [(path, tokens(length - 4 * a)) for path in middle for _ in range(8)]
+    return [(root[:32], root[32:]), *((root, path[3 * a :]) for path in middle), *leaves]
+
+
+def one_row(documents: Sequence[tuple[Tensor, Tensor]], *, share: bool) -> Side:
+    """All documents through the policy, in one row."""
+    policy = PolicyModel(tiny_model())
+    row = pack_row(documents, share_prompts=share)
+    lengths = torch.tensor([len(response) for _, response in documents])
+    rows = torch.arange(len(documents)).repeat_interleave(lengths)
+    columns = torch.cat([torch.arange(count) for count in lengths.tolist()])
+
+    def step() -> None:
+        policy.zero_grad()
+        found, _ = policy(row, rows, columns)
+        found.log_probs.sum().backward()
+
+    return step
 
 
 def memory(name: str) -> float:

@@ -70,11 +70,11 @@ Before a run starts, the same comparison decides how training reads trajectories
 
 | `model.rows` | trajectories of a micro-batch | requires |
 |---|---|---|
-| `packed` | one row without padding, which contains a shared prompt once | positions and transformers' attention |
+| `packed` | one row without padding, which contains a shared prefix once | positions and transformers' attention |
 | `padded` | padded on the right, in batches of nearly equal lengths | a causal model with a linear head |
 | `auto` | `packed` if the small copy is exact with it, else `padded` | |
 
-Statistics, losses and checks are the same. `padded` computes a shared prompt for each of its trajectories, but
+Statistics, losses and checks are the same. `padded` computes a shared prefix for each path through it, but
 `training.micro_batch_tokens` counts it once, so lower the setting if memory does not suffice. `padded` does not support
 `training.sequence_parallel` and `training.zero_stage=3`. Types that cannot be packed need `rollout.engine=vllm`, if
 vLLM serves them.

@@ -97,7 +97,7 @@ def _prepared(
     active = counted.flip(-1).cumsum(-1).flip(-1) > counted  # a counted token comes later in the row
     read, places = None, torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
     if packed is not None:
-        # A shared prompt has different gradients in each trajectory, so each trajectory has a copy.
+        # A shared prefix has different gradients in each trajectory, so each trajectory has a copy.
         lengths = active.sum(-1).clamp(min=1)
         lines = zip(input_ids.cpu(), lengths.tolist(), strict=True)
         row = pack_row([(line[:0], line[:count]) for line, count in lines], share_prompts=False)

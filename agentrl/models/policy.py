@@ -128,7 +128,7 @@ class FusedHead(nn.Linear):
 class PolicyModel(nn.Module):
     """A causal language model of `transformers` whose head is a :class:`FusedHead`.
 
-    Processes trajectories as one packed row without padding, which contains a shared prompt once.
+    Processes trajectories as one packed row without padding, which contains a shared prefix once.
     """
 
     def __init__(
