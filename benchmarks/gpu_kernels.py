@@ -152,7 +152,7 @@ def _own_attention(device: torch.device) -> tuple[Attend, str]:
 
     def own(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
         ids = torch.zeros(max(lengths), dtype=torch.int64, device="cpu")
-        row = pack_row([(ids[:1], ids[1:length]) for length in lengths], share_prompts=False).to(device)
+        row = pack_row([(ids[:1], ids[1:length]) for length in lengths], share_prefixes=False).to(device)
         now = AttentionPass(row=row, backend=backend)
         return attend(now, *(one.transpose(0, 1)[None] for one in (query, key, value)))[0]
 

@@ -171,7 +171,7 @@ def _step(engine: TrainingEngine[PackedOrPadded], shape: ModelShape, lengths: Se
     counts = torch.tensor(lengths, device=engine.device) - prompt
     mask = torch.arange(longest - prompt, device=engine.device) < counts[:, None]
     prompts = torch.full((len(lengths),), prompt, device=engine.device)
-    statistics, _ = engine(*pack_padded(ids, prompts, mask, share_prompts=False))
+    statistics, _ = engine(*pack_padded(ids, prompts, mask, share_prefixes=False))
     engine.backward(statistics.log_probs.mean())
     engine.step()
 

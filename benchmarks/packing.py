@@ -125,7 +125,7 @@ def tree(ratio: float, length: int) -> list[tuple[Tensor, Tensor]]:
 def one_row(documents: Sequence[tuple[Tensor, Tensor]], *, share: bool) -> Side:
     """All documents through the policy, in one row."""
     policy = PolicyModel(tiny_model())
-    row = pack_row(documents, share_prompts=share)
+    row = pack_row(documents, share_prefixes=share)
     lengths = torch.tensor([len(response) for _, response in documents])
     rows = torch.arange(len(documents)).repeat_interleave(lengths)
     columns = torch.cat([torch.arange(count) for count in lengths.tolist()])

@@ -100,7 +100,7 @@ def _prepared(
         # A shared prefix has different gradients in each trajectory, so each trajectory has a copy.
         lengths = active.sum(-1).clamp(min=1)
         lines = zip(input_ids.cpu(), lengths.tolist(), strict=True)
-        row = pack_row([(line[:0], line[:count]) for line, count in lines], share_prompts=False)
+        row = pack_row([(line[:0], line[:count]) for line, count in lines], share_prefixes=False)
         row = row.to(input_ids.device)
         read = (row, packed)
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)

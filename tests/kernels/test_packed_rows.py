@@ -40,12 +40,12 @@ def documents(draw: random.Random, count: int) -> tuple[Tensor, list[int], list[
     return ids, [len(prompt) for prompt, _ in made], lengths
 
 
-def packed(documents: tuple[Tensor, list[int], list[int]], *, share_prompts: bool = True) -> PackedRow:
+def packed(documents: tuple[Tensor, list[int], list[int]], *, share_prefixes: bool = True) -> PackedRow:
     """The row of documents whose response tokens all count."""
     ids, prompts, lengths = documents
     starts = torch.tensor(prompts)
     mask = torch.arange(ids.shape[1]) < (torch.tensor(lengths) - starts)[:, None]
-    return pack_padded(ids, starts, mask, share_prompts=share_prompts)[0]
+    return pack_padded(ids, starts, mask, share_prefixes=share_prefixes)[0]
 
 
 def indices_of(row: PackedRow, prompts: list[int], lengths: list[int]) -> list[list[int]]:
@@ -70,7 +70,7 @@ def distinct_tokens(ids: Tensor, prompts: list[int], lengths: list[int]) -> int:
 @given(st.integers(0, 10**6), st.integers(1, 9), st.booleans())
 def test_every_document_finds_its_tokens_and_positions(seed: int, count: int, share: bool) -> None:
     ids, prompts, lengths = documents(random.Random(seed), count)
-    row = packed((ids, prompts, lengths), share_prompts=share)
+    row = packed((ids, prompts, lengths), share_prefixes=share)
     for document, places in enumerate(indices_of(row, prompts, lengths)):
         assert row.input_ids[0, places].tolist() == ids[document, : lengths[document]].tolist()
         assert row.position_ids[0, places].tolist() == list(range(lengths[document]))
@@ -97,7 +97,7 @@ def test_segments_name_the_prompt_that_they_follow() -> None:
     assert bounds.indices.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5]
     assert (bounds.queries.tolist(), bounds.keys.tolist()) == ([0, 2, 3, 4, 6], [0, 2, 5, 8, 10])
     assert (bounds.most_queries, bounds.most_keys) == (2, 3)
-    assert packed(documents, share_prompts=False).bounds.indices is None
+    assert packed(documents, share_prefixes=False).bounds.indices is None
 
 
 def one_at_a_time(

@@ -119,7 +119,7 @@ def test_shared_prefixes_have_the_gradient_of_separate_rows_in_float32(kind: str
     found: dict[bool, Tensor] = {}
     for shared in (True, False):
         model = build_tiny(kind, **MODELS[kind]).train()
-        packed = pack_padded(batch.input_ids, batch.prompt_lengths, batch.response_mask, share_prompts=shared)
+        packed = pack_padded(batch.input_ids, batch.prompt_lengths, batch.response_mask, share_prefixes=shared)
         statistics, _ = PolicyModel(model)(*packed, temperature=0.7)
         tokens[shared] = len(packed[0].token_ids)
         values = gradients(model, statistics.log_probs, statistics.entropy).values()

@@ -301,7 +301,7 @@ def _nearly_equal(counts: Sequence[tuple[int, ...]]) -> list[list[int]]:
     parts: dict[tuple[object, ...], list[int]] = {}
     for number, own in enumerate(counts):
         sizes = (int(math.log(count, 1.25)) for count in own)
-        parts.setdefault((len({*own}), *sizes), []).append(number)
+        parts.setdefault((len({*own}), *sizes), []).append(number)  # equal counts are whole documents
     return [*parts.values()]
 
 
@@ -337,15 +337,15 @@ class PrefixTree:
         return shared
 
 
-def pack_row(documents: Sequence[tuple[Tensor, Tensor]], *, share_prompts: bool = True) -> PackedRow:
+def pack_row(documents: Sequence[tuple[Tensor, Tensor]], *, share_prefixes: bool = True) -> PackedRow:
     """Pack documents (prompt, response) of token ids, all on the host.
 
-    With ``share_prompts``, the longest prefix of a prompt that another document contains is not stored again. Response
+    With ``share_prefixes``, the longest prefix of a prompt that another document contains is not stored again. Response
     tokens are stored for each document.
     """
     tokens = [torch.cat(document).int() for document in documents]
     prompts = [len(prompt) for prompt, _ in documents]
-    limits = prompts if share_prompts else [0] * len(prompts)
+    limits = prompts if share_prefixes else [0] * len(prompts)
     order = sorted(range(len(documents)), key=limits.__getitem__)
     tree = PrefixTree()
     for number in order:
@@ -386,7 +386,7 @@ def pack_row(documents: Sequence[tuple[Tensor, Tensor]], *, share_prompts: bool 
 
 
 def pack_padded(
-    input_ids: Tensor, prompt_lengths: Tensor, mask: Tensor, *, share_prompts: bool = True, multiple: int = 1
+    input_ids: Tensor, prompt_lengths: Tensor, mask: Tensor, *, share_prefixes: bool = True, multiple: int = 1
 ) -> tuple[PackedRow, Tensor, Tensor]:
     """Pack left-aligned documents in ``input_ids`` [B, S], and return (row, rows [N], columns [N]) on their device.
 
@@ -398,7 +398,7 @@ def pack_padded(
     counts = torch.where(on_host, torch.arange(1, mask.shape[1] + 1, device="cpu"), 0).amax(-1)
     lines = zip(input_ids.cpu(), prompt_lengths.tolist(), counts.tolist(), strict=True)
     documents = [(line[:start], line[start : start + count]) for line, start, count in lines]
-    row = pack_row(documents, share_prompts=share_prompts).padded(multiple)
+    row = pack_row(documents, share_prefixes=share_prefixes).padded(multiple)
     rows, columns = on_host.nonzero(as_tuple=True)
     return row.to(device), rows.to(device), columns.to(device)
 
