@@ -130,8 +130,8 @@ class MicroBatch:
             trained=np.array([(item.group, item.sample, item.branch) not in no_loss for item in items]),
             homes=np.array([0 if homes is None else homes[item.group] for item in items]),
             greedy_returns=greedy,
-            support_ids=_array([segment.support_ids for segment in sampled], "i") if restricted else None,
-            support_sizes=_array(sizes, "i").astype(np.int64) if restricted else None,
+            support_ids=flat_array([segment.support_ids for segment in sampled], "i") if restricted else None,
+            support_sizes=flat_array(sizes, "i").astype(np.int64) if restricted else None,
             counted=counted,
         )
 

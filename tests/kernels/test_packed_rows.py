@@ -149,7 +149,7 @@ def test_a_change_in_one_document_changes_no_other_by_one_bit() -> None:
     now = AttentionPass(row=row, backend="sdpa")
     query, key, value = torch.randn(3, 1, 4, row.input_ids.shape[1], 8).unbind()
     before = attend(now, query, key, value)
-    own = int(row.before.argmax())  # a segment that continues a shared prompt
+    own = int(row.before.argmax())  # the end of the longest path
     changed = slice(int(row.segment_starts[own]), int(row.segment_starts[own] + row.lengths[own]))
     for states in (query, key, value):
         states[:, :, changed] = torch.nan
